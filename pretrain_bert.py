@@ -3,58 +3,7 @@
 torchrun --nproc-per-node 2 pretrain_bert.py --pipeline-model-parallel-size 2 --pipeline-schedule 2bw ...
 """
 
-import sys
-from argparse import Namespace
-from functools import partial
-
-from megatron.pipeline import interrupt
+import runpy
 
 if __name__ == "__main__":
-    interrupt.end_at_interrupt(says="pretrain_bert.py: ended by SIGINT")  # before what takes long to import
-
-from megatron.trainer.run import entry
-
-DEFAULTS = {"architecture": "bert", "tokenizer_type": "BertWordPieceLowerCase"}
-
-
-def model_provider(args: Namespace, config):
-    """Megatron's contract: returns `provider(pre_process, post_process) -> model chunk` for a stage's configuration."""
-    from megatron.trainer.models.bert import bert_model
-
-    def provider(pre_process: bool = True, post_process: bool = True):
-        return bert_model(args, config, pre_process=pre_process, post_process=post_process)
-
-    return provider
-
-
-def forward_step(data_iterator, model):
-    """Megatron's contract: (output, loss function of the output) of one microbatch."""
-    from megatron.trainer.data.bert import bert_inputs, bert_loss
-
-    batch = next(data_iterator)
-    output = model(**bert_inputs(batch))
-    return output, partial(bert_loss, batch.get("loss_mask"), batch.get("is_random"))
-
-
-def parts() -> dict:
-    """What a run is put together from; see `megatron.trainer.run.assembly.assemble`."""
-    from megatron.trainer.data.bert import bert_fields, build_bert_datasets, loss_names
-
-    return {
-        "model_provider": model_provider,
-        "forward_step": forward_step,
-        "datasets_provider": build_bert_datasets,
-        "fields_provider": bert_fields,
-        "loss_names": loss_names,
-    }
-
-
-def main(args: Namespace, stop, started: float) -> None:
-    """Train as the flags say."""
-    from megatron.trainer.run.pretraining import pretrain
-
-    pretrain(args, stop, started, **parts())
-
-
-if __name__ == "__main__":
-    sys.exit(entry.run("pretrain_bert.py", main, defaults=DEFAULTS))
+    runpy.run_module("megatron.trainer.programs.pretrain_bert", run_name="__main__", alter_sys=True)

@@ -3,50 +3,7 @@
 torchrun --nproc-per-node 2 pretrain_gpt.py --pipeline-model-parallel-size 2 --pipeline-schedule 2bw ...
 """
 
-import sys
-from argparse import Namespace
-from functools import partial
-
-from megatron.pipeline import interrupt
+import runpy
 
 if __name__ == "__main__":
-    interrupt.end_at_interrupt(says="pretrain_gpt.py: ended by SIGINT")  # before what takes long to import
-
-from megatron.trainer.run import entry
-
-
-def model_provider(args: Namespace, config):
-    """Megatron's contract: returns `provider(pre_process, post_process) -> model chunk` for a stage's configuration."""
-    from megatron.trainer.models.gpt import gpt_model
-
-    def provider(pre_process: bool = True, post_process: bool = True):
-        return gpt_model(args, config, pre_process=pre_process, post_process=post_process)
-
-    return provider
-
-
-def forward_step(data_iterator, model):
-    """Megatron's contract: (output, loss function of the output) of one microbatch."""
-    from megatron.trainer.data.microbatches import gpt_inputs, language_model_loss
-
-    tokens, labels, loss_mask, attention_mask, position_ids = gpt_inputs(next(data_iterator))
-    output = model(tokens, position_ids, attention_mask, labels=labels)
-    return output, partial(language_model_loss, loss_mask)
-
-
-def parts() -> dict:
-    """What a run is put together from; see `megatron.trainer.run.assembly.assemble`."""
-    from megatron.trainer.data.datasets import build_datasets
-
-    return {"model_provider": model_provider, "forward_step": forward_step, "datasets_provider": build_datasets}
-
-
-def main(args: Namespace, stop, started: float) -> None:
-    """Train as the flags say."""
-    from megatron.trainer.run.pretraining import pretrain
-
-    pretrain(args, stop, started, **parts())
-
-
-if __name__ == "__main__":
-    sys.exit(entry.run("pretrain_gpt.py", main))
+    runpy.run_module("megatron.trainer.programs.pretrain_gpt", run_name="__main__", alter_sys=True)

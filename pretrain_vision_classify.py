@@ -3,59 +3,7 @@
 torchrun --nproc-per-node 2 pretrain_vision_classify.py --pipeline-model-parallel-size 2 --data-path TRAIN VALID ...
 """
 
-import sys
-from argparse import Namespace
-from functools import partial
-
-from megatron.pipeline import interrupt
+import runpy
 
 if __name__ == "__main__":
-    interrupt.end_at_interrupt(says="pretrain_vision_classify.py: ended by SIGINT")  # before what is slow to import
-
-from megatron.trainer.run import entry
-
-DEFAULTS = {"architecture": "vit"}
-
-
-def model_provider(args: Namespace, config):
-    """Megatron's contract: returns `provider(pre_process, post_process) -> model chunk` for a stage's configuration."""
-    from megatron.trainer.models.vision_classifier import vision_model
-
-    def provider(pre_process: bool = True, post_process: bool = True):
-        return vision_model(args, config, pre_process=pre_process, post_process=post_process)
-
-    return provider
-
-
-def forward_step(data_iterator, model):
-    """Megatron's contract: (output, loss function of the output) of one microbatch."""
-    from megatron.trainer.models.classification_loss import classification_loss
-
-    batch = next(data_iterator)
-    output = model(batch.get("images"))
-    return output, partial(classification_loss, batch.get("labels"), batch.get("counts"))
-
-
-def parts() -> dict:
-    """What a run is put together from; see `megatron.trainer.run.assembly.assemble`."""
-    from megatron.trainer.data.images import build_vision_datasets, vision_fields
-    from megatron.trainer.models.classification_loss import loss_names
-
-    return {
-        "model_provider": model_provider,
-        "forward_step": forward_step,
-        "datasets_provider": build_vision_datasets,
-        "fields_provider": vision_fields,
-        "loss_names": loss_names,
-    }
-
-
-def main(args: Namespace, stop, started: float) -> None:
-    """Train as the flags say."""
-    from megatron.trainer.run.pretraining import pretrain
-
-    pretrain(args, stop, started, **parts())
-
-
-if __name__ == "__main__":
-    sys.exit(entry.run("pretrain_vision_classify.py", main, defaults=DEFAULTS))
+    runpy.run_module("megatron.trainer.programs.pretrain_vision_classify", run_name="__main__", alter_sys=True)

@@ -28,8 +28,6 @@ compares what it executed with the program; a difference makes the exit status 1
 """
 
 import argparse
-import json
-import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -37,12 +35,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.common.results import parser_of, save, set_environment, status_of
+
 TIMES = {"none": (0.02248, 0.03632, 0.07412), "attention": (0.00763, 0.03632, 0.08357)}
 """Recompute scope -> seconds of a transfer, a forward and a backward (BPipe, Table 4)."""
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, json="file for every measured time")
     parser.add_argument("--stages", type=int, default=8, help="p, 4 to 16")
     parser.add_argument("--microbatches", type=int, nargs="+", default=[8, 16, 32, 64, 128], help="m")
     parser.add_argument("--scopes", nargs="+", choices=list(TIMES), default=list(TIMES))
@@ -52,7 +52,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--payload", type=int, default=1 << 20, help="bytes between stages")
     parser.add_argument("--activations", type=int, default=1 << 22, help="bytes of a move")
     parser.add_argument("--smoke", action="store_true", help="4 stages, 8 microbatches, 2 pairs, small times and bytes")
-    parser.add_argument("--json", type=Path, help="file for every measured time")
     args = parser.parse_args(arguments)
     if args.smoke:
         args.stages, args.microbatches, args.pairs, args.synchronous_pairs = 4, [8], 2, 1
@@ -92,8 +91,7 @@ def jobs(args: argparse.Namespace) -> dict:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    set_environment()
     from balance_cost_ranks import BalanceRank
     from balance_cost_rows import predicted_rows, rows_of, show, show_predicted
     from emulated_ranks import run_job
@@ -107,13 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{number} of {len(plan)}: scope {scope}, {job.world_size} processes", file=sys.stderr, flush=True)
             rows += rows_of(predicted[scope], run_job(job, Path(directory), BalanceRank))
     show(rows)
-    if args.json:
-        settings = {name: value for name, value in vars(args).items() if name != "json"}
-        args.json.write_text(json.dumps({"settings": settings, "rows": rows}, indent=1) + "\n")
-    different = [row for row in rows if not row["executed_is_program"]]
-    for row in different:
-        print(f"executed something else than the program: {row['contender']}, m={row['microbatches']}", file=sys.stderr)
-    return 1 if different else 0
+    save(args, rows)
+    return status_of(rows, lambda row: f"{row['contender']}, m={row['microbatches']}")
 
 
 if __name__ == "__main__":

@@ -4,11 +4,14 @@ import os
 import time
 from dataclasses import dataclass, field
 from functools import partial
+from unittest.mock import patch
 
 import torch.distributed as dist
 from emulated_ranks import TIMEOUT, Contender, Job, Rank, gathered
 from paced_links import PacedMoveLink
 
+from megatron.pipeline.program.instruction import COMPUTATIONS, OWN_MOVES, Instruction
+from megatron.pipeline.program.move_order import MoveOrder
 from megatron.pipeline.runtime.activations.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.contract.trace import COMPUTE, Tracer
 from megatron.pipeline.runtime.engine import PipelineEngine
@@ -20,16 +23,28 @@ PACED = "gloo, paced"
 """A backend of this benchmark: `PacedMoveLink` between pairs, gloo elsewhere."""
 
 
+class SynchronousMoves(MoveOrder):
+    """Computations of the evictor wait for every EVICT and LOAD before them."""
+
+    _num_to_own = 0  # moves up to and with the last of these
+
+    def awaited(self, instruction: Instruction) -> int:
+        needed = super().awaited(instruction)
+        if instruction.kind in OWN_MOVES:
+            self._num_to_own = self._num_moves
+        return self._num_to_own if instruction.kind in COMPUTATIONS else needed
+
+
 @dataclass(frozen=True, kw_only=True)
 class BalanceContender(Contender):
-    """`synchronous`: computations of the evictor wait for each of its moves."""
+    """`moves`: what waits for which; engine and simulator are given it in the place of their own."""
 
-    synchronous: bool = False
+    moves: type[MoveOrder] = MoveOrder
 
 
 WITHOUT = BalanceContender(name="without", preset="flush")
 ASYNCHRONOUS = BalanceContender(name="asynchronous", preset="bpipe")
-SYNCHRONOUS = BalanceContender(name="synchronous", preset="bpipe", synchronous=True)
+SYNCHRONOUS = BalanceContender(name="synchronous", preset="bpipe", moves=SynchronousMoves)
 CONTENDERS = (WITHOUT, ASYNCHRONOUS, SYNCHRONOUS)
 
 
@@ -46,7 +61,7 @@ class BalanceJob(Job):
 
 @dataclass
 class Turns:
-    """Of one contender at one m; one entry a turn. `busy`: share of all cores' time that all processes took."""
+    """One contender's times at one m; one entry a turn. `busy`: share of all cores' time that all processes took."""
 
     contender: str
     num_microbatches: int
@@ -90,16 +105,16 @@ class BalanceRank(Rank):
             activation_bytes=job.activation_bytes,
             activation_memory=memory,
         )
-        return PipelineEngine(
-            contender.schedule(job.num_stages),
-            stage,
-            EmulatedUpdate(job_group=self._world),
-            timeout=TIMEOUT,
-            backend=PACED,
-            tracer=Tracer(num_batches=1),
-            activation_memory=memory,
-            synchronous_moves=contender.synchronous,
-        )
+        with patch("megatron.pipeline.runtime.engine.MoveOrder", contender.moves):
+            return PipelineEngine(
+                contender.schedule(job.num_stages),
+                stage,
+                EmulatedUpdate(job_group=self._world),
+                timeout=TIMEOUT,
+                backend=PACED,
+                tracer=Tracer(num_batches=1),
+                activation_memory=memory,
+            )
 
     def _turn(self, contender: BalanceContender, engine: PipelineEngine, turns: Turns) -> None:
         """One batch, from a drained pipeline to a drained pipeline."""

@@ -5,13 +5,12 @@ A row is plain data, one line of a table and one object of the JSON file. Times 
 """
 
 import statistics
-import sys
+from unittest.mock import patch
 
 from balance_cost_ranks import WITHOUT, BalanceContender, BalanceJob
-from emulated_rows import COMMON, Row, spread
-from rich.console import Console
-from rich.table import Table
+from emulated_rows import COMMON
 
+from benchmarks.common.tables import Row, show_table, spread
 from megatron.pipeline.simulate import Costs, simulate
 
 
@@ -19,7 +18,8 @@ def predicted_seconds(job: BalanceJob, contender: BalanceContender, num_microbat
     """Seconds of a batch by the simulator."""
     program = contender.schedule(job.num_stages).build((num_microbatches,))
     costs = Costs(forward=job.forward, backward=job.backward, evict=job.transfer)
-    return simulate(program, costs, synchronous_moves=contender.synchronous).makespan
+    with patch("megatron.pipeline.program.move_order.MoveOrder", contender.moves):
+        return simulate(program, costs).makespan
 
 
 def predicted_rows(scope: str, job: BalanceJob) -> list[Row]:
@@ -87,18 +87,8 @@ COLUMNS = PREDICTED | {
 
 
 def show_predicted(rows: list[Row]) -> None:
-    _show("predicted by the simulator", PREDICTED, rows)
+    show_table("predicted by the simulator", PREDICTED, rows, left=("", "scope"))
 
 
 def show(rows: list[Row]) -> None:
-    _show("what moving saved activations adds to flush", COLUMNS, rows)
-
-
-def _show(title: str, columns: dict, rows: list[Row]) -> None:
-    console = Console() if sys.stdout.isatty() else Console(width=180, no_color=True)
-    table = Table(title=title, title_justify="left")
-    for heading in columns:
-        table.add_column(heading, justify="left" if heading in ("", "scope") else "right")
-    for row in rows:
-        table.add_row(*(cell(row) for cell in columns.values()))
-    console.print(table)
+    show_table("what moving saved activations adds to flush", COLUMNS, rows, left=("", "scope"))

@@ -52,7 +52,7 @@ OUTPUT_BYTES = 197 * 12.5 * 768 * 2
 READ, WRITE = OUTPUT_BYTES / 6.4e9, OUTPUT_BYTES / 0.48e9
 """At the rates of LMDB in memory, measured on one core."""
 PARAMETERS = 7.09e6
-"""Of a layer."""
+"""The parameters of a layer."""
 GRADIENT_BYTES, STATE_BYTES = 4 * PARAMETERS, 18 * PARAMETERS
 RATE = 10e9
 """Bytes per second of a link of which nothing is told."""
@@ -188,7 +188,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def seconds_of_state(args: argparse.Namespace) -> tuple[float, float, float]:
-    """Of the reduction of a layer's gradients, and of a transition's state: at least, and for each trained layer that
+    """Seconds to reduce a layer's gradients and to move a transition's state: at least, and for each trained layer that
     a rank gets.
 
     A ring sends and receives gradients twice, whatever the number of replicas. Ranks get the state of their new layers

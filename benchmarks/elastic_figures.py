@@ -17,7 +17,7 @@ MOST_CHUNKS = 6
 
 
 def speed_ups(setting: Setting, arms: Sequence[Arm] = ARMS) -> dict[str, float | None]:
-    """Of arms over the static one; None: some stretch of it fits nowhere."""
+    """The speed-ups of arms over the static one; None: some stretch of an arm fits nowhere."""
     static = seconds_of_arm(plan(STATIC, setting), setting)
     found: dict[str, float | None] = {}
     for arm in arms:
@@ -75,7 +75,7 @@ def _fastest_at(setting: Setting, num_frozen: int, num_stored: int | None) -> fl
 
 @dataclass(frozen=True)
 class Chunks:
-    """Of a pipeline of so many ranks: seconds of its batch by the number of microbatches, and the best of them."""
+    """Seconds of a batch of a pipeline of so many ranks, by the number of microbatches, and the best of them."""
 
     num_ranks: int
     seconds: dict[int, float]
@@ -163,7 +163,7 @@ def _busiest(setting: Setting, pipeline: PipelineOption) -> float:
 
 
 def median_of_runs(runs: Sequence[Sequence[float]]) -> float:
-    """Of the runs' medians the middle one, and of two the lower one: no single run that was woken late decides."""
+    """The middle one of the runs' medians, or the lower one of two: no single run that was woken late decides."""
     return median_low(median(each) for each in runs)
 
 

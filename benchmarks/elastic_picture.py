@@ -12,7 +12,7 @@ from benchmarks.elastic_plan import Phase, Setting, seconds_of
 
 _COLOURS = {"predicted": "#3873b8", "measured": "#c8102e", "p": "#8457ae", "d": "#3d9140", "frozen": "#e58a00"}
 _SAMPLES = 400
-"""In a batch, the paper's."""
+"""Samples in a batch, the paper's."""
 
 
 def draw(rows: Sequence[dict], phases: Sequence[Phase], setting: Setting, path: Path) -> None:

@@ -102,7 +102,7 @@ class Setting:
         return found
 
     def shapes(self, *, replicates: bool) -> list[Shape]:
-        """With ranks and microbatches for them; ranks that are left over are idle."""
+        """The shapes with ranks and microbatches for them; ranks that are left over are idle."""
         return [
             (num_ranks, num_replicas)
             for num_ranks in range(1, self.num_stages + 1)
@@ -148,7 +148,7 @@ class Setting:
         return max(self.move, self.move_layer * len(self.layers.forward))
 
     def seconds_of_move(self, before: PipelineOption, behind: PipelineOption) -> float:
-        """Of what ranks get that they have not got, over links that all carry at once; what is frozen is its weights
+        """Seconds to send ranks what they do not have, over links that all carry at once; what is frozen is its weights
         alone. Nothing moves where none gets anything: a prefix stays where it is when its cache is turned on or off.
         """
         held, layers = _held(before), self.layers
@@ -299,7 +299,7 @@ class _Found:
         )
 
     def kept(self) -> list[_Way]:
-        """Of all that were added."""
+        """The ways to keep of all that were added."""
         kept = _Found(self.setting, self.most, self.rest)
         for way in sorted(self.ways, key=lambda each: each.seconds):
             kept.add(way)
@@ -307,11 +307,11 @@ class _Found:
 
 
 Parts = tuple[tuple[int | None, float], ...]
-"""Of a stretch: layers of which the cache has the output (None: there is no cache), for how many intervals."""
+"""The parts of a stretch: layers whose output the cache has (None: there is no cache), for how many intervals."""
 
 
 def _parts(setting: Setting, num_frozen: int, intervals: int, num_stored: int) -> Parts:
-    """With a cache: the first epoch, and those behind it."""
+    """The parts of intervals: with a cache, the first epoch and those after it."""
     of_first = 1 / setting.epochs
     behind = ((num_frozen, intervals - of_first),) if intervals > of_first else ()
     return ((num_stored, of_first), *behind)
@@ -330,7 +330,7 @@ def _go_on(found: _Found, ways: Sequence[_Way], arm: Arm, num_frozen: int, inter
 
 
 def _go_on_from(found: _Found, way: _Way, shapes: Sequence[Shape], num_frozen: int, parts: Parts) -> None:
-    """With what there is, as it is, and with each shape, those first that may take least."""
+    """Go on with what there is, as it is, and with each shape, those first that may take least."""
     setting, cached = found.setting, parts[0][0] is not None
 
     def at_least(shape: Shape) -> float:
@@ -372,7 +372,7 @@ def _kept_cut(now: PipelineOption, num_frozen: int, *, cached: bool) -> tuple[in
 
 
 def _worth_reading(num_stored: int, layers: Layers) -> int:
-    """Of the layers of which the cache has the output: none, if computing them is sooner."""
+    """How many of the layers whose output the cache has are read from it: none, if computing them is sooner."""
     return num_stored if layers.read <= sum(layers.forward[:num_stored]) else 0
 
 
@@ -400,7 +400,7 @@ def _at_least(arm: Arm, setting: Setting, stretches: Sequence[tuple[int, int]]) 
 
 
 def seconds_of(phase: Phase, setting: Setting, seconds: float | None = None, transition: float | None = None) -> float:
-    """Of all batches for which a phase stands, and of the transition before it; simulated, or of the given seconds of
+    """Seconds of all batches that a phase stands for and of the transition before it; simulated, or by given seconds of
     a batch and of the transition.
     """
     seconds = phase.pipeline.seconds if seconds is None else seconds

@@ -230,7 +230,7 @@ class ElasticRank(Rank):
         _prove(schedule, pipeline.num_microbatches)
 
     def _times(self, phase: Phase) -> list[EmulatedTimes]:
-        """Of this rank's stages."""
+        """The times of this rank's stages."""
         pipeline, rank = phase.pipeline, dist.get_rank()
         if rank >= pipeline.num_ranks * pipeline.num_replicas:
             return []
@@ -246,7 +246,7 @@ def _is_same_place(one: PipelineOption, other: PipelineOption) -> bool:
 
 
 def _prove(schedule, num_microbatches: int) -> None:
-    """As the first batches would; what is proved is kept."""
+    """Prove the programs, as the first batches would; what is proved is kept."""
     stream = schedule.stream()
     for _ in range(2):
         stream.start_batch(num_microbatches)

@@ -34,14 +34,14 @@ the measured L. Every rank compares what it executed with the program; a differe
 """
 
 import argparse
-import json
-import os
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.common.results import parser_of, save, set_environment, status_of
 
 SECTIONS = ("ideal", "warmup", "chain", "predictions", "speedup", "executor")
 CHAIN_SHARES = (0.25, 0.5, 0.9, 1.5)
@@ -132,7 +132,7 @@ def timing(args: argparse.Namespace) -> dict:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, json="file for every measured time")
     parser.add_argument("--stages", type=int, nargs="+", default=[4, 8], help="p, at most 16; chain: 2p processes")
     parser.add_argument(
         "--microbatches", type=int, nargs="+", help="m; default p, 2p and 4p (chain, predictions: p, 2p)"
@@ -145,7 +145,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--forward", type=float, default=20.0, help="ms")
     parser.add_argument("--backward", type=float, default=40.0, help="ms")
     parser.add_argument("--payload", type=int, default=1 << 20, help="bytes")
-    parser.add_argument("--json", type=Path, help="file for every measured time")
     args = parser.parse_args(arguments)
     if not all(2 <= p <= 16 for p in args.stages):
         parser.error(f"--stages is {args.stages}; give 2 to 16")
@@ -184,20 +183,14 @@ def measure(args: argparse.Namespace, directory: Path) -> list[dict]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    set_environment()
     with tempfile.TemporaryDirectory(prefix="emulated-") as directory:
         rows = measure(args, Path(directory))
     from emulated_rows import show
 
     show(rows)
-    if args.json:
-        settings = {name: value for name, value in vars(args).items() if name != "json"}
-        args.json.write_text(json.dumps({"settings": settings, "rows": rows}, indent=1) + "\n")
-    different = [row for row in rows if not row.get("executed_is_program", True)]
-    for row in different:
-        print(f"executed something else than the program: {row['contender']}, p={row['stages']}", file=sys.stderr)
-    return 1 if different else 0
+    save(args, rows)
+    return status_of(rows, lambda row: f"{row['contender']}, p={row['stages']}")
 
 
 if __name__ == "__main__":

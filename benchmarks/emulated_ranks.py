@@ -104,7 +104,7 @@ class Job:
 
 @dataclass
 class Measurement:
-    """Of one contender at one m. Lists have one entry a repeat.
+    """What was measured of one contender at one m. Lists have one entry a repeat.
 
     `seconds`: per batch on the first stage. `cpu_seconds`: of that, what its main thread computed. `instructions`:
     executed per batch on that rank. `saved_peak`: per stage, saved microbatches counted while it ran.

@@ -5,17 +5,13 @@ a repeat.
 """
 
 import statistics
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from emulated_ranks import Contender, Job
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks.common.tables import Row, show_table, spread
 from megatron.pipeline.check import check
 from megatron.pipeline.simulate import Costs, simulate
-
-Row = dict[str, object]
 
 
 def predicted(job: Job, contender: Contender, num_microbatches: int, latency: float) -> float:
@@ -169,12 +165,6 @@ ROWS = {
 # What is shown.
 
 
-def spread(values: Sequence[float], digits: int) -> str:
-    """Median, least and greatest."""
-    low, middle, high = min(values), statistics.median(values), max(values)
-    return f"{middle:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
-
-
 def milliseconds(row: Row) -> str:
     return spread([1e3 * seconds for seconds in row["measured"]], 1)
 
@@ -275,14 +265,6 @@ TABLES = {
 
 
 def show(rows: list[Row]) -> None:
-    console = Console() if sys.stdout.isatty() else Console(width=180, no_color=True)
     for section, (title, columns) in TABLES.items():
-        chosen = [row for row in rows if row["section"] == section]
-        if not chosen:
-            continue
-        table = Table(title=title, title_justify="left")
-        for heading in columns:
-            table.add_column(heading, justify="left" if heading == "" else "right")
-        for row in chosen:
-            table.add_row(*(cell(row) for cell in columns.values()))
-        console.print(table)
+        if chosen := [row for row in rows if row["section"] == section]:
+            show_table(title, columns, chosen)

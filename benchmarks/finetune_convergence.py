@@ -12,15 +12,17 @@ does all the runs, one after another.
 import argparse
 import json
 import math
-import subprocess
 import sys
 from pathlib import Path
 from statistics import fmean, median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rich.console import Console
 from rich.table import Table
+
+from benchmarks.common.processes import torchrun
+from benchmarks.common.results import parser_of
+from benchmarks.common.tables import terminal
 
 RANKS, STAGES = 4, 8
 ARMS = {
@@ -32,7 +34,7 @@ ARMS = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("data", type=Path, nargs="?", help="the folder that examples/sentiment.py made")
     parser.add_argument("--output", type=Path, default=Path("outputs/finetune_convergence"))
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
@@ -89,11 +91,7 @@ def launch(runs: list[tuple], options: argparse.Namespace) -> dict[str, list[flo
         ]  # fmt: skip
     listed = options.output / "commands.json"
     listed.write_text(json.dumps({"stages": STAGES, "commands": list(commands.values())}))
-    subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}",
-         str(Path(__file__).with_name("finetune_ranks.py")), str(listed)],
-        check=True,
-    )  # fmt: skip
+    torchrun(RANKS, Path(__file__).with_name("finetune_ranks.py"), listed, check=True)
     return {
         name: [
             line["eval_accuracy"] for line in map(json.loads, Path(metrics).read_text().splitlines())
@@ -105,7 +103,7 @@ def launch(runs: list[tuple], options: argparse.Namespace) -> dict[str, list[flo
 
 def show(results: dict) -> None:
     """The table of the docs."""
-    console = Console() if sys.stdout.isatty() else Console(width=120, no_color=True)
+    console = terminal(120)
     rates = ", ".join(f"{rate}: {max(curve):.4f}" for rate, curve in results["validation"].items())
     console.print(f"flush on the validation data, best epoch by learning rate: {rates}", highlight=False)
     table = Table("", "final accuracy, mean", "least to most", "less than flush, points", "epochs to 99% of flush")

@@ -47,7 +47,7 @@ class Logits(nn.Module):
         self.model, self._names, self._hands_on = model, tuple(names), hands_on
 
     def forward(self, *tensors: Tensor) -> Tensor:
-        """Of a microbatch."""
+        """The forward of a microbatch."""
         if self._hands_on:
             tensors = tuple(each + 0 for each in tensors)
         return self.model(**dict(zip(self._names, tensors, strict=True))).logits
@@ -124,7 +124,7 @@ class TorchPipelining:
 
 
 def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """As transformers' own for the models here."""
+    """The mean loss, as transformers' own for the models here."""
     return nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED)
 
 
@@ -202,7 +202,7 @@ def finetuned(args: argparse.Namespace, stop: StopSignal) -> dict:
 
 
 def steady_seconds(ends: Sequence[float]) -> float:
-    """Of a batch, by the times when batches ended, without the first and the last quarter of them."""
+    """The time of a batch, by when batches ended, without the first and the last quarter of them."""
     quarter = max(len(ends) // 4, 1)
     if len(ends) < 3:
         raise ValueError(f"{len(ends)} batches have no steady state between the first and the last; give 3 or more")

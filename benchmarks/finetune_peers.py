@@ -39,15 +39,17 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks import finetune_models
+from benchmarks.common.processes import torchrun
+from benchmarks.common.results import parser_of, write
+from benchmarks.common.tables import terminal
 from benchmarks.finetune_speed import RANKS, ROOT, cut
 
 SIZE, MICROBATCHES = 4, 4
 TOLERANCE = 1e-5
-"""Of losses; see `check`."""
+"""By how much losses may differ; see `check`."""
 
 _BATCHES = ("--gradient_accumulation_steps", str(MICROBATCHES), "--optim", "sgd")
 
@@ -83,12 +85,11 @@ MODELS = (
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, json="also write what was measured")
     parser.add_argument("--models", nargs="+", choices=[each.name for each in MODELS], help="(default: all)")
     parser.add_argument("--repeats", type=int, default=3, help="turns of each arm (default: 3)")
     parser.add_argument("--steps", type=int, default=8, help="batches of a turn, a multiple of 4 (default: 8)")
     parser.add_argument("--length", type=int, default=256, help="tokens of a text (default: 256)")
-    parser.add_argument("--json", metavar="FILE", help="also write what was measured")
     options = parser.parse_args()
     if options.steps < 8 or options.steps % 4:
         parser.error(f"--steps {options.steps} has no quarters of 2 batches or more; give a multiple of 4 from 8 on")
@@ -99,8 +100,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             found[model.name] = measure(Bench(model, Path(folder), options), options.repeats)
     show(found)
-    if options.json:
-        Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
+    write(options.json, found)
     return 0
 
 
@@ -147,7 +147,7 @@ class Bench:
         cut(self._folder / self.model.name, [*self._data, *_BATCHES], self._folder)
 
     def turn(self, arm: str, mend: Sequence[str] | None = None) -> dict:
-        """For `finetune_peer_runs.py`. `mend`: instead of all that the model needs."""
+        """A turn of `finetune_peer_runs.py`. `mend`: instead of all that the model needs."""
         if arm in _OURS:
             partition, *words = _OURS[arm]
             own = ["--partition", str(self._folder / f"{partition}.json"), *words]
@@ -190,16 +190,15 @@ class Bench:
     def _launch(self, turns: Sequence[dict], *, stderr: int | None) -> subprocess.CompletedProcess:
         listed = self._folder / "turns.json"
         listed.write_text(json.dumps(turns))
-        return subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}",
-             str(Path(__file__).with_name("finetune_peer_ranks.py")), str(listed), str(self._folder / "result.json")],
+        return torchrun(
+            RANKS, Path(__file__).with_name("finetune_peer_ranks.py"), listed, self._folder / "result.json",
             cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=stderr, text=True,
         )  # fmt: skip
 
 
 def show(found: dict) -> None:
     """The table of the docs."""
-    console = Console() if sys.stdout.isatty() else Console(width=120, no_color=True)
+    console = terminal(120)
     columns = [word for name in found for word in (f"{name}, samples/s", "least to most", "ftpipe over it")]
     table = Table("", *columns)
     for arm in ARMS:

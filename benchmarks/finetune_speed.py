@@ -23,9 +23,11 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common.processes import torchrun
+from benchmarks.common.results import parser_of, write
+from benchmarks.common.tables import terminal
 from benchmarks.finetune_models import SOURCE, TARGET, write_t5
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.simulate.timeline import Timeline
@@ -38,17 +40,15 @@ _COMPUTATIONS = [kind for kind in Kind if kind.is_computation or kind is Kind.ST
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, json="also write what was measured")
     parser.add_argument("--repeats", type=int, default=3, help="turns of each partition (default: 3)")
     parser.add_argument("--steps", type=int, default=20, help="batches of a turn (default: 20)")
-    parser.add_argument("--json", metavar="FILE", help="also write what was measured")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as folder:
         found = measure(Path(folder), options)
     show(found)
-    if options.json:
-        Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
+    write(options.json, found)
     return 0
 
 
@@ -85,11 +85,10 @@ def cut(model: Path, task: list[str], folder: Path) -> None:
 
 
 def run(folder: Path, name: str, task: list[str], steps: int) -> None:
-    subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", "finetune.py",
-         "--model_name_or_path", str(folder / "t5"), *task, "--partition", str(folder / f"{name}.json"),
-         "--learning_rate", "1e-3", "--max_steps", str(steps), "--output_dir", str(folder / name),
-         "--pipeline_timeline", str(folder / "timeline"), "--pipeline_timeline_iterations", "10"],
+    torchrun(
+        RANKS, "finetune.py", "--model_name_or_path", folder / "t5", *task, "--partition", folder / f"{name}.json",
+        "--learning_rate", "1e-3", "--max_steps", steps, "--output_dir", folder / name,
+        "--pipeline_timeline", folder / "timeline", "--pipeline_timeline_iterations", "10",
         cwd=ROOT, check=True, capture_output=True,
     )  # fmt: skip
 
@@ -117,7 +116,7 @@ def batch_of(span) -> int:
 
 def show(found: dict) -> None:
     """The table of the docs."""
-    console = Console() if sys.stdout.isatty() else Console(width=120, no_color=True)
+    console = terminal(120)
     table = Table("", "stages", "ms a microbatch", "limit, ms", "of the limit", "simulated, ms")
     for name, each in found.items():
         shares = [limit / seconds for limit, seconds in zip(each["limit"], each["seconds"], strict=True)]

@@ -3,6 +3,7 @@
 import gc
 import json
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,16 +11,16 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.functional import cross_entropy
 
-import pretrain_vision_classify as program
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
-from megatron.trainer.arguments import parse_args, validate_args
+from megatron.trainer.arguments import parse_args
 from megatron.trainer.models import core_config
 from megatron.trainer.models.gpt import build_chunks, wrap_for_training
 from megatron.trainer.optimizer.optimizer import build_optimizer
 from megatron.trainer.plan import from_flags
+from megatron.trainer.programs import pretrain_vision_classify as door
 from megatron.trainer.run.assembly import assemble
 from megatron.trainer.run.pretraining import complete
 from megatron.trainer.start_up import initialize
@@ -36,7 +37,7 @@ def freeze(chunk: torch.nn.Module, args, depth: int) -> None:
 
 def forward_step(data_iterator, model):
     """Megatron's contract, with a mean for each microbatch: the schedule counts tokens in whole numbers."""
-    output, loss_function = program.forward_step(data_iterator, model)
+    output, loss_function = door.forward_step(data_iterator, model)
 
     def mean(logits: torch.Tensor):
         total, number, report = loss_function(logits)
@@ -123,16 +124,14 @@ PEERS = {"torch 1F1B": Torch, "megatron.core 1F1B": Core}
 
 def train(name: str, depth: int, result: Path, flags: list[str]) -> None:
     """One rank of a job; the last stage's writes the seconds of each batch and the first loss to `result`."""
-    args = parse_args(flags, defaults=program.DEFAULTS)
-    rank, world_size, _ = initialize.environment_ranks()
-    args.notes_for_log = validate_args(args, world_size=world_size, rank=rank)
+    args = parse_args(flags, defaults=door.DEFAULTS)
     complete(args)
     initialize.join(args, initialize.meet())
     with initialize.left_in_order():
         initialize.set_up(args)
-        run = assemble(args, **program.parts())
+        run = assemble(args, door.program())
         model = core_config.transformer_config(args)
-        provider = run.parts.model_provider
+        provider = partial(run.program.model_provider, args)
         stage = parallel_state.get_pipeline_model_parallel_rank()
         layers = from_flags.layers_of_stages(model)
         [chunk] = unwrap_model(build_chunks(provider, model, stages=(stage,), layers=layers))

@@ -29,6 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common.results import parser_of, write
+from benchmarks.common.tables import terminal
 from benchmarks.freeze_study import LAYERS, VIT, launch, python
 from megatron.trainer.report.metrics import read_metrics
 
@@ -112,16 +114,14 @@ def show(result: dict, console: Console) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, json="file for every measured time")
     parser.add_argument("--alpha", type=float, default=0.5)
     parser.add_argument("--intervals", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     result = measure(options)
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
-    show(result, Console() if sys.stdout.isatty() else Console(width=120, no_color=True))
+    write(options.json, result)
+    show(result, terminal(120))
     return 0
 
 

@@ -85,7 +85,7 @@ class Study:
         raise NotImplementedError
 
     def batches(self, seed: int) -> int:
-        """Of an epoch, rounded up."""
+        """The batches of an epoch, rounded up."""
         raise NotImplementedError
 
     def arm(self, name: str, seed: int, way: tuple[int, float], *, test: bool) -> dict:
@@ -216,7 +216,7 @@ def launch(words: list[str], log: Path) -> None:
 
 
 def read_run(metrics: Path) -> dict:
-    """Of a metrics file: `seconds` of batches and changes, `validation` [(seconds until then, accuracy)], `test` and
+    """A metrics file's `seconds` of batches and changes, `validation` [(seconds until then, accuracy)], `test` and
     `changes` [(iteration, frozen layers, ranks, replicas, seconds)]."""
     seconds, validation, test, changes = 0.0, [], None, []
     for record in read_metrics(str(metrics)):

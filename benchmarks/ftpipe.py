@@ -15,11 +15,8 @@ gpipe          four ranks with a stage each, m = p = 4: `gpipe` over asynchronou
                drain; (m+p-1)/m = 1.75 at best
 """
 
-import argparse
-import json
 import random
 import sys
-import tempfile
 from pathlib import Path
 from statistics import median
 
@@ -28,7 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.ftpipe_ranks import Contender, Job, run_job
+from benchmarks.common.processes import run_group
+from benchmarks.common.results import parser_of, write
+from benchmarks.ftpipe_ranks import Contender, Job, run
 from megatron.partition import Graph, compete, parse_graph
 from megatron.pipeline.program.edges import Edge
 from megatron.pipeline.schedules import Schedule
@@ -118,29 +117,31 @@ def simulated(contender: Contender) -> float:
     return (long - short) / contender.num_batches / contender.num_microbatches
 
 
+def measured(job: Job) -> dict[str, list[float]]:
+    return run_group(job.world_size, run, job)
+
+
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, json="also write all seconds")
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8], help="pipeline ranks (default: 4 8)")
     parser.add_argument("--forward", type=float, default=0.02, help="mean seconds of a forward (default: 0.02)")
     parser.add_argument("--payload", type=int, default=MIB, help="bytes over each edge (default: 1 MiB)")
     parser.add_argument("--repeats", type=int, default=5, help="each is measured so often (default: 5)")
-    parser.add_argument("--json", metavar="FILE", help="also write all seconds")
     options = parser.parse_args(argv)
     found: dict[str, list[float]] = {}
     table = Table("", "seconds a microbatch", "of the busiest rank", "of the simulator", title="two stages a rank")
-    with tempfile.TemporaryDirectory() as folder:
-        for num_ranks in options.ranks:
-            contender = mixed(num_ranks, num_ranks, options.forward)
-            found |= run_job(Job((contender,), options.payload, options.repeats), Path(folder))
-            seconds = median(found[contender.name])
-            table.add_row(
-                contender.name, f"{seconds:.4f}", f"{seconds / of_busiest_rank(contender):.3f}",
-                f"{seconds / simulated(contender):.3f}",
-            )  # fmt: skip
-        cuts = tuple(of_figure_4(method, options.forward) for method in ("sequential", "mixed"))
-        found |= run_job(Job(cuts, options.payload, options.repeats), Path(folder))
-        chains = tuple(chain(name, options.forward) for name in ("gpipe", "ftpipe"))
-        found |= run_job(Job(chains, options.payload, options.repeats), Path(folder))
+    for num_ranks in options.ranks:
+        contender = mixed(num_ranks, num_ranks, options.forward)
+        found |= measured(Job((contender,), options.payload, options.repeats))
+        seconds = median(found[contender.name])
+        table.add_row(
+            contender.name, f"{seconds:.4f}", f"{seconds / of_busiest_rank(contender):.3f}",
+            f"{seconds / simulated(contender):.3f}",
+        )  # fmt: skip
+    cuts = tuple(of_figure_4(method, options.forward) for method in ("sequential", "mixed"))
+    found |= measured(Job(cuts, options.payload, options.repeats))
+    chains = tuple(chain(name, options.forward) for name in ("gpipe", "ftpipe"))
+    found |= measured(Job(chains, options.payload, options.repeats))
     console = Console()
     console.print(table)
     one, other = (found[contender.name] for contender in cuts)
@@ -151,8 +152,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     ratio = median(one / other for one, other in zip(found["gpipe"], found["ftpipe"], strict=True))
     console.print(f"gpipe takes {ratio:.3f} times as long as ftpipe, m = p = 4 (1.75 at best)")
-    if options.json:
-        Path(options.json).write_text(json.dumps(found) + "\n")
+    write(options.json, found)
     return 0
 
 

@@ -1,11 +1,9 @@
 """What the processes of `ftpipe.py` run: contenders on emulated stages of a graph, one after another, in turns."""
 
 import gc
-import json
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -70,11 +68,8 @@ def measure(contender: Contender, payload_bytes: int) -> float:
     return seconds
 
 
-def run_rank(rank: int, port: int, job: Job, result: Path) -> None:
-    """The process of one rank; rank 0 writes, by contender, the seconds of each repeat on the slowest rank."""
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, job.world_size, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=job.world_size)
+def run(job: Job) -> dict[str, list[float]]:
+    """In the process of one rank: by contender, the seconds of each repeat on the slowest rank."""
     gc.collect()
     gc.freeze()  # as in training
     found: dict[str, list[float]] = {contender.name: [] for contender in job.contenders}
@@ -83,15 +78,4 @@ def run_rank(rank: int, port: int, job: Job, result: Path) -> None:
             seconds = torch.tensor([measure(contender, job.payload_bytes)], dtype=torch.float64)
             dist.all_reduce(seconds, dist.ReduceOp.MAX)
             found[contender.name].append(seconds.item())
-    if rank == 0:
-        result.write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def run_job(job: Job, directory: Path) -> dict[str, list[float]]:
-    """Start the processes of a job, wait for them, return what rank 0 wrote."""
-    result = directory / "result.json"
-    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-    torch.multiprocessing.spawn(run_rank, args=(store.port, job, result), nprocs=job.world_size)
-    return json.loads(result.read_text())
+    return found

@@ -21,7 +21,6 @@ that it can be seen: put `timeout 600` ahead of it.
 """
 
 import argparse
-import json
 import os
 import random
 import socket
@@ -33,6 +32,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.common.results import parser_of, save
+from benchmarks.common.tables import spread
+
 SCHEDULES = ("flush", "2bw")
 PREFIXES = ("CUDA_DEVICE", "NCCL_", "TORCH_NCCL_", "PYTORCH_CUDA")
 SHARED = (
@@ -43,7 +45,7 @@ NO_CUDA = "no CUDA device is there; measure on a machine that has one, or run be
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, json="file for every measured time")
     parser.add_argument("--stages", type=int, help="p; default: the number of GPUs, 2 where there is one")
     parser.add_argument("--microbatches", type=int, nargs="+", help="m, at least p; default p, 2p and 4p")
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
@@ -55,7 +57,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seq-length", type=int, default=1024)
     parser.add_argument("--micro-batch-size", type=int, default=4)
     parser.add_argument("--vocab-size", type=int, default=8192)
-    parser.add_argument("--json", type=Path, help="file for every measured time")
     args = parser.parse_args(arguments)
     sizes = (args.rounds, args.batches, args.layers, args.heads, args.seq_length, args.micro_batch_size)
     if min(sizes) < 1 or args.vocab_size < 2:
@@ -122,8 +123,7 @@ def show(rows: list[dict], found: dict) -> None:
         speeds = ", ".join(f"{name} {speed:,.0f}" for name, speed in row["tokens_per_second"].items())
         line = f"m = {row['microbatches']}: tokens/s {speeds}"
         if row["ratio"] is not None:
-            spread = f"({min(row['ratios']):.3f}-{max(row['ratios']):.3f})"
-            line += f"; 2bw over flush {row['ratio']:.3f} {spread}, ideal {row['ideal']:.3f}"
+            line += f"; 2bw over flush {spread(row['ratios'], 3)}, ideal {row['ideal']:.3f}"
         print(line)
     for name, losses in found["losses"].items():
         print(f"losses of {name}: first {losses[0]:.4f}, last {losses[-1]:.4f}")
@@ -201,10 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show(rows, found)
     if num_stages > num_gpus:
         print(SHARED.format(stages=num_stages, gpus=num_gpus, s="s" if num_gpus > 1 else ""))
-    if args.json:
-        settings = {name: value for name, value in vars(args).items() if name != "json"}
-        settings |= {"stages": num_stages, "gpus": num_gpus}
-        args.json.write_text(json.dumps({"settings": settings, "rows": rows, "found": found}, indent=1) + "\n")
+    save(argparse.Namespace(**vars(args) | {"stages": num_stages, "gpus": num_gpus}), rows, found=found)
     return 0
 
 

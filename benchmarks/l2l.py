@@ -16,14 +16,14 @@ The exit status is 1 where something is not as it has to be, with a sentence for
 
 import argparse
 import importlib
-import json
-import os
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.common.results import parser_of, save, set_environment
 
 PARTS = {
     "lanes": "emulated stages and lanes against the simulator and the closed form",
@@ -36,7 +36,7 @@ PARTS = {
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parts = parser.add_subparsers(dest="part", required=True, metavar="PART")
     for name, text in PARTS.items():
         part = parts.add_parser(name, help=text, description=text)
@@ -46,16 +46,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    set_environment()
     args = parse(arguments)
     part = importlib.import_module(f"l2l_{args.part}")
     with tempfile.TemporaryDirectory(prefix="l2l-") as directory:
         rows = part.measure(args, Path(directory))
     part.show(rows)
-    if args.json:
-        settings = {name: value for name, value in vars(args).items() if name != "json"}
-        args.json.write_text(json.dumps({"settings": settings, "rows": rows}, indent=1, default=str) + "\n")
+    save(args, rows)
     found = part.complaints(rows)
     for sentence in found:
         print(sentence, file=sys.stderr)

@@ -15,8 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from emulated_rows import spread
-from l2l_table import Row, show_table
+from benchmarks.common.tables import Row, show_table, spread
 
 NAMES = (
     "flush",
@@ -30,7 +29,7 @@ AT_ONCE = ("l2l eager", "FSDP2, CPUOffloadPolicy", "ZeRO-Offload", "ZeRO-3, all 
 """Contenders that are there a second time, with the batch as one microbatch: who brings weights to the device for each
 microbatch moves least so."""
 GOAL = 0.95
-"""Of the speed of `flush`, with one core and eight microbatches."""
+"""The share of the speed of `flush` to reach, with one core and eight microbatches."""
 _WORKER = Path(__file__).resolve().parent / "l2l_worker.py"
 
 

@@ -30,7 +30,7 @@ class Relay:
 
     @property
     def batch(self) -> float:
-        """Of a batch in a run of many, which is that of a batch alone: nothing passes a border but deferred updates,
+        """Seconds of a batch in a run of many, as of a batch alone: nothing passes a border but deferred updates,
         which hold up the next batch's forwards; eager ones pass beside the backwards.
 
         Exact where `is_exact`, otherwise an upper bound. Where fetches alone are long, they pass one after

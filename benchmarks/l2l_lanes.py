@@ -15,10 +15,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 from emulated_ranks import TIMEOUT, Job, Rank, gathered, run_job
-from emulated_rows import spread
 from l2l_formula import Relay
-from l2l_table import Row, show_table
 
+from benchmarks.common.tables import Row, show_table, spread
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.program.lane_order import DEFERRED, EAGER, Residency
 from megatron.pipeline.runtime.contract.trace import Tracer, gather_traces, timeline
@@ -88,7 +87,7 @@ class Case:
 
     @property
     def formula(self) -> Relay | None:
-        """Of one rank."""
+        """The formula of one rank; None with several."""
         if self.num_ranks > 1:
             return None
         costs = self.costs

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import torch
 from l2l_model import Flush, Model, Relay, Training
-from l2l_table import Row, show_table
 
+from benchmarks.common.tables import Row, show_table
 from megatron.pipeline.program.lane_order import HOST
 from tests.pipeline.runtime.relay.device_meter import DeviceMeter
 

@@ -44,7 +44,7 @@ class Model:
 
     @property
     def boundary_bytes(self) -> int:
-        """Of what one microbatch hands from a layer to the next, FP32 [microbatch_size, sequence, hidden]."""
+        """The bytes that one microbatch hands from a layer to the next, FP32 [microbatch_size, sequence, hidden]."""
         return 4 * self.microbatch_size * self.sequence * self.hidden
 
     @property
@@ -85,7 +85,7 @@ class Layer(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Of tokens and of positions."""
+    """The embedding of tokens and of positions."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ class Relay(Training):
 
     @property
     def host_bytes(self) -> int:
-        """Of weights, gradients and moments."""
+        """The bytes of weights, gradients and moments."""
         return self.store.num_bytes + self.moments
 
 

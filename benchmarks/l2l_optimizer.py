@@ -17,8 +17,8 @@ import time
 from pathlib import Path
 
 import torch
-from emulated_rows import spread
-from l2l_table import Row, show_table
+
+from benchmarks.common.tables import Row, show_table, spread
 
 KERNELS = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 BYTES_A_PARAMETER = 28

@@ -43,7 +43,7 @@ class Peer:
         raise NotImplementedError
 
     def step(self) -> None:
-        """Of a batch."""
+        """Train on a batch."""
 
     @property
     def device_state_bytes(self) -> int:

@@ -13,22 +13,22 @@ The checker knows microbatches and versions; its bytes are its microbatches time
 equal; a difference makes the exit status 1. Counts do not depend on the machine or its load.
 """
 
-import argparse
 import itertools
-import json
 import os
 import sys
-import tempfile
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.common.processes import gathered, run_group
+from benchmarks.common.results import parser_of, set_environment, write
+from benchmarks.common.tables import terminal
 
 NUM_STAGES = 4
 HIDDEN, SEQUENCE, MICROBATCH_SIZE, VOCABULARY = 32, 16, 2, 64
@@ -168,29 +168,18 @@ def count(schedule, batches: Sequence[int]) -> dict:
     }
 
 
-def run_rank(rank: int, port: int, directory: Path, names: Sequence[str]) -> None:
-    """One of the processes; rank 0 writes what all ranks counted."""
-    from megatron import backend
-
-    torch.set_num_threads(1)
-    backend.install()
+def count_all(names: Sequence[str]) -> dict[str, list[dict]]:
+    """In one of the processes: by name of the run, what all ranks counted."""
     warnings.filterwarnings("ignore", message=".*cuda_graph_scope.*")  # about a default of megatron.core's own
-    store = dist.TCPStore("127.0.0.1", port, NUM_STAGES, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_STAGES)
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=NUM_STAGES)
     results = {}
     for name in names:
-        schedule, batches = schedule_of(name)
-        gathered: list = [None] * NUM_STAGES
-        dist.all_gather_object(gathered, count(schedule, batches))
-        results[name] = gathered
-    if rank == 0:
-        (directory / "counts.json").write_text(json.dumps(results))
+        results[name] = gathered(count(*schedule_of(name)))
     dist.barrier()
     parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+    return results
 
 
 def schedule_of(name: str):
@@ -235,25 +224,18 @@ def show(rows: list[dict]) -> None:
                 " ".join(map(str, values["versions"])),
             )
         table.add_section()
-    (Console() if sys.stdout.isatty() else Console(width=120, no_color=True)).print(table)
+    terminal(120).print(table)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, json="file for the counts")
     parser.add_argument("--only", nargs="+", choices=list(RUNS), default=list(RUNS), help="schedules")
-    parser.add_argument("--json", type=Path, help="file for the counts")
     args = parser.parse_args(arguments)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    set_environment()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the counts are the same, and a computer need not have four GPUs
-    with tempfile.TemporaryDirectory(prefix="memory-") as directory:
-        store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-        torch.multiprocessing.spawn(run_rank, args=(store.port, Path(directory), args.only), nprocs=NUM_STAGES)
-        counts = json.loads((Path(directory) / "counts.json").read_text())
-    rows = rows_of(counts)
+    rows = rows_of(run_group(NUM_STAGES, count_all, args.only, installs_backend=True))
     show(rows)
-    if args.json:
-        args.json.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+    write(args.json, {"rows": rows})
     different = [row["schedule"] for row in rows if not row["equal"]]
     if different:
         print(f"counted and proved differ: {', '.join(different)}", file=sys.stderr)

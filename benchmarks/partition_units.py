@@ -13,8 +13,6 @@ method     sequential, or mixed with at most two stages a device (the better one
 memory     t5-11b: what the fastest partitions take where memory has no limit, and the least, bisected
 """
 
-import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +26,8 @@ import networkx
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common.results import parser_of, write
+from benchmarks.common.tables import terminal
 from benchmarks.partition_units_graphs import (
     CASES,
     COMPUTE,
@@ -248,17 +248,16 @@ def show(name: str, case: Case, model: Estimated, measured: Measured, console: C
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, json="also write every row")
     parser.add_argument("graphs", nargs="*", metavar="GRAPH", help=f"of {', '.join(CASES)} (default: all)")
     parser.add_argument("--units", nargs="+", choices=list(UNITS), default=list(UNITS), help="default: all")
     parser.add_argument("--effort", type=float, default=0.2, help="of the mixed search, in proportion (default: 0.2)")
     parser.add_argument("--picture", type=Path, metavar="DIR", help="draw the partitions of the finest units, as PNG")
-    parser.add_argument("--json", metavar="FILE", help="also write every row")
     options = parser.parse_args(argv)
     for name in options.graphs:
         if name not in CASES:
             parser.error(f"'{name}' is no graph; choose of {', '.join(CASES)}")
-    console = Console() if sys.stdout.isatty() else Console(width=150, no_color=True)
+    console = terminal(150)
     errors = Console(stderr=True)
     found = {}
     for name in options.graphs or CASES:
@@ -283,8 +282,7 @@ def main(argv: list[str] | None = None) -> int:
             for (units, method), result in measured.results.items():
                 if units == finest:
                     draw(model.graph(units), result, options.picture / f"partition_{name}_{method}.png")
-    if options.json:
-        Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
+    write(options.json, found)
     return 0
 
 

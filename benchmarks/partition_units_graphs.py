@@ -25,7 +25,7 @@ COMPUTE, MEMORY, LAUNCH = 0.7, 0.8, 5.0
 that other kernels reach, and microseconds to launch one."""
 
 RESERVED = 1 * GIB
-"""Of each device, for its context and workspaces."""
+"""The memory of each device that is kept for its context and workspaces."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ The runs are those of BPipe's Tables 6 and 7 that the constants of `a100` explai
 (and those of the same degrees and microbatch), and predicts that one.
 """
 
-import argparse
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common.results import parser_of
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate.costs import Costs
 from megatron.planner.job.configuration import Configuration
@@ -103,7 +103,7 @@ def _all(patches: list[Callable]):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("entries", help="measured runs")
     options = parser.parse_args()
     calibration = load_calibration()

@@ -30,11 +30,12 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.common.results import parser_of
 from megatron.pipeline.program.weight_policies import FLUSH, TWO_BW
-from megatron.placement.bandwidth import RecomputeScope
 from megatron.planner.job.configuration import Configuration
+from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.trial.predict import predicted_seconds
-from megatron.planner.trial.records import Status, TrialEntry
+from megatron.planner.trial.results import Status, TrialEntry
 from megatron.planner.trial.runs import Runs
 from megatron.trainer.plan.model_argv import model_words
 from megatron.trainer.profile.session import Session
@@ -56,7 +57,7 @@ class Case:
 
     @property
     def errors(self) -> list[float]:
-        """Of the prediction in each round; positive: too long."""
+        """The error of the prediction in each round; positive: too long."""
         return [predicted / measured - 1 for predicted, measured in zip(self.predicted, self.measured, strict=True)]
 
     @property
@@ -198,7 +199,7 @@ def report(cases: list[Case]) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, json="file for every number")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--profile-iterations", type=int, default=32, help="of each block in each profile")
     parser.add_argument("--profile-rounds", type=int, default=2, help="over which a profile spreads them")
@@ -209,7 +210,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument("--seq-length", type=int, default=128)
     parser.add_argument("--vocab-size", type=int, default=1000)
-    parser.add_argument("--json", type=Path, help="file for every number")
     return parser.parse_args()
 
 

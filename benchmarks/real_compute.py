@@ -26,9 +26,7 @@ stage, is adjusted until the stages' times differ by less than 3%; the table sho
 
 import argparse
 import gc
-import json
 import random
-import socket
 import statistics
 import sys
 import time
@@ -45,6 +43,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from thread_times import MAIN, ThreadTimes, thread_times
+
+from benchmarks.common.processes import gathered, run_group
+from benchmarks.common.results import parser_of, write
 
 CONTENDERS = ("limit", "2bw", "2bw provisional", "flush", "megatron.core 1F1B", "torch 1F1B", "torch GPipe")
 
@@ -111,13 +112,6 @@ def own_times(contender, num_microbatches: int, num_batches: int) -> list[Own]:
         if rank == dist.get_rank():
             undisturbed, _ = _own_milliseconds(contender, num_microbatches, num_batches)
     return gathered(Own(together, undisturbed, step))
-
-
-def gathered(value) -> list:
-    """`value` of both ranks."""
-    values: list = [None, None]
-    dist.all_gather_object(values, value)
-    return values
 
 
 def _own_milliseconds(contender, num_microbatches: int, num_batches: int) -> tuple[float, float]:
@@ -205,24 +199,18 @@ def _median(times: list[Own]) -> Own:
     return Own(*(statistics.median(values) for values in zip(*map(astuple, times), strict=True)))
 
 
-def run_rank(rank: int, port: int, args) -> None:
-    """One of the two processes."""
+def run(args) -> None:
+    """In one of the two processes."""
     from megatron import backend
 
-    sys.path.insert(0, str(Path(__file__).resolve().parent))
-    torch.set_num_threads(1)
-    backend.install()
     backend.keep_freed_memory()  # as in training; for all contenders
     warnings.filterwarnings("ignore", message=".*cuda_graph_scope.*")  # about a default of megatron.core's own
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     model, result = compare(args)
-    if rank == 0:
+    if dist.get_rank() == 0:
         report(model, result, args)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def report(model, result: Result, args) -> None:
@@ -255,8 +243,7 @@ def report(model, result: Result, args) -> None:
     console.print(table_of_threads(result))
     console.print("loss of the first batch: " + ", ".join(f"{k} {v:.6f}" for k, v in result.first_losses.items()))
     console.print("loss of the last batch:  " + ", ".join(f"{k} {v:.6f}" for k, v in result.last_losses.items()))
-    if args.json:
-        args.json.write_text(json.dumps({"model": asdict(model), "result": asdict(result)}, indent=1) + "\n")
+    write(args.json, {"model": asdict(model), "result": asdict(result)})
 
 
 def table_of_threads(result: Result) -> Table:
@@ -294,7 +281,7 @@ def ratio(reference: list[float], times: list[float]) -> float:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, json="file for every measured time")
     parser.add_argument("--microbatches", type=int, nargs="+", default=[2, 4, 8], help="m, at least 2")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--microbatches-per-round", type=int, default=24, help="timed, of each contender")
@@ -308,7 +295,6 @@ def parse_arguments() -> argparse.Namespace:
         "--contenders", nargs="+", metavar="NAME", help='only these and the limit, such as 2bw "2bw provisional"'
     )
     parser.add_argument("--balance-batches", type=int, default=5, help="batches for each trial of a vocabulary")
-    parser.add_argument("--json", type=Path, help="file for every measured time")
     args = parser.parse_args()
     unknown = [name for name in args.contenders or () if name not in CONTENDERS]
     if unknown:
@@ -319,11 +305,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    args = parse_arguments()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(run_rank, args=(port, args), nprocs=2)
+    run_group(2, run, parse_arguments(), installs_backend=True)
 
 
 if __name__ == "__main__":

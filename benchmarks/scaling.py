@@ -8,7 +8,6 @@ Nothing is measured. Every number follows from the programs, the cost model that
 (`megatron/planner/time`) and the memory model; the page says what these leave out.
 """
 
-import argparse
 import json
 import re
 import sys
@@ -20,6 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import scaling_study as study
 from scaling_tables import TABLES
+
+from benchmarks.common.results import parser_of
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 DATA, PAGE, IMAGES = DOCS / "scaling.json", DOCS / "scaling.md", DOCS / "images"
@@ -80,11 +81,10 @@ def page_with(tables: dict[str, str], page: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, json="write the data there")
     parser.add_argument("--models", nargs="+", choices=[model.name for model in study.MODELS], help="default: all")
     parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help="data instead of computing it")
     parser.add_argument("--write", action="store_true", help="write data, pictures and tables into docs/")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the data there")
     options = parser.parse_args(arguments)
     if options.write and options.models:
         parser.error("--models with --write would leave out the others; write all")

@@ -10,18 +10,19 @@ from dataclasses import asdict, dataclass, replace
 
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate.costs import Costs
-from megatron.placement.bandwidth import ModelShape, RecomputeScope
 from megatron.placement.counts import MessageCounts, count_transfers
-from megatron.placement.traffic import estimate_traffic, ring_bytes
+from megatron.placement.traffic import ring_bytes
 from megatron.planner import GIB, Architecture, Cluster, Configuration
 from megatron.planner.job.estimate import Estimate
 from megatron.planner.job.software import MEGATRON_CORE
+from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.parameters import stage_parameters
 from megatron.planner.planner import Planner
 from megatron.planner.search import Space, Training, search
 from megatron.planner.time.closed_forms import StageTimes
 from megatron.planner.time.first_principles import FirstPrinciples
 from megatron.planner.time.iteration import simulated
+from megatron.planner.time.traffic import CutModel
 
 GPU, GPUS_PER_NODE, BETWEEN_NODES = "A100-80", 8, 200.0  # GB/s of a node: eight adapters of 200 Gb/s
 SCHEDULES = ("flush", "interleaved", "bpipe", "2bw")
@@ -162,17 +163,9 @@ def sent(model: Model, configuration: Configuration, schedule: Schedule) -> dict
     """Bytes that a GPU sends in an iteration, by kind; of each kind, the GPU that sends most."""
     t, p, d = configuration.tensor, configuration.pipeline, configuration.data
     shape = model.architecture
-    traffic = estimate_traffic(
-        ModelShape(
-            num_layers=shape.num_layers, num_attention_heads=shape.num_attention_heads, hidden_size=shape.hidden_size,
-            sequence_length=shape.sequence_length, micro_batch_size=configuration.micro_batch_size, pipeline=p,
-            tensor=t, num_virtual_stages=configuration.virtual,
-        ),
-        configuration.degrees,
-        counted(schedule, configuration.num_microbatches),
-        vocabulary_size=shape.vocabulary_size,
-        scope=configuration.recompute,
-    )  # fmt: skip
+    setting, layers = MEGATRON_CORE.activation_setting(configuration), shape.num_layers // schedule.num_stages
+    cut = CutModel(model=shape, setting=setting, schedule=schedule, layers=(layers,) * schedule.num_stages)
+    traffic = cut.traffic(counted(schedule, configuration.num_microbatches))
     down, state = traffic.pipeline, MEGATRON_CORE.training_state(configuration)
     parameters = max(stage_parameters(shape, t, (shape.num_layers // p,) * p))
     once = parameters * (state.gradient_bytes + (state.weight_bytes if d > 1 else 0))

@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.program_scale import exponent
 from megatron.planner import Architecture, Cluster, Configuration, RankMemory, load_cluster
+from megatron.planner.job.cluster import CLUSTERS
 from megatron.planner.planner import Planner
 from megatron.planner.search import Outcome, Space, Training, search
 from megatron.planner.time.calibration import default_constants
@@ -69,7 +70,7 @@ def measure(name: str, repeat: int, *, command: bool) -> Measurement:
     shape = Architecture.gpt3(
         num_layers=layers, hidden_size=hidden, num_attention_heads=heads, sequence_length=2048, vocabulary_size=51200
     )
-    file = load_cluster(ROOT / "examples" / "clusters" / "A100-80.yaml")
+    file = load_cluster(CLUSTERS / "A100-80.yaml")
     cluster = Cluster(**{**file.model_dump(exclude_none=True), "nodes": nodes})
     space = Space(num_gpus=cluster.num_gpus, gpus_per_node=8, global_batch_size=batch)
     explore, simulate = [], []

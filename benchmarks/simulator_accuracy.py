@@ -18,8 +18,6 @@ difference makes the exit status 1.
 """
 
 import argparse
-import json
-import os
 import statistics
 import sys
 import tempfile
@@ -28,6 +26,8 @@ from itertools import product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.common.results import parser_of, save, set_environment, status_of
 
 SCHEDULES = {
     "gpipe": {"schedule": "gpipe"},
@@ -43,7 +43,7 @@ SCHEDULES = {
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, json="file for the figures")
     parser.add_argument("--stages", type=int, nargs="+", default=[4, 8], help="ranks p, 4 to 16")
     parser.add_argument("--only", nargs="+", choices=SCHEDULES, help="default: all; --smoke: interleaved-balanced")
     parser.add_argument("--batches", type=int, default=4, help="of 2p microbatches; pipedream: times 2p, of one")
@@ -55,7 +55,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--smoke", action="store_true", help="two cases with small times, seconds: that everything runs"
     )
     parser.add_argument("--pictures", type=Path, metavar="DIR", help="folder for pictures, and timelines as JSON")
-    parser.add_argument("--json", type=Path, help="file for the figures")
     args = parser.parse_args(arguments)
     if args.smoke:
         args.stages, args.batches, args.forward = [4], 3, 4.0
@@ -137,8 +136,9 @@ def draw(case, simulated, measured, path: Path) -> None:
 
 
 def show(rows: list[dict]) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from benchmarks.common.tables import terminal
 
     table = Table(title="time per batch and of the whole run, simulated and measured", title_justify="left")
     for heading in ("p", "m", "", "batch ms", "measured", "error %", "run ms", "measured", "error %", "busy %"):
@@ -149,7 +149,7 @@ def show(rows: list[dict]) -> None:
             cells += [f"{1e3 * row[f'simulated_{what}']:.1f}", f"{1e3 * row[f'measured_{what}']:.1f}"]
             cells.append(f"{100 * row[f'error_{what}']:+.2f}")
         table.add_row(*cells, f"{100 * row['busy']:.0f}")
-    console = Console() if sys.stdout.isatty() else Console(width=180, no_color=True)
+    console = terminal()
     console.print(table)
     for what in ("batch", "run"):
         errors = [abs(row[f"error_{what}"]) for row in rows]
@@ -163,8 +163,7 @@ def show(rows: list[dict]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    set_environment()
     from emulated_ranks import run_job
     from simulator_accuracy_ranks import AccuracyJob, AccuracyRank
 
@@ -176,13 +175,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{p} processes, {len(job.cases)} cases", file=sys.stderr, flush=True)
             rows += rows_of(job, run_job(job, Path(directory), AccuracyRank), args.pictures)
     show(rows)
-    if args.json:
-        settings = {name: value for name, value in vars(args).items() if name not in ("json", "pictures")}
-        args.json.write_text(json.dumps({"settings": settings, "rows": rows}, indent=1) + "\n")
-    different = [row for row in rows if not row["executed_is_program"]]
-    for row in different:
-        print(f"executed something else than the program: p={row['p']}, {row['case']}", file=sys.stderr)
-    return 1 if different else 0
+    save(args, rows, unsaved=("pictures",))
+    return status_of(rows, lambda row: f"p={row['p']}, {row['case']}")
 
 
 if __name__ == "__main__":

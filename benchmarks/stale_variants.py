@@ -28,9 +28,10 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common.results import parser_of, write
+from benchmarks.common.tables import terminal
 from benchmarks.stale_models import task_of
 from benchmarks.stale_replay import RULES, ReplayedStage, replay
 
@@ -52,7 +53,7 @@ class Run:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, json="every single run goes here")
     parser.add_argument("data", type=Path, nargs="?", help="the folder that examples/sentiment.py made")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--variants", nargs="+", choices=(FLUSH, *RULES), default=[FLUSH, *RULES])
@@ -62,7 +63,6 @@ def main() -> int:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--length", type=int, default=400, help="microbatches of a run (default: 400)")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, each on a core (default: 2)")
-    parser.add_argument("--json", type=Path, help="every single run goes here")
     parser.add_argument("--show", type=Path, nargs="+", help="results of earlier calls, shown together")
     options = parser.parse_args()
     if options.show:
@@ -90,8 +90,7 @@ def measure(options: argparse.Namespace) -> list[dict]:
         for done in as_completed([pool.submit(trained, run, options.data) for run in runs]):
             results.append(done.result())
             print(f"{len(results)} of {len(runs)}: {results[-1]}", file=sys.stderr, flush=True)
-            if options.json:
-                options.json.write_text(json.dumps(results, indent=1) + "\n")
+            write(options.json, results)
     return results
 
 
@@ -150,7 +149,7 @@ def verdict(case: dict[str, list[float]], best: float, variant: str) -> tuple[fl
 
 def show(results: list[dict]) -> None:
     """The tables of the docs, and who wins."""
-    console = Console() if sys.stdout.isatty() else Console(width=150, no_color=True)
+    console = terminal(150)
     cases = over_flush(results)
     accuracy: dict[tuple, list[float]] = {}
     for each in results:

@@ -32,7 +32,7 @@ class ThreadTimes:
 
 
 def thread_times() -> ThreadTimes:
-    """Of all threads that live now. Without Linux's counters: nothing."""
+    """The times of all threads that live now. Without Linux's counters: nothing."""
     python = {thread.native_id: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().native_id
     ran: dict[str, float] = defaultdict(float)

@@ -17,7 +17,6 @@ Figures are medians of the repeats with least and greatest in parentheses, on th
 """
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -25,7 +24,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.transition_ranks import Job, run_job
+from benchmarks.common.processes import run_group
+from benchmarks.common.results import parser_of, write
+from benchmarks.common.tables import spread
+from benchmarks.transition_ranks import Job, run
 
 OPTIMIZERS = {"plain": "", "distributed": "--use-distributed-optimizer"}
 
@@ -39,10 +41,6 @@ def flags_of(options: argparse.Namespace, optimizer: str) -> str:
         "--untie-embeddings-and-output-weights --pipeline-schedule "
         f"{options.schedule} {options.precision} {OPTIMIZERS[optimizer]}"
     )
-
-
-def spread(values: Sequence[float], digits: int = 2) -> str:
-    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
 
 
 def report(optimizer: str, found: dict, say: Callable[[str], None] = print) -> float:
@@ -59,18 +57,18 @@ def report(optimizer: str, found: dict, say: Callable[[str], None] = print) -> f
         f"{found['state_bytes'] / 1e9:.3f} GB of state held, {sent / 1e9:.3f} GB sent"
     )
     for way, name in ((True, "memory"), (False, "checkpoint")):
-        phases = ", ".join(f"{phase} {spread([each[phase] for each in turns[way]])}" for phase in turns[way][0])
-        whole = spread([sum(each.values()) for each in turns[way]])
-        say(f"  {name:<10}  state {spread(state[way])} s, transition {whole} s   [{phases}]")
-    say(f"  ratio       {spread(ratios)}; the bar is 0.50")
+        phases = ", ".join(f"{phase} {spread([each[phase] for each in turns[way]], 2)}" for phase in turns[way][0])
+        whole = spread([sum(each.values()) for each in turns[way]], 2)
+        say(f"  {name:<10}  state {spread(state[way], 2)} s, transition {whole} s   [{phases}]")
+    say(f"  ratio       {spread(ratios, 2)}; the bar is 0.50")
     per_gigabyte = [each["hand over"] / (sent / 1e9) for each in turns[True]]
     parts = ", ".join(f"{name} {spread([each[name] for each in found['bare']], 3)}" for name in found["bare"][0])
-    say(f"  hand over   {spread(per_gigabyte)} s for each GB sent; bounded by: {parts} s")
+    say(f"  hand over   {spread(per_gigabyte, 2)} s for each GB sent; bounded by: {parts} s")
     return statistics.median(ratios)
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, json="every single figure goes here")
     parser.add_argument("--hidden-size", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--schedule", choices=("flush", "2bw"), default="flush")
@@ -80,16 +78,14 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
     parser.add_argument("--directory", default="/dev/shm/transition", help="of the checkpoints")
-    parser.add_argument("--json", type=Path, help="every single figure goes here")
     options = parser.parse_args(words)
     results = {}
     for optimizer in options.optimizers:
         job = Job(flags_of(options, optimizer), options.ranks, tuple(options.stages), options.repeats,
                   options.directory)  # fmt: skip
-        results[optimizer] = run_job(job)
+        results[optimizer] = run_group(job.world_size, run, job, installs_backend=True)
         report(optimizer, results[optimizer])
-    if options.json is not None:
-        options.json.write_text(json.dumps(results))
+    write(options.json, results)
     return 0
 
 

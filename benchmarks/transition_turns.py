@@ -11,7 +11,6 @@ import zlib
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,8 +18,7 @@ import torch.distributed as dist
 from benchmarks.transition_ranks import Job
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.trainer.arguments import parse_args, validate_args
-from megatron.trainer.arguments.rules.run import pipeline_schedule
+from megatron.trainer.arguments import parse_args
 from megatron.trainer.changes.transition.memory import hand_over, hold_run
 from megatron.trainer.changes.transition.parallel_groups import destroy, restore, set_aside
 from megatron.trainer.checkpoint.checkpoint import (
@@ -31,38 +29,20 @@ from megatron.trainer.checkpoint.checkpoint import (
 )
 from megatron.trainer.checkpoint.run_state import RunParts
 from megatron.trainer.data.tokenizer import build_tokenizer, padded_vocab_size
-from megatron.trainer.models import core_config
-from megatron.trainer.models.gpt import build_chunks, wrap_for_training
-from megatron.trainer.optimizer.optimizer import build_optimizer
-from megatron.trainer.plan import from_flags
+from megatron.trainer.programs.pretrain_gpt import program
 from megatron.trainer.ranks.agreement import control_group
 from megatron.trainer.run.pretraining import complete
-from megatron.trainer.start_up import initialize, place
-from pretrain_gpt import model_provider
+from megatron.trainer.start_up import initialize
+from megatron.trainer.start_up.place import build_place
 
 ITERATION = 10
 
 
 def arguments(job: Job, num_stages: int) -> Namespace:
     args = parse_args(f"{job.flags} --pipeline-model-parallel-size {num_stages}".split())
-    args.notes_for_log = validate_args(args, world_size=job.world_size, rank=dist.get_rank())
     complete(args)
     args.padded_vocab_size = padded_vocab_size(args, build_tokenizer(args))
     return args
-
-
-def build(args: Namespace) -> RunParts:
-    """Chunks, optimizer and so on under the current groups."""
-    schedule = pipeline_schedule(args)
-    model_config = core_config.transformer_config(args)
-    stages = schedule.stages_of(parallel_state.get_pipeline_model_parallel_rank())
-    layers = from_flags.layers_of_stages(model_config)
-    chunks = build_chunks(partial(model_provider, args), model_config, stages=stages, layers=layers)
-    chunks = wrap_for_training(chunks, core_config.ddp_config(args))
-    optimizer = build_optimizer(args, chunks)
-    scheduler = core_config.param_scheduler(args, optimizer)
-    update = place.make_update(args, schedule, chunks, optimizer, scheduler, loss_names=("lm loss",))
-    return RunParts(chunks, optimizer, scheduler, update)
 
 
 @torch.no_grad()
@@ -78,7 +58,7 @@ def randomize(parts: RunParts) -> int:
 
 
 def digest(parts: RunParts) -> str:
-    """Of all tensors of the rank's state."""
+    """A digest of all tensors of the rank's state."""
     found = hashlib.blake2b()
     for each in nested_values(hold_run(parts, iteration=ITERATION)):
         if isinstance(getattr(each, "data", None), torch.Tensor):
@@ -109,19 +89,18 @@ def turn(job: Job, args: Namespace, parts: RunParts, *, through_memory: bool) ->
         state = clock("describe", lambda: hold_run(parts, iteration=ITERATION))
     else:
         writer = CheckpointWriter(path)
-        clock("save", lambda: save_checkpoint(writer, args=args, position=CheckpointPosition(ITERATION),
-                                              **vars(parts)))  # fmt: skip
+        clock("save", lambda: save_checkpoint(writer, parts, args=args, position=CheckpointPosition(ITERATION)))
         writer.close()
     before = set_aside()
     new_args = arguments(job, job.stages[1])
     clock("groups", lambda: initialize.set_up(new_args))
-    new = clock("build", lambda: build(new_args))
+    new = clock("build", lambda: build_place(new_args, program()))
     sent = 0
     if through_memory:
         sent = clock("hand over", lambda: hand_over(state, new, iteration=ITERATION)).bytes_sent
     else:
         new_args.load = path
-        clock("load", lambda: load_checkpoint(args=new_args, **vars(new)))
+        clock("load", lambda: load_checkpoint(new, args=new_args))
     found = digest(new)
     new.update.close()
     new = None
@@ -164,7 +143,7 @@ def take_turns(job: Job) -> dict:
     """All turns of a job on this rank, whose default group is up; the same on all ranks but for the digests."""
     args = arguments(job, job.stages[0])
     initialize.set_up(args)
-    parts = build(args)
+    parts = build_place(args, program())
     state_bytes = _total(randomize(parts))
     turns: list[dict] = []
     for repeat in range(job.repeats + 1):

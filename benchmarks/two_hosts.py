@@ -23,7 +23,6 @@ Figures are medians of the repeats with least and greatest in parentheses.
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -32,6 +31,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.common.results import parser_of, save
+from benchmarks.common.tables import spread
 from megatron.pipeline.program.instruction import MOVES
 from megatron.pipeline.program.move_order import pair_of
 from megatron.pipeline.program.program import Program
@@ -83,7 +84,7 @@ def simulated_seconds(program: Program, host: Sequence[int], args: argparse.Name
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, json="file for every measured time and byte")
     parser.add_argument("--stages", type=int, default=4, help="p, even, 4 to 16: half on each host")
     parser.add_argument("--microbatches", type=int, default=16, help="m")
     parser.add_argument("--batches", type=int, default=2, help="timed, of each mapping in each repeat")
@@ -93,7 +94,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--payload", type=int, default=1 << 17, help="bytes between neighbours, of a microbatch")
     parser.add_argument("--activations", type=int, default=1 << 22, help="bytes that a stage saves of a microbatch")
     parser.add_argument("--rate", type=float, default=200.0, help="Mbit/s of each host")
-    parser.add_argument("--json", type=Path, help="file for every measured time and byte")
     args = parser.parse_args(arguments)
     if args.stages % 2 or not 4 <= args.stages <= 16:
         parser.error(f"--stages is {args.stages}; give 4, 6, ... or 16, half for each host")
@@ -156,20 +156,17 @@ def rows_of(args: argparse.Namespace, found: dict) -> list[dict]:
     return rows
 
 
-def spread(values: Sequence[float], digits: int) -> str:
-    return f"{statistics.median(values):,.{digits}f} ({min(values):,.{digits}f}-{max(values):,.{digits}f})"
-
-
 def show(rows: list[dict]) -> None:
     for row in rows:
-        print(f"{row['mapping']}: {spread([1e3 * each for each in row['measured']], 1)} ms a batch")
+        print(f"{row['mapping']}: {spread([1e3 * each for each in row['measured']], 1, ',')} ms a batch")
         for host, predicted in enumerate(row["predicted"]):
-            sent = spread([each[host] / 1e6 for each in row["sent"]], 3)
+            sent = spread([each[host] / 1e6 for each in row["sent"]], 3, ",")
             total = sum(predicted.values()) / 1e6
             print(f"  host{host} sent {sent} MB a batch; the program's sends: {total:.3f} MB, of which pairs "
                   f"{predicted['pairs'] / 1e6:.3f}")  # fmt: skip
             if any(each[host] for each in row["resent"]):
-                print(f"    of which sent again, at most {spread([each[host] / 1e6 for each in row['resent']], 3)}")
+                resent = spread([each[host] / 1e6 for each in row["resent"]], 3, ",")
+                print(f"    of which sent again, at most {resent}")
     slow, fast = rows
     ratios = [a / b for a, b in zip(slow["measured"], fast["measured"], strict=True)]
     print(f"{slow['mapping']} over {fast['mapping']}: {spread(ratios, 3)}; simulated "
@@ -185,9 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"two_hosts.py: error: {error}", file=sys.stderr)
         return 1
     show(rows)
-    if args.json:
-        settings = {name: value for name, value in vars(args).items() if name != "json"}
-        args.json.write_text(json.dumps({"settings": settings, "rows": rows}, indent=1) + "\n")
+    save(args, rows)
     return 0
 
 

@@ -14,7 +14,7 @@ from megatron.pipeline.simulate.memory_curve import MemorySizes
 from megatron.pipeline.simulate.timeline import Timeline
 from megatron.placement import Bandwidth, Degrees, Node, Topology, pair_adjacent, standard
 from megatron.placement.draw import draw_placement
-from megatron.placement.report import make_report
+from megatron.placement.placement_report import make_report
 
 IMAGES = Path(__file__).resolve().parent / "images"
 FORWARDS = "time, in forwards of one microbatch"

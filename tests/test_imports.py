@@ -18,6 +18,7 @@ WITHOUT_TORCH = (
     "planner",
     "partition",
     "documents",
+    "processes",
 )
 
 TRAINER = (
@@ -34,6 +35,7 @@ TRAINER = (
     "changes",
     "dry_run",
     "run",
+    "programs",
     "profile",
 )
 """The rooms of the trainer: each imports of itself and of those before it."""

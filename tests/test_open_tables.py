@@ -14,7 +14,7 @@ from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
 from megatron.pipeline.simulate.critical_path import critical_path
 from megatron.planner import Architecture, Cluster, Configuration, Planner
-from megatron.planner.memory.demands import schedule_demand
+from megatron.planner.memory.schedule_demand import schedule_demand
 from megatron.planner.search import SCOPES
 from megatron.planner.time.first_principles import FirstPrinciples
 from tests import workers

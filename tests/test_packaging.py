@@ -1,7 +1,7 @@
-"""Installing the project beside the wheel of megatron-core: neither hides the other."""
+"""Installing the project beside the wheel of megatron-core: neither hides the other, and what users run comes along."""
 
+import importlib
 import shutil
-import site
 import subprocess
 import sys
 import zipfile
@@ -9,8 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from megatron.commands.__main__ import COMMANDS
+from tests.commands.search_words import GPT, QUICK
+
 ROOT = Path(__file__).resolve().parents[1]
 PIP_OPTIONS = ("--no-deps", "--no-build-isolation", "--no-input", "--quiet", "--disable-pip-version-check")
+PROGRAMS = [
+    f"megatron.trainer.programs.{path.stem}"
+    for path in (ROOT / "megatron" / "trainer" / "programs").glob("*.py")
+    if path.stem != "__init__"
+]
 IMPORT_BOTH = """
 from megatron import backend
 backend.install()
@@ -36,15 +44,15 @@ def python(tmp_path):
     """A virtual environment's interpreter that sees what is installed here, without a network."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True, timeout=120)
     (packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
-    (packages / "parent.pth").write_text("\n".join(site.getsitepackages()) + "\n")
+    (packages / "parent.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")) + "\n")
     return str(tmp_path / "venv" / "bin" / "python")
 
 
-def run(*command: str, cwd: Path) -> str:
+def run(*command: str, cwd: Path, status: int = 0) -> str:
     # -I: neither PYTHONPATH nor the working directory may make the packages importable.
     result = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=200)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
+    assert result.returncode == status, result.stdout + result.stderr
+    return result.stdout if status == 0 else result.stderr
 
 
 @pytest.mark.parametrize(
@@ -67,8 +75,43 @@ def test_wheel_holds_our_subpackages_only(copy, tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         (metadata,) = (archive.read(name).decode() for name in names if name.endswith("METADATA"))
-    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "megatron").rglob("*.py")}
+    sources = {
+        str(path.relative_to(ROOT))
+        for kind in ("py", "json", "yaml")
+        for path in (ROOT / "megatron").rglob(f"*.{kind}")
+    }
     assert sources <= names
     assert "megatron/__init__.py" not in names
     assert not any(name.startswith("megatron/core/") for name in names)
     assert "Requires-Dist: torch>=2.6" in metadata and "Requires-Dist: megatron-core==0.16.1" in metadata
+
+
+def test_commands_and_programs_need_no_checkout(copy, python, tmp_path):
+    """After `pip install` the console script has every command, and torchrun's `-m` finds every training program. What
+    a search writes starts from a checkout, and asks for one."""
+    run(python, "-I", "-m", "pip", "install", *PIP_OPTIONS, str(copy), cwd=tmp_path)
+    loaded = "print(all(callable(each.load()) for each in distribution('megatron-pipeline').entry_points))"
+    assert run(python, "-I", "-c", f"from importlib.metadata import distribution; {loaded}", cwd=tmp_path) == "True\n"
+    console = (python, "-I", str(Path(python).parent / "megatron-pipeline"))
+    assert run(*console, "schedule", "check", "--schedule", "2bw", cwd=tmp_path).startswith("correct\n")
+    assert "COMMAND: invalid choice: 'schedul'" in run(*console, "schedul", cwd=tmp_path, status=2)
+    words = map(str, [*GPT, *QUICK, "--cluster", "V100-16", "--output", "plan"])
+    run(*console, "grid_search", "search", *words, cwd=tmp_path)
+    needs = 'cd "${PIPELINE_HOME:?has to name a checkout'
+    assert needs in (tmp_path / "plan" / "best.sh").read_text()
+    for program in (*PROGRAMS, "megatron.finetuning.finetune"):
+        error = run(python, "-I", "-m", program, "--no-such-flag", cwd=tmp_path, status=2)
+        assert error.startswith(f"{program.rpartition('.')[2]}.py: error: ")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_a_main(name):
+    """What the console script and the doors call."""
+    assert callable(importlib.import_module(f"megatron.commands.{name}").main)
+
+
+def test_the_doors_are_one_file():
+    """tools/COMMAND.py is the same for every command, and there is one for each."""
+    doors = {path.stem: path.read_text() for path in (ROOT / "tools").glob("*.py")}
+    assert len({doors[name] for name in COMMANDS}) == 1
+    assert {name for name, text in doors.items() if text == doors["schedule"]} == set(COMMANDS)

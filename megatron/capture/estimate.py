@@ -58,7 +58,7 @@ class Roofline:
                 raise ValueError(f"{each.name} is {value:g}; give what the device reaches, a number above 0")
 
     def milliseconds(self, flops: float, num_bytes: float) -> float:
-        """Of one kernel."""
+        """The time of one kernel."""
         return max(flops / (self.teraflops * 1e9), num_bytes / (self.gigabytes_per_second * 1e6)) + (
             self.launch_microseconds / 1e3
         )
@@ -122,5 +122,5 @@ def _is_view(func, given: list[Tensor], made: list[Tensor]) -> bool:
 
 
 def _num_bytes(tensor: Tensor) -> int:
-    """Of its memory that it spans; what is expanded is read once."""
+    """The bytes of memory that a tensor spans; what is expanded is read once."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())

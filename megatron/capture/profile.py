@@ -263,7 +263,7 @@ def parameters_of(captured: Captured, block: Sequence[int]) -> tuple[str, ...]:
 
 
 def _address(tensor: Tensor) -> int:
-    """Of the storage and not of its bytes, which parameters without memory have not."""
+    """The identity of a tensor's storage, not of its bytes, which parameters without memory do not have."""
     return tensor.untyped_storage()._cdata
 
 

@@ -82,7 +82,7 @@ class ByGradients:
 
 @dataclass
 class ByHand:
-    """So many layers behind each interval, whatever their gradients.
+    """Freezes so many layers after each interval, whatever their gradients.
 
     Attributes:
         num_layers: of the model.
@@ -156,7 +156,7 @@ class LayerNorms:
         self._sums, self._count = sums, int(state["count"])
 
     def add(self, squared_norms: Sequence[float]) -> None:
-        """Of one batch; one that overflowed is left out."""
+        """Add the norms of one batch; one that overflowed is left out."""
         assert len(squared_norms) == len(self._sums)
         if all(map(math.isfinite, squared_norms)):
             self._sums = [total + each for total, each in zip(self._sums, squared_norms, strict=True)]

@@ -206,7 +206,7 @@ def _cut(
     layers: Layers, num_frozen: int, cached: bool, num_stored: int, on_host: bool, num_ranks: int,
     num_microbatches: int, preset: str, most_bytes: float,
 ) -> tuple[int, ...]:  # fmt: skip
-    """As even as it can be in memory; where there is no room for any, as even as it can be."""
+    """The most even cut that fits in memory; where none fits, the most even one."""
     places = range(num_frozen if cached else 0, len(layers.forward))
     work = [layers.forward[each] + (layers.backward[each] if each >= num_frozen else 0.0) for each in places]
     first_bytes = 0.0

@@ -31,14 +31,6 @@ class Stages:
     def num_stages(self) -> int:
         return len(self.layers)
 
-    @property
-    def trained_layers(self) -> tuple[int, ...]:
-        """How many, of each rank."""
-        found = [0] * (1 + max(self.rank_of_stage))
-        for layers, rank in zip(self.layers[self.num_frozen :], self.rank_of_stage[self.num_frozen :], strict=True):
-            found[rank] += layers
-        return tuple(found)
-
 
 def stages_of(layers_of_rank: Sequence[int], num_frozen: int) -> Stages:
     """The stages of ranks with so many layers each, of which the first `num_frozen` layers are frozen.

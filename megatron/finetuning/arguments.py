@@ -9,6 +9,7 @@ import argparse
 import math
 from collections.abc import Callable, Sequence
 
+from megatron.documents.flag_files import FlagFileParser
 from megatron.finetuning import intervals
 from megatron.trainer.ranks.shared_errors import environment_ranks
 
@@ -143,7 +144,7 @@ def _within(least: float, kind: type, most: float = math.inf) -> Callable[[str],
 _count, _whole, _real, _part = _within(1, int), _within(0, int), _within(0, float), _within(0, float, most=1.0)
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(FlagFileParser):
     def error(self, message: str) -> None:
         raise ValueError(message)
 

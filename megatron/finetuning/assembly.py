@@ -56,7 +56,7 @@ TOGETHER = -1
 """The key of the update of a rank whose stages step together."""
 
 
-def assemble(
+def build_pipeline(
     plan: RunPlan,
     args: argparse.Namespace,
     *,

@@ -205,7 +205,7 @@ def _write_rest(
 
 
 def _file(rank: int, size: int, token: str) -> str:
-    """Of a rank's tensors; `size`: of those that no rank has."""
+    """The name of the file of a rank's tensors; where `rank` is `size`, of those that no rank has."""
     return f"model-{rank + 1:05d}-of-{size + 1:05d}-{token}.safetensors"
 
 

@@ -84,7 +84,7 @@ def first_lines(plan: RunPlan, args: argparse.Namespace) -> list[str]:
 
 
 def of_devices(plan: RunPlan, args: argparse.Namespace) -> list[tuple[int, float, float, float]]:
-    """Of each: parameters, bytes of weights with gradients and optimizer, bytes of activations, and milliseconds of a
+    """By device: parameters, bytes of weights with gradients and optimizer, bytes of activations, and milliseconds of a
     microbatch.
     """
     schedule, found = plan.schedule, []
@@ -112,7 +112,7 @@ def of_devices(plan: RunPlan, args: argparse.Namespace) -> list[tuple[int, float
 
 
 def _gap_bytes(plan: RunPlan, args: argparse.Namespace, stage: int) -> int:
-    """Of a parameter, under gap-aware steps: the average of the steps, the weights of each forward whose step is to
+    """Bytes a parameter has under gap-aware steps: the average of steps, the weights of each forward whose step is to
     come, and those before a step while it is taken.
     """
     steps_behind = -(-plan.schedule.graph.depth(stage) // args.gradient_accumulation_steps)

@@ -15,7 +15,7 @@ SAVE_STEPS = 500
 
 
 def strategy(text: str) -> str:
-    """Of a flag. Raises ArgumentTypeError for a word that is none."""
+    """The strategy that a flag names. Raises ArgumentTypeError for a word that is none."""
     if text == "best":
         raise argparse.ArgumentTypeError(
             "'best' keeps the best evaluation, which is not done here; give steps or epoch"

@@ -15,7 +15,7 @@ import torch
 from megatron import backend
 from megatron.finetuning import checkpoint, intervals
 from megatron.finetuning.arguments import SOFTENING
-from megatron.finetuning.assembly import BuiltPipeline, assemble
+from megatron.finetuning.assembly import BuiltPipeline, build_pipeline
 from megatron.finetuning.checkpoint import CheckpointOrigin, SavedProgress
 from megatron.finetuning.data.epochs import Epochs
 from megatron.finetuning.dry_run import first_lines
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
     with agreement.agreed():  # the first rank alone writes
         report = Report(args, num_steps=num_steps, steps_per_epoch=steps_per_epoch)
     feed = Feed(data.training, size=args.per_device_train_batch_size, seed=args.seed, device=backend.device())
-    pipeline = assemble(
+    pipeline = build_pipeline(
         plan, args, feed=feed, summary=data.task.summary, folder=args.model_name_or_path, num_steps=max(num_steps, 1),
         first_batch=done.batches, first_microbatch=done.microbatches,
     )  # fmt: skip

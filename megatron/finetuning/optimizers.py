@@ -40,7 +40,7 @@ _MAKERS: Mapping[str, Callable[[_Parameters, argparse.Namespace], torch.optim.Op
 def make_optimizer(
     parameters: Mapping[str, nn.Parameter], args: argparse.Namespace, *, decays: Set[str]
 ) -> torch.optim.Optimizer:
-    """Of a stage, which may have no parameters. `decays`: names of the weights that `--weight_decay` is for."""
+    """A stage's optimizer; it may have no parameters. `decays`: names of the weights that `--weight_decay` is for."""
     ordered = sorted(parameters.items())
     groups = [
         {"params": [each for name, each in ordered if name in decays], "weight_decay": args.weight_decay},
@@ -50,7 +50,7 @@ def make_optimizer(
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, args: argparse.Namespace, *, num_steps: int):
-    """Of `--lr_scheduler_type` over so many batches; a step of it follows each step of the optimizer."""
+    """The scheduler of `--lr_scheduler_type` over so many batches; its step follows each step of the optimizer."""
     from transformers import get_scheduler
 
     return get_scheduler(

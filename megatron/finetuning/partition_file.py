@@ -33,7 +33,7 @@ _Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class StageCost:
-    """Of one microbatch at a stage: milliseconds of a forward without gradients, of a recompute and a backward, and of
+    """Costs of a microbatch at a stage: milliseconds of a forward without gradients, of a recompute and backward, of
     a forward that saves and its backward; parameters that it owns, bytes that it saves for its backward.
     """
 

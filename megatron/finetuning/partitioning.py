@@ -33,7 +33,7 @@ ALIKE = 1.005
 """Candidates whose simulated times are this close are told apart by their depth, which is staleness."""
 
 _STATE_BYTES = {"adamw": 8, "adam": 8, "sgd": 4, "adafactor": 0}
-"""Of the optimizer for each parameter, in FP32; Adafactor's rows and columns are next to nothing."""
+"""The optimizer's bytes for each parameter, in FP32; Adafactor's rows and columns are next to nothing."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def weight_bytes(args: argparse.Namespace) -> float:
 
 
 def num_bytes(text: str) -> float:
-    """Of `11GiB`, `512MiB` or `11GB`. Raises ValueError."""
+    """The number that `11GiB`, `512MiB` or `11GB` says. Raises ValueError."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?) *(GiB|MiB|GB|MB)", text)
     if match is None or float(match[1]) == 0:
         raise ValueError(f"'{text}' is no amount of memory; write it as 11GiB or 512MiB")
@@ -173,7 +173,7 @@ def candidate_of(
 def simulated_seconds(
     schedule: Schedule, file: PartitionFile, edge_bytes: Mapping[tuple[int, int], EdgeBytes], num_microbatches: int
 ) -> float:
-    """Of a microbatch in steady state, in batches of so many, on the profiled times and the machine's bandwidth."""
+    """The steady time of a microbatch, in batches of so many, by the profiled times and the machine's bandwidth."""
     recomputes = [schedule.recomputes(stage) for stage in range(schedule.num_stages)]
     costs = Costs(
         forward=[

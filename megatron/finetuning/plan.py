@@ -28,7 +28,7 @@ from megatron.pipeline.schedules import Schedule
 from megatron.trainer.ranks.agreement import on_rank_zero
 
 EFFORT = 0.2
-"""Of the search where a run cuts its model itself; tools/partition.py takes all of it."""
+"""The effort of the search where a run cuts its model itself; tools/partition.py takes 1."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class RunPlan:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """The type of the weights."""
         return getattr(torch, self.partition.dtype)
 
     @property

@@ -94,7 +94,7 @@ class Report:
 
 
 def peak_memory() -> list[int]:
-    """Of each rank, bytes; see `backend.peak_memory_bytes`. Collective."""
+    """Each rank's peak in bytes; see `backend.peak_memory_bytes`. Collective."""
     found: list[int] = [0] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(found, backend.peak_memory_bytes())
     return found

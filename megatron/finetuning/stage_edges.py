@@ -42,7 +42,7 @@ class EdgeBytes(NamedTuple):
     parameters: int = 0
 
     def a_microbatch(self, num_microbatches: int, weights: WeightPolicy) -> float:
-        """On the mean, where a batch has `num_microbatches`; at most, where each forward may have a step of its own."""
+        """Mean bytes, where a batch has `num_microbatches`; at most, where each forward may have a step of its own."""
         num_values = num_microbatches if weights.ahead is Ahead.PROVISIONAL_STEP else 1
         return self.activations + self.parameters * num_values / num_microbatches
 

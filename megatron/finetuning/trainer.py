@@ -80,7 +80,7 @@ class Trainer:
         return True
 
     def evaluate(self) -> dict[str, float]:
-        """Of the validation data; drained."""
+        """The metrics of the validation data. The pipeline has to be drained."""
         step = self.pipeline.engine.next_batch
         start = time.perf_counter()
         found = evaluate(self.pipeline, self._validation, size=self.args.per_device_train_batch_size)

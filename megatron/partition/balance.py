@@ -14,7 +14,7 @@ ORDERS = {
     "smallest first": lambda time, memory: time,
     "most memory first": lambda time, memory: -memory,
 }
-"""In which order stages choose a device. Smallest first is what the published program does; either may win."""
+"""The orders in which stages choose a device. Smallest first is what the published program does; either may win."""
 
 
 def assign(units: Units, stage_of: Sequence[int], order: str, most_stages: int) -> list[int]:

@@ -24,7 +24,7 @@ from megatron.partition.units import Units, compiled, partition_of
 METHODS = ("sequential", "mixed", "metis", "milp")
 ALIKE = 1 + 1e-4
 MOST_ROUNDS = 4
-"""Of the fixed point: which nodes are in a last stage, and so cost what they cost without recompute."""
+"""How often the fixed point is looked for: which nodes are in a last stage, and so cost as without recompute."""
 
 MOST_SEQUENTIAL_UNITS = 2500
 """Tables grow with the square."""

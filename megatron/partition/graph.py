@@ -164,7 +164,7 @@ class Graph:
         return self.devices[device].speed if self.devices else 1.0
 
     def milliseconds_of(self, num_bytes: float) -> float:
-        """To move so many bytes between two devices."""
+        """The time to move so many bytes between two devices."""
         return num_bytes / (self.bandwidth_gigabytes_per_second * 1e6)
 
     @property

@@ -36,7 +36,7 @@ class Partition:
 
 @dataclass(frozen=True)
 class Valuation:
-    """Of a valid partition.
+    """The value of a valid partition.
 
     Attributes:
         objective_ms: the largest of `stage_ms`.

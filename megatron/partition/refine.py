@@ -14,7 +14,7 @@ CHAIN = 16
 """Moves of a chain."""
 
 MOST_SWAPS = 300
-"""That are priced in a round; they are sorted by what they promise."""
+"""The most swaps that are priced in a round; they are sorted by what they promise."""
 
 
 class Budget:
@@ -201,7 +201,7 @@ def _swap(state: PartitionState, score: Score, budget: Budget) -> Score | None:
 
 
 Steps = list[tuple[int, int, int]]
-"""Of units that moved: unit, stage before, stage after."""
+"""The moves of units: unit, stage before, stage after."""
 
 
 def _undo(state: PartitionState, steps: Steps) -> None:

@@ -15,10 +15,10 @@ import numpy
 from megatron.partition.units import Units
 
 MAX_CELLS = 3e9
-"""Of all tables: about 10 s. Beyond it unequal devices keep the order of the file."""
+"""The most cells of all tables: about 10 s. Beyond it unequal devices keep the order of the file."""
 
 MAX_STEPS = 20_000
-"""Of the search from behind."""
+"""The most steps of the search from behind."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from megatron.partition.graph import Graph
 from megatron.partition.objective import Partition, stage_edges, tensors
 
 PICOSECONDS = 10**9
-"""In a millisecond."""
+"""Picoseconds in a millisecond."""
 
 
 @dataclass(frozen=True)

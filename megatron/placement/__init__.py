@@ -3,14 +3,13 @@
 Pure Python: neither torch nor megatron.core. docs/placement.md shows how it is used.
 """
 
-from megatron.placement.bandwidth import ModelShape, RecomputeScope
 from megatron.placement.cost import Level, PlacementCost, placement_cost
 from megatron.placement.counts import MessageCounts, count_transfers
 from megatron.placement.degrees import Degrees
 from megatron.placement.mapping import Mapping, load_mapping, pair_adjacent, standard
 from megatron.placement.optimize import optimized
 from megatron.placement.topology import Bandwidth, Node, Topology, load_topology
-from megatron.placement.traffic import Traffic, TrafficKind, estimate_traffic
+from megatron.placement.traffic import Traffic, TrafficKind
 
 __all__ = [
     "Bandwidth",
@@ -18,15 +17,12 @@ __all__ = [
     "Level",
     "Mapping",
     "MessageCounts",
-    "ModelShape",
     "Node",
     "PlacementCost",
-    "RecomputeScope",
     "Topology",
     "Traffic",
     "TrafficKind",
     "count_transfers",
-    "estimate_traffic",
     "load_mapping",
     "load_topology",
     "optimized",

@@ -20,18 +20,16 @@ class MessageCounts:
 
     Attributes:
         num_microbatches: of the batch.
-        num_virtual_stages: stages that are trained on each rank; what a rank moves of a microbatch is of one of them.
         activations: tensors that it and the next rank send each other, each way: activations one way and as many
             gradients back; where frozen stages get none, the mean of both ways. The last rank's next is the first one.
-        evictions: microbatches that it moves to its pair; as many come back.
+        evictions: microbatches that it moves to its pair, each of one of its stages; as many come back.
         ends: the ranks of the first and the last stage; None: the first and the last rank.
         pair_of_rank: which rank's stages are paired with its own; None: p-1-s.
     """
 
     num_microbatches: int
-    num_virtual_stages: int
-    activations: tuple[int, ...]
-    evictions: tuple[int, ...]
+    activations: tuple[float, ...]
+    evictions: tuple[float, ...]
     ends: tuple[int, int] | None = None
     pair_of_rank: tuple[int, ...] | None = None
 
@@ -61,7 +59,6 @@ def count_transfers(schedule: Schedule, num_microbatches: int) -> MessageCounts:
         pairs = tuple(map(Pairs(placement, schedule.num_frozen).of_rank, range(schedule.num_ranks)))
     return MessageCounts(
         num_microbatches=num_microbatches,
-        num_virtual_stages=1 if schedule.num_frozen else schedule.num_virtual_stages,
         activations=exchanged(sends, schedule.num_ranks),
         evictions=tuple(sum(instruction.kind is Kind.EVICT for instruction in row) for row in rows),
         ends=ends_of(placement),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from megatron.placement.cost import Level
 from megatron.placement.mapping import inverse
-from megatron.placement.report import PlacementReport
+from megatron.placement.placement_report import PlacementReport
 from megatron.placement.traffic import TrafficKind
 
 if TYPE_CHECKING:

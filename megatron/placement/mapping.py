@@ -26,8 +26,6 @@ from megatron.placement.degrees import Degrees
 Mapping = tuple[int, ...]
 """Logical rank by slot; a permutation of range(world size)."""
 
-NAMES = ("standard", "pair-adjacent", "optimized")
-
 
 def standard(degrees: Degrees) -> Mapping:
     """Slot i holds rank i: Megatron's order, replicas before stages (Figure 5a)."""
@@ -42,6 +40,12 @@ def pair_adjacent(degrees: Degrees) -> Mapping:
         for stage in pair_order(degrees.pipeline)
         for tensor in range(degrees.tensor)
     )
+
+
+NAMED = {"standard": standard, "pair-adjacent": pair_adjacent}
+"""By name, what follows from the degrees alone."""
+
+NAMES = (*NAMED, "optimized")
 
 
 def pair_order(num_stages: int) -> list[int]:

@@ -3,6 +3,11 @@
 A pair whose stages share a node has the bandwidth of a GPU inside it. One that crosses shares the node's network with
 all GPUs of the node whose pairs cross too (BPipe, appendix B: with t=8 on nodes of 8, the network divided by 8).
 
+Balanced activations cost no time as long as the transfer of a microbatch's saved activations ends within a forward, so
+these bytes over the time of a forward are the bandwidth that a GPU needs (equations 7 to 9). In the steady phase an
+eviction and the load beside it may together take a backward and a forward, that is three forwards, which lowers the
+need to two thirds (10 to 12). Units: bytes, seconds, and GB/s of 10^9 bytes per second, all of one GPU.
+
 The pairs are those of a pipeline that trains all its stages, s with p-1-s.
 """
 
@@ -10,16 +15,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from megatron.pipeline.program.move_order import pair_of
-from megatron.placement.bandwidth import (
-    ModelShape,
-    RecomputeScope,
-    required_bandwidth,
-    required_steady_bandwidth,
-    saved_activation_bytes,
-)
 from megatron.placement.degrees import Degrees
 from megatron.placement.mapping import inverse
 from megatron.placement.topology import Topology
+
+_GIGA = 1e9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class PairTransfer:
 
     @property
     def seconds(self) -> float:
-        return self.num_bytes / (self.bandwidth * 1e9)
+        return self.num_bytes / (self.bandwidth * _GIGA)
 
 
 def pair_places(mapping: Sequence[int], degrees: Degrees, node_of_slot: Sequence[int]) -> list[PairPlaces]:
@@ -70,11 +70,10 @@ def pair_transfers(
     mapping: Sequence[int],
     degrees: Degrees,
     topology: Topology,
-    shape: ModelShape,
-    scope: RecomputeScope,
+    moved: Sequence[float],
     evictors: Collection[int],
 ) -> list[PairTransfer]:
-    """The slowest transfer of each pair whose first stage is among `evictors`."""
+    """The slowest transfer of each pair whose first stage is among `evictors`. `moved`: bytes of a move, by stage."""
     moving = [pair for pair in pair_places(mapping, degrees, topology.node_of_slot) if pair.evictor in evictors]
     sharing = [0] * len(topology.nodes)  # ranks of a node whose pairs cross
     for pair in moving:
@@ -82,7 +81,7 @@ def pair_transfers(
             if first != second:
                 sharing[first] += 1
                 sharing[second] += 1
-    num_bytes, found = saved_activation_bytes(shape, scope), []
+    found = []
     for pair in moving:
         bandwidths = [
             topology.bandwidth.within_node
@@ -94,7 +93,7 @@ def pair_transfers(
         first, second = pair.nodes[slowest]
         found.append(
             PairTransfer(
-                evictor=pair.evictor, acceptor=pair.acceptor, crosses=first != second, num_bytes=num_bytes,
+                evictor=pair.evictor, acceptor=pair.acceptor, crosses=first != second, num_bytes=moved[pair.evictor],
                 bandwidth=bandwidths[slowest],
             )
         )  # fmt: skip
@@ -126,9 +125,7 @@ def describe_crossing(mapping: Sequence[int], degrees: Degrees, nodes: Sequence[
     return text
 
 
-def describe_need(
-    transfers: Sequence[PairTransfer], shape: ModelShape, scope: RecomputeScope, *, forward_seconds: float | None
-) -> str:
+def describe_need(transfers: Sequence[PairTransfer], *, forward_seconds: float | None) -> str:
     """The bandwidth that the slowest transfer needs and has. `transfers` is not empty."""
     slowest = max(transfers, key=lambda transfer: transfer.seconds)
     where = "between nodes" if slowest.crosses else "within a node"
@@ -138,8 +135,8 @@ def describe_need(
     )
     if forward_seconds is None:
         return f"{has}; it is hidden if a forward takes as long"
-    need = required_bandwidth(shape, scope, forward_seconds=forward_seconds)
-    relaxed = required_steady_bandwidth(shape, scope, forward_seconds=forward_seconds)
+    need = required_bandwidth(slowest.num_bytes, forward_seconds=forward_seconds)
+    relaxed = required_steady_bandwidth(slowest.num_bytes, forward_seconds=forward_seconds)
     return (
         f"{has}; to fit under a forward of {1e3 * forward_seconds:.4g} ms it needs {need:.4g} GB/s "
         f"({relaxed:.4g} GB/s where an eviction and a load share a backward and a forward): "
@@ -156,3 +153,16 @@ def describe_need(
 def fits_under_forward(transfers: Sequence[PairTransfer], forward_seconds: float) -> bool:
     """Whether no transfer takes longer than a forward."""
     return all(transfer.seconds <= forward_seconds for transfer in transfers)
+
+
+def required_bandwidth(num_bytes: float, *, forward_seconds: float) -> float:
+    """GB/s at which the transfer takes as long as a forward: equations 7 to 9. Raises ValueError for a time of 0."""
+    if not forward_seconds > 0:
+        raise ValueError(f"{forward_seconds} is not positive; give a time above 0")
+    return num_bytes / forward_seconds / _GIGA
+
+
+def required_steady_bandwidth(num_bytes: float, *, forward_seconds: float) -> float:
+    """GB/s at which an eviction and a load take as long as a backward and a forward, a backward being two forwards:
+    equations 10 to 12."""
+    return 2 / 3 * required_bandwidth(num_bytes, forward_seconds=forward_seconds)

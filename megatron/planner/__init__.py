@@ -10,8 +10,9 @@ from megatron.planner.job.estimate import Estimate
 from megatron.planner.job.software import Software
 from megatron.planner.memory.activations import Activations, ActivationSetting, Recompute
 from megatron.planner.memory.architecture import Architecture
-from megatron.planner.memory.demand import Demand, demand_of, most
+from megatron.planner.memory.demand import Demand, most
 from megatron.planner.memory.memory import GIB, MemoryParts, RankMemory, estimate_memory
+from megatron.planner.memory.proved_demand import demand_of
 from megatron.planner.memory.state import TrainingState
 from megatron.planner.planner import Planner
 

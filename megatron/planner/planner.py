@@ -4,22 +4,19 @@ from collections.abc import Sequence
 
 from megatron.pipeline.program.weight_policies import FLUSH
 from megatron.pipeline.schedules import Schedule
-from megatron.placement.mapping import pair_adjacent, standard
 from megatron.planner.job.cluster import Cluster
 from megatron.planner.job.configuration import Configuration
-from megatron.planner.job.devices import judge, reserve_gib
+from megatron.planner.job.devices import Verdict, judge, reserve_gib
 from megatron.planner.job.estimate import Estimate
 from megatron.planner.job.software import MEGATRON_CORE, Software
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.memory.closed_form_demand import closed_form_demand
 from megatron.planner.memory.demand import Demand
-from megatron.planner.memory.demands import schedule_demand, stated_demand
-from megatron.planner.memory.host_memory import HostVerdict, crowds, judge_host
 from megatron.planner.memory.memory import RankMemory, estimate_memory
+from megatron.planner.memory.node_memory import HostVerdict, crowds_by_name, judge_host
+from megatron.planner.memory.schedule_demand import schedule_demand
 from megatron.planner.time.iteration import priced, simulated
 from megatron.planner.time.model import CostModel
-
-_NAMED = {"standard": standard, "pair-adjacent": pair_adjacent}
 
 
 class Planner:
@@ -56,13 +53,8 @@ class Planner:
             raise ValueError(
                 f"{model.num_layers} layers do not divide into {num_stages} stages; change pipeline or virtual"
             )
-        for count, what in (
-            (model.num_attention_heads, "attention heads"),
-            (model.num_query_groups, "query groups"),
-            (model.ffn_hidden_size, "columns of the feed-forward layer"),
-        ):
-            if count % t:
-                raise ValueError(f"{count} {what} do not divide by tensor {t}; change tensor")
+        if undivided := model.undivided(t):
+            raise ValueError(f"{undivided} do not divide by tensor {t}; change tensor")
         if configuration.sequence_parallel and model.sequence_length % t:
             raise ValueError(
                 f"sequences of {model.sequence_length} do not divide by tensor {t}; change it, or do without sequence "
@@ -77,10 +69,9 @@ class Planner:
 
         `proved`: what the checker finds in programs; else the closed form, which takes no time, where there is one.
         """
-        demand = schedule_demand if proved else stated_demand
         schedule = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
-        held = demand(schedule, configuration.num_microbatches)
-        return self._memory(configuration, held, self.layers(configuration) if layers is None else layers)
+        demand = schedule_demand(schedule, configuration.num_microbatches, proved=proved)
+        return self._memory(configuration, demand, self.layers(configuration) if layers is None else layers)
 
     def least_memory(self, configuration: Configuration) -> tuple[RankMemory, ...]:
         """What each rank needs whatever the schedule: for one microbatch on one weight version, in equal stages."""
@@ -123,15 +114,19 @@ class Planner:
             mfu=operations / (time.seconds * peak),
             bubble=time.bubble,
             memory=memory,
-            verdict=judge(memory, self.cluster.device.memory_gib),
-            reserve_gib=reserve_gib(self.model, self.software.activation_setting(configuration)),
+            verdict=self.judge(configuration, memory),
             host=self.judge_host(configuration, memory),
         )
+
+    def judge(self, configuration: Configuration, memory: Sequence[RankMemory]) -> Verdict:
+        """Whether GPUs have the memory, and whether the allocator is under pressure."""
+        reserve = reserve_gib(self.model, self.software.activation_setting(configuration))
+        return judge(memory, self.cluster.device.memory_gib, reserve_gib=reserve)
 
     def judge_host(self, configuration: Configuration, memory: Sequence[RankMemory]) -> HostVerdict | None:
         """Whether hosts have the memory; None: nothing lives there, or the cluster does not say what they have."""
         if not configuration.is_hosted or self.cluster.host_memory_gib is None:
             return None
-        mapping = _NAMED.get(configuration.rank_mapping, standard)  # another one brings alike ranks together
-        nodes = crowds(configuration.degrees, mapping(configuration.degrees), self.cluster.topology.node_of_slot)
+        node_of_slot = self.cluster.topology.node_of_slot
+        nodes = crowds_by_name(configuration.degrees, configuration.rank_mapping, node_of_slot)
         return judge_host(memory, nodes, self.cluster.host_memory_gib)

@@ -3,10 +3,18 @@
 import math
 import subprocess
 import sys
+from unittest.mock import patch
 
 import pytest
 
+from megatron.pipeline.simulate import Costs, simulate
 from tests.benchmarks.test_emulated import BENCHMARKS, rows_of
+from tests.pipeline.simulate.programs import build
+from tests.pipeline.simulate.test_pair_moves import spans_of
+
+sys.path.insert(0, str(BENCHMARKS))
+
+import balance_cost_ranks
 
 
 @pytest.mark.full
@@ -29,6 +37,22 @@ def test_every_contender_has_a_prediction_and_its_times(tmp_path):
     assert of["synchronous"]["predicted_added"] > 0.01
     assert of["without"]["saved"] == [4, 3, 2, 1]
     assert max(of["asynchronous"]["saved"] + of["synchronous"]["saved"]) == 3
+
+
+def test_synchronous_moves_stop_the_evictor():
+    """The computation after an EVICT or a LOAD starts when that is complete; the acceptor waits for nothing, and moves
+    that take no time change nothing.
+    """
+    bpipe = build("bpipe", 4, (8,))
+    with patch("megatron.pipeline.program.move_order.MoveOrder", balance_cost_ranks.SynchronousMoves):
+        timeline, without_time = simulate(bpipe, Costs(evict=0.5)), simulate(bpipe)
+    evictor = spans_of(timeline, 0)
+    for move, computation in (("0EVICT1", "0F2"), ("0EVICT3", "0B0"), ("0LOAD1", "0F4")):
+        assert evictor[computation][0] >= evictor[move][1]
+    assert evictor["0F2"] == [2.5, 3.5]
+    assert spans_of(timeline, 3)["3F0"][0] == 3.0  # as without moves
+    assert timeline.makespan > simulate(bpipe, Costs(evict=0.5)).makespan
+    assert without_time.makespan == simulate(bpipe).makespan
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,11 @@ import sys
 
 import pytest
 
+from megatron.commands import schedule
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.simulate.timeline import Timeline
 from tests.benchmarks.test_emulated import BENCHMARKS, rows_of
-from tests.tools.in_process import load_tool, runner
+from tests.commands.in_process import runner
 
 SCHEDULES = ("gpipe", "flush", "2bw", "pipedream", "interleaved", "bpipe", "2bw-balanced", "2bw-recompute")
 FORWARD = 0.004 / 2  # seconds of a mean virtual stage in the quick form
@@ -61,7 +62,7 @@ def test_one_command_draws_a_run_below_its_plan(tmp_path, capsys):
     """A plan that is given as a measurement makes the same picture twice: same cells, borders, steps and scale."""
     from megatron.pipeline.draw import draw_timeline
 
-    run = runner(load_tool("schedule"), capsys)
+    run = runner(schedule, capsys)
     program = ["--schedule", "bpipe", "--microbatches", "8", "--evict", "0.5"]
     assert run("simulate", *program, "--json", tmp_path / "run.json")[0] == 0
     assert run("draw", *program, "--measured", tmp_path / "run.json", "--output", tmp_path / "both.svg")[0] == 0

@@ -1,6 +1,5 @@
 """docs/adding_a_schedule.md is true: its code, entered into the tables as it says, does what it shows."""
 
-import importlib.util
 import re
 import shlex
 from pathlib import Path
@@ -9,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.commands.schedule import main as tool
 from megatron.pipeline.check import check, check_periodic
 from megatron.pipeline.schedules import ORDERS, PRESETS, Preset, Schedule
 from tests import workers
@@ -33,33 +33,25 @@ def registered(monkeypatch):
     register()
 
 
-@pytest.fixture
-def tool():
-    specification = importlib.util.spec_from_file_location("schedule_tool", ROOT / "tools" / "schedule.py")
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module.main
-
-
 def arguments(line):
     return shlex.split(line.removeprefix("$ python tools/schedule.py "))
 
 
-def test_the_proof_is_the_one_shown(tool, capsys):
+def test_the_proof_is_the_one_shown(capsys):
     """`check` prints what the page shows."""
     command, _, shown = BLOCKS[1].partition("\n")
     assert tool(arguments(command)) == 0
     assert capsys.readouterr().out == shown
 
 
-def test_the_mistake_is_explained_as_shown(tool, capsys):
+def test_the_mistake_is_explained_as_shown(capsys):
     """The wrong order that the page describes ends with the message that it shows."""
     register(CODE.replace("return last - stage +", "return stage +"))
     assert tool(arguments(BLOCKS[1].partition("\n")[0])) == 1
     assert capsys.readouterr().err == BLOCKS[2]
 
 
-def test_the_table_of_times(tool, capsys, tmp_path, monkeypatch):
+def test_the_table_of_times(capsys, tmp_path, monkeypatch):
     """Times per batch and saved microbatches of the table come from the commands above it."""
     monkeypatch.chdir(tmp_path)
     draw, simulate = BLOCKS[3].strip().splitlines()

@@ -3,15 +3,15 @@
 import json
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 
-from tests.tools.in_process import ROOT, load_tool, runner
+from megatron.commands import grid_search as tool
+from megatron.planner.job.cluster import CLUSTERS
+from tests.commands.in_process import ROOT, runner
 
 PAGE = (ROOT / "docs" / "grid_search.md").read_text()
 BLOCKS = re.findall(r"^```\n(.*?)^```", re.sub(r"^```yaml\n.*?^```", "", PAGE, flags=re.M | re.S), re.M | re.S)
-tool = load_tool("grid_search")
 
 
 @pytest.fixture
@@ -63,5 +63,5 @@ def test_all_options_are_named(capsys):
 
 def test_clusters_are_named():
     """The page names the files that come along."""
-    for path in Path(ROOT / "examples" / "clusters").glob("*.yaml"):
+    for path in CLUSTERS.glob("*.yaml"):
         assert f"`{path.stem}`" in PAGE

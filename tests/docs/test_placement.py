@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron.placement import Degrees, RecomputeScope, pair_adjacent
+from megatron.placement import Degrees, pair_adjacent
 from megatron.placement.pairs import describe_crossing, describe_need, pair_transfers
 from tests.docs.test_schedules import load
 from tests.placement.examples import gpt3_96b, machine
@@ -28,10 +28,10 @@ def test_commands_run(tmp_path):
 def test_quoted_sentences():
     """Tensor parallelism that fills the node: crossing, need and verdict, word by word."""
     degrees = Degrees(tensor=8, pipeline=4, data=1)
-    shape = gpt3_96b(tensor=8, pipeline=4, micro_batch_size=2)
+    moved = gpt3_96b(tensor=8, pipeline=4, micro_batch_size=2).moved_bytes
     mapping, topology = pair_adjacent(degrees), machine(8, 8, 8, 8)
-    transfers = pair_transfers(mapping, degrees, topology, shape, RecomputeScope.ATTENTION, [0])
-    need = describe_need(transfers, shape, RecomputeScope.ATTENTION, forward_seconds=0.14337)
+    transfers = pair_transfers(mapping, degrees, topology, moved, [0])
+    need = describe_need(transfers, forward_seconds=0.14337)
     assert f"```\n{describe_crossing(mapping, degrees, [8] * 4, [0])}\n{need}\n```" in PAGE
 
 

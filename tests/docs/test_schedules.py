@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.commands import schedule
+
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = (DOCS / "schedules.md").read_text()
 
@@ -42,12 +44,11 @@ def test_every_picture_is_made_by_the_command(monkeypatch):
 
 def test_its_commands_run(tmp_path, monkeypatch, capsys):
     """Each command of the page ends with status 0; what is shown below one is what it prints."""
-    tool = load(DOCS.parent / "tools" / "schedule.py")
     monkeypatch.chdir(tmp_path)
     num_commands = 0
     for block in re.findall(r"```\n(\$.*?)```", PAGE, re.DOTALL):
         for command, shown in re.findall(r"\$ python tools/schedule\.py (.*)\n((?:[^$].*\n)*)", block):
-            assert tool.main(shlex.split(command)) == 0
+            assert schedule.main(shlex.split(command)) == 0
             printed = capsys.readouterr().out
             assert shown in ("", printed)
             num_commands += 1

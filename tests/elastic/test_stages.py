@@ -6,17 +6,17 @@ from megatron.elastic.stages import stages_of
 
 
 @pytest.mark.parametrize(
-    ("num_frozen", "layers", "ranks", "trained"),
+    ("num_frozen", "layers", "ranks"),
     [
-        (0, (2, 2, 2, 2), (0, 1, 2, 3), (2, 2, 2, 2)),
-        (2, (2, 2, 2, 2), (0, 1, 2, 3), (0, 2, 2, 2)),
-        (3, (2, 1, 1, 2, 2), (0, 1, 1, 2, 3), (0, 1, 2, 2)),
-        (7, (2, 2, 2, 1, 1), (0, 1, 2, 3, 3), (0, 0, 0, 1)),
+        (0, (2, 2, 2, 2), (0, 1, 2, 3)),
+        (2, (2, 2, 2, 2), (0, 1, 2, 3)),
+        (3, (2, 1, 1, 2, 2), (0, 1, 1, 2, 3)),
+        (7, (2, 2, 2, 1, 1), (0, 1, 2, 3, 3)),
     ],
 )
-def test_no_stage_is_half_frozen(num_frozen, layers, ranks, trained):
+def test_no_stage_is_half_frozen(num_frozen, layers, ranks):
     stages = stages_of((2, 2, 2, 2), num_frozen)
-    assert (stages.layers, stages.rank_of_stage, stages.trained_layers) == (layers, ranks, trained)
+    assert (stages.layers, stages.rank_of_stage) == (layers, ranks)
     assert sum(stages.layers[: stages.num_frozen]) == num_frozen
 
 

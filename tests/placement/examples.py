@@ -3,17 +3,10 @@
 from collections.abc import Sequence
 
 from megatron.pipeline.schedules import Schedule
-from megatron.placement import (
-    Bandwidth,
-    Degrees,
-    ModelShape,
-    Node,
-    RecomputeScope,
-    Topology,
-    Traffic,
-    count_transfers,
-    estimate_traffic,
-)
+from megatron.placement import Bandwidth, Degrees, Node, Topology, Traffic, count_transfers
+from megatron.planner import ActivationSetting, Architecture, Recompute
+from megatron.planner.memory.activations import RecomputeScope
+from megatron.planner.time.traffic import CutModel
 
 
 def machine(
@@ -27,23 +20,34 @@ def machine(
     )
 
 
-def gpt3_96b(*, tensor: int, pipeline: int, micro_batch_size: int, num_virtual_stages: int = 1) -> ModelShape:
-    """GPT-3 96B of the BPipe paper, Table 1."""
-    return ModelShape(
-        num_layers=80, num_attention_heads=104, hidden_size=9984, sequence_length=2048,
-        micro_batch_size=micro_batch_size, pipeline=pipeline, tensor=tensor, num_virtual_stages=num_virtual_stages,
+def gpt3_96b(
+    *,
+    tensor: int,
+    pipeline: int,
+    micro_batch_size: int,
+    num_virtual_stages: int = 1,
+    schedule: str = "bpipe",
+    **choices: object,
+) -> CutModel:
+    """GPT-3 96B of the BPipe paper, Table 1, with the attention recomputed."""
+    num_stages = pipeline * num_virtual_stages
+    return CutModel(
+        model=Architecture.gpt3(
+            num_layers=80, hidden_size=9984, num_attention_heads=104, sequence_length=2048, vocabulary_size=51200
+        ),
+        setting=ActivationSetting(
+            tensor=tensor, micro_batch_size=micro_batch_size, sequence_parallel=True,
+            recompute=Recompute.of(RecomputeScope.ATTENTION),
+        ),
+        schedule=Schedule.preset(schedule, num_stages=num_stages, num_virtual_stages=num_virtual_stages, **choices),
+        layers=(80 / num_stages,) * num_stages,
     )  # fmt: skip
 
 
-def traffic_of(
-    degrees: Degrees, *, num_microbatches: int = 32, schedule: str = "bpipe", num_virtual_stages: int = 1, **choices
-) -> Traffic:
-    """Traffic of GPT-3 96B with the attention recomputed."""
-    p, v = degrees.pipeline, num_virtual_stages
-    program = Schedule.preset(schedule, num_stages=p * v, num_virtual_stages=v, **choices)
-    shape = gpt3_96b(tensor=degrees.tensor, pipeline=p, micro_batch_size=1, num_virtual_stages=v)
-    counts = count_transfers(program, num_microbatches)
-    return estimate_traffic(shape, degrees, counts, scope=RecomputeScope.ATTENTION, vocabulary_size=51200)
+def traffic_of(degrees: Degrees, *, num_microbatches: int = 32, **choices: object) -> Traffic:
+    """Traffic of GPT-3 96B."""
+    cut = gpt3_96b(tensor=degrees.tensor, pipeline=degrees.pipeline, micro_batch_size=1, **choices)
+    return cut.traffic(count_transfers(cut.schedule, num_microbatches))
 
 
 def stages(mapping: Sequence[int], degrees: Degrees) -> list[int]:

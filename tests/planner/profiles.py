@@ -2,8 +2,8 @@
 
 from datetime import datetime, timezone
 
-from megatron.placement.bandwidth import RecomputeScope
 from megatron.planner import Architecture
+from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.time.profile import (
     AllReduceTime,
     CopyTime,

@@ -10,16 +10,17 @@ from megatron.pipeline.draw import draw_timeline, timeline_text
 from megatron.pipeline.schedules import ORDERS, PRESETS, Preset, Schedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
-from megatron.placement import Degrees, ModelShape, count_transfers, estimate_traffic
-from megatron.planner import Architecture, Cluster, Configuration, Planner, demand_of
+from megatron.placement import count_transfers
+from megatron.planner import ActivationSetting, Architecture, Cluster, Configuration, Planner, demand_of
 from megatron.planner.memory.communicators import communicator_bytes
-from megatron.planner.memory.demands import schedule_demand, stated_demand
+from megatron.planner.memory.schedule_demand import schedule_demand
 from megatron.planner.search import SCOPES
 from megatron.planner.search.report import html_report
 from megatron.planner.time import closed_form, iteration, priced, simulated
 from megatron.planner.time.blocks import Blocks
 from megatron.planner.time.first_principles import FirstPrinciples
 from megatron.planner.time.profile import Profile, ProfiledPlace
+from megatron.planner.time.traffic import CutModel
 from tests.planner import made_up, profiles
 from tests.planner.search.helper import PAPER, run
 
@@ -133,20 +134,20 @@ def test_demands_are_those_of_proved_programs(schedule, p):
             else:
                 assert getattr(found, field.name) == getattr(exact, field.name), (m, field.name)
         if schedule in UNKNOWN:
-            assert stated_demand(built, m) == exact
+            assert schedule_demand(built, m, proved=False) == exact
         compared += 1
     assert compared
 
 
 def test_a_large_batch_of_a_bounded_order_holds_what_smaller_ones_do(monkeypatch):
-    from megatron.planner.memory import demands
+    from megatron.planner.memory import schedule_demand as choosing
 
     built = Schedule.preset("2bw-pairs", num_stages=3)
     whole = schedule_demand(built, 60)
-    monkeypatch.setattr(demands, "_MOST_PROVED", 1)
+    monkeypatch.setattr(choosing, "_MOST_PROVED", 1)
     proved = []
-    original = demands._proved
-    monkeypatch.setattr(demands, "_proved", lambda schedule, m: proved.append(m) or original(schedule, m))
+    original = choosing.proved_demand
+    monkeypatch.setattr(choosing, "proved_demand", lambda schedule, m: proved.append(m) or original(schedule, m))
     assert schedule_demand(built, 60) == whole and max(proved) < 60
 
 
@@ -274,14 +275,16 @@ def update_seconds(profile: Profile, weights: str) -> float:
 
 def test_traffic_of_a_v_goes_both_ways_between_neighbours():
     """Each of two ranks' edges carries every microbatch twice, and nothing goes from the last rank to the first."""
-    counts = count_transfers(Schedule.preset("v-gpipe", num_stages=6, num_virtual_stages=2), 4)
+    schedule = Schedule.preset("v-gpipe", num_stages=6, num_virtual_stages=2)
+    counts = count_transfers(schedule, 4)
     assert counts.activations == (8, 8, 0) and counts.ends == (0, 0)
-    shape = ModelShape(
-        num_layers=6, num_attention_heads=4, hidden_size=16, sequence_length=32, micro_batch_size=1, pipeline=3,
-        tensor=1, num_virtual_stages=2,
+    shape = Architecture.gpt3(
+        num_layers=6, hidden_size=16, num_attention_heads=4, sequence_length=32, vocabulary_size=100
     )  # fmt: skip
-    traffic = estimate_traffic(shape, Degrees(tensor=1, pipeline=3, data=2), counts, vocabulary_size=100)
-    assert traffic.embedding == 0 and traffic.data[0] - traffic.data[1] == 2 * 4 * 100 * 16
+    setting = ActivationSetting(micro_batch_size=1)
+    traffic = CutModel(model=shape, setting=setting, schedule=schedule, layers=(1,) * 6).traffic(counts)
+    ends = 2 * 100 * 16 + 32 * 16 + 2 * 16  # embeddings, positions, final norm
+    assert traffic.embedding == 0 and traffic.data[0] - traffic.data[1] == 4 * ends
     assert traffic.data[1] == traffic.data[2]
     apart = Schedule(order="there-and-back", weights="flush", num_stages=4, rank_of_stage=(0, 2, 1, 3))
     with pytest.raises(ValueError, match="rank 0 sends to rank 2 of 4, and traffic is known between neighbours only"):

@@ -8,7 +8,7 @@ import sys
 import time
 from datetime import timedelta
 
-import pretrain_gpt
+from megatron.trainer.programs import pretrain_gpt
 from megatron.trainer.run import entry
 
 PATIENCE = 3.0
@@ -29,11 +29,11 @@ def fail_in_groups() -> None:
         change.make_groups = without_files
 
 
-def main(args, stop, started: float) -> None:
-    """As pretrain_gpt.main."""
+def program():
+    """As pretrain_gpt.program."""
     fail_in_groups()
-    pretrain_gpt.main(args, stop, started)
+    return pretrain_gpt.program()
 
 
 if __name__ == "__main__":
-    sys.exit(entry.run("pretrain_gpt.py", main))
+    sys.exit(entry.run("pretrain_gpt.py", program))

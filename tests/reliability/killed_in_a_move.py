@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 
-import pretrain_gpt
+from megatron.trainer.programs import pretrain_gpt
 from megatron.trainer.run import entry
 
 
@@ -33,12 +33,12 @@ def kill_in_move(number: int) -> None:
     ActivationMemory.take_buffer = watched
 
 
-def main(args, stop, started: float) -> None:
-    """As pretrain_gpt.main."""
-    if args.rank == int(os.environ["KILLED_RANK"]):
+def program():
+    """As pretrain_gpt.program."""
+    if os.environ["RANK"] == os.environ["KILLED_RANK"]:
         kill_in_move(int(os.environ["KILLED_IN_MOVE"]))
-    pretrain_gpt.main(args, stop, started)
+    return pretrain_gpt.program()
 
 
 if __name__ == "__main__":
-    sys.exit(entry.run("pretrain_gpt.py", main))
+    sys.exit(entry.run("pretrain_gpt.py", program))

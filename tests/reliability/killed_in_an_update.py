@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 
-import pretrain_gpt
+from megatron.trainer.programs import pretrain_gpt
 from megatron.trainer.run import entry
 
 
@@ -28,12 +28,12 @@ def kill_in_update(number: int) -> None:
     HostStore.write_weights = watched
 
 
-def main(args, stop, started: float) -> None:
-    """As pretrain_gpt.main."""
+def program():
+    """As pretrain_gpt.program."""
     if number := os.environ.get("KILLED_IN_UPDATE"):
         kill_in_update(int(number))
-    pretrain_gpt.main(args, stop, started)
+    return pretrain_gpt.program()
 
 
 if __name__ == "__main__":
-    sys.exit(entry.run("pretrain_gpt.py", main))
+    sys.exit(entry.run("pretrain_gpt.py", program))

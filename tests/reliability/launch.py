@@ -1,7 +1,7 @@
 """Training jobs as a user starts them: a launcher, worker processes, an exit status, and nothing left behind.
 
-A job runs in a session of its own and carries a mark in its environment, so that every process that descends from it is
-found in /proc, whoever its parent is by then, and no other process is ever touched.
+A job is the project's own (`megatron.processes`): what descends from it is found by its mark, whoever its parent is by
+then, and no other process is ever touched.
 """
 
 import contextlib
@@ -9,7 +9,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 import uuid
@@ -17,8 +16,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
+from megatron.processes.job import Job as MarkedJob
+
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
-_MARK = "TEST_JOB_MARK"
 
 # 4 layers of width 32: an iteration takes milliseconds. The learning rate does not depend on the number of iterations.
 TINY = [
@@ -65,29 +67,19 @@ class Job:
     """A running command; use as a context manager, which ends what is left of it."""
 
     def __init__(self, command: list[str], *, directory: Path, **environment: str):
-        self.mark = uuid.uuid4().hex
-        self._log_path = directory / f"log-{self.mark[:8]}.txt"
+        self._log_path = directory / f"log-{uuid.uuid4().hex[:8]}.txt"
         self.started = time.monotonic()
-        variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""}
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-            variables.pop(name, None)
-        with open(self._log_path, "w") as log:
-            self.process = subprocess.Popen(
-                command,
-                cwd=directory,
-                env={**variables, **environment, _MARK: self.mark},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": "", **environment}
+        self._job = MarkedJob(
+            command, log=self._log_path, directory=directory, folder=self._log_path, environment=variables
+        )
+        self.process = self._job.process
 
     def __enter__(self) -> "Job":
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._end_leftovers()
-        self.process.wait()
+        self._job.__exit__(*exception)
 
     @property
     def output(self) -> str:
@@ -97,9 +89,10 @@ class Job:
     def workers(self) -> dict[int, int]:
         """Rank -> process id of the processes that the launcher has started."""
         found = {}
-        for pid, environment in _marked(self.mark):
-            if "RANK" in environment and _parent(pid) == self.process.pid:
-                found[int(environment["RANK"])] = pid
+        for process in self._job.processes():
+            with contextlib.suppress(psutil.Error):
+                if process.ppid() == self.process.pid and (rank := process.environ().get("RANK")) is not None:
+                    found[int(rank)] = process.pid
         return found
 
     @contextlib.contextmanager
@@ -124,21 +117,21 @@ class Job:
 
     def wait(self, *, timeout: float = 180.0) -> Outcome:
         """The job's end; one that outlives `timeout` seconds fails the test with what it printed."""
-        try:
-            status = self.process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            self._end_leftovers()
-            raise AssertionError(f"still running after {timeout} s:\n{self.output}") from None
+        status = self._job.wait(timeout)
+        if status is None:
+            raise AssertionError(f"still running after {timeout} s:\n{self.output}")
         seconds = time.monotonic() - self.started
         deadline = time.monotonic() + 3.0
-        while (left := _marked(self.mark)) and time.monotonic() < deadline:
+        while (left := self._job.processes()) and time.monotonic() < deadline:
             time.sleep(0.05)
-        return Outcome(status, self.output, seconds, tuple(_describe(pid) for pid, _ in left))
+        return Outcome(status, self.output, seconds, tuple(map(_described, left)))
 
-    def _end_leftovers(self) -> None:
-        for pid, _ in _marked(self.mark):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+
+def _described(process: psutil.Process) -> str:
+    try:
+        return f"{process.pid}: {' '.join(process.cmdline())}"
+    except psutil.Error:
+        return str(process.pid)
 
 
 def training_command(
@@ -201,32 +194,3 @@ def random_delay(seconds: float) -> float:
     delay = random.SystemRandom().uniform(0, seconds)
     time.sleep(delay)
     return delay
-
-
-def _marked(mark: str) -> list[tuple[int, dict[str, str]]]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        with contextlib.suppress(OSError):
-            content = (entry / "environ").read_bytes()
-            if f"{_MARK}={mark}".encode() in content and not _is_zombie(entry):
-                pairs = [item.split("=", 1) for item in content.decode(errors="replace").split("\0") if "=" in item]
-                found.append((int(entry.name), {name: value for name, value in pairs}))
-    return found
-
-
-def _is_zombie(entry: Path) -> bool:
-    return (entry / "stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
-
-
-def _parent(pid: int) -> int | None:
-    with contextlib.suppress(OSError):
-        return int((Path("/proc") / str(pid) / "stat").read_text().rsplit(")", 1)[1].split()[1])
-    return None
-
-
-def _describe(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        return f"{pid}: " + (Path("/proc") / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-    return str(pid)

@@ -118,7 +118,7 @@ class Environment:
             self._database.close()
 
     def leave_to_parent(self, quiet: bool) -> None:
-        """In a forked process. `quiet`: no thread of the parent was at work."""
+        """Leave what is open to the parent of this forked process. `quiet`: none of its threads was at work."""
         if quiet:
             self._database.close()
             self.held.abandon()

@@ -34,7 +34,7 @@ class FileLock:
         self._wait(fcntl.LOCK_SH, patience)
 
     def remove(self) -> None:
-        """Of who has it alone: the next one makes another file."""
+        """Remove the file, which only its sole holder may do: the next one makes another file."""
         self._path.unlink(missing_ok=True)
 
     def release(self) -> None:
@@ -43,7 +43,7 @@ class FileLock:
         os.close(self._file)
 
     def abandon(self) -> None:
-        """In a forked process: leave it to the one that has it."""
+        """Leave the lock to the process that has it; called in its fork."""
         os.close(self._file)
 
     def _try(self, kind: int) -> bool:

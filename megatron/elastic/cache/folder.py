@@ -249,7 +249,7 @@ def _file_system(path: Path) -> str:
 
 
 def _make_lock_file(file: Path) -> None:
-    """With its bytes on the disk: LMDB would map a file without any, and a full disk would end the process."""
+    """Make the file with bytes on the disk: LMDB would map one without any, and a full disk would end the process."""
     handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         os.posix_fallocate(handle, 0, _LOCK_FILE_BYTES)

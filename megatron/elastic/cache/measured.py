@@ -50,14 +50,14 @@ class Measured:
             self._counts = replace(self._counts, **now)
 
     def add_read(self, seconds: float, num_samples: int, num_bytes: int) -> None:
-        """Of one call that found so many samples."""
+        """Count one call that found so many samples."""
         if num_samples:
             self.add(bytes_read=num_bytes)
             with self._lock:
                 self._reads.append(seconds / num_samples)
 
     def add_write(self, seconds: float, num_samples: int, num_bytes: int) -> None:
-        """Of one transaction."""
+        """Count one transaction."""
         if num_samples:
             self.add(written=num_samples, bytes_written=num_bytes)
             with self._lock:
@@ -69,13 +69,13 @@ class Measured:
 
     @property
     def read_seconds(self) -> float | None:
-        """Of a sample that is found, prefetched or not; None where none was."""
+        """The time to read a sample that is found, prefetched or not; None where none was."""
         with self._lock:
             return median(self._reads) if self._reads else None
 
     @property
     def write_seconds(self) -> float | None:
-        """Of a sample, on the thread that writes; None where none was."""
+        """The time to write a sample, on the thread that writes; None where none was."""
         with self._lock:
             return median(self._writes) if self._writes else None
 

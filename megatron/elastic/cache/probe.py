@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CacheSeconds:
-    """Of one sample. What is read is still in memory: a cache that does not fit there reads as fast as its disk.
+    """Times of a sample. What is read is still in memory: a cache that does not fit there reads as fast as its disk.
 
     Attributes:
         read: by who asks.

@@ -24,7 +24,7 @@ from megatron.backend.streams import Streams
 from megatron.elastic.cache.generation import DTYPES, Generation
 
 HEADER_BYTES = 128
-"""So that the payload is aligned as the buffer is, to 64 bytes."""
+"""The header's length, by which the payload is aligned as the buffer is, to 64 bytes."""
 VERSION = 1
 _MAGIC = b"frozen\r\n"
 _HEADER = struct.Struct("<8sHBB4xQ8Q")

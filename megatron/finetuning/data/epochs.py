@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy
 
 Microbatches = tuple[tuple[int, ...], ...]
-"""Of a batch: the indices of the samples of each of its microbatches."""
+"""The indices of a batch's samples, microbatch by microbatch."""
 
 
 class Epochs:

@@ -53,5 +53,5 @@ class Rows:
         return int(self._num_terms[list(indices)].sum())
 
     def metrics(self, predictions: Mapping[str, Tensor], loss: float) -> dict[str, float]:
-        """Of an evaluation of all rows, from the summaries of what the model gave for each."""
+        """The metrics of an evaluation of all rows, from the summaries of what the model gave for each."""
         return self._metrics(predictions, loss)

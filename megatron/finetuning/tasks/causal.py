@@ -56,7 +56,7 @@ def _grouped(tokenizer: Any, texts: list[str], args: argparse.Namespace, path: s
 
 
 def _ended(text: list[int], end: int | None) -> list[int]:
-    """With the end token, which some tokenizers add by themselves. None: there is none."""
+    """The text with the end token, which some tokenizers add by themselves. None: there is none."""
     return text if end is None or text[-1:] == [end] else [*text, end]
 
 

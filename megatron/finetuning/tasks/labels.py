@@ -39,7 +39,7 @@ class Labels:
 
     @property
     def changes(self) -> dict[str, object]:
-        """To the model's configuration."""
+        """Changes to the model's configuration."""
         return {"num_labels": len(self.names), "id2label": dict(enumerate(self.names)), "label2id": dict(self._number)}
 
     def of(self, file: File) -> Tensor:

@@ -90,7 +90,7 @@ class Facts:
         self._fits_bytes = max(self.complete) < 256
 
     def none_yet(self, num_microbatches: int) -> bytearray | list[int]:
-        """So many microbatches of which nothing is known."""
+        """States of so many microbatches, of which nothing is known."""
         return bytearray(num_microbatches) if self._fits_bytes else [0] * num_microbatches
 
     def of_transfers(self, stage: int) -> dict[int, int]:

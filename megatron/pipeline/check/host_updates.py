@@ -50,10 +50,10 @@ def prove_host_updates(compact: CompactProgram) -> None:
     """
     if compact.program.residency is not None:
         for rank in range(len(compact.codes)):
-            _Rank(compact, rank).prove()
+            _RankUpdates(compact, rank).prove()
 
 
-class _Rank:
+class _RankUpdates:
     """What has happened in a row so far. Batches are counted from the first of the program."""
 
     def __init__(self, compact: CompactProgram, rank: int) -> None:
@@ -156,5 +156,5 @@ class _Rank:
                     raise self.compact.error(self.rank, len(self.compact.codes[self.rank]), reason)
 
     def _word(self, stage: int, code: int, index: int) -> str:
-        """With the version that batch `index` leads to."""
+        """The word with the version that batch `index` leads to."""
         return f"{stage}{KIND_OF_CODE[code].value}@{self.program.first_batch + index + 1}"

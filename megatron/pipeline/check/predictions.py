@@ -45,7 +45,7 @@ def prove_predictions(compact: CompactProgram) -> None:
         _require_numbers(compact)
     for rank, codes in enumerate(compact.codes):
         if program.weights.predicts:
-            _Rank(compact, rank).prove()
+            _RankPredictions(compact, rank).prove()
         elif max(codes, default=0) >= FIRST_PREDICTION:
             found = (position for position, code in enumerate(codes) if FIRST_PREDICTION <= code < FIRST_HOST_WORD)
             position = next(found, None)
@@ -86,7 +86,7 @@ def _require_numbers(compact: CompactProgram) -> None:
                 )
 
 
-class _Rank:
+class _RankPredictions:
     """What has happened in a row so far. Batches and versions are counted from the first batch of the program."""
 
     def __init__(self, compact: CompactProgram, rank: int) -> None:

@@ -59,7 +59,7 @@ def prove_residency(compact: CompactProgram) -> tuple[tuple[int, ...], tuple[int
     """
     if compact.program.residency is None:
         return (), ()
-    ranks = [_Rank(compact, rank) for rank in range(len(compact.codes))]
+    ranks = [_RankResidency(compact, rank) for rank in range(len(compact.codes))]
     for rank in ranks:
         rank.prove()
     return tuple(rank.num_fetched for rank in ranks), tuple(rank.peak for rank in ranks)
@@ -73,7 +73,7 @@ def _require_none(compact: CompactProgram) -> None:
             raise compact.error(rank, position, "the weights of this program live on the device: it says no residency")
 
 
-class _Rank:
+class _RankResidency:
     """What has happened in a row so far."""
 
     def __init__(self, compact: CompactProgram, rank: int) -> None:

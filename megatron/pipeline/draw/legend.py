@@ -103,7 +103,7 @@ def legend_entries(timelines: list[Timeline], all_cells: list[list[Cell]], *, la
 
 
 def host_colour(kind: Kind) -> str:
-    """Of a word to or from the host."""
+    """The colour of a word to or from the host."""
     return (STASHED if kind in STASH_WORDS else HOST_LANES)[kind.row.lane]
 
 

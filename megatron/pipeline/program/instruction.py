@@ -144,7 +144,7 @@ class Word:
 
     @property
     def leaves(self) -> bool:
-        """Of a move, whether activations leave their stage with it, seen from either end: EVICT and ACCEPT."""
+        """Whether activations leave their stage with this move, seen from either end: EVICT and ACCEPT."""
         return (self.saved < 0) != self.of_pair
 
 

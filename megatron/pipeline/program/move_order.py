@@ -26,12 +26,12 @@ its backward, or until its EVICT or RETURN has completed: on both sides while it
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megatron.pipeline.program.instruction import COMPUTATIONS, MOVES, OWN_MOVES, USES_SAVED, Instruction, Kind
+from megatron.pipeline.program.instruction import COMPUTATIONS, MOVES, USES_SAVED, Instruction, Kind
 from megatron.pipeline.program.stages import stages_of
 
 
 def pair_of(index: int, count: int) -> int:
-    """Of `count` in a row, the one that is as far from the end as this one is from the beginning."""
+    """The one of `count` in a row that is as far from the end as this one is from the beginning."""
     return count - 1 - index
 
 
@@ -85,15 +85,12 @@ class Pairs:
 class MoveOrder:
     """Which moves of its own rank each instruction of a row waits for. Instructions are told in the row's order.
 
-    `num_frozen`: stages in front that are frozen. `synchronous`: for comparison with the above, computations of the
-    evictor wait for every move before them.
+    `num_frozen`: stages in front that are frozen.
     """
 
-    def __init__(self, *, num_frozen: int = 0, synchronous: bool = False) -> None:
+    def __init__(self, *, num_frozen: int = 0) -> None:
         self._num_frozen = num_frozen
-        self._synchronous = synchronous
         self._num_moves = 0
-        self._num_to_own = 0  # moves up to and with the last EVICT or LOAD
         self._num_waited_for = 0
         self._num_to_evict = 0  # moves up to and with the last EVICT
         self._num_to_earlier_evict = 0  # as it was before the last computation
@@ -106,8 +103,6 @@ class MoveOrder:
         kind, key = instruction.kind, (instruction.stage, instruction.microbatch)
         if kind in MOVES:
             self._num_moves += 1
-            if kind in OWN_MOVES:
-                self._num_to_own = self._num_moves
             if kind is Kind.EVICT:
                 self._num_to_evict = self._num_moves
             elif kind is Kind.LOAD:
@@ -118,8 +113,6 @@ class MoveOrder:
         if kind in USES_SAVED:
             needed = self._num_to_load.get(key, 0) if kind is Kind.RECOMPUTE else self._num_to_load.pop(key, 0)
         self._num_to_earlier_evict = self._num_to_evict
-        if self._synchronous:
-            needed = self._num_to_own
         self._num_waited_for = max(self._num_waited_for, needed)
         return needed
 
@@ -129,11 +122,11 @@ class MoveOrder:
         return [self._num_moves - each for each in needed if each > self._num_waited_for]
 
 
-def awaited_moves(row: Iterable[Instruction], *, num_frozen: int = 0, synchronous: bool = False) -> dict[int, int]:
+def awaited_moves(row: Iterable[Instruction], *, num_frozen: int = 0) -> dict[int, int]:
     """For each position of a row that waits for moves: how many of the row's moves have to be complete by then.
 
-    `num_frozen`, `synchronous`: as for `MoveOrder`.
+    `num_frozen`: as for `MoveOrder`.
     """
-    order = MoveOrder(num_frozen=num_frozen, synchronous=synchronous)
+    order = MoveOrder(num_frozen=num_frozen)
     awaited = ((position, order.awaited(instruction)) for position, instruction in enumerate(row))
     return {position: needed for position, needed in awaited if needed}

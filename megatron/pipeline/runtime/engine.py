@@ -53,9 +53,8 @@ class PipelineEngine:
     `store`: where the ranks of the pipeline meet (default: the default group's). `metrics_group`: the group over which
     evaluation sums losses (default: all ranks of the job); used from the main thread only. `first_batch` and
     `first_microbatch`: where the run goes on after a checkpoint, else 0. `activation_memory`: the one that this rank's
-    stages were built with, if their activations are to be counted and moved between pairs. `synchronous_moves`: only to
-    measure what it costs if computations do not overlap with moves. `ledger`: the update's, where weights live on the
-    host and bytes are counted.
+    stages were built with, if their activations are to be counted and moved between pairs. `ledger`: the update's,
+    where weights live on the host and bytes are counted.
 
     Read `next_batch` and `next_microbatch` for a checkpoint (drained). Set `stop_requests` (bits) to have them travel
     with the next norm reduction; `BatchReport.stop_requests` is their union over all ranks.
@@ -77,7 +76,6 @@ class PipelineEngine:
         first_batch: int = 0,
         first_microbatch: int = 0,
         activation_memory: ActivationMemory | None = None,
-        synchronous_moves: bool = False,
         ledger: RelayLedger | None = None,
     ) -> None:
         self.schedule = schedule
@@ -173,7 +171,7 @@ class PipelineEngine:
                 activation_memory,
                 self._saved,
                 queue,
-                order=MoveOrder(num_frozen=schedule.num_frozen, synchronous=synchronous_moves),
+                order=MoveOrder(num_frozen=schedule.num_frozen),
                 pairs=schedule.pairs,
                 timeout=timeout,
             )
@@ -246,7 +244,7 @@ class PipelineEngine:
 
     @property
     def bytes_sent(self) -> int:
-        """Of activations and gradients, to stages on other ranks, over the run so far."""
+        """The bytes of activations and gradients sent to stages on other ranks in the run so far."""
         return self._channels.bytes_sent
 
     def num_unread_sends(self) -> int:

@@ -69,7 +69,7 @@ class Asynchronous(Order):
 
     @property
     def cycles(self) -> tuple[tuple[_Turn, ...], ...]:
-        """Of each rank."""
+        """The cycle of each rank."""
         return _cycles(self.num_stages, self.rank_of_stage, self.graph.edges, self.work)
 
     @property
@@ -107,7 +107,7 @@ def _cycles(num_stages: int, rank_of_stage: tuple[int, ...], edges: tuple[Edge, 
 
 
 def _seconds(cycles: _Cycles, graph: StageGraph, work: Work) -> float:
-    """Of a microbatch, when the cycles have settled."""
+    """The time of a microbatch when the cycles have settled."""
     most = max(turn.lag for cycle in cycles for turn in cycle) + 1
     rows = [[each for segment in _rounds(cycle, range(6 * most), most) for each in segment] for cycle in cycles]
     starts = merge(rows, graph, range(len(rows)), work=work)[1]

@@ -33,9 +33,8 @@ from megatron.pipeline.simulate.timeline import Span, Timeline
 __all__ = ["Costs", "SimulationError", "Span", "Timeline", "simulate"]
 
 
-def simulate(program: Program, costs: Costs | None = None, *, synchronous_moves: bool = False) -> Timeline:
-    """Execute `program` on `costs` (default: the paper's, a forward takes 1 and a backward 2, everything else
-        nothing). `synchronous_moves`: for comparison, computations do not overlap with moves (`move_order.MoveOrder`).
+def simulate(program: Program, costs: Costs | None = None) -> Timeline:
+    """Execute `program` on `costs` (default: the paper's, a forward takes 1 and a backward 2, everything else nothing).
 
     Returns:
         The timeline, from 0, with the spans of every instruction of the program.
@@ -45,4 +44,4 @@ def simulate(program: Program, costs: Costs | None = None, *, synchronous_moves:
         SimulationError: an instruction of a kind that is not known here, ends of a channel that do not pair up, or a
             deadlock; run `check`, which says more. Times that overflow.
     """
-    return Simulation(program, costs or Costs(), synchronous_moves=synchronous_moves).run()
+    return Simulation(program, costs or Costs()).run()

@@ -37,12 +37,12 @@ _TOLERANCE = 1e-9  # of the makespan
 _Channel = tuple[Kind, int, int]  # the kind that sends, the sending stage, the receiving stage
 
 
-def critical_path(timeline: Timeline, costs: Costs, *, synchronous_moves: bool = False) -> tuple[Span, ...]:
+def critical_path(timeline: Timeline, costs: Costs) -> tuple[Span, ...]:
     """The chain that bounds a simulated timeline, from its start to its end, without gaps.
 
     Args:
         timeline: what `simulate` returned.
-        costs, synchronous_moves: what it was given.
+        costs: what it was given.
 
     Returns:
         Spans that take time, in their order; each starts where the one before ends. A transfer stands at its sender:
@@ -51,7 +51,7 @@ def critical_path(timeline: Timeline, costs: Costs, *, synchronous_moves: bool =
     Raises:
         ValueError: the timeline is no simulation on these costs.
     """
-    chain = list(_Waits(timeline, costs, synchronous_moves=synchronous_moves).follow())
+    chain = list(_Waits(timeline, costs).follow())
     return tuple(span for span in reversed(chain) if span.end > span.start)
 
 
@@ -83,10 +83,10 @@ class _Cause:
 
 
 class _Waits:
-    """Of everything in a timeline, what it waited for."""
+    """What everything in a timeline waited for."""
 
-    def __init__(self, timeline: Timeline, costs: Costs, *, synchronous_moves: bool) -> None:
-        self.timeline, self.overlap, self.synchronous_moves = timeline, costs.overlap, synchronous_moves
+    def __init__(self, timeline: Timeline, costs: Costs) -> None:
+        self.timeline, self.overlap = timeline, costs.overlap
         self.rows, self.starts, self.ends = timeline.rows, timeline.starts, timeline.ends
         self.graph = timeline.graph
         forward, backward, self.latency = costs.edges(len(timeline.graph.edges))
@@ -144,8 +144,7 @@ class _Waits:
                     for peer in self.graph.takers(kind.row.makes, each.stage):
                         self.sent[SEND_OF[kind.row.makes], each.stage, peer].append(each.microbatch)
         self.moves.append(moves)
-        options = {"num_frozen": self.graph.num_frozen, "synchronous": self.synchronous_moves}
-        self.awaited.append(awaited_moves(row, **options) if moves else {})
+        self.awaited.append(awaited_moves(row, num_frozen=self.graph.num_frozen) if moves else {})
         self.before_in_lane.append(before_in_lane)
         self.awaited_in_lanes.append(awaited_in_lanes(row, self.timeline.rank_of_stage) if before_in_lane else {})
 
@@ -215,7 +214,7 @@ class _Waits:
             yield from self._before(*self.ends_of[receive])
 
     def _held(self, computed: _Cause) -> _Cause:
-        """Of a program without transfers: the computation, and the sending of what it made."""
+        """The cause in a program without transfers: the computation, and the sending of what it made."""
         made, tensor = computed.instruction, computed.instruction.kind.row.makes
         cause = computed
         for peer in self.graph.takers(tensor, made.stage) if tensor else ():

@@ -12,7 +12,7 @@ from megatron.pipeline.program.lane_order import awaited_in_lanes
 from megatron.pipeline.simulate.state import UNKNOWN, SimulationState
 
 
-class _Queue:
+class _LaneQueue:
     """A lane of a rank."""
 
     __slots__ = ("free_at", "posted")
@@ -32,7 +32,7 @@ class SimulatedLanes:
             {} if program.residency is None else awaited_in_lanes(row, program.rank_of_stage) for row in state.rows
         ]
         kinds = {kind.row.lane for kind in HOST_WORDS}
-        self._queues: list[dict[Lane, _Queue]] = [{lane: _Queue() for lane in kinds} for _ in state.rows]
+        self._queues: list[dict[Lane, _LaneQueue]] = [{lane: _LaneQueue() for lane in kinds} for _ in state.rows]
         self._waits = [False] * len(state.rows)
 
     def complete_at(self, rank: int, position: int) -> float:
@@ -62,7 +62,7 @@ class SimulatedLanes:
                 self._state.runnable.append(rank)
             self.advance(rank)  # what other lanes waited for
 
-    def _carry(self, rank: int, queue: _Queue) -> bool:
+    def _carry(self, rank: int, queue: _LaneQueue) -> bool:
         """Carry out the first words of a lane as far as it is known when; whether there were any."""
         state, row, moved = self._state, self._state.rows[rank], False
         while queue.posted:

@@ -98,10 +98,10 @@ def memory_curves(timeline: Timeline, sizes: MemorySizes, weights: WeightPolicy)
     counts = dict.fromkeys((*PARTS, "tied_gradients"), num_stages) | {"transfers": len(timeline.graph.edges)}
     by_stage = {name: spread(name, getattr(sizes, name), count) for name, count in counts.items()}
     start = timeline.start  # it looks at all spans
-    return tuple(_Rank(timeline, start, rank, by_stage, weights).curve() for rank in range(timeline.num_ranks))
+    return tuple(_RankEvents(timeline, start, rank, by_stage, weights).curve() for rank in range(timeline.num_ranks))
 
 
-class _Rank:
+class _RankEvents:
     """One rank's events: what takes memory and what frees it."""
 
     def __init__(

@@ -7,7 +7,7 @@ from megatron.pipeline.program.move_order import awaited_moves
 from megatron.pipeline.simulate.state import UNKNOWN, SimulationState
 
 
-class _Queue:
+class _RankMoves:
     """The moves of a rank, in order: those that it has requested, and when each one was complete."""
 
     __slots__ = ("awaited", "ends", "requested")
@@ -25,13 +25,13 @@ class _Queue:
 class PairMoves:
     """The queues of all ranks. `awaited`: by rank and position, how many of the rank's moves have to be complete."""
 
-    def __init__(self, state: SimulationState, seconds: dict[Kind, list[float]], *, synchronous: bool) -> None:
+    def __init__(self, state: SimulationState, seconds: dict[Kind, list[float]]) -> None:
         self._state, self._seconds = state, seconds
-        self._queues = [_Queue() for _ in state.rows]
+        self._queues = [_RankMoves() for _ in state.rows]
         self._pairs = state.program.pairs
-        options = {"num_frozen": self._pairs.num_frozen, "synchronous": synchronous}
+        num_frozen = self._pairs.num_frozen
         self.awaited = [
-            {} if MOVES.isdisjoint(map(attrgetter("kind"), row)) else awaited_moves(row, **options)
+            {} if MOVES.isdisjoint(map(attrgetter("kind"), row)) else awaited_moves(row, num_frozen=num_frozen)
             for row in state.rows
         ]
 

@@ -41,7 +41,7 @@ _ACTIONS = {kind: _action(kind) for kind in Kind}
 class Simulation:
     """One execution of a program."""
 
-    def __init__(self, program: Program, costs: Costs, *, synchronous_moves: bool) -> None:
+    def __init__(self, program: Program, costs: Costs) -> None:
         self.state = SimulationState(program)
         num_stages = len(program.rank_of_stage)
         seconds = costs.seconds(num_stages)
@@ -56,7 +56,7 @@ class Simulation:
         self.overlap = costs.overlap
         self.num_microbatches = sum(program.batches)
         self.channels = SimulatedChannels(self.state, costs)
-        self.moves = PairMoves(self.state, seconds, synchronous=synchronous_moves)
+        self.moves = PairMoves(self.state, seconds)
         self.lanes = SimulatedLanes(self.state, seconds)
         self.reductions = SimulatedReductions(self.state, seconds, self.lanes)
         awaited = zip(self.moves.awaited, self.lanes.awaited, strict=True)

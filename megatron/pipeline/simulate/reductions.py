@@ -13,7 +13,7 @@ from megatron.pipeline.simulate.lanes import SimulatedLanes
 from megatron.pipeline.simulate.state import UNKNOWN, SimulationState
 
 
-class _Queue:
+class _ReductionQueue:
     """Reductions that a rank runs one after another."""
 
     __slots__ = ("free_at", "posted", "rank", "reached")
@@ -31,7 +31,7 @@ class _Reduction:
     __slots__ = ("duration", "members", "start")
 
     def __init__(self) -> None:
-        self.members: list[tuple[_Queue, int]] = []  # the queue and the position of those who have reached it
+        self.members: list[tuple[_ReductionQueue, int]] = []  # the queue and the position of those who have reached it
         self.start = 0.0
         self.duration = 0.0
 
@@ -42,8 +42,8 @@ class SimulatedReductions:
     def __init__(self, state: SimulationState, seconds: dict[Kind, list[float]], lanes: SimulatedLanes) -> None:
         num_ranks = len(state.rows)
         self._state, self._seconds, self._lanes = state, seconds, lanes
-        self._chains = [_Queue(rank) for rank in range(num_ranks)]
-        self._reports = [_Queue(rank) for rank in range(num_ranks)]
+        self._chains = [_ReductionQueue(rank) for rank in range(num_ranks)]
+        self._reports = [_ReductionQueue(rank) for rank in range(num_ranks)]
         self._stepped: list[set[int | None]] = [set() for _ in range(num_ranks)]
         self._running: dict[tuple[Kind, int | None], _Reduction] = {}
         self._pending: list[Counter[int | None]] = [Counter() for _ in range(num_ranks)]  # version -> not complete
@@ -70,7 +70,7 @@ class SimulatedReductions:
         queue.posted.append((now, position))
         self._advance(queue)
 
-    def _advance(self, queue: _Queue) -> None:
+    def _advance(self, queue: _ReductionQueue) -> None:
         """Let the first reduction of a queue join its collective, which completes with its last member.
 
         Its completion lets the next reductions of all its members' queues join theirs, and so on.

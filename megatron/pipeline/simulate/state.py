@@ -10,7 +10,7 @@ class SimulationError(ValueError):
 
 
 class SimulationState:
-    """Of one simulation.
+    """The state of one simulation.
 
     Attributes:
         program, rows: what is executed.

@@ -27,6 +27,9 @@ from megatron.documents.reading import read_document
 from megatron.placement.topology import Bandwidth, Node, Topology
 from megatron.planner.job.devices import DEVICES, Device
 
+CLUSTERS = Path(__file__).parent / "clusters"
+"""The folder of those that come along, NAME.yaml each."""
+
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _CPU = Device(  # a core of a laptop
     memory_gib=2.0, peak_teraflops=0.05, peak_teraflops_fp32=0.05, memory_bandwidth=10, link_bandwidth=2,

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from megatron.pipeline.program.lane_order import DEFERRED, DEVICE, Residency
 from megatron.pipeline.program.weight_policies import TWO_BW
 from megatron.pipeline.schedules import PRESETS, Preset, Schedule
-from megatron.placement.bandwidth import RecomputeScope
 from megatron.placement.degrees import Degrees
 from megatron.placement.mapping import NAMES
+from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.hosted import Hosting
 
 PROVISIONAL_MODES = ("off", "stage", "uniform")
@@ -127,7 +127,7 @@ class Configuration:
 
     @property
     def num_microbatches(self) -> int:
-        """Of one pipeline in a batch, m."""
+        """The microbatches of one pipeline in a batch, m."""
         return self.global_batch_size // (self.micro_batch_size * self.data)
 
     @property

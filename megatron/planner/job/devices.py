@@ -94,23 +94,36 @@ def reserve_gib(shape: Architecture, setting: ActivationSetting) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Whether a pipeline fits, by its fullest rank. `spare_gib`: what that rank leaves; negative is missing."""
+    """Whether a pipeline fits, by its fullest rank.
+
+    Attributes:
+        spare_gib: what that rank leaves; negative is missing.
+        reserve_gib: of that, what the allocator cannot give away at once.
+    """
 
     rank: int
     spare_gib: float
     is_borderline: bool
+    reserve_gib: float = 0.0
 
     @property
     def fits(self) -> bool:
         return self.spare_gib >= 0
 
     @property
+    def under_pressure(self) -> bool:
+        """So near the limit of memory that throughput may fall by 16 to 31% (BPipe, appendix B, where the allocator
+        gives its blocks back again and again)."""
+        return self.is_borderline or self.spare_gib < self.reserve_gib
+
+    @property
     def word(self) -> str:
         return "out of memory" if not self.fits else "borderline" if self.is_borderline else "fits"
 
 
-def judge(memory: Sequence[RankMemory], gib: float) -> Verdict:
+def judge(memory: Sequence[RankMemory], gib: float, *, reserve_gib: float = 0.0) -> Verdict:
     """The verdict on GPUs with this much memory, in GiB."""
     fullest = max(memory, key=lambda rank: rank.total)
     spare = gib - fullest.total / GIB
-    return Verdict(rank=fullest.rank, spare_gib=spare, is_borderline=0 <= spare < BORDERLINE * gib)
+    is_borderline = 0 <= spare < BORDERLINE * gib
+    return Verdict(rank=fullest.rank, spare_gib=spare, is_borderline=is_borderline, reserve_gib=reserve_gib)

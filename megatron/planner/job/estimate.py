@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.devices import Verdict
-from megatron.planner.memory.host_memory import HostVerdict
 from megatron.planner.memory.memory import RankMemory
+from megatron.planner.memory.node_memory import HostVerdict
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Of one configuration of one model on one cluster.
+    """The estimate of one configuration of one model on one cluster.
 
     Attributes:
         seconds: of one iteration, a global batch.
@@ -20,7 +20,6 @@ class Estimate:
         verdict: whether the fullest rank fits.
         host: whether the fullest node has the memory, where weights live on the host and the cluster says what nodes
             have.
-        reserve_gib: what the allocator cannot give away at once, beside what `memory` counts (devices.py).
     """
 
     configuration: Configuration
@@ -29,7 +28,6 @@ class Estimate:
     bubble: float
     memory: tuple[RankMemory, ...]
     verdict: Verdict
-    reserve_gib: float = 0.0
     host: HostVerdict | None = None
 
     @property
@@ -39,6 +37,5 @@ class Estimate:
 
     @property
     def under_pressure(self) -> bool:
-        """So near the limit of memory that throughput may fall by 16 to 31% (BPipe, appendix B, where the allocator
-        gives its blocks back again and again). `seconds` is the time without that."""
-        return self.verdict.is_borderline or self.verdict.spare_gib < self.reserve_gib
+        """So near the limit of memory that throughput may fall. `seconds` is the time without that."""
+        return self.verdict.under_pressure

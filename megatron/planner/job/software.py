@@ -2,16 +2,9 @@
 
 from dataclasses import dataclass
 
-from megatron.placement.bandwidth import RecomputeScope
 from megatron.planner.job.configuration import Configuration
-from megatron.planner.memory.activations import CORE_ATTENTION, ActivationSetting, Recompute
+from megatron.planner.memory.activations import ActivationSetting, Recompute
 from megatron.planner.memory.state import TrainingState
-
-_SCOPES = {
-    RecomputeScope.NONE: Recompute(),
-    RecomputeScope.ATTENTION: Recompute(modules=frozenset({CORE_ATTENTION})),
-    RecomputeScope.LAYER: Recompute(method="uniform"),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +46,7 @@ class Software:
             residual_bytes=self.element_bytes,
             sequence_parallel=configuration.sequence_parallel and configuration.tensor > 1,
             saves_scores=not self.flash_attention,
-            recompute=Recompute(whole_stage=True) if configuration.is_hosted else _SCOPES[configuration.recompute],
+            recompute=Recompute(whole_stage=True) if configuration.is_hosted else Recompute.of(configuration.recompute),
         )
 
     def training_state(self, configuration: Configuration) -> TrainingState:

@@ -25,7 +25,9 @@ Masks are a byte an element, as CUDA's kernels save them; on a CPU they take as 
 these counts are what megatron.core's layers save there (a test captures it).
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from megatron.planner.memory.architecture import Architecture
 
@@ -34,12 +36,21 @@ _FP32 = 4
 CORE_ATTENTION, MLP, NORM = "core_attn", "mlp", "layernorm"
 
 
+class RecomputeScope(str, Enum):
+    """What a backward recomputes, in BPipe's words: nothing, the core of attention (Korthikanti's selective scope), or
+    whole layers (full)."""
+
+    NONE = "none"
+    ATTENTION = "attention"
+    LAYER = "layer"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recompute:
-    """What a backward recomputes.
+    """What a backward recomputes, as flags say it.
 
     Attributes:
-        modules: of every layer: `core_attn` (Korthikanti's selective scope), `mlp`, `layernorm`.
+        modules: of every layer: `core_attn`, `mlp`, `layernorm`.
         method: whole layers: `uniform`, in chunks of `num_layers`, or `block`, the first `num_layers` of each stage.
         num_layers: see `method`.
         whole_stage: as instructions of the program, from the stage's input.
@@ -50,9 +61,15 @@ class Recompute:
     num_layers: int = 1
     whole_stage: bool = False
 
+    @classmethod
+    def of(cls, scope: RecomputeScope) -> "Recompute":
+        """What the papers mean by a scope: layers are recomputed one by one."""
+        modules = frozenset({CORE_ATTENTION}) if scope is RecomputeScope.ATTENTION else frozenset()
+        return cls(modules=modules, method="uniform" if scope is RecomputeScope.LAYER else None)
+
     @property
     def scope(self) -> str:
-        """In BPipe's words: none, attention or layer; else the modules' names, or stage."""
+        """The scope in BPipe's words: none, attention or layer; else the modules' names, or stage."""
         if self.whole_stage:
             return "stage"
         if self.method is not None:
@@ -101,7 +118,7 @@ class Activations:
 
     # --- a stage
 
-    def saved(self, num_layers: int, *, is_first: bool, is_last: bool) -> float:
+    def saved(self, num_layers: float, *, is_first: bool, is_last: bool) -> float:
         """What a stage keeps of a microbatch from its forward to its backward."""
         if self.setting.recompute.whole_stage:
             return 0.0 if is_first else self.boundary
@@ -112,7 +129,7 @@ class Activations:
             total += self.head
         return total
 
-    def workspace(self, num_layers: int, *, is_first: bool, is_last: bool) -> float:
+    def workspace(self, num_layers: float, *, is_first: bool, is_last: bool) -> float:
         """What a backward holds besides: what it recomputes at once, but for the saved input, and the gradient of the
         logits."""
         recompute, full = self.setting.recompute, self._layer(frozenset())
@@ -157,7 +174,7 @@ class Activations:
         """The input of the layer that embeds patches, which every tensor rank has."""
         return self.setting.element_bytes * self.shape.patch_elements * self.tokens
 
-    def _saved_layers(self, num_layers: int) -> float:
+    def _saved_layers(self, num_layers: float) -> float:
         recompute = self.setting.recompute
         if recompute.method == "uniform":
             return -(-num_layers // recompute.num_layers) * self.boundary
@@ -206,3 +223,10 @@ class Activations:
         if self.shape.attention_dropout:
             return softmax + setting.mask_bytes + e
         return softmax + is_wider * e
+
+
+def by_stage(count: Callable[..., float], layers: Sequence[float]) -> list[float]:
+    """`saved` or `workspace` of some activations, for each stage of a model that is cut so."""
+    kinds = [(each, stage == 0, stage == len(layers) - 1) for stage, each in enumerate(layers)]
+    by_kind = {kind: count(kind[0], is_first=kind[1], is_last=kind[2]) for kind in set(kinds)}
+    return [by_kind[kind] for kind in kinds]

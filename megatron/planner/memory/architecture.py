@@ -78,6 +78,24 @@ class Architecture:
         """Width of all keys, and of all values."""
         return self.num_query_groups * self.kv_channels
 
+    @property
+    def layer_matrices(self) -> int:
+        """Elements of the matrices of a layer: of its projections and of the feed-forward layer."""
+        h = self.hidden_size
+        projections = h * (self.query_width + 2 * self.key_width) + self.query_width * h
+        return projections + h * self.ffn_hidden_size * (3 if self.gated else 2)
+
+    def undivided(self, tensor: int) -> str | None:
+        """The first that does not divide over so many tensor ranks, of what is split: `12 attention heads`."""
+        for count, what in (
+            (self.num_attention_heads, "attention heads"),
+            (self.num_query_groups, "query groups"),
+            (self.ffn_hidden_size, "columns of the feed-forward layer"),
+        ):
+            if count % tensor:
+                return f"{count} {what}"
+        return None
+
     def operations(self, num_sequences: int) -> float:
         """Floating-point operations that a forward and a backward of so many sequences need, whatever is run again.
 
@@ -86,8 +104,14 @@ class Architecture:
         mask leaves.
         """
         h = self.hidden_size
-        linear = h * (self.query_width + 2 * self.key_width) + self.query_width * h
-        linear += h * self.ffn_hidden_size * (3 if self.gated else 2)
-        scores = 2 * self.query_width * self.sequence_length
         ends = h * (self.output_rows + self.patch_elements) + (h * h if self.masked_head else 0)
-        return 6.0 * num_sequences * self.sequence_length * (self.num_layers * (linear + scores) + ends)
+        return 6.0 * num_sequences * self.sequence_length * (self.num_layers * self._products_of_layer + ends)
+
+    def forward_operations(self, num_layers: float, num_sequences: int) -> float:
+        """Of a forward of so many layers alone: for a GPT-3 24 b s h^2 + 4 b s^2 h a layer."""
+        return 2.0 * num_sequences * self.sequence_length * num_layers * self._products_of_layer
+
+    @property
+    def _products_of_layer(self) -> int:
+        """Multiplications of a token in the matrix products of a layer's forward."""
+        return self.layer_matrices + 2 * self.query_width * self.sequence_length

@@ -37,7 +37,7 @@ RECEIVES: dict[type[Order], Callable[[Schedule, int], int]] = {
 }  # fmt: skip
 """Class of an order whose demand has a closed form -> how many receives a rank has posted ahead at once.
 
-The order's `max_in_flight` has to be reached. Others are read off proved programs (demands.py).
+The order's `max_in_flight` has to be reached. Others are read off proved programs (proved_demand.py).
 """
 
 

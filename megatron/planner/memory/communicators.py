@@ -24,7 +24,7 @@ SIMPLE_BYTES = 1 << 22
 LL_BYTES = 8 * 512 * 8 * 16
 LL128_BYTES = 120 * 640 * 8 * 8
 CONNECTION_BYTES = SIMPLE_BYTES + LL_BYTES + LL128_BYTES
-"""For one CTA and one peer: 9.2 MiB."""
+"""Bytes for one CTA and one peer: 9.2 MiB."""
 
 
 def buffer_bytes(communicators: Iterable[Communicator]) -> float:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 
 from megatron.pipeline.program.move_order import Pairs
 from megatron.pipeline.program.stages import stages_by_rank
-from megatron.planner.memory.activations import Activations, ActivationSetting
+from megatron.planner.memory.activations import Activations, ActivationSetting, by_stage
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.memory.communicators import communicator_bytes
 from megatron.planner.memory.demand import Demand
@@ -109,10 +109,7 @@ def estimate_memory(
     assert hosting is None or setting.recompute.whole_stage
     activations = Activations(shape, setting)
     parameters = stage_parameters(shape, setting.tensor, layers)
-    kinds = [(count, stage == 0, stage == len(layers) - 1) for stage, count in enumerate(layers)]
-    saved_by = {kind: activations.saved(kind[0], is_first=kind[1], is_last=kind[2]) for kind in set(kinds)}
-    workspace_by = {kind: activations.workspace(kind[0], is_first=kind[1], is_last=kind[2]) for kind in set(kinds)}
-    saved, workspace = [saved_by[kind] for kind in kinds], [workspace_by[kind] for kind in kinds]
+    saved, workspace = by_stage(activations.saved, layers), by_stage(activations.workspace, layers)
     boundary = activations.boundary
     one_layer = activations.workspace(1, is_first=False, is_last=False)  # at once in a forward that saves nothing
     embedding = shape.vocabulary_size // setting.tensor * shape.hidden_size

@@ -13,7 +13,7 @@ def layer_parameters(shape: Architecture, tensor: int) -> int:
     """Parameters of one transformer layer on one of `tensor` ranks."""
     h, projected = shape.hidden_size, shape.query_width + 2 * shape.key_width
     wide = shape.ffn_hidden_size * (2 if shape.gated else 1)
-    split = h * projected + shape.query_width * h + h * wide + shape.ffn_hidden_size * h
+    split = shape.layer_matrices
     whole = 2 * shape.norm_vectors * h
     if shape.linear_biases:
         split += projected + wide

@@ -32,12 +32,12 @@ class TrainingState:
     data: int = 1
 
     def weights(self, num_parameters: int, *, num_versions: int, predicts: bool = False) -> float:
-        """Of all weight versions. `predicts`: they are predictions."""
+        """The bytes of all weight versions. `predicts`: they are predictions."""
         steps_weights = self.weight_bytes == _FP32 and not self.distributed_optimizer  # there are no masters
         return float(num_parameters * self.weight_bytes * (num_versions + (predicts and steps_weights)))
 
     def gradients(self, num_parameters: int, *, num_buffers: int) -> float:
-        """Of all gradient buffers."""
+        """The bytes of all gradient buffers."""
         return float(num_parameters * self.gradient_bytes * num_buffers)
 
     def optimizer(self, num_parameters: int, *, num_versions: int, stepped: int | None = None) -> float:

@@ -17,7 +17,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from megatron.documents.reading import read_document
 from megatron.pipeline.program.lane_order import DEFERRED, DEVICE
 from megatron.pipeline.schedules import PRESETS
-from megatron.placement.bandwidth import RecomputeScope
 from megatron.planner.job.cluster import Cluster
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.software import (
@@ -29,6 +28,7 @@ from megatron.planner.job.software import (
     PIPEDREAM_2BW,
     Software,
 )
+from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.published.hardware import device_of, node_bandwidth, usual_gpus_per_node
 from megatron.planner.published.model_names import Count, ModelRecord
@@ -283,7 +283,7 @@ class _Reader:
         return int(size)
 
     def _schedule(self) -> str:
-        """In our words. Several stages on a rank make 1F1B interleaved."""
+        """The schedule in our words. Several stages on a rank make 1F1B interleaved."""
         settings = self.raw.config
         if settings.schedule is None and settings.p > 1:
             self.assumed.append("schedule 1f1b")
@@ -368,7 +368,7 @@ class _Reader:
 
 
 def _seconds(measured: Mapping[str, float], operations: float, peak: float) -> tuple[float | None, bool]:
-    """Of an iteration, and whether they follow from an MFU. `peak`: operations per second of all GPUs."""
+    """The time of an iteration, and whether it follows from an MFU. `peak`: operations per second of all GPUs."""
     if "iteration_s" in measured:
         return measured["iteration_s"], False
     if "iteration_ms" in measured:
@@ -381,7 +381,7 @@ def _seconds(measured: Mapping[str, float], operations: float, peak: float) -> t
 
 
 def _is_measured(value: object) -> bool:
-    """Of a run that failed some tables have 0."""
+    """Whether it was measured; for a run that failed some tables have 0."""
     return type(value) in (int, float) and math.isfinite(value) and value > 0
 
 

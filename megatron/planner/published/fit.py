@@ -49,7 +49,7 @@ def fit_entries(entries: Sequence[Entry], start: Constants = START, *, free: Seq
 
 
 def questions(entries: Sequence[Entry]) -> dict[str, Question]:
-    """Of every entry of which a time was measured and whose configuration can run, by its id.
+    """The questions of all entries whose time was measured and whose configuration can run, by id.
 
     Raises:
         ValueError: two of them have the same id.

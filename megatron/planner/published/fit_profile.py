@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from megatron.placement.bandwidth import RecomputeScope
 from megatron.planner.job.cluster import Cluster
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.software import Software
+from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.published.fit import ConstantsFit, fit_runs
 from megatron.planner.time.constants import FITTED, START, Constants

@@ -13,7 +13,7 @@ from megatron.planner.time.iteration import priced
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Of one entry.
+    """The prediction of one entry.
 
     Attributes:
         forward, backward: seconds of one microbatch at a stage between the first and the last.

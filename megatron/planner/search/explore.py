@@ -17,9 +17,9 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.pipeline.program.weight_policies import TWO_BW
-from megatron.placement.bandwidth import RecomputeScope
 from megatron.planner.job.configuration import Configuration
-from megatron.planner.job.devices import Verdict, judge, reserve_gib
+from megatron.planner.job.devices import Verdict
+from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.planner import Planner
 from megatron.planner.search import delay, relayed, rules
@@ -78,9 +78,8 @@ class _Degrees:
         self.explorer, self.model, self.choice = explorer, model, choice
         self.space, self.training = explorer.space, explorer.training
         self.planner = explorer.planner_of(choice.tensor)
-        self.memory_gib = self.planner.cluster.device.memory_gib
         self.sequence_parallel = choice.tensor > 1 and model.sequence_length % choice.tensor == 0
-        self._verdicts: dict[Choice, tuple[Verdict, bool]] = {}
+        self._verdicts: dict[Choice, Verdict] = {}
 
     def explore(self, schedules: list[str]) -> Iterator[Kept | Rejected]:
         hosted = [schedule for schedule in schedules if relayed.is_hosted(schedule)]
@@ -133,7 +132,8 @@ class _Degrees:
         """What every schedule misses: memory of a single microbatch on one weight version."""
         some, batch = next(iter(offered())), choice.micro_batch_size * self.choice.data
         single = replace(choice, schedule=some, virtual=1, global_batch_size=batch)
-        verdict = judge(self.planner.least_memory(self._configuration(single)), self.memory_gib)
+        configuration = self._configuration(single)
+        verdict = self.planner.judge(configuration, self.planner.least_memory(configuration))
         return self._rejected(verdict, single, shown=choice, what="misses at least")
 
     def _schedule(
@@ -230,7 +230,7 @@ class _Degrees:
         return next((name for name in self.space.schedules if offer(name) == plain), None)
 
     def _miss(self, choice: Choice) -> Rejected | None:
-        rejected = self._rejected(self._judge(choice)[0], choice, shown=choice, what="misses")
+        rejected = self._rejected(self._judge(choice), choice, shown=choice, what="misses")
         return rejected or (self._miss_host(choice) if relayed.is_hosted(choice.schedule) else None)
 
     def _miss_host(self, choice: Choice) -> Rejected | None:
@@ -249,9 +249,9 @@ class _Degrees:
 
     def _keep(self, choice: Choice, slow: str | None) -> Iterator[Kept | Rejected]:
         reason = self.explorer.refuse(self._configuration(choice))
-        verdict, presses = self._judge(choice)
+        verdict = self._judge(choice)
         near = f"{_place(verdict, choice)} leaves {_gib(verdict)}, and may be slower"
-        if presses and self.space.avoids_pressure:
+        if verdict.under_pressure and self.space.avoids_pressure:
             reason = near
         if reason:
             yield Rejected(choice=choice, reason=reason)
@@ -269,7 +269,7 @@ class _Degrees:
                 continue
             if self.space.early_stopping and not offer(choice.schedule).balance:
                 slowest = estimate.seconds
-            notes = [slow, near if presses else None, delay.clause(estimate.configuration)]
+            notes = [slow, near if verdict.under_pressure else None, delay.clause(estimate.configuration)]
             yield Kept(choice=mapped, estimate=estimate, notes=tuple(filter(None, notes)))
 
     def _mappings(self, choice: Choice) -> list[str]:
@@ -284,19 +284,16 @@ class _Degrees:
 
     def _fits_easily(self, choice: Choice) -> bool:
         """Without pressure."""
-        verdict, presses = self._judge(choice)
-        return verdict.fits and not presses
+        verdict = self._judge(choice)
+        return verdict.fits and not verdict.under_pressure
 
-    def _judge(self, choice: Choice) -> tuple[Verdict, bool]:
-        """By memory alone, whatever the mapping: whether it fits, and whether the allocator is under pressure."""
-        found = self._verdicts.get(choice)
-        if found is None:
+    def _judge(self, choice: Choice) -> Verdict:
+        """By memory alone, whatever the mapping."""
+        if choice not in self._verdicts:
             configuration = self._configuration(choice)
-            verdict = judge(self.planner.memory(configuration, proved=False), self.memory_gib)
-            reserve = reserve_gib(self.model, self.planner.software.activation_setting(configuration))
-            presses = verdict.is_borderline or verdict.spare_gib < reserve
-            found = self._verdicts[choice] = verdict, presses
-        return found
+            memory = self.planner.memory(configuration, proved=False)
+            self._verdicts[choice] = self.planner.judge(configuration, memory)
+        return self._verdicts[choice]
 
 
 def _again(choice: Choice, reason: str | None) -> Rejected | None:

@@ -1,42 +1,56 @@
-"""The flags of pretrain_gpt.py and pretrain_bert.py that say what a configuration says."""
+"""What a configuration says, as flags of pretrain_gpt.py and pretrain_bert.py.
+
+It is said once, as values by flag. A search sets these values in a job's arguments to ask the program's rules about
+them (trainer/plan/command.py). Words are made of them for what is written or launched, and for nothing else.
+"""
+
+from collections.abc import Mapping
 
 from megatron.pipeline.program.lane_order import DEVICE
 from megatron.pipeline.schedules import PRESETS
-from megatron.placement.bandwidth import RecomputeScope
 from megatron.planner.job.configuration import Configuration
+from megatron.planner.memory.activations import RecomputeScope
 
-_RECOMPUTE = {
-    RecomputeScope.NONE: (),
-    RecomputeScope.ATTENTION: ("--recompute-granularity", "selective"),
-    RecomputeScope.LAYER: (
-        "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1",
-    ),
+Flags = dict[str, int | str]
+"""Value by flag; True for a switch."""
+
+_RECOMPUTE: dict[RecomputeScope, Flags] = {
+    RecomputeScope.NONE: {},
+    RecomputeScope.ATTENTION: {"--recompute-granularity": "selective"},
+    RecomputeScope.LAYER: {
+        "--recompute-granularity": "full", "--recompute-method": "uniform", "--recompute-num-layers": 1,
+    },
 }  # fmt: skip
 
 
-def prediction_words(configuration: Configuration) -> tuple[str, ...]:
-    """How 2bw predicts its weights as words of a command line; none where it does not."""
-    words = ["--2bw-provisional", configuration.provisional] if configuration.predicts else []
+def prediction_flags(configuration: Configuration) -> Flags:
+    """How 2bw predicts its weights; none where it does not."""
+    flags: Flags = {"--2bw-provisional": configuration.provisional} if configuration.predicts else {}
     if configuration.provisional_microbatches is not None:
-        words += ["--2bw-provisional-microbatches", str(configuration.provisional_microbatches)]
+        flags["--2bw-provisional-microbatches"] = configuration.provisional_microbatches
     if configuration.provisional_reduce:
-        words.append("--2bw-provisional-reduce")
-    return tuple(words)
+        flags["--2bw-provisional-reduce"] = True
+    return flags
 
 
-def hosting_words(configuration: Configuration) -> tuple[str, ...]:
-    """How weights live on the host as words of a command line; none where they do not."""
+def hosting_flags(configuration: Configuration) -> Flags:
+    """How weights live on the host; none where they do not."""
     if not configuration.is_hosted:
-        return ()
-    words = ("--l2l-update", configuration.host_update, "--l2l-resident-stages", str(configuration.resident_stages))
+        return {}
+    flags: Flags = {
+        "--l2l-update": configuration.host_update,
+        "--l2l-resident-stages": configuration.resident_stages,
+    }
     if configuration.stash != DEVICE:
-        words += ("--l2l-stash", configuration.stash)
-    return (*words, "--l2l-fetch", "shares") if configuration.gathers_fetch else words
+        flags["--l2l-stash"] = configuration.stash
+    if configuration.gathers_fetch:
+        flags["--l2l-fetch"] = "shares"
+    return flags
 
 
-def configuration_words(configuration: Configuration) -> tuple[str, ...]:
-    """Degrees, batches, recompute scope, schedule and mapping as words of a command line."""
-    sizes = {
+def configuration_flags(configuration: Configuration) -> Flags:
+    """Degrees, batches, recompute scope, schedule and mapping."""
+    flags: Flags = {
         "--tensor-model-parallel-size": configuration.tensor,
         "--pipeline-model-parallel-size": configuration.pipeline,
         "--micro-batch-size": configuration.micro_batch_size,
@@ -44,21 +58,30 @@ def configuration_words(configuration: Configuration) -> tuple[str, ...]:
         "--pipeline-schedule": configuration.schedule,
         "--rank-mapping": configuration.rank_mapping,
     }
-    words = [str(part) for pair in sizes.items() for part in pair]
     if configuration.layers is not None and configuration.num_stages > 1:  # the layout says how many stages there are
         stages = "|".join("t" * count for count in configuration.layers)
-        words += ["--pipeline-model-parallel-layout", f"E{stages}L"]
+        flags["--pipeline-model-parallel-layout"] = f"E{stages}L"
     elif configuration.virtual > 1:
-        words += ["--num-virtual-stages-per-pipeline-rank", str(configuration.virtual)]
-    if configuration.balance and not PRESETS[configuration.schedule].balance:
-        words.append("--balance-activations")
-    if configuration.sequence_parallel:
-        words.append("--sequence-parallel")
-    if configuration.distributed_optimizer:
-        words.append("--use-distributed-optimizer")
-    return (
-        *words,
-        *prediction_words(configuration),
-        *hosting_words(configuration),
-        *_RECOMPUTE[configuration.recompute],
-    )
+        flags["--num-virtual-stages-per-pipeline-rank"] = configuration.virtual
+    switches = {
+        "--balance-activations": configuration.balance and not PRESETS[configuration.schedule].balance,
+        "--sequence-parallel": configuration.sequence_parallel,
+        "--use-distributed-optimizer": configuration.distributed_optimizer,
+    }
+    return {
+        **flags,
+        **{name: True for name, is_on in switches.items() if is_on},
+        **prediction_flags(configuration),
+        **hosting_flags(configuration),
+        **_RECOMPUTE[configuration.recompute],
+    }
+
+
+def as_words(flags: Mapping[str, int | str]) -> tuple[str, ...]:
+    """The words of a command line that say this."""
+    return tuple(str(part) for name, value in flags.items() for part in ((name,) if value is True else (name, value)))
+
+
+def configuration_words(configuration: Configuration) -> tuple[str, ...]:
+    """`configuration_flags` as words of a command line."""
+    return as_words(configuration_flags(configuration))

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, fields
 
-from megatron.placement.bandwidth import RecomputeScope
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.estimate import Estimate
+from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.search.offers import preset_of
 
 
@@ -77,7 +77,7 @@ class Kept:
 
     @property
     def memory_gib(self) -> float:
-        """Of the fullest GPU."""
+        """The memory of the fullest GPU."""
         return max(rank.total for rank in self.estimate.memory) / 2**30
 
 

@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass, replace
 
-from megatron.placement.bandwidth import RecomputeScope
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.estimate import Estimate
-from megatron.planner.memory.activations import Activations
+from megatron.planner.memory.activations import Activations, RecomputeScope
 from megatron.planner.memory.parameters import layer_parameters
 from megatron.planner.planner import Planner
 from megatron.planner.published.two_bw import BlockProfile, PaperPlanner, Servers, TwoBWChoice, TwoBWPlan

@@ -28,7 +28,7 @@ def refuse(cluster: Cluster, choice: Choice) -> str | None:
 
 
 def updated(configuration: Configuration, training: Training) -> Configuration:
-    """With updates as the training program chooses them (`--l2l-update auto`): eager if nothing waits for the norm."""
+    """The same with updates as training chooses them (`--l2l-update auto`): eager if nothing waits for the norm."""
     waits = training.clips_gradients or training.scales_loss
     return replace(configuration, host_update=EAGER) if configuration.is_hosted and not waits else configuration
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megatron.pipeline.schedules import Schedule
 from megatron.planner.memory.architecture import Architecture
-from megatron.planner.memory.demands import stated_demand
+from megatron.planner.memory.schedule_demand import schedule_demand
 from megatron.planner.search.offers import PLAIN, fewest_ranks, name_of, offer
 from megatron.planner.search.outcome import Choice
 from megatron.planner.search.space import Space
@@ -37,14 +37,8 @@ def refuse_tensor(model: Architecture, space: Space, t: int) -> str | None:
         return f"tensor parallelism over {t} GPUs leaves a node of {space.gpus_per_node}"
     if space.gpus_per_node % t:
         return f"tensor parallelism over {t} GPUs does not divide a node of {space.gpus_per_node}"
-    for count, what in (
-        (model.num_attention_heads, "attention heads"),
-        (model.num_query_groups, "query groups"),
-        (model.ffn_hidden_size, "columns of the feed-forward layer"),
-    ):
-        if count % t:
-            return f"{count} {what} do not divide by tensor parallel size {t}"
-    return None
+    undivided = model.undivided(t)
+    return f"{undivided} do not divide by tensor parallel size {t}" if undivided else None
 
 
 def refuse_pipeline(model: Architecture, space: Space, p: int, d: int) -> str | None:
@@ -94,7 +88,7 @@ def refuse_batch(schedule: Schedule, num_microbatches: int) -> str | None:
     except ValueError as error:
         return clause(error)
     try:
-        stated_demand(schedule, num_microbatches)
+        schedule_demand(schedule, num_microbatches, proved=False)
     except ValueError as error:
         return f"its program is refused at {str(error).splitlines()[0]}"
     if schedule.balance:

@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from megatron.placement.bandwidth import RecomputeScope
 from megatron.placement.mapping import NAMES
+from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.search.offers import offer, offered
 
 SCOPES = tuple(RecomputeScope)
-"""In the order of BPipe, section 4.2: each recomputes more than the one before."""
+"""The scopes in the order of BPipe, section 4.2: each recomputes more than the one before."""
 
 RANK_MAPPINGS = NAMES
 """`optimized` takes a search of its own, so it is tried for the best of the others."""

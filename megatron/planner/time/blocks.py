@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron.pipeline.program.weight_policies import POLICIES, WeightPolicy, weight_policy
-from megatron.placement.bandwidth import RecomputeScope
+from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.time.profile import Profile, ProfiledPlace, UpdateTime
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of a microbatch."""
+    """The times of a microbatch."""
 
     forward: float
     backward: float

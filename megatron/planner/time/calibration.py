@@ -50,7 +50,7 @@ class Calibration(BaseModel):
 
 
 def constants_as_dict(constants: Constants) -> dict[str, float]:
-    """As a file holds them."""
+    """The constants as a file holds them."""
     return asdict(constants)
 
 
@@ -73,5 +73,5 @@ def load_calibration(name: str = DEFAULT_NAME) -> Calibration:
 
 
 def default_constants() -> Constants:
-    """Of the calibration that comes with the package, fitted to runs on A100."""
+    """The constants of the calibration that comes with the package, fitted to runs on A100."""
     return load_calibration().fitted

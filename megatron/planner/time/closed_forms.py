@@ -105,7 +105,7 @@ class StageTimes:
         return [sum(values[stage] for stage in stages) for stages in stages_by_rank(self.schedule.rank_of_stage)]
 
     def held(self, num_microbatches: int) -> list[float]:
-        """Of keeping gradients, with batches of so many microbatches."""
+        """The time to keep gradients, with batches of so many microbatches."""
         holds = self.schedule.holds(num_microbatches)
         return [seconds if is_held else 0.0 for seconds, is_held in zip(self.hold, holds, strict=True)]
 
@@ -164,7 +164,7 @@ def one_f_one_b(stages: StageTimes, m: int) -> float:
 
 
 def one_f_one_b_overlapped(stages: StageTimes, m: int) -> float:
-    """With weights of a delay of one batch and more."""
+    """The time with weights of a delay of one batch and more."""
     p = len(stages.work)
     chains, rate = [_Chain(stages, stage, m) for stage in range(p)], _rate(stages, m + p)
     seconds = max(m * rate + stages.longest_update(m), *(each.seconds for each in chains))
@@ -174,7 +174,7 @@ def one_f_one_b_overlapped(stages: StageTimes, m: int) -> float:
 
 
 def one_f_one_b_alone(stages: StageTimes, m: int) -> float:
-    """With stages that update alone, after every microbatch."""
+    """The time with stages that update alone, after every microbatch."""
     updates = [sum(each) for each in zip(stages.work, stages.reduce, stages.step, strict=True)]
     return max(_rate(stages, len(stages.work) + 1) + stages.longest_step, *updates)
 
@@ -190,7 +190,7 @@ def interleaved(stages: StageTimes, m: int) -> float:
 
 
 def relay(stages: StageTimes, m: int) -> float | None:
-    """On one rank with eager updates and two resident stages, all alike; see the module."""
+    """The time on one rank with eager updates and two resident stages, all alike; see the module."""
     schedule, n = stages.schedule, stages.schedule.num_stages
     is_plain = schedule.residency == Residency(2, EAGER) and schedule.num_ranks == 1 < n
     if not is_plain or schedule.tied_embeddings or any(map(_differ, _of_relay(stages))) or max(stages.step):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """Of one kind of processor. The first four are fitted (`FITTED`), the others are stated here.
+    """The constants of one kind of processor. The first four are fitted (`FITTED`), the others are stated here.
 
     Attributes:
         product_efficiency: part of the peak arithmetic that large matrix products reach.

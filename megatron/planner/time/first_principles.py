@@ -4,31 +4,31 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import replace
 from itertools import pairwise
 
-from megatron.pipeline.program.stages import stages_by_rank
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate.costs import Costs
-from megatron.placement.counts import ends_of, exchanged
+from megatron.placement.counts import MessageCounts, ends_of, exchanged
 from megatron.placement.degrees import Degrees
-from megatron.placement.mapping import pair_adjacent, standard
+from megatron.placement.mapping import NAMED
 from megatron.placement.optimize import optimized
 from megatron.placement.traffic import Traffic
 from megatron.planner.job.cluster import Cluster
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.software import MEGATRON_CORE, Software
-from megatron.planner.memory.activations import Activations
+from megatron.planner.memory.activations import Activations, by_stage
 from megatron.planner.memory.architecture import Architecture
-from megatron.planner.memory.host_memory import crowds, fewest_sharing
+from megatron.planner.memory.node_memory import crowds_by_name, fewest_sharing
 from megatron.planner.memory.parameters import stage_parameters
 from megatron.planner.time.calibration import default_constants
 from megatron.planner.time.closed_forms import moving_parts
 from megatron.planner.time.constants import Constants
 from megatron.planner.time.links import Links
+from megatron.planner.time.traffic import CutModel
 from megatron.planner.time.work import LayerWork, Work
 
 _GIGA = 1e9
-_NAMED = {"standard": standard, "pair-adjacent": pair_adjacent}
 
 
 class FirstPrinciples:
@@ -116,29 +116,25 @@ class FirstPrinciples:
                     f"the configuration takes {degrees.world_size} GPUs, the cluster has {topology.num_slots}; make "
                     "them equal"
                 )
-            mapping = optimized(degrees, traffic, topology) if traffic else _NAMED[name](degrees)
+            mapping = optimized(degrees, traffic, topology) if traffic else NAMED[name](degrees)
             self._links[key] = Links(degrees, mapping, topology)
         return self._links[key]
 
     def _traffic(self, configuration: Configuration, layers: Sequence[int], schedule: Schedule) -> Traffic:
         """What ranks of a pipeline send in an iteration, for the mapping that makes the best of it."""
         m, placement = configuration.num_microbatches, schedule.rank_of_stage
-        boundary, moved = self._boundary(configuration), self._moved_bytes(configuration, layers)
-        counts, size = stage_parameters(self.model, configuration.tensor, layers), self.software.gradient_bytes
-        stages = stages_by_rank(placement)
         crossing = Counter(ends for ends in pairwise(placement) if ends[0] != ends[1])
-        sent = {ends: count * m * boundary for ends, count in crossing.items()}
-        return Traffic(
-            pipeline=exchanged(sent, schedule.num_ranks),
-            pair=tuple(
-                m * part * sum(moved[stage] for stage in own)
-                for own, part in zip(stages, moving_parts(schedule), strict=True)
-            ),
-            data=tuple(float(sum(counts[stage] for stage in own) * size) for own in stages),
-            tensor=(0.0,) * configuration.pipeline,
-            embedding=float(self._embedding_bytes(configuration)) if self._reduces_embedding(schedule) else 0.0,
+        counts = MessageCounts(
+            num_microbatches=m,
+            activations=exchanged({ends: count * m for ends, count in crossing.items()}, schedule.num_ranks),
+            evictions=tuple(m * part * schedule.num_virtual_stages for part in moving_parts(schedule)),
             ends=ends_of(placement),
         )
+        setting = self.software.activation_setting(configuration)
+        cut = CutModel(model=self.model, setting=setting, schedule=schedule, layers=layers)
+        size, boundary = self.software.gradient_bytes, self._boundary(configuration)
+        traffic = cut.traffic(counts, gradient_bytes=size, boundary=boundary)
+        return replace(traffic, tensor=(0.0,) * configuration.pipeline)  # they share a node in any mapping
 
     def _rate(self, source: int, target: int, links: Links) -> float:
         """Bytes per second from one rank of a pipeline to another."""
@@ -168,10 +164,7 @@ class FirstPrinciples:
         """Saved activations of a microbatch at each stage, where they are balanced."""
         if not configuration.preset.balance:
             return [0.0] * len(layers)
-        activations, last = Activations(self.model, self.software.activation_setting(configuration)), len(layers) - 1
-        return [
-            activations.saved(count, is_first=stage == 0, is_last=stage == last) for stage, count in enumerate(layers)
-        ]
+        return by_stage(Activations(self.model, self.software.activation_setting(configuration)).saved, layers)
 
     def _reduces_embedding(self, schedule: Schedule) -> bool:
         """Whether the first and the last stage, on two ranks, share an embedding."""
@@ -251,9 +244,8 @@ class FirstPrinciples:
         copy = 0 if state.weight_bytes == 4 else state.weight_bytes
         per_parameter = 1e-9 * self.cluster.optimizer_ns(6 * 4 + state.gradient_bytes + copy)
         counts = stage_parameters(self.model, configuration.tensor, layers)
-        mapping = _NAMED.get(configuration.rank_mapping, standard)  # another one brings alike ranks together
-        degrees, node_of_slot = configuration.degrees, self.cluster.topology.node_of_slot
-        share = 1 / fewest_sharing(crowds(degrees, mapping(degrees), node_of_slot))
+        node_of_slot = self.cluster.topology.node_of_slot
+        share = 1 / fewest_sharing(crowds_by_name(configuration.degrees, configuration.rank_mapping, node_of_slot))
         per_byte = 1 / rate
         if configuration.gathers_fetch:
             link = self.cluster.device.link_bandwidth * _GIGA * self.constants.link_efficiency

@@ -25,7 +25,7 @@ _STEADY = 2e-3  # by how much what further microbatches add may change, where no
 
 @dataclass(frozen=True, kw_only=True)
 class IterationTime:
-    """Of one batch. `bubble`: the part in which the rank that computes most does not compute, 0 to 1."""
+    """The time of one batch. `bubble`: the part in which the rank that computes most does not compute, 0 to 1."""
 
     seconds: float
     bubble: float
@@ -131,7 +131,7 @@ def _relayed(costs: Costs, schedule: Schedule, m: int, most: int) -> tuple[float
 
 
 def _shortened(costs: Costs, part: float) -> Costs:
-    """With what is done once a batch taking this part of its time."""
+    """The costs with what is done once a batch taking this part of its time."""
     names = ("fetch", "store", "update", "reduce_grad", "reduce_embed", "reduce_norm", "step")
     return replace(costs, **{name: _times(getattr(costs, name), part) for name in names})
 
@@ -179,7 +179,7 @@ def _busy(stages: StageTimes, num_microbatches: int) -> float:
 
 
 def _end(timeline: Timeline) -> float:
-    """Of its last computation or STEP; those of a rank follow one another."""
+    """The end of the last computation or STEP; those of a rank follow one another."""
     ends = [0.0]
     for row, of_row in zip(timeline.rows, timeline.ends, strict=True):
         ends += islice((end for each, end in zip(reversed(row), reversed(of_row), strict=True) if each.kind in BUSY), 1)
@@ -198,7 +198,7 @@ def _build(schedule: Schedule, num_microbatches: int) -> tuple[tuple[Program, ..
 
 
 def _num_periods(schedule: Schedule, num_microbatches: int) -> int:
-    """So many that they fill the pipeline twice, and that each wait for reductions comes back in as many more.
+    """As many periods as fill the pipeline twice, and as many more as bring back each wait for reductions.
 
     Waits may come once in every delay + 1 batches.
     """

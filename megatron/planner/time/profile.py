@@ -19,11 +19,11 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megatron.documents.writing import write_whole
-from megatron.placement.bandwidth import RecomputeScope
+from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.architecture import Architecture
 
 VERSION = 1
-"""Of the file's form; a reader refuses others."""
+"""The version of the file's form; a reader refuses others."""
 
 _Count = Annotated[int, Field(ge=1)]
 _Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -60,7 +60,7 @@ class Spread(_Record):
 
 
 class StageTime(_Record):
-    """Of one microbatch through a stage of `num_layers` layers, on average over those of a batch; `backward` holds what
+    """Times of a microbatch in a stage of `num_layers` layers, on average over those of a batch; `backward` holds what
     is recomputed in it."""
 
     place: ProfiledPlace
@@ -74,7 +74,7 @@ class StageTime(_Record):
 
 
 class UpdateTime(_Record):
-    """Of what a stage does once a batch: gradients to zero, their norm, clipping and the optimizer's step.
+    """The time of what a stage does once a batch: gradients to zero, their norm, clipping and the optimizer's step.
 
     Attributes:
         num_parameters: of one tensor rank.
@@ -92,7 +92,7 @@ class UpdateTime(_Record):
     step: Spread
 
     def seconds(self, replicas: int = 1) -> float:
-        """Of all of it, where the norm and the step are divided among so many replicas."""
+        """The time of all of it, where the norm and the step are divided among so many replicas."""
         return self.zero.median + (self.norm.median + self.step.median) / replicas
 
 
@@ -104,7 +104,7 @@ class TransferTime(_Record):
 
 
 class AllReduceTime(_Record):
-    """Of one all-reduce over `ranks` processes of one machine."""
+    """The time of one all-reduce over `ranks` processes of one machine."""
 
     ranks: _Count
     num_bytes: _Count
@@ -112,7 +112,7 @@ class AllReduceTime(_Record):
 
 
 class CopyTime(_Record):
-    """Of one copy between the host's memory and a device, while `working` processes copy."""
+    """The time of one copy between the host's memory and a device, while `working` processes copy."""
 
     direction: Literal["to device", "from device"]
     num_bytes: _Count
@@ -121,7 +121,7 @@ class CopyTime(_Record):
 
 
 class HostUpdateTime(_Record):
-    """Of the host's optimizer on `num_parameters` parameters, while `working` processes step as many."""
+    """The time of the host's optimizer on `num_parameters` parameters, while `working` processes step as many."""
 
     kernel: Literal["loop", "fused"]
     num_parameters: _Count

@@ -26,7 +26,7 @@ def shape_of(profile: Profile, *, num_layers: int, tensor: int) -> Architecture:
 
 
 def vocab_size_of(profile: Profile) -> int | None:
-    """Of --vocab-size, where it was given; what a tokenizer adds to it, and the padding, are not in it."""
+    """What --vocab-size says, where it was given, without the padding and what a tokenizer adds."""
     return _number(profile, "--vocab-size", None)
 
 
@@ -120,7 +120,7 @@ class ProfiledCosts:
         return times
 
     def _update(self, configuration: Configuration, layers: Sequence[int], stage: int, working: int) -> float:
-        """With the distributed optimizer a replica updates its share, and gathers the others' weights in the STEP, or
+        """The update's time. With a distributed optimizer a replica steps its share and gathers the others' in STEP, or
         in PREDICT where there is one.
 
         The norm is in it. Where updates overlap with later batches it runs beside these, but on the same core: it takes

@@ -30,8 +30,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron.placement.bandwidth import RecomputeScope
 from megatron.planner.job.software import Software
+from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.architecture import Architecture
 
 _FP32 = 4
@@ -94,7 +94,7 @@ class LayerWork:
         h, q, k, e, t = self.shape.hidden_size, self.shape.query_width, self.shape.key_width, self.e, self.t
         along_tokens = self.tokens / self.shared * (2 * 5 * e * h + 2 * (5 * e + self._mask) * h)
         split = self.tokens / t * (self._activation_bytes(4) + 2 * e * q + 2 * e * (q + 2 * k))
-        weights = self._accumulated(self._linear_weights / t)
+        weights = self._accumulated(self.shape.layer_matrices / t)
         exposed, hidden = self._backward_exchange()
         return (
             self._linear(2)
@@ -155,23 +155,13 @@ class LayerWork:
     def _mask(self) -> int:
         return 1 if self.shape.hidden_dropout else 0
 
-    @property
-    def _activated(self) -> int:
-        return self.shape.ffn_hidden_size
-
-    @property
-    def _linear_weights(self) -> float:
-        shape = self.shape
-        h, q, k = shape.hidden_size, shape.query_width, shape.key_width
-        return h * (q + 2 * k) + q * h + h * shape.ffn_hidden_size * (3 if shape.gated else 2)
-
     def _accumulated(self, num_weights: float) -> float:
         """Bytes to add gradients of weights to their buffer: read and written, and without fusion made before."""
         passes = self.software.gradient_bytes + (0 if self.software.fuses_gradient_accumulation else self.e)
         return 2 * num_weights * passes
 
     def _linear(self, times: int) -> Work:
-        return Work(operations=2.0 * times * self.tokens * self._linear_weights / self.t, calls=4 * times)
+        return Work(operations=2.0 * times * self.tokens * self.shape.layer_matrices / self.t, calls=4 * times)
 
     def _activation_bytes(self, passes: int) -> float:
         return passes * self.e * self.shape.ffn_hidden_size * (1.5 if self.shape.gated else 1)

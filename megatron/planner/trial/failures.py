@@ -2,8 +2,8 @@
 
 import re
 
-from megatron.planner.trial.process import End
-from megatron.planner.trial.records import Status
+from megatron.planner.trial.results import Status
+from megatron.processes.job import End
 
 _OUT_OF_MEMORY = re.compile(
     r"OutOfMemoryError|out of memory|MemoryError|can't allocate memory|cannot allocate memory|not enough memory"

@@ -11,9 +11,9 @@ from pathlib import Path
 from megatron.planner.search.flags import configuration_words
 from megatron.planner.time.profile import Spread
 from megatron.planner.trial.failures import classify
-from megatron.planner.trial.process import End, end_left, run_job
-from megatron.planner.trial.records import Result, ResultsFile, Status, TrialEntry, configuration_fields
+from megatron.planner.trial.results import Result, ResultsFile, Status, TrialEntry, configuration_fields
 from megatron.planner.trial.settings import Settings
+from megatron.processes.job import End, end_left, run_job
 
 METRICS, LOG, SCRIPT = "metrics.jsonl", "log.txt", "run.sh"
 
@@ -202,7 +202,7 @@ def collect(runs: Runs, entries: Sequence[TrialEntry], results: ResultsFile) -> 
 
 
 def iteration_seconds(path: Path) -> list[float]:
-    """Of each iteration in a metrics file, in order; of one that is there twice, the last. A torn line is left out."""
+    """A metrics file's iteration times, in order; of one that is there twice, the last. A torn line is left out."""
     seconds: dict[int, float] = {}
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines():

@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Settings(BaseModel):
-    """Of a run.
+    """The settings of a run.
 
     Attributes:
         flags: of the training program, without those that a configuration decides.

@@ -13,8 +13,6 @@ from collections.abc import Mapping
 
 from megatron.pipeline.check.hardware_queues import launches_beside, may_deadlock, num_streams
 from megatron.pipeline.program.program import Program
-from megatron.pipeline.schedules import Schedule
-from megatron.trainer.arguments.rules.run import pipeline_schedule
 
 VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 IMPLICIT_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
@@ -49,8 +47,7 @@ def require_hardware_queues(args: argparse.Namespace, environment: Mapping[str, 
         f"{IMPLICIT_ORDER} is {implicit_order}, so that NCCL orders all communication as it is launched, but ranks "
         "of this job launch it in different orders and may hang; unset it"
     )
-    schedule = pipeline_schedule(args)
-    if schedule.residency is not None:
+    if args.schedule.residency is not None:
         # Nothing proves which queues copies between device and host may share with reductions and transfers.
         if implicit_order != "0":
             raise ValueError(in_one_order)
@@ -61,7 +58,7 @@ def require_hardware_queues(args: argparse.Namespace, environment: Mapping[str, 
                 f"{MOST} ({_LOSS})"
             )
         return
-    program = _smallest_program(schedule, args)
+    program = _smallest_program(args)
     if implicit_order != "0" and (program.num_ranks > 1 or may_deadlock(program, **degrees)):
         raise ValueError(in_one_order)
     if not launches_beside(program):
@@ -88,16 +85,16 @@ def _number(text: str) -> int:
     return int(text)
 
 
-def _smallest_program(schedule: Schedule, args: argparse.Namespace) -> Program:
+def _smallest_program(args: argparse.Namespace) -> Program:
     """A short program that launches what the job's do: two batches, as small as the schedule takes them.
 
     They move activations if those of the job do.
     """
     for num_microbatches in range(1, max(args.batch_sizes.all_num_microbatches()) + 1):
         try:
-            schedule.validate(num_microbatches)
+            args.schedule.validate(num_microbatches)
         except ValueError:
             continue
-        if bool(schedule.evicting_ranks((num_microbatches,))) == args.moves_activations:
-            return schedule.build((num_microbatches,) * 2)
+        if bool(args.schedule.evicting_ranks((num_microbatches,))) == args.moves_activations:
+            return args.schedule.build((num_microbatches,) * 2)
     raise AssertionError("the job's own batches are among them")

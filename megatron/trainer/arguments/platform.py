@@ -22,14 +22,12 @@ class Platform:
     """What is there.
 
     Attributes:
-        num_local_devices: CUDA devices of this node (0 without CUDA).
         engine_keeps_main_grad: Transformer Engine's backward adds to the gradient buffer of its forward's time.
     """
 
     is_cuda: bool
     has_transformer_engine: bool
     has_apex: bool
-    num_local_devices: int = 0
     engine_keeps_main_grad: bool = False
 
 

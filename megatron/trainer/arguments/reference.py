@@ -27,6 +27,9 @@ def render() -> str:
         "Names, meanings and defaults are Megatron-LM's where it has the flag. This page is generated from",
         "`megatron/trainer/arguments` by `python -m megatron.trainer.arguments.reference > docs/flags.md`.",
         "",
+        "Flags may stand in a file, which `@FILE` names among the others: one or several a line, quoted as in a shell,",
+        "with comments behind `#`. So it is for all training programs, and for the tools that plan and profile.",
+        "",
     ]
     for group in GROUPS:
         lines += [

@@ -5,28 +5,42 @@ Running such a script to see the flags would start a job.
 
 Solution: of the shell, what those scripts are made of is understood: assignments of words, strings and arrays (also
 with +=), `$NAME`, `${NAME}`, `${NAME[@]}`, `${NAME[0]}`, `${NAME:-default}` and `$((arithmetic))`. Names that the
-script does not set are taken from the environment, and otherwise left as they stand. What stands in `if`, `case`, loops
-and functions is not read, nor what is sourced or made by a command; the notes say so.
+script does not set are taken from the environment, and otherwise left as they stand, as is what commands would print.
+What stands in `if`, `case`, loops and functions is not read, nor what is sourced, or assigned if another command says
+so; the notes name each with its line.
 """
 
-import ast
-import operator
 import re
+import shlex
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
-from megatron.trainer.arguments.shell import ASSIGNMENT, DEFAULT, NAME, SUM, ShellWord, WordPart, logical_lines
-
-_EXPANSION = re.compile(
-    rf"{SUM}"
-    rf"|\$\{{(?P<braced>{NAME})(?:\[(?P<index>[@*]|\d+)\])?(?:(?P<how>:?[-=])(?P<default>{DEFAULT}))?\}}"
-    rf"|\$(?P<name>{NAME})"
+_NAME = r"[A-Za-z_][A-Za-z0-9_]*"
+_PARENTHESES = r"\((?:[^()]|\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\))*\)"  # four deep
+_BRACED = r"(?:[^{}]|\$\{[^{}]*\})*"  # which may hold another variable
+_EXPANSION = (
+    rf"\$(?P<command>{_PARENTHESES})|\$(?P<name>{_NAME})|\$\{{(?P<braced>{_NAME})(?:\[(?P<index>[@*]|\d+)\])?"
+    rf"(?:(?P<how>:?[-=])(?P<default>{_BRACED}))?\}}"
 )
+_QUOTED = rf"(?:[^\"\\$]|\\.|\${_PARENTHESES}|\$\{{{_BRACED}\}}|\$(?![({{]))*"
+_IN_QUOTES = re.compile(rf"\\(?P<escaped>[\"\\$`]|\r?\n)|{_EXPANSION}")
+_UNKNOWN = rf"\$\{{{_BRACED}\}}|`[^`]*`"
+_PIECE = re.compile(
+    rf"'[^']*'|\\[^\r\n]|\"(?P<double>{_QUOTED})\"|\\(?P<escaped>\r?\n)|{_EXPANSION}|(?P<unknown>{_UNKNOWN})", re.DOTALL
+)
+_WORD = rf"'[^']*'|\"{_QUOTED}\"|\\.|\${_PARENTHESES}|{_UNKNOWN}|\$(?![({{])|[^\s'\"\\$;|&<>()`]"
+_TOKEN = re.compile(
+    r"(?:[^\S\n]|\\\r?\n|#[^\n]*)*(?:\d?>&\d|(?P<end>&&|\|\|?&?|;;?|&?>>?|\d>>?|[<&()\n])"
+    rf"|(?P<word>(?:{_WORD})+)(?P<array>(?<==)\()?|(?P<open>.|\Z))",
+    re.DOTALL,
+)
+_ASSIGNMENT = re.compile(rf"({_NAME})(\[.*\])?(\+?)=(.*)", re.DOTALL)
+_SUM = re.compile(r"\(\((?:[\d\s()+/%-]|\*(?!\*))+\)\)")
 _PREFIXES = frozenset({"export", "readonly", "local", "declare", "exec", "nohup", "time", "eval"})
 _CLOSES = {"if": "fi", "case": "esac", "for": "done", "while": "done", "until": "done", "{": "}"}
-_SEPARATORS = frozenset({";", "&&", "||"})
-_ENDS = re.compile(r"\d?>&\d|&>>?|\d?>>?|<|&&|\|\|?&?|;;?|&")
-_PROGRAM = re.compile(r"(?:.*/)?(pretrain_\w+\.py|finetune_bert\.py)")
+_PROGRAM = re.compile(r"(?:.*/)?(?:pretrain_\w+|finetune_bert)\.py")
+_REMEDY = "write the model's flags into a file and give @FILE in place of the script"
 
 
 @dataclass(frozen=True)
@@ -41,131 +55,98 @@ class ScriptCommand:
 def read_script(text: str, *, environment: Mapping[str, str], source: str = "the script") -> ScriptCommand:
     """The last command of a script that runs a file called pretrain_*.py.
 
-    Raises:
-        ValueError: there is none, or a quote or parenthesis does not end.
+    Raises ValueError where there is none, or a quote or parenthesis does not end.
     """
-    shell, found, notes, open_blocks = _Shell(environment), None, [], []
-    for words in logical_lines(text, source):
-        first = words[0].raw if words else ""
-        is_function = first == "function" or (len(words) > 1 and words[1].raw == "(") or first.endswith("(")
-        if open_blocks or first in _CLOSES or is_function:
-            if not open_blocks:
-                notes.append(f"{source}: what stands in '{_shown(words)}' is not read")
-            _follow(open_blocks, words)
-        elif first in ("source", "."):
-            notes.append(f"{source}: '{_shown(words)}' is not followed")
-        else:
-            found = shell.execute(words) or found
-    if found is None:
-        raise ValueError(f"{source} runs no pretrain_*.py that can be read; give the model's flags on the command line")
-    return ScriptCommand(*found, tuple(notes))
-
-
-def _shown(words: list[ShellWord]) -> str:
-    return " ".join(word.raw for word in words)[:60]
-
-
-def _follow(open_blocks: list[str], words: list[ShellWord]) -> None:
-    """Enter and leave blocks as their words say."""
-    for word in words:
-        if open_blocks and word.raw == open_blocks[-1]:
-            open_blocks.pop()
-        elif word.raw in _CLOSES:
-            open_blocks.append(_CLOSES[word.raw])
+    reader = _Reader(f"{text}\n", source, {name: [value] for name, value in environment.items()})
+    for token in _TOKEN.finditer(reader.text):
+        reader.take(token)
+    if not reader.found:
+        raise ValueError("; ".join([f"{source} runs no pretrain_*.py that can be read", *reader.notes[:2], _REMEDY]))
+    return ScriptCommand(reader.found[0].rpartition("/")[2], tuple(reader.found[1:]), tuple(reader.notes))
 
 
 @dataclass
-class _Shell:
-    """Variables, each a list of words; a string is a list of one."""
+class _Reader:
+    """Goes through a script once. Variables are lists of words; a string is a list of one."""
 
-    environment: Mapping[str, str]
-    variables: dict[str, list[str]] = field(default_factory=dict)
+    text: str
+    source: str
+    variables: dict[str, list[str]]
+    found: list[str] = field(default_factory=list)  # a training program and what it is given
+    notes: list[str] = field(default_factory=list)
+    blocks: list[str] = field(default_factory=list)  # what will close them
+    command: list[str] = field(default_factory=list)  # its words so far
+    depends: bool = False  # another command says whether it runs
+    array: tuple[str, list[str], int] | None = None  # that is being read: name, words so far, where it begins
 
-    def execute(self, words: list[ShellWord]) -> tuple[str, tuple[str, ...]] | None:
-        """Carry out a line's assignments; returns program and words if it runs a training program."""
-        command: list[str] = []
-        for word in words:
-            match = ASSIGNMENT.match(word.raw)
-            if match and all(each in _PREFIXES or each in _SEPARATORS for each in command):
-                self._assign(match, word)
-            elif _ENDS.fullmatch(word.raw) and any(map(_PROGRAM.fullmatch, command)):
-                break
+    def take(self, token: re.Match) -> None:
+        """Go on with an operator, or with a word of a command."""
+        word, only_assigns = token["word"], all(each in _PREFIXES or each.startswith("-") for each in self.command)
+        note = None
+        if token["open"] or (token["open"] is not None and self.array):
+            start = self.array[2] if self.array else token.start("open")
+            raise ValueError(self._said(start, f"has a quote or parenthesis that does not end; {_REMEDY}"))
+        if self.array and token["end"] == ")":
+            self.variables[self.array[0]], self.array = self.array[1], None
+        elif self.array:
+            self.array[1].extend(self._words(word or ""))
+        elif token["end"]:
+            self.depends = token["end"] in ("&&", "||") and (self.depends or not only_assigns)
+            places = [place for place, each in enumerate(self.command) if _PROGRAM.fullmatch(each)]
+            self.found, self.command = self.command[places[0] :] if places else self.found, []
+        elif word and only_assigns and (assignment := _ASSIGNMENT.fullmatch(word)):
+            name, index, adds, text = assignment.groups()
+            note = "assigns what is not read" if not self.blocks and (self.depends or index) else None
+            name, before = "" if self.blocks or note else name, self.variables.get(name, []) if adds else []
+            if token["array"]:
+                self.array = name, [*before], token.start("word")
             else:
-                command += self._expand(word)
-        for place, word in enumerate(command):
-            if match := _PROGRAM.fullmatch(word):
-                return match.group(1), tuple(command[place + 1 :])
-        return None
+                self.variables[name] = [" ".join(before) + "".join(self._words(text, splits=False))]
+        elif self.blocks and word == self.blocks[-1]:
+            self.blocks.pop()
+        elif word in _CLOSES and (self.blocks or self.command[:1] in ([], ["function"])):
+            note = None if self.blocks else "opens a block that is not read"
+            self.blocks.append(_CLOSES[word])
+        elif word and not self.blocks:
+            note = "is not followed" if word in ("source", ".") and not self.command else None
+            self.command += self._words(word)
+        if note:
+            self.notes.append(self._said(token.start("word"), note))
 
-    def _value(self, name: str) -> list[str] | None:
-        if name in self.variables:
-            return self.variables[name]
-        return [self.environment[name]] if name in self.environment else None
+    def _said(self, position: int, what: str) -> str:
+        before = self.text[:position].split("\n")
+        line = self.text.split("\n")[len(before) - 1].strip()[:60]
+        return f"{self.source}: '{line}' (line {len(before)}) {what}"
 
-    def _assign(self, match: re.Match, word: ShellWord) -> None:
-        name, adds = match.group(1), bool(match.group(2))
-        before = (self._value(name) or []) if adds else []
-        if word.array is not None:
-            self.variables[name] = [*before, *(text for each in word.array for text in self._expand(each))]
-            return
-        first, *others = word.parts
-        parts = [WordPart(first.text[len(match.group()) :], first.is_quoted, first.expands), *others]
-        self.variables[name] = [" ".join(before) + "".join(map(self._text, parts))]
+    def _words(self, text: str, *, splits: bool = True) -> list[str]:
+        """A word's words: an unquoted variable is split at spaces, and a quoted array gives each of its own."""
 
-    def _expand(self, word: ShellWord) -> list[str]:
-        """A word's words: an unquoted variable is split at spaces, a quoted array gives each of its own."""
-        only = word.parts[0] if len(word.parts) == 1 else None
-        match = _EXPANSION.fullmatch(only.text) if only and only.is_quoted and only.expands else None
-        if match and match["index"] in ("@", "*"):
-            values = self._value(match["braced"])
-            if values is not None:
-                return list(values)
-        result: list[str | None] = [None]  # the last one is being written; None: not yet begun
-        for part in word.parts:
-            text = self._text(part)
-            if part.is_quoted or not (part.expands and "$" in part.text):
-                result[-1] = (result[-1] or "") + text
-                continue
-            for index, piece in enumerate(re.split(r"\s+", text)):
-                if index and result[-1] is not None:
-                    result.append(None)
-                if piece:
-                    result[-1] = (result[-1] or "") + piece
-        return [each for each in result if each is not None]
+        def quoted(piece: re.Match) -> str:
+            if piece.lastgroup is None:
+                return piece[0]
+            double = piece["double"]
+            array = splits and double and _IN_QUOTES.fullmatch(double)
+            if array and array["index"] == "@" and array["braced"] in self.variables:
+                return shlex.join(self.variables[array["braced"]])
+            value = self._replaced(piece) if double is None else _IN_QUOTES.sub(self._replaced, double)
+            is_split = splits and double is None and value != piece[0]
+            return re.sub(r"\S+", lambda each: shlex.quote(each[0]), value) if is_split else shlex.quote(value)
 
-    def _text(self, part: WordPart) -> str:
-        return _EXPANSION.sub(self._replacement, part.text) if part.expands else part.text
+        return shlex.split(_PIECE.sub(quoted, text))
 
-    def _replacement(self, match: re.Match) -> str:
-        if match["sum"] is not None:
-            return self._arithmetic(match["sum"], written=match.group())
-        values, how, index = self._value(match["braced"] or match["name"]), match["how"] or "", match["index"] or "@"
-        if values is not None and index.isdigit():
+    def _replaced(self, match: re.Match) -> str:
+        """What stands in the place of a variable, a sum or an escaped letter; what is not known stays as written."""
+        if match["escaped"]:
+            return match["escaped"].strip("\r\n")
+        if match["command"]:  # a sum, perhaps: of numbers and of names that hold one
+            numbers = {name: each[0] for name, each in self.variables.items() if each and each[0].isdigit()}
+            plain = re.sub(rf"\$?\{{?({_NAME})\}}?", lambda name: numbers.get(name[1], name[0]), match["command"])
+            with suppress(SyntaxError, TypeError, ZeroDivisionError):
+                return str(eval(plain.replace("/", "//"))) if _SUM.fullmatch(plain) else match[0]
+            return match[0]
+        values, how, index = self.variables.get(match["braced"] or match["name"]), match["how"] or "", match["index"]
+        if values is not None and (index or "@").isdigit():
             values = values[int(index) : int(index) + 1]
         if how and (values is None or (how.startswith(":") and not "".join(values))):
-            return self._text(WordPart(match["default"], True, True))
-        return match.group() if values is None else " ".join(values)
-
-    def _arithmetic(self, text: str, *, written: str) -> str:
-        """Whole numbers, names, + - * / % and parentheses; anything else stays as written."""
-
-        def value(node: ast.AST) -> int:
-            if isinstance(node, ast.Constant) and type(node.value) is int:
-                return node.value
-            if isinstance(node, ast.Name):
-                return int("".join(self._value(node.id) or []))
-            if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
-                return _OPERATIONS[type(node.op)](value(node.left), value(node.right))
-            raise ValueError
-
-        plain = re.sub(rf"\$\{{?({NAME})\}}?", r"\1", text).strip()
-        try:
-            return str(value(ast.parse(plain, mode="eval").body))
-        except (ValueError, SyntaxError, ZeroDivisionError):
-            return written
-
-
-_OPERATIONS = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv,
-    ast.Mod: operator.mod,
-}  # fmt: skip
+            return _IN_QUOTES.sub(self._replaced, match["default"].strip('"'))
+        return match[0] if values is None else " ".join(values)

@@ -1,17 +1,18 @@
 """Which values fit together: a list of small rules, each of which may also fill in a value that follows from others.
 
-A rule takes the namespace and raises ValueError with one sentence: value, reason, remedy. The order matters only where
-a rule uses what an earlier one has filled in (degrees before stages and batches, these before schedules).
+A rule takes the namespace and raises ValueError with one sentence: value, reason, remedy. What is worth a word and no
+error it returns as notes. The order matters only where a rule uses what an earlier one has filled in (degrees before
+stages and batches, these before schedules).
 """
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from megatron.trainer.arguments.flags.parser import GROUPS, shown
+from megatron.trainer.arguments.flags.parser import FLAGS, shown
 from megatron.trainer.arguments.rules import bert, classification, data, freezing, model, programs, run, stages
 
-RULES: tuple[Callable[[argparse.Namespace], None], ...] = (
+RULES: tuple[Callable[[argparse.Namespace], Iterable[str] | None], ...] = (
     *classification.FIRST,
     *model.RULES,
     *stages.RULES,
@@ -22,6 +23,7 @@ RULES: tuple[Callable[[argparse.Namespace], None], ...] = (
     *run.RULES,
     *data.RULES,
     freezing.schedules,
+    freezing.intervals,
     *classification.LAST,
 )
 
@@ -30,19 +32,15 @@ def validate_args(args: argparse.Namespace, *, world_size: int, rank: int = 0) -
     """Check `args` and fill in what follows from it.
 
     Sets `world_size`, `rank`, `data_parallel_size`, `batch_sizes` (a `BatchSizes`), `train_iters`, ... Returns notes
-    for the log about values that were given and have no effect. Raises ValueError.
+    for the log about values that have no effect, and the like. Raises ValueError.
     """
     args.world_size, args.rank = world_size, rank
-    args.notes = []
-    for rule in RULES:
-        rule(args)
-    notes = args.notes + _notes_on_ignored(args)
-    del args.notes
-    return notes
+    notes = [note for rule in RULES for note in rule(args) or ()]
+    return notes + _notes_on_ignored(args)
 
 
 def _notes_on_ignored(args: argparse.Namespace) -> list[str]:
-    given = [flag for group in GROUPS for flag in group.flags if flag.ignored and flag.dest in args.given]
+    given = [flag for flag in FLAGS if flag.ignored and flag.dest in args.given]
     values = [(flag, getattr(args, flag.dest)) for flag in given]
     return [
         f"{shown(flag, value)} has no effect: {flag.ignored}" for flag, value in values if value not in flag.neutral
@@ -57,7 +55,7 @@ def notes_on_overridden(given: Mapping[str, Any], args: argparse.Namespace) -> l
         args: the arguments after the checkpoint's were taken over.
     """
     notes = []
-    for flag in (flag for group in GROUPS for flag in group.flags):
+    for flag in FLAGS:
         if flag.dest in given and given[flag.dest] != (taken := getattr(args, flag.dest)):
             written = shown(flag, given[flag.dest])
             notes.append(

@@ -119,6 +119,6 @@ class Elasticity:
 
 
 def _device_bytes(args: argparse.Namespace) -> float:
-    """Of one rank's device; on a CPU its part of the host."""
+    """The memory of one rank's device; on a CPU its part of the host's."""
     sharing = 1 if backend.is_cuda() else int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
     return backend.device_bytes() / sharing

@@ -27,7 +27,7 @@ _COMPUTED = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD)
 
 
 def seconds_of_stages(engine: PipelineEngine) -> Seconds:
-    """Of all stages of the pipeline, as medians over what was traced last, and then over replicas. Collective over the
+    """Times of all stages of the pipeline: medians over what was traced last, then over replicas. Collective over the
     job.
     """
     found: dict[int, dict[Kind, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -53,7 +53,7 @@ def share_of_output_layer(args: argparse.Namespace) -> float:
 
 
 class LayerTimes:
-    """Of a model's layers, the output layer counted to the last one.
+    """The times of a model's layers, the output layer counted to the last one.
 
     Attributes:
         forward, backward: seconds of a microbatch, by layer.

@@ -17,7 +17,7 @@ from megatron import backend
 
 _REPEATS = 5
 _MOST_BYTES = 32 << 20
-"""Of the all-reduce that is measured; more takes as much longer as it is more."""
+"""The size of the all-reduce that is measured; a larger one takes longer in proportion."""
 
 
 @dataclass(frozen=True)
@@ -28,20 +28,20 @@ class LinkTimes:
     byte: float = 0.0
 
     def of_message(self, num_ranks: int) -> float:
-        """Of an all-reduce of nothing much over so many ranks."""
+        """The time of an all-reduce of next to nothing over so many ranks."""
         return 2 * (num_ranks - 1) * self.message
 
     def of_reduction(self, num_bytes: float) -> float:
-        """Of an all-reduce, whatever the number of its members: a ring sends all bytes up to twice."""
+        """The time of an all-reduce, whatever the number of its members: a ring sends all bytes up to twice."""
         return 2 * num_bytes * self.byte
 
     def of_transfer(self, num_bytes: float) -> float:
-        """For which it holds its link."""
+        """The time for which a transfer holds its link."""
         return num_bytes * self.byte
 
 
 def measure_links(num_bytes: float) -> LinkTimes:
-    """By an all-reduce of up to so many bytes. Collective, drained."""
+    """Times taken by an all-reduce of up to so many bytes. Collective, drained."""
     num_ranks = dist.get_world_size()
     if num_ranks == 1:
         return LinkTimes()

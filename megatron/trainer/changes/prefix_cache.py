@@ -221,7 +221,7 @@ def missing_cache(args: argparse.Namespace) -> list[str]:
 
 
 def digest_of_config(args: argparse.Namespace) -> str:
-    """Of all that megatron.core's configuration of the model says, but for how it is cut into stages."""
+    """A digest of all that megatron.core's configuration of the model says, but for how it is cut into stages."""
     said = {}
     for each in fields(model_config(args)):
         value = getattr(model_config(args), each.name)
@@ -242,7 +242,7 @@ def _device() -> str:
 
 
 def _layer(name: str) -> int:
-    """Of a parameter's name in a prefix: the number of its layer from 0 on, and less for what stands in front."""
+    """The number of the layer, from 0 on, that a parameter's name in a prefix says; less for what stands in front."""
     words = name.split(".")
     return int(words[words.index("layers") + 1]) if "layers" in words else -1
 

@@ -27,7 +27,6 @@ from megatron.planner.memory.memory import RankMemory, estimate_memory
 from megatron.planner.memory.parameters import embedding_parameters, head_parameters, layer_parameters
 from megatron.trainer.arguments.rules.classification import num_samples
 from megatron.trainer.arguments.rules.freezing import of_interval
-from megatron.trainer.arguments.rules.run import pipeline_schedule
 from megatron.trainer.changes.layer_times import LayerTimes, seconds_of_stages, share_of_output_layer
 from megatron.trainer.changes.link_times import LinkTimes, measure_links
 from megatron.trainer.plan import from_flags
@@ -52,7 +51,7 @@ class Outlook:
 
 def memory_of_ranks(args: argparse.Namespace, *, counts_communicators: bool = False) -> tuple[RankMemory, ...]:
     """By rank of a pipeline of a job arranged as `args` say, as the planner counts."""
-    _, demand = prove(args, pipeline_schedule(args))
+    _, demand = prove(args)
     return estimate_memory(
         from_flags.architecture(args), from_flags.activation_setting(args), from_flags.training_state(args), demand,
         layers=args.arrangement.stages.layers, single_gradient_buffer=args.pipeline_2bw_single_gradient_buffer,
@@ -61,12 +60,12 @@ def memory_of_ranks(args: argparse.Namespace, *, counts_communicators: bool = Fa
 
 
 def state_bytes(memory: RankMemory) -> float:
-    """Of a rank's weights, gradients and optimizer, without activations."""
+    """The bytes of a rank's weights, gradients and optimizer, without activations."""
     return memory.parts.weights + memory.parts.gradients + memory.parts.optimizer
 
 
 def bytes_in_change(before: RankMemory, after: RankMemory) -> float:
-    """Of a process that takes another place: all state of either, but for the gradients of the old one."""
+    """The bytes of a process that takes another place: all state of both places, but for the old one's gradients."""
     return state_bytes(before) - before.parts.gradients + state_bytes(after)
 
 
@@ -159,7 +158,7 @@ class Shaping:
         return links.of_transfer(max(map(state_bytes, self._memory(self._args.arrangement))))
 
     def _has_room(self, wanted: Arrangement) -> bool:
-        """With activations no rank takes more than one did at first, and within the change its device has room."""
+        """Whether no rank takes more than one did at first, with activations, and devices have room for the change."""
         if self._bytes(wanted) > self._limit():
             return False
         return self._bytes_within(wanted) <= self._device_bytes
@@ -200,19 +199,19 @@ class Shaping:
         return reading_pays(self._disk_seconds().read, computing)
 
     def _disk_seconds(self) -> CacheSeconds:
-        """Of a sample, as measured on the cache's disk."""
+        """The times of a sample, as measured on the cache's disk."""
         if self._disk is None:
             self._disk = measure(self._args.activation_cache, self._output_bytes())
         return self._disk
 
     def _output_bytes(self) -> int:
-        """Of a sample, between two stages."""
+        """The bytes of a sample between two stages."""
         args = self._args
         width = args.hidden_size * from_flags.activation_setting(args).residual_bytes
         return args.seq_length * width // (args.tensor_model_parallel_size if args.sequence_parallel else 1)
 
     def _gradient_bytes(self, args: argparse.Namespace) -> float:
-        """Of a layer."""
+        """The bytes of a layer's gradients."""
         own = layer_parameters(from_flags.architecture(args), args.tensor_model_parallel_size)
         return from_flags.training_state(args).gradients(own, num_buffers=1)
 
@@ -242,7 +241,7 @@ class Shaping:
         return self._args.freeze_training and (self._args.fp32_residual_connection or self._microbatches is not None)
 
     def _share_that_is_read(self, arrangement: Arrangement, batches: int) -> float:
-        """Of the microbatches of so many batches from a depth's first on: those of which all samples were there.
+        """The share of microbatches whose samples were all there, in so many batches from a depth's first on.
 
         Samples are dealt out anew in each epoch, and a node has what it has computed itself. So on n nodes a sample is
         missing behind e epochs with a chance of (1 - 1/n)^e.
@@ -285,7 +284,7 @@ class Shaping:
         return found
 
     def _cut(self, work: list[float], shape: Arrangement) -> tuple[int, ...]:
-        """As even as it can be where all ranks have room; by hand, or where no cut has, as even as it can be."""
+        """The most even cut where all ranks have room; by hand, or where no cut has room, the most even one."""
         size, num_layers = shape.pipeline, self._args.num_layers
         if self._args.elastic_cut == "greedy":
             return cut_greedily(work, size)
@@ -368,7 +367,7 @@ class Shaping:
         return max(each.total for each in self._memory(arrangement))
 
     def _memory(self, arrangement: Arrangement) -> tuple[RankMemory, ...]:
-        """Of the ranks of a pipeline; counted once, since a program is proved for that."""
+        """The memory of a pipeline's ranks; counted once, since a program is proved for that."""
         if arrangement not in self._memories:
             self._memories[arrangement] = memory_of_ranks(self._arranged(arrangement))
         return self._memories[arrangement]

@@ -8,79 +8,18 @@ import argparse
 
 import torch
 
-from megatron.trainer.arguments.flags.parser import GROUPS
-from megatron.trainer.checkpoint.comparison import OTHER_NAMES, WITHOUT_IT, differences, parts_not_built
+from megatron.trainer.arguments.flags.parser import FLAGS, destinations
+from megatron.trainer.arguments.flags.specification import Role
+from megatron.trainer.checkpoint.comparison import (
+    MODEL_ARGUMENTS,
+    OTHER_NAMES,
+    WITHOUT_IT,
+    differences,
+    parts_not_built,
+)
 from megatron.trainer.ranks.checkpoint_error import CheckpointError
 
-# What decides the shape or the meaning of the weights: always the checkpoint's under --use-checkpoint-args.
-MODEL_ARGUMENTS = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "ffn_hidden_size",
-    "kv_channels",
-    "group_query_attention",
-    "num_query_groups",
-    "position_embedding_type",
-    "rotary_base",
-    "rotary_percent",
-    "rotary_interleaved",
-    "rotary_seq_len_interpolation_factor",
-    "use_rope_scaling",
-    "rope_scaling_factor",
-    "normalization",
-    "norm_epsilon",
-    "apply_residual_connection_post_layernorm",
-    "swiglu",
-    "squared_relu",
-    "quick_geglu",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "qk_layernorm",
-    "apply_layernorm_1p",
-    "untie_embeddings_and_output_weights",
-    "bert_binary_head",
-    "num_classes",
-    "img_h",
-    "img_w",
-    "num_channels",
-    "patch_dim",
-    "vision_class_token",
-)
-# Taken over by --use-checkpoint-args unless the command line names them; free to differ when a checkpoint is loaded.
-_SOFT_MODEL_ARGUMENTS = (
-    "seq_length",
-    "max_position_embeddings",
-    "make_vocab_size_divisible_by",
-    "attention_dropout",
-    "hidden_dropout",
-    "apply_query_key_layer_scaling",
-    "padded_vocab_size",
-)
-# Taken over by --use-mp-args-from-checkpoint-args: the degrees, and the cut of the layers into stages.
-PARALLEL_ARGUMENTS = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "num_layers_per_virtual_pipeline_stage",
-    "num_virtual_stages_per_pipeline_rank",
-    "microbatch_group_size_per_virtual_pipeline_stage",
-    "pipeline_model_parallel_layout",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-)
-_TOKENIZER_ARGUMENTS = (
-    "tokenizer_type",
-    "tokenizer_model",
-    "vocab_file",
-    "merge_file",
-    "vocab_size",
-    "vocab_extra_ids",
-    "tiktoken_pattern",
-    "tiktoken_num_special_tokens",
-    "tiktoken_special_tokens",
-)
+_TAKEN_UNLESS_GIVEN = (*destinations(Role.SAVED), "padded_vocab_size")
 _ARCHITECTURES = {"gpt": "GPT", "bert": "BERT", "vit": "ViT", "bert-classify": "BERT that tells classes"}
 _BODIES = {"bert-classify": "bert"}  # whose weights it takes, too
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype)
@@ -124,7 +63,7 @@ def _remedy(name: str, value: object) -> str:
     """What to change on the command line for an argument to become `value`."""
     if name == "num_query_groups":
         return f"Pass --group-query-attention --num-query-groups {value}"
-    flag = next(flag for group in GROUPS for flag in group.flags if flag.dest == name)
+    flag = next(flag for flag in FLAGS if flag.dest == name)
     if flag.stores is None:
         return f"Pass {flag.name} {value}"
     return f"Pass {flag.name}" if value == flag.stores else f"Leave {flag.name} out"
@@ -162,7 +101,7 @@ def apply_saved_arguments(args: argparse.Namespace, saved: argparse.Namespace | 
             f"checkpoint {path} holds no arguments, so --use-checkpoint-args has nothing to take over"
         )
     _check_can_be_built(args, saved, path)
-    for name in (*MODEL_ARGUMENTS, *_SOFT_MODEL_ARGUMENTS, *_TOKENIZER_ARGUMENTS):
+    for name in (*MODEL_ARGUMENTS, *_TAKEN_UNLESS_GIVEN):
         their_name = name if hasattr(saved, name) else OTHER_NAMES.get(name, name)
         if hasattr(saved, their_name) and (name in MODEL_ARGUMENTS or name not in args.given):
             setattr(args, name, getattr(saved, their_name))

@@ -1,26 +1,23 @@
 """Saving and loading training runs: the face of `megatron.trainer.checkpoint`.
 
     writer = CheckpointWriter(args.save)
-    save_checkpoint(writer, args=args, position=position, chunks=..., optimizer=..., scheduler=..., update=...)
+    save_checkpoint(writer, RunParts(chunks, optimizer, scheduler, update), args=args, position=position)
     writer.finish()                                                     # before the process ends
-    position = load_checkpoint(args=args, chunks=..., optimizer=..., scheduler=..., update=...)
+    position = load_checkpoint(RunParts(chunks, optimizer, scheduler, update), args=args)
 
 Both are collective over all ranks, and are called where the pipeline is drained. Format and directory layout are those
 of Megatron-LM's torch_dist checkpoints. See docs/checkpoints.md.
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from megatron.core.optimizer import MegatronOptimizer
 from megatron.trainer.checkpoint import arguments, directory
 from megatron.trainer.checkpoint.loader import CHECKSUMS_ENTRY, CheckpointReader, read_common_state
 from megatron.trainer.checkpoint.random_state import sharded_random_state
-from megatron.trainer.checkpoint.run_state import Restoration, RunParts, SavedUpdate, log_once, run_state
+from megatron.trainer.checkpoint.run_state import Restoration, RunParts, log_once, run_state
 from megatron.trainer.checkpoint.state import FORMAT_VERSION, loading_metadata, new_parts, sharding_metadata
 from megatron.trainer.checkpoint.writer import CheckpointWriter
 from megatron.trainer.plan.arrangement import as_at_first
@@ -50,13 +47,10 @@ class CheckpointPosition:
 
 def save_checkpoint(
     writer: CheckpointWriter,
+    parts: RunParts,
     *,
     args: argparse.Namespace,
     position: CheckpointPosition,
-    chunks: Sequence[torch.nn.Module],
-    optimizer: MegatronOptimizer | None = None,
-    scheduler: object | None = None,
-    update: SavedUpdate | None = None,
     changes: dict | None = None,
     on_saved: Callable[[Path], None] | None = None,
 ) -> None:
@@ -65,8 +59,8 @@ def save_checkpoint(
     Args:
         args: honours `no_save_optim`, `no_save_rng`, `async_save`, `ckpt_fully_parallel_save`,
             `use_distributed_optimizer`; stored as 'args'.
-        chunks: this rank's model chunks, wrapped or not; the newest weight version is stored as the model.
-        update: under 2bw and the like its versions hold the older weights, which are stored too.
+        parts: this rank's. The newest weight version is stored as the model; under 2bw and the like the versions of
+            the update hold the older weights, which are stored too.
         changes: what has become of the pipeline while it trained, if it changes; plain numbers, the same on all ranks.
         on_saved: called on rank 0 with the checkpoint's directory once it is durable; with `async_save` later, from
             another thread.
@@ -90,7 +84,7 @@ def save_checkpoint(
         "changes": changes,
         CHECKSUMS_ENTRY: True,
         **run_state(
-            RunParts(chunks, optimizer, scheduler, update),
+            parts,
             metadata,
             iteration=position.iteration,
             random_state=None if args.no_save_rng else sharded_random_state(),
@@ -124,15 +118,7 @@ def recorded_changes(args: argparse.Namespace) -> dict | None:
     return on_rank_zero(read)
 
 
-def load_checkpoint(
-    *,
-    args: argparse.Namespace,
-    chunks: Sequence[torch.nn.Module],
-    optimizer: MegatronOptimizer | None = None,
-    scheduler: object | None = None,
-    update: SavedUpdate | None = None,
-    body_only: bool = False,
-) -> CheckpointPosition | None:
+def load_checkpoint(parts: RunParts, *, args: argparse.Namespace, body_only: bool = False) -> CheckpointPosition | None:
     """Load the checkpoint of `args.load` into model, optimizer, scheduler, generators and weight versions.
 
     Degrees of tensor, pipeline and data parallelism may differ from those it was saved with. Honours `ckpt_step`,
@@ -157,12 +143,12 @@ def load_checkpoint(
     reader = CheckpointReader(location, common=common, fully_parallel=args.ckpt_fully_parallel_load)
     starts_anew = args.finetune or location.is_release
     position = CheckpointPosition() if starts_anew else _position(common)
-    new = new_parts(chunks, reader.holds_prefix) if body_only else ()
+    new = new_parts(parts.chunks, reader.holds_prefix) if body_only else ()
     if new:
         log_once(f"not from checkpoint {location.path}, but as they were drawn: {', '.join(new)}")
     restoration = Restoration(
         reader,
-        RunParts(chunks, optimizer, scheduler, update),
+        parts,
         loading_metadata(args, common.get("content_metadata")),
         iteration=position.iteration,
         random_state=None if starts_anew or args.no_load_rng else sharded_random_state(),

@@ -12,41 +12,20 @@ that is newer than a checkpoint was off there, since no model had it yet.
 import argparse
 from collections.abc import Iterator
 
-from megatron.trainer.arguments.flags.classification import CLASSIFIERS
+from megatron.trainer.arguments.flags.parser import destinations
+from megatron.trainer.arguments.flags.specification import Role
+from megatron.trainer.arguments.rules.programs import ONLY_OF
 
-# Facts that need no reading: each is the argument of its name.
-_AS_THEY_STAND = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "ffn_hidden_size",
-    "kv_channels",
-    "normalization",
-    "apply_residual_connection_post_layernorm",
-    "swiglu",
-    "squared_relu",
-    "quick_geglu",
-    "qk_layernorm",
-    "untie_embeddings_and_output_weights",
-    "norm_epsilon",
-    "apply_layernorm_1p",
-    "bert_binary_head",
-    "num_classes",
-    "class_names",
-    "img_h",
-    "img_w",
-    "num_channels",
-    "patch_dim",
-    "vision_class_token",
-)
+MODEL_ARGUMENTS = destinations(Role.SHAPE)
+"""What decides the shape or the meaning of the weights."""
+
+# What facts are read from that are not the argument of their name.
+_READ = ("group_query_attention", "num_query_groups", "position_embedding_type", "add_bias_linear", "add_qkv_bias")
+_OF_ROTARY = ("rotary_base", "rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor",
+              "use_rope_scaling", "rope_scaling_factor")  # fmt: skip
 _OF_HEADS = ("num_classes", "class_names", "untie_embeddings_and_output_weights")
 # Facts of some architectures only. Megatron-LM stores these arguments for every model.
-_ONLY_OF = {
-    "bert_binary_head": ("bert", "bert-classify"),
-    "num_classes": CLASSIFIERS,
-    "class_names": ("bert-classify",),
-    **dict.fromkeys(("img_h", "img_w", "num_channels", "patch_dim", "vision_class_token"), ("vit",)),
-}
+_ONLY_OF = {name: ONLY_OF[name] for name in MODEL_ARGUMENTS if name in ONLY_OF} | {"class_names": ("bert-classify",)}
 # Ours -> Megatron-LM's name, where its arguments follow megatron.core's configuration.
 OTHER_NAMES = {"apply_layernorm_1p": "layernorm_zero_centered_gamma", "norm_epsilon": "layernorm_epsilon"}
 # What a model had before Megatron-LM got the argument; also what None stands for.
@@ -127,17 +106,12 @@ def parts_not_built(there: argparse.Namespace | None) -> Iterator[tuple[str, obj
 
 def _facts(args: argparse.Namespace | None) -> dict[str, object]:
     positions = _positions(args)
-    scales = _value(args, "use_rope_scaling")
-    rotary = {
-        "rotary_base": _value(args, "rotary_base"),
-        "rotary_percent": _value(args, "rotary_percent"),
-        "rotary_interleaved": _value(args, "rotary_interleaved"),
-        "rotary_seq_len_interpolation_factor": _value(args, "rotary_seq_len_interpolation_factor"),
-        "use_rope_scaling": scales,
-        "rope_scaling_factor": _value(args, "rope_scaling_factor") if scales else None,
-    }
+    rotary = {name: _value(args, name) for name in _OF_ROTARY}
+    if not rotary["use_rope_scaling"]:
+        rotary["rope_scaling_factor"] = None
+    as_they_stand = [name for name in (*MODEL_ARGUMENTS, "class_names") if name not in (*_READ, *_OF_ROTARY)]
     return {
-        **{name: _value(args, name) for name in _AS_THEY_STAND},
+        **{name: _value(args, name) for name in as_they_stand},
         "num_query_groups": _key_value_heads(args),
         "position_embedding_type": positions,
         **{name: value if positions == "rope" else None for name, value in rotary.items()},

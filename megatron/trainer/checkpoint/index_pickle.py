@@ -130,7 +130,7 @@ _replace_instructions()
 
 
 def _said(thing: Any) -> str:
-    """For a sentence; what a half-made object would say of itself is not asked."""
+    """What a thing is called in a sentence; a half-made object is not asked."""
     return (
         str(thing) if type(thing) is _Name else repr(thing)[:80] if type(thing) in (str, int) else type(thing).__name__
     )

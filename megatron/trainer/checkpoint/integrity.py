@@ -68,7 +68,7 @@ def find_damage(directory: Path, files: dict[str, dict], names: list[str]) -> li
 
 
 def find_short_files(directory: Path, required_sizes: dict[str, int]) -> list[str]:
-    """For a checkpoint without a manifest: `required_sizes` are the least lengths that its index asks for."""
+    """Short files of a checkpoint without a manifest; `required_sizes`: the least lengths that its index asks for."""
     problems = []
     for name, required in sorted(required_sizes.items()):
         path = directory / name

@@ -122,5 +122,5 @@ def _entry(age: int) -> str:
 
 
 def _prefix(age: int) -> str:
-    """Of the keys of an entry's tensors."""
+    """What the keys of an entry's tensors begin with."""
     return f"{_entry(age)}."

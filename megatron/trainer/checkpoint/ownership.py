@@ -70,7 +70,7 @@ class Owner:
 
     @property
     def is_running(self) -> bool:
-        """Of an owner that `is_here`. What this very process left there is not in its way."""
+        """Whether an owner that `is_here` still runs. What this very process left there is not in its way."""
         return self.process != os.getpid() and self.started is not None and _start_of(self.process) == self.started
 
     def __str__(self) -> str:

@@ -19,7 +19,7 @@ from megatron.trainer.checkpoint.state import version_state
 
 
 class PredictedVersion(OlderVersions):
-    """That of a drained run after `iteration` batches.
+    """The predicted version of a drained run after `iteration` batches.
 
     Args:
         apart: whether each replica has its own.
@@ -80,7 +80,7 @@ class PredictedVersion(OlderVersions):
 
 
 def _prefix(replica: int) -> str:
-    """Of the keys of a replica's tensors."""
+    """What the keys of a replica's tensors begin with."""
     return f"{PREDICTED_VERSION}.{replica}."
 
 

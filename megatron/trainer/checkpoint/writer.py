@@ -262,7 +262,7 @@ def _write_files(writer: FileSystemWriterAsync, buckets: list) -> tuple[list, di
 
 
 def _write_index(strategy: _PlanningStrategy, staging: Path, reports: list[tuple[list, dict]]) -> None:
-    """On rank 0, once all ranks have written: the format's index, then the checksums of everything."""
+    """Write the format's index, then the checksums of everything; on rank 0, once all ranks have written."""
     strategy.file_writer.finish(strategy.index, [items for items, _ in reports])
     save_config(CheckpointingConfig(strategy.backend, strategy.version), str(staging))
     files: dict[str, dict] = {}

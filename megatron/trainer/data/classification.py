@@ -9,7 +9,6 @@ import torch
 
 from megatron.core import parallel_state
 from megatron.trainer.arguments.rules.classification import data_paths
-from megatron.trainer.arguments.rules.run import pipeline_schedule
 from megatron.trainer.data.datasets import num_samples
 from megatron.trainer.data.epochs import EpochSamples, EvaluationSamples, Samples
 from megatron.trainer.data.microbatches import Field
@@ -19,7 +18,7 @@ COMMON_FIELDS = (
     Field(name="labels", stages="last", shape=lambda size, length: (size,)),
     Field(name="counts", stages="last", shape=lambda size, length: (size,), dtype=torch.float32),
 )
-"""Of every classifier, with b samples: `sample_id` (int64 [b]) on the first stage, `labels` (int64 [b]) and `counts`
+"""Every classifier's, with b samples: `sample_id` (int64 [b]) on the first stage, `labels` (int64 [b]) and `counts`
 (float32 [b]) on the last."""
 
 
@@ -52,7 +51,7 @@ def build_datasets(
 
 
 def digest(*arrays: numpy.ndarray) -> str:
-    """Of what the arrays hold, their types and shapes."""
+    """A digest of what the arrays hold, their types and shapes."""
     hashed = hashlib.blake2b(digest_size=16)
     for array in arrays:
         hashed.update(f"{array.dtype.str}{array.shape}".encode())
@@ -62,11 +61,10 @@ def digest(*arrays: numpy.ndarray) -> str:
 
 def _reads(args: argparse.Namespace, fields: Sequence[Field]) -> bool:
     """Whether a stage of this rank needs any part of a sample, and this rank reads for its tensor group."""
-    schedule = pipeline_schedule(args)
-    stages = schedule.stages_of(parallel_state.get_pipeline_model_parallel_rank())
+    stages = args.schedule.stages_of(parallel_state.get_pipeline_model_parallel_rank())
     if args.elastic_pipeline or args.activation_cache is not None:  # any rank may come to hold the first or last stage
         return parallel_state.get_tensor_model_parallel_rank() == 0
-    needed = any(field.is_needed(stage, schedule.num_stages) for stage in stages for field in fields)
+    needed = any(field.is_needed(stage, args.schedule.num_stages) for stage in stages for field in fields)
     return needed and parallel_state.get_tensor_model_parallel_rank() == 0
 
 

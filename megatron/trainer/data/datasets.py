@@ -16,7 +16,6 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
-from megatron.trainer.arguments.rules.run import pipeline_schedule
 from megatron.trainer.data.microbatches import gpt_fields
 from megatron.trainer.files.directories import problem_with_directory
 from megatron.trainer.files.indexed_files import Contents, check_indexed_dataset
@@ -80,7 +79,6 @@ def num_samples(args: argparse.Namespace) -> list[int]:
 
 def build_datasets(args: argparse.Namespace, tokenizer: MegatronTokenizerBase) -> list:
     """A GPT's three datasets; see `build_blended`."""
-    schedule = pipeline_schedule(args)
     if args.mock_data:
         logging.getLogger(GPTDataset.__module__).setLevel(logging.ERROR)  # it warns that mock indices are not cached
     return build_blended(
@@ -89,8 +87,8 @@ def build_datasets(args: argparse.Namespace, tokenizer: MegatronTokenizerBase) -
         GPTDatasetConfig,
         reads=args.elastic_pipeline  # any rank may come to hold the first or the last stage
         or any(
-            field.is_needed(stage, schedule.num_stages)
-            for stage in schedule.stages_of(parallel_state.get_pipeline_model_parallel_rank())
+            field.is_needed(stage, args.schedule.num_stages)
+            for stage in args.schedule.stages_of(parallel_state.get_pipeline_model_parallel_rank())
             for field in gpt_fields(args)
         ),
         num_elements=lambda contents: contents.num_sequences,

@@ -40,7 +40,7 @@ class EpochSamples(torch.utils.data.Dataset):
 
     @property
     def digest(self) -> str:
-        """Of the data, without their order."""
+        """The digest of the data, without their order."""
         return self.samples.digest
 
     def __len__(self) -> int:

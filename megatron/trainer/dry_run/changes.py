@@ -71,7 +71,7 @@ class PlannedChange:
 
 
 @dataclass(frozen=True)
-class _Held:
+class _ProcessPart:
     """What a process has of a pipeline."""
 
     memory: RankMemory
@@ -159,8 +159,8 @@ def _shaping(args: argparse.Namespace, processes: Sequence[Process]) -> Shaping 
 
 
 def _change(
-    args: argparse.Namespace, iteration: int, before: list[_Held], outlook: Outlook | None
-) -> tuple[PlannedChange, list[_Held]]:
+    args: argparse.Namespace, iteration: int, before: list[_ProcessPart], outlook: Outlook | None
+) -> tuple[PlannedChange, list[_ProcessPart]]:
     """The one to how `args` are arranged now, and what each process has behind it."""
     after = _held(args)
     num_bytes, rank = max((each.memory.total, each.memory.rank) for each in after)
@@ -172,13 +172,13 @@ def _change(
     return PlannedChange(iteration, args.arrangement, num_bytes, bytes_in_change, rank, moved, outlook), after
 
 
-def _held(args: argparse.Namespace) -> list[_Held]:
-    """Of each process."""
+def _held(args: argparse.Namespace) -> list[_ProcessPart]:
+    """What each process holds."""
     ranks = memory_of_ranks(args, counts_communicators=from_flags.uses_nccl(args))
     degrees = degrees_of(args)
     ends = list(accumulate(args.arrangement.layers_of_rank, initial=0))
     stages = [degrees.coordinates(process).stage for process in range(degrees.world_size)]
-    return [_Held(ranks[stage], range(ends[stage], ends[stage + 1])) for stage in stages]
+    return [_ProcessPart(ranks[stage], range(ends[stage], ends[stage + 1])) for stage in stages]
 
 
 def _bytes_of_others(args: argparse.Namespace, before: range, after: range) -> float:

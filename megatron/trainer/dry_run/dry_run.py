@@ -15,15 +15,13 @@ import os
 import sys
 
 from megatron.pipeline.check import ProgramError
-from megatron.placement.bandwidth import saved_activation_bytes
 from megatron.placement.hosts import Process
 from megatron.placement.mapping import inverse
 from megatron.placement.pairs import count_crossing
-from megatron.placement.report import PlacementReport, make_report
+from megatron.placement.placement_report import PlacementReport, make_report
 from megatron.placement.topology import Bandwidth, Node, Topology, load_topology
 from megatron.planner import RankMemory, Verdict, device_gib, estimate_memory, judge
 from megatron.trainer.arguments import Platform, resolve_platform, validate_args
-from megatron.trainer.arguments.rules.run import pipeline_schedule
 from megatron.trainer.changes.prefix_cache import missing_cache
 from megatron.trainer.checkpoint.checkpoint import apply_checkpoint_arguments
 from megatron.trainer.dry_run import hosted
@@ -33,7 +31,7 @@ from megatron.trainer.dry_run.text import DryRun, print_dry_run, to_dict
 from megatron.trainer.models.core_config import optimizer_config, transformer_config
 from megatron.trainer.plan import from_flags
 from megatron.trainer.plan.proving import prove
-from megatron.trainer.plan.rank_mapping import decide, degrees_of, evictors, model_shape, recompute_scope
+from megatron.trainer.plan.rank_mapping import cut_model, decide, degrees_of, evictors
 from megatron.trainer.report.log import packages_not_here
 
 _REFUSED = 1
@@ -104,9 +102,8 @@ def check_job(args: argparse.Namespace) -> DryRun:
     # megatron.core looks for a fused kernel when it is configured, and the cluster's is not here.
     config = transformer_config(argparse.Namespace(**{**vars(args), "apply_rope_fusion": False}))
     optimizer_config(args)
-    schedule = pipeline_schedule(args)
-    report, demand = prove(args, schedule)
-    layers, hosting = from_flags.layers_of_stages(config), from_flags.hosting_of(args, schedule)
+    report, demand = prove(args)
+    layers, hosting = from_flags.layers_of_stages(config), from_flags.hosting_of(args)
     memory = estimate_memory(
         from_flags.architecture(args), from_flags.activation_setting(args), from_flags.training_state(args), demand,
         layers=layers, single_gradient_buffer=args.pipeline_2bw_single_gradient_buffer,
@@ -115,7 +112,6 @@ def check_job(args: argparse.Namespace) -> DryRun:
     placement, lines, processes = place(args)
     return DryRun(
         args=args,
-        schedule=schedule,
         report=report,
         memory=memory,
         verdict=_judge(args, memory),
@@ -124,7 +120,7 @@ def check_job(args: argparse.Namespace) -> DryRun:
         notes=notes,
         warnings=warnings,
         changes=planned_changes(args, layers, processes) if args.changes and not args.skip_train else [],
-        hosted=hosting and hosted.hosted_run(args, schedule, hosting, memory, layers, placement),
+        hosted=hosting and hosted.hosted_run(args, hosting, memory, layers, placement),
     )
 
 
@@ -138,9 +134,7 @@ def _complete(args: argparse.Namespace) -> list[str]:
             )
         apply_checkpoint_arguments(args)
     notes = validate_args(args, world_size=args.dry_run)
-    machine = Platform(
-        is_cuda=True, has_transformer_engine=True, has_apex=True, num_local_devices=args.dry_run_gpus_per_node
-    )
+    machine = Platform(is_cuda=True, has_transformer_engine=True, has_apex=True)
     return notes + resolve_platform(args, machine)
 
 
@@ -166,7 +160,7 @@ def place(args: argparse.Namespace) -> tuple[PlacementReport, list[str], list[Pr
     topology, moving = Topology(nodes=nodes, bandwidth=bandwidth), evictors(args)
     report = make_report(args.rank_mapping, tuple(ranks), degrees, topology, evictors=moving)
     if given is None and moving and not count_crossing(report.mapping, degrees, [node.gpus for node in nodes], moving):
-        num_bytes = saved_activation_bytes(model_shape(args, degrees), recompute_scope(args))
+        num_bytes = max(cut_model(args).moved_bytes[rank] for rank in moving)
         lines.append(
             f"pairs move {num_bytes / 1e9:.3g} GB for a microbatch; the bandwidth that hides it is that over the time "
             "of a forward (BPipe, appendix B): give --rank-topology with teraflops_per_gpu to compare"

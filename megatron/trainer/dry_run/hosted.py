@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.pipeline.program.instruction import Lane
-from megatron.pipeline.schedules import Schedule
-from megatron.placement.report import PlacementReport
+from megatron.placement.placement_report import PlacementReport
 from megatron.planner import DEVICES, GIB, Activations, Cluster, Configuration, RankMemory
-from megatron.planner.memory.host_memory import HostVerdict, LargestModel, crowds, host_bytes, judge_host, largest_model
 from megatron.planner.memory.hosted import HOST, Hosting
+from megatron.planner.memory.node_memory import HostVerdict, LargestModel, crowds, host_bytes, judge_host, largest_model
 from megatron.planner.time.first_principles import FirstPrinciples
 from megatron.planner.time.iteration import priced
 from megatron.trainer.plan import from_flags
@@ -39,7 +38,6 @@ class HostedRun:
 
 def hosted_run(
     args: argparse.Namespace,
-    schedule: Schedule,
     hosting: Hosting,
     memory: Sequence[RankMemory],
     layers: Sequence[int],
@@ -52,10 +50,10 @@ def hosted_run(
     if given is not None:
         boundary = Activations(shape, from_flags.activation_setting(args)).boundary
         largest = largest_model(
-            shape, state, nodes, given, tensor=args.tensor_model_parallel_size, num_ranks=schedule.num_ranks,
+            shape, state, nodes, given, tensor=args.tensor_model_parallel_size, num_ranks=args.schedule.num_ranks,
             stash_of_layer=hosting.num_microbatches * boundary if hosting.stash == HOST else 0.0,
         )  # fmt: skip
-    seconds, lanes = _times(args, schedule, hosting, layers)
+    seconds, lanes = _times(args, hosting, layers)
     return HostedRun(
         hosting=hosting,
         node_bytes=tuple(host_bytes(memory, nodes)),
@@ -67,7 +65,7 @@ def hosted_run(
 
 
 def lines(run: HostedRun, memory: Sequence[RankMemory]) -> list[str]:
-    """For people."""
+    """The report for people, line by line."""
     parts = [rank.host for rank in memory]
     fullest = max(parts, key=lambda each: each.total)
     said = [
@@ -96,7 +94,7 @@ def lines(run: HostedRun, memory: Sequence[RankMemory]) -> list[str]:
 
 
 def to_dict(run: HostedRun, memory: Sequence[RankMemory]) -> dict:
-    """For JSON: bytes and seconds, and GiB where the name says so."""
+    """The report for JSON: bytes and seconds, and GiB where the name says so."""
     verdict, largest = run.verdict, run.largest
     return {
         "resident_stages": run.hosting.stages,
@@ -120,12 +118,11 @@ def refusal(run: HostedRun, given: float) -> str | None:
     )
 
 
-def _times(
-    args: argparse.Namespace, schedule: Schedule, hosting: Hosting, layers: Sequence[int]
-) -> tuple[float | None, dict[str, float]]:
+def _times(args: argparse.Namespace, hosting: Hosting, layers: Sequence[int]) -> tuple[float | None, dict[str, float]]:
     """Seconds of an iteration and of its lanes, on GPUs of a name as if all were in one node; else None and none."""
     if args.dry_run_gpu not in DEVICES:
         return None, {}
+    schedule = args.schedule
     residency, p = schedule.residency, schedule.num_ranks
     if schedule.num_stages % p:
         return None, {}  # ranks with different numbers of stages have no configuration

@@ -5,11 +5,10 @@ import sys
 from dataclasses import dataclass, field
 
 from megatron.pipeline.check import CheckReport
-from megatron.pipeline.schedules import Schedule
-from megatron.placement.report import PlacementReport
-from megatron.placement.text import tables
+from megatron.placement.placement_report import PlacementReport
+from megatron.placement.placement_tables import tables
 from megatron.planner import GIB, RankMemory, Verdict, device_gib
-from megatron.planner.text import memory_as_dict, memory_table
+from megatron.planner.memory_table import memory_as_dict, memory_table
 from megatron.trainer.dry_run import hosted
 from megatron.trainer.dry_run.changes import PlannedChange
 from megatron.trainer.dry_run.hosted import HostedRun
@@ -27,7 +26,6 @@ class DryRun:
     """
 
     args: argparse.Namespace
-    schedule: Schedule
     report: CheckReport
     memory: tuple[RankMemory, ...]
     verdict: Verdict | None
@@ -45,7 +43,7 @@ class DryRun:
 
     @property
     def verdict_of_changes(self) -> Verdict | None:
-        """Of the fullest; None where there is none, or no GPU was named."""
+        """The verdict on the fullest change; None where there is none, or no GPU was named."""
         if self.fullest_change is None or self.args.dry_run_gpu is None:
             return None
         return self.fullest_change.judge(device_gib(self.args.dry_run_gpu))
@@ -223,7 +221,7 @@ def to_dict(result: DryRun) -> dict:
 
 
 def _verdict(result: DryRun) -> dict | None:
-    """Of the pipeline at first, or of a change where that leaves less; `iteration` says which."""
+    """The verdict on the pipeline at first, or on a change where that leaves less; `iteration` says which."""
     verdict, change = result.verdict, None
     if verdict is None:
         return None

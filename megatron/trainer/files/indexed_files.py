@@ -86,7 +86,7 @@ def _last_two(stream: BinaryIO, start: int, kind: str, count: int) -> tuple[int,
 
 
 def _bytes_a_token(lengths: tuple[int, ...], offsets: tuple[int, ...], size: int, said: int) -> int | None:
-    """Of how many bytes the tokens are, by the offsets, or where these agree with the dtype, by the size of the data.
+    """How many bytes a token has, by the offsets, or where these agree with the dtype, by the size of the data.
     None where that comes out at no number that a token can have: then bytes are missing, or too many."""
     known = set(_ITEM_SIZES.values())
     if len(lengths) == 2 and lengths[0] > 0:

@@ -77,7 +77,6 @@ def gpt_model(
     *,
     pre_process: bool = True,
     post_process: bool = True,
-    parallel_output: bool = True,
 ) -> GPTModel:
     """Build the part of the GPT that a stage holds; which, `config` says.
 
@@ -94,7 +93,6 @@ def gpt_model(
         pre_process=pre_process,
         post_process=post_process,
         fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
-        parallel_output=parallel_output,
         share_embeddings_and_output_weights=tied,
         position_embedding_type=args.position_embedding_type,
         rotary_percent=args.rotary_percent,

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron.elastic.stages import Stages, stages_of
-from megatron.trainer.arguments.rules.run import pipeline_schedule
+from megatron.trainer.arguments.rules.run import settle_schedule
 from megatron.trainer.models import core_config
 from megatron.trainer.plan import from_flags
 from megatron.trainer.ranks.checkpoint_error import CheckpointError
@@ -66,7 +66,7 @@ class Arrangement:
         return ", ".join(ranks)
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint, as plain numbers."""
+        """The arrangement for a checkpoint, as plain numbers."""
         return {**asdict(self), "layers_of_rank": list(self.layers_of_rank)}
 
     @classmethod
@@ -115,12 +115,8 @@ def arrange(args: argparse.Namespace, arrangement: Arrangement) -> None:
             f"an evaluation's batch of {args.global_batch_size} samples is not divisible by micro batch size x data "
             f"parallel size ({per_microbatch})"
         )
-    stages, is_first = arrangement.stages, arrangement == args.first_arrangement
-    changed.frozen_stages = None if is_first else stages
-    schedule, sizes = pipeline_schedule(changed), set(changed.batch_sizes.all_num_microbatches())
-    for num_microbatches in sizes:
-        schedule.validate(num_microbatches)
-    changed.moves_activations = any(schedule.evicting_ranks((each,)) for each in sizes)
+    changed.frozen_stages = None if arrangement == args.first_arrangement else arrangement.stages
+    settle_schedule(changed)
     vars(args).update(vars(changed))
 
 

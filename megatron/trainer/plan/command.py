@@ -3,21 +3,21 @@
 Problem: a user describes a model by the flags of a training program, often those of a whole script. Some of them
 (degrees, microbatch, schedule, recompute) are what the search is for; others (data, paths) do not matter yet.
 
-Solution: a `Job` keeps the flags that stay, in their groups, and gives for every configuration the whole command line,
-the namespace that the program's own rules make of it, and their refusal. No torch in here.
+Solution: a `Job` keeps the flags that stay, in their groups, and gives for every configuration the namespace that the
+program's own rules make of it, and their refusal. No torch in here.
 """
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 from megatron.planner import Architecture, Configuration
-from megatron.planner.search.flags import configuration_words
+from megatron.planner.search.flags import configuration_flags
 from megatron.trainer.arguments import Platform, parse_args, resolve_platform, validate_args
-from megatron.trainer.arguments.flags.parser import GROUPS
-from megatron.trainer.arguments.flags.specification import Flag
+from megatron.trainer.arguments.flags.parser import FLAGS, GROUPS, destinations
+from megatron.trainer.arguments.flags.specification import Flag, Role
 from megatron.trainer.arguments.values import vocabulary
 from megatron.trainer.plan import from_flags
 
@@ -27,32 +27,8 @@ PROGRAMS = {
 }
 """By architecture: the program and its defaults."""
 
-_PREDICTIONS = frozenset({
-    "pipeline_2bw_provisional", "pipeline_2bw_provisional_microbatches", "pipeline_2bw_provisional_reduce",
-})  # fmt: skip
-CHOSEN_GROUPS = frozenset({"recompute", "dry run"})
-CHOSEN = frozenset({
-    "micro_batch_size", "global_batch_size", "tensor_model_parallel_size", "pipeline_model_parallel_size",
-    "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
-    "microbatch_group_size_per_virtual_pipeline_stage", "pipeline_model_parallel_layout",
-    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
-    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "sequence_parallel",
-    "rank_mapping", "rank_topology", "use_distributed_optimizer", "overlap_param_gather", "pipeline_schedule",
-    "use_mp_args_from_checkpoint_args",
-    "pipeline_extra_warmup", "pipeline_recompute", "balance_activations", "pipeline_2bw_single_gradient_buffer",
-    "l2l_update", "l2l_resident_stages", "l2l_stash", "l2l_fetch",
-    *_PREDICTIONS,
-})  # fmt: skip
-"""Destinations of flags that a configuration decides, or that only fit one."""
-
-SOURCES = frozenset({
-    "data_path", "train_data_path", "valid_data_path", "test_data_path", "data_args_path", "per_split_data_args_path",
-    "mock_data",
-})  # fmt: skip
+SOURCES = frozenset(destinations(Role.SOURCE))
 """Destinations of flags that say which samples there are."""
-
-_PLACES = frozenset({"data", "tokenizer", "checkpoint", "logging"})  # groups that say where things are
-_SHAPE = frozenset({"vocab_size", "vocab_extra_ids", "tiktoken_num_special_tokens"})  # but for these
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,12 +62,10 @@ class Job:
             words = [*words, "--max-position-embeddings", str(given.seq_length)]
             given = parse_args(words, prog=program, defaults=defaults)
         kept, dropped = [], []
-        for group, flag in _flags():
-            if flag.dest in given.given:
-                if flag.dest in _PREDICTIONS and given.pipeline_2bw_provisional != "off":
-                    continue
-                chosen = flag.dest in CHOSEN or group in CHOSEN_GROUPS
-                (dropped if chosen else kept).append(written(flag, given))
+        for flag in given_flags(given):
+            if Role.PREDICTION in flag.roles and given.pipeline_2bw_provisional != "off":
+                continue
+            (dropped if Role.CONFIGURATION in flag.roles else kept).append(written(flag, given))
         job = cls(
             architecture=architecture,
             words=tuple(word for each in kept for word in each),
@@ -111,18 +85,22 @@ class Job:
 
     # --- configurations
 
-    def command(self, configuration: Configuration) -> list[str]:
-        """All words after the program, what a run needs and the user has not said filled in."""
-        topology = ("--rank-topology", "topology.yaml") if configuration.rank_mapping == "optimized" else ()
-        return [*self.words, *self._stand_ins, *configuration_words(configuration), *topology]
+    def namespace(self, configuration: Configuration) -> argparse.Namespace:
+        """What the program's parser makes of the job and a configuration.
+
+        A search asks for thousands, so the job's flags are parsed once, and the configuration's values are set. That
+        its words are parsed to these values a test shows.
+        """
+        flags = configuration_flags(configuration)
+        if configuration.rank_mapping == "optimized":
+            flags["--rank-topology"] = "topology.yaml"
+        values = {_DESTINATIONS[name]: value for name, value in flags.items()}
+        given = tuple(sorted({*self._whole.given, *values}))
+        return argparse.Namespace(**{**vars(self._whole), **values, "given": given})
 
     def arguments(self, configuration: Configuration) -> argparse.Namespace:
         """What the program's rules make of a configuration. Raises ValueError where they refuse it."""
-        args = self._parsed(self.command(configuration))
-        validate_args(args, world_size=configuration.num_gpus)
-        resolve_platform(args, self.platform)
-        args.padded_vocab_size = vocabulary.padded(args, vocabulary.assumed_size(args))
-        return args
+        return self._checked(self.namespace(configuration), world_size=configuration.num_gpus)
 
     def refusal(self, configuration: Configuration) -> str | None:
         """Why the program refuses a configuration: the first clause of what it says."""
@@ -152,7 +130,7 @@ class Job:
 
     @property
     def vocab_size(self) -> int | None:
-        """Of --vocab-size."""
+        """What --vocab-size says."""
         return self._given.vocab_size
 
     # --- words for a script
@@ -162,8 +140,8 @@ class Job:
         say where things are."""
         return [
             _absolute(flag, written(flag, self._given), Path.cwd())
-            for group, flag in _flags()
-            if flag.dest in self._given.given and (group in groups if groups else _is_portable(group, flag))
+            for flag in (self._given_of(*groups) if groups else given_flags(self._given))
+            if groups or Role.LOCATION not in flag.roles
         ]
 
     def gives(self, name: str) -> bool:
@@ -175,8 +153,8 @@ class Job:
         Relative paths among them become absolute, seen from `folder`."""
         return {
             flag.dest: _absolute(flag, written(flag, self._given), folder)
-            for title, flag in _flags()
-            if title == group and flag.dest in self._given.given and not _is_portable(group, flag)
+            for flag in self._given_of(group)
+            if Role.LOCATION in flag.roles
         }
 
     @property
@@ -194,6 +172,10 @@ class Job:
 
     # --- parts
 
+    def _given_of(self, *titles: str) -> list[Flag]:
+        groups = [group for group in GROUPS if group.title in titles]
+        return [flag for group in groups for flag in group.flags if flag.dest in self._given.given]
+
     def _parsed(self, words: Sequence[str]) -> argparse.Namespace:
         program, defaults = PROGRAMS[self.architecture]
         return parse_args(list(words), prog=program, defaults=defaults)
@@ -204,13 +186,21 @@ class Job:
 
     @cached_property
     def _alone(self) -> argparse.Namespace:
-        """On one GPU, whatever the batch."""
-        args = self._parsed(self.command(_SMALLEST))
+        """The flags on one GPU, whatever the batch."""
+        args = self.namespace(_SMALLEST)
         args.rampup_batch_size = args.step_batch_size_schedule = None
-        validate_args(args, world_size=1)
+        return self._checked(args, world_size=1)
+
+    def _checked(self, args: argparse.Namespace, *, world_size: int) -> argparse.Namespace:
+        validate_args(args, world_size=world_size)
         resolve_platform(args, self.platform)
         args.padded_vocab_size = vocabulary.padded(args, vocabulary.assumed_size(args))
         return args
+
+    @cached_property
+    def _whole(self) -> argparse.Namespace:
+        """The flags that stay, with what a run needs and the user has not said."""
+        return self._parsed([*self.words, *self._stand_ins])
 
     @cached_property
     def _stand_ins(self) -> tuple[str, ...]:
@@ -230,14 +220,7 @@ class Job:
 
 
 _SMALLEST = Configuration(micro_batch_size=1, global_batch_size=1)
-
-
-def _flags() -> Iterable[tuple[str, Flag]]:
-    return ((group.title, flag) for group in GROUPS for flag in group.flags)
-
-
-def _is_portable(group: str, flag: Flag) -> bool:
-    return group not in _PLACES or flag.dest in _SHAPE
+_DESTINATIONS = {name: flag.dest for flag in FLAGS for name in flag.names}
 
 
 def _absolute(flag: Flag, words: tuple[str, ...], folder: Path) -> tuple[str, ...]:
@@ -265,6 +248,11 @@ def _is_number(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def given_flags(args: argparse.Namespace) -> list[Flag]:
+    """The flags that the command line named, in the order of docs/flags.md."""
+    return [flag for flag in FLAGS if flag.dest in args.given]
 
 
 def written(flag: Flag, args: argparse.Namespace) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from megatron.pipeline.schedules import PRESETS, Schedule
+from megatron.pipeline.schedules import PRESETS
 from megatron.planner import ActivationSetting, Architecture, Configuration, Recompute, TrainingState
 from megatron.planner.job.software import Software
 from megatron.planner.memory.hosted import Hosting
@@ -144,9 +144,10 @@ def software(args: argparse.Namespace) -> RunSoftware:
     )
 
 
-def hosting_of(args: argparse.Namespace, schedule: Schedule) -> Hosting | None:
+def hosting_of(args: argparse.Namespace) -> Hosting | None:
     """How weights live on the host; None where they live on the device."""
-    if schedule.residency is None:
+    residency = args.schedule.residency
+    if residency is None:
         return None
     most = max(args.batch_sizes.all_num_microbatches())
-    return Hosting(stages=schedule.residency.stages, stash=schedule.residency.stash, num_microbatches=most)
+    return Hosting(stages=residency.stages, stash=residency.stash, num_microbatches=most)

@@ -7,19 +7,8 @@ recompute scope, length and outputs themselves. So a user may hand over the flag
 from collections.abc import Sequence
 
 from megatron.trainer.arguments import parse_args
-from megatron.trainer.arguments.flags.parser import GROUPS
-from megatron.trainer.plan.command import CHOSEN, CHOSEN_GROUPS, PROGRAMS, written
-
-_OF_A_RUN_GROUPS = frozenset({"learning rate", "checkpoint", "logging"})
-_OF_A_RUN = frozenset(
-    {
-        "pipeline_timeline", "pipeline_timeline_iterations", "distributed_timeout_minutes", "local_rank",
-        "rampup_batch_size", "step_batch_size_schedule", "decrease_batch_size_if_needed",
-        "train_iters", "train_samples", "exit_interval",
-        "exit_duration_in_mins", "exit_signal_handler", "skip_train", "eval_iters", "eval_interval",
-    }
-)  # fmt: skip
-_KEPT = frozenset({"lr", "min_lr"})
+from megatron.trainer.arguments.flags.specification import Role
+from megatron.trainer.plan.command import PROGRAMS, given_flags, written
 
 
 def model_words(words: Sequence[str], *, architecture: str) -> tuple[str, ...]:
@@ -30,10 +19,7 @@ def model_words(words: Sequence[str], *, architecture: str) -> tuple[str, ...]:
     program, defaults = PROGRAMS[architecture]
     args = parse_args(list(words), prog=program, defaults=defaults)
     kept: list[str] = []
-    for group in GROUPS:
-        for flag in group.flags:
-            chosen = flag.dest in CHOSEN or group.title in CHOSEN_GROUPS
-            of_a_run = flag.dest in _OF_A_RUN or group.title in _OF_A_RUN_GROUPS
-            if flag.dest in args.given and (flag.dest in _KEPT or not (chosen or of_a_run)):
-                kept += written(flag, args) if flag.stores in (None, getattr(args, flag.dest, None)) else ()
+    for flag in given_flags(args):
+        if not flag.roles & (Role.CONFIGURATION | Role.SHORT_RUN):
+            kept += written(flag, args) if flag.stores in (None, getattr(args, flag.dest, None)) else ()
     return tuple(kept)

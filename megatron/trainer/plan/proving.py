@@ -7,7 +7,7 @@ from megatron.pipeline.schedules import Schedule
 from megatron.planner import Demand, demand_of, most
 
 
-def prove(args: argparse.Namespace, schedule: Schedule) -> tuple[CheckReport, Demand]:
+def prove(args: argparse.Namespace) -> tuple[CheckReport, Demand]:
     """Build and prove what the run would execute; returns the report of its largest batches, and what all demand.
 
     The runtime executes segments of a stream, whose programs are proved as they are built: here every batch size of the
@@ -15,6 +15,7 @@ def prove(args: argparse.Namespace, schedule: Schedule) -> tuple[CheckReport, De
 
     Raises ProgramError, ValueError.
     """
+    schedule = args.schedule
     sizes = list(dict.fromkeys(args.batch_sizes.all_num_microbatches()))
     stream = schedule.stream()
     for size in sizes:

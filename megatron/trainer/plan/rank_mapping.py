@@ -19,12 +19,6 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store
 
-from megatron.placement.bandwidth import (
-    ModelShape,
-    RecomputeScope,
-    estimated_forward_seconds,
-    saved_activation_bytes,
-)
 from megatron.placement.cost import placement_cost
 from megatron.placement.counts import count_transfers
 from megatron.placement.degrees import Degrees
@@ -39,17 +33,17 @@ from megatron.placement.pairs import (
     pair_transfers,
 )
 from megatron.placement.topology import Bandwidth, Node, Topology, load_topology
-from megatron.placement.traffic import Traffic, estimate_traffic
-from megatron.trainer.arguments.rules.run import pipeline_schedule
+from megatron.placement.traffic import Traffic
+from megatron.planner.time.traffic import CutModel
+from megatron.trainer.arguments.values import vocabulary
+from megatron.trainer.plan import from_flags
 from megatron.trainer.ranks.shared_errors import OnThisRank, SameEverywhere, wait_for_readers
 
 HOST_NAME = "PIPELINE_HOST_NAME"
 """Environment variable that names the host where host names do not tell nodes apart, as in some containers."""
 
-_FP32, _HALF = 4, 2  # bytes of an element
 _NOTHING_BUT_THE_NETWORK = Bandwidth(within_node=1e12, between_nodes=1.0)
 _ROUNDING = 1e-9
-_VOCABULARY = 50_304  # GPT-2's, padded, where no --vocab-size says it: tokenizers are read after the group has formed
 
 
 @dataclass(frozen=True)
@@ -117,20 +111,20 @@ def decide(args: argparse.Namespace, processes: Sequence[Process]) -> tuple[list
     if topology is not None:
         topology = topology.restricted(dict(slots.nodes))
     degrees = degrees_of(args)
-    traffic = None if topology is None else estimated_traffic(args, degrees)
+    traffic = None if topology is None else estimated_traffic(args)
     mapping = _mapping(args, degrees, slots, topology, traffic)
     lines = _describe(args, mapping, degrees, slots)
     if topology is not None:
         seconds = placement_cost(mapping, degrees, traffic, topology).total_seconds
         usual = placement_cost(standard(degrees), degrees, traffic, topology).total_seconds
         lines[0] += f"; an iteration's transfers take {seconds:.4g} s in sum (standard: {usual:.4g} s)"
-        if balances_activations(args):
+        if args.schedule.balance:
             lines += _judge_bandwidth(args, mapping, degrees, topology)
     return list(slots.logical_ranks(mapping)), lines
 
 
 def degrees_of(args: argparse.Namespace) -> Degrees:
-    """Of the job as it is arranged now."""
+    """The degrees of the job as it is arranged now."""
     return Degrees(
         tensor=args.tensor_model_parallel_size, pipeline=args.pipeline_model_parallel_size,
         data=args.data_parallel_size,
@@ -138,14 +132,9 @@ def degrees_of(args: argparse.Namespace) -> Degrees:
     )  # fmt: skip
 
 
-def balances_activations(args: argparse.Namespace) -> bool:
-    """Whether the run moves activations between the stages of a pair."""
-    return pipeline_schedule(args).balance
-
-
 def evictors(args: argparse.Namespace) -> tuple[int, ...]:
     """The ranks of a pipeline that move activations to their pair in a batch of the largest size."""
-    return pipeline_schedule(args).evicting_ranks((max(args.batch_sizes.all_num_microbatches()),))
+    return args.schedule.evicting_ranks((max(args.batch_sizes.all_num_microbatches()),))
 
 
 def _mapping(
@@ -165,32 +154,23 @@ def _mapping(
     return load_mapping(args.rank_mapping, degrees.world_size)
 
 
-def model_shape(args: argparse.Namespace, degrees: Degrees) -> ModelShape:
-    """The model as appendix B's formulas take it."""
-    return ModelShape(
-        num_layers=args.num_layers,
-        num_attention_heads=args.num_attention_heads,
-        hidden_size=args.hidden_size,
-        sequence_length=args.seq_length,
-        micro_batch_size=args.micro_batch_size,
-        pipeline=degrees.pipeline,
-        tensor=degrees.tensor,
-        num_virtual_stages=1 if args.frozen_stages is not None else pipeline_schedule(args).num_virtual_stages,
-        sequence_parallel=args.sequence_parallel,
-        element_bytes=_element_bytes(args),
-    )
-
-
-def estimated_traffic(args: argparse.Namespace, degrees: Degrees) -> Traffic:
+def estimated_traffic(args: argparse.Namespace) -> Traffic:
     """What an iteration of the largest batch sends."""
-    counts = count_transfers(pipeline_schedule(args), max(args.batch_sizes.all_num_microbatches()))
-    return estimate_traffic(
-        model_shape(args, degrees), degrees, counts,
-        vocabulary_size=_vocabulary_size(args), scope=recompute_scope(args),
-        tied_embeddings=not args.untie_embeddings_and_output_weights,
-        gradient_bytes=_FP32 if args.accumulate_allreduce_grads_in_fp32 else _element_bytes(args),
-        trained_layers=None if args.frozen_stages is None else args.frozen_stages.trained_layers,
-    )  # fmt: skip
+    counts = count_transfers(args.schedule, max(args.batch_sizes.all_num_microbatches()))
+    return cut_model(args).traffic(counts, gradient_bytes=from_flags.training_state(args).gradient_bytes)
+
+
+def cut_model(args: argparse.Namespace) -> CutModel:
+    """The job's model in its stages; where flags deal out layers unevenly, each stage has the mean."""
+    schedule, frozen, rows = args.schedule, args.frozen_stages, getattr(args, "padded_vocab_size", None)
+    if rows is None and args.architecture != "vit":  # tokenizers are read after the group has formed
+        rows = vocabulary.padded(args, vocabulary.assumed_size(args))
+    return CutModel(
+        model=from_flags.architecture(argparse.Namespace(**{**vars(args), "padded_vocab_size": rows or 0})),
+        setting=from_flags.activation_setting(args),
+        schedule=schedule,
+        layers=frozen.layers if frozen else (args.num_layers / schedule.num_stages,) * schedule.num_stages,
+    )
 
 
 def pipelines_in_a_row(args: argparse.Namespace, processes: Sequence[Process]) -> bool:
@@ -209,7 +189,7 @@ def pipelines_in_a_row(args: argparse.Namespace, processes: Sequence[Process]) -
         topology = Topology(nodes=nodes, bandwidth=_NOTHING_BUT_THE_NETWORK)
     else:
         topology = topology.restricted(dict(slots.nodes))
-    traffic = estimated_traffic(args, degrees_of(args))
+    traffic = estimated_traffic(args)
     replicas, pipelines = (
         placement_cost(
             slots.process_of_slot, replace(degrees_of(args), pipelines_in_a_row=each), traffic, topology
@@ -219,31 +199,13 @@ def pipelines_in_a_row(args: argparse.Namespace, processes: Sequence[Process]) -
     return pipelines < replicas * (1 - _ROUNDING)
 
 
-def _vocabulary_size(args: argparse.Namespace) -> int:
-    known = getattr(args, "padded_vocab_size", None)
-    return args.vocab_size or _VOCABULARY if known is None else max(1, known)  # 0: of images
-
-
-def _element_bytes(args: argparse.Namespace) -> int:
-    return _HALF if args.fp16 or args.bf16 else _FP32
-
-
-def recompute_scope(args: argparse.Namespace) -> RecomputeScope:
-    """The paper's name for what `args` do not keep: recomputed by their flags, or in the kernel of flash attention."""
-    if args.recompute_granularity == "full" or args.pipeline_recompute:
-        return RecomputeScope.LAYER
-    is_selective = args.recompute_granularity == "selective" and "core_attn" in args.recompute_modules
-    is_flash = args.transformer_impl == "transformer_engine" and args.attention_backend in ("auto", "flash", "fused")
-    return RecomputeScope.ATTENTION if is_selective or is_flash else RecomputeScope.NONE
-
-
 def _describe(args: argparse.Namespace, mapping: Mapping, degrees: Degrees, slots: JobSlots) -> list[str]:
     first = f"rank mapping {args.rank_mapping} on {len(slots.nodes)} node{'s' * (len(slots.nodes) > 1)}"
-    if balances_activations(args):
+    if args.schedule.balance:
         moving = evictors(args)
         lines = [f"{first}: {describe_crossing(mapping, degrees, slots.node_sizes, moving)}"]
         if args.rank_topology is None and count_crossing(mapping, degrees, slots.node_sizes, moving):
-            num_bytes = saved_activation_bytes(model_shape(args, degrees), recompute_scope(args))
+            num_bytes = max(cut_model(args).moved_bytes[rank] for rank in moving)
             lines.append(
                 f"warning: pairs that cross a node move {num_bytes / 1e9:.3g} GB for each microbatch; give "
                 "--rank-topology with teraflops_per_gpu to see whether the network is fast enough"
@@ -259,15 +221,15 @@ def _describe(args: argparse.Namespace, mapping: Mapping, degrees: Degrees, slot
 
 
 def _judge_bandwidth(args: argparse.Namespace, mapping: Mapping, degrees: Degrees, topology: Topology) -> list[str]:
-    shape, scope = model_shape(args, degrees), recompute_scope(args)
-    transfers = pair_transfers(mapping, degrees, topology, shape, scope, evictors(args))
+    cut = cut_model(args)
+    transfers = pair_transfers(mapping, degrees, topology, cut.moved_bytes, evictors(args))
     if not transfers:
         return []
     forward = None
     if topology.teraflops_per_gpu is not None:
-        forward = estimated_forward_seconds(shape, teraflops=topology.teraflops_per_gpu)
+        forward = cut.forward_seconds(teraflops=topology.teraflops_per_gpu)
     is_late = forward is not None and not fits_under_forward(transfers, forward)
-    text = describe_need(transfers, shape, scope, forward_seconds=forward)
+    text = describe_need(transfers, forward_seconds=forward)
     if is_late:
         return [f"warning: compute will wait for pairs: {text}"]
     return [f"pairs: {text}"]

@@ -4,15 +4,14 @@ Problem: what a layer, the embedding and the head cost can be measured without t
 if the stage runs as in training: megatron.core's chunk in DDP, its seeded dropout, its data, its gradients and its
 optimizer's step.
 
-Solution: the stage, the weight update and the data iterator of a training run, put together for one `ProfiledPlace` in
-a job of tensor ranks alone. A stage without an embedding is fed a constant activation, one without a head a constant
+Solution: the place and the data iterator of a training run, for one `ProfiledPlace`, in a job of tensor ranks alone. A
+stage without an embedding is fed a constant activation, one without a head a constant
 gradient. The last stage's output layer is untied from the embedding, which it does not have here; that costs the same.
 """
 
 import argparse
 import copy
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -20,17 +19,15 @@ from torch import Tensor
 
 from megatron import backend
 from megatron.pipeline.program.weight_policies import WeightPolicy
-from megatron.pipeline.runtime.stages.megatron.stage import ForwardStep, MegatronStage
-from megatron.pipeline.runtime.stages.megatron.update import MegatronWeightUpdate
+from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
+from megatron.pipeline.schedules import Schedule
 from megatron.planner.time.profile import ProfiledPlace
-from megatron.trainer.data.microbatches import FieldsProvider, MicrobatchIterator, gpt_fields
+from megatron.trainer.data.microbatches import MicrobatchIterator
 from megatron.trainer.data.tokenizer import build_tokenizer, padded_vocab_size, vocab_size
-from megatron.trainer.models import core_config
-from megatron.trainer.models.gpt import build_chunks, num_parameters, wrap_for_training
+from megatron.trainer.models.gpt import num_parameters
 from megatron.trainer.optimizer.kernel import choose_kernel
-from megatron.trainer.optimizer.optimizer import build_optimizer
-from megatron.trainer.report.names import LOSS
-from megatron.trainer.run.assembly import DatasetsProvider, LossNames, ModelProvider
+from megatron.trainer.start_up.place import Update, build_place
+from megatron.trainer.start_up.program import TrainingProgram
 
 _NUM_STAGES = 3
 _STAGE_OF_PLACE = {
@@ -41,23 +38,12 @@ _STAGE_OF_PLACE = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainingProgram:
-    """What a training program gives to `assembly.assemble`; see there."""
-
-    model_provider: Callable[[argparse.Namespace, object], ModelProvider]
-    forward_step: ForwardStep
-    datasets_provider: DatasetsProvider
-    fields_provider: FieldsProvider = gpt_fields
-    loss_names: LossNames = lambda args: (LOSS,)
-
-
 @dataclass
 class PlacedStage:
     """A stage at its place, with what it is fed."""
 
     stage: MegatronStage
-    update: MegatronWeightUpdate
+    update: Update
     iterator: MicrobatchIterator
     input: Tensor | None
     output_grad: Tensor | None
@@ -68,7 +54,7 @@ class PlacedStage:
         self.iterator.close()
 
 
-def build_place(
+def build_placed_stage(
     args: argparse.Namespace, program: TrainingProgram, place: ProfiledPlace, weights: WeightPolicy
 ) -> PlacedStage:
     """Build `args.num_layers` layers at `place`. Collective over the tensor ranks, which are the whole job.
@@ -82,23 +68,11 @@ def build_place(
     args.padded_vocab_size = padded_vocab_size(args, tokenizer)
     datasets = program.datasets_provider(args, tokenizer)
     index, num_stages = _STAGE_OF_PLACE[place]
-
-    def provider_of(model_config):
-        provider = program.model_provider(args, model_config)
-        return lambda *_: provider(index == 0, index == num_stages - 1)
-
-    chunks = build_chunks(provider_of, core_config.transformer_config(args))
-    chunks = wrap_for_training(chunks, core_config.ddp_config(args))
-    optimizer = build_optimizer(args, chunks)
-    choose_kernel(optimizer, args.optimizer_kernel)
-    update = MegatronWeightUpdate(
-        chunks, optimizer, core_config.param_scheduler(args, optimizer), weights=weights, num_stages=num_stages,
-        stage=index, loss_names=program.loss_names(args),
-    )  # fmt: skip
-    stage = MegatronStage(
-        chunks[0], program.forward_step, update, index=index, num_stages=num_stages, seq_length=args.seq_length,
-        micro_batch_size=args.micro_batch_size, seed=args.seed, loss_names=program.loss_names(args),
-    )  # fmt: skip
+    args.schedule = Schedule(order="1f1b", weights=weights, num_stages=num_stages)
+    layers = [args.num_layers if stage == index else 0 for stage in range(num_stages)]
+    built = build_place(args, program, rank=index, layers=layers)
+    choose_kernel(built.optimizer, args.optimizer_kernel)
+    [stage] = built.stages
     iterator = MicrobatchIterator(
         args, datasets[0], fields=_fields(program.fields_provider(args), place), name="training", consumed_samples=0,
         vocab_size=vocab_size(args, tokenizer), repeats=True,
@@ -106,11 +80,11 @@ def build_place(
     stage.data_iterator = iterator
     return PlacedStage(
         stage=stage,
-        update=update,
+        update=built.update,
         iterator=iterator,
         input=_constant(stage.input_spec, 1.0),
         output_grad=_constant(stage.output_spec, 1e-4),
-        num_parameters=num_parameters(chunks),
+        num_parameters=num_parameters(built.chunks),
     )
 
 

@@ -20,8 +20,11 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+from megatron.processes.job import MARK, end_marked, mark_of
 
 _START_TIMEOUT = 300.0  # importing torch on a busy machine
 _OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|out of memory|MemoryError|can't allocate memory|bad_alloc")
@@ -55,14 +58,17 @@ class Pool:
         self.size = size
         self._task_timeout = task_timeout
         self._stores = tempfile.TemporaryDirectory(prefix="profile_")
+        self._mark = mark_of(self._stores.name)
         self._num_tasks = 0
         self._connections: list[Connection] = []
         self._processes = []
         context = multiprocessing.get_context("spawn")
+        resource_tracker.ensure_running()  # of this process, and so without the mark
         environment = {
             "OMP_NUM_THREADS": str(threads),
             "MKL_NUM_THREADS": str(threads),
             "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+            MARK: self._mark,
         }
         with _environment(environment):
             for index in range(size):
@@ -83,8 +89,8 @@ class Pool:
                     connection.send(None)
             for process in self._processes:
                 process.join(10.0)
+        end_marked(self._mark)  # and the processes that they have started
         for process in self._processes:
-            process.kill()
             process.join()
         self._stores.cleanup()
 

@@ -13,7 +13,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from megatron.pipeline.program.weight_policies import WeightPolicy
-from megatron.placement.bandwidth import RecomputeScope
+from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.time.profile import (
     AllReduceTime,
     CopyTime,
@@ -39,7 +39,7 @@ class Session:
     """What to measure.
 
     Attributes:
-        architecture: "gpt" or "bert"; the folder of its program is on the path.
+        architecture: "gpt" or "bert".
         words: of the model; see `training.model_words`.
         sequence_parallel: with several tensor ranks.
         processes: how many there are; tensor degrees beyond are refused.

@@ -1,18 +1,24 @@
 """What the processes of the pool are asked to do: become ranks of a job, build, measure."""
 
+from __future__ import annotations
+
 import argparse
 import importlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megatron.pipeline.program.weight_policies import WeightPolicy
-from megatron.placement.bandwidth import RecomputeScope
 from megatron.planner.job.configuration import Configuration
+from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.search.flags import configuration_words
 from megatron.planner.time.profile import ProfiledPlace
 from megatron.trainer.plan.command import PROGRAMS
+
+if TYPE_CHECKING:
+    from megatron.trainer.start_up.program import TrainingProgram
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,13 +57,12 @@ class StagePlan:
 
     def time(self, *, store: object, start: Callable[[], None]) -> tuple[dict[str, list[float]], int]:
         """Run by each rank: seconds of each thing that was timed, and how many parameters the rank has."""
-        from megatron.trainer.profile.places import TrainingProgram, build_place
+        from megatron.trainer.profile.places import build_placed_stage
         from megatron.trainer.profile.stage_times import time_stage
 
         args = self.arguments()
-        prepare(args, store, world_size=self.tensor)
-        program = TrainingProgram(**program_parts(self.architecture))
-        placed = build_place(args, program, self.place, self.weights)
+        prepare(args, store)
+        placed = build_placed_stage(args, training_program(self.architecture), self.place, self.weights)
         try:
             samples = time_stage(
                 placed, num_microbatches=self.num_microbatches, num_batches=self.num_batches,
@@ -72,7 +77,7 @@ class StagePlan:
         from megatron.trainer.profile.description import describe
 
         args = self.arguments()
-        prepare(args, store, world_size=1)
+        prepare(args, store)
         start()
         return describe(args)
 
@@ -138,18 +143,17 @@ class HostPlan:
         return time_copies(self.sizes, **often), *time_updates(self.model, self.dtype, **often)
 
 
-def program_parts(architecture: str) -> dict:
-    """What the training program of an architecture trains with; its folder is on the path."""
-    return importlib.import_module(PROGRAMS[architecture][0].removesuffix(".py")).parts()
+def training_program(architecture: str) -> TrainingProgram:
+    """What the training program of an architecture trains with."""
+    name = PROGRAMS[architecture][0].removesuffix(".py")
+    return importlib.import_module(f"megatron.trainer.programs.{name}").program()
 
 
-def prepare(args: argparse.Namespace, store: object | None, *, world_size: int) -> None:
+def prepare(args: argparse.Namespace, store: object | None) -> None:
     """Complete `args`, become a rank of a job (unless `store` is None: it is one already). Raises ValueError."""
-    from megatron.trainer.arguments import validate_args
     from megatron.trainer.run.pretraining import complete
     from megatron.trainer.start_up import initialize
 
-    args.notes_for_log = validate_args(args, world_size=world_size, rank=int(os.environ["RANK"]))
     complete(args)
     if store is not None:
         initialize.join(args, store)

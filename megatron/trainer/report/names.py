@@ -3,6 +3,6 @@
 LOSS = "lm loss"
 """The loss that every language model has; BERT's sentence order adds "sop loss"."""
 CLASS_LOSS = "loss"
-"""That of a model that tells classes; it adds "accuracy"."""
+"""The loss of a model that tells classes; it adds "accuracy"."""
 SAVED_ACTIVATIONS = "saved_activation_bytes"
 ALLOCATED = "peak_allocated_bytes"

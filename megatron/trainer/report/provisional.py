@@ -3,12 +3,11 @@
 import argparse
 
 from megatron.pipeline.program.weight_policies import TWO_BW
-from megatron.trainer.arguments.rules.run import pipeline_schedule
 
 
 def description(args: argparse.Namespace, num_microbatches: int) -> str | None:
-    """Of batches of so many microbatches; None where there is nothing to say of 2bw's delay."""
-    schedule = pipeline_schedule(args)
+    """What to say of 2bw's delay with batches of so many microbatches; None where there is nothing."""
+    schedule = args.schedule
     if schedule.weights == TWO_BW:
         return (
             f"{args.pipeline_schedule} computes each batch at the weights of one update before; "

@@ -26,5 +26,5 @@ def flops_per_sample(args: argparse.Namespace) -> float:
 
 
 def flops_of_output_layer(args: argparse.Namespace) -> float:
-    """Of these, the output layer's."""
+    """The output layer's part of these."""
     return 6.0 * args.seq_length * args.hidden_size * args.padded_vocab_size

@@ -7,19 +7,16 @@ loop needs comes back as one record.
 
 import argparse
 import time
-from collections.abc import Callable
-from functools import partial
 
 import torch
 
 from megatron import backend
-from megatron.pipeline.runtime.stages.megatron.stage import ForwardStep, MegatronStage
+from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
 from megatron.trainer.arguments.flags.classification import CLASSIFIERS
 from megatron.trainer.changes.elasticity import Elasticity
 from megatron.trainer.changes.prefix_cache import PrefixCache, require_cache
 from megatron.trainer.checkpoint.checkpoint import CheckpointPosition, CheckpointWriter, load_checkpoint
 from megatron.trainer.checkpoint.ownership import OwnerMark
-from megatron.trainer.data.microbatches import FieldsProvider, gpt_fields
 from megatron.trainer.data.tokenizer import build_tokenizer, padded_vocab_size, vocab_size
 from megatron.trainer.models.gpt import num_parameters
 from megatron.trainer.optimizer.kernel import choose_kernel
@@ -27,67 +24,38 @@ from megatron.trainer.plan.arrangement import iterations_to_the_end
 from megatron.trainer.ranks.agreement import agreed
 from megatron.trainer.report import provisional
 from megatron.trainer.report.log import Reporter
-from megatron.trainer.report.names import LOSS
 from megatron.trainer.report.throughput import flops_per_sample
 from megatron.trainer.start_up.engine import build_engine
 from megatron.trainer.start_up.outputs import prepare_outputs
-from megatron.trainer.start_up.place import Parts, Place, build_place
+from megatron.trainer.start_up.place import Place, build_place
+from megatron.trainer.start_up.program import TrainingProgram
 from megatron.trainer.start_up.run import Run
 
-ModelProvider = Callable[..., torch.nn.Module]
-DatasetsProvider = Callable[[argparse.Namespace, object], list]
-LossNames = Callable[[argparse.Namespace], tuple[str, ...]]
 
+def assemble(args: argparse.Namespace, program: TrainingProgram) -> Run:
+    """Build a run of `program` on this rank. Collective. Raises ValueError for what the user can mend.
 
-def assemble(
-    args: argparse.Namespace,
-    *,
-    model_provider: Callable[[argparse.Namespace, object], ModelProvider],
-    forward_step: ForwardStep,
-    datasets_provider: DatasetsProvider,
-    fields_provider: FieldsProvider = gpt_fields,
-    loss_names: LossNames = lambda args: (LOSS,),
-) -> Run:
-    """Build a run on this rank. Collective. Raises ValueError for what the user can mend.
-
-    Args:
-        args: validated; process groups are up.
-        model_provider: `model_provider(args, config)` returns Megatron's `provider(pre_process, post_process)`. It is
-            called for each stage of the rank, with a configuration by which each stage has a rank of its own.
-        forward_step: Megatron's `forward_step(data_iterator, model)`.
-        datasets_provider: `datasets_provider(args, tokenizer)` returns the three datasets of this rank.
-        fields_provider: `fields_provider(args)` returns the parts of a microbatch.
-        loss_names: `loss_names(args)` returns what the forward step's loss function reports; "lm loss" or "loss" is
-            among it.
+    `args`: completed; process groups are up.
     """
     owner_mark = prepare_outputs(args)
     try:
-        return _build(args, owner_mark, model_provider, forward_step, datasets_provider, fields_provider, loss_names)
+        return _build(args, program, owner_mark)
     except BaseException:
         if owner_mark is not None:
             owner_mark.release()
         raise
 
 
-def _build(
-    args: argparse.Namespace,
-    owner_mark: OwnerMark | None,
-    model_provider: Callable[[argparse.Namespace, object], ModelProvider],
-    forward_step: ForwardStep,
-    datasets_provider: DatasetsProvider,
-    fields_provider: FieldsProvider,
-    loss_names: LossNames,
-) -> Run:
+def _build(args: argparse.Namespace, program: TrainingProgram, owner_mark: OwnerMark | None) -> Run:
     tokenizer = None if args.architecture == "vit" else build_tokenizer(args)
     args.padded_vocab_size = 0 if tokenizer is None else padded_vocab_size(args, tokenizer)
     if args.activation_cache is not None:
         with agreed():
             require_cache(args)
-    parts = Parts(partial(model_provider, args), forward_step, loss_names(args))
     reporter = Reporter(args)
-    datasets = datasets_provider(args, tokenizer)
+    datasets = program.datasets_provider(args, tokenizer)
     began = time.perf_counter()
-    place = build_place(args, parts)
+    place = build_place(args, program)
     seconds_of_place = time.perf_counter() - began
     position = _load(args, place, reporter) or CheckpointPosition()
     elasticity = Elasticity(args) if args.changes else None
@@ -109,9 +77,9 @@ def _build(
             cache = PrefixCache(args, datasets[0])
         cache.serve(place.stages)
     return Run(
-        args, parts, place, engine, reporter,
+        args, program, place, engine, reporter,
         CheckpointWriter(args.save, owner_mark=owner_mark) if args.save is not None else None,
-        datasets, fields_provider(args), 0 if tokenizer is None else vocab_size(args, tokenizer), elasticity, cache,
+        datasets, 0 if tokenizer is None else vocab_size(args, tokenizer), elasticity, cache,
         iteration=position.iteration, consumed_samples=position.consumed_train_samples,
         consumed_valid_samples=position.consumed_valid_samples,
         flops=position.num_floating_point_operations_so_far,
@@ -121,16 +89,15 @@ def _build(
 
 def _load(args: argparse.Namespace, place: Place, reporter: Reporter) -> CheckpointPosition | None:
     """Load `--load`, or where that holds nothing `--pretrained-checkpoint`'s weights; a classifier's head is new."""
-    held = {"chunks": place.chunks, "optimizer": place.optimizer, "scheduler": place.scheduler, "update": place.update}
     position = None
     if args.load is not None:
-        position = load_checkpoint(args=args, **held)
+        position = load_checkpoint(place, args=args)
         if position is None and args.exit_on_missing_checkpoint:
             raise ValueError(f"--load {args.load} holds no checkpoint, and --exit-on-missing-checkpoint is given")
     if position is None and args.pretrained_checkpoint is not None:
         pretrained = argparse.Namespace(**{**vars(args), "load": args.pretrained_checkpoint, "finetune": True,
                                            "ckpt_step": None})  # fmt: skip
-        position = load_checkpoint(args=pretrained, **held, body_only=args.architecture in CLASSIFIERS)
+        position = load_checkpoint(place, args=pretrained, body_only=args.architecture in CLASSIFIERS)
         if position is None:
             raise ValueError(f"--pretrained-checkpoint {args.pretrained_checkpoint} holds no checkpoint")
         but = " but for the head" if args.architecture in CLASSIFIERS else ""

@@ -9,34 +9,45 @@ sentences go to the launcher, too, whose summary is the last on the screen. Ctrl
 without a launcher with one line and status 130; torchrun gets it too, and prints a traceback of its own.
 """
 
+from __future__ import annotations
+
 import argparse
 import sys
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from megatron.pipeline.runtime.failure.error_file import write_error_file
 from megatron.trainer.arguments import parse_args, validate_args
 from megatron.trainer.ranks.shared_errors import PATIENCE, OnThisRank, SameEverywhere, number_of
 from megatron.trainer.ranks.signals import StopSignal
 
+if TYPE_CHECKING:
+    from megatron.trainer.start_up.program import TrainingProgram
+
 USER_ERROR = 2
 
 
-def run(
-    prog: str, main: Callable[[argparse.Namespace, StopSignal, float], None], *, defaults: dict | None = None
-) -> int:
-    """Parse the command line, install the device layer, run `main(args, stop, started)`; returns the exit status."""
+def run(prog: str, program: Callable[[], TrainingProgram], *, defaults: dict | None = None) -> int:
+    """Parse the command line, install the device layer, train what `program()` says; returns the exit status."""
     started = time.time()
     stop = StopSignal().install()
     try:
         args = parse_args(prog=prog, defaults=defaults)
         if args.dry_run is not None:
             return _dry_run(args, prog)
+        notes = None
         if not args.use_checkpoint_args:
-            args.notes_for_log = validate_args(args, world_size=number_of("WORLD_SIZE", 1), rank=number_of("RANK", 0))
+            notes = validate_args(args, world_size=number_of("WORLD_SIZE", 1), rank=number_of("RANK", 0))
     except ValueError as error:
         return end(prog, error)
-    return start(prog, lambda: main(args, stop, started), stop)
+
+    def train() -> None:
+        from megatron.trainer.run.pretraining import pretrain  # imports torch
+
+        pretrain(args, program(), stop, started=started, notes=notes)
+
+    return start(prog, train, stop)
 
 
 def start(prog: str, main: Callable[[], None], stop: StopSignal) -> int:

@@ -296,8 +296,7 @@ class Loop:
             run.reporter.progress(f"Saved checkpoint\tIteration: {iteration}\t{path}")
 
         save_checkpoint(
-            run.writer, args=self.args, position=run.position(), chunks=run.chunks, optimizer=run.optimizer,
-            scheduler=run.scheduler, update=run.update, on_saved=saved,
+            run.writer, run.place, args=self.args, position=run.position(), on_saved=saved,
             changes=run.elasticity.state_dict() if run.elasticity is not None else None,
         )  # fmt: skip
         run.saved_iteration = iteration

@@ -15,9 +15,8 @@ import torch
 
 from megatron import backend
 from megatron.core import parallel_state
-from megatron.pipeline.schedules import Schedule
 from megatron.planner import GIB, Activations
-from megatron.planner.memory.hosted import host_parts
+from megatron.planner.memory.hosted import Hosting, host_parts
 from megatron.planner.memory.parameters import stage_parameters
 from megatron.trainer.plan import from_flags
 from megatron.trainer.plan.rank_mapping import this_process
@@ -38,30 +37,30 @@ class Need:
     stash: float
 
 
-def require_room(args: argparse.Namespace, schedule: Schedule, layers: Sequence[int]) -> None:
+def require_room(args: argparse.Namespace, layers: Sequence[int]) -> None:
     """Refuse a run for which a host has too little. Collective. `layers`: how many each stage has.
 
     Raises ValueError on all ranks alike.
     """
-    hosting = from_flags.hosting_of(args, schedule)
+    hosting = from_flags.hosting_of(args)
     if hosting is None:
         return
     needs = [None] * args.world_size
-    torch.distributed.all_gather_object(needs, _own_need(args, schedule, layers))
+    torch.distributed.all_gather_object(needs, _own_need(args, hosting, layers))
     if (sentence := shortage(needs)) is not None:
         raise ValueError(sentence)
 
 
-def _own_need(args: argparse.Namespace, schedule: Schedule, layers: Sequence[int]) -> Need:
+def _own_need(args: argparse.Namespace, hosting: Hosting, layers: Sequence[int]) -> Need:
     shape, rank = from_flags.architecture(args), parallel_state.get_pipeline_model_parallel_rank()
     parameters = stage_parameters(shape, args.tensor_model_parallel_size, layers)
     parts = host_parts(
         rank,
         Activations(shape, from_flags.activation_setting(args)).boundary,
         from_flags.training_state(args),
-        [parameters[stage] for stage in schedule.stages_of(rank)],
-        schedule.rank_of_stage,
-        from_flags.hosting_of(args, schedule),
+        [parameters[stage] for stage in args.schedule.stages_of(rank)],
+        args.schedule.rank_of_stage,
+        hosting,
     )
     part = rank, parallel_state.get_tensor_model_parallel_rank()
     host = this_process().host

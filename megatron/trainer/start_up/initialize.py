@@ -19,7 +19,6 @@ from megatron.core import parallel_state
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import embedding_ranks
 from megatron.trainer.arguments import Platform
 from megatron.trainer.arguments.platform import engine_keeps_main_grad
-from megatron.trainer.arguments.rules.run import pipeline_schedule
 from megatron.trainer.checkpoint.checkpoint import recorded_changes
 from megatron.trainer.plan.arrangement import arrange, arrangement_to_begin_with, first_arrangement
 from megatron.trainer.ranks import agreement
@@ -36,13 +35,12 @@ def this_platform() -> Platform:
         is_cuda=backend.is_cuda(),
         has_transformer_engine=importlib.util.find_spec("transformer_engine") is not None,
         has_apex=importlib.util.find_spec("apex") is not None and has_kernel,
-        num_local_devices=torch.cuda.device_count() if backend.is_cuda() else 0,
         engine_keeps_main_grad=engine_keeps_main_grad(_engine_version()),
     )
 
 
 def _engine_version() -> str:
-    """Of Transformer Engine; one that never was where it is not installed, or cannot say (a build from its sources)."""
+    """Transformer Engine's version; one that never was where it is not installed, or cannot say (built from source)."""
     try:
         return importlib.metadata.version("transformer_engine")
     except importlib.metadata.PackageNotFoundError:
@@ -88,7 +86,7 @@ def make_groups(args: argparse.Namespace) -> None:
 
     Several stages on a rank are not megatron.core's affair (`pipeline.runtime.stages.megatron.pipeline_position`).
     """
-    rank_of_stage, arrangement = pipeline_schedule(args).rank_of_stage, args.arrangement
+    rank_of_stage, arrangement = args.schedule.rank_of_stage, args.arrangement
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,

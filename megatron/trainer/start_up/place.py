@@ -5,10 +5,11 @@ moves from the one to the other as it does through a checkpoint.
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 
@@ -21,10 +22,10 @@ from megatron.pipeline.runtime.activations.activation_memory import ActivationMe
 from megatron.pipeline.runtime.stages.megatron.frozen_update import MegatronFrozenUpdate
 from megatron.pipeline.runtime.stages.megatron.layers import LayersOfParameters
 from megatron.pipeline.runtime.stages.megatron.relay_update import MegatronRelayUpdate
-from megatron.pipeline.runtime.stages.megatron.stage import ForwardStep, MegatronStage
+from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
 from megatron.pipeline.runtime.stages.megatron.update import MegatronWeightUpdate
 from megatron.pipeline.schedules import Schedule
-from megatron.trainer.arguments.rules.run import pipeline_schedule
+from megatron.trainer.checkpoint.run_state import RunParts
 from megatron.trainer.models import core_config
 from megatron.trainer.models.gpt import build_chunks, wrap_for_training
 from megatron.trainer.optimizer.optimizer import build_optimizer
@@ -33,29 +34,15 @@ from megatron.trainer.plan.rank_mapping import this_process
 from megatron.trainer.ranks.agreement import AgreedError
 from megatron.trainer.report.names import ALLOCATED, SAVED_ACTIVATIONS
 from megatron.trainer.start_up.host_room import require_room
+from megatron.trainer.start_up.program import TrainingProgram
 
-ModelProvider = Callable[..., torch.nn.Module]
 Update = MegatronWeightUpdate | MegatronRelayUpdate | MegatronFrozenUpdate
 
 
-@dataclass(frozen=True)
-class Parts:
-    """What a program brings, whatever the place.
-
-    Attributes:
-        model_provider: from a stage's configuration to Megatron's `provider(pre_process, post_process)`.
-        forward_step: Megatron's `forward_step(data_iterator, model)`.
-        loss_names: what the forward step's loss function reports.
-    """
-
-    model_provider: Callable[[TransformerConfig], ModelProvider]
-    forward_step: ForwardStep
-    loss_names: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Place:
-    """One rank's. `memory`: of its activations, where they are counted or moved."""
+@dataclass(frozen=True, kw_only=True)
+class Place(RunParts):
+    """One rank's: what has state, and the stages that compute with it. `memory`: of its activations, where they are
+    counted or moved."""
 
     schedule: Schedule
     chunks: list[torch.nn.Module]
@@ -68,14 +55,18 @@ class Place:
 
 def build_place(
     args: argparse.Namespace,
-    parts: Parts,
+    program: TrainingProgram,
     *,
+    rank: int | None = None,
+    layers: Sequence[int] | None = None,
     draws: bool = True,
     locally: Callable[[], AbstractContextManager] = nullcontext,
 ) -> Place:
     """The place of this rank in the pipeline of `args`. Collective.
 
     Args:
+        rank, layers: another place than that of the process groups, and other numbers of layers of the stages than the
+            flags give.
         draws: with weights drawn from the seed; without, they are anything, for whoever brings them from elsewhere.
         locally: what surrounds, as often on each rank, what needs no other rank, so that one that fails there (it may
             have too little memory) can tell the others.
@@ -83,17 +74,19 @@ def build_place(
     Raises ValueError for what the user can mend.
     """
     with locally():
-        schedule, model = pipeline_schedule(args), model_config(args)
+        schedule, model = args.schedule, model_config(args)
         if not draws:  # and not by `perform_initialization`: without it megatron.core marks no tensor parallel weight
             model.init_method = model.output_layer_init_method = model.embedding_init_method = _leave_as_it_is
-        layers = from_flags.layers_of_stages(model) if args.frozen_stages is None else args.frozen_stages.layers
-        own = schedule.stages_of(parallel_state.get_pipeline_model_parallel_rank())
+        if layers is None:
+            layers = from_flags.layers_of_stages(model) if args.frozen_stages is None else args.frozen_stages.layers
+        own = schedule.stages_of(parallel_state.get_pipeline_model_parallel_rank() if rank is None else rank)
     on_host = schedule.residency is not None
-    require_room(args, schedule, layers)
+    require_room(args, layers)
     with locally():
-        chunks = build_chunks(parts.model_provider, model, stages=own, layers=layers, on_host=on_host)
+        chunks = build_chunks(partial(program.model_provider, args), model, stages=own, layers=layers, on_host=on_host)
         for stage, chunk in zip(own, chunks, strict=True):
-            chunk.requires_grad_(stage >= schedule.num_frozen)
+            if stage < schedule.num_frozen:
+                chunk.requires_grad_(False)
         chunks = wrap_for_training(chunks, core_config.ddp_config(args), on_host=on_host, draws=draws)
     trained = [chunk for stage, chunk in zip(own, chunks, strict=True) if stage >= schedule.num_frozen]
     with locally():  # behind a collective, with which it begins
@@ -102,14 +95,14 @@ def build_place(
     counts = args.moves_activations or args.log_saved_activations
     memory = ActivationMemory(backend.device()) if counts else None
     options = {
-        "loss_names": parts.loss_names,
+        "loss_names": program.loss_names(args),
         "rank_metrics": _rank_metrics(memory),
         "timeout": timedelta(minutes=args.distributed_timeout_minutes),
     }
     if trained:
         if schedule.residency is None:
             options["allocating"] = locally
-        update = make_update(args, schedule, trained, optimizer, scheduler, **options)
+        update = _make_update(args, trained, optimizer, scheduler, stages=own, **options)
     else:
         with locally():  # nothing, beside ranks that allocate
             pass
@@ -121,9 +114,9 @@ def build_place(
         with locally():
             stages = [
                 MegatronStage(
-                    chunk, parts.forward_step, update, index=stage, num_stages=schedule.num_stages,
+                    chunk, program.forward_step, update, index=stage, num_stages=schedule.num_stages,
                     seq_length=args.seq_length, micro_batch_size=args.micro_batch_size,
-                    recompute=schedule.recomputes(stage), seed=args.seed, loss_names=parts.loss_names,
+                    recompute=schedule.recomputes(stage), seed=args.seed, loss_names=program.loss_names(args),
                     activation_memory=memory, first_trained=schedule.num_frozen,
                 )
                 for stage, chunk in zip(own, chunks, strict=True)
@@ -131,7 +124,10 @@ def build_place(
     except AgreedError:
         update.close()
         raise
-    return Place(schedule, chunks, optimizer, scheduler, update, stages, memory)
+    return Place(
+        schedule=schedule, chunks=chunks, optimizer=optimizer, scheduler=scheduler, update=update, stages=stages,
+        memory=memory,
+    )  # fmt: skip
 
 
 def model_config(args: argparse.Namespace) -> TransformerConfig:
@@ -146,16 +142,17 @@ def _leave_as_it_is(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-def make_update(
+def _make_update(
     args: argparse.Namespace,
-    schedule: Schedule,
     chunks: list,
     optimizer: MegatronOptimizer,
     scheduler: OptimizerParamScheduler,
+    *,
+    stages: Sequence[int],
     **options: object,
 ) -> Update:
     """The update of the chunks that are trained, for where the schedule has the weights."""
-    stages = schedule.stages_of(parallel_state.get_pipeline_model_parallel_rank())
+    schedule = args.schedule
     if schedule.residency is not None:
         return MegatronRelayUpdate(
             chunks, optimizer, scheduler, stages=stages, residency=schedule.residency, host=this_process().host,

@@ -13,9 +13,10 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
 from megatron.trainer.checkpoint.checkpoint import CheckpointPosition, CheckpointWriter
-from megatron.trainer.data.microbatches import Field, MicrobatchIterator
+from megatron.trainer.data.microbatches import MicrobatchIterator
 from megatron.trainer.report.log import Reporter
-from megatron.trainer.start_up.place import Parts, Place, Update
+from megatron.trainer.start_up.place import Place, Update
+from megatron.trainer.start_up.program import TrainingProgram
 
 if TYPE_CHECKING:
     from megatron.trainer.changes.elasticity import Elasticity
@@ -27,13 +28,12 @@ class Run:
     """Everything of a run on one rank, and where it stands (`position` counts over the whole run)."""
 
     args: argparse.Namespace
-    parts: Parts
+    program: TrainingProgram
     place: Place
     engine: PipelineEngine
     reporter: Reporter
     writer: CheckpointWriter | None
     datasets: list
-    fields: tuple[Field, ...]
     vocab_size: int
     elasticity: Elasticity | None = None
     cache: PrefixCache | None = None
@@ -82,8 +82,8 @@ class Run:
             consumed = 0
         return [
             MicrobatchIterator(
-                self.args, self.datasets[index], fields=self.fields, name=name, consumed_samples=consumed,
-                vocab_size=self.vocab_size, stage=stage.index, num_stages=stage.num_stages,
+                self.args, self.datasets[index], fields=self.program.fields_provider(self.args), name=name,
+                consumed_samples=consumed, vocab_size=self.vocab_size, stage=stage.index, num_stages=stage.num_stages,
                 repeats=name == "validation",
             )
             for stage in self.stages

@@ -9,7 +9,7 @@ from megatron.pipeline.program.weight_policies import POLICIES, WeightPolicy
 from megatron.pipeline.schedules import ORDERS, PLACEMENTS, PRESETS, Preset, Schedule
 from megatron.pipeline.schedules.gpipe import GPipe
 from megatron.pipeline.schedules.one_f_one_b import OneForwardOneBackward
-from megatron.planner.memory.demands import schedule_demand
+from megatron.planner.memory.schedule_demand import schedule_demand
 from megatron.planner.search.offers import fewest_ranks, offer, offered, preset_of
 
 

@@ -15,8 +15,8 @@ from megatron.pipeline.simulate.critical_path import critical_path
 from tests.pipeline.simulate.programs import build, without_transfers
 
 
-def path_of(program, costs, **options):
-    return critical_path(simulate(program, costs, **options), costs, **options)
+def path_of(program, costs):
+    return critical_path(simulate(program, costs), costs)
 
 
 def test_the_path_of_a_flush_goes_down_and_up():

@@ -35,21 +35,6 @@ def test_a_forward_waits_for_a_late_eviction():
     assert spans_of(timeline, 0)["0F3"][0] == 2.0 + 1.75
 
 
-def test_synchronous_moves_stop_the_evictor():
-    """The computation after an EVICT or a LOAD starts when that is complete; the acceptor waits for nothing, and moves
-    that take no time change nothing.
-    """
-    bpipe = build("bpipe", 4, (8,))
-    timeline = simulate(bpipe, Costs(evict=0.5), synchronous_moves=True)
-    evictor = spans_of(timeline, 0)
-    for move, computation in (("0EVICT1", "0F2"), ("0EVICT3", "0B0"), ("0LOAD1", "0F4")):
-        assert evictor[computation][0] >= evictor[move][1]
-    assert evictor["0F2"] == [2.5, 3.5]
-    assert spans_of(timeline, 3)["3F0"][0] == 3.0  # as without moves
-    assert timeline.makespan > simulate(bpipe, Costs(evict=0.5)).makespan
-    assert simulate(bpipe, synchronous_moves=True).makespan == simulate(bpipe).makespan
-
-
 @pytest.mark.parametrize("name", ["flush", "2bw"])
 @pytest.mark.parametrize(("f", "b"), [(1.0, 1.0), (1.0, 1.4), (1.0, 2.0)])
 @pytest.mark.parametrize("p", [4, 5, 8, 16])

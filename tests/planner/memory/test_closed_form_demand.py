@@ -4,24 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.pipeline.check import check, check_periodic
 from megatron.pipeline.schedules import Schedule
 from megatron.planner.memory.closed_form_demand import closed_form_demand
-from megatron.planner.memory.demand import Demand, demand_of
+from megatron.planner.memory.proved_demand import proved_demand
 
 CASES = [
     ("gpipe", 1, False), ("flush", 1, False), ("bpipe", 1, False), ("2bw", 1, False), ("2bw", 1, True),
     ("pipedream", 1, False), ("interleaved", 2, False), ("interleaved", 3, False), ("interleaved", 2, True),
     ("interleaved", 3, True),
 ]  # fmt: skip
-
-
-def proved(schedule: Schedule, num_microbatches: int) -> Demand:
-    if schedule.weights.drains:
-        program = schedule.build((num_microbatches,))
-        return demand_of(program, check(program))
-    periodic = schedule.build_periodic(num_microbatches)
-    return demand_of(periodic.unroll(1), check_periodic(periodic))
 
 
 @pytest.mark.parametrize("options", [
@@ -54,7 +45,7 @@ def schedules(name: str, virtual: int, balance: bool, sizes: tuple[int, ...], mo
 
 
 def compare(schedule: Schedule, num_microbatches: int) -> None:
-    found, exact = closed_form_demand(schedule, num_microbatches), proved(schedule, num_microbatches)
+    found, exact = closed_form_demand(schedule, num_microbatches), proved_demand(schedule, num_microbatches)
     where = f"{schedule}, {num_microbatches} microbatches"
     assert found.evicts == exact.evicts and found.accepts == exact.accepts, where
     assert all(a <= b <= a + 1 for a, b in zip(exact.receives_ahead, found.receives_ahead, strict=True)), where

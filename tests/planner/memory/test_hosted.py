@@ -12,16 +12,15 @@ from megatron import backend
 
 backend.install()
 
-from megatron.pipeline.check import check
 from megatron.pipeline.program.arena import places
 from megatron.pipeline.program.lane_order import Residency, most_boundaries
 from megatron.pipeline.schedules import Schedule
 from megatron.planner import GIB, Activations, Architecture, Cluster, Configuration, TrainingState
 from megatron.planner.job.software import Software
 from megatron.planner.memory.closed_form_demand import closed_form_demand
-from megatron.planner.memory.demand import demand_of
-from megatron.planner.memory.host_memory import Crew, crowds, fewest_sharing, host_bytes, judge_host, largest_model
 from megatron.planner.memory.hosted import Hosting, gradient_buffers, resident_weights
+from megatron.planner.memory.node_memory import Crew, crowds, fewest_sharing, host_bytes, judge_host, largest_model
+from megatron.planner.memory.proved_demand import proved_demand
 from megatron.planner.planner import Planner
 from tests import workers
 
@@ -49,8 +48,7 @@ def test_the_closed_form_is_the_proved_programs(p, v, m, tied, data, stash, resi
         "l2l", num_stages=p * v, num_virtual_stages=v, tied_embeddings=tied and p * v > 1, data_parallel=data,
         residency=Residency(resident, stash=stash),
     )  # fmt: skip
-    program = schedule.build((m,))
-    exact, found = demand_of(program, check(program)), closed_form_demand(schedule, m)
+    exact, found = proved_demand(schedule, m), closed_form_demand(schedule, m)
     for name in ("live_versions", "boundaries"):
         assert getattr(found, name) == getattr(exact, name), name
     for name in ("saved_microbatches", "saved_on_rank"):

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from megatron.placement.bandwidth import RecomputeScope
 from megatron.planner.job.software import MEGATRON_CORE, MEGATRON_DEEPSPEED, MEGATRON_V3, PIPEDREAM_2BW
+from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.published.entries import Entry, Unpredictable, load_entries, read_entry
 from megatron.planner.published.prediction import predict
 from megatron.planner.time.calibration import default_constants

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.placement.bandwidth import RecomputeScope
 from megatron.planner import Cluster, load_cluster
+from megatron.planner.job.cluster import CLUSTERS
+from megatron.planner.memory.activations import RecomputeScope
 from tests.planner.published.bpipe_memory import FIRST_FEASIBLE, ONLY_BALANCED
 from tests.planner.search.helper import a100, gpt3, run
-from tests.tools.in_process import ROOT
 
 GPT3_96B = gpt3(80, 9984, 104)
 BERT_24 = replace(
@@ -81,7 +81,7 @@ def test_bert_24_of_pipedream_2bw(gpu, nodes, depth, fastest_first, rounds):
     On GTX 1080 Ti that is no recomputation; on V100 the larger microbatch, although it recomputes. The paper names
     neither hidden size nor batch: taken are BERT-large's 1024, and 1 or 8 rounds of the pipeline (g).
     """
-    file = load_cluster(ROOT / "examples" / "clusters" / f"{gpu}.yaml")
+    file = load_cluster(CLUSTERS / f"{gpu}.yaml")
     cluster = Cluster(**{**file.model_dump(exclude_none=True), "nodes": nodes})
     rates = {}
     for size, scope in fastest_first:

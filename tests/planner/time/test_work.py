@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.placement.bandwidth import RecomputeScope
 from megatron.planner import Architecture
 from megatron.planner.job.software import MEGATRON_2021, MEGATRON_CORE, MEGATRON_V3
+from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.time.work import LayerWork
 
 H, A, S = 4096, 32, 2048

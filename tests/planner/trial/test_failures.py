@@ -3,8 +3,8 @@
 import pytest
 
 from megatron.planner.trial.failures import classify
-from megatron.planner.trial.process import End
-from megatron.planner.trial.records import Status
+from megatron.planner.trial.results import Status
+from megatron.processes.job import End
 
 LAUNCHER = """
 E1121 20:00:00.0 torch/distributed/elastic/multiprocessing/api.py:986] failed (exitcode: {code}) local_rank: 0 (pid: 12)

@@ -8,9 +8,9 @@ import pytest
 
 from megatron.planner import Configuration
 from megatron.planner.trial import runs as module
-from megatron.planner.trial.process import End
-from megatron.planner.trial.records import ResultsFile, Status, TrialEntry
+from megatron.planner.trial.results import ResultsFile, Status, TrialEntry
 from megatron.planner.trial.runs import METRICS, Runs, collect, iteration_seconds, measure
+from megatron.processes.job import End
 from megatron.trainer.arguments import parse_args
 
 ENTRIES = [

@@ -4,7 +4,6 @@ import argparse
 import atexit
 import functools
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
@@ -22,8 +21,7 @@ SMALL_BERT = SMALL.partition("--mock-data")[0] + "--data-path none --vocab-file 
 
 def defaults() -> dict:
     """The defaults of pretrain_bert.py."""
-    sys.path.insert(0, str(ROOT))
-    import pretrain_bert
+    from megatron.trainer.programs import pretrain_bert
 
     return pretrain_bert.DEFAULTS
 

@@ -10,7 +10,7 @@ SMALL = (
     "--tokenizer-type NullTokenizer --vocab-size 100"
 )
 CPU = Platform(is_cuda=False, has_transformer_engine=False, has_apex=False)
-GPU = Platform(is_cuda=True, has_transformer_engine=True, has_apex=True, num_local_devices=8)
+GPU = Platform(is_cuda=True, has_transformer_engine=True, has_apex=True)
 
 
 def words(extra: str = "", without: str = "") -> list[str]:

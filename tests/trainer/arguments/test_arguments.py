@@ -41,6 +41,16 @@ def test_defaults_are_megatrons():
     assert {name: getattr(args, name) for name in expected} == expected
 
 
+def test_flags_may_stand_in_a_file(tmp_path):
+    """@FILE is its words; an error in it is one sentence, as any other."""
+    (tmp_path / "flags").write_text("--num-layers 6 --hidden-size 48 # a comment\n--num-attention-heads 4\n")
+    args = parse_args([f"@{tmp_path / 'flags'}", "--num-layers", "8"])
+    assert (args.num_layers, args.hidden_size, args.num_attention_heads) == (8, 48, 4)
+    (tmp_path / "flags").write_text("--save 'a\n")
+    with pytest.raises(ValueError, match=r"a quote that does not end in '--save 'a'; end it in its line"):
+        parse_args([f"@{tmp_path / 'flags'}"])
+
+
 def test_values_that_follow():
     """Sizes that the user leaves out follow from the others as in Megatron-LM."""
     args = arguments("--swiglu --hidden-size 96 --num-attention-heads 6 --num-layers 4")

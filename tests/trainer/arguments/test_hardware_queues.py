@@ -101,7 +101,6 @@ def test_a_run_over_nccl_asks(monkeypatch):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     for chosen in ("nccl", "gloo"):
         args = arguments("--pipeline-schedule 2bw --pipeline-model-parallel-size 2", world_size=2)
-        args.notes_for_log = []
         monkeypatch.setattr(
             pretraining.initialize,
             "choose_device",
@@ -109,9 +108,9 @@ def test_a_run_over_nccl_asks(monkeypatch):
         )
         if chosen == "nccl":
             with pytest.raises(ValueError, match="CUDA_DEVICE_MAX_CONNECTIONS is 1"):
-                pretraining.complete(args)
+                pretraining.complete(args, [])
         else:
-            pretraining.complete(args)
+            pretraining.complete(args, [])
 
 
 def test_a_run_that_says_nothing_gets_32_queues():

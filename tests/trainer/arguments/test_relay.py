@@ -4,7 +4,6 @@ import pytest
 
 from megatron.pipeline.program.lane_order import Residency
 from megatron.trainer.arguments import platform
-from megatron.trainer.arguments.rules.run import pipeline_schedule
 from tests.trainer.arguments.command_line import GPU, arguments
 
 L2L = "--pipeline-schedule l2l"
@@ -28,7 +27,7 @@ P2 = "--pipeline-model-parallel-size 2"
 )
 def test_a_layer_is_a_stage_unless_the_flags_say_otherwise(flags, world_size, rank_of_stage, residency):
     """Stages are dealt out in turn; updates are eager where nothing depends on all gradients together."""
-    schedule = pipeline_schedule(arguments(f"{L2L} {flags}", world_size=world_size))
+    schedule = arguments(f"{L2L} {flags}", world_size=world_size).schedule
     assert (schedule.rank_of_stage, schedule.residency) == (rank_of_stage, residency)
     assert schedule.tied_embeddings == (len(rank_of_stage) > 1)
 

@@ -1,6 +1,7 @@
 """Flags read from shell scripts, against what bash itself passes on."""
 
 import os
+import re
 import subprocess
 
 import pytest
@@ -69,6 +70,7 @@ def test_a_script_in_the_manner_of_megatron(tmp_path, environment):
 
 TOKENS = ["a", "--b", "$X", '"$X"', "${X}", "'$X'", '"c d"', "e'f'g", "$X$Y", "h$Y", "${Z:-i}", '"${A[@]}"', "${A[@]}",
           "$((2 * (N + 1)))", "j\\ k", "l=m", '"n\\"o"', '"$X p"', "${A[1]}",
+          '"\\$X"', "$(( N / 2 ))", "''", 't"${A[@]}"u', "v#w",
           '"${A[1]}"', "${Z:-${X}}", '"${Z:-${A[0]}}"', "${Y:-${X}}q"]  # fmt: skip
 
 
@@ -104,10 +106,31 @@ def test_what_is_not_read_is_said():
     assert all(note.startswith("job.sh: ") for note in found.notes)
 
 
+def test_what_another_command_decides_is_not_assigned():
+    """Behind && and || an assignment may not happen, so the note names it; what only sets variables decides nothing."""
+    script = """
+    SIZE=1; export A=2 && B=(3 "$A")
+    [ -n "$X" ] && SIZE=4 || C+=(5
+    6)
+    A[0]=7
+    torchrun pretrain_gpt.py "${B[@]}" $SIZE $A
+    """
+    found = read_script(script, environment={}, source="job.sh")
+    assert found.words == ("3", "2", "1", "2")
+    assert [re.findall(r"line (\d+)\) assigns what is not read", note) for note in found.notes] == [["3"], ["3"], ["5"]]
+
+
 @pytest.mark.parametrize(
     ("script", "reason"),
-    [("python train.py --a", "runs no pretrain"), ('python pretrain_gpt.py "a\n', "does not end")],
+    [
+        ("python train.py --a", "^job.sh runs no pretrain_.*; write the model's flags into a file and give @FILE"),
+        ("if true; then\n  python pretrain_gpt.py\nfi", r"runs no pretrain_.*; job.sh: 'if true; then' \(line 1\)"),
+        ('A=1\npython pretrain_gpt.py \\\n  "a\n', r"'\"a' \(line 3\) has a quote .* that does not end; .* @FILE"),
+        ("A=1\nB=(a\n b\npython pretrain_gpt.py", r"'B=\(a' \(line 2\) has .* parenthesis that does not end; .* @FILE"),
+        ("python pretrain_gpt.py $(a", r"\(line 1\) has .* parenthesis that does not end"),
+    ],
 )
 def test_refusals(script, reason):
+    """What cannot be read is named with its line, and with what takes the script's place."""
     with pytest.raises(ValueError, match=reason):
-        read_script(script, environment={})
+        read_script(script, environment={}, source="job.sh")

@@ -8,7 +8,6 @@ backend.install()
 
 from megatron.pipeline.schedules import Schedule
 from megatron.trainer.arguments import parse_args, validate_args
-from megatron.trainer.arguments.rules.run import pipeline_schedule
 from tests.trainer.arguments.command_line import arguments, words
 
 
@@ -27,7 +26,7 @@ def test_balancing_with_and_without_something_to_move(flags):
     """The preset and the flag are one schedule. Where no stage is over its bound, a note says so and nothing moves."""
     moving = arguments(f"{flags} --pipeline-model-parallel-size 4", world_size=4)
     assert moving.moves_activations
-    assert pipeline_schedule(moving) == Schedule.preset("flush", num_stages=4, balance=True, tied_embeddings=True)
+    assert moving.schedule == Schedule.preset("flush", num_stages=4, balance=True, tied_embeddings=True)
     for stages, batch in ((2, 8), (4, 3)):
         args = parse_args(words(f"{flags} --pipeline-model-parallel-size {stages} --global-batch-size {batch}"))
         notes = validate_args(args, world_size=stages)

@@ -40,8 +40,8 @@ def _breaks(run: Run, rank: int | None, owner: object, name: str, error: Excepti
 
 def no_memory_for_chunks(run: Run) -> Callable[[], None]:
     """Rank 1 has none for its chunks."""
-    provider = _once(run, 1, run.parts.model_provider, torch.OutOfMemoryError("tried to allocate 80 GiB"))
-    run.parts = replace(run.parts, model_provider=provider)
+    provider = _once(run, 1, run.program.model_provider, torch.OutOfMemoryError("tried to allocate 80 GiB"))
+    run.program = replace(run.program, model_provider=provider)
     return lambda: None
 
 

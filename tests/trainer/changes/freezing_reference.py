@@ -8,13 +8,14 @@ weights of one batch before, and what is frozen with the newest, from the batch 
 
 import argparse
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from tests.pipeline.runtime.stages.megatron.megatron_model import Case
 from tests.pipeline.runtime.stages.megatron.megatron_reference import LossScale, make_optimizer
-from tests.trainer.run.run_case import BASE, numbered_names, program_parts
+from tests.trainer.run.run_case import BASE, numbered_names, training_program
 
 
 def reference(flags: str, *, program: str = "pretrain_gpt", base: str = BASE, replicas: int = 1) -> dict:
@@ -23,23 +24,21 @@ def reference(flags: str, *, program: str = "pretrain_gpt", base: str = BASE, re
 
     `flags`: without degrees. `replicas`: in how many sums the microbatches of a batch are added up first.
     """
-    from megatron.trainer.arguments import parse_args, validate_args
-    from megatron.trainer.data.microbatches import MicrobatchIterator, gpt_fields
+    from megatron.trainer.arguments import parse_args
+    from megatron.trainer.data.microbatches import MicrobatchIterator
     from megatron.trainer.data.tokenizer import build_tokenizer, padded_vocab_size, vocab_size
     from megatron.trainer.models import core_config
     from megatron.trainer.models.gpt import build_chunks
     from megatron.trainer.run.pretraining import complete
     from megatron.trainer.start_up import initialize
 
-    defaults, parts = program_parts(program)
+    defaults, trained = training_program(program)
     args = parse_args(f"{base} {flags}".split(), defaults=defaults)
-    args.notes_for_log = validate_args(args, world_size=1, rank=0)
     complete(args)
     initialize.set_up(args)
     tokenizer = build_tokenizer(args)
     args.padded_vocab_size = padded_vocab_size(args, tokenizer)
-    datasets = parts["datasets_provider"](args, tokenizer)
-    fields = parts.get("fields_provider", gpt_fields)(args)
+    datasets, fields = trained.datasets_provider(args, tokenizer), trained.fields_provider(args)
 
     def data(index: int, name: str):
         return MicrobatchIterator(
@@ -48,8 +47,8 @@ def reference(flags: str, *, program: str = "pretrain_gpt", base: str = BASE, re
         )  # fmt: skip
 
     model_config = core_config.transformer_config(args)
-    [module] = build_chunks(lambda own: parts["model_provider"](args, own), model_config)
-    training = _Training(args, module, parts["forward_step"], data(0, "training"), replicas)
+    [module] = build_chunks(partial(trained.model_provider, args), model_config)
+    training = _Training(args, module, trained.forward_step, data(0, "training"), replicas)
     validation = None
     while len(training.batches) < args.train_iters:
         training.batch()

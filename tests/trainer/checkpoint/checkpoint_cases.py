@@ -24,6 +24,7 @@ from megatron.trainer.checkpoint.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
+from megatron.trainer.checkpoint.run_state import RunParts
 from tests.trainer.checkpoint import small_run
 
 SAVED_AT = 3
@@ -38,18 +39,13 @@ def _save(run, directory, *, iteration=SAVED_AT, update=None, **changes):
         consumed_valid_samples=8,
         num_floating_point_operations_so_far=1e12,
     )
-    save_checkpoint(
-        writer, args=args, position=position, chunks=run.chunks, optimizer=run.optimizer, scheduler=run.scheduler,
-        update=update,
-    )  # fmt: skip
+    save_checkpoint(writer, RunParts(run.chunks, run.optimizer, run.scheduler, update), args=args, position=position)
     return writer
 
 
 def _load(run, directory, *, update=None, **changes):
     args = argparse.Namespace(**{**vars(run.args), "load": directory, **changes})
-    return load_checkpoint(
-        args=args, chunks=run.chunks, optimizer=run.optimizer, scheduler=run.scheduler, update=update
-    )
+    return load_checkpoint(RunParts(run.chunks, run.optimizer, run.scheduler, update), args=args)
 
 
 def _started(changes):

@@ -118,7 +118,6 @@ def test_sample_counts():
 def read_case(flags: str, consumed: int, steps: int, chunk: int = 0) -> list[dict[str, torch.Tensor]]:
     """The first microbatches that a stage of this rank gets: `chunk`, counted from 0."""
     from megatron.core import parallel_state
-    from megatron.trainer.arguments.rules.run import pipeline_schedule
     from megatron.trainer.data.datasets import build_datasets
     from megatron.trainer.data.microbatches import MicrobatchIterator, gpt_fields
     from megatron.trainer.data.tokenizer import build_tokenizer
@@ -126,7 +125,7 @@ def read_case(flags: str, consumed: int, steps: int, chunk: int = 0) -> list[dic
 
     args = arguments(flags, without="--mock-data", world_size=torch.distributed.get_world_size())
     initialize.set_up(args)
-    schedule = pipeline_schedule(args)
+    schedule = args.schedule
     try:
         before = torch.get_rng_state()
         datasets = build_datasets(args, build_tokenizer(args))

@@ -13,7 +13,6 @@ def build_case(flags: str) -> dict[str, torch.Tensor]:
     """This rank's parameters, of all its stages, by their names in the whole model."""
     from megatron.core import parallel_state
     from megatron.core.utils import unwrap_model
-    from megatron.trainer.arguments.rules.run import pipeline_schedule
     from megatron.trainer.models import core_config, gpt
     from megatron.trainer.plan import from_flags
     from megatron.trainer.start_up import initialize
@@ -23,7 +22,7 @@ def build_case(flags: str) -> dict[str, torch.Tensor]:
     initialize.set_up(args)
     try:
         model_config = core_config.transformer_config(args)
-        stages = pipeline_schedule(args).stages_of(parallel_state.get_pipeline_model_parallel_rank())
+        stages = args.schedule.stages_of(parallel_state.get_pipeline_model_parallel_rank())
         layers, found = from_flags.layers_of_stages(model_config), {}
 
         def provider_of(own_config):

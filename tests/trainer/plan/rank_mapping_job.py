@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-import pretrain_gpt
+from megatron.trainer.programs import pretrain_gpt
 from megatron.trainer.run import entry
 
 STARTED_AS = os.environ["RANK"]
@@ -37,4 +37,4 @@ def model_provider(args, config):
 pretrain_gpt.model_provider = model_provider
 
 if __name__ == "__main__":
-    sys.exit(entry.run("pretrain_gpt.py", pretrain_gpt.main))
+    sys.exit(entry.run("pretrain_gpt.py", pretrain_gpt.program))

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 
-from megatron.placement import Degrees, RecomputeScope, pair_adjacent
+from megatron.placement import Degrees, pair_adjacent
 from megatron.placement.hosts import Process
 from megatron.trainer.plan import rank_mapping
 from megatron.trainer.ranks.shared_errors import SameEverywhere
@@ -15,6 +15,9 @@ from tests.trainer.arguments.command_line import arguments
 
 TWO_HOSTS = [Process("a", 0), Process("a", 1), Process("b", 0), Process("b", 1)]
 PIPELINE = "--pipeline-model-parallel-size 4"
+ELEMENT = 2 * 32 * 64  # bytes of an activation of `arguments` in 16 bits,
+LAYER = 17 * ELEMENT  # of all that a layer saves but scores,
+SCORES = 5 * 4 * 32 / 64 / 34  # and the scores' part of that
 
 
 def topology(path, *names, gpus=2, **more):
@@ -116,11 +119,10 @@ def test_batch_too_small_to_move_anything():
 
 def test_bytes_follow_the_precision(tmp_path):
     """FP32 sends twice what bf16 sends, and bf16 reduces gradients in 16 bits unless they are accumulated in FP32."""
-    degrees = Degrees(tensor=2, pipeline=2, data=2)
     flags = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
 
     def traffic(more):
-        return rank_mapping.estimated_traffic(arguments(f"{flags} {more}", world_size=8), degrees)
+        return rank_mapping.estimated_traffic(arguments(f"{flags} {more}", world_size=8))
 
     wide, narrow, kept = traffic(""), traffic("--bf16"), traffic("--bf16 --accumulate-allreduce-grads-in-fp32")
     assert wide.pipeline[0] == 2 * narrow.pipeline[0] == 2 * kept.pipeline[0] > 0
@@ -130,25 +132,30 @@ def test_bytes_follow_the_precision(tmp_path):
 
 def test_several_stages_on_a_rank():
     """What a run sends: twice from rank to rank, once from the last to the first; half the bytes move at each stage."""
-    degrees = Degrees(tensor=1, pipeline=4, data=1)
     flags = "--pipeline-model-parallel-size 4 --num-layers 8 --micro-batch-size 1 --global-batch-size 8"
     one = arguments(f"{flags} --pipeline-schedule bpipe", world_size=4)
     two = arguments(f"{flags} --num-virtual-stages-per-pipeline-rank 2 --balance-activations", world_size=4)
-    edge = rank_mapping.estimated_traffic(one, degrees).pipeline[0]
-    assert rank_mapping.estimated_traffic(one, degrees).pipeline == (edge, edge, edge, 0)
-    assert rank_mapping.estimated_traffic(two, degrees).pipeline == (2 * edge, 2 * edge, 2 * edge, edge)
-    assert rank_mapping.evictors(two) == (0,) and rank_mapping.estimated_traffic(two, degrees).pair[0] > 0
-    shapes = [rank_mapping.model_shape(args, degrees) for args in (one, two)]
-    assert shapes[1].layers_of_stage == shapes[0].layers_of_stage / 2 == 1
+    edge = rank_mapping.estimated_traffic(one).pipeline[0]
+    assert rank_mapping.estimated_traffic(one).pipeline == (edge, edge, edge, 0)
+    assert rank_mapping.estimated_traffic(two).pipeline == (2 * edge, 2 * edge, 2 * edge, edge)
+    assert rank_mapping.evictors(two) == (0,) and rank_mapping.estimated_traffic(two).pair[0] > 0
+    whole, half = (rank_mapping.cut_model(args) for args in (one, two))
+    assert set(half.layers) == {1} and set(whole.layers) == {2}
+    assert half.moved_bytes[1] == whole.moved_bytes[1] / 2
 
 
 def test_flash_attention_saves_no_scores():
-    """As if the attention were recomputed: equation 5."""
-    args = arguments("")
-    args.transformer_impl = "transformer_engine"
-    assert rank_mapping.recompute_scope(args) is RecomputeScope.ATTENTION
-    args.attention_backend = "unfused"
-    assert rank_mapping.recompute_scope(args) is RecomputeScope.NONE
+    """As if the attention were recomputed: equation 5. The kernels take 16-bit numbers only."""
+
+    def moved(more, implementation):
+        args = balanced(more)
+        args.transformer_impl = implementation
+        return rank_mapping.cut_model(args).moved_bytes[1]
+
+    engine = "transformer_engine"
+    assert moved("--bf16", engine) == moved("--bf16 --recompute-activations", "local") < moved("--bf16", "local")
+    assert moved("--bf16 --attention-backend unfused", engine) == moved("--bf16", "local")
+    assert moved("", engine) == moved("", "local")
 
 
 def test_pairs_without_transfers_are_noted():
@@ -162,18 +169,21 @@ def test_pairs_without_transfers_are_noted():
 
 
 @pytest.mark.parametrize(
-    ("flags", "scope"),
+    ("flags", "kept"),
     [
-        ("", RecomputeScope.NONE),
-        ("--recompute-activations", RecomputeScope.ATTENTION),
-        ("--recompute-granularity selective --recompute-modules layernorm", RecomputeScope.NONE),
-        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", RecomputeScope.LAYER),
-        ("--pipeline-recompute", RecomputeScope.LAYER),
+        ("", 1 + SCORES),
+        ("--recompute-activations", 1),
+        ("--recompute-granularity selective --recompute-modules layernorm", 1 + SCORES - 2 * ELEMENT / LAYER),
+        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", ELEMENT / LAYER),
+        ("--pipeline-recompute", ELEMENT / LAYER),
     ],
 )
-def test_recompute_scope(flags, scope):
-    """Megatron's flags in the paper's words."""
-    assert rank_mapping.recompute_scope(arguments(flags)) is scope
+def test_what_moves_is_what_is_not_recomputed(flags, kept):
+    """Of a layer: 34 bytes an element in 16 bits, and 5 a score; norms keep two elements, and what is recomputed as a
+    whole, as layers or by the program, its input: none where that is tokens."""
+    moved = rank_mapping.cut_model(balanced(f"--bf16 {flags}")).moved_bytes
+    assert moved[1] == pytest.approx(kept * LAYER)
+    assert (moved[0] == 0) == (flags == "--pipeline-recompute")
 
 
 @pytest.mark.parametrize(
@@ -186,7 +196,7 @@ def test_advice_where_nothing_is_asked_for(monkeypatch, local, words):
     args = balanced("--tensor-model-parallel-size 2", world_size=8)
     (line,) = rank_mapping.assign_rank(args, None, rank=3, world_size=8, timeout=timedelta(seconds=1)).lines
     assert line.startswith(words)
-    args.pipeline_schedule = "flush"
+    args = arguments(f"{PIPELINE} --tensor-model-parallel-size 2", world_size=8)
     assert rank_mapping.assign_rank(args, None, rank=3, world_size=8, timeout=timedelta(seconds=1)).lines == ()
 
 

@@ -5,13 +5,13 @@ import statistics
 import pytest
 
 from megatron.pipeline.program.weight_policies import FLUSH, TWO_BW
-from megatron.placement.bandwidth import RecomputeScope
+from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.parameters import stage_parameters
 from megatron.planner.time.profile import ProfiledPlace
 from megatron.trainer.plan.model_argv import model_words
 from megatron.trainer.profile.tasks import StagePlan
 from tests import workers
-from tests.trainer.run.run_case import BASE, data_flags, program_parts
+from tests.trainer.run.run_case import BASE, data_flags
 
 NUM_MICROBATCHES, NUM_BATCHES, LAYERS = 2, 3, 2
 
@@ -30,15 +30,15 @@ def time_case(plans: list[StagePlan]) -> list[dict]:
     """What each plan yields on this rank, which is one of a job of tensor ranks."""
     from megatron.core import parallel_state
     from megatron.trainer.plan import from_flags as planner_records
-    from megatron.trainer.profile.places import TrainingProgram, build_place
+    from megatron.trainer.profile.places import build_placed_stage
     from megatron.trainer.profile.stage_times import time_stage
-    from megatron.trainer.profile.tasks import prepare
+    from megatron.trainer.profile.tasks import prepare, training_program
 
     found = []
     for plan in plans:
-        parts, args, starts = program_parts("pretrain_gpt")[1], plan.arguments(), []
-        prepare(args, None, world_size=plan.tensor)
-        placed = build_place(args, TrainingProgram(**parts), plan.place, plan.weights)
+        args, starts = plan.arguments(), []
+        prepare(args, None)
+        placed = build_placed_stage(args, training_program("gpt"), plan.place, plan.weights)
         samples = time_stage(
             placed, num_microbatches=plan.num_microbatches, num_batches=plan.num_batches, num_warmup=plan.num_warmup,
             start=lambda starts=starts: starts.append(1),

@@ -7,11 +7,11 @@ import hashlib
 import importlib
 import os
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 from unittest import mock
 
 import torch
@@ -22,6 +22,9 @@ from tests.pipeline.placed_schedules import registered
 from tests.pipeline.runtime.relay.relay_cases import shared_files
 from tests.trainer.arguments.command_line import SMALL
 from tests.trainer.data.small_data import write_dataset
+
+if TYPE_CHECKING:
+    from megatron.trainer.start_up.program import TrainingProgram
 
 ROOT = Path(__file__).parents[3]
 BASE = (
@@ -40,11 +43,10 @@ def data_flags() -> str:
     return f"--data-path {prefix} --split 8,1,1 --data-cache-path {folder}/cache"
 
 
-def program_parts(name: str) -> tuple[dict, dict]:
-    """(defaults, options of `assemble`) of a program such as pretrain_gpt.py."""
-    sys.path.insert(0, str(ROOT))
-    program = importlib.import_module(name)
-    return getattr(program, "DEFAULTS", {}), program.parts()
+def training_program(name: str) -> tuple[dict, "TrainingProgram"]:
+    """(defaults, what it trains) of a program such as pretrain_gpt.py."""
+    program = importlib.import_module(f"megatron.trainer.programs.{name}")
+    return getattr(program, "DEFAULTS", {}), program.program()
 
 
 def train_case(
@@ -65,7 +67,7 @@ def train_case(
     (`resources`). `watch`: "module:function" of what is called with the run before it trains, and returns what is
     called at its end for the entry `watched`.
     """
-    from megatron.trainer.arguments import parse_args, validate_args
+    from megatron.trainer.arguments import parse_args
     from megatron.trainer.ranks.signals import StopSignal
     from megatron.trainer.report.log import Reporter
     from megatron.trainer.report.metrics import read_metrics
@@ -74,21 +76,19 @@ def train_case(
     from megatron.trainer.run.pretraining import complete
     from megatron.trainer.start_up import initialize
 
-    defaults, options = program_parts(program)
+    defaults, trained = training_program(program)
     mapped = shared_files()
-    rank, world_size, _ = initialize.environment_ranks()
+    rank = initialize.environment_ranks()[0]
     folder = Path(tempfile.mkdtemp())
     metrics = folder / "metrics.jsonl"
     if "--train-samples" in flags or "--epochs" in flags:
         base = base.replace("--train-iters 6", "").replace("--train-iters 10", "")
     args = parse_args(f"{base} --metrics-file {metrics} {flags}".split(), defaults=defaults)
-    if not args.use_checkpoint_args:
-        args.notes_for_log = validate_args(args, world_size=world_size, rank=rank)
     complete(args)
     initialize.set_up(args)
     stop, lines = StopSignal(), []
     with mock.patch.object(Reporter, "say", lambda _, text: lines.append(text)):
-        run = assemble(args, **options)
+        run = assemble(args, trained)
     run.reporter.say = lines.append
     gradients = _digests_of_gradients(run.update)
     resources = _look_after(run.reporter, look_after)

@@ -126,13 +126,15 @@ def test_signal_is_a_stop_request():
 def test_what_is_freed_is_kept_before_training_begins(monkeypatch):
     """The C library is told so before anything is built."""
     from megatron import backend
+    from megatron.trainer.run import pretraining
 
     happened = []
+    monkeypatch.setattr(pretraining, "pretrain", lambda args, program, stop, **_: happened.append(program))
     monkeypatch.setattr(backend, "keep_freed_memory", lambda: happened.append("kept"))
     monkeypatch.setattr(sys, "argv", [PROGRAM, *words()])
     before = signal.getsignal(signal.SIGTERM)
     try:
-        assert entry.run("pretrain_gpt.py", lambda args, stop, started: happened.append("trained")) == 0
+        assert entry.run("pretrain_gpt.py", lambda: "trained") == 0
     finally:
         signal.signal(signal.SIGTERM, before)
     assert happened == ["kept", "trained"]

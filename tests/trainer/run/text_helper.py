@@ -5,7 +5,6 @@ import atexit
 import functools
 import json
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
@@ -31,8 +30,7 @@ GOOD, BAD = "w0 w1", "w3 w4"
 
 def defaults() -> dict:
     """The defaults of finetune_bert.py."""
-    sys.path.insert(0, str(ROOT))
-    import finetune_bert
+    from megatron.trainer.programs import finetune_bert
 
     return finetune_bert.DEFAULTS
 

@@ -4,7 +4,6 @@ import argparse
 import atexit
 import functools
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
@@ -29,8 +28,7 @@ NUM_TRAINING, NUM_VALIDATION, NUM_TEST = 20, 10, 5  # neither divides a batch
 
 def defaults() -> dict:
     """The defaults of pretrain_vision_classify.py."""
-    sys.path.insert(0, str(ROOT))
-    import pretrain_vision_classify
+    from megatron.trainer.programs import pretrain_vision_classify
 
     return pretrain_vision_classify.DEFAULTS
 

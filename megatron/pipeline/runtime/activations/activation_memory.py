@@ -75,12 +75,12 @@ class BufferPool:
 
     @property
     def allocated_bytes(self) -> int:
-        """Of all buffers, free ones included."""
+        """The bytes of all buffers, free ones included."""
         return sum(len(buffer.memory) for buffer in self._buffers)
 
     @property
     def used_bytes(self) -> int:
-        """Of the buffers that somebody holds now."""
+        """The bytes of the buffers that somebody holds now."""
         with self._lock:
             return sum(len(buffer.memory) for buffer in self._buffers if not buffer.is_free)
 

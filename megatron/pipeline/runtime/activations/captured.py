@@ -68,7 +68,7 @@ class CapturedActivations:
 
     def __init__(self, stage: int, module: torch.nn.Module, memory: ActivationMemory) -> None:
         self.layout: ActivationLayout | None = None
-        """Of every microbatch; known from the first eviction on."""
+        """The layout of every microbatch; known from the first eviction on."""
         self._stage = stage
         self._memory = memory
         self._streams = streams_of(memory.device)

@@ -156,7 +156,7 @@ class ActivationTransfers:
         self._queue.request(instruction, move)
 
     def _transfer(self, instruction: Instruction, call: Callable[[], int | None]) -> int | None:
-        """On the thread of the moves: what the link raises is a lost peer."""
+        """Call the link, on the thread of the moves; what it raises is a lost peer."""
         try:
             return call()
         except RuntimeError as error:

@@ -187,7 +187,7 @@ def timeline(traces: Iterable[RankTrace], *, name: str = "measured") -> Timeline
 
 
 def _by_posting(spans: Sequence[TraceSpan]) -> dict[int, TraceSpan]:
-    """For what a rank posted, by the identity of that span: what the background thread made of it.
+    """What the background thread made of what a rank posted, by the identity of the posting's span.
 
     A stage is fetched twice a batch. The last of both lists belong together, since the first ones may be forgotten.
     """

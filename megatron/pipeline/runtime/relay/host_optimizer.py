@@ -32,7 +32,7 @@ from megatron.pipeline.runtime.update.elementwise_step import RULES
 from megatron.pipeline.runtime.update.optimizer_stand_in import HOOKS, copied, settings_of, stand_in, take_step
 
 Settings = list[dict[str, Any]]
-"""Of each group, what it says beside its parameters."""
+"""What each group says beside its parameters."""
 
 
 class HostOptimizer:

@@ -138,7 +138,7 @@ class HostStore:
 
     @property
     def num_bytes(self) -> int:
-        """Of weights, gradients and masters; an optimizer's moments come on top."""
+        """The bytes of weights, gradients and masters; an optimizer's moments come on top."""
         return sum(stage.num_bytes for stage in self.stages.values())
 
     def newest_tensors(self) -> dict[str, Tensor]:

@@ -40,7 +40,7 @@ class RelayLedger:
 
     @property
     def rank_metrics(self) -> dict[str, Callable[[], float]]:
-        """For `BatchReport.rank_metrics`: name -> what is read once a batch."""
+        """The ledger's part of `BatchReport.rank_metrics`: name -> what is read once a batch."""
         return {DEVICE_PEAK: self.take_device_peak, HOST_PEAK: lambda: self.host_bytes}
 
     @property
@@ -50,7 +50,7 @@ class RelayLedger:
 
     @property
     def host_bytes(self) -> int:
-        """On the host now; it never becomes less."""
+        """Bytes on the host now; they never become fewer."""
         return self._store_bytes() + self._buffer_bytes
 
     def take_device_peak(self) -> int:

@@ -89,7 +89,7 @@ class ResidentWeights:
 
     @property
     def num_bytes(self) -> int:
-        """Of the arena: what weights take on the device, whichever stages are there."""
+        """The bytes of the arena: what weights take on the device, whichever stages are there."""
         return sum(arena.nbytes for arena in self._arena.values())
 
     def of_stage(self, stage: int) -> StageWeights:

@@ -57,7 +57,7 @@ class AdamRule:
         )
 
     def _sizes(self, state: dict[str, Any]) -> tuple[float, float]:
-        """Of the next step of a parameter: its length, and the root of the bias of the second moment."""
+        """The length of a parameter's next step, and the root of the bias of the second moment."""
         count = float(state["step"] + 1)
         return self._lr / (1 - self._beta1**count), (1 - self._beta2**count) ** 0.5
 
@@ -145,5 +145,5 @@ def _are_numbers(*values: Any) -> bool:
 
 
 def _scalar(value: float | Tensor) -> Tensor:
-    """In a tensor, since a number is wrapped anew in each call, which takes about as long as the call itself."""
+    """The value in a tensor: a number is wrapped anew in each call, which takes about as long as the call itself."""
     return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32)

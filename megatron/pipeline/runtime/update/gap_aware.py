@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 SMOOTHING = 0.99
-"""Of the running average: what is kept of it with each step."""
+"""The share of the running average that is kept with each step."""
 
 _AVERAGE = "step_average"
 

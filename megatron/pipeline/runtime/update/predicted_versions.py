@@ -107,4 +107,4 @@ class PredictedVersions(WeightVersions):
 
 
 _TRUE = -1
-"""In place of a slot's number, where true weights are shown."""
+"""Stands in place of a slot's number where true weights are shown."""

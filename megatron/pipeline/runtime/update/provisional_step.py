@@ -21,7 +21,7 @@ from megatron.pipeline.runtime.update.elementwise_step import ElementwiseStep, O
 from megatron.pipeline.runtime.update.optimizer_stand_in import copied, settings_of, stand_in, take_step
 
 CHUNK_BYTES = 64 * 2**20
-"""Of the parameters that are stepped at once; with copies of Adam's moments and the gradients it is four times."""
+"""Bytes of parameters that are stepped at once; with copies of Adam's moments and the gradients it is four times."""
 
 
 class ProvisionalStep:

@@ -45,7 +45,7 @@ class _Draft:
                 begins = None
 
     def needs(self) -> Iterator[tuple[int, int]]:
-        """Of each computation that may need a tensor: its position, and that before which to post the receive."""
+        """The position of each computation that may need a tensor, and that before which to post the receive."""
         before = None
         for begins, position in self.computations():
             yield position, begins if before is None else before
@@ -75,7 +75,7 @@ _Needs = dict[tuple[Tensor, int, int], tuple[_Draft, int, int]]  # (tensor, stag
 
 
 def _post_earlier(turns: Sequence[Turn], drafts: Sequence[_Draft], extent: Extent, needs: _Needs) -> None:
-    """Of what a rank goes on with behind a border, have the receives posted before its last computation ahead of it."""
+    """Post the receives of what a rank does next after a border before its last computation ahead of the border."""
     first = extent.first_microbatch
     border = first
     for place, size in enumerate(extent.batches):
@@ -93,7 +93,7 @@ def _post_earlier(turns: Sequence[Turn], drafts: Sequence[_Draft], extent: Exten
 
 
 _Route = tuple[int, Kind, Kind, int | None, int | None]
-"""To which stage, the words of both ends, and the peer that each of them names."""
+"""The stage a tensor goes to, the words of both ends, and the peer that each of them names."""
 
 
 def _routes(extent: Extent, tensor: Tensor, stage: int) -> list[_Route]:

@@ -25,10 +25,10 @@ def add_host_updates(segments: Segments, rank: int, extent: Extent) -> Segments:
     """The segments of a rank, one for each batch and an empty one, with what makes the next version."""
     *batches, rest = segments
     assert not rest, "weights on the host have one version, so every batch drains"
-    return [*(_Batch(rank, index, extent).segment(segment) for index, segment in enumerate(batches)), rest]
+    return [*(_HostUpdates(rank, index, extent).segment(segment) for index, segment in enumerate(batches)), rest]
 
 
-class _Batch:
+class _HostUpdates:
     """A batch of a rank."""
 
     def __init__(self, rank: int, index: int, extent: Extent) -> None:
@@ -70,5 +70,5 @@ class _Batch:
         return words
 
     def _word(self, kind: Kind, stage: int | None = None) -> Instruction:
-        """Of a stage, or of the rank, which is said at its lowest."""
+        """The instruction of a stage, or of the rank, which is said at its lowest stage."""
         return Instruction(kind, self._stages[0] if stage is None else stage, version=self._version)

@@ -41,7 +41,7 @@ def _with_weights(segment: Segment, extent: Extent) -> Segment:
 
 
 def _next(stages: list[int], first: int, count: int) -> list[int]:
-    """So many different stages of those from `first` on, or all that there are, in their order."""
+    """The next `count` different stages from `first` on, or all that there are, in their order."""
     found: dict[int, None] = {}
     for index in range(first, len(stages)):
         found.setdefault(stages[index])

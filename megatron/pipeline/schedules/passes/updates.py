@@ -23,7 +23,7 @@ def add_updates(segments: Segments, rank: int, extent: Extent) -> Segments:
     """The segments of a rank with the chain after each batch's last backward, and the STEPs."""
     is_frozen = extent.is_frozen(rank)
     ends = {Kind.FORWARD} if is_frozen else ENDS_BACKWARD
-    chains = [_Chain(rank, stages, extent) for stages in extent.owners(rank)]
+    chains = [_ChainOfStages(rank, stages, extent) for stages in extent.owners(rank)]
     left = dict.fromkeys(range(extent.first_batch, extent.first_batch + len(extent.batches)), len(chains))
     result = []
     for segment in segments:
@@ -52,7 +52,7 @@ def add_updates(segments: Segments, rank: int, extent: Extent) -> Segments:
     return result
 
 
-class _Chain:
+class _ChainOfStages:
     """What a rank posts when a batch has ended there, at all of the `stages` that step at once."""
 
     def __init__(self, rank: int, stages: tuple[int, ...], extent: Extent) -> None:

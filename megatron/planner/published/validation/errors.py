@@ -40,7 +40,7 @@ class RowError:
 
 
 def row_errors(entries: Sequence[Entry], calibration: Calibration) -> list[RowError]:
-    """Of every entry of which a time was measured and whose configuration can run; but of those that were fitted only
+    """The error of every entry whose time was measured and whose configuration can run; of those that were fitted only
     where enough others are there to fit to. Raises ValueError where two have the same id.
     """
     asked = questions(entries)

@@ -16,9 +16,9 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from megatron.documents.reading import read_document
-from megatron.placement.bandwidth import RecomputeScope
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.devices import Verdict, judge
+from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.planner import Planner
 from megatron.planner.published.entries import Entry
 

@@ -12,7 +12,7 @@ TOP = 3
 
 @dataclass(frozen=True, kw_only=True)
 class TableChoice:
-    """Of one table: a model on a number of GPUs, with one batch size.
+    """The choice in one table: a model on a number of GPUs, with one batch size.
 
     Attributes:
         title: source, model and GPUs.
@@ -31,7 +31,7 @@ class TableChoice:
 
 
 def choices(rows: Sequence[RowError]) -> list[TableChoice]:
-    """For every table of three runs and more. Runs count that were measured as whole iterations."""
+    """The choice in every table of three runs and more. Runs count that were measured as whole iterations."""
     tables: dict[tuple, list[RowError]] = {}
     for row in rows:
         if row.entry.seconds is not None:

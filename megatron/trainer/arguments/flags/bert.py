@@ -1,6 +1,6 @@
 """Flags of `pretrain_bert.py`, one of them of `finetune_bert.py`, too."""
 
-from megatron.trainer.arguments.flags.specification import Group, negation, number, option
+from megatron.trainer.arguments.flags.specification import Group, Role, negation, number, option
 
 NUM_TOKEN_TYPES = 2
 """First and second segment of a sample."""
@@ -22,6 +22,7 @@ GROUP = Group(
             "bert_binary_head",
             "Predict masked tokens only: one segment a sample, no token types, and no head that says whether two "
             "segments were swapped.",
+            roles=Role.SHAPE,
         ),
     ),
 )

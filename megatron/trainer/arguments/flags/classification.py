@@ -1,6 +1,6 @@
 """Flags of `pretrain_vision_classify.py` and `finetune_bert.py`."""
 
-from megatron.trainer.arguments.flags.specification import Group, integer, negation, option
+from megatron.trainer.arguments.flags.specification import Group, Role, integer, negation, option
 
 CLASSIFIERS = ("vit", "bert-classify")
 """Architectures that tell classes."""
@@ -16,6 +16,7 @@ GROUP = Group(
             None,
             "Number of classes. Default: of pretrain_vision_classify.py 1000, of finetune_bert.py those of the "
             "training data.",
+            roles=Role.SHAPE,
         ),
         option(
             "--epochs",
@@ -43,4 +44,5 @@ VISION = Group(
             "Tell the class from the mean over all patches, and not from a token of its own.",
         ),
     ),
+    Role.SHAPE,
 )

@@ -1,6 +1,6 @@
 """Flags of data and tokenizer."""
 
-from megatron.trainer.arguments.flags.specification import Group, integer, negation, option, switch
+from megatron.trainer.arguments.flags.specification import Group, Role, integer, negation, option, switch
 
 TOKENIZER_TYPES = (
     "GPT2BPETokenizer",
@@ -28,6 +28,7 @@ DATA = Group(
             "many as there are.",
             nargs="*",
             metavar="PREFIX",
+            roles=Role.LOCATION | Role.SOURCE,
         ),
         option("--split", str, None, "Shares of training, validation and test in --data-path. Default: 969, 30, 1."),
         option(
@@ -38,6 +39,7 @@ DATA = Group(
             aliases=("--train-data",),
             nargs="*",
             metavar="PREFIX",
+            roles=Role.LOCATION | Role.SOURCE,
         ),
         option(
             "--valid-data-path",
@@ -47,6 +49,7 @@ DATA = Group(
             aliases=("--valid-data",),
             nargs="*",
             metavar="PREFIX",
+            roles=Role.LOCATION | Role.SOURCE,
         ),
         option(
             "--test-data-path",
@@ -56,20 +59,29 @@ DATA = Group(
             aliases=("--test-data",),
             nargs="*",
             metavar="PREFIX",
+            roles=Role.LOCATION | Role.SOURCE,
         ),
-        option("--data-args-path", str, None, "File that holds the value of --data-path.", metavar="FILE"),
+        option(
+            "--data-args-path",
+            str,
+            None,
+            "File that holds the value of --data-path.",
+            metavar="FILE",
+            roles=Role.LOCATION | Role.SOURCE,
+        ),
         option(
             "--per-split-data-args-path",
             str,
             None,
             "JSON file with keys train, valid and test, each a value of --data-path.",
             metavar="FILE",
+            roles=Role.LOCATION | Role.SOURCE,
         ),
         option(
             "--data-cache-path", str, None, "Where sample indices are kept. Default: beside the data.", metavar="DIR"
         ),
         negation("--no-mmap-bin-files", "mmap_bin_files", "Read .bin files through file handles, not by memory map."),
-        switch("--mock-data", "Synthetic samples, no files."),
+        switch("--mock-data", "Synthetic samples, no files.", roles=Role.LOCATION | Role.SOURCE),
         option("--num-workers", integer, 2, "Processes that load samples on each rank that needs them."),
         option("--num-dataset-builder-threads", integer, 1, "Threads that build datasets of a blend."),
         option(
@@ -88,6 +100,7 @@ DATA = Group(
             "Leave the causal mask to the attention.",
         ),
     ),
+    Role.LOCATION,
 )
 
 TOKENIZER = Group(
@@ -113,10 +126,12 @@ TOKENIZER = Group(
             None,
             "Vocabulary before padding: needed by NullTokenizer, a limit for TikTokenizer, "
             "otherwise the least size of the embedding.",
+            roles=Role.SAVED,
         ),
-        option("--vocab-extra-ids", integer, 0, "Extra ids after the vocabulary."),
+        option("--vocab-extra-ids", integer, 0, "Extra ids after the vocabulary.", roles=Role.SAVED),
         option("--tiktoken-pattern", str, None, "How TikTokenizer splits text.", choices=("v1", "v2")),
-        option("--tiktoken-num-special-tokens", integer, 1000, "Special tokens of TikTokenizer."),
+        option("--tiktoken-num-special-tokens", integer, 1000, "Special tokens of TikTokenizer.", roles=Role.SAVED),
         option("--tiktoken-special-tokens", str, None, "Names of TikTokenizer's special tokens.", nargs="+"),
     ),
+    Role.LOCATION | Role.SAVED,
 )

@@ -1,6 +1,6 @@
 """Flags of a dry run: everything short of the cluster."""
 
-from megatron.trainer.arguments.flags.specification import Group, integer, number, option
+from megatron.trainer.arguments.flags.specification import Group, Role, integer, number, option
 
 GROUP = Group(
     "dry run",
@@ -38,4 +38,5 @@ GROUP = Group(
         ),
         option("--dry-run-json", str, None, "With --dry-run: write everything to this file, too.", metavar="FILE"),
     ),
+    Role.CONFIGURATION,
 )

@@ -1,6 +1,6 @@
 """Flags that give the shape of the network."""
 
-from megatron.trainer.arguments.flags.specification import Group, integer, negation, number, option, switch
+from megatron.trainer.arguments.flags.specification import Group, Role, integer, negation, number, option, switch
 
 GROUP = Group(
     "model",
@@ -19,12 +19,13 @@ GROUP = Group(
         option("--kv-channels", integer, None, "Width of one attention head. Default: hidden size / attention heads."),
         switch("--group-query-attention", "Share keys and values between groups of heads (see --num-query-groups)."),
         option("--num-query-groups", integer, 1, "Number of key/value heads with --group-query-attention."),
-        option("--seq-length", integer, None, "Tokens in a training sequence."),
+        option("--seq-length", integer, None, "Tokens in a training sequence.", roles=Role.SAVED),
         option(
             "--max-position-embeddings",
             integer,
             None,
             "Longest sequence the position embedding knows; at least --seq-length.",
+            roles=Role.SAVED,
         ),
         option(
             "--position-embedding-type",
@@ -33,7 +34,7 @@ GROUP = Group(
             "How positions enter the network.",
             choices=("learned_absolute", "rope", "none"),
         ),
-        switch("--use-rotary-position-embeddings", "Old name of --position-embedding-type rope."),
+        switch("--use-rotary-position-embeddings", "Old name of --position-embedding-type rope.", roles=Role.NONE),
         option("--rotary-base", integer, 10000, "Base period of rotary position embeddings."),
         option("--rotary-percent", number, 1.0, "Share of a head's channels that are rotated."),
         switch("--rotary-interleaved", "Rotate neighbouring channels instead of the two halves."),
@@ -45,12 +46,18 @@ GROUP = Group(
         ),
         switch("--use-rope-scaling", "Scale rotary frequencies as Llama 3.1 does."),
         option("--rope-scaling-factor", number, 8.0, "Factor of --use-rope-scaling."),
-        negation("--no-position-embedding", "add_position_embedding", "Old name of --position-embedding-type none."),
+        negation(
+            "--no-position-embedding",
+            "add_position_embedding",
+            "Old name of --position-embedding-type none.",
+            roles=Role.NONE,
+        ),
         option(
             "--make-vocab-size-divisible-by",
             integer,
             128,
             "Pad the vocabulary to a multiple of this times the tensor parallel size.",
+            roles=Role.SAVED,
         ),
         option("--normalization", str, "LayerNorm", "Kind of normalization.", choices=("LayerNorm", "RMSNorm")),
         option("--norm-epsilon", number, 1e-5, "Epsilon of the normalization.", aliases=("--layernorm-epsilon",)),
@@ -66,14 +73,19 @@ GROUP = Group(
         negation("--disable-bias-linear", "add_bias_linear", "No biases in the linear layers."),
         switch("--add-qkv-bias", "Bias in the query, key and value projection only."),
         switch("--qk-layernorm", "Normalize queries and keys."),
-        switch("--apply-query-key-layer-scaling", "Scale attention scores by 1 / layer number (with --fp16)."),
-        switch("--attention-softmax-in-fp32", "Compute the softmax of the attention in FP32."),
+        switch(
+            "--apply-query-key-layer-scaling",
+            "Scale attention scores by 1 / layer number (with --fp16).",
+            roles=Role.SAVED,
+        ),
+        switch("--attention-softmax-in-fp32", "Compute the softmax of the attention in FP32.", roles=Role.NONE),
         option(
             "--attention-backend",
             str,
             "auto",
             "Attention kernel. Without Transformer Engine: auto, local, unfused.",
             choices=("auto", "flash", "fused", "unfused", "local"),
+            roles=Role.NONE,
         ),
         option(
             "--transformer-impl",
@@ -82,18 +94,21 @@ GROUP = Group(
             "Transformer Engine's modules or plain PyTorch ones. Default: transformer_engine where it is installed and "
             "CUDA is there, else local.",
             choices=("local", "transformer_engine"),
+            roles=Role.NONE,
         ),
-        option("--attention-dropout", number, 0.1, "Dropout probability of attention weights."),
-        option("--hidden-dropout", number, 0.1, "Dropout probability in the residual stream."),
-        option("--init-method-std", number, 0.02, "Standard deviation of the normal initialisation."),
-        switch("--init-method-xavier-uniform", "Xavier-uniform initialisation instead of normal."),
+        option("--attention-dropout", number, 0.1, "Dropout probability of attention weights.", roles=Role.SAVED),
+        option("--hidden-dropout", number, 0.1, "Dropout probability in the residual stream.", roles=Role.SAVED),
+        option("--init-method-std", number, 0.02, "Standard deviation of the normal initialisation.", roles=Role.NONE),
+        switch("--init-method-xavier-uniform", "Xavier-uniform initialisation instead of normal.", roles=Role.NONE),
         switch(
             "--use-cpu-initialization",
             "Draw the full weights on the CPU, so that they do not depend on the tensor parallel size. Always on "
             "without CUDA.",
+            roles=Role.NONE,
         ),
-        option("--seed", integer, 1234, "Seed of weights, dropout and data order."),
-        switch("--use-mcore-models", "Accepted: models always come from megatron.core."),
-        switch("--use-flash-attn", "Old name of --attention-backend flash."),
+        option("--seed", integer, 1234, "Seed of weights, dropout and data order.", roles=Role.NONE),
+        switch("--use-mcore-models", "Accepted: models always come from megatron.core.", roles=Role.NONE),
+        switch("--use-flash-attn", "Old name of --attention-backend flash.", roles=Role.NONE),
     ),
+    Role.SHAPE,
 )

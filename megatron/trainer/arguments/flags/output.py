@@ -1,6 +1,6 @@
 """Flags of checkpoints and of everything that a run reports."""
 
-from megatron.trainer.arguments.flags.specification import Group, integer, negation, option, switch
+from megatron.trainer.arguments.flags.specification import Group, Role, integer, negation, option, switch
 
 CHECKPOINT = Group(
     "checkpoint",
@@ -32,6 +32,7 @@ CHECKPOINT = Group(
         switch(
             "--use-mp-args-from-checkpoint-args",
             "With --use-checkpoint-args: also take the tensor and the pipeline parallel size, and the cut into stages.",
+            roles=Role.LOCATION | Role.SHORT_RUN | Role.CONFIGURATION,
         ),
         switch("--exit-on-missing-checkpoint", "End if --load holds no checkpoint."),
         option("--ckpt-format", str, "torch_dist", "Format of checkpoints.", choices=("torch_dist", "torch", "zarr")),
@@ -64,6 +65,7 @@ CHECKPOINT = Group(
         switch("--ckpt-fully-parallel-load", "Each data parallel rank reads a share and passes it on."),
         switch("--ckpt-assume-constant-structure", "Accepted without effect: each save makes a plan of its own."),
     ),
+    Role.LOCATION | Role.SHORT_RUN,
 )
 
 LOGGING = Group(
@@ -149,4 +151,5 @@ LOGGING = Group(
         option("--profile-step-end", integer, 12, "Iteration at which profiling ends."),
         option("--profile-ranks", integer, [0], "Ranks to profile.", nargs="+"),
     ),
+    Role.LOCATION | Role.SHORT_RUN,
 )

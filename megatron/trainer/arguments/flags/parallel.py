@@ -2,7 +2,7 @@
 
 from megatron.pipeline.program.lane_order import DEVICE, HOST
 from megatron.pipeline.schedules import PRESETS
-from megatron.trainer.arguments.flags.specification import Group, integer, negation, number, option, switch
+from megatron.trainer.arguments.flags.specification import Group, Role, integer, negation, number, option, switch
 
 PIPELINE = Group(
     "pipeline",
@@ -50,17 +50,20 @@ PIPELINE = Group(
             "that are done. stage: all that each stage has done. uniform: the same number on every stage, so that "
             "numbers do not depend on the stages. docs/provisional.md.",
             choices=("off", "stage", "uniform"),
+            roles=Role.CONFIGURATION | Role.PREDICTION,
         ),
         option(
             "--2bw-provisional-microbatches",
             integer,
             None,
             "With --2bw-provisional uniform: how many microbatches of a replica each prediction reads, at most m-p+1.",
+            roles=Role.CONFIGURATION | Role.PREDICTION,
         ),
         switch(
             "--2bw-provisional-reduce",
             "With --2bw-provisional and replicas: predict from the mean over the replicas, for one more reduction of "
             "the gradients in each batch, which nothing hides on the first stage.",
+            roles=Role.CONFIGURATION | Role.PREDICTION,
         ),
         option(
             "--l2l-update",
@@ -99,28 +102,50 @@ PIPELINE = Group(
             None,
             "Trace the last iterations and write the timeline here: planned above measured (PNG) and Perfetto JSON.",
             metavar="DIR",
+            roles=Role.SHORT_RUN,
         ),
-        option("--pipeline-timeline-iterations", integer, 4, "Number of iterations that --pipeline-timeline traces."),
+        option(
+            "--pipeline-timeline-iterations",
+            integer,
+            4,
+            "Number of iterations that --pipeline-timeline traces.",
+            roles=Role.SHORT_RUN,
+        ),
     ),
+    Role.CONFIGURATION,
 )
 
 DISTRIBUTED = Group(
     "parallelism",
     "Degrees of parallelism. Data parallel size = world size / (tensor x pipeline).",
     (
-        option("--tensor-model-parallel-size", integer, 1, "Ranks that share each layer (t)."),
-        option("--pipeline-model-parallel-size", integer, 1, "Pipeline stages (p)."),
+        option(
+            "--tensor-model-parallel-size",
+            integer,
+            1,
+            "Ranks that share each layer (t).",
+            roles=Role.CONFIGURATION | Role.DEGREES,
+        ),
+        option(
+            "--pipeline-model-parallel-size",
+            integer,
+            1,
+            "Pipeline stages (p).",
+            roles=Role.CONFIGURATION | Role.DEGREES,
+        ),
         option(
             "--num-layers-per-virtual-pipeline-stage",
             integer,
             None,
             "Layers of each stage where a rank has several (v); v follows from it.",
+            roles=Role.CONFIGURATION | Role.DEGREES,
         ),
         option(
             "--num-virtual-stages-per-pipeline-rank",
             integer,
             None,
             "Stages of each rank (v): its share of the layers is cut into v parts, dealt out in turn.",
+            roles=Role.CONFIGURATION | Role.DEGREES,
         ),
         option(
             "--microbatch-group-size-per-virtual-pipeline-stage",
@@ -128,6 +153,7 @@ DISTRIBUTED = Group(
             None,
             "Microbatches that a rank takes through one of its stages before it turns to the next; at least the "
             "pipeline parallel size, which is the default.",
+            roles=Role.CONFIGURATION | Role.DEGREES,
         ),
         option(
             "--pipeline-model-parallel-layout",
@@ -137,6 +163,7 @@ DISTRIBUTED = Group(
             "The schedule says which rank has which stages; interleaved deals them out in turn. For example "
             "'Et|(tt|)*2tL'.",
             metavar="LAYOUT",
+            roles=Role.CONFIGURATION | Role.DEGREES,
         ),
         option(
             "--decoder-first-pipeline-num-layers",
@@ -144,6 +171,7 @@ DISTRIBUTED = Group(
             None,
             "Layers on the first rank of the pipeline; the others share the rest. Where a schedule does not deal out "
             "its stages in turn: in the first stage.",
+            roles=Role.CONFIGURATION | Role.DEGREES,
         ),
         option(
             "--decoder-last-pipeline-num-layers",
@@ -151,10 +179,23 @@ DISTRIBUTED = Group(
             None,
             "Layers on the last rank of the pipeline; the others share the rest. Where a schedule does not deal out "
             "its stages in turn: in the last stage.",
+            roles=Role.CONFIGURATION | Role.DEGREES,
         ),
-        switch("--account-for-embedding-in-pipeline-split", "Count the embedding as a layer when splitting."),
-        switch("--account-for-loss-in-pipeline-split", "Count the loss as a layer when splitting."),
-        switch("--sequence-parallel", "Split activations along the sequence between tensor parallel ranks."),
+        switch(
+            "--account-for-embedding-in-pipeline-split",
+            "Count the embedding as a layer when splitting.",
+            roles=Role.CONFIGURATION | Role.DEGREES,
+        ),
+        switch(
+            "--account-for-loss-in-pipeline-split",
+            "Count the loss as a layer when splitting.",
+            roles=Role.CONFIGURATION | Role.DEGREES,
+        ),
+        switch(
+            "--sequence-parallel",
+            "Split activations along the sequence between tensor parallel ranks.",
+            roles=Role.CONFIGURATION,
+        ),
         option(
             "--rank-mapping",
             str,
@@ -163,6 +204,7 @@ DISTRIBUTED = Group(
             "stages s and p-1-s, then replicas. optimized: least transfer time over --rank-topology. Or a JSON or YAML "
             "file with the rank of each slot. See placement.md.",
             metavar="MAPPING",
+            roles=Role.CONFIGURATION,
         ),
         option(
             "--rank-topology",
@@ -170,6 +212,7 @@ DISTRIBUTED = Group(
             None,
             "JSON or YAML file with the cluster's nodes, GPUs and bandwidths; see placement.md.",
             metavar="FILE",
+            roles=Role.CONFIGURATION,
         ),
         option("--distributed-backend", str, None, "Default: nccl on CUDA, gloo elsewhere.", choices=("nccl", "gloo")),
         option(
@@ -177,6 +220,7 @@ DISTRIBUTED = Group(
             number,
             10,
             "A collective or transfer that takes longer ends the job, naming who waits for whom.",
+            roles=Role.SHORT_RUN,
         ),
         option(
             "--local-rank",
@@ -184,8 +228,11 @@ DISTRIBUTED = Group(
             None,
             "Accepted; LOCAL_RANK from the environment is used.",
             aliases=("--local_rank",),
+            roles=Role.SHORT_RUN,
         ),
-        switch("--use-distributed-optimizer", "Shard optimizer state over data parallel ranks."),
+        switch(
+            "--use-distributed-optimizer", "Shard optimizer state over data parallel ranks.", roles=Role.CONFIGURATION
+        ),
         switch(
             "--overlap-grad-reduce",
             "Accepted: the program's REDUCE_GRAD reduces gradients, beside compute where the schedule has slack.",
@@ -194,6 +241,7 @@ DISTRIBUTED = Group(
             "--overlap-param-gather",
             "Accepted: parameters of the distributed optimizer are gathered in the program's STEP. Needs "
             "--use-distributed-optimizer and --overlap-grad-reduce.",
+            roles=Role.CONFIGURATION,
         ),
         negation(
             "--no-overlap-p2p-communication",

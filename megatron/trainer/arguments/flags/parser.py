@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from functools import cache
 
+from megatron.documents.flag_files import FlagFileParser
 from megatron.trainer.arguments.flags import (
     bert,
     classification,
@@ -19,7 +20,7 @@ from megatron.trainer.arguments.flags import (
     refusals,
     training,
 )
-from megatron.trainer.arguments.flags.specification import Flag, Group
+from megatron.trainer.arguments.flags.specification import Flag, Group, Role
 from megatron.trainer.arguments.flags.spelling import meant
 
 GROUPS: tuple[Group, ...] = (
@@ -43,9 +44,15 @@ GROUPS: tuple[Group, ...] = (
     ignored.GROUP,
     refusals.GROUP,
 )
+FLAGS: tuple[Flag, ...] = tuple(flag for group in GROUPS for flag in group.flags)
 
 
-class _Parser(argparse.ArgumentParser):
+def destinations(role: Role) -> tuple[str, ...]:
+    """Of the flags with this role, in the order of docs/flags.md."""
+    return tuple(flag.dest for flag in FLAGS if role in flag.roles)
+
+
+class _FlagParser(FlagFileParser):
     def error(self, message: str) -> None:
         # argparse names a flag with all its aliases
         raise ValueError(re.sub(r"^(--[\w-]+)(/--[\w-]+)+", r"\1", message.removeprefix("argument ")))
@@ -85,7 +92,7 @@ def _help(flag: Flag) -> str:
 
 def build_parser(prog: str = "pretrain_gpt.py", groups: Sequence[Group] = GROUPS) -> argparse.ArgumentParser:
     """The parser with all groups; its `error` raises ValueError."""
-    parser = _Parser(
+    parser = _FlagParser(
         prog=prog,
         allow_abbrev=False,
         description="Train a transformer through a pipeline program.",
@@ -149,7 +156,7 @@ def parse_known(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> 
     if extra and not names:
         raise ValueError(f"'{extra[0]}' belongs to no flag; write every value after its flag")
     known = [word for action in parser._actions for word in action.option_strings]
-    refused = {word for group in GROUPS for flag in group.flags if flag.refused for word in flag.names}
+    refused = {word for flag in FLAGS if flag.refused for word in flag.names}
     namespace.unknown = []
     for name in names:
         near = meant(name, known, refused)
@@ -170,7 +177,7 @@ def parse_args(
             "vit", "bert-classify") has no flag.
 
     The namespace's `given` holds the destinations that the command line named. Values are not yet checked against each
-    other: see `rules.validate_args`. Raises ValueError with one sentence.
+    other: see `validation.validate_args`. Raises ValueError with one sentence.
     """
     parser = _shared_parser(prog)
     namespace = parse_known(parser, sys.argv[1:] if argv is None else argv)

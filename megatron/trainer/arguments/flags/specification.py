@@ -5,23 +5,49 @@ refused by name with a remedy; help and documentation must not drift from what t
 
 Solution: a flag is a small frozen record and a group is a list of them. The parser, `--help`, `docs/flags.md` and
 the refusals are all derived from these records (parser.py, reference.py), and so is what a run says about flags
-without effect (rules.py).
+without effect (validation.py). Roles say what else treats flags alike: checkpoints and searches ask for those of one.
 """
 
 import argparse
+import enum
 import math
 import os
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, replace
 from typing import Any
 
 _PATHS = ("DIR", "FILE", "PATH", "PREFIX")
 
 
+class Role(enum.Flag):
+    """What a flag is to those that know no single flags.
+
+    CONFIGURATION: a configuration of a search decides it, or it only fits one.
+    PREDICTION: how 2bw predicts its weights, which a search leaves as the user has it.
+    SHORT_RUN: a profile or a measured run decides it by itself.
+    SOURCE: says which samples there are.
+    LOCATION: says where things are, or what is known of them only there.
+    SHAPE: decides the shape or the meaning of the weights; always the checkpoint's under --use-checkpoint-args.
+    SAVED: the checkpoint's under --use-checkpoint-args, unless the command line names it.
+    DEGREES: the degrees, and the cut of the layers into stages; taken over by --use-mp-args-from-checkpoint-args.
+    """
+
+    NONE = 0
+    CONFIGURATION = enum.auto()
+    PREDICTION = enum.auto()
+    SHORT_RUN = enum.auto()
+    SOURCE = enum.auto()
+    LOCATION = enum.auto()
+    SHAPE = enum.auto()
+    SAVED = enum.auto()
+    DEGREES = enum.auto()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Flag:
     """One flag. `stores` makes it a switch (no value follows); `refused` names why it cannot be used here and the
-    remedy, `ignored` why it is accepted without effect; with either `neutral` lists the values that ask for nothing."""
+    remedy, `ignored` why it is accepted without effect; with either `neutral` lists the values that ask for nothing.
+    `roles` are its group's where it has none of its own."""
 
     names: tuple[str, ...]
     help: str
@@ -35,6 +61,7 @@ class Flag:
     refused: str | None = None
     ignored: str | None = None
     neutral: tuple[Any, ...] = ()
+    roles: Role | None = None
 
     @property
     def name(self) -> str:
@@ -43,11 +70,16 @@ class Flag:
 
 @dataclass(frozen=True)
 class Group:
-    """Flags that belong together, in the order in which `--help` shows them."""
+    """Flags that belong together, in the order in which `--help` shows them. `roles`: of all that name none."""
 
     title: str
     description: str
     flags: tuple[Flag, ...]
+    roles: InitVar[Role] = Role.NONE
+
+    def __post_init__(self, roles: Role) -> None:
+        own = tuple(replace(flag, roles=roles) if flag.roles is None else flag for flag in self.flags)
+        object.__setattr__(self, "flags", own)
 
 
 def _destination(name: str) -> str:
@@ -62,32 +94,41 @@ def option(
     text: str,
     *,
     aliases: Iterable[str] = (),
-    dest: str | None = None,
     choices: Collection[Any] | None = None,
     nargs: int | str | None = None,
     metavar: str | tuple[str, ...] | None = None,
+    roles: Role | None = None,
 ) -> Flag:
     """A flag that takes a value (or several, by `nargs`); text that `metavar` calls a file or the like is a path."""
     return Flag(
         names=(name, *aliases),
         help=text,
-        dest=dest or _destination(name),
+        dest=_destination(name),
         type=path if kind is str and metavar in _PATHS else kind,
         default=default,
         choices=choices,
         nargs=nargs,
         metavar=metavar,
+        roles=roles,
     )
 
 
-def switch(name: str, text: str, *, aliases: Iterable[str] = (), dest: str | None = None) -> Flag:
+def switch(
+    name: str,
+    text: str,
+    *,
+    aliases: Iterable[str] = (),
+    dest: str | None = None,
+    roles: Role | None = None,
+) -> Flag:
     """A flag that turns something on; off by default."""
-    return Flag(names=(name, *aliases), help=text, dest=dest or _destination(name), default=False, stores=True)
+    dest = dest or _destination(name)
+    return Flag(names=(name, *aliases), help=text, dest=dest, default=False, stores=True, roles=roles)
 
 
-def negation(name: str, dest: str, text: str, *, aliases: Iterable[str] = ()) -> Flag:
+def negation(name: str, dest: str, text: str, *, aliases: Iterable[str] = (), roles: Role | None = None) -> Flag:
     """A flag such as `--no-rope-fusion` that turns off `dest`, which is on by default."""
-    return Flag(names=(name, *aliases), help=text, dest=dest, default=True, stores=False)
+    return Flag(names=(name, *aliases), help=text, dest=dest, default=True, stores=False, roles=roles)
 
 
 def refused(
@@ -98,7 +139,6 @@ def refused(
     kind: Callable[[str], Any] = str,
     default: Any = None,
     neutral: tuple[Any, ...] = (),
-    aliases: Iterable[str] = (),
 ) -> Flag:
     """A flag of Megatron-LM that parses and is then refused with `reason`, which ends in what to do instead.
 
@@ -106,7 +146,7 @@ def refused(
     """
     is_switch = takes == 0
     return Flag(
-        names=(name, *aliases),
+        names=(name,),
         help=f"Refused: {reason}",
         dest=_destination(name),
         type=None if is_switch else kind,

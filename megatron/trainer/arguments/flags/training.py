@@ -1,17 +1,24 @@
 """Flags of the training run: batches, length, regularization, recompute, learning rate."""
 
-from megatron.trainer.arguments.flags.specification import Group, integer, negation, number, option, switch
+from megatron.trainer.arguments.flags.specification import Group, Role, integer, negation, number, option, switch
 
 BATCH = Group(
     "batch and length",
     "Batch sizes and the length of the run.",
     (
-        option("--micro-batch-size", integer, None, "Samples in a microbatch on one data parallel rank."),
+        option(
+            "--micro-batch-size",
+            integer,
+            None,
+            "Samples in a microbatch on one data parallel rank.",
+            roles=Role.CONFIGURATION,
+        ),
         option(
             "--global-batch-size",
             integer,
             None,
             "Samples in a batch over all ranks. Default: microbatch size x data parallel size.",
+            roles=Role.CONFIGURATION,
         ),
         option(
             "--rampup-batch-size",
@@ -20,6 +27,7 @@ BATCH = Group(
             "Start with batches of START samples and grow by INCREMENT over the first SAMPLES samples.",
             nargs=3,
             metavar=("START", "INCREMENT", "SAMPLES"),
+            roles=Role.SHORT_RUN,
         ),
         option(
             "--step-batch-size-schedule",
@@ -29,16 +37,33 @@ BATCH = Group(
             "--global-batch-size may be left out, or be the last size.",
             nargs="+",
             metavar="TOKENS:SIZE",
+            roles=Role.SHORT_RUN,
         ),
-        switch("--decrease-batch-size-if-needed", "Round a batch down to what the data parallel size divides."),
-        option("--train-iters", integer, None, "Length of the run in iterations."),
-        option("--train-samples", integer, None, "Length of the run in samples."),
-        option("--exit-interval", integer, None, "Save and exit when the iteration is divisible by this."),
-        option("--exit-duration-in-mins", integer, None, "Save and exit after this many minutes."),
-        switch("--exit-signal-handler", "Accepted: SIGTERM always drains, saves once and exits with status 0."),
-        switch("--skip-train", "Only evaluate."),
-        option("--eval-iters", integer, 100, "Batches in an evaluation."),
-        option("--eval-interval", integer, 1000, "Iterations between evaluations."),
+        switch(
+            "--decrease-batch-size-if-needed",
+            "Round a batch down to what the data parallel size divides.",
+            roles=Role.SHORT_RUN,
+        ),
+        option("--train-iters", integer, None, "Length of the run in iterations.", roles=Role.SHORT_RUN),
+        option("--train-samples", integer, None, "Length of the run in samples.", roles=Role.SHORT_RUN),
+        option(
+            "--exit-interval",
+            integer,
+            None,
+            "Save and exit when the iteration is divisible by this.",
+            roles=Role.SHORT_RUN,
+        ),
+        option(
+            "--exit-duration-in-mins", integer, None, "Save and exit after this many minutes.", roles=Role.SHORT_RUN
+        ),
+        switch(
+            "--exit-signal-handler",
+            "Accepted: SIGTERM always drains, saves once and exits with status 0.",
+            roles=Role.SHORT_RUN,
+        ),
+        switch("--skip-train", "Only evaluate.", roles=Role.SHORT_RUN),
+        option("--eval-iters", integer, 100, "Batches in an evaluation.", roles=Role.SHORT_RUN),
+        option("--eval-interval", integer, 1000, "Iterations between evaluations.", roles=Role.SHORT_RUN),
         negation(
             "--no-check-for-nan-in-loss-and-grad",
             "check_for_nan_in_loss_and_grad",
@@ -125,8 +150,8 @@ LEARNING_RATE = Group(
     "learning rate",
     "Learning rate schedule.",
     (
-        option("--lr", number, None, "Peak learning rate."),
-        option("--min-lr", number, 0.0, "Smallest learning rate."),
+        option("--lr", number, None, "Peak learning rate.", roles=Role.NONE),
+        option("--min-lr", number, 0.0, "Smallest learning rate.", roles=Role.NONE),
         option(
             "--lr-decay-style",
             str,
@@ -162,6 +187,7 @@ LEARNING_RATE = Group(
             aliases=("--use-checkpoint-opt-param-scheduler", "--use-checkpoint-lr-scheduler"),
         ),
     ),
+    Role.SHORT_RUN,
 )
 
 PRECISION = Group(
@@ -219,4 +245,5 @@ RECOMPUTE = Group(
             choices=("core_attn", "mlp", "layernorm"),
         ),
     ),
+    Role.CONFIGURATION,
 )

@@ -34,10 +34,10 @@ _REFUSALS_OF_VIT: Refusals = {
 }
 
 
-def image_shape(args: argparse.Namespace) -> None:
+def image_shape(args: argparse.Namespace) -> list[str]:
     """Fills `seq_length` and `max_position_embeddings` of a ViT, and the number of its classes."""
     if args.architecture != "vit":
-        return
+        return []
     if args.num_classes is None:
         args.num_classes = MEGATRONS_NUM_CLASSES
     length = 1  # until `ranges` has looked at the numbers
@@ -49,10 +49,12 @@ def image_shape(args: argparse.Namespace) -> None:
                     "another, or prepare the images in another size"
                 )
         length = (args.img_h // args.patch_dim) * (args.img_w // args.patch_dim) + args.vision_class_token
+    notes = []
     for name in ("seq_length", "max_position_embeddings"):
         if name in args.given and getattr(args, name) != length:
-            args.notes.append(f"{flag(name)} {getattr(args, name)} has no effect: an image makes {length} tokens")
+            notes.append(f"{flag(name)} {getattr(args, name)} has no effect: an image makes {length} tokens")
         setattr(args, name, length)
+    return notes
 
 
 def classifier(args: argparse.Namespace) -> None:

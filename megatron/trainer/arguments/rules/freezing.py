@@ -9,7 +9,7 @@ from megatron.elastic.stages import Stages, stages_of
 from megatron.pipeline.schedules import PRESETS
 from megatron.trainer.arguments.flags.classification import CLASSIFIERS
 from megatron.trainer.arguments.flags.freezing import GROUP
-from megatron.trainer.arguments.rules.run import pipeline_schedule
+from megatron.trainer.arguments.rules.run import behind_frozen
 from megatron.trainer.arguments.values.ranges import flag
 
 _OF_BOTH = ("freeze_interval", "freeze_start", "freeze_training", "elastic_pipeline")
@@ -84,7 +84,7 @@ def _cache(args: argparse.Namespace) -> None:
 
 
 def _sizes(args: argparse.Namespace) -> tuple[int, ...]:
-    """Of --elastic-schedule."""
+    """The sizes that --elastic-schedule lists."""
     text, most = args.elastic_schedule, args.pipeline_model_parallel_size
     num_ranks = most * args.data_parallel_size
     try:
@@ -101,7 +101,7 @@ def _sizes(args: argparse.Namespace) -> tuple[int, ...]:
 
 
 def _micro_batch_sizes(args: argparse.Namespace) -> tuple[int, ...]:
-    """Of --elastic-micro-batch-size."""
+    """The sizes that --elastic-micro-batch-size lists."""
     text = args.elastic_micro_batch_size
     try:
         found = tuple(map(int, text.split(",")))
@@ -172,32 +172,29 @@ def schedules(args: argparse.Namespace) -> None:
             "it out, and give a batch that microbatches and replicas divide"
         )
     _lists_by_hand(args)
-    _intervals(args)
     if not args.freeze_training:
         return
     try:
         for stages in _all_borders(args.pipeline_model_parallel_size):
-            args.frozen_stages = stages
-            program = pipeline_schedule(args)
+            schedule = behind_frozen(args, stages)
             for num_microbatches in set(args.batch_sizes.all_num_microbatches()):
-                program.validate(num_microbatches)
+                schedule.validate(num_microbatches)
     except ValueError as error:
         raise ValueError(f"--freeze-training: {error}") from error
-    finally:
-        args.frozen_stages = None
 
 
-def _intervals(args: argparse.Namespace) -> None:
+def intervals(args: argparse.Namespace) -> list[str]:
     """Notes a run that ends before anything can change."""
     if not args.changes or args.skip_train:
-        return
+        return []
     first = args.freeze_start + args.freeze_interval
-    if first >= args.train_iters:
-        begins = f"--freeze-start {args.freeze_start} and " if args.freeze_start else ""
-        args.notes.append(
-            f"nothing ever changes: with {begins}--freeze-interval {args.freeze_interval} the first decision comes at "
-            f"iteration {first}, and training ends at iteration {args.train_iters}"
-        )
+    if first < args.train_iters:
+        return []
+    begins = f"--freeze-start {args.freeze_start} and " if args.freeze_start else ""
+    return [
+        f"nothing ever changes: with {begins}--freeze-interval {args.freeze_interval} the first decision comes at "
+        f"iteration {first}, and training ends at iteration {args.train_iters}"
+    ]
 
 
 def of_interval(numbers: tuple[int, ...], interval: int) -> int:
@@ -206,7 +203,7 @@ def of_interval(numbers: tuple[int, ...], interval: int) -> int:
 
 
 def _lists_by_hand(args: argparse.Namespace) -> None:
-    """Of --elastic-schedule and --elastic-micro-batch-size."""
+    """Check the lists of --elastic-schedule and --elastic-micro-batch-size."""
     pipelines, microbatches = args.elastic_schedule, args.elastic_micro_batch_size
     num_ranks = args.pipeline_model_parallel_size * args.data_parallel_size
     for interval in range(1, max(len(pipelines or ()), len(microbatches or ())) + 1):

@@ -107,15 +107,16 @@ def positions(args: argparse.Namespace) -> None:
     args.encoder_seq_length = args.seq_length
 
 
-def sequence_parallel(args: argparse.Namespace) -> None:
+def sequence_parallel(args: argparse.Namespace) -> list[str]:
     t = args.tensor_model_parallel_size
     if args.sequence_parallel and t == 1:
         args.sequence_parallel = False
-        args.notes.append("--sequence-parallel has no effect with --tensor-model-parallel-size 1")
+        return ["--sequence-parallel has no effect with --tensor-model-parallel-size 1"]
     if args.sequence_parallel and args.seq_length % t:
         raise ValueError(
             f"--sequence-parallel needs --seq-length {args.seq_length} divisible by --tensor-model-parallel-size {t}"
         )
+    return []
 
 
 def precision(args: argparse.Namespace) -> None:

@@ -7,7 +7,7 @@ import argparse
 from collections.abc import Mapping
 
 from megatron.trainer.arguments.flags import bert, classification
-from megatron.trainer.arguments.flags.parser import GROUPS, shown
+from megatron.trainer.arguments.flags.parser import FLAGS, shown
 
 Refusals = Mapping[str, tuple[object, str]]
 """Destination -> (the value that asks for nothing, why any other is refused)."""
@@ -18,19 +18,23 @@ _OWNERS = (
     (classification.VISION, ("vit",), "pretrain_vision_classify.py"),
 )
 _SHARED = {"bert_binary_head": ("bert", "bert-classify")}
+ONLY_OF = {
+    each.dest: _SHARED.get(each.dest, architectures) for group, architectures, _ in _OWNERS for each in group.flags
+}
+"""Destination -> the architectures to which it belongs, where these are not all."""
 
 
 def owners(args: argparse.Namespace) -> None:
     """Flags fit the architecture of the program."""
-    for group, architectures, programs in _OWNERS:
+    for group, _, programs in _OWNERS:
         for each in group.flags:
-            if each.dest in args.given and args.architecture not in _SHARED.get(each.dest, architectures):
+            if each.dest in args.given and args.architecture not in ONLY_OF[each.dest]:
                 raise ValueError(f"{each.name} belongs to {programs}; leave it out")
 
 
 def refuse_values(args: argparse.Namespace, refusals: Refusals) -> None:
     """Raise ValueError for the first value that asks for what the program does not have."""
-    named = {each.dest: each for group in GROUPS for each in group.flags}
+    named = {each.dest: each for each in FLAGS}
     for name, (neutral, reason) in refusals.items():
         value = getattr(args, name)
         if value != neutral:

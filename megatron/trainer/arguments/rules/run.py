@@ -33,7 +33,7 @@ def length(args: argparse.Namespace) -> None:
         raise ValueError(f"{epochs}--train-iters or --train-samples is needed")
 
 
-def batches(args: argparse.Namespace) -> None:
+def batches(args: argparse.Namespace) -> list[str]:
     """Fills `global_batch_size`, `batch_sizes` and, from `--train-samples` or `--epochs`, `train_iters`."""
     per_microbatch = args.micro_batch_size * args.data_parallel_size
     steps = _batch_size_steps(args)
@@ -47,11 +47,6 @@ def batches(args: argparse.Namespace) -> None:
         round_down=args.decrease_batch_size_if_needed,
         may_resume=args.load is not None,
     )
-    if past := args.batch_sizes.sizes_of_the_past():
-        args.notes.append(
-            f"--step-batch-size-schedule: batches of {', '.join(map(str, past))} are not divisible by micro batch size "
-            f"x data parallel size ({per_microbatch}), so the run can only go on from a checkpoint after those steps"
-        )
     if args.train_samples is not None:
         args.train_iters = args.batch_sizes.iterations_for(args.train_samples)
         if args.train_iters == 0:
@@ -60,6 +55,12 @@ def batches(args: argparse.Namespace) -> None:
         args.train_iters = _iterations_of_epochs(args)
     if args.train_iters is None:
         args.train_iters = 0
+    if past := args.batch_sizes.sizes_of_the_past():
+        return [
+            f"--step-batch-size-schedule: batches of {', '.join(map(str, past))} are not divisible by micro batch size "
+            f"x data parallel size ({per_microbatch}), so the run can only go on from a checkpoint after those steps"
+        ]
+    return []
 
 
 def _iterations_of_epochs(args: argparse.Namespace) -> int:
@@ -70,7 +71,7 @@ def _iterations_of_epochs(args: argparse.Namespace) -> int:
 
 
 def _batch_size_steps(args: argparse.Namespace) -> tuple[tuple[int, int], ...]:
-    """Of --step-batch-size-schedule; its last size is the global batch size."""
+    """The steps of --step-batch-size-schedule; its last size is the global batch size."""
     if args.step_batch_size_schedule is None:
         return ()
     for name in ("rampup_batch_size", "decrease_batch_size_if_needed"):
@@ -87,8 +88,8 @@ def _batch_size_steps(args: argparse.Namespace) -> tuple[tuple[int, int], ...]:
     return steps
 
 
-def schedule(args: argparse.Namespace) -> None:
-    """The schedule accepts every batch size of the run."""
+def schedule(args: argparse.Namespace) -> list[str]:
+    """The schedule accepts every batch size of the run. Fills `schedule` (a `Schedule`) and `moves_activations`."""
     _stages_of_ranks(args)
     weights = PRESETS[args.pipeline_schedule].policy
     if args.pipeline_2bw_single_gradient_buffer and weights.delay != 1:
@@ -96,24 +97,20 @@ def schedule(args: argparse.Namespace) -> None:
     _predictions(args, weights)
     if weights.updates_alone:
         _updates_alone(args)
-    program = pipeline_schedule(args)
-    sizes = sorted(set(args.batch_sizes.all_num_microbatches()))
-    for num_microbatches in sizes:
-        try:
-            program.validate(num_microbatches)
-        except TooManyRead as error:
-            raise error.under("--2bw-provisional-microbatches") from error
-    if args.pipeline_2bw_single_gradient_buffer and program.build((sizes[0],) * 3).returns_to_batches:
+    try:
+        settle_schedule(args)
+    except TooManyRead as error:
+        raise error.under("--2bw-provisional-microbatches") from error
+    smallest = min(args.batch_sizes.all_num_microbatches())
+    if args.pipeline_2bw_single_gradient_buffer and args.schedule.build((smallest,) * 3).returns_to_batches:
         raise ValueError(
             f"--pipeline-schedule {args.pipeline_schedule} comes back to a batch after a backward of the next one, for "
             "which a single gradient buffer has no room; leave out --2bw-single-gradient-buffer"
         )
-    args.moves_activations = any(program.evicting_ranks((num_microbatches,)) for num_microbatches in sizes)
-    if program.balance and not args.moves_activations:
+    if args.schedule.balance and not args.moves_activations:
         flag = "--balance-activations" if args.balance_activations else f"--pipeline-schedule {args.pipeline_schedule}"
-        args.notes.append(
-            f"{flag} has nothing to move with these stages and batches: saved activations stay where they are"
-        )
+        return [f"{flag} has nothing to move with these stages and batches: saved activations stay where they are"]
+    return []
 
 
 def _stages_of_ranks(args: argparse.Namespace) -> None:
@@ -141,11 +138,18 @@ def _stages_of_ranks(args: argparse.Namespace) -> None:
         )
 
 
-def pipeline_schedule(args: argparse.Namespace) -> Schedule:
-    """The schedule that `args` ask for, with the stages that are frozen by now."""
+def settle_schedule(args: argparse.Namespace) -> None:
+    """Fill `schedule`, behind the stages that are frozen by now, and whether it `moves_activations`. Raises ValueError
+    where it does not run a batch size of the run."""
+    sizes = set(args.batch_sizes.all_num_microbatches())
+    args.schedule = _schedule_of_flags(args) if args.frozen_stages is None else behind_frozen(args, args.frozen_stages)
+    for num_microbatches in sorted(sizes):
+        args.schedule.validate(num_microbatches)
+    args.moves_activations = any(args.schedule.evicting_ranks((num_microbatches,)) for num_microbatches in sizes)
+
+
+def _schedule_of_flags(args: argparse.Namespace) -> Schedule:
     num_virtual_stages = args.virtual_pipeline_model_parallel_size or 1
-    if args.frozen_stages is not None:
-        return _behind_frozen(args, args.frozen_stages)
     residency, num_replicas = residency_of(args), args.data_parallel_size
     has_copies = args.pipeline_model_parallel_size > 1
     if residency is not None:
@@ -168,7 +172,8 @@ def pipeline_schedule(args: argparse.Namespace) -> Schedule:
     )
 
 
-def _behind_frozen(args: argparse.Namespace, stages: Stages) -> Schedule:
+def behind_frozen(args: argparse.Namespace, stages: Stages) -> Schedule:
+    """The schedule that `args` ask for where some of the `stages` are frozen."""
     return Schedule.preset(
         args.pipeline_schedule,
         num_stages=len(stages.rank_of_stage),
@@ -293,12 +298,7 @@ def loss(args: argparse.Namespace) -> None:
         )
 
 
-def checkpoint(args: argparse.Namespace) -> None:
-    if args.dist_ckpt_strictness in ("log_all", "return_unexpected", "return_all", "ignore_all"):
-        args.notes.append(
-            f"--dist-ckpt-strictness {args.dist_ckpt_strictness}: a tensor that the checkpoint lacks is an error all "
-            "the same, and nothing is returned"
-        )
+def checkpoint(args: argparse.Namespace) -> list[str]:
     if args.ckpt_format != "torch_dist":
         raise ValueError(f"--ckpt-format {args.ckpt_format} is not supported; use torch_dist")
     if args.save_interval is not None and args.save is None:
@@ -310,6 +310,12 @@ def checkpoint(args: argparse.Namespace) -> None:
     for name in ("use_checkpoint_args", "exit_on_missing_checkpoint", "finetune", "ckpt_step"):
         if getattr(args, name) not in (None, False) and args.load is None and args.pretrained_checkpoint is None:
             raise ValueError(f"--{name.replace('_', '-')} needs --load")
+    if args.dist_ckpt_strictness in ("log_all", "return_unexpected", "return_all", "ignore_all"):
+        return [
+            f"--dist-ckpt-strictness {args.dist_ckpt_strictness}: a tensor that the checkpoint lacks is an error all "
+            "the same, and nothing is returned"
+        ]
+    return []
 
 
 def logging(args: argparse.Namespace) -> None:

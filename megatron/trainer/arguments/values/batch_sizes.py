@@ -45,7 +45,7 @@ def parse_steps(words: Sequence[str], *, seq_length: int) -> tuple[tuple[int, in
 
 
 def _number(text: str) -> int | None:
-    """As Megatron-LM reads it (1.5K, 2.4B, 2.4e9, .5B), rounded down; None where it is no such number."""
+    """The number as Megatron-LM reads it (1.5K, 2.4B, 2.4e9, .5B), rounded down; None where it is none."""
     match = _NUMBER.fullmatch(text)
     return match and int(float(match["number"]) * _UNITS[match["unit"].upper()])
 

@@ -25,7 +25,6 @@ from megatron.trainer.changes.transition import parallel_groups
 from megatron.trainer.changes.transition.gradients import GradientMemory
 from megatron.trainer.changes.transition.memory import Moved, hand_over, hold_run
 from megatron.trainer.checkpoint.random_state import random_state, restore_random_state
-from megatron.trainer.checkpoint.run_state import RunParts
 from megatron.trainer.optimizer.kernel import choose_kernel
 from megatron.trainer.plan.arrangement import Arrangement, arrange
 from megatron.trainer.ranks.agreement import AgreedError, agreed, control_group
@@ -92,7 +91,7 @@ def change_place(run: Run, wanted: Arrangement) -> Change:
     try:
         with agreed(patience=PATIENCE):
             state = _leave(run, wanted, way_back)
-            place = build_place(run.args, run.parts, draws=False, locally=agreed)
+            place = build_place(run.args, run.program, draws=False, locally=agreed)
             moved = _move_in(run, place, state)
     except AgreedError as error:  # whose frames hold the new place until this block ends
         problem = str(error)
@@ -146,7 +145,7 @@ def _leave(run: Run, wanted: Arrangement, way_back: _WayBack) -> ShardedStateDic
         arrange(run.args, wanted)
     _end_engine(run)
     with agreed():
-        state = hold_run(_parts(way_back.place), iteration=run.iteration)
+        state = hold_run(way_back.place, iteration=run.iteration)
         way_back.gradients.release()
     if wanted.ranks != way_back.arrangement.ranks:
         way_back.groups = parallel_groups.set_aside()
@@ -157,7 +156,7 @@ def _leave(run: Run, wanted: Arrangement, way_back: _WayBack) -> ShardedStateDic
 def _move_in(run: Run, place: Place, state: ShardedStateDict) -> Moved:
     """Put a place that has been built into the state that the ranks hold. Collective."""
     _require_same_program(place.schedule, run.args.batch_sizes.num_microbatches(run.consumed_samples))
-    moved = hand_over(state, _parts(place), iteration=run.iteration)
+    moved = hand_over(state, place, iteration=run.iteration)
     choose_kernel(place.optimizer, run.args.optimizer_kernel)
     return moved
 
@@ -185,17 +184,13 @@ def _require_same_program(schedule: Schedule, num_microbatches: int) -> None:
 
 
 def _summary(run: Run, before: Arrangement, moved: Moved, seconds: float) -> Change:
-    """Of all ranks. Collective."""
+    """The change, over all ranks. Collective."""
     found: list = [None] * dist.get_world_size()
     dist.all_gather_object(found, (moved.num_bytes, moved.bytes_received, seconds), group=control_group())
     return Change(
         before, run.args.arrangement, run.args.num_layers, sum(each[0] for each in found),
         sum(each[1] for each in found), max(each[2] for each in found),
     )  # fmt: skip
-
-
-def _parts(place: Place) -> RunParts:
-    return RunParts(place.chunks, place.optimizer, place.scheduler, place.update)
 
 
 def _collect() -> None:

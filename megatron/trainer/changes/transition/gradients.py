@@ -11,7 +11,7 @@ from megatron.pipeline.runtime.stages.megatron.gradients import CoreGradientBuff
 
 
 class GradientMemory:
-    """That of `update`, drained; nothing where it has no gradients, as on a rank that is frozen."""
+    """The gradient memory of a drained `update`; nothing where it has no gradients, as on a rank that is frozen."""
 
     def __init__(self, update: object) -> None:
         buffers: CoreGradientBuffers | None = getattr(update, "_gradients", None)

@@ -62,12 +62,12 @@ class Moved:
 
     @property
     def num_bytes(self) -> int:
-        """Of all that this rank has now."""
+        """The bytes of all that this rank has now."""
         return self.bytes_received + self.bytes_kept
 
 
 @dataclass(frozen=True)
-class _Held:
+class _HeldState:
     """What one rank tells the others that it has."""
 
     parts: list[TensorPart]
@@ -126,7 +126,7 @@ class MemoryStore:
             self._pieces = pieces_of(_tensors(sharded))
             objects = _objects(sharded)
             pickled = {key: pickle.dumps(each.data) for key, each in objects.items()}
-        own = _Held(
+        own = _HeldState(
             [piece.part() for piece in self._pieces],
             {piece.key: (piece.global_shape, dtype_name(piece.data)) for piece in self._pieces},
             {key: (_replica(each), len(pickled[key])) for key, each in objects.items()},
@@ -224,7 +224,7 @@ class MemoryStore:
         return received
 
     def _part_of_object(self, key: str, target: int) -> TensorPart:
-        """That of the rank from which `target` takes an object: itself, or the first replica."""
+        """The part of the rank from which `target` takes an object: itself, or the first replica."""
         holders = [(number != target, *each.objects[key], number) for number, each in enumerate(self._held)
                    if key in each.objects]  # fmt: skip
         *_, size, holder = min(holders)

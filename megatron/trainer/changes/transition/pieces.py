@@ -49,7 +49,7 @@ def _pieces(value: ShardedTensor | ElementRange) -> Iterator[Piece]:
 
 
 def _piece(sharded: ShardedTensor, box: Box, data: Tensor) -> Piece:
-    """That of `box`, in coordinates of the local tensor."""
+    """The piece of `box`, in coordinates of the local tensor."""
     prepended = sharded.prepend_axis_num
     local = Box((0,) * prepended + box.start, (1,) * prepended + box.stop)
     offset = sharded.global_offset
@@ -79,7 +79,7 @@ def _span(tensor: Tensor) -> tuple[str, int, int]:
 
 
 def dtype_name(tensor: Tensor) -> str:
-    """As users write it: "bfloat16"."""
+    """The dtype as users write it: "bfloat16"."""
     return str(tensor.dtype).removeprefix("torch.")
 
 

@@ -2,43 +2,36 @@
 
 import random
 import time
-from dataclasses import asdict
-from functools import partial
+from dataclasses import asdict, replace
 from unittest import mock
 
 import numpy
 import torch
 
+import pretrain_gpt
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
 from megatron.pipeline.runtime.stages.megatron.weights import named_parameters
-from megatron.trainer.arguments import parse_args, validate_args
-from megatron.trainer.arguments.rules.run import pipeline_schedule
+from megatron.trainer.arguments import parse_args
 from megatron.trainer.changes.transition import plan as planning
 from megatron.trainer.changes.transition.memory import hand_over, hold_run
 from megatron.trainer.changes.transition.parallel_groups import destroy, set_aside
-from megatron.trainer.checkpoint.run_state import RunParts
 from megatron.trainer.checkpoint.state import complete_state
-from megatron.trainer.models import core_config
-from megatron.trainer.models.gpt import build_chunks, wrap_for_training
-from megatron.trainer.optimizer.optimizer import build_optimizer
-from megatron.trainer.plan import from_flags
 from megatron.trainer.ranks.signals import StopSignal
 from megatron.trainer.run import assembly
 from megatron.trainer.run.loop import run_to_the_end
 from megatron.trainer.run.pretraining import complete
-from megatron.trainer.start_up import initialize, place
-from tests.trainer.run.run_case import BASE, program_parts
+from megatron.trainer.start_up import initialize
+from megatron.trainer.start_up.place import build_place
+from tests.trainer.run.run_case import BASE
 
 ITERATIONS = 3
 
 
 def arguments(flags, num_stages):
     """Those of a run of so many stages on the ranks that there are."""
-    rank, world_size, _ = initialize.environment_ranks()
     args = parse_args(f"{BASE} {flags} --pipeline-model-parallel-size {num_stages}".split())
-    args.notes_for_log = validate_args(args, world_size=world_size, rank=rank)
     complete(args)
     return args
 
@@ -47,27 +40,27 @@ def trained(flags, num_stages):
     """A run after a few iterations, drained and closed."""
     args = arguments(f"{flags} --train-iters {ITERATIONS}", num_stages)
     initialize.set_up(args)
-    run = assembly.assemble(args, **program_parts("pretrain_gpt")[1])
+    run = assembly.assemble(args, pretrain_gpt.program())
     run_to_the_end(run, StopSignal(), started=time.time())
-    return args, RunParts(run.chunks, run.optimizer, run.scheduler, run.update)
+    return args, run.place
 
 
 def rebuilt(args, like, *, num_frozen=0):
     """Untrained parts under the degrees of `args`, whose groups are up; everything else is as in `like`. The first
     `num_frozen` layers are frozen, and then the embedding, too."""
     args.padded_vocab_size = like.padded_vocab_size
-    schedule = pipeline_schedule(args)
-    model_config = core_config.transformer_config(args)
-    layers = from_flags.layers_of_stages(model_config)
-    stages = schedule.stages_of(parallel_state.get_pipeline_model_parallel_rank())
-    provider = program_parts("pretrain_gpt")[1]["model_provider"]
-    chunks = build_chunks(partial(provider, args), model_config, stages=stages, layers=layers)
-    _freeze(chunks, num_frozen)
-    chunks = wrap_for_training(chunks, core_config.ddp_config(args))
-    optimizer = build_optimizer(args, chunks)
-    scheduler = core_config.param_scheduler(args, optimizer)
-    update = place.make_update(args, schedule, chunks, optimizer, scheduler, loss_names=("lm loss",))
-    return RunParts(chunks, optimizer, scheduler, update)
+
+    def model_provider(args, config):
+        build = pretrain_gpt.model_provider(args, config)
+
+        def provider(pre_process, post_process):
+            model = build(pre_process, post_process)
+            _freeze(model, num_frozen)
+            return model
+
+        return provider
+
+    return build_place(args, replace(pretrain_gpt.program(), model_provider=model_provider))
 
 
 def change_degrees(flags, stages):
@@ -91,15 +84,14 @@ def change_degrees(flags, stages):
     return changes
 
 
-def _freeze(chunks, num_layers):
-    for model in map(unwrap_model, chunks):
-        for name, parameter in model.named_parameters():
-            words = name.split(".")
-            if words[0] == "decoder" and words[1] == "layers":
-                frozen = model.decoder.layers[int(words[2])].layer_number <= num_layers
-            else:
-                frozen = words[0] == "embedding" and num_layers > 0
-            parameter.requires_grad = not frozen
+def _freeze(model, num_layers):
+    for name, parameter in model.named_parameters():
+        words = name.split(".")
+        if words[0] == "decoder" and words[1] == "layers":
+            frozen = model.decoder.layers[int(words[2])].layer_number <= num_layers
+        else:
+            frozen = words[0] == "embedding" and num_layers > 0
+        parameter.requires_grad = not frozen
 
 
 def freeze_deeper(flags, stages, frozen):

@@ -2,13 +2,13 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy
 import torch
 
 from megatron.core.utils import unwrap_model
 from megatron.trainer.changes.transition.change import Change
-from megatron.trainer.checkpoint.run_state import RunParts
 from megatron.trainer.plan.arrangement import Arrangement
 from megatron.trainer.run import loop
 from megatron.trainer.start_up.run import Run
@@ -61,7 +61,7 @@ def _with(mend: Callable[[], object], end: Callable[[], list[dict]]) -> Callable
 
 
 def _state(run: Run) -> tuple:
-    pieces, *rest = whole_state(RunParts(run.update.chunks, run.optimizer, run.scheduler, run.update))
+    pieces, *rest = whole_state(replace(run.place, chunks=run.update.chunks))
     for chunk in run.chunks:
         for name, value in numbered_names(unwrap_model(chunk)):
             pieces.setdefault(("weight", name, 0), []).append((0, value.numel(), value.detach().flatten().clone()))

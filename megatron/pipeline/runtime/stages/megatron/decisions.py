@@ -116,7 +116,7 @@ class Decisions:
 
     @property
     def learning_rate(self) -> float:
-        """Of the next step, of the groups that follow the schedule."""
+        """The rate of the next step, for the groups that follow the schedule."""
         groups = self._optimizer.param_groups
         followers = [group for group in groups if group.get("default_config", True)] or groups
         return float(followers[0]["lr"]) if followers else 0.0

@@ -116,7 +116,7 @@ class MegatronFrozenUpdate:
 
     @property
     def learning_rate(self) -> float:
-        """As of `MegatronWeightUpdate`."""
+        """As `MegatronWeightUpdate`'s."""
         return self._decisions.learning_rate
 
     def close(self) -> None:
@@ -125,7 +125,7 @@ class MegatronFrozenUpdate:
         self._groups.close()
 
     def state_dict(self) -> dict:
-        """As of `MegatronWeightUpdate`: what all ranks have alike."""
+        """As `MegatronWeightUpdate`'s: what all ranks have alike."""
         return {"loss_scales": self._decisions.scales.state_dict(), "last_grad_norm": self._last_norm}
 
     def load_state_dict(self, state: dict | None) -> None:

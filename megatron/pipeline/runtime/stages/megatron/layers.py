@@ -12,7 +12,7 @@ from megatron.core.utils import unwrap_model
 
 
 class LayersOfParameters:
-    """Of the trainable parameters of `chunks`, the transformer layer of a model of `num_layers` that each belongs to.
+    """The transformer layer that each trainable parameter of `chunks` belongs to, in a model of `num_layers`.
 
     What is in front of the layers or behind them (embeddings, heads) belongs to none.
     """

@@ -90,7 +90,7 @@ def at_stage(stage: int, num_stages: int, *, builds: bool = False) -> Iterator[N
 
 
 def embedding_ranks(ranks: Sequence[int], rank_of_stage: Sequence[int]) -> list[int]:
-    """Of a pipeline's `ranks` those that hold word embeddings: of the first and the last stage. For
+    """Those of a pipeline's `ranks` that hold word embeddings, which are those of the first and the last stage. For
     `parallel_state.initialize_model_parallel`."""
     return sorted({ranks[rank_of_stage[0]], ranks[rank_of_stage[-1]]})
 

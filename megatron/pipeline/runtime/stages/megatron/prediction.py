@@ -232,7 +232,7 @@ class MegatronPrediction:
         return param_is_not_tensor_parallel_duplicate(model, parallel_state.get_tensor_model_parallel_group())
 
     def _factors(self, parts: list[float], squares: Tensor | None, *, loss_scale: float) -> list[float] | list[Tensor]:
-        """On the gradients of the stage and of the tied embedding, of which such parts of the batch are known."""
+        """The factors of the stage's and the tied embedding's gradients, of which such parts of the batch are known."""
         last = self.clip_factor or 1.0
         if squares is None:
             return [last / part / loss_scale for part in parts]

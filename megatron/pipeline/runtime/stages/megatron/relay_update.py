@@ -49,7 +49,7 @@ from megatron.pipeline.runtime.stages.megatron.warm_up import warm_up_common
 
 
 @dataclass
-class _Batch:
+class _RelayBatch:
     """A batch between its first forward and the last of its updates.
 
     `settings`: what the optimizer's groups said when it began. `coefficient`: what STEP decided to multiply them by.
@@ -141,7 +141,7 @@ class MegatronRelayUpdate:
         self._norms = NormsOnHost(self._reduction.counted, dtype=torch.float32, device=device)
         self._tied = tied_embeddings(chunks)
         self._tied_replicas = self.store.replicas.again() if self.store.is_shared and self._tied else None
-        self._batches: dict[int, _Batch] = {}  # by the version that each leads to
+        self._batches: dict[int, _RelayBatch] = {}  # by the version that each leads to
         self._last_norm: float | None = None
         self._warm_up(chunks)
 
@@ -191,7 +191,7 @@ class MegatronRelayUpdate:
     def begin_batch(self, info: BatchInfo) -> None:
         """Choose the loss scale of a batch that begins, and note with which settings it is to be stepped."""
         report = self._decisions.begin(info)
-        self._batches[info.index + 1] = _Batch(report, self._host.settings(), len(self.store.stages))
+        self._batches[info.index + 1] = _RelayBatch(report, self._host.settings(), len(self.store.stages))
 
     def loss_scale(self, batch: int) -> float:
         """The factor on the losses of a running batch."""

@@ -42,7 +42,7 @@ _HELD_BY_AUTOGRAD = frozenset({"layernorm", "mla_up_proj", "moe_act"})
 
 
 @dataclass
-class _Saved:
+class _SavedMicrobatch:
     """What a microbatch keeps between its forward and its backward."""
 
     input: Tensor | None
@@ -128,7 +128,7 @@ class MegatronStage:
         self.data_iterator = data_iterator
         self.evaluation_iterator = evaluation_iterator
         self.output_cache: OutputCache | None = None
-        """Of the first stage, once it is frozen: what has its output for samples that come again."""
+        """The first stage's, once it is frozen: what has its output for samples that come again."""
         self._config = get_model_config(model)
         self._forward_step = forward_step
         self._set_input_tensor = get_attr_wrapped_model(model, "set_input_tensor")
@@ -144,7 +144,7 @@ class MegatronStage:
         spec = self._edge(seq_length, micro_batch_size)
         self.input_spec = None if self.index == 0 else spec
         self.output_spec = None if self._is_last else spec
-        self._saved: dict[int, _Saved] = {}
+        self._saved: dict[int, _SavedMicrobatch] = {}
         self._captured = self._capture_in(None if self.is_frozen else activation_memory)
         self._losses: dict[int, list[dict[str, Tensor]]] = defaultdict(list)
 
@@ -179,7 +179,7 @@ class MegatronStage:
     def forward(self, microbatch: Microbatch, input: Tensor | None) -> Tensor | None:
         """Forward of one microbatch. Returns the detached output; None on the last stage, which records its loss."""
         self._set_training(True)
-        saved = self._saved[microbatch.index] = _Saved(input)
+        saved = self._saved[microbatch.index] = _SavedMicrobatch(input)
         with self._captured.capture(microbatch.index):
             if self._recompute:
                 with torch.no_grad():
@@ -254,7 +254,7 @@ class MegatronStage:
         if self.output_cache is not None and not is_evaluation:
             return self._from_cache(microbatch)
         data = self.evaluation_iterator if is_evaluation else self.data_iterator
-        output = self._run(microbatch, _Saved(input), data, record=True)
+        output = self._run(microbatch, _SavedMicrobatch(input), data, record=True)
         return None if self._is_last else output
 
     def _from_cache(self, microbatch: Microbatch) -> Tensor:
@@ -265,7 +265,7 @@ class MegatronStage:
             older = self.output_cache.read_older(batch)
             hidden, num_layers = older or (None, 0)
             with without_first_layers(self.model, num_layers) if older else nullcontext():
-                output = self._run(microbatch, _Saved(hidden), iter([batch]), record=True)
+                output = self._run(microbatch, _SavedMicrobatch(hidden), iter([batch]), record=True)
             self.output_cache.write(batch, output)
         self.output_cache.read_ahead(self.data_iterator)
         return output
@@ -293,7 +293,7 @@ class MegatronStage:
         if self.model.training is not training:
             self.model.train(training)
 
-    def _require_input_grad(self, saved: _Saved) -> None:
+    def _require_input_grad(self, saved: _SavedMicrobatch) -> None:
         """Behind a frozen stage nobody wants the gradient, but megatron.core's full recompute gives the weights none
         where no input asks for one.
         """
@@ -301,7 +301,7 @@ class MegatronStage:
             wanted = self._returns_gradient or self._config.recompute_granularity == "full"
             saved.input = saved.input.detach().requires_grad_(wanted)
 
-    def _run(self, microbatch: Microbatch, saved: _Saved, data: Iterator | None, *, record: bool) -> Tensor:
+    def _run(self, microbatch: Microbatch, saved: _SavedMicrobatch, data: Iterator | None, *, record: bool) -> Tensor:
         """The chunk's forward; returns its output, on the last stage the loss to differentiate."""
         self._set_input_tensor(saved.input)
         with at_stage(self.index, self.num_stages):

@@ -45,7 +45,7 @@ from megatron.pipeline.runtime.update.versions import WeightVersions
 
 
 @dataclass
-class _Batch:
+class _BatchInFlight:
     """A batch between its first forward and its completed report."""
 
     info: BatchInfo
@@ -142,7 +142,7 @@ class MegatronWeightUpdate:
         )  # fmt: skip
         self._scales = self._decisions.scales
         self._layers = layers
-        self._batches: dict[int, _Batch] = {}
+        self._batches: dict[int, _BatchInFlight] = {}
         self._last_norm: float | None = None  # exact norm of the newest batch whose chain has ended
         shards = isinstance(self._inner, DistributedOptimizer)
         warm_up(
@@ -189,7 +189,7 @@ class MegatronWeightUpdate:
     def begin_batch(self, info: BatchInfo) -> None:
         """Choose the loss scale of a batch that begins."""
         report = self._decisions.begin(info)
-        self._batches[info.index] = _Batch(info, report, Milestone(self._streams), Milestone(self._streams))
+        self._batches[info.index] = _BatchInFlight(info, report, Milestone(self._streams), Milestone(self._streams))
 
     def loss_scale(self, batch: int) -> float:
         """The factor on the losses of a running batch."""
@@ -232,7 +232,7 @@ class MegatronWeightUpdate:
         if batch.stepped:
             del self._batches[version - 1]
 
-    def _prepare(self, batch: _Batch) -> None:
+    def _prepare(self, batch: _BatchInFlight) -> None:
         """The last reductions that gradients need, and their norm; on whichever thread needs it first."""
         if batch.norm_squared is None:
             slot = self._gradients[batch.slot]
@@ -259,11 +259,11 @@ class MegatronWeightUpdate:
             del self._batches[version - 1]
         return batch.report
 
-    def _coefficient(self, batch: _Batch) -> float:
+    def _coefficient(self, batch: _BatchInFlight) -> float:
         """The factor that unscales and clips the batch's gradients."""
         return self._decisions.coefficient(batch.report, norm=self._last_norm if self._single_gradient_buffer else None)
 
-    def _apply_early(self, batch: _Batch) -> None:
+    def _apply_early(self, batch: _BatchInFlight) -> None:
         """Free the only gradient buffer: apply its gradients before their own norm is known."""
         if batch.applied:
             return
@@ -276,7 +276,7 @@ class MegatronWeightUpdate:
         self._apply(batch, self._coefficient(batch))
 
     @torch.no_grad()
-    def _apply(self, batch: _Batch, coefficient: float) -> None:
+    def _apply(self, batch: _BatchInFlight, coefficient: float) -> None:
         self._prepare(batch)
         version = batch.info.index + 1
         report = batch.report

@@ -26,8 +26,8 @@ _Tensors = dict[int, tuple[Tensor, ...]]  # by the other stage
 
 
 @dataclass
-class _Saved:
-    """Of one microbatch. `roots`: where its backward begins: (target, autograd edge of each output that has one)."""
+class _SavedInputs:
+    """What a microbatch keeps. `roots`: where its backward begins, (target, autograd edges of outputs with one)."""
 
     inputs: _Tensors
     random_state: RandomState | None = None
@@ -112,7 +112,7 @@ class GraphModuleStage:
         return versions
 
     def forward(self, microbatch: Microbatch, inputs: _Tensors) -> _Tensors:
-        saved = _Saved(inputs)
+        saved = _SavedInputs(inputs)
         self.activations.put(microbatch.index, saved)
         if self._recompute:
             saved.random_state = RandomState.capture(self._device)
@@ -164,7 +164,7 @@ class GraphModuleStage:
     def _input_gradients(
         self, source: int, microbatch: Microbatch, inputs: tuple[Tensor, ...]
     ) -> tuple[Tensor | None, ...]:
-        """For stage `source`. Those of shared parameters are added up over the batch, and None until its last
+        """Gradients for stage `source`. Those of shared parameters are added up over the batch, and None until its last
         microbatch (`shared_parameters`).
         """
         gradients, travelling = _gradients(inputs), self.edges[source].gradients
@@ -185,7 +185,7 @@ class GraphModuleStage:
             grad if owner is None else next(found) for grad, owner in zip(gradients, travelling.owners, strict=True)
         )
 
-    def _run_saving(self, microbatch: Microbatch, saved: _Saved) -> tuple[_Tensors, Tensor | None]:
+    def _run_saving(self, microbatch: Microbatch, saved: _SavedInputs) -> tuple[_Tensors, Tensor | None]:
         """The forward with a graph, from inputs that are leaves of it."""
         saved.inputs = {
             source: tuple(
@@ -219,6 +219,6 @@ def _root(tensor: Tensor) -> object | None:
 
 
 def _gradients(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Of the tensors of floating dtype; zeros where nothing came back."""
+    """The gradients of the tensors of floating dtype; zeros where nothing came back."""
     floating = (tensor for tensor in tensors if tensor.is_floating_point())
     return tuple(torch.zeros_like(each) if each.grad is None else each.grad for each in floating)

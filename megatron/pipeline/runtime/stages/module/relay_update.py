@@ -31,7 +31,7 @@ from megatron.pipeline.runtime.stages.module.reduction import ModuleReduction, T
 
 
 @dataclass
-class _Pending:
+class _PendingUpdates:
     """A batch between its first forward and the last of its updates.
 
     `factor`, `skipped`: what STEP decided.
@@ -103,7 +103,7 @@ class ModuleRelayUpdate:
             loss_names=loss_names,
             device=torch.device(device),
         )
-        self._pending: dict[int, _Pending] = {}  # by the version that the batch leads to
+        self._pending: dict[int, _PendingUpdates] = {}  # by the version that the batch leads to
         self._tied_replicas = store.replicas.again() if store.is_shared and tied is not None else None
         self._reduction.warm_up()
 
@@ -111,7 +111,7 @@ class ModuleRelayUpdate:
 
     def begin_batch(self, info: BatchInfo) -> None:
         report = BatchReport(batch=info.index, num_samples=info.num_samples)
-        self._pending[info.index + 1] = _Pending(report, self._host.settings(), len(self.store.stages))
+        self._pending[info.index + 1] = _PendingUpdates(report, self._host.settings(), len(self.store.stages))
 
     def begin_backward(self, info: BatchInfo) -> None:
         """Each stage takes a buffer of its own: see `accumulate`."""

@@ -40,7 +40,7 @@ class _Partial:
 
 
 @dataclass
-class _Pending:
+class _PendingReport:
     """A batch between its first forward and its report."""
 
     info: BatchInfo
@@ -105,7 +105,7 @@ class ModuleUpdate:
         )
         self._reduces_partial = reduce_partial
         self._uniform = uniform
-        self._pending: dict[int, _Pending] = {}  # by the version that the batch leads to
+        self._pending: dict[int, _PendingReport] = {}  # by the version that the batch leads to
         self._predicts = isinstance(versions, PredictedVersions)
         self._provisional = ProvisionalStep(optimizer)
         self._names = {parameter: name for name, parameter in parameters.items()}
@@ -132,7 +132,7 @@ class ModuleUpdate:
 
     def begin_batch(self, info: BatchInfo) -> None:
         report = BatchReport(batch=info.index, num_samples=info.num_samples)
-        self._pending[info.index + 1] = _Pending(info, report)
+        self._pending[info.index + 1] = _PendingReport(info, report)
 
     def begin_forward(self, info: BatchInfo, version: int) -> None:
         """Where the stage steps by itself: its first forward of the batch has the weights that are shown."""
@@ -191,7 +191,7 @@ class ModuleUpdate:
         self._buffers.give_back(buffer)
         return report
 
-    def _write(self, version: int, pending: _Pending) -> None:
+    def _write(self, version: int, pending: _PendingReport) -> None:
         if self._clip_grad:
             self.clip_factor = clip_factor(self._clip_grad, pending.report.grad_norm)
             if self.clip_factor < 1.0:
@@ -264,7 +264,7 @@ class ModuleUpdate:
                 )
 
     def _factor(self, part: float, squares: Tensor) -> float | Tensor:
-        """On gradients of which such a part of the batch is known."""
+        """The factor for gradients of which such a part of the batch is known."""
         last = self.clip_factor or 1.0
         if not self._clip_grad or self._uniform:
             return last / part

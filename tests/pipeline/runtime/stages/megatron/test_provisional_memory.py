@@ -11,7 +11,7 @@ backend.install()
 from megatron.pipeline.runtime.update.provisional_step import CHUNK_BYTES
 from megatron.pipeline.schedules import Schedule
 from megatron.planner import ActivationSetting, Architecture, RankMemory, TrainingState, estimate_memory
-from megatron.planner.memory.demands import schedule_demand
+from megatron.planner.memory.schedule_demand import schedule_demand
 from megatron.planner.memory.state import PREDICTION_CHUNK
 from tests import workers
 from tests.pipeline.runtime.stages.megatron import megatron_cases as cases

@@ -1,0 +1,55 @@
+"""Plan runs, look at schedules, prepare data, draw what runs have measured.
+
+    megatron-pipeline COMMAND --help      # after `pip install`; python -m megatron.commands is the same
+    python tools/COMMAND.py --help        # in a checkout
+
+Training programs are started by torchrun instead: `torchrun -m megatron.trainer.programs.pretrain_gpt ...`.
+"""
+
+import argparse
+import importlib
+import sys
+
+from megatron.pipeline import interrupt
+
+NAME = "megatron-pipeline"
+COMMANDS = {
+    "schedule": "print, prove, time and draw a pipeline schedule",
+    "grid_search": "search, estimate and measure configurations of a training run",
+    "rank_map": "print and draw which GPU runs which rank, and what that costs",
+    "partition": "cut a model's graph into pipeline stages",
+    "profile_model": "measure a model's blocks on this machine",
+    "preprocess_data": "turn JSON lines into Megatron's .bin/.idx pairs",
+    "text_generation": "continue a prompt with a trained GPT",
+    "plot_metrics": "draw the loss curves of runs",
+    "plot_memory": "draw what each pipeline rank saves at its fullest",
+    "plot_changes": "draw how a run that changes its pipeline went",
+    "compare_runs": "compare schedules over learning rates and seeds",
+}
+"""Name and summary; `megatron/commands/NAME.py` has `main()`, which reads `sys.argv` and returns the exit status."""
+
+
+def run(name: str) -> int | None:
+    """Run a command; from now on Ctrl-C ends the process with one line, also while the command is imported."""
+    interrupt.end_at_interrupt()
+    return importlib.import_module(f"megatron.commands.{name}").main()
+
+
+def main() -> int | None:
+    """The console script: its first word names the command, and the others are the command's."""
+    width = max(map(len, COMMANDS))
+    listed = "\n".join(f"  {name:{width}}  {summary}" for name, summary in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog=NAME, description=__doc__.partition("\n\n")[0], epilog=f"commands:\n{listed}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument(
+        "command", choices=COMMANDS, metavar="COMMAND", help="one of those below; COMMAND --help says more"
+    )
+    command = parser.parse_args(sys.argv[1:2] or ["--help"]).command
+    sys.argv[:2] = [f"{NAME} {command}"]
+    return run(command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

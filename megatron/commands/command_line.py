@@ -1,0 +1,110 @@
+"""What the commands in this folder have alike: parsers, kinds of values, and how they say that they ended.
+
+Exit status: 0, or 1 where a program, a file or a combination is wrong, 2 where the command line is or a file cannot be
+opened, 130 after Ctrl-C. A pipe whose reader has seen enough, such as `head`, is no error.
+"""
+
+import argparse
+import math
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from megatron.documents.flag_files import FlagFileParser
+
+
+def run(command: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
+    """Run a command and explain in one line what it could not do; returns the exit status."""
+    try:
+        status = command(options)
+        sys.stdout.flush()  # a closed pipe shows itself here, and not when the interpreter ends
+        return status
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"error: {error.filename + ': ' if error.filename else ''}{error.strerror}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("ended by SIGINT", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+@contextmanager
+def unwinding(hint: str) -> Iterator[None]:
+    """While processes are at work: on a signal that asks for an end, leave through every `finally`, which ends them.
+
+    Args:
+        hint: for the user, after the signal's name.
+    """
+
+    def end(number: int, frame: object) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)  # nothing is to interrupt that
+        print(f"ended by {signal.Signals(number).name}; {hint}", file=sys.stderr)
+        raise SystemExit(128 + number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}  # as of nohup
+    for number in before:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def parser_of(description: str) -> argparse.ArgumentParser:
+    """A parser that introduces a tool by its docstring: a summary, then what is kept as it stands. It takes `@FILE`."""
+    summary, _, examples = description.partition("\n\n")
+    return FlagFileParser(
+        description=summary, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+
+
+# --- kinds of values
+
+
+def count(text: str) -> int:
+    """A whole number of 1 and more."""
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number")
+    return int(text)
+
+
+def counts(text: str) -> tuple[int, ...]:
+    return tuple(count(part) for part in text.split(","))
+
+
+def time(text: str) -> float:
+    """A finite number of 0 and more."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value >= 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is no finite number of 0 and more")
+    return value
+
+
+def times(text: str) -> float | tuple[float, ...]:
+    values = tuple(time(part) for part in text.split(","))
+    return values[0] if len(values) == 1 else values
+
+
+def positive(text: str) -> float:
+    """A finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is no finite number above 0")
+    return value

@@ -1,0 +1,169 @@
+"""Compare schedules over learning rates and seeds: final validation losses over those of one of them.
+
+    python tools/compare_runs.py outputs/sweep --reference flush --output sweep.png
+
+Reads the metrics files `SCHEDULE_lrRATE_seedSEED.jsonl` of a folder, which `examples/convergence_sweep.sh` writes. The
+table has, for each rate and schedule, the median over the seeds of the last validation loss over the reference's at the
+same rate and seed, and the least and the greatest; the picture shows every run.
+"""
+
+import argparse
+import re
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.commands import command_line
+from megatron.trainer.report.metrics import read_metrics
+
+_NAME = re.compile(r"(?P<schedule>.+)_lr(?P<rate>[0-9.e+-]+)_seed(?P<seed>[0-9]+)")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run ended with: its last validation loss, nats per token."""
+
+    schedule: str
+    rate: float
+    seed: int
+    loss: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A schedule at a learning rate: by seed, its loss over the reference's, less 1."""
+
+    schedule: str
+    rate: float
+    over: dict[int, float]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.over.values())
+
+    def __str__(self) -> str:
+        if len(self.over) == 1:
+            return f"{self.median:+.1%}"
+        return f"{self.median:+.1%} ({min(self.over.values()):+.1%} to {max(self.over.values()):+.1%})"
+
+
+def read_runs(folder: Path) -> list[Run]:
+    """The runs of a folder.
+
+    Raises:
+        ValueError: no file there is named as a run, or one holds no validation loss.
+    """
+    runs = []
+    for path in sorted(folder.glob("*.jsonl")):
+        if match := _NAME.fullmatch(path.stem):
+            losses = [each["validation_loss"] for each in read_metrics(str(path)) if "validation_loss" in each]
+            if not losses:
+                raise ValueError(f"{path} holds no validation_loss; train with --eval-interval and --eval-iters")
+            runs.append(Run(match["schedule"], float(match["rate"]), int(match["seed"]), losses[-1]))
+    if not runs:
+        raise ValueError(f"{folder} holds no SCHEDULE_lrRATE_seedSEED.jsonl; give the folder of a sweep")
+    return runs
+
+
+def compare(runs: list[Run], reference: str) -> list[Comparison]:
+    """Each other schedule at each rate, over the reference.
+
+    Raises:
+        ValueError: the reference has no run at a rate and seed that another schedule has.
+    """
+    known = {(run.rate, run.seed): run.loss for run in runs if run.schedule == reference}
+    others: dict[tuple[str, float], dict[int, float]] = {}
+    for run in runs:
+        if run.schedule == reference:
+            continue
+        if (run.rate, run.seed) not in known:
+            raise ValueError(f"{reference} has no run with rate {run.rate:g} and seed {run.seed}; {run.schedule} has")
+        others.setdefault((run.schedule, run.rate), {})[run.seed] = run.loss / known[run.rate, run.seed] - 1
+    return [Comparison(*key, over) for key, over in sorted(others.items())]
+
+
+def table(runs: list[Run], compared: list[Comparison], reference: str) -> str:
+    """Markdown: a row for each rate, a column for each schedule."""
+    schedules = list(dict.fromkeys(each.schedule for each in compared))
+    lines = [
+        f"| peak learning rate | seeds | {reference} | " + " | ".join(f"{name} over it" for name in schedules) + " |",
+        "|---" * (3 + len(schedules)) + "|",
+    ]
+    for rate in sorted({run.rate for run in runs}):
+        losses = [run.loss for run in runs if (run.schedule, run.rate) == (reference, rate)]
+        found = {each.schedule: each for each in compared if each.rate == rate}
+        cells = [f"{rate:g}", str(len(losses)), f"{statistics.median(losses):.3f}" if losses else ""]
+        cells += [str(found.get(name, "")) for name in schedules]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def draw(compared: list[Comparison], reference: str, path: Path, *, title: str = "") -> None:
+    """Write a picture; the suffix of `path` chooses its format."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for position, schedule in enumerate(dict.fromkeys(each.schedule for each in compared)):
+        own = [each for each in compared if each.schedule == schedule]
+        color = f"C{position}"
+        axes.plot([each.rate for each in own], [100 * each.median for each in own], color=color, label=schedule)
+        points = [(each.rate, 100 * value) for each in own for value in each.over.values()]
+        axes.plot(*zip(*points, strict=True), color=color, marker="o", markersize=4, linestyle="none")
+    axes.axhline(0.0, color="0.4", linewidth=0.8, linestyle="--")
+    axes.set_xscale("log")
+    axes.set_yscale("symlog", linthresh=2.0)
+    rates = sorted({each.rate for each in compared})
+    axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
+    axes.minorticks_off()
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_xlabel("peak learning rate")
+    axes.set_ylabel(f"last validation loss over {reference}'s (%)")
+    axes.set_title(title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="of a sweep")
+    parser.add_argument("--reference", default="flush", help="schedule to compare with (default: %(default)s)")
+    parser.add_argument("--output", type=Path, help="picture to write (default: sweep.png in the folder)")
+    parser.add_argument("--title", default="", help="above the picture")
+    parser.add_argument(
+        "--most", action="append", default=[], metavar="SCHEDULE=X", type=_limit,
+        help="exit with 1 where a schedule's median lies more than this share over the reference; may be repeated",
+    )  # fmt: skip
+    args = parser.parse_args(arguments)
+    try:
+        runs = read_runs(args.folder)
+        compared = compare(runs, args.reference)
+        if not compared:
+            raise ValueError(f"{args.folder} has no runs but those of {args.reference}; there is nothing to compare")
+        picture = args.output or args.folder / "sweep.png"
+        draw(compared, args.reference, picture, title=args.title)
+    except (ValueError, OSError) as error:
+        parser.exit(1, f"{parser.prog}: {error}\n")
+    print(table(runs, compared, args.reference))
+    print(f"Picture: {picture}")
+    failed = False
+    for schedule, most in args.most:
+        for each in compared:
+            if each.schedule == schedule and each.median > most:
+                print(
+                    f"{schedule} at {each.rate:g} lies {each.median:.2%} over {args.reference}, {most:.2%} are allowed."
+                )
+                failed = True
+    sys.exit(failed)
+
+
+def _limit(text: str) -> tuple[str, float]:
+    name, equals, share = text.rpartition("=")
+    if not equals or not name:
+        raise argparse.ArgumentTypeError(f"'{text}' is no SCHEDULE=X, such as provisional=0.01")
+    return name, command_line.time(share)

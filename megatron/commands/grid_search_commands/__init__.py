@@ -1,0 +1,1 @@
+"""The commands of grid_search.py, a file each."""

@@ -1,0 +1,102 @@
+"""Predict given configurations: seconds of an iteration, MFU, memory of each stage and whether it fits.
+
+    python tools/grid_search.py estimate --entries measurements.json --json
+
+Prints one line for each entry, with its id. One that says too little, or asks for what is not modelled, has the reason
+instead. `under pressure`: so little memory is left that the allocator may slow the run down by 16 to 31%.
+"""
+
+import argparse
+import json
+
+from megatron.commands.grid_search_commands.tables import print_table
+from megatron.planner.memory.memory import GIB
+from megatron.planner.published.entries import Entry, Unpredictable, load_entries
+from megatron.planner.published.prediction import Prediction, predict
+from megatron.planner.time.calibration import DEFAULT_NAME, load_calibration
+from megatron.planner.time.constants import Constants
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--entries", required=True, metavar="FILE", help="configurations, as in docs/planner.md")
+    parser.add_argument(
+        "--calibrated-on", default=DEFAULT_NAME, metavar="NAME", help="calibration, or its file (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--simulate", action="store_true", help="execute the very programs, also where there is a closed form"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+
+
+def run(options: argparse.Namespace) -> int:
+    calibration = load_calibration(options.calibrated_on)
+    results = [
+        _predict(entry, calibration.fitted, simulate=options.simulate) for entry in load_entries(options.entries)
+    ]
+    if options.json:
+        for result in results:
+            print(json.dumps(_as_dict(result) | {"calibrated_on": calibration.name}))
+        return 0
+    predicted = [each for each in results if isinstance(each, Prediction)]
+    print_table(
+        ("entry", "seconds", "measured", "MFU", "bubble", "GiB", "verdict", ""),
+        [_cells(each) for each in predicted],
+        right=(1, 2, 3, 4, 5),
+    )
+    reasons = [(each.id, each.reason) for each in results if isinstance(each, Unpredictable)]
+    if reasons:
+        print()
+        print_table(("entry", "cannot be predicted, for"), reasons)
+    return 0
+
+
+def _predict(entry: Entry | Unpredictable, constants: Constants, *, simulate: bool) -> Prediction | Unpredictable:
+    if isinstance(entry, Unpredictable):
+        return entry
+    try:
+        return predict(entry, constants, simulate=simulate)
+    except ValueError as error:
+        return Unpredictable(entry.id, str(error))
+
+
+def _as_dict(result: Prediction | Unpredictable) -> dict:
+    if isinstance(result, Unpredictable):
+        return {"id": result.id, "reason": result.reason}
+    estimate, entry = result.estimate, result.entry
+    return {
+        "id": entry.id,
+        "iteration_seconds": estimate.seconds,
+        "mfu": estimate.mfu,
+        "sequences_per_second": entry.configuration.global_batch_size / estimate.seconds,
+        "bubble": estimate.bubble,
+        "forward_seconds": result.forward,
+        "backward_seconds": result.backward,
+        "memory_gib": [rank.total / GIB for rank in estimate.memory],
+        "verdict": estimate.verdict.word,
+        "fits": estimate.verdict.fits,
+        "stage": estimate.verdict.rank,
+        "spare_gib": estimate.verdict.spare_gib,
+        "under_pressure": estimate.under_pressure,
+        "assumed": list(entry.assumed),
+    }
+
+
+def _cells(result: Prediction) -> tuple[str, ...]:
+    estimate, entry = result.estimate, result.entry
+    return (
+        entry.id,
+        f"{estimate.seconds:.4g}",
+        f"{entry.seconds:.4g}" if entry.seconds is not None else "",
+        f"{100 * estimate.mfu:.1f}%",
+        f"{100 * estimate.bubble:.1f}%",
+        f"{max(rank.total for rank in estimate.memory) / GIB:.1f}",
+        describe_verdict(estimate.verdict),
+        "under pressure" if estimate.under_pressure else "",
+    )
+
+
+def describe_verdict(verdict: object) -> str:
+    """`fits`, or what is missing where."""
+    if verdict.fits:
+        return verdict.word
+    return f"{verdict.word}: stage {verdict.rank} misses {-verdict.spare_gib:.1f} GiB"

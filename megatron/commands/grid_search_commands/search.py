@@ -1,0 +1,322 @@
+"""Search degrees, microbatch, schedule, recompute scope and rank mapping for the fastest training of a model.
+
+    python tools/grid_search.py search --cluster A100-80 --nodes 6 --global-batch-size 192 \\
+        --num-layers 84 --hidden-size 11520 --num-attention-heads 120 --seq-length 2048 --vocab-size 51200
+    python tools/grid_search.py search --cluster my_cluster.yaml --model-script train_gpt3.sh --output plan
+    python tools/grid_search.py search --cluster V100-16 --nodes 4 --model-yaml bert.yaml --max-safe-batch 1024
+
+The model is given by flags of pretrain_gpt.py or pretrain_bert.py, in any place of the command line, by files of them
+(@FILE), by a shell script that runs one of these programs, or by a YAML file. Flags that the search chooses (degrees,
+microbatch, schedule, ...) are set aside. docs/grid_search.md explains the result.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from megatron.commands import command_line
+from megatron.commands.grid_search_commands.search_inputs import (
+    ModelInput,
+    add_model_arguments,
+    cluster_names,
+    read_cluster,
+    read_model,
+)
+from megatron.commands.grid_search_commands.search_script import remove_script, script_text
+from megatron.documents.writing import write_whole
+from megatron.planner import Architecture, Cluster
+from megatron.planner.planner import Planner
+from megatron.planner.search import RANK_MAPPINGS, SCOPES, Outcome, Space, Training, offered, search
+from megatron.planner.search.paper import PaperResult, describe_paper, run_paper_algorithm
+from megatron.planner.search.records import kept_record, write_csv, write_jsonl
+from megatron.planner.search.space import schedules_on_device
+from megatron.planner.time.calibration import DEFAULT_NAME, NAMES, load_calibration
+from megatron.planner.time.first_principles import FirstPrinciples
+from megatron.planner.time.profile import Profile, load_profile
+from megatron.planner.time.profiled import ProfiledCosts, shape_of, vocab_size_of
+from megatron.trainer.plan.command import Job
+
+TAKES_FLAGS = True  # those of the training programs
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    model = parser.add_argument_group("model", "Besides these, every flag of pretrain_gpt.py or pretrain_bert.py.")
+    add_model_arguments(model)
+    model.add_argument("--precision", choices=("bf16", "fp16", "fp32"),
+                       help="default: --bf16 or --fp16 among the flags, or what suits the processor")  # fmt: skip
+    cluster = parser.add_argument_group("cluster")
+    cluster.add_argument("--cluster", required=True, metavar="NAME|FILE",
+                         help=f"{', '.join(cluster_names())}, or a YAML file as docs/grid_search.md shows")  # fmt: skip
+    cluster.add_argument("--nodes", type=command_line.count, metavar="N", help="in place of the file's")
+    cluster.add_argument("--gpus-per-node", type=command_line.count, metavar="N", help="likewise")
+    cluster.add_argument("--calibrated-on", default=DEFAULT_NAME, metavar="NAME|FILE",
+                         help=f"constants of the time model: {', '.join(NAMES)}, or a file of `calibrate`")  # fmt: skip
+    cluster.add_argument("--predict-from", metavar="FILE",
+                         help="a profile of tools/profile_model.py, in place of the time model")  # fmt: skip
+    cluster.add_argument("--network", type=command_line.positive, metavar="GB/s",
+                         help="of one node, in one direction; likewise")  # fmt: skip
+    space = parser.add_argument_group("space", "What is considered; lists are separated by commas.")
+    space.add_argument("--max-safe-batch", type=command_line.count, metavar="N",
+                       help="sequences: microbatches may be accumulated up to it (PipeDream-2BW, section 4.3); "
+                       "--global-batch-size is then the least")  # fmt: skip
+    schedules = tuple(offered())
+    space.add_argument("--schedules", type=_names(schedules), metavar="LIST",
+                       help=f"default: {','.join(schedules_on_device())}, and l2l where the cluster says "
+                       "host_memory_gib")  # fmt: skip
+    for name, what in (
+        ("--tensor", "tensor parallel sizes"), ("--pipeline", "pipeline parallel sizes"),
+        ("--virtual", "stages on each rank, for interleaved"), ("--microbatches", "microbatch sizes"),
+    ):  # fmt: skip
+        space.add_argument(name, type=command_line.counts, metavar="LIST", help=f"{what}; default: all that divide")
+    scopes = [scope.value for scope in SCOPES]
+    space.add_argument("--recompute", type=_names(scopes), default=tuple(scopes), metavar="LIST",
+                       help=f"default: {','.join(scopes)}")  # fmt: skip
+    space.add_argument("--distributed-optimizer", choices=("yes", "no", "both"), default="both",
+                       help="whether optimizer state is split over replicas (default: %(default)s)")  # fmt: skip
+    space.add_argument("--rank-mappings", type=_names(RANK_MAPPINGS), default=RANK_MAPPINGS, metavar="LIST",
+                       help=f"default: {','.join(RANK_MAPPINGS)}")  # fmt: skip
+    space.add_argument("--no-early-stopping", action="store_true",
+                       help="also configurations that recompute or balance more than they need")  # fmt: skip
+    space.add_argument("--require-fused-softmax", action="store_true",
+                       help="leave out what cannot use Megatron's fused softmax")  # fmt: skip
+    space.add_argument("--avoid-pressure", action="store_true",
+                       help="leave out what is so near the limit of memory that it may be slower")  # fmt: skip
+    output = parser.add_argument_group("output")
+    output.add_argument("--simulate", type=command_line.count, metavar="K",
+                        help="simulate the programs of the K best (default: 5, fewer of large ones)")  # fmt: skip
+    output.add_argument("--top", type=command_line.count, default=10, metavar="N",
+                        help="rows of the table (default: %(default)s)")  # fmt: skip
+    output.add_argument("--json", action="store_true", help="print one JSON object")
+    output.add_argument("--output", "-o", metavar="DIR", help="write configurations.jsonl and .csv, "
+                        "throughput_memory.png, report.html and best.sh there")  # fmt: skip
+    output.add_argument("--paper-algorithm", action="store_true",
+                        help="print beside it what Algorithm 1 of PipeDream-2BW chooses")  # fmt: skip
+
+
+def run(options: argparse.Namespace) -> int:
+    started = time.perf_counter()
+    cluster = read_cluster(options)
+    model = read_model(options, cluster)
+    job = model.job
+    space = _space(options, model, cluster)
+    if options.output:
+        _make_folder(Path(options.output))
+    constants = load_calibration(options.calibrated_on).fitted
+    profile = None if options.predict_from is None else load_profile(options.predict_from)
+    planners: dict[int, Planner] = {}
+
+    def planner_of(tensor: int) -> Planner:
+        if tensor not in planners:
+            shape = _shape(job, profile, tensor)
+            cost_model = (
+                FirstPrinciples(shape, cluster, job.software, constants)
+                if profile is None
+                else ProfiledCosts(profile, shape, job.software)
+            )
+            planners[tensor] = Planner(shape, cluster, cost_model, job.software)
+        return planners[tensor]
+
+    training = Training(
+        clips_gradients=job.clips_gradients, scales_loss=job.scales_loss, saves_scores=not job.software.flash_attention,
+        fuses_softmax=job.software.fuses_softmax,
+    )  # fmt: skip
+    for note in model.notes:
+        print(f"note: {note}", file=sys.stderr)
+    with _progress() as progress:
+        outcome = search(
+            space, planner_of, training, num_simulated=options.simulate, refuse=job.refusal, progress=progress
+        )
+    seconds = time.perf_counter() - started
+    paper = run_paper_algorithm(planner_of(1), safe_batch=space.largest_batch_size) if options.paper_algorithm else None
+    if options.output:
+        _write(Path(options.output), outcome, planner_of, model, cluster, space)
+    if options.json:
+        print(json.dumps(_as_dict(outcome, options.top, seconds, paper)))
+    else:
+        _print(outcome, options.top, seconds)
+        if paper is not None:
+            print("\nAlgorithm 1 of PipeDream-2BW, as it stands", *describe_paper(paper), sep="\n")
+    if outcome.best is None:
+        raise ValueError(f"none of the {len(outcome.rejected)} choices can run; {_nearest(outcome)}")
+    return 0
+
+
+def _make_folder(folder: Path) -> None:
+    """Before a search that may take long. Raises ValueError, OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"--output {folder} cannot be written to; give another folder")
+
+
+def _shape(job: Job, profile: Profile | None, tensor: int) -> Architecture:
+    """The model; its vocabulary as the profile has it, which asked the tokenizer, unless it is said to be another."""
+    shape = job.shape(tensor)
+    if profile is None or job.vocab_size not in (None, vocab_size_of(profile)):
+        return shape
+    rows = shape_of(profile, num_layers=shape.num_layers, tensor=tensor).vocabulary_size
+    return replace(shape, vocabulary_size=rows)
+
+
+def _space(options: argparse.Namespace, model: ModelInput, cluster: Cluster) -> Space:
+    batch = model.job.global_batch_size or options.max_safe_batch
+    if batch is None:
+        raise ValueError("the batch is not known; give --global-batch-size, or --max-safe-batch")
+    least = model.job.global_batch_size or 1
+    split = {"yes": (True,), "no": (False,), "both": (True, False)}[options.distributed_optimizer]
+    return Space(
+        num_gpus=cluster.num_gpus,
+        gpus_per_node=cluster.topology.nodes[0].gpus,
+        global_batch_size=least,
+        safe_batch_size=options.max_safe_batch,
+        schedules=options.schedules or _schedules(cluster),
+        tensor=options.tensor,
+        pipeline=options.pipeline,
+        virtual=options.virtual,
+        micro_batch_sizes=options.microbatches,
+        scopes=tuple(scope for scope in SCOPES if scope.value in options.recompute),
+        distributed_optimizer=split,
+        rank_mappings=options.rank_mappings,
+        early_stopping=not options.no_early_stopping,
+        needs_fused_softmax=options.require_fused_softmax,
+        avoids_pressure=options.avoid_pressure,
+        provisional=model.job.provisional,
+        provisional_microbatches=model.job.provisional_microbatches,
+        provisional_reduce=model.job.provisional_reduce,
+    )
+
+
+def _schedules(cluster: Cluster) -> tuple[str, ...]:
+    """All; weights on the host where it is known what hosts have."""
+    return schedules_on_device() if cluster.host_memory_gib is None else tuple(offered())
+
+
+def _names(known: tuple[str, ...] | list[str]):
+    """A type of argument: a list of some of these."""
+
+    def names(text: str) -> tuple[str, ...]:
+        chosen = tuple(dict.fromkeys(text.split(",")))
+        for name in chosen:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"{name!r} is not among {', '.join(known)}")
+        return chosen
+
+    return names
+
+
+# --- what is printed and written
+
+
+@contextmanager
+def _progress():
+    """A bar on standard error while it is a terminal; nothing else is ever printed there by it."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bars:
+        tasks: dict = {}
+
+        def report(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total)
+            bars.update(tasks[what], completed=done, total=total)
+
+        yield report
+
+
+def _print(outcome: Outcome, top: int, seconds: float) -> None:
+    from rich.console import Console
+
+    from megatron.planner.search import delay, relayed
+    from megatron.planner.search.table import best_table, reasons
+
+    plain = not sys.stdout.isatty()
+    console = Console(width=10_000 if plain else None, no_color=plain, highlight=False)
+
+    def say(text: str, style: str = "") -> None:
+        console.print(text, style="" if plain else style, markup=False, soft_wrap=True)
+
+    say(f"{len(outcome.kept)} configurations fit, {len(outcome.rejected)} choices were rejected, {seconds:.1f} s")
+    if outcome.kept:
+        ranked = list(enumerate(outcome.kept, start=1))
+        of_schedules = {id(each) for each in outcome.best_of_schedules()}
+        say("\nthe fastest (~: estimated; the others were simulated)", "bold")
+        console.print(best_table(ranked[:top], plain=plain))
+        say("\nthe fastest of each schedule", "bold")
+        console.print(best_table([row for row in ranked if id(row[1]) in of_schedules], plain=plain))
+        easy = outcome.best_without_pressure
+        if outcome.best.estimate.under_pressure and easy is not None:
+            say("\nthe fastest that is not near the limit of memory (--avoid-pressure keeps only such)", "bold")
+            console.print(best_table([easy], plain=plain))
+    for note in (*delay.sentences(outcome.kept), *relayed.sentences(outcome.kept)):
+        say(f"\nnote: {note}")
+    say("\nwhy choices were rejected", "bold")
+    for reason, count in reasons(outcome.rejected, 12):
+        say(f"{count:6}  {reason}")
+
+
+def _as_dict(outcome: Outcome, top: int, seconds: float, paper: PaperResult | None) -> dict:
+    from megatron.planner.search import delay, relayed
+
+    return {
+        **({} if paper is None else {"paper_algorithm": describe_paper(paper)}),
+        "num_kept": len(outcome.kept),
+        "num_rejected": len(outcome.rejected),
+        "seconds": seconds,
+        "notes": (*delay.sentences(outcome.kept), *relayed.sentences(outcome.kept)),
+        "best": [kept_record(each, rank) for rank, each in enumerate(outcome.kept[:top], start=1)],
+    }
+
+
+def _nearest(outcome: Outcome) -> str:
+    near = [each for each in outcome.rejected if each.missing_gib is not None]
+    if not near:
+        return (
+            f"the first is rejected since {outcome.rejected[0].reason}" if outcome.rejected else "none was considered"
+        )
+    each = min(near, key=lambda rejected: rejected.missing_gib)
+    parts = {name: value for name, value in vars(each.choice).items() if value is not None}
+    where = ", ".join(f"{name} {getattr(value, 'value', value)}" for name, value in parts.items())
+    return f"the nearest ({where}): {each.reason}; give more GPUs, or GPUs with more memory"
+
+
+def _write(folder: Path, outcome: Outcome, planner_of, model: ModelInput, cluster: Cluster, space: Space) -> None:
+    from megatron.planner.search import delay, relayed
+    from megatron.planner.search.picture import as_png, draw_outcome
+    from megatron.planner.search.report import html_report
+
+    job = model.job
+    title = f"{job.program.removesuffix('.py').removeprefix('pretrain_').upper()} on {cluster.num_gpus} x {cluster.gpu}"
+    shape = planner_of(1).model
+    summary = [
+        f"{shape.num_layers} layers, hidden size {shape.hidden_size}, {shape.num_attention_heads} heads, sequences of "
+        f"{shape.sequence_length}; " + (
+            f"batches of {space.global_batch_size}" if space.safe_batch_size is None
+            else f"batches of {space.global_batch_size} to {space.safe_batch_size}"
+        ),
+        f"{len(outcome.kept)} configurations fit, {len(outcome.rejected)} choices were rejected.",
+        *(f"{note}." for note in (*delay.sentences(outcome.kept), *relayed.sentences(outcome.kept))),
+    ]  # fmt: skip
+    write_jsonl(outcome, folder / "configurations.jsonl")
+    write_csv(outcome, folder / "configurations.csv")
+    script = None
+    remove_script(folder / "best.sh")
+    if outcome.best:
+        script = script_text(job, outcome.best, cluster, command=shlex.join(["tools/grid_search.py", *sys.argv[1:]]))
+        write_whole(folder / "best.sh", script)
+        if any(each.choice.rank_mapping == "optimized" for each in outcome.kept):
+            topology = cluster.topology.model_dump(mode="json", exclude_none=True)
+            write_whole(folder / "topology.yaml", json.dumps(topology, indent=1) + "\n")
+    figure = draw_outcome(outcome, memory_gib=cluster.device.memory_gib, title=title)
+    write_whole(folder / "throughput_memory.png", as_png(figure))
+    write_whole(folder / "report.html", html_report(outcome, planner_of, title=title, summary=summary, script=script))
+    print(f"wrote {folder}/: configurations.jsonl, configurations.csv, throughput_memory.png, report.html"
+          + (", best.sh" if script else ""), file=sys.stderr)  # fmt: skip

@@ -1,0 +1,174 @@
+"""What `search` is given: a model by flags, a script or a YAML file, and a cluster by name or file."""
+
+import argparse
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.documents.reading import read_document
+from megatron.planner import DEVICES, Cluster, load_cluster
+from megatron.planner.job.cluster import CLUSTERS
+from megatron.trainer.arguments import Platform
+from megatron.trainer.arguments.script import read_script
+from megatron.trainer.plan.command import PROGRAMS, Job
+
+_WITHOUT_ENGINE = frozenset({"V100-16", "V100-32", "RTX2080Ti", "GTX1080Ti", "cpu"})  # Transformer Engine asks for more
+_PRECISION = {"V100-16": "fp16", "V100-32": "fp16", "RTX2080Ti": "fp16", "GTX1080Ti": "fp32", "cpu": "fp32"}
+_NOT_SEARCHED = ("pretrain_vision_classify.py", "finetune_bert.py")
+
+
+def cluster_names() -> list[str]:
+    """The clusters that come with the project."""
+    return sorted(path.stem for path in CLUSTERS.glob("*.yaml"))
+
+
+def read_cluster(options: argparse.Namespace) -> Cluster:
+    """--cluster, with --nodes, --gpus-per-node and --network in place of what its file says. Raises ValueError."""
+    named = CLUSTERS / f"{options.cluster}.yaml"
+    path = named if named.exists() else Path(options.cluster)
+    if not path.exists():
+        raise ValueError(
+            f"--cluster {options.cluster} is no file, and no cluster that comes along; give a file, or one of "
+            f"{', '.join(cluster_names())}"
+        )
+    cluster = load_cluster(path)
+    changes: dict = {}
+    if options.nodes is not None:
+        changes["nodes"] = options.nodes
+    if options.gpus_per_node is not None:
+        if isinstance(cluster.nodes, tuple) and options.nodes is None:
+            raise ValueError(f"{path} lists its nodes one by one; give --nodes besides --gpus-per-node")
+        changes["gpus_per_node"] = options.gpus_per_node
+    if options.network is not None:
+        changes["bandwidth"] = {**cluster.bandwidth.model_dump(exclude_none=True), "between_nodes": options.network}
+    nodes = changes.get("nodes", 1)
+    if nodes > 1 and cluster.bandwidth.between_nodes is None and options.network is None:
+        raise ValueError(f"{path} says nothing of the network between {nodes} nodes; give --network, GB/s of a node")
+    cluster = Cluster(**{**cluster.model_dump(exclude_none=True), **changes})
+    counts = dict.fromkeys(node.gpus for node in cluster.topology.nodes)
+    if len(counts) > 1:
+        raise ValueError(
+            f"{path}: nodes have {' and '.join(map(str, counts))} GPUs; give nodes that have equally many, for which "
+            "times are modelled and launchers written"
+        )
+    return cluster
+
+
+@dataclass(frozen=True)
+class ModelInput:
+    """The job, and lines for the user about what was taken how."""
+
+    job: Job
+    notes: tuple[str, ...]
+
+
+def add_model_arguments(model: argparse.ArgumentParser) -> None:
+    """How a model may be given, besides by flags of the training programs."""
+    model.add_argument(
+        "--model-script", metavar="FILE", help="shell script that runs a training program; it is read, not run"
+    )
+    model.add_argument("--model-yaml", metavar="FILE", help="flags by name: num_layers: 24; switches are true")
+    model.add_argument("--architecture", choices=("gpt", "bert"), help="default: that of the script's program, or gpt")
+
+
+def read_words(options: argparse.Namespace) -> tuple[list[str], str, list[str]]:
+    """Flags of a training program, from --model-script or --model-yaml and from the command line; the architecture, and
+    lines for the user. Raises ValueError."""
+    words, notes, architecture = [], [], options.architecture
+    if options.model_script is not None and options.model_yaml is not None:
+        raise ValueError("--model-script and --model-yaml exclude each other; keep one")
+    if options.model_script is not None:
+        command = read_script(_text(options.model_script), environment=os.environ, source=options.model_script)
+        words, notes = [*command.words], [*command.notes]
+        architecture = architecture or _architecture_of(command.program, options.model_script)
+    elif options.model_yaml is not None:
+        words, named = _words_of_yaml(options.model_yaml)
+        architecture = architecture or named
+    return [*words, *options.flags], architecture or "gpt", notes
+
+
+def read_model(options: argparse.Namespace, cluster: Cluster) -> ModelInput:
+    """The model of --model-script or --model-yaml, and of flags of the training programs, which come last.
+
+    Raises ValueError.
+    """
+    words, architecture, notes = read_words(options)
+    words, assumed = _for_processor(words, options, cluster)
+    job = Job.read(words, architecture=architecture, platform=platform_of(cluster))
+    notes += assumed
+    if job.dropped:
+        notes.append(f"the search chooses what these said: {', '.join(job.dropped)}")
+    return ModelInput(job, tuple(notes))
+
+
+def platform_of(cluster: Cluster) -> Platform:
+    """The machines of a cluster, for the rules of flags: with Apex, and Transformer Engine where it runs."""
+    return Platform(
+        is_cuda=not cluster.is_cpu,
+        has_transformer_engine=cluster.gpu not in _WITHOUT_ENGINE,
+        has_apex=not cluster.is_cpu,
+    )
+
+
+def _for_processor(words: list[str], options: argparse.Namespace, cluster: Cluster) -> tuple[list[str], list[str]]:
+    """Precision and layers that suit the processor, where nobody said which."""
+    notes = []
+    precision = options.precision
+    if precision is None and not {"--fp16", "--bf16"} & set(words):
+        precision = _PRECISION.get(cluster.gpu, "bf16")
+        notes.append(f"no precision was given; taken is {precision}, as it suits {cluster.gpu}")
+    if precision is not None:
+        words = [word for word in words if word not in ("--fp16", "--bf16")]
+        words += [f"--{precision}"] if precision != "fp32" else []
+    if "--bf16" in words and not cluster.device.has_bfloat16:
+        raise ValueError(f"{cluster.gpu} has no units for bfloat16; give --precision fp16")
+    if cluster.gpu in _WITHOUT_ENGINE and "--transformer-impl" not in {word.partition("=")[0] for word in words}:
+        words = [*words, "--transformer-impl", "local"]
+    return words, notes
+
+
+def _architecture_of(program: str, source: str) -> str:
+    for architecture, (known, _) in PROGRAMS.items():
+        if program == known:
+            return architecture
+    if program in _NOT_SEARCHED:
+        raise ValueError(
+            f"{source} runs {program}, whose models are neither searched nor profiled; check and price one "
+            "configuration with its --dry-run"
+        )
+    raise ValueError(
+        f"{source} runs {program}, which is not among {', '.join(known for known, _ in PROGRAMS.values())}; give "
+        "--architecture gpt or bert"
+    )
+
+
+def _words_of_yaml(path: str) -> tuple[list[str], str | None]:
+    """Flags by their names, with - or _ between words; true for a switch; and `architecture`, which is none."""
+    document = read_document(path)
+    if not isinstance(document, dict):
+        raise ValueError(f"{path} is no mapping; write flags as num_layers: 24")
+    architecture = document.pop("architecture", None)
+    if architecture not in (None, *PROGRAMS):
+        raise ValueError(f"{path}: architecture {architecture} is not known; write {' or '.join(PROGRAMS)}")
+    words: list[str] = []
+    for name, value in document.items():
+        flag = "--" + str(name).replace("_", "-")
+        if value is True:
+            words.append(flag)
+        elif isinstance(value, (list, tuple)):
+            words += [flag, *map(str, value)]
+        elif isinstance(value, (str, int, float)) and value is not False:
+            words += [flag, str(value)]
+        else:
+            raise ValueError(f"{path}: {name}: {value!r} is no value of a flag; leave out what is off")
+    return words, architecture
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}); give a shell script") from error
+
+
+assert set(_PRECISION) <= {*DEVICES, "cpu"}

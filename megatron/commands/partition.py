@@ -1,0 +1,239 @@
+"""Cut a model's graph into pipeline stages: several methods compete, and the best partition is shown and written.
+
+    python tools/partition.py MODEL --task sequence-classification --train_file F --devices 4 --memory 11GiB \\
+        --output P.json
+    python tools/partition.py --graph graph.json
+    python tools/partition.py --graph graph.json --max-stages-per-device 2 --output P.json --picture P.png
+    python tools/partition.py --graph graph.json --milp 60 --json
+
+docs/partition.md says what a graph file holds, what the methods are and what is minimised. With --json the last line
+is one JSON object: method, objective_ms, device_of_node, stage_of_node.
+
+Exit status: 0, or 1 where a file is wrong or nothing fits, 2 where the command line is or a file cannot be opened, 130
+after Ctrl-C.
+"""
+
+import argparse
+import json
+import math
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron.commands import command_line
+from megatron.documents.writing import write_whole
+from megatron.finetuning.arguments import add_data, add_microbatch, settle_precision
+from megatron.partition import METHODS, CompeteResult, Competition, Graph, compete, read_graph
+
+GIB = 2**30
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = command_line.parser_of(__doc__)
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="a folder with a model of transformers")
+    parser.add_argument("--graph", type=Path, metavar="FILE", help="a graph instead of a model, JSON")
+    parser.add_argument(
+        "--methods", nargs="+", choices=METHODS, default=["sequential", "mixed"], help="default: sequential mixed"
+    )
+    parser.add_argument(
+        "--max-stages-per-device", type=command_line.count, default=3, metavar="N",
+        help="mixed tries L = P, 2P, ... NP stages; more stages balance better and are staler (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--milp", type=command_line.positive, metavar="SECONDS", help="improve the best by a mixed integer program"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the search (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="end with the partition as one JSON line")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the partition, JSON")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the graph by device, memory and utilisation")
+    machine = parser.add_argument_group("the machine of a MODEL")
+    machine.add_argument("--devices", type=command_line.count, metavar="P", help="how many")
+    machine.add_argument("--memory", help="of each (default: 16GiB)")
+    machine.add_argument("--bandwidth", type=command_line.positive, metavar="GB/S", help="between them (default: 10)")
+    threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0] or "1"  # what follows is of nested regions
+    machine.add_argument(
+        "--threads", type=command_line.count, default=threads, metavar="N",
+        help="of the profile on a CPU, as each rank will have (default: OMP_NUM_THREADS, or 1)",
+    )  # fmt: skip
+    add_data(parser.add_argument_group("data of a MODEL, as for finetune.py"), required=False)
+    add_microbatch(parser.add_argument_group("microbatches of a MODEL, as for finetune.py"))
+    return command_line.run(_run, parser.parse_args(arguments))
+
+
+def _run(options: argparse.Namespace) -> int:
+    if (options.model is None) == (options.graph is None):
+        raise ValueError("give a MODEL, or --graph FILE")
+    for path in filter(None, (options.output, options.picture)):  # before the work, and not after it
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise ValueError(f"{path} is a folder; name a file in it")
+    if options.picture:
+        from megatron.partition.draw import check_form
+
+        check_form(options.picture)
+    return _run_graph(options) if options.model is None else _run_model(options)
+
+
+def _run_model(options: argparse.Namespace) -> int:
+    for name in ("task", "train_file", "devices"):
+        if getattr(options, name) is None:
+            raise ValueError(f"a MODEL is profiled on real data: give --{name}")
+    settle_precision(options)
+    from megatron import backend
+
+    backend.install()
+    backend.keep_freed_memory()  # as in training
+    import torch
+
+    torch.set_num_threads(options.threads)
+    from megatron.finetuning.partitioning import PlannedMachine, cut_model, num_bytes
+    from megatron.finetuning.plan import captured_model
+    from megatron.finetuning.samples import read_data
+
+    options.model_name_or_path, options.do_train, options.do_eval = options.model, True, False
+    machine = PlannedMachine(options.devices, num_bytes(options.memory or "16GiB"), options.bandwidth or 10.0)
+    with _progress() as progress:
+        progress("reading data")
+        data = read_data(options)
+        progress("capturing")
+        captured, batch, _ = captured_model(options, data)
+        choice, candidates, graph, competition = cut_model(
+            captured, batch, machine, options, methods=_methods(options), milp_seconds=options.milp, progress=progress
+        )
+    _show(graph, competition, choice.result, {id(each.result): each.simulated_ms for each in candidates})
+    if options.output:
+        choice.file.write(options.output)
+        print(f"Partition: {options.output}")
+    _draw(graph, choice.result, options)
+    if options.json:
+        found = json.loads(choice.file.to_json())
+        names = ("method", "objective_ms", "device_of_node", "stage_of_node")
+        print(json.dumps({**{name: found[name] for name in names}, "simulated_ms": choice.simulated_ms}))
+    return 0
+
+
+def _run_graph(options: argparse.Namespace) -> int:
+    for name in ("devices", "memory", "bandwidth", "task", "train_file", "validation_file"):
+        if getattr(options, name) is not None:
+            raise ValueError(
+                f"--{name} is of a MODEL, and --graph names its own machine and needs no data; leave it out"
+            )
+    graph = read_graph(options.graph)
+    if graph.unknown:
+        print(f"note: {options.graph}: keys that mean nothing here: {', '.join(graph.unknown)}", file=sys.stderr)
+    with _progress() as progress:
+        competition = compete(
+            graph,
+            methods=_methods(options),
+            max_stages_per_device=options.max_stages_per_device,
+            milp_seconds=options.milp,
+            seed=options.seed,
+            progress=progress,
+        )
+    choice = competition.choice
+    _show(graph, competition, choice, {})
+    content = _content(choice)
+    if options.output:
+        write_whole(options.output, json.dumps(content, indent=1) + "\n")
+        print(f"Partition: {options.output}")
+    _draw(graph, choice, options)
+    if options.json:
+        print(json.dumps(content))
+    return 0
+
+
+def _methods(options: argparse.Namespace) -> list[str]:
+    methods = list(options.methods)
+    if options.milp is not None and "milp" not in methods:
+        methods.append("milp")
+    return methods
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Says on standard error what is under way: in place, or where that is no terminal in lines."""
+    errors = Console(stderr=True)
+    with errors.status("reading") if errors.is_terminal else nullcontext() as status:
+        yield status.update if status else Lines()
+
+
+class Lines:
+    """Prints what is under way: what has not been said before but for its numbers, and else a line in `seconds`."""
+
+    def __init__(self, seconds: float = 5.0) -> None:
+        self._seconds = seconds
+        self._said: set[str] = set()
+        self._last = -math.inf
+
+    def __call__(self, text: str) -> None:
+        now, words = time.monotonic(), re.sub("[0-9]+", "", text)
+        if words not in self._said or now - self._last >= self._seconds:
+            self._said.add(words)
+            self._last = now
+            print(text, file=sys.stderr, flush=True)
+
+
+def _draw(graph: Graph, choice: CompeteResult, options: argparse.Namespace) -> None:
+    if options.picture:
+        from megatron.partition.draw import draw
+
+        draw(graph, choice, options.picture)
+        print(f"Picture: {options.picture}")
+
+
+def _content(result: CompeteResult) -> dict:
+    partition = result.partition
+    return {
+        "method": result.method,
+        "objective_ms": result.value.objective_ms,
+        "device_of_node": {str(node): partition.device_of_node(node) for node in sorted(partition.stage_of_node)},
+        "stage_of_node": {str(node): stage for node, stage in sorted(partition.stage_of_node.items())},
+    }
+
+
+def _show(graph: Graph, competition: Competition, choice: CompeteResult, simulated: Mapping[int, float]) -> None:
+    """`simulated`: milliseconds of a microbatch, by the id of a result."""
+    console = Console() if sys.stdout.isatty() else Console(width=150, no_color=True)
+    bound = graph.bound_ms
+    table = Table(title=f"{graph.name or 'graph'}: {graph.num_devices} devices, bound {bound:.3f} ms")
+    columns = ("method", "stages", "depth", "busiest ms", "over bound", "most GiB", "crosses MB", "seconds", "from")
+    columns = (*columns[:5], "simulated ms", *columns[5:]) if simulated else columns
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("method", "from") else "right")
+    for result in competition.results:
+        value = result.value
+        timed = [f"{simulated[id(result)]:.3f}" if id(result) in simulated else ""] if simulated else []
+        table.add_row(
+            result.method + (" *" if result is choice else ""),
+            str(result.partition.num_stages),
+            str(value.depth),
+            f"{value.objective_ms:.3f}",
+            f"{value.objective_ms / bound:.4f}" if bound else "",
+            *timed,
+            f"{max(value.memory_bytes) / GIB:.2f}",
+            f"{value.crossing_bytes / 1e6:.1f}",
+            f"{result.seconds:.1f}",
+            result.note,
+        )
+    console.print(table)
+    for method, reason in competition.failures.items():
+        console.print(f"{method}: {reason}", highlight=False)
+    devices = Table(title=f"choice: {choice.method}")
+    for column in ("device", "stages", "compute ms", "utilisation", "GiB", "of GiB"):
+        devices.add_column(column, justify="right")
+    for device in range(graph.num_devices):
+        stages = [str(s) for s, holds in enumerate(choice.partition.device_of_stage) if holds == device]
+        compute, used = choice.value.compute_ms[device], choice.value.memory_bytes[device]
+        devices.add_row(
+            str(device), " ".join(stages), f"{compute:.3f}",
+            f"{compute / choice.value.objective_ms:.1%}" if choice.value.objective_ms else "",
+            f"{used / GIB:.2f}", f"{graph.memory_limit(device) / GIB:.2f}",
+        )  # fmt: skip
+    console.print(devices)

@@ -1,0 +1,324 @@
+"""Turn JSON lines into Megatron's .bin/.idx pairs.
+
+    python tools/preprocess_data.py --input corpus.jsonl --output-prefix corpus \
+        --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.json --append-eod --workers 4
+
+Each line is a JSON object; each of `--json-keys` becomes `PREFIX_KEY_document.bin` and `.idx`, which `--data-path
+PREFIX_KEY_document` reads. Documents keep the order of the lines, so the files do not depend on the number of
+workers. They appear under their names only when they are complete.
+
+For BERT, `--split-sentences` keeps a document as a list of sentences, in `PREFIX_KEY_sentence`. Where a key holds a
+list of texts, each is a sentence; a text is split by the rules of megatron/trainer/data/sentences.py.
+"""
+
+import argparse
+import collections
+import glob
+import itertools
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+
+from megatron.commands import command_line
+from megatron.trainer.arguments.flags import data as data_flags
+from megatron.trainer.arguments.flags.parser import build_parser, fill_defaults, parse_known, refuse
+from megatron.trainer.arguments.flags.specification import Group, integer, option, refused, switch
+from megatron.trainer.arguments.rules.data import tokenizer as check_tokenizer
+from megatron.trainer.data.sentences import LONGEST_SENTENCE, split_sentences
+
+INPUT = Group(
+    "input and output",
+    "What is read and written.",
+    (
+        option(
+            "--input",
+            str,
+            None,
+            "File with one JSON object a line; a pattern such as 'part-*.jsonl' names several.",
+            metavar="FILE",
+        ),
+        option("--output-prefix", str, None, "Start of the names of the written files.", metavar="PREFIX"),
+        option("--json-keys", str, ["text"], "Keys of the objects that hold text.", nargs="+", metavar="KEY"),
+        option("--workers", integer, 1, "Processes that tokenize."),
+        switch("--append-eod", "End each document with the end-of-document token."),
+        option("--log-interval", integer, 1000, "Documents between lines of progress (where output is no terminal)."),
+        switch(
+            "--split-sentences",
+            "Keep documents as lists of sentences, as BERT needs them, in files that end in _sentence. A key may hold "
+            f"a list of sentences. Sentences of more than {LONGEST_SENTENCE} tokens are cut.",
+        ),
+        refused("--keep-newlines", "newlines are always kept; leave the flag out."),
+        refused(
+            "--partitions",
+            "all input is read in one pass; use --workers.",
+            takes=None,
+            kind=integer,
+            default=1,
+            neutral=(1,),
+        ),
+        refused(
+            "--dataset-impl",
+            "the only format is mmap; leave the flag out.",
+            takes=None,
+            default="mmap",
+            neutral=("mmap",),
+        ),
+    ),
+)
+GROUPS = (INPUT, data_flags.TOKENIZER)
+
+_CHUNK = 64  # lines that go to a worker at once
+_encoder = None
+
+
+class _Encoder:
+    """What a worker does with a line."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        from megatron.trainer.data.tokenizer import build_tokenizer
+
+        self.keys, self.append_eod, self.splits = args.json_keys, args.append_eod, args.split_sentences
+        self.tokenizer = build_tokenizer(args)
+
+    def encode(self, where: str, line: str) -> tuple[dict[str, list[list[int]]], int]:
+        """({key: token ids of each sequence that is not empty}, bytes read) of one line. Raises ValueError with file
+        and line."""
+        try:
+            document = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where}: not JSON: {error}") from error
+        if not isinstance(document, dict):
+            raise ValueError(f"{where}: not a JSON object but {type(document).__name__}")
+        ids = {}
+        for key in self.keys:
+            texts = self._texts(document.get(key))
+            if texts is None:
+                raise ValueError(f"{where}: no text under the key '{key}'; see --json-keys")
+            try:
+                sequences = [list(self.tokenizer.tokenize(text)) for text in texts if text]
+            except ValueError as error:
+                raise ValueError(f"{where}: cannot be tokenized: {error}") from error
+            if self.splits:
+                sequences = [part for tokens in sequences for part in _pieces(tokens)]
+            sequences = [tokens for tokens in sequences if tokens]
+            if sequences and self.append_eod:
+                sequences[-1].append(self.tokenizer.eod)
+            ids[key] = sequences
+        return ids, len(line)
+
+    def _texts(self, value: object) -> list[str] | None:
+        """The texts of the sequences of a document; None if `value` is no text."""
+        if isinstance(value, str):
+            return split_sentences(value) if self.splits else [value]
+        is_list = self.splits and isinstance(value, list) and all(isinstance(item, str) for item in value)
+        return value if is_list else None
+
+
+def _pieces(tokens: list[int]) -> list[list[int]]:
+    """A sentence cut into pieces of almost equal length that megatron.core's samples of BERT may have."""
+    size = -(-len(tokens) // -(-len(tokens) // LONGEST_SENTENCE)) if tokens else 1
+    return [tokens[start : start + size] for start in range(0, len(tokens), size)]
+
+
+def _start_worker(args: argparse.Namespace) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the parent ends its workers
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)  # not what the parent does then
+    threading.Thread(target=_end_with_parent, name="end with parent", daemon=True).start()
+    _make_encoder(args)
+
+
+def _make_encoder(args: argparse.Namespace) -> None:
+    global _encoder
+    _encoder = _Encoder(args)
+
+
+def _end_with_parent() -> None:
+    """A parent that is killed cannot end its workers; they would wait for lines for ever."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def _work(items: list[tuple[str, str]]) -> list[tuple[dict[str, list[list[int]]], int] | str]:
+    results = []
+    for item in items:
+        try:
+            results.append(_encoder.encode(*item))
+        except ValueError as error:
+            return [*results, str(error)]
+    return results
+
+
+def lines(paths: list[str]) -> Iterator[tuple[str, str]]:
+    """("file:line", text) of all lines that are not empty, in order."""
+    for path in paths:
+        with open(path, encoding="utf-8", newline="\n") as stream:
+            try:
+                for number, line in enumerate(stream, start=1):
+                    if line.strip():
+                        yield f"{path}:{number}", line
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path}: not UTF-8 text: {error}") from error
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Flags of this tool. Raises ValueError."""
+    parser = build_parser("preprocess_data.py", GROUPS)
+    parser.description = "Turn JSON lines into Megatron's .bin/.idx pairs."
+    args = fill_defaults(parse_known(parser, sys.argv[1:] if argv is None else argv), GROUPS)
+    refuse(args, GROUPS)
+    for name in ("input", "output_prefix"):
+        if getattr(args, name) is None:
+            raise ValueError(f"--{name.replace('_', '-')} is needed")
+    if args.workers < 1 or args.log_interval < 1:
+        raise ValueError("--workers and --log-interval must be at least 1")
+    check_tokenizer(args)
+    args.paths = sorted(glob.glob(args.input)) if glob.has_magic(args.input) else [args.input]
+    for path in args.paths or [args.input]:
+        if not os.path.isfile(path):
+            raise ValueError(f"--input {path} does not exist")
+    folder = os.path.dirname(args.output_prefix) or "."
+    if not os.path.isdir(folder):
+        raise ValueError(f"--output-prefix {args.output_prefix}: the directory {folder} does not exist")
+    return args
+
+
+class _Progress:
+    """A bar on a terminal, else a line every `log_interval` documents."""
+
+    def __init__(self, total_bytes: int, log_interval: int) -> None:
+        self.start, self.log_interval = time.monotonic(), log_interval
+        self.documents = self.bytes = 0
+        self.bar = None
+        if sys.stderr.isatty():
+            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+            self.bar = Progress(
+                TextColumn("tokenizing"),
+                BarColumn(),
+                TextColumn("{task.fields[documents]} documents"),
+                TimeRemainingColumn(),
+            )
+            self.task = self.bar.add_task("", total=total_bytes, documents=0)
+            self.bar.start()
+
+    def add(self, num_bytes: int) -> None:
+        self.documents += 1
+        self.bytes += num_bytes
+        if self.bar is not None:
+            self.bar.update(self.task, completed=self.bytes, documents=self.documents)
+        elif self.documents % self.log_interval == 0:
+            elapsed = time.monotonic() - self.start
+            sys.stderr.write(
+                f"{self.documents} documents, {self.documents / elapsed:.0f} documents/s, "
+                f"{self.bytes / elapsed / 2**20:.1f} MiB/s\n"
+            )
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+
+def final_prefixes(args: argparse.Namespace) -> dict[str, str]:
+    """The prefix of the files of each key."""
+    level = "sentence" if args.split_sentences else "document"
+    return {key: f"{args.output_prefix}_{key}_{level}" for key in args.json_keys}
+
+
+def preprocess(args: argparse.Namespace) -> dict[str, int]:
+    """Write the pairs; returns the number of documents and tokens. Raises ValueError; then no file is left behind."""
+    from megatron import backend
+
+    backend.install()
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+    from megatron.trainer.data.tokenizer import build_tokenizer, vocab_size
+
+    dtype = DType.optimal_dtype(vocab_size(args, build_tokenizer(args)))
+    finals = final_prefixes(args)
+    partials = {key: f"{final}.{os.getpid()}.partial" for key, final in finals.items()}
+    counts = {"documents": 0, "tokens": 0}
+    progress = _Progress(sum(map(os.path.getsize, args.paths)), args.log_interval)
+    try:
+        builders = {key: IndexedDatasetBuilder(f"{path}.bin", dtype=dtype) for key, path in partials.items()}
+        for result in _encoded(args):
+            if isinstance(result, str):
+                raise ValueError(result)
+            documents, num_bytes = result
+            for key, sequences in documents.items():
+                tokens = list(itertools.chain.from_iterable(sequences))
+                builders[key].add_document(tokens, list(map(len, sequences)))  # an empty text stays a document
+                counts["tokens"] += len(tokens)
+            counts["documents"] += 1
+            progress.add(num_bytes)
+        if counts["tokens"] == 0:
+            raise ValueError(f"{args.input} has no text under {', '.join(args.json_keys)}")
+        for key, path in partials.items():
+            builders[key].finalize(f"{path}.idx")
+        for key, path in partials.items():
+            for suffix in (".bin", ".idx"):
+                with open(path + suffix, "rb") as stream:
+                    os.fsync(stream.fileno())
+                os.replace(path + suffix, finals[key] + suffix)
+    finally:
+        progress.close()
+        for path in partials.values():
+            for suffix in (".bin", ".idx"):
+                if os.path.exists(path + suffix):
+                    os.remove(path + suffix)
+    return counts
+
+
+def _encoded(args: argparse.Namespace) -> Iterator:
+    """Encoded lines in order, an error as its text. A bounded number of lines is on its way to the workers."""
+    chunks = _chunks(lines(args.paths))
+    if args.workers == 1:
+        _make_encoder(args)
+        for chunk in chunks:
+            yield from _work(chunk)
+        return
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(args.workers, context, initializer=_start_worker, initargs=(args,)) as pool:
+        waiting = collections.deque()
+        try:
+            for chunk in chunks:
+                waiting.append(pool.submit(_work, chunk))
+                if len(waiting) > 4 * args.workers:
+                    yield from waiting.popleft().result()
+            while waiting:
+                yield from waiting.popleft().result()
+        except BrokenProcessPool as error:
+            raise ValueError(
+                f"a worker died ({error}); is there enough memory for --workers {args.workers}?"
+            ) from error
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+def _chunks(items: Iterator) -> Iterator[list]:
+    while chunk := list(itertools.islice(items, _CHUNK)):
+        yield chunk
+
+
+def main() -> int:
+    """Run the tool; returns the exit status."""
+    logging.basicConfig(level=logging.WARNING)
+    try:
+        args = parse_args()
+        with command_line.unwinding("no file is written"):
+            counts = preprocess(args)
+    except (ValueError, OSError) as error:
+        sys.stderr.write(f"preprocess_data.py: error: {error}\n")
+        return 2
+    sys.stderr.write(
+        f"{counts['documents']} documents, {counts['tokens']} tokens: {', '.join(final_prefixes(args).values())}\n"
+    )
+    return 0

@@ -1,0 +1,236 @@
+"""Measure a model's blocks on this machine, and write a profile that the planner uses in place of its model of time.
+
+    python tools/profile_model.py --output profile.json --micro-batch-sizes 1,2,4 --tensor-sizes 1,2 \\
+        --num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 ...
+    python tools/profile_model.py --output profile.json --model-script train_gpt.sh
+
+The model is given by flags of pretrain_gpt.py or pretrain_bert.py, in any place of the command line, by files of them
+(@FILE), by a shell script that runs one of these programs, or by a YAML file; degrees, batches, schedule and outputs
+among them are left out. Timed are stages (which give embedding, layer and head), the optimizer's step, transfers
+between processes and all-reduces, and for weights on the host copies from and to it and its optimizer; where processes
+share a processor, with one and with several at work. docs/profiling.md says how to use it.
+
+Exit status: 0, or 1 where something is wrong or cannot be measured, 2 where the command line is.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from enum import Enum
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from megatron.commands import command_line
+from megatron.commands.grid_search_commands.search_inputs import add_model_arguments, read_words
+from megatron.pipeline.program.weight_policies import FLUSH, POLICIES, TWO_BW, WeightPolicy
+from megatron.planner.memory.activations import RecomputeScope
+from megatron.planner.time.profile import Profile, Spread
+from megatron.trainer.plan.model_argv import model_words
+from megatron.trainer.profile.session import Session
+
+_POLICIES = (FLUSH, TWO_BW)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return command_line.run(_run, _parse(arguments))
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = command_line.parser_of(__doc__)
+    parser.add_argument("--output", type=Path, required=True, help="the profile, a JSON file")
+    parser.add_argument("--processes", type=command_line.count, help="by default as many as GPUs, or 2 without one")
+    parser.add_argument(
+        "--threads", type=command_line.count, default=int(os.environ.get("OMP_NUM_THREADS", "1")), metavar="N",
+        help="of each process on a CPU; runs have to have as many (default: OMP_NUM_THREADS, or 1)",
+    )  # fmt: skip
+    for name, what in (("--tensor-sizes", "tensor degrees"), ("--micro-batch-sizes", "microbatch sizes")):
+        parser.add_argument(
+            name, type=command_line.counts, default=(1,), metavar="N,N", help=f"{what}, with commas (default: 1)"
+        )
+    parser.add_argument(
+        "--recompute", type=_listed(RecomputeScope), default=(RecomputeScope.NONE,), metavar="SCOPE,SCOPE",
+        help="of none, attention and layer (default: none)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--weights", type=_policies, default=_POLICIES, metavar="POLICY,POLICY",
+        help="weight policies whose updates are timed (default: flush,2bw)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--layers", type=command_line.count, nargs=2, default=(1, 3), metavar="N",
+        help="in the stages that are timed (default: 1 3); their difference gives a layer",
+    )  # fmt: skip
+    parser.add_argument("--iterations", type=command_line.count, default=120, help="of each block (default: 120)")
+    parser.add_argument("--rounds", type=command_line.count, default=2, help="that these are spread over (default: 2)")
+    add_model_arguments(parser)
+    options, rest = parser.parse_known_args(arguments)
+    options.flags = [word for word in rest if word != "--"]
+    return options
+
+
+def _policies(text: str) -> tuple[WeightPolicy, ...]:
+    """A type for weight policies, separated by commas."""
+    words = dict.fromkeys(text.split(","))
+    for word in words:
+        if word not in {policy.name for policy in _POLICIES}:
+            raise argparse.ArgumentTypeError(f"{word!r} is none of {', '.join(policy.name for policy in _POLICIES)}")
+    return tuple(POLICIES[word] for word in words)
+
+
+def _listed(kind: type[Enum]) -> Callable[[str], tuple]:
+    """A type for values of an enumeration, separated by commas."""
+    words = [each.value for each in kind]
+
+    def parse(text: str) -> tuple:
+        for word in text.split(","):
+            if word not in words:
+                raise argparse.ArgumentTypeError(f"{word!r} is none of {', '.join(words)}")
+        return tuple(kind(word) for word in dict.fromkeys(text.split(",")))
+
+    return parse
+
+
+def _run(options: argparse.Namespace) -> int:
+    session = _session(options)
+    _refuse_output(options.output)  # now, and not when all is measured
+    with command_line.unwinding("no profile is written"):
+        profile = _measure(session)
+    profile.save(options.output)
+    _show(profile)
+    print(f"Profile: {options.output}")
+    return 0
+
+
+def _refuse_output(path: Path) -> None:
+    folder = next(each for each in path.absolute().parents if each.exists())
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ValueError(f"--output {path} cannot be written; name a file in a folder of yours")
+
+
+def _session(options: argparse.Namespace) -> Session:
+    words, architecture, notes = read_words(options)
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    return Session(
+        architecture=architecture,
+        words=model_words(words, architecture=architecture),
+        sequence_parallel="--sequence-parallel" in words,
+        processes=_processes(options.processes),
+        threads=options.threads,
+        tensors=tuple(dict.fromkeys(options.tensor_sizes)),
+        micro_batch_sizes=tuple(sorted(set(options.micro_batch_sizes))),
+        scopes=options.recompute,
+        weights=options.weights,
+        layers=tuple(options.layers),
+        iterations=options.iterations,
+        rounds=options.rounds,
+    )
+
+
+def _processes(wanted: int | None) -> int:
+    """How many processes: as many as GPUs, or 2 without one. Raises ValueError where some would share a GPU."""
+    from megatron import backend  # imports torch
+
+    if not backend.is_cuda():
+        return wanted or 2
+    import torch
+
+    num_devices = torch.cuda.device_count()
+    if wanted is not None and wanted > num_devices:
+        raise ValueError(f"--processes {wanted} are more than the {num_devices} GPUs here; give {num_devices} or fewer")
+    return wanted or num_devices
+
+
+def _measure(session: Session) -> Profile:
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def progress(done: int, total: int, what: str) -> None:
+            bar.update(task, completed=done, total=total, description=what)
+            if not console.is_terminal:
+                print(f"{done}/{total}: {what}", file=sys.stderr, flush=True)
+
+        return session.run(progress)
+
+
+def _show(profile: Profile) -> None:
+    """The blocks as they were timed; medians, and between which times eight of ten lie."""
+    console = Console() if sys.stdout.isatty() else Console(width=200, no_color=True)
+    machine = profile.machine
+    console.print(
+        f"{machine.device}, {profile.processes} processes of {machine.threads} threads, torch {machine.torch}, "
+        f"{profile.dtype}, {profile.transformer_impl} layers"
+    )
+    table = Table(title="milliseconds: median (low-high, eight of ten)")
+    for column in ("stage", "layers", "t", "microbatch", "recompute", "at work", "forward", "backward"):
+        table.add_column(column, justify="left" if column in ("stage", "recompute") else "right")
+    for each in profile.stages:
+        table.add_row(
+            each.place.value, str(each.num_layers), str(each.tensor), str(each.micro_batch_size),
+            each.recompute.value, str(each.working), _milliseconds(each.forward), _milliseconds(each.backward),
+        )  # fmt: skip
+    console.print(table)
+    table = Table(title="a batch's update, milliseconds")
+    for column in (
+        "stage",
+        "layers",
+        "parameters",
+        "t",
+        "weights",
+        "at work",
+        "zeroing",
+        "norm",
+        "step",
+        "ns a parameter",
+    ):
+        table.add_column(column, justify="left" if column in ("stage", "weights") else "right")
+    for each in profile.updates:
+        table.add_row(
+            each.place.value, str(each.num_layers), f"{each.num_parameters:,}", str(each.tensor), each.weights,
+            str(each.working), _milliseconds(each.zero), _milliseconds(each.norm), _milliseconds(each.step),
+            f"{1e9 * each.seconds() / each.num_parameters:.2f}",
+        )  # fmt: skip
+    console.print(table)
+    table = Table(title="between processes, milliseconds")
+    for column in ("bytes", "transfer", *(f"all-reduce over {n}" for n in _group_sizes(profile))):
+        table.add_column(column, justify="right")
+    for each in profile.transfers:
+        reduces = [other for other in profile.all_reduces if other.num_bytes == each.num_bytes]
+        table.add_row(
+            f"{each.num_bytes:,}", _milliseconds(each.seconds), *(_milliseconds(other.seconds) for other in reduces)
+        )
+    if profile.transfers:
+        console.print(table)
+    _show_host(profile, console)
+
+
+def _show_host(profile: Profile, console: Console) -> None:
+    table = Table(title="between device and host, GB/s of one process (from the median)")
+    for column in ("bytes", "at work", "to device", "from device"):
+        table.add_column(column, justify="right")
+    rates = {
+        (each.num_bytes, each.working, each.direction): each.num_bytes / each.seconds.median / 1e9
+        for each in profile.copies
+    }
+    for size, working in dict.fromkeys((each.num_bytes, each.working) for each in profile.copies):
+        shown = (f"{rates[size, working, direction]:.3g}" for direction in ("to device", "from device"))
+        table.add_row(f"{size:,}", str(working), *shown)
+    console.print(table)
+    for each in profile.host_updates:
+        each_takes = f"{1e9 * each.seconds.median / each.num_parameters:.3g} ns a parameter ({each.num_parameters:,})"
+        console.print(f"host's AdamW, {each.kernel}, {each.working} at work: {each_takes}")
+
+
+def _group_sizes(profile: Profile) -> list[int]:
+    return list(dict.fromkeys(each.ranks for each in profile.all_reduces))
+
+
+def _milliseconds(spread: Spread) -> str:
+    return f"{1e3 * spread.median:.3g} ({1e3 * spread.low:.3g}-{1e3 * spread.high:.3g})"

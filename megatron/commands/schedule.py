@@ -1,0 +1,239 @@
+"""Look at a pipeline schedule before running it: print, prove, time and draw its program.
+
+    python tools/schedule.py show  --schedule 2bw --stages 4 --microbatches 4 --batches 3
+    python tools/schedule.py check --schedule 2bw --stages 64 --microbatches 512
+    python tools/schedule.py check --schedule 2bw --stages 4 --hardware-queues 8 --tensor 2 --data 2
+    python tools/schedule.py draw  --schedule 2bw --stages 4 --microbatches 4 --batches 3 --output 2bw.png
+    python tools/schedule.py simulate --schedule flush --stages 8 --microbatches 16 --latency 0.1
+
+Instead of a preset, a CSV file with one row of instructions per rank can be given: this project's text form, or the
+compute-only files of torch.distributed.pipelining. Nothing is executed; neither torch nor a GPU is needed.
+
+Exit status: 0, or 1 where the program, a file or a combination is wrong, 2 where the command line is.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.commands import command_line, schedule_costs
+from megatron.commands import schedule_options as meaning
+from megatron.pipeline.check import CheckReport, check, check_periodic
+from megatron.pipeline.check.hardware_queues import PROVED, prove_hardware_queues
+from megatron.pipeline.program.program import Program
+from megatron.pipeline.simulate import simulate
+from megatron.pipeline.simulate.critical_path import critical_path, critical_path_text
+from megatron.pipeline.simulate.memory_curve import memory_curves
+from megatron.pipeline.simulate.timeline import Timeline
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    commands = {"show": _show, "check": _check, "simulate": _simulate, "draw": _draw}
+    options = meaning.parse(__doc__, commands, arguments)
+    return command_line.run(options.run, options)
+
+
+# --- the four commands
+
+
+def _show(options: argparse.Namespace) -> int:
+    program = meaning.program(options)
+    if options.csv:
+        _write(options.csv, program.to_csv())
+    if options.torch_csv:
+        _write(options.torch_csv, program.to_torch_csv())
+    if options.timeline:
+        _prove(options, program)
+        _print_timeline(simulate(program, schedule_costs.costs(options)), options)
+    elif not options.csv and not options.torch_csv:
+        for rank, row in enumerate(program.rows):
+            print(f"rank {rank}: " + "  ".join(map(str, row)))
+    return 0
+
+
+def _check(options: argparse.Namespace) -> int:
+    program = meaning.program(options)
+    print(_describe(_prove(options, program), program))
+    if options.schedule and meaning.schedule(options).balance and not any(program.num_evictions):
+        print("nothing to balance: every stage keeps within the bound of its pair already")
+    if options.schedule and len(set(program.batches)) == 1:
+        schedule, size = meaning.schedule(options), program.batches[0]
+        many = (size,) * (2 * schedule.num_stages)
+        check_periodic(
+            schedule.build_periodic(size),
+            max_saved=schedule.max_saved_microbatches(many),
+            max_saved_on_rank=schedule.max_saved_on_rank(many),
+        )
+        print("proved for every number of batches: fill, n periods, drain")
+    if options.hardware_queues is not None:
+        print(_prove_hardware_queues(options, program))
+    return 0
+
+
+def _prove_hardware_queues(options: argparse.Namespace, program: Program) -> str:
+    """A sentence with the verdict. Raises ValueError where a deadlock is found."""
+    job = {name: getattr(options, name) for name in ("tensor", "data", "distributed_optimizer")}
+    report = prove_hardware_queues(program, num_queues=options.hardware_queues, **job)
+    queues = f"{options.hardware_queues} hardware queue{'s' * (options.hardware_queues > 1)}"
+    if report.verdict == PROVED:
+        return (
+            f"proved with {queues} for these {len(program.batches)} batches: every rank runs to its end "
+            f"(it has at most {max(report.num_streams)} streams)"
+        )
+    return (
+        f"not proved with {queues}: of {report.num_interleavings} orders in which threads may launch none deadlocks, "
+        f"which is no proof; {max(report.num_streams)} queues are one for each stream"
+    )
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    program = meaning.program(options)
+    _prove(options, program)
+    costs = schedule_costs.costs(options)
+    timeline = simulate(program, costs)
+    rows = [("makespan", f"{timeline.makespan:g}"), ("bubble, all ranks", f"{timeline.bubble:.1%}")]
+    if len(set(program.batches)) == 1 and len(timeline.steady_starts()) > 1:
+        rows.append(("time per batch, steady", f"{timeline.steady_time_per_batch():g}"))
+    for rank in range(timeline.num_ranks):
+        rows.append((f"rank {rank}: busy, idle", f"{timeline.busy(rank):g}, {timeline.idle(rank):g}"))
+    for stage in range(timeline.num_stages):
+        rows.append((f"stage {stage}: peak saved microbatches", str(timeline.peak_saved_microbatches(stage))))
+    if timeline.num_stages > timeline.num_ranks:
+        for rank in range(timeline.num_ranks):
+            rows.append((f"rank {rank}: the same, over its stages", str(timeline.peak_saved_on_rank(rank))))
+    rows += _lane_rows(timeline)
+    rows += _memory_rows(timeline, options, program)
+    _print_table(rows)
+    if options.critical_path:
+        print()
+        print(critical_path_text(critical_path(timeline, costs)))
+    if options.json:
+        timeline.save(options.json)
+    return 0
+
+
+def _draw(options: argparse.Namespace) -> int:
+    from megatron.pipeline.draw import draw_timeline
+
+    program = meaning.program(options)
+    _prove(options, program)
+    costs = schedule_costs.costs(options)
+    timelines = [simulate(program, costs).named("planned")]
+    path = critical_path(timelines[0], costs) if options.critical_path else ()
+    sizes = schedule_costs.sizes(options)
+    timelines += [Timeline.load(path).named(f"measured ({Path(path).name})") for path in options.measured]
+    if options.text:
+        for timeline in timelines:
+            _print_timeline(timeline, options)
+    if options.output:
+        draw_timeline(
+            timelines,
+            options.output,
+            title=meaning.title(options, program) if options.title is None else options.title,
+            one_based=options.one_based,
+            saved_microbatches=any(program.num_evictions) if options.saved is None else options.saved,
+            lanes=options.lanes,
+            critical_path=path,
+            memory=None if sizes is None else (sizes, program.weights),
+            time_label=options.time_label,
+            time_scale=options.time_scale,
+            width=options.width,
+        )
+        print(f"wrote {options.output}")
+    return 0
+
+
+def _prove(options: argparse.Namespace, program: Program) -> CheckReport:
+    """Prove a program; one of a preset also against the activations that its schedule may save."""
+    if options.schedule is None:
+        return check(program)
+    schedule = meaning.schedule(options)
+    return check(
+        program,
+        max_saved=schedule.max_saved_microbatches(program.batches),
+        max_saved_on_rank=schedule.max_saved_on_rank(program.batches),
+    )
+
+
+# --- what is printed
+
+
+def _lane_rows(timeline: Timeline) -> list[tuple[str, str]]:
+    """Where weights live on the host, how long each lane to and from it is busy, and when all updates are made."""
+    rows = []
+    for rank in range(timeline.num_ranks):
+        busy = timeline.busy_lanes(rank)
+        if busy:
+            names, times = ", ".join(lane.value for lane in busy), ", ".join(map("{:g}".format, busy.values()))
+            rows.append((f"rank {rank}: {names}", times))
+    if rows:
+        rows.append(("last update ends", f"{max(span.end for span in timeline.spans) - timeline.start:g}"))
+    return rows
+
+
+def _memory_rows(timeline: Timeline, options: argparse.Namespace, program: Program) -> list[tuple[str, str]]:
+    """Peak memory of each rank, when, and of what."""
+    sizes = schedule_costs.sizes(options)
+    if sizes is None:
+        return []
+    rows = []
+    for rank, curve in enumerate(memory_curves(timeline, sizes, program.weights)):
+        time, parts = curve.at_peak
+        made_of = ", ".join(f"{name} {value:g}" for name, value in parts.items() if value)
+        rows.append((f"rank {rank}: peak memory", f"{curve.peak:g} at {time:g} ({made_of})"))
+    return rows
+
+
+def _describe(report: CheckReport, program: Program) -> str:
+    facts = [
+        ("ranks, stages", f"{report.num_ranks}, {report.num_stages}"),
+        ("batches of microbatches", ", ".join(map(str, program.batches))),
+        ("instructions", str(report.num_instructions)),
+        ("transfers", "sends and receives pair up" if report.communicates else "none (compute-only program)"),
+        ("peak saved microbatches", ", ".join(map(str, report.peak_saved_microbatches))),
+        ("live weight versions", ", ".join(map(str, report.live_versions)) or "none named"),
+    ]
+    if report.num_stages > report.num_ranks:
+        facts.insert(5, ("  of all stages of a rank", ", ".join(map(str, report.peak_saved_on_rank))))
+    if any(report.peak_waiting_on_rank):
+        facts.append(("tensors between a rank's stages", ", ".join(map(str, report.peak_waiting_on_rank))))
+    if report.num_fetches:
+        batches = len(program.batches)
+        facts.append(("resident stages", ", ".join(map(str, report.peak_resident_stages))))
+        facts.append(("fetches a batch", ", ".join(f"{count / batches:g}" for count in report.num_fetches)))
+    if report.peak_boundaries_on_rank:
+        facts.append(("tensors between stages, on the device", ", ".join(map(str, report.peak_boundaries_on_rank))))
+    if any(report.offloaded_microbatches):
+        facts.append(("inputs to the host and back", ", ".join(map(str, report.offloaded_microbatches))))
+    if any(report.evicted_microbatches):
+        facts.append(("evicted microbatches", ", ".join(map(str, report.evicted_microbatches))))
+    width = max(len(name) for name, _ in facts)
+    return "\n".join(["correct", *(f"  {name:{width}}  {value}" for name, value in facts)])
+
+
+def _print_table(rows: list[tuple[str, str]]) -> None:
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        print(f"{name:{width}}  {value}")
+
+
+def _print_timeline(timeline: Timeline, options: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from megatron.pipeline.draw import timeline_text
+
+    console = Console()
+    width = console.width if console.is_terminal else options.columns
+    text = timeline_text(timeline, width=width, one_based=options.one_based, versions=options.versions)
+    if console.is_terminal:
+        console.print(text, soft_wrap=True, end="")
+    else:
+        print(text.plain, end="")
+
+
+def _write(path: str, text: str) -> None:
+    if path == "-":
+        sys.stdout.write(text)
+    else:
+        Path(path).write_text(text)

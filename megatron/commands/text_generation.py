@@ -1,0 +1,171 @@
+"""Continue a prompt with a trained GPT: see what the model has learned.
+
+    python tools/text_generation.py --load checkpoints --prompt "The function" --num-tokens 60
+    echo "The function" | python tools/text_generation.py --load checkpoints --temperature 0.8 --top-p 0.9 --json
+
+Model and tokenizer come from the arguments that the checkpoint holds; it may have been trained at any tensor and
+pipeline parallel degree. One process loads all of it.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Iterator
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False
+    )
+    model = parser.add_argument_group("model")
+    model.add_argument("--load", required=True, metavar="DIR", help="directory of checkpoints")
+    model.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load instead of the latest")
+    for name, text in (
+        ("--tokenizer-type", "kind of tokenizer instead of the checkpoint's"),
+        ("--tokenizer-model", "tokenizer's file or directory instead of the one that the checkpoint names"),
+        ("--vocab-file", "vocabulary file instead of the one that the checkpoint names"),
+        ("--merge-file", "merges file instead of the one that the checkpoint names"),
+    ):
+        model.add_argument(name, metavar="VALUE", help=text)
+    text = parser.add_argument_group("text")
+    text.add_argument("--prompt", metavar="TEXT", help="text to continue; without it, standard input is read")
+    text.add_argument("--num-tokens", type=int, default=100, metavar="N", help="tokens to generate at most")
+    text.add_argument("--ignore-eod", action="store_true", help="go on after an end-of-document token")
+    text.add_argument("--json", action="store_true", help="print one JSON object at the end instead of streaming text")
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("--temperature", type=float, default=1.0, metavar="X", help="0: always the likeliest token")
+    sampling.add_argument("--top-k", type=int, default=0, metavar="K", help="draw among the K likeliest tokens; 0: all")
+    sampling.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="draw among the likeliest that sum to P"
+    )
+    sampling.add_argument("--seed", type=int, default=1234, metavar="N", help="seed of the draws")
+    options = parser.parse_args(argv)
+    if options.num_tokens < 1:
+        parser.error(f"--num-tokens {options.num_tokens} must be at least 1")
+    if options.prompt is None and sys.stdin.isatty():
+        parser.error("give --prompt TEXT, or the text on standard input")
+    return options
+
+
+def training_arguments(options: argparse.Namespace) -> argparse.Namespace:
+    """The namespace of a training run on one rank with the checkpoint's model. Raises ValueError."""
+    from megatron import backend
+
+    backend.install()
+    from megatron.trainer.arguments import parse_args, resolve_platform, validate_args
+    from megatron.trainer.checkpoint.checkpoint import apply_checkpoint_arguments
+    from megatron.trainer.start_up import initialize
+
+    words = ["--load", options.load, "--finetune", "--use-checkpoint-args", "--skip-train", "--mock-data"]
+    words += ["--micro-batch-size", "1", "--seed", str(options.seed)]
+    for name in ("ckpt_step", "tokenizer_type", "tokenizer_model", "vocab_file", "merge_file"):
+        if (value := getattr(options, name)) is not None:
+            words += ["--" + name.replace("_", "-"), str(value)]
+    args = parse_args(words, prog="text_generation.py")
+    saved = apply_checkpoint_arguments(args)
+    if backend.is_cuda():
+        args.bf16, args.fp16 = getattr(saved, "bf16", False), getattr(saved, "fp16", False)
+    validate_args(args, world_size=1)
+    resolve_platform(args, initialize.this_platform())
+    return args
+
+
+def load_model(args: argparse.Namespace) -> tuple:
+    """(model in evaluation mode, tokenizer, number of ids that may be drawn). Raises ValueError."""
+    from megatron.trainer.checkpoint.checkpoint import load_checkpoint
+    from megatron.trainer.checkpoint.run_state import RunParts
+    from megatron.trainer.data.tokenizer import build_tokenizer, vocab_size
+    from megatron.trainer.models import core_config
+    from megatron.trainer.models.gpt import build_chunks, gpt_model
+    from megatron.trainer.start_up import initialize
+
+    initialize.initialize(args)
+    tokenizer = build_tokenizer(args)
+
+    def provider_of(model_config):
+        return lambda pre, post: gpt_model(args, model_config, pre_process=pre, post_process=post)
+
+    chunks = build_chunks(provider_of, core_config.transformer_config(args))
+    load_checkpoint(RunParts(chunks), args=args)
+    return chunks[0].eval(), tokenizer, min(vocab_size(args, tokenizer), args.padded_vocab_size)
+
+
+def pieces(tokenizer, tokens: Iterable[int]) -> Iterator[str]:
+    """Text of the tokens as they come. A character of several tokens comes with the last of them; an id that the
+    tokenizer cannot decode (a vocabulary larger than its own) comes as <|id|>."""
+    seen, text = [], ""
+    for token in tokens:
+        if not _decodes(tokenizer, token):
+            yield tokenizer.detokenize(seen)[len(text) :] + f"<|{token}|>"
+            seen, text = [], ""
+            continue
+        seen.append(token)
+        whole = tokenizer.detokenize(seen)
+        if not whole.endswith("\ufffd"):
+            yield whole[len(text) :]
+            text = whole
+    yield tokenizer.detokenize(seen)[len(text) :]
+
+
+def _decodes(tokenizer, token: int) -> bool:
+    try:
+        tokenizer.detokenize([token])
+    except (ValueError, IndexError, KeyError, OverflowError):
+        return False
+    return True
+
+
+def generate(options: argparse.Namespace) -> int:
+    """Load, generate and print; returns the exit status. Raises ValueError for what the user can mend."""
+    prompt = sys.stdin.read() if options.prompt is None else options.prompt
+    args = training_arguments(options)
+    from megatron.trainer.start_up.initialize import left_in_order
+
+    with left_in_order():
+        _generate(args, options, prompt)
+    return 0
+
+
+def _generate(args: argparse.Namespace, options: argparse.Namespace, prompt: str) -> None:
+    from megatron import backend
+    from megatron.trainer.models.generation import Sampling, TextGenerator
+
+    sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
+    model, tokenizer, vocab_size = load_model(args)
+    generator = TextGenerator(
+        model, num_positions=args.max_position_embeddings, vocab_size=vocab_size, device=backend.device()
+    )
+    end = getattr(tokenizer, "eod", None)
+    prompt_ids = list(tokenizer.tokenize(prompt)) or ([end] if end is not None else [])
+    generated: list[int] = []
+
+    def tokens() -> Iterator[int]:
+        for token in generator.stream(prompt_ids, options.num_tokens, sampling, seed=options.seed):
+            if token == end and not options.ignore_eod:
+                return
+            generated.append(token)
+            yield token
+
+    if options.json:
+        text = "".join(pieces(tokenizer, tokens()))
+        stopped = "length" if len(generated) == options.num_tokens else "end of document"
+        result = {"prompt": prompt, "text": text, "tokens": generated, "stopped": stopped}
+        print(json.dumps(result, ensure_ascii=False))
+    else:
+        print(prompt, end="", flush=True)
+        for piece in pieces(tokenizer, tokens()):
+            print(piece, end="", flush=True)
+        print()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit status: 0, or 2 with one sentence on standard error."""
+    options = parse(argv)
+    try:
+        return generate(options)
+    except ValueError as error:
+        sys.stderr.write(f"text_generation.py: error: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        return 130

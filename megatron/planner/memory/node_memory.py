@@ -1,0 +1,155 @@
+"""The memory of hosts: what all ranks of a node take of it together, whether that fits, and how large a model would.
+
+Each rank has weights, gradients and optimizer state of its part of the model on its host; replicas on a node share one
+store of them. What is stashed of a batch is each rank's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron.placement.degrees import Degrees
+from megatron.placement.mapping import NAMED, standard
+from megatron.planner.memory.architecture import Architecture
+from megatron.planner.memory.memory import GIB, RankMemory
+from megatron.planner.memory.parameters import layer_parameters, stage_parameters
+from megatron.planner.memory.state import TrainingState
+
+_MOST_LAYERS = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostVerdict:
+    """Whether hosts have the memory, by the fullest node. `spare_gib`: what it leaves; negative is missing."""
+
+    node: int
+    needed_gib: float
+    spare_gib: float
+
+    @property
+    def fits(self) -> bool:
+        return self.spare_gib >= 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LargestModel:
+    """The most layers of a shape that hosts have the memory for; and parameters, of the whole model."""
+
+    num_layers: int
+    num_parameters: int
+
+
+@dataclass(frozen=True)
+class Crew:
+    """A node's GPUs that stand at one rank of the pipeline. `stores`: of how many tensor ranks they are."""
+
+    gpus: int
+    stores: int
+
+
+Crowd = Mapping[int, Crew]
+"""Pipeline rank -> a node's GPUs there."""
+
+
+def crowds(degrees: Degrees, mapping: Sequence[int], node_of_slot: Sequence[int]) -> list[Crowd]:
+    """The crowd of each node that has ranks. `mapping`: logical rank by slot."""
+    tensor_ranks: dict[int, dict[int, list[int]]] = {}
+    for slot, rank in enumerate(mapping):
+        place = degrees.coordinates(rank)
+        tensor_ranks.setdefault(node_of_slot[slot], {}).setdefault(place.stage, []).append(place.tensor)
+    return [
+        {stage: Crew(len(there), len(set(there))) for stage, there in tensor_ranks[node].items()}
+        for node in sorted(tensor_ranks)
+    ]
+
+
+def crowds_by_name(degrees: Degrees, rank_mapping: str, node_of_slot: Sequence[int]) -> list[Crowd]:
+    """The same by the name of a mapping; one that depends on more than the degrees brings alike ranks together."""
+    return crowds(degrees, NAMED.get(rank_mapping, standard)(degrees), node_of_slot)
+
+
+def fewest_sharing(nodes: Sequence[Crowd]) -> int:
+    """How many replicas share a store, where they are fewest: each steps as small a part of it."""
+    return min(crew.gpus // crew.stores for crowd in nodes for crew in crowd.values())
+
+
+def host_bytes(memory: Sequence[RankMemory], nodes: Sequence[Crowd]) -> list[float]:
+    """Bytes of each node's memory that its ranks take; 0 where weights live on the device."""
+    parts = [rank.host for rank in memory]
+    return [
+        sum(
+            crew.stores * (part.total - part.stash) + crew.gpus * part.stash
+            for stage, crew in crowd.items()
+            if (part := parts[stage])
+        )
+        for crowd in nodes
+    ]
+
+
+def judge_host(memory: Sequence[RankMemory], nodes: Sequence[Crowd], gib: float) -> HostVerdict:
+    """The verdict on nodes with this much memory, in GiB."""
+    needed = host_bytes(memory, nodes)
+    node = max(range(len(needed)), key=needed.__getitem__)
+    return HostVerdict(node=node, needed_gib=needed[node] / GIB, spare_gib=gib - needed[node] / GIB)
+
+
+def largest_model(
+    shape: Architecture,
+    state: TrainingState,
+    nodes: Sequence[Crowd],
+    gib: float,
+    *,
+    tensor: int,
+    num_ranks: int,
+    stash_of_layer: float = 0.0,
+) -> LargestModel | None:
+    """The deepest model of this shape that nodes with so many GiB hold, with a layer a stage and as many on every rank.
+
+    Args:
+        num_ranks: p.
+        stash_of_layer: bytes of a layer's inputs on the host, where the stash is there.
+
+    Returns:
+        None where not even a layer for each rank fits.
+    """
+
+    def fits(of_rank: int) -> bool:
+        return max(host_bytes_of(shape, state, crowd, of_rank, tensor, num_ranks, stash_of_layer)
+                   for crowd in nodes) <= gib * GIB  # fmt: skip
+
+    if not fits(1):
+        return None
+    low, high = 1, 2
+    while high < _MOST_LAYERS and fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    layers = num_ranks * low
+    return LargestModel(num_layers=layers, num_parameters=sum(stage_parameters(shape, 1, (1,) * layers)))
+
+
+def host_bytes_of(
+    shape: Architecture,
+    state: TrainingState,
+    crowd: Crowd,
+    layers_of_rank: int,
+    tensor: int,
+    num_ranks: int,
+    stash_of_layer: float,
+) -> float:
+    """Bytes of a node's memory with so many layers on each pipeline rank, a layer a stage."""
+    first, *_, last = stage_parameters(shape, tensor, (0, 0)) if num_ranks * layers_of_rank > 1 else (
+        stage_parameters(shape, tensor, (0,))[0], 0
+    )  # fmt: skip
+    total = 0.0
+    for rank, crew in crowd.items():
+        ends = [first] * (rank == 0) + [last] * (rank == num_ranks - 1)
+        own = layers_of_rank * layer_parameters(shape, tensor) + sum(ends)
+        largest = layer_parameters(shape, tensor) + (sum(ends) if layers_of_rank == 1 else max(ends, default=0))
+        leaving = max(0, layers_of_rank - 1 - (rank == 0))
+        held = state.weights(own, num_versions=1) + state.gradients(own, num_buffers=1)
+        kept = held + state.optimizer(own, num_versions=1, stepped=largest)
+        total += crew.stores * kept + crew.gpus * leaving * stash_of_layer
+    return total

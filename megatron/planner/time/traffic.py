@@ -1,0 +1,93 @@
+"""What the ranks of a job send each other in an iteration, in bytes, from the shape of its model.
+
+How often they send is counted in the program (`placement.counts`), and what it costs depends on who sits where
+(`placement.cost`). How much goes each time follows from what memory is counted by: a move carries what a microbatch
+saves at a stage, and replicas reduce the gradients of a stage's parameters.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.pipeline.program.stages import stages_by_rank
+from megatron.pipeline.schedules import Schedule
+from megatron.placement.counts import MessageCounts
+from megatron.placement.traffic import Traffic
+from megatron.planner.memory.activations import Activations, ActivationSetting, by_stage
+from megatron.planner.memory.architecture import Architecture
+from megatron.planner.memory.parameters import stage_parameters
+
+_TERA = 1e12
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutModel:
+    """A model in the stages of a schedule.
+
+    Attributes:
+        setting: how its activations are kept.
+        schedule: which rank has which stage, and how many stages are frozen.
+        layers: how many each stage has; their mean where that is not known.
+    """
+
+    model: Architecture
+    setting: ActivationSetting
+    schedule: Schedule
+    layers: Sequence[float]
+
+    def traffic(self, counts: MessageCounts, *, gradient_bytes: int = 4, boundary: float | None = None) -> Traffic:
+        """The traffic of one iteration.
+
+        Args:
+            counts: what the pipeline sends in a batch.
+            gradient_bytes: of an element of a gradient when it is reduced.
+            boundary: bytes of an activation between two stages; None: all that a rank has of it.
+        """
+        model, setting, ranks = self.model, self.setting, self.schedule.rank_of_stage
+        saved, sent = by_stage(self._activations.saved, self.layers), self._activations.boundary
+        parameters = stage_parameters(model, setting.tensor, self.layers)
+        embedding = gradient_bytes * (model.vocabulary_size // setting.tensor) * model.hidden_size
+        return Traffic(
+            pipeline=tuple(count * (sent if boundary is None else boundary) for count in counts.activations),
+            pair=tuple(
+                count * sum(saved[stage] for stage in own) / max(1, len(own))
+                for count, own in zip(counts.evictions, self._trained, strict=True)
+            ),
+            data=tuple(float(gradient_bytes * sum(parameters[stage] for stage in own)) for own in self._trained),
+            tensor=tuple(counts.num_microbatches * self._reduced(own) for own in stages_by_rank(ranks)),
+            embedding=float(embedding) if model.tied_embeddings and ranks[0] != ranks[-1] else 0.0,
+            ends=counts.ends,
+            pair_of_rank=counts.pair_of_rank,
+        )
+
+    @property
+    def moved_bytes(self) -> tuple[float, ...]:
+        """By rank of a pipeline, the most that a move carries: what a microbatch saves at one of its stages."""
+        saved = by_stage(self._activations.saved, self.layers)
+        return tuple(max((saved[stage] for stage in own), default=0.0) for own in self._trained)
+
+    def forward_seconds(self, *, teraflops: float) -> float:
+        """Time of a forward of a microbatch at the largest stage on a GPU that sustains `teraflops` (10^12 operations
+        per second), without embedding and output layer."""
+        operations = self.model.forward_operations(max(self.layers), self.setting.micro_batch_size)
+        return operations / self.setting.tensor / (teraflops * _TERA)
+
+    @property
+    def _activations(self) -> Activations:
+        return Activations(self.model, self.setting)
+
+    @property
+    def _trained(self) -> list[list[int]]:
+        """Stages by rank, without frozen ones."""
+        stages = stages_by_rank(self.schedule.rank_of_stage)
+        return [[stage for stage in own if stage >= self.schedule.num_frozen] for own in stages]
+
+    def _reduced(self, stages: Sequence[int]) -> float:
+        """What tensor ranks all-reduce of a microbatch in these stages: two activations in a layer's forward, two in
+        its backward, two more where the forward is run again."""
+        setting, recompute = self.setting, self.setting.recompute
+        if setting.tensor == 1:
+            return 0.0
+        whole = setting.residual_bytes * self.model.hidden_size * self._activations.tokens
+        trained = 6 if recompute.method or recompute.whole_stage else 4
+        times = (self.layers[stage] * (2 if stage < self.schedule.num_frozen else trained) for stage in stages)
+        return sum(times) * whole

@@ -1,0 +1,173 @@
+"""What is measured, and what came out: entries and results, and the file that keeps the results.
+
+A results file holds a JSON object a line, one for each configuration. It is written anew, in whole or not at all, when
+a result is added; so a measuring that was killed goes on with what is not in it.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from enum import Enum
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from megatron.documents.writing import write_whole
+from megatron.planner.job.configuration import Configuration
+from megatron.planner.search.offers import preset_of
+from megatron.planner.trial.settings import Settings, differences
+
+_FIELDS = tuple(field.name for field in fields(Configuration))
+_SHORT = {
+    "tensor": "t",
+    "pipeline": "p",
+    "data": "d",
+    "virtual": "v",
+    "micro_batch_size": "b",
+    "global_batch_size": "B",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialEntry:
+    """A configuration that is to be measured, and its predicted seconds of an iteration, if known."""
+
+    configuration: Configuration
+    predicted_seconds: float | None = None
+
+    @property
+    def name(self) -> str:
+        """Unique, and good for a file: `t1-p2-d1-v1-b2-B16-none-2bw`."""
+        configuration = self.configuration
+        parts = [f"{short}{getattr(configuration, name)}" for name, short in _SHORT.items()]
+        parts += [configuration.recompute.value, configuration.schedule]
+        parts += [
+            word
+            for word, is_on in (
+                ("balanced", configuration.balance),
+                ("sequence", configuration.sequence_parallel),
+                ("distributed", configuration.distributed_optimizer),
+                (configuration.rank_mapping, configuration.rank_mapping != "standard"),
+                (f"provisional-{configuration.provisional}", configuration.predicts),
+                (f"read{configuration.provisional_microbatches}", configuration.provisional_microbatches is not None),
+                ("reduced", configuration.provisional_reduce),
+                ("layers" + ".".join(map(str, configuration.layers or ())), configuration.layers is not None),
+            )
+            if is_on
+        ]
+        return "-".join(parts)
+
+
+class Status(str, Enum):
+    """How a run ended. `DONE`: it trained all iterations."""
+
+    DONE = "done"
+    OUT_OF_MEMORY = "out of memory"
+    HANG = "hang"
+    ERROR = "error"
+
+
+class Result(BaseModel):
+    """The result of one configuration.
+
+    Attributes:
+        name: the entry's.
+        configuration: its fields.
+        settings: with which it was run.
+        predicted_seconds: of an iteration.
+        status: how the run ended.
+        seconds, low, high: of an iteration, without those of the warm-up: median, and between which eight of ten lie.
+        num_iterations: that were measured.
+        sentence: why it failed.
+        directory: with its command, its log and its metrics.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    configuration: dict[str, bool | int | str | list[int] | None]
+    settings: Settings
+    predicted_seconds: float | None = None
+    status: Status
+    seconds: float | None = None
+    low: float | None = None
+    high: float | None = None
+    num_iterations: int = 0
+    sentence: str | None = None
+    directory: str
+
+    @property
+    def error(self) -> float | None:
+        """The error of the prediction, relative to what was measured; positive: predicted too long."""
+        if self.seconds is None or self.predicted_seconds is None:
+            return None
+        return self.predicted_seconds / self.seconds - 1
+
+
+def configuration_fields(configuration: Configuration) -> dict[str, bool | int | str | list[int] | None]:
+    """Plain values by name, as in a file."""
+    values = {name: getattr(value, "value", value) for name, value in asdict(configuration).items()}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def read_entries(path: str | Path) -> list[TrialEntry]:
+    """The configurations of a search's JSONL that are not rejected, in its order, which is by time.
+
+    A line is a record of `search.records`. Raises ValueError, naming the line.
+    """
+    entries = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            if record["status"] == "rejected":
+                continue
+            values = {name: record[name] for name in _FIELDS if name in record}
+            values["schedule"], values["balance"] = preset_of(record["schedule"])
+            values["layers"] = None if record.get("layers") is None else tuple(record["layers"])
+            entry = TrialEntry(
+                configuration=Configuration(**values), predicted_seconds=float(record["iteration_seconds"])
+            )
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}, line {number}: {error}; write it with `grid_search.py search`") from error
+        entries.append(entry)
+    if not entries:
+        raise ValueError(f"{path} has no configuration that was kept; search with other limits")
+    return entries
+
+
+class ResultsFile:
+    """Results by name, kept in a file. Raises ValueError where the file is none."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._results: dict[str, Result] = {}
+        if path.exists():
+            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+                try:
+                    result = Result.model_validate_json(line)
+                except ValidationError as error:
+                    raise ValueError(f"{path}, line {number} is no result ({error.errors()[0]['msg']}); remove it or "
+                                     "name another directory") from error  # fmt: skip
+                self._results[result.name] = result
+
+    def get(self, name: str) -> Result | None:
+        return self._results.get(name)
+
+    def refuse_others(self, entries: Sequence[TrialEntry], settings: Settings) -> None:
+        """Raises ValueError where an entry was run with other settings: its result says nothing about a run now."""
+        for result in self.of(entries):
+            told = differences(result.settings.words(), settings.words())
+            if told:
+                raise ValueError(f"{self._path} has {result.name} with {told}; give another --output, or remove it")
+
+    def add(self, result: Result) -> None:
+        """Keep a result, in place of one of the same name."""
+        self._results[result.name] = result
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(self._path, "".join(f"{each.model_dump_json()}\n" for each in self._results.values()))
+
+    def of(self, entries: Sequence[TrialEntry]) -> list[Result]:
+        """Those that are there, in the order of the entries."""
+        return [self._results[entry.name] for entry in entries if entry.name in self._results]

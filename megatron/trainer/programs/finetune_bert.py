@@ -1,0 +1,56 @@
+"""Fine-tune a BERT to tell classes of texts through a pipeline program. See docs/classification.md and docs/flags.md.
+
+torchrun --nproc-per-node 2 finetune_bert.py --pipeline-model-parallel-size 2 --pretrained-checkpoint CHECKPOINTS \
+    --train-data train.jsonl --valid-data validation.jsonl --epochs 3 ...
+"""
+
+import sys
+from argparse import Namespace
+from functools import partial
+
+from megatron.pipeline import interrupt
+
+if __name__ == "__main__":
+    interrupt.end_at_interrupt(says="finetune_bert.py: ended by SIGINT")  # before what takes long to import
+
+from megatron.trainer.run import entry
+
+DEFAULTS = {"architecture": "bert-classify", "tokenizer_type": "BertWordPieceLowerCase"}
+
+
+def model_provider(args: Namespace, config):
+    """Megatron's contract: returns `provider(pre_process, post_process) -> model chunk` for a stage's configuration."""
+    from megatron.trainer.models.bert_classifier import bert_classifier
+
+    def provider(pre_process: bool = True, post_process: bool = True):
+        return bert_classifier(args, config, pre_process=pre_process, post_process=post_process)
+
+    return provider
+
+
+def forward_step(data_iterator, model):
+    """Megatron's contract: (output, loss function of the output) of one microbatch."""
+    from megatron.trainer.models.classification_loss import classification_loss
+
+    batch = next(data_iterator)
+    output = model(batch.get("text"), batch["padding_mask"])
+    return output, partial(classification_loss, batch.get("labels"), batch.get("counts"))
+
+
+def program():
+    """What a run is put together from: a `TrainingProgram`."""
+    from megatron.trainer.data.labelled_texts import build_text_datasets, text_fields
+    from megatron.trainer.models.classification_loss import loss_names
+    from megatron.trainer.start_up.program import TrainingProgram
+
+    return TrainingProgram(
+        model_provider=model_provider,
+        forward_step=forward_step,
+        datasets_provider=build_text_datasets,
+        fields_provider=text_fields,
+        loss_names=loss_names,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(entry.run("finetune_bert.py", program, defaults=DEFAULTS))

@@ -1,0 +1,38 @@
+"""What a training program, such as pretrain_gpt.py, brings to a run."""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.pipeline.runtime.stages.megatron.stage import ForwardStep
+from megatron.trainer.data.microbatches import FieldsProvider, gpt_fields
+from megatron.trainer.report.names import LOSS
+
+ModelProvider = Callable[..., torch.nn.Module]
+"""Megatron's `provider(pre_process, post_process)`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingProgram:
+    """What is trained, whatever the flags.
+
+    Attributes:
+        model_provider: `model_provider(args, config)` returns Megatron's `provider(pre_process, post_process)`. It is
+            called for each stage of the rank, with a configuration by which each stage has a rank of its own.
+        forward_step: Megatron's `forward_step(data_iterator, model)`.
+        datasets_provider: `datasets_provider(args, tokenizer)` returns the three datasets of this rank; an architecture
+            without text has no tokenizer.
+        fields_provider: `fields_provider(args)` returns the parts of a microbatch.
+        loss_names: `loss_names(args)` returns what the forward step's loss function reports; "lm loss" or "loss" is
+            among it.
+    """
+
+    model_provider: Callable[[argparse.Namespace, TransformerConfig], ModelProvider]
+    forward_step: ForwardStep
+    datasets_provider: Callable[[argparse.Namespace, MegatronTokenizerBase | None], list]
+    fields_provider: FieldsProvider = gpt_fields
+    loss_names: Callable[[argparse.Namespace], tuple[str, ...]] = lambda args: (LOSS,)

@@ -1,0 +1,71 @@
+"""The comparison of a sweep: what it reads, its table and picture, and how it refuses."""
+
+import json
+
+import pytest
+
+from megatron.commands import compare_runs
+
+
+def write(folder, name, loss):
+    records = [
+        {"iteration": 1, "lm_loss": 9.0},
+        {"iteration": 1, "validation_loss": 8.0},
+        {"iteration": 2, "lm_loss": 7.0},
+    ]
+    last = [{"iteration": 2, "validation_loss": loss}] if loss is not None else []
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records + last))
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    """Two rates; three seeds at the first."""
+    for seed, (flush, delayed) in enumerate([(4.0, 5.0), (4.0, 4.4), (5.0, 5.5)]):
+        write(tmp_path, f"flush_lr1e-3_seed{seed}", flush)
+        write(tmp_path, f"2bw_lr1e-3_seed{seed}", delayed)
+    write(tmp_path, "flush_lr5e-4_seed0", 4.0)
+    write(tmp_path, "2bw_lr5e-4_seed0", 4.02)
+    write(tmp_path, "notes", 1.0)
+    return tmp_path
+
+
+def end(*words):
+    with pytest.raises(SystemExit) as found:
+        compare_runs.main([str(word) for word in words])
+    return found.value.code
+
+
+def test_the_table_has_medians_over_seeds(sweep, capsys):
+    """Each seed against the same seed; a single one has no spread. The picture lies in the folder."""
+    assert end(sweep) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2] == "| 0.0005 | 1 | 4.000 | +0.5% |"
+    assert lines[3] == "| 0.001 | 3 | 4.000 | +10.0% (+10.0% to +25.0%) |"
+    assert (sweep / "sweep.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_limit_that_is_passed_is_named(sweep, capsys):
+    """The median counts, at every rate."""
+    assert end(sweep, "--most", "2bw=0.11") == 0
+    capsys.readouterr()
+    assert end(sweep, "--most", "2bw=0.09") == 1
+    assert "2bw at 0.001 lies 10.00% over flush, 9.00% are allowed." in capsys.readouterr().out
+
+
+def test_what_cannot_be_compared_is_one_sentence(tmp_path, sweep, capsys):
+    """No runs, a run without its reference, one without validation, nothing but the reference, a limit that is none."""
+    (tmp_path / "empty").mkdir()
+    assert end(tmp_path / "empty") == 1
+    assert "holds no SCHEDULE_lrRATE_seedSEED.jsonl" in capsys.readouterr().err
+    assert end(sweep, "--reference", "gpipe") == 1
+    assert "gpipe has no run with rate 0.001 and seed 0; 2bw has" in capsys.readouterr().err
+    only = tmp_path / "only"
+    only.mkdir()
+    write(only, "flush_lr1e-3_seed0", 4.0)
+    assert end(only) == 1
+    assert "there is nothing to compare" in capsys.readouterr().err
+    (only / "2bw_lr1e-3_seed0.jsonl").write_text('{"iteration": 1, "lm_loss": 9.0}\n')
+    assert end(only) == 1
+    assert "holds no validation_loss" in capsys.readouterr().err
+    assert end(sweep, "--most", "0.01") == 2
+    assert "'0.01' is no SCHEDULE=X" in capsys.readouterr().err

@@ -1,0 +1,200 @@
+"""tools/grid_search.py estimate, validate and calibrate: what they print and write, and how they end."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from megatron.commands import grid_search as tool
+from tests.commands.in_process import ROOT, runner
+from tests.planner.published import measured
+from tests.planner.published.bpipe_memory import facts
+
+
+@pytest.fixture
+def run(capsys):
+    return runner(tool, capsys)
+
+
+@pytest.fixture
+def entries(tmp_path):
+    path = tmp_path / "entries.json"
+    vague = measured.BPIPE_TABLE_7[0] | {"id": "vague", "config": {"t": 1, "p": 16, "d": 2}}
+    path.write_text(json.dumps({"entries": [*measured.ALL, vague]}))
+    return path
+
+
+@pytest.fixture
+def feasibility(tmp_path):
+    path = tmp_path / "facts.json"
+    documents = [
+        {"model": "96B", "t": t, "p": p, "d": d, "micro_batch": size, "recompute": scope, "bpipe": bpipe, "fits": fits}
+        for (t, p, d), size, scope, bpipe, fits in facts()
+    ]
+    path.write_text(json.dumps(documents))
+    return path
+
+
+def test_estimate_prints_an_object_a_line(run, entries):
+    status, out, _ = run("estimate", "--entries", entries, "--json")
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert status == 0
+    assert [line["id"] for line in lines] == [*(entry["id"] for entry in measured.ALL), "vague"]
+    found = {line["id"]: line for line in lines}
+    best = found["t4p8d1mb2-attention"]
+    assert best["mfu"] == pytest.approx(0.5064, rel=0.03) and best["iteration_seconds"] == pytest.approx(
+        30.95, rel=0.03
+    )
+    assert len(best["memory_gib"]) == 8 and best["verdict"] == "borderline" and best["under_pressure"]
+    assert best["calibrated_on"] == "a100"
+    assert found["vague"] == {
+        "id": "vague", "reason": "config.micro_batch is not given", "calibrated_on": "a100",
+    }  # fmt: skip
+
+
+def test_estimate_prints_a_plain_table_into_a_pipe(run, entries):
+    status, out, _ = run("estimate", "--entries", entries)
+    assert status == 0
+    row = next(line for line in out.splitlines() if line.startswith("t8p4d1mb8-layer"))
+    assert "64.46" in row and row.rstrip().endswith("under pressure")
+    assert "config.micro_batch is not given" in out and "\x1b" not in out
+
+
+def test_estimate_by_simulation(run, tmp_path):
+    path = tmp_path / "one.json"
+    path.write_text(json.dumps([measured.KORTHIKANTI[3]]))
+    results = [
+        json.loads(run("estimate", "--entries", path, "--json", *more)[1])["iteration_seconds"]
+        for more in ([], ["--simulate"])
+    ]
+    assert results[0] == pytest.approx(results[1], rel=0.01)
+
+
+def test_estimate_of_predicted_weights(run, tmp_path):
+    """`provisional` in an entry: a batch takes the prediction longer, and what is held takes memory."""
+    entry = measured.BPIPE_TABLE_7[0]
+    base = {key: value for key, value in entry["config"].items() if key != "schedule"} | {"schedule": "2bw"}
+    modes = {
+        "off": {}, "stage": {"provisional": "stage"},
+        "uniform": {"provisional": "uniform", "provisional_microbatches": 1},
+        "wrong": {"provisional": "uniform"},
+    }  # fmt: skip
+    path = tmp_path / "modes.json"
+    path.write_text(json.dumps([entry | {"id": name, "config": base | more} for name, more in modes.items()]))
+    lines = [json.loads(line) for line in run("estimate", "--entries", path, "--json")[1].splitlines()]
+    found = {line["id"]: line for line in lines}
+    times = [found[name]["iteration_seconds"] for name in ("off", "stage", "uniform")]
+    assert times[0] < times[1] < times[2] < 1.1 * times[0]
+    assert found["stage"]["memory_gib"] > found["off"]["memory_gib"]  # the ends hold the tied embedding's gradient
+    assert found["uniform"]["memory_gib"][1] > found["stage"]["memory_gib"][1]
+    assert "uniform needs a number" in found["wrong"]["reason"]
+
+
+def test_validate(run, entries, feasibility):
+    """The bars that these runs belong to are reached, but that of all runs, of which the one under pressure makes half
+    of the error; the table says so, and JSON has the numbers.
+    """
+    status, out, _ = run("validate", "--entries", entries, "--feasibility", feasibility, "--rows")
+    assert status == 0
+    table, _, rows = out.partition("\n\n")
+    missed = [line for line in table.splitlines() if " NO" in line]
+    assert len(missed) == 1 and "under pressure or not" in missed[0] and table.count(" yes") >= 5
+    assert "1 of 23 entries cannot be predicted" in rows and "t8p4d1mb8-layer" in rows
+    status, out, _ = run("validate", "--entries", entries, "--feasibility", feasibility, "--json")
+    document = json.loads(out)
+    assert status == 0 and document["calibration"] == "a100"
+    by_test = {test["test"]: test for test in document["tests"]}
+    pressed = by_test.pop("BPipe, all runs of GPT-3 96B, under pressure or not")
+    assert pressed["numbers"]["mean_error"] > pressed["numbers"]["mean_time_error"]
+    assert all(test["reached"] for test in by_test.values() if test["bar"])
+    assert len(document["runs"]) == len(measured.ALL) - len(measured.PIPEDREAM_2BW)
+
+
+def test_calibrate_warns_where_nothing_fits(run, tmp_path):
+    """Runs that contradict each other, and a processor that is faster than its data sheet."""
+    path, output = tmp_path / "odd.json", tmp_path / "odd_fit.json"
+    for mfu, names in (((0.4, 0.05), ("off in the mean",)), ((0.95, 0.95), ("product_efficiency is at its limit",))):
+        runs = [
+            entry | {"measured": {"mfu": mfu[index % 2]}} for index, entry in enumerate(measured.BPIPE_TABLE_7)
+        ]  # fmt: skip
+        path.write_text(json.dumps(runs))
+        status, _, err = run("calibrate", "--entries", path, "--output", output)
+        assert status == 0 and all(name in err for name in names)
+
+
+@pytest.mark.parametrize("command", ["validate", "calibrate"])
+def test_measurements_that_are_no_numbers_are_named(run, tmp_path, command):
+    """Where a run is left out because of a slip of the pen, that is said."""
+    path, slips = tmp_path / "slips.json", {1: "0.4o", 2: -0.4, 3: 0}
+    runs = [
+        entry | {"measured": {"mfu": slips[index]}} if index in slips else entry
+        for index, entry in enumerate(measured.BPIPE_TABLE_7)
+    ]
+    path.write_text(json.dumps(runs))
+    output = ("--output", tmp_path / "fit.json") if command == "calibrate" else ()
+    _, _, err = run(command, "--entries", path, *output)
+    notes = [line for line in err.splitlines() if line.startswith("note: ") and "measured." in line]
+    assert notes == [
+        f"note: {runs[index]['id']}: measured.mfu is {slips[index]!r}, no number above 0, and left out"
+        for index in (1, 2)
+    ]
+
+
+def test_validate_with_a_few_of_the_fitted_runs(run, tmp_path):
+    """The others are judged, and those that cannot be are counted; a ranked one that cannot run is left aside."""
+    path = tmp_path / "few.json"
+    fitted = measured.BPIPE_TABLE_7[0] | {"id": "bpipe-t7-96B-t1p16d2mb1-layer"}
+    ranked = measured.PIPEDREAM_2BW[0]
+    odd = ranked | {"id": "odd", "config": ranked["config"] | {"p": 5, "d": 16}}
+    path.write_text(json.dumps([fitted, *measured.KORTHIKANTI, *measured.PIPEDREAM_2BW, odd]))
+    status, out, _ = run("validate", "--entries", path)
+    assert status == 0 and "22B and 175B" in out and "16 GTX1080Ti" in out
+    assert "1 of the runs that were fitted are not held against a prediction" in out
+
+
+def test_calibrate_writes_what_estimate_takes(run, entries, tmp_path):
+    output = tmp_path / "mine.json"
+    status, out, _ = run("calibrate", "--entries", entries, "--source", "BPipe", "--output", output)
+    assert status == 0
+    assert "9 of 10 runs are explained" in out and "not explained: t8p4d1mb8-layer" in out
+    status, out, _ = run("estimate", "--entries", entries, "--json", "--calibrated-on", output)
+    assert status == 0 and json.loads(out.splitlines()[0])["calibrated_on"] == "mine"
+    status, out, _ = run("calibrate", "--entries", entries, "--source", "BPipe", "--output", output, "--json")
+    assert json.loads(out)["entries"] == [entry["id"] for entry in measured.BPIPE_TABLE_7]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["estimate", "--entries", "{entries}", "--calibrated-on", "b200"], "no calibration 'b200'"),
+        (["estimate", "--entries", "{missing}"], "cannot be read"),
+        (["calibrate", "--entries", "{entries}", "--source", "nobody", "--output", "{missing}"], "0 measured runs"),
+        (["calibrate", "--entries", "{entries}", "--gpu", "H100", "--output", "{missing}"], "goes with --profile"),
+        (
+            ["calibrate", "--profile", "{missing}", "--output", "{missing}"],
+            "--profile needs --gpu; give one of A100-80",
+        ),
+        (["calibrate", "--profile", "{missing}", "--gpu", "B300", "--output", "{missing}"], "'B300' is no GPU"),
+        (
+            ["calibrate", "--profile", "{missing}", "--gpu", "cpu", "--source", "BPipe", "--output", "{missing}"],
+            "a profile is fitted as a whole",
+        ),
+    ],
+)
+def test_faults(run, entries, tmp_path, arguments, message):
+    names = {"entries": entries, "missing": tmp_path / "missing.json"}
+    status, _, err = run(*(each.format(**names) for each in arguments))
+    assert status == 1 and message in err and len(err.splitlines()) == 1
+
+
+def test_starts_without_torch(entries):
+    code = (
+        "import sys; from megatron.commands import grid_search; grid_search.main(sys.argv[1:])\n"
+        "assert 'torch' not in sys.modules"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, "estimate", "--entries", str(entries), "--json"],
+        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr

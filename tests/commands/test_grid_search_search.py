@@ -1,0 +1,293 @@
+"""tools/grid_search.py search: what it takes, prints and writes, and that the training program accepts its best."""
+
+import importlib
+import json
+import subprocess
+import sys
+
+import pytest
+
+from megatron.commands import grid_search as tool
+from megatron.commands.grid_search_commands import search as search_command
+from megatron.commands.grid_search_commands import search_inputs as inputs
+from megatron.trainer.arguments import Platform
+from megatron.trainer.plan.command import PROGRAMS, Job
+from tests.commands.in_process import ROOT, runner
+from tests.commands.search_words import CLUSTER, GPT, QUICK, SCRIPT
+
+TOOL = ROOT / "tools" / "grid_search.py"
+
+MODERN = """
+    --num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 128 --swiglu --disable-bias-linear
+    --group-query-attention --num-query-groups 4 --position-embedding-type rope --clip-grad 0 --bf16
+    --normalization RMSNorm --untie-embeddings-and-output-weights --tensor-model-parallel-size 2 --data-path 1 a 2 b
+"""
+
+
+@pytest.fixture
+def run(capsys):
+    """Run the tool in this process."""
+    search = runner(tool, capsys)
+    return lambda *words: search("search", *words)
+
+
+def test_a_table_and_json(run):
+    """Plain text where the output is no terminal; with --json one object with the same best."""
+    status, out, err = run(*CLUSTER, *GPT, *QUICK, "--top", 3)
+    assert status == 0 and out.isascii() and "\x1b" not in out and "precision" in err
+    lines = out.splitlines()
+    start = next(index for index, line in enumerate(lines) if line.startswith("the fastest (~"))
+    assert [line.split()[0] for line in lines[start + 1 : start + 5]] == ["rank", "1", "2", "3"]
+    assert "why choices were rejected" in out
+    status, out, _ = run(*CLUSTER, *GPT, *QUICK, "--top", 3, "--json")
+    content = json.loads(out)
+    assert status == 0 and [each["rank"] for each in content["best"]] == [1, 2, 3]
+    assert lines[start + 2].split()[1] == content["best"][0]["schedule"]
+    assert content["num_kept"] > 3 < content["num_rejected"]
+
+
+def test_2bw_predicts_where_that_is_asked_for(run, tmp_path):
+    """The configurations without, but for those that leave no room for copies; no faster, and with the flag in the
+    script. Without it a note names the flag, with it another says what a prediction is made from."""
+    common = [*CLUSTER, *GPT, "--schedules", "flush,2bw", "--recompute", "none", "--distributed-optimizer", "no"]
+    plain, predicted = (run(*common, *more, "--json", "--top", 1000) for more in ([], ["--2bw-provisional", "stage"]))
+    assert "2bw-provisional" not in predicted[2]
+    before, after = (json.loads(out) for _, out, _ in (plain, predicted))
+    assert "2bw-provisional stage" in before["notes"][0] and "prediction" in after["notes"][0]
+    modes = {(each["schedule"], each["provisional"]) for each in after["best"]}
+    assert modes == {("flush", "off"), ("2bw", "stage")}
+    names = ("schedule", "tensor", "pipeline", "data", "micro_batch_size", "rank_mapping")
+    found = [{tuple(str(each[name]) for name in names): each for each in result["best"]} for result in (before, after)]
+    assert found[1].keys() <= found[0].keys()
+    assert all(found[0][key]["spare_gib"] < 1.0 for key in found[0].keys() - found[1].keys())
+    seconds = [{key: each["iteration_seconds"] for key, each in result.items()} for result in found]
+    for key in seconds[1]:
+        assert seconds[1][key] > seconds[0][key] if key[0] == "2bw" else seconds[1][key] == seconds[0][key]
+    only = [*CLUSTER, *GPT, *QUICK, "--schedules", "2bw", "--pipeline", "2", "--2bw-provisional", "uniform"]
+    status, out, _ = run(*only, "--2bw-provisional-microbatches", 1, "--output", tmp_path / "plan")
+    assert status == 0 and "2bw (uniform)" in out and "note: 2bw computes" not in out and "note: 2bw with" in out
+    script = (tmp_path / "plan" / "best.sh").read_text()
+    assert "--2bw-provisional uniform --2bw-provisional-microbatches 1" in script
+
+
+def test_progress_is_for_terminals(run, monkeypatch):
+    """A bar on standard error while that is a terminal; standard output stays what it is."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    status, out, err = run(*CLUSTER, *GPT, *QUICK, "--json")
+    assert status == 0 and json.loads(out)["best"]
+    assert "configurations" in err and "simulations" in err
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
+    assert "configurations" not in run(*CLUSTER, *GPT, *QUICK, "--json")[2]
+
+
+def test_files(run, tmp_path):
+    """--output makes a folder with everything; the tables and the page agree with what is printed."""
+    status, out, err = run(*CLUSTER, *GPT, *QUICK, "--json", "--output", tmp_path / "plan")
+    assert status == 0
+    names = ["best.sh", "configurations.csv", "configurations.jsonl", "report.html", "throughput_memory.png"]
+    assert sorted(path.name for path in (tmp_path / "plan").iterdir()) == names
+    assert all(name in err for name in names)
+    rows = [json.loads(line) for line in (tmp_path / "plan" / "configurations.jsonl").read_text().splitlines()]
+    content = json.loads(out)
+    assert len(rows) == content["num_kept"] + content["num_rejected"]
+    best = {name: value for name, value in rows[0].items() if name != "memory_gib_by_rank"}
+    assert best == content["best"][0]
+    assert "<svg" in (tmp_path / "plan" / "report.html").read_text()
+
+
+def test_it_starts_without_torch(tmp_path):
+    """Neither the search nor its files import torch or megatron.core, nor scipy, which fits constants alone."""
+    program = (
+        "import runpy, sys\nsys.argv = sys.argv[1:]\n"
+        "try:\n    runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "except SystemExit as end:\n    assert not end.code\n"
+        "heavy = {'torch', 'megatron.core', 'scipy'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    words = ["search", *CLUSTER, *GPT, *QUICK, "--output", tmp_path]
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(TOOL), *map(str, words)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_way_to_name_a_model(run, tmp_path):
+    """A script, YAML, a file of flags and flags give the same search; flags of the command line come last."""
+    script, document, file = tmp_path / "train.sh", tmp_path / "model.yaml", tmp_path / "model.flags"
+    script.write_text(SCRIPT)
+    document.write_text(
+        "architecture: bert\nnum_layers: 24\nhidden-size: 1024\nnum_attention_heads: 16\nseq_length: 512\n"
+        "max_position_embeddings: 512\nfp16: true\nlr: 1.0e-4\ntrain_iters: 1000\nglobal_batch_size: 256\n"
+    )
+    flags = ["--architecture", "bert", "--num-layers", 24, "--hidden-size", 1024, "--num-attention-heads", 16,
+             "--seq-length", 512, "--fp16", "--global-batch-size", 256]  # fmt: skip
+    file.write_text("\n".join(map(str, ["# a BERT", *flags])))
+    found = []
+    for model in (["--model-script", script], ["--model-yaml", document], [f"@{file}"], flags):
+        status, out, err = run(*CLUSTER, *QUICK, "--json", *model)
+        assert status == 0
+        found.append(json.loads(out) | {"seconds": None})
+        if model[0] == "--model-script":
+            assert "--tensor-model-parallel-size 2, --recompute-activations" in err
+    assert found[0] == found[1] == found[2] == found[3]
+    status, out, _ = run(*CLUSTER, *QUICK, "--json", "--model-script", script, "--global-batch-size", 128)
+    assert json.loads(out)["best"][0]["global_batch_size"] == 128
+
+
+def test_clusters_that_come_along(run):
+    """All of them are named, load, and can be made larger; nodes and network of a file can be changed."""
+    wanted = {"A100-80", "A100-40", "H100", "H200", "V100-16", "V100-32", "RTX2080Ti", "GTX1080Ti", "cpu"}
+    assert set(inputs.cluster_names()) == wanted
+    small = ["--num-layers", 8, "--hidden-size", 256, "--num-attention-heads", 8, "--seq-length", 128, "--vocab-size",
+             1000, "--global-batch-size", 16, "--schedules", "flush", "--simulate", 1, "--json"]  # fmt: skip
+    for name in sorted(wanted):
+        status, out, _ = run(*small, "--cluster", name, "--nodes", 2, "--gpus-per-node", 4, "--network", 5)
+        best = json.loads(out)["best"][0]
+        assert status == 0 and best["tensor"] * best["pipeline"] * best["data"] == 8
+
+
+TWO = "bandwidth: {between_nodes: 100}"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("gpu: a100\nnodes: 1", "'a100' is no GPU that is known; choose from A100-80, "),
+        ("gpu: A100-80\nnodes: 6", "there are several nodes; give bandwidth.between_nodes, "),
+        ("gpu: A100-80", "nodes is missing; see docs/grid_search.md"),
+        ("nodes: 1", "gpu is missing; see docs/grid_search.md"),
+        ("gpu: A100-80\nnodes: '6'", "nodes should be a valid integer, not '6'; see"),
+        ("gpu: A100-80\nnodes: 0", "nodes should be greater than or equal to 1, not 0; see"),
+        ("gpu: A100-80\nnodes: 2\nbandwith: 3", "bandwith is not known; see"),
+        ("gpu: A100-80\nnodes: 2\nbandwidth: 100", "bandwidth is no mapping; see"),
+        ("gpu: A100-80\nnodes: 2\nbandwidth: {between_nodes: -1}",
+         "bandwidth.between_nodes should be greater than 0, not -1; see"),
+        ("gpu: A100-80\nnodes: 2\nbandwidth: {between_nodes: fast}",
+         "bandwidth.between_nodes should be a valid number, not 'fast'; see"),
+        (f"gpu: A100-80\nnodes: [{{name: a, gpus: 8}}, {{name: a, gpus: 8}}]\n{TWO}", "two nodes are called a; give"),
+        (f"gpu: A100-80\nnodes: [{{name: a, gpus: 8}}, {{nam: b, gpus: 8}}]\n{TWO}", "nodes.1.name is missing; see"),
+        (f"gpu: A100-80\nnodes: [{{name: a, gpus: 8}}, {{name: b, gpus: 4}}]\n{TWO}", "8 and 4 GPUs; give nodes that"),
+        ("", "the file is no mapping; see"),
+        ("- 1", "the file is no mapping; see"),
+        ("gpu: [A100-80", "line 1, column 14: expected ',' or ']'"),
+    ],
+)  # fmt: skip
+def test_a_cluster_that_is_wrong(run, tmp_path, text, reason):
+    """One sentence names the file, the field and what to do."""
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    status, _, err = run(*GPT, "--cluster", path)
+    message = err.splitlines()[-1]
+    assert status == 1 and message.startswith(f"error: {path}") and reason in message
+
+
+def test_nodes_that_a_file_does_not_connect(run, tmp_path):
+    """More nodes than the file has need a network."""
+    path = tmp_path / "mine.yaml"
+    path.write_text("gpu: A100-80\nnodes: 1")
+    status, _, err = run(*GPT, "--cluster", path, "--nodes", 4)
+    assert status == 1 and "says nothing of the network between 4 nodes; give --network" in err
+    assert run(*GPT, *QUICK, "--cluster", path, "--nodes", 2, "--network", 50)[0] == 0
+
+
+@pytest.mark.parametrize("architecture", PROGRAMS)
+def test_programs_have_these_defaults(architecture):
+    """What a job assumes of its program is what the program says."""
+    program, defaults = PROGRAMS[architecture]
+    module = importlib.import_module(f"megatron.trainer.programs.{program.removesuffix('.py')}")
+    assert getattr(module, "DEFAULTS", {}) == defaults
+
+
+def test_flags_of_any_model_survive():
+    """A job keeps every flag that a configuration does not decide, and the program reads the same from it."""
+    words = MODERN.split()
+    gpu = Platform(is_cuda=True, has_transformer_engine=True, has_apex=True)
+    job = Job.read(words, architecture="gpt", platform=gpu)
+    assert job.dropped == ("--tensor-model-parallel-size 2",) and not job.clips_gradients
+    again = Job.read(job.words, architecture="gpt", platform=gpu)
+    assert again.words == job.words and again.shape(4) == job.shape(4)
+    shape = job.shape(4)
+    assert shape.gated and not shape.linear_biases and shape.num_query_groups == 4 and shape.num_positions == 0
+    assert shape.vocabulary_size == 50688  # 50257 up to a multiple of 128 x 4
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "reason"),
+    [
+        ([*CLUSTER, *GPT, "--schedules", "zigzag"], 2, "'zigzag' is not among gpipe, "),
+        ([*CLUSTER, *GPT, "--num-lyers", "3"], 1, "--num-lyers is not a known flag; did you mean --num-layers?"),
+        ([*CLUSTER, *GPT[:4]], 1, "--num-attention-heads, --seq-length"),
+        ([*CLUSTER, *GPT[:-2]], 1, "give --global-batch-size, or --max-safe-batch"),
+        (["--cluster", "Z9", *GPT], 1, "no cluster that comes along; give a file, or one of A100-40"),
+        ([*GPT], 2, "--cluster"),
+        ([*CLUSTER, *GPT, "--model-script", "nowhere.sh"], 1, "nowhere.sh cannot be read"),
+        ([*CLUSTER, *GPT, "--fp8-format", "hybrid"], 1, "--fp8-format hybrid: FP8 and FP4 are not supported"),
+        ([*CLUSTER, *GPT, "--hidden-size", "16384"], 1, "can run; the nearest (tensor "),
+        ([*CLUSTER, *GPT, "--max-safe-batch", "8"], 1, "maximum safe batch of 8 sequences is below"),
+        ([*CLUSTER, *GPT, "--bf16"], 1, "V100-16 has no units for bfloat16; give --precision fp16"),
+        ([*CLUSTER, *GPT, "--precision", "bf16"], 1, "V100-16 has no units for bfloat16; give --precision fp16"),
+    ],
+)
+def test_refusals(run, words, status, reason):
+    """What is wrong is one sentence, and the exit status says whose fault it is."""
+    found, _, err = run(*words)
+    assert found == status and reason in err
+
+
+@pytest.mark.parametrize("program", ["pretrain_vision_classify.py", "finetune_bert.py"])
+def test_programs_that_are_not_searched(run, tmp_path, program):
+    """Of those that tell classes a script is refused by name, and so are their flags."""
+    (tmp_path / "job.sh").write_text(f"torchrun {program} --num-layers 4 --num-classes 3\n")
+    status, _, err = run(*CLUSTER, "--model-script", tmp_path / "job.sh")
+    assert status == 1 and f"runs {program}, whose models are neither searched nor profiled; check and price" in err
+    status, _, err = run(*CLUSTER, *GPT, "--num-classes", "3")
+    assert status == 1 and "--num-classes belongs to pretrain_vision_classify.py and finetune_bert.py" in err
+
+
+def test_output_that_cannot_be_written_is_said_before_the_search(run, tmp_path, monkeypatch):
+    """And not after it, when its result would be lost."""
+    monkeypatch.setattr(search_command, "search", lambda *arguments, **options: pytest.fail("it has searched"))
+    (tmp_path / "file").write_text("")
+    status, _, err = run(*CLUSTER, *GPT, "--output", tmp_path / "file")
+    assert status == 2 and err.splitlines()[-1] == f"error: {tmp_path / 'file'}: File exists"
+    monkeypatch.setattr(search_command.os, "access", lambda path, mode: False)
+    status, _, err = run(*CLUSTER, *GPT, "--output", tmp_path / "plan")
+    assert status == 1 and f"--output {tmp_path / 'plan'} cannot be written to; give another folder" in err
+
+
+def test_an_interrupt_is_one_line(run, monkeypatch):
+    """Ctrl-C ends a command with the status that shells expect."""
+
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(search_command, "search", interrupted)
+    status, out, err = run(*CLUSTER, *GPT)
+    assert status == 130 and not out and err.splitlines()[-1] == "ended by SIGINT"
+
+
+def test_single_precision_is_planned_at_its_own_rate(run):
+    """On a V100 an eighth of that of 16 bits, and without the kernels for them."""
+    best = {}
+    for precision in ("fp16", "fp32"):
+        _, out, _ = run("--cluster", "V100-32", *GPT, *QUICK, "--precision", precision, "--json")
+        best[precision] = json.loads(out)["best"][0]
+    assert best["fp32"]["iteration_seconds"] > 3 * best["fp16"]["iteration_seconds"]
+    assert 0.2 < best["fp32"]["mfu"] < 1
+
+
+def test_all_commands_are_named_and_one_is_loaded(capsys):
+    """--help names every command; a command is loaded when it is called."""
+    with pytest.raises(SystemExit):
+        tool.main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert all(summary in text for summary in tool.COMMANDS.values())
+    program = (
+        f"import runpy, sys\nsys.argv = [{str(TOOL)!r}, 'search', '--help']\n"
+        "try:\n    runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "except SystemExit:\n    pass\n"
+        "rooms = [f'megatron.commands.grid_search_commands.{name}' in sys.modules for name in ('search', 'validate')]\n"
+        "assert rooms == [True, False], rooms"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=60)

@@ -1,0 +1,186 @@
+"""tools/preprocess_data.py: Megatron's bytes, whatever the number of workers, and nothing half-written."""
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy
+import psutil
+import pytest
+
+from megatron import backend
+
+backend.install()
+from megatron.commands import preprocess_data
+
+TOOL = Path(__file__).parents[2] / "tools" / "preprocess_data.py"
+
+DOCUMENTS = [[5, 6, 7], [], [8], list(range(1, 60)), [99, 0]]
+
+
+def write_lines(path: Path, documents: list = DOCUMENTS) -> str:
+    path.write_text("".join(json.dumps({"text": " ".join(map(str, ids)), "id": 1}) + "\n" for ids in documents))
+    return str(path)
+
+
+def run_tool(*words: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, str(TOOL), *words], capture_output=True, text=True, timeout=120)
+
+
+def convert(tmp_path: Path, *more: str, name: str = "out") -> Path:
+    """Tokenize DOCUMENTS in this process; returns the prefix of the pair."""
+    words = ["--input", write_lines(tmp_path / "in.jsonl"), "--output-prefix", str(tmp_path / name),
+             "--tokenizer-type", "NullTokenizer", "--vocab-size", "100", *more]  # fmt: skip
+    preprocess_data.preprocess(preprocess_data.parse_args(words))
+    return tmp_path / f"{name}_text_document"
+
+
+def test_megatron_core_reads_what_was_written(tmp_path):
+    """IndexedDataset gives back the documents in order, with the end-of-document token where asked for."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    plain, ended = (
+        IndexedDataset(str(convert(tmp_path))),
+        IndexedDataset(str(convert(tmp_path, "--append-eod", name="eod"))),
+    )
+    filled = [ids for ids in DOCUMENTS if ids]
+    assert [part.tolist() for part in plain] == filled
+    assert [part.tolist() for part in ended] == [[*ids, 100] for ids in filled]
+    assert plain.document_indices.tolist() == [0, 1, 1, 2, 3, 4]
+    assert plain.index.dtype is numpy.uint16
+
+
+def test_same_bytes_whatever_the_workers(tmp_path):
+    """One, two and five workers write the same files, also where lines outnumber the chunks."""
+    many = [[number % 100] * (number % 7 + 1) for number in range(700)]
+    results = []
+    for workers in ("1", "2", "5"):
+        words = ["--input", write_lines(tmp_path / "in.jsonl", many), "--output-prefix", str(tmp_path / workers),
+                 "--tokenizer-type", "NullTokenizer", "--vocab-size", "100", "--workers", workers]  # fmt: skip
+        preprocess_data.preprocess(preprocess_data.parse_args(words))
+        results.append([(tmp_path / f"{workers}_text_document{suffix}").read_bytes() for suffix in (".bin", ".idx")])
+    assert results[0] == results[1] == results[2]
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ('{"text": "1 2"', "in.jsonl:3: not JSON"),
+        ('["1 2"]', "in.jsonl:3: not a JSON object but list"),
+        ('{"content": "1 2"}', "in.jsonl:3: no text under the key 'text'"),
+        ('{"text": "one two"}', "in.jsonl:3: cannot be tokenized"),
+    ],
+)
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_bad_line_is_named_and_leaves_nothing(tmp_path, line, message, workers):
+    """The error names file and line, and no file is left, finished or partial."""
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"text": "1"}\n\n' + line + "\n")
+    words = ["--input", str(path), "--output-prefix", str(tmp_path / "out"), "--tokenizer-type", "NullTokenizer",
+             "--vocab-size", "100", "--workers", workers]  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        preprocess_data.preprocess(preprocess_data.parse_args(words))
+    assert [found.name for found in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_several_keys_and_files(tmp_path):
+    """Each key becomes a pair of its own; a pattern names several inputs, taken in the order of their names."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    (tmp_path / "part-1.jsonl").write_text('{"title": "2", "text": "3 4"}\n')
+    (tmp_path / "part-0.jsonl").write_text('{"title": "0", "text": "1"}\n')
+    words = ["--input", str(tmp_path / "part-*.jsonl"), "--output-prefix", str(tmp_path / "out"), "--json-keys",
+             "title", "text", "--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]  # fmt: skip
+    counts = preprocess_data.preprocess(preprocess_data.parse_args(words))
+    assert counts == {"documents": 2, "tokens": 5}
+    assert [part.tolist() for part in IndexedDataset(str(tmp_path / "out_title_document"))] == [[0], [2]]
+    assert [part.tolist() for part in IndexedDataset(str(tmp_path / "out_text_document"))] == [[1], [3, 4]]
+
+
+def test_sentences(tmp_path):
+    """--split-sentences keeps sentences apart in files of that name: of a text, or as a list gives them; long ones are
+    cut, and empty texts stay documents."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    long = " ".join(["7"] * 1100)
+    texts = ["1 2! 3", ["4 5. 6", "", "7"], "", [long, "8"]]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"!.12345678"]))
+    words = ["--input", str(tmp_path / "in.jsonl"), "--output-prefix", str(tmp_path / "out"), "--tokenizer-type",
+             "BertWordPieceLowerCase", "--vocab-file", str(tmp_path / "vocab.txt"), "--split-sentences"]  # fmt: skip
+    counts = preprocess_data.preprocess(preprocess_data.parse_args(words))
+    found = IndexedDataset(str(tmp_path / "out_text_sentence"))
+    assert counts == {"documents": 4, "tokens": 4 + 5 + 1101}
+    assert found.document_indices.tolist() == [0, 2, 4, 4, 8]
+    assert [part.tolist() for part in found][:4] == [[7, 8, 5], [9], [10, 11, 6, 12], [13]]
+    assert found.sequence_lengths.tolist()[4:] == [367, 367, 366, 1]
+    with pytest.raises(ValueError, match="no text under the key 'text'"):
+        preprocess_data.preprocess(preprocess_data.parse_args(words[:-1]))
+
+
+@pytest.mark.parametrize(
+    "name", ["SIGKILL", *(pytest.param(each, marks=pytest.mark.full) for each in ("SIGTERM", "SIGINT"))]
+)
+def test_workers_end_with_the_tool(tmp_path, name):
+    """Whatever ends the tool ends its workers; a signal that can be handled leaves one line and no file."""
+    number, path = signal.Signals[name], tmp_path / "in.jsonl"
+    source = write_lines(path, [list(range(90)) * 5])
+    path.write_text(path.read_text() * 20_000)
+    words = ["--input", source, "--output-prefix", str(tmp_path / "out"), "--workers", "3", "--log-interval", "1000000"]
+    tool = subprocess.Popen(
+        [sys.executable, str(TOOL), *words, "--tokenizer-type", "NullTokenizer", "--vocab-size", "100"],
+        stderr=subprocess.PIPE, text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    workers = []
+    try:
+        while len(workers) < 3:
+            assert tool.poll() is None, tool.stderr.read()
+            workers = psutil.Process(tool.pid).children()
+            time.sleep(0.02)
+        tool.send_signal(number)
+        status = tool.wait(30)
+        left = psutil.wait_procs(workers, timeout=10)[1]
+        assert not left, left
+        error = tool.stderr.read()
+    finally:
+        tool.kill()
+        for worker in workers:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                worker.kill()
+    if number == signal.SIGKILL:
+        assert status == -number
+        return
+    assert (status, error) == (128 + number, f"ended by {name}; no file is written\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_command_line(tmp_path):
+    """The tool as a command: a summary and status 0, or one sentence and status 2."""
+    good = run_tool("--input", write_lines(tmp_path / "in.jsonl"), "--output-prefix", str(tmp_path / "out"),
+                    "--tokenizer-type", "NullTokenizer", "--vocab-size", "100", "--log-interval", "2")  # fmt: skip
+    assert good.returncode == 0 and "5 documents, 65 tokens" in good.stderr, good.stderr
+    bad = run_tool("--input", str(tmp_path / "none"), "--output-prefix", "out", "--tokenizer-type", "NullTokenizer",
+                   "--vocab-size", "100")  # fmt: skip
+    assert bad.returncode == 2
+    assert bad.stderr == f"preprocess_data.py: error: --input {tmp_path}/none does not exist\n"
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--tokenizer-typ", "x"], "did you mean --tokenizer-type"),
+        (["--keep-newlines"], "--keep-newlines: newlines are always kept"),
+        (["--workers", "0"], "must be at least 1"),
+        (["--output-prefix", "/nowhere/at/all"], "the directory /nowhere/at does not exist"),
+    ],
+)
+def test_wrong_flags(tmp_path, words, message):
+    """Wrong flags are one sentence."""
+    base = ["--input", write_lines(tmp_path / "in.jsonl"), "--output-prefix", str(tmp_path / "out"),
+            "--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        preprocess_data.parse_args([*base, *words])

@@ -1,0 +1,50 @@
+"""A job's arguments for a configuration are those that its command line says."""
+
+import pytest
+from hypothesis import given, settings
+
+from megatron.planner import Configuration
+from megatron.planner.search.flags import configuration_words
+from megatron.trainer.arguments import Platform, parse_args
+from megatron.trainer.plan.command import PROGRAMS, Job
+from tests.planner.trial.strategies import configurations
+
+CPU = Platform(is_cuda=False, has_transformer_engine=False, has_apex=False)
+WORDS = (
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3 --train-iters 4 --data-path d "
+    "--tokenizer-type BertWordPieceLowerCase --vocab-file v --recompute-granularity full --micro-batch-size 7 "
+    "--bf16 --untie-embeddings-and-output-weights"
+)
+HOSTED = {"schedule": "l2l", "pipeline": 2, "data": 2, "virtual": 2, "stash": "host", "gathers_fetch": True}
+JOBS = {each: Job.read(WORDS.split(), architecture=each, platform=CPU) for each in PROGRAMS}
+
+
+def check(architecture: str, configuration: Configuration) -> None:
+    job = JOBS[architecture]
+    more = ("--rank-topology", "topology.yaml") if configuration.rank_mapping == "optimized" else ()
+    command = [*job.words, *configuration_words(configuration), *more]
+    parsed = parse_args(command, prog=job.program, defaults=PROGRAMS[architecture][1])
+    assert vars(job.namespace(configuration)) == vars(parsed)
+
+
+@settings(max_examples=50, deadline=None)
+@given(configurations())
+def test_values_that_are_set_are_those_that_are_parsed(configuration):
+    """Value by value, and which were given: so what a search has asked the rules about is what it writes."""
+    for architecture in PROGRAMS:
+        check(architecture, configuration)
+
+
+@pytest.mark.parametrize("changes", [{}, {"host_update": "eager", "resident_stages": 3, "stash": "device"}])
+def test_weights_on_the_host(changes):
+    """Likewise."""
+    check("gpt", Configuration(micro_batch_size=1, global_batch_size=8, **{**HOSTED, **changes}))
+
+
+def test_no_namespace_changes_another():
+    """What the rules fill in stays in the namespace that they were asked about."""
+    job, configuration = JOBS["gpt"], Configuration(micro_batch_size=1, global_batch_size=8, pipeline=2)
+    before = vars(job.namespace(configuration)).copy()
+    args = job.arguments(configuration)
+    assert args.world_size == 2 and args.batch_sizes.global_batch_size == 8
+    assert vars(job.namespace(configuration)) == before

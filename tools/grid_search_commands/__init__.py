@@ -1,1 +1,0 @@
-"""The commands of tools/grid_search.py, a file each."""
