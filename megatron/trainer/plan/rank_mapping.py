@@ -40,6 +40,7 @@ from megatron.placement.pairs import (
 )
 from megatron.placement.topology import Bandwidth, Node, Topology, load_topology
 from megatron.placement.traffic import Traffic, estimate_traffic
+from megatron.planner.job.software import has_flash_attention
 from megatron.trainer.arguments.rules.run import pipeline_schedule
 from megatron.trainer.ranks.shared_errors import OnThisRank, SameEverywhere, wait_for_readers
 
@@ -233,8 +234,8 @@ def recompute_scope(args: argparse.Namespace) -> RecomputeScope:
     if args.recompute_granularity == "full" or args.pipeline_recompute:
         return RecomputeScope.LAYER
     is_selective = args.recompute_granularity == "selective" and "core_attn" in args.recompute_modules
-    is_flash = args.transformer_impl == "transformer_engine" and args.attention_backend in ("auto", "flash", "fused")
-    return RecomputeScope.ATTENTION if is_selective or is_flash else RecomputeScope.NONE
+    has_flash = has_flash_attention(args.transformer_impl, args.attention_backend, _element_bytes(args))
+    return RecomputeScope.ATTENTION if is_selective or has_flash else RecomputeScope.NONE
 
 
 def _describe(args: argparse.Namespace, mapping: Mapping, degrees: Degrees, slots: JobSlots) -> list[str]:

@@ -143,11 +143,13 @@ def test_several_stages_on_a_rank():
 
 
 def test_flash_attention_saves_no_scores():
-    """As if the attention were recomputed: equation 5."""
-    args = arguments("")
+    """As if the attention were recomputed: equation 5. Its kernels take 16-bit numbers only."""
+    args = arguments("--bf16")
     args.transformer_impl = "transformer_engine"
     assert rank_mapping.recompute_scope(args) is RecomputeScope.ATTENTION
     args.attention_backend = "unfused"
+    assert rank_mapping.recompute_scope(args) is RecomputeScope.NONE
+    args.attention_backend, args.bf16 = "auto", False
     assert rank_mapping.recompute_scope(args) is RecomputeScope.NONE
 
 
