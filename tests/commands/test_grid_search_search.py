@@ -4,6 +4,7 @@ import importlib
 import json
 import subprocess
 import sys
+from html import unescape
 
 import pytest
 
@@ -65,9 +66,29 @@ def test_2bw_predicts_where_that_is_asked_for(run, tmp_path):
         assert seconds[1][key] > seconds[0][key] if key[0] == "2bw" else seconds[1][key] == seconds[0][key]
     only = [*CLUSTER, *GPT, *QUICK, "--schedules", "2bw", "--pipeline", "2", "--2bw-provisional", "uniform"]
     status, out, _ = run(*only, "--2bw-provisional-microbatches", 1, "--output", tmp_path / "plan")
-    assert status == 0 and "2bw (uniform)" in out and "note: 2bw computes" not in out and "note: 2bw with" in out
+    assert status == 0 and "2bw (uniform)" in out and "note: with 2bw" not in out and "note: 2bw with" in out
     script = (tmp_path / "plan" / "best.sh").read_text()
     assert "--2bw-provisional uniform --2bw-provisional-microbatches 1" in script
+
+
+@pytest.mark.parametrize("schedules", ["2bw", "flush,2bw", "flush"])
+def test_the_delay_of_weights_is_said_where_it_counts(run, tmp_path, schedules):
+    """What is printed and the page say it where 2bw is listed, the script where it starts 2bw; else nothing does."""
+    words = ["--schedules", schedules, "--tensor", "1", "--simulate", 1, "--output", tmp_path]
+    status, out, _ = run(*CLUSTER, *GPT, *words)
+    assert status == 0
+    script, page = (unescape((tmp_path / name).read_text()) for name in ("best.sh", "report.html"))
+    starts_2bw = "SCHEDULE:-2bw}" in script
+    head = " ".join(line.removeprefix("# ") for line in script.splitlines())
+    cost = (
+        "ith 2bw, gradients are taken at weights from before the last update: at a learning rate that flush bears, 2bw"
+    )
+    page = page.replace(f"<pre>{script}</pre>", "")
+    assert [cost in text for text in (out, page, head)] == ["2bw" in schedules, "2bw" in schedules, starts_2bw]
+    assert [text.count("docs/convergence.md") for text in (out, page, head)] == [
+        int("2bw" in schedules), int("2bw" in schedules), int(starts_2bw),
+    ]  # fmt: skip
+    assert starts_2bw or schedules != "2bw"
 
 
 def test_progress_is_for_terminals(run, monkeypatch):

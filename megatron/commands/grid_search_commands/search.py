@@ -32,7 +32,7 @@ from megatron.commands.grid_search_commands.search_script import remove_script, 
 from megatron.documents.writing import write_whole
 from megatron.planner import Architecture, Cluster
 from megatron.planner.planner import Planner
-from megatron.planner.search import RANK_MAPPINGS, SCOPES, Outcome, Space, Training, offered, search
+from megatron.planner.search import RANK_MAPPINGS, SCOPES, Outcome, Space, Training, delay, offered, relayed, search
 from megatron.planner.search.paper import PaperResult, describe_paper, run_paper_algorithm
 from megatron.planner.search.records import kept_record, write_csv, write_jsonl
 from megatron.planner.search.space import schedules_on_device
@@ -235,7 +235,6 @@ def _progress():
 def _print(outcome: Outcome, top: int, seconds: float) -> None:
     from rich.console import Console
 
-    from megatron.planner.search import delay, relayed
     from megatron.planner.search.table import best_table, reasons
 
     plain = not sys.stdout.isatty()
@@ -256,22 +255,24 @@ def _print(outcome: Outcome, top: int, seconds: float) -> None:
         if outcome.best.estimate.under_pressure and easy is not None:
             say("\nthe fastest that is not near the limit of memory (--avoid-pressure keeps only such)", "bold")
             console.print(best_table([easy], plain=plain))
-    for note in (*delay.sentences(outcome.kept), *relayed.sentences(outcome.kept)):
+    for note in _notes(outcome):
         say(f"\nnote: {note}")
     say("\nwhy choices were rejected", "bold")
     for reason, count in reasons(outcome.rejected, 12):
         say(f"{count:6}  {reason}")
 
 
-def _as_dict(outcome: Outcome, top: int, seconds: float, paper: PaperResult | None) -> dict:
-    from megatron.planner.search import delay, relayed
+def _notes(outcome: Outcome) -> tuple[str, ...]:
+    return (*delay.sentences(outcome.kept), *relayed.sentences(outcome.kept))
 
+
+def _as_dict(outcome: Outcome, top: int, seconds: float, paper: PaperResult | None) -> dict:
     return {
         **({} if paper is None else {"paper_algorithm": describe_paper(paper)}),
         "num_kept": len(outcome.kept),
         "num_rejected": len(outcome.rejected),
         "seconds": seconds,
-        "notes": (*delay.sentences(outcome.kept), *relayed.sentences(outcome.kept)),
+        "notes": _notes(outcome),
         "best": [kept_record(each, rank) for rank, each in enumerate(outcome.kept[:top], start=1)],
     }
 
@@ -289,7 +290,6 @@ def _nearest(outcome: Outcome) -> str:
 
 
 def _write(folder: Path, outcome: Outcome, planner_of, model: ModelInput, cluster: Cluster, space: Space) -> None:
-    from megatron.planner.search import delay, relayed
     from megatron.planner.search.picture import as_png, draw_outcome
     from megatron.planner.search.report import html_report
 
@@ -303,7 +303,7 @@ def _write(folder: Path, outcome: Outcome, planner_of, model: ModelInput, cluste
             else f"batches of {space.global_batch_size} to {space.safe_batch_size}"
         ),
         f"{len(outcome.kept)} configurations fit, {len(outcome.rejected)} choices were rejected.",
-        *(f"{note}." for note in (*delay.sentences(outcome.kept), *relayed.sentences(outcome.kept))),
+        *(f"{note}." for note in _notes(outcome)),
     ]  # fmt: skip
     write_jsonl(outcome, folder / "configurations.jsonl")
     write_csv(outcome, folder / "configurations.csv")

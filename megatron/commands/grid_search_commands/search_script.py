@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.planner import Cluster
-from megatron.planner.search import Kept
+from megatron.planner.search import Kept, delay
 from megatron.planner.search.flags import as_words, hosting_flags, prediction_flags
 from megatron.planner.search.offers import preset_of
 from megatron.planner.search.picture import describe
@@ -40,6 +40,7 @@ def script_text(job: Job, kept: Kept, cluster: Cluster, *, command: str) -> str:
         "DISTRIBUTED_OPTIMIZER": int(choice.distributed_optimizer), "RANK_MAPPING": choice.rank_mapping,
     }  # fmt: skip
     memory = f"{kept.memory_gib:.1f} of {cluster.device.memory_gib:g} GiB on the fullest"
+    delayed = delay.sentence([kept])
     predictions, hosting = (as_words(flags(estimate.configuration)) for flags in (prediction_flags, hosting_flags))
     training = [*_others(job), *filter(None, (predictions, hosting)), *places.others, *_defaults(job)]
     if cluster.is_cpu and not any("--distributed-backend" in each for each in training):
@@ -52,6 +53,7 @@ def script_text(job: Job, kept: Kept, cluster: Cluster, *, command: str) -> str:
             f"{100 * estimate.mfu:.1f}% MFU. Made by"
         ),
         *_comment(command, indent="    "),
+        *(_comment(f"Note: {delayed}.") if delayed else []),
         "#",
         "#   bash THIS_FILE --dry-run      # anywhere: check everything, run nothing",
         f"#   {' '.join([*environment, 'bash THIS_FILE'])}",

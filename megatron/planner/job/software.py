@@ -6,6 +6,19 @@ from megatron.planner.job.configuration import Configuration
 from megatron.planner.memory.activations import ActivationSetting, Recompute
 from megatron.planner.memory.state import TrainingState
 
+_FLASH_BACKENDS = ("auto", "flash", "fused")
+
+
+def has_flash_attention(transformer_impl: str, attention_backend: str, element_bytes: int) -> bool:
+    """Whether attention never writes its scores. The kernels are Transformer Engine's and take 16-bit numbers only.
+
+    Args:
+        transformer_impl: of `--transformer-impl`, resolved.
+        attention_backend: of `--attention-backend`.
+        element_bytes: of an activation.
+    """
+    return transformer_impl == "transformer_engine" and attention_backend in _FLASH_BACKENDS and element_bytes == 2
+
 
 @dataclass(frozen=True, kw_only=True)
 class Software:

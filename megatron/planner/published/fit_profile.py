@@ -39,6 +39,7 @@ class _Stage(Protocol):
 class StageProfile(Protocol):
     """What of a profile (`megatron.planner.time.profile.Profile`) is fitted."""
 
+    flags: Sequence[str]
     model: Architecture
     dtype: str
     transformer_impl: str

@@ -1,85 +1,132 @@
-"""What papers call their machines: which processor it is, and how fast a node's network.
+"""The part `hardware` of an entry: which processor it is, how many share a node, and how fast a node's network is.
 
-Texts such as "A100-SXM-80GB", "32x V100-16GB (4 servers)", "4x200Gb/s HDR IB per node (800 Gb/s)", "Selene".
+Papers name a processor by a label ("A100-SXM-80GB", "32x V100-16GB (4 servers)"), and a network by its rate ("25 Gb/s",
+"4x200Gb/s HDR IB per node (800 Gb/s)", "400 Gb/s per GPU") or by the machine ("Selene (DGX A100, HDR IB)").
 """
 
-import re
+import math
+from collections.abc import Callable
+from typing import Annotated
 
+from pydantic import BaseModel, ConfigDict, Field
+
+from megatron.planner.job.cluster import Cluster
 from megatron.planner.job.devices import DEVICES
+from megatron.planner.published.model_names import Count
 
-_NETWORKS = {  # GB/s of a node, where a paper names the machine; hyphens and case do not matter
-    "selene": 200.0,  # DGX A100: 8 x HDR InfiniBand
-    "dgx a100": 200.0,
-    "dgx h100": 400.0,  # 8 x NDR InfiniBand
-    "dgx h200": 400.0,
-    "dgx 2": 100.0,  # 8 x EDR InfiniBand
-    "p3.16xlarge": 3.125,  # 25 Gb/s Ethernet
-    "p3dn.24xlarge": 12.5,  # 100 Gb/s
-    "p4d.24xlarge": 50.0,  # 4 x 100 Gb/s
-    "p4de.24xlarge": 50.0,
-    "p5.48xlarge": 400.0,  # 32 x 100 Gb/s
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+_MACHINES = {  # what papers call them: GB/s of a node to the network, and GPUs on it; hyphens and case do not matter
+    "selene": (200.0, 8),  # DGX A100: 8 x HDR InfiniBand
+    "dgx a100": (200.0, 8),
+    "dgx h100": (400.0, 8),  # 8 x NDR InfiniBand
+    "dgx h200": (400.0, 8),
+    "dgx 2": (100.0, 16),  # 8 x EDR InfiniBand
+    "p3.16xlarge": (3.125, 8),  # 25 Gb/s Ethernet
+    "p3dn.24xlarge": (12.5, 8),  # 100 Gb/s
+    "p4d.24xlarge": (50.0, 8),  # 4 x 100 Gb/s
+    "p4de.24xlarge": (50.0, 8),
+    "p5.48xlarge": (400.0, 8),  # 32 x 100 Gb/s
 }
-_GPUS_PER_NODE = {"dgx 2": 16}
-_FAMILY = re.compile(r"(A100|H100|H200|V100|2080 ?Ti|1080 ?Ti)", re.IGNORECASE)
-_MEMORY = (re.compile(r"(\d+(?:\.\d+)?) ?Gi?B\b", re.IGNORECASE), re.compile(r"-(\d{2,3})G?\b"))
-_RATE = re.compile(
-    r"(?:(?P<count>\d+) ?[x×*] ?)?(?P<rate>\d+(?:\.\d+)?) ?(?P<scale>[GT])(?P<unit>[bB])(?:it|yte)?s?"
-    r"(?:/s(?:ec)?|ps|E\b| ?Ethernet)(?P<per_gpu>[ -]?(?:per|a|/)[ -]?GPU)?"
-)
-_NEGATIVE = re.compile(r"(?<!\S)-" + _RATE.pattern)
-_INFINIBAND = re.compile(r"(\d+) ?[x×*] ?(EDR|HDR|NDR)")
-_ADAPTERS = {"EDR": 12.5, "HDR": 25.0, "NDR": 50.0}
-_INSIDE = re.compile(r"nvlink|nvswitch|pcie", re.IGNORECASE)  # these rates are of links in a node
+_ANOTHER = (None, 8)
+_UNITS = {"GB/s": 1.0, "Gb/s": 0.125, "Gbit/s": 0.125, "Gbps": 0.125, "GbE": 0.125, "Tbps": 125.0}  # in GB/s
+_FAMILIES = ("A100", "H100", "H200", "V100", "2080TI", "1080TI")
 _OTHER_MEMORY = 0.05  # a GPU with so much more or less than the nearest that is known is another edition
 _REPORTED = 0.99  # part of the GB on the label that CUDA reports, in GiB
 
 
-def device_of(text: str, memory_gb: float | None) -> tuple[str, float | None, bool]:
+class HardwareRecord(BaseModel):
+    """The part `hardware` of an entry."""
+
+    model_config = ConfigDict(frozen=True)
+
+    gpu: str | None = None
+    desc: str | None = None
+    mem_GB: _Positive | None = None
+    peak_tflops: _Positive | None = None
+    gpus: int | str | None = None  # of several runs a text, which is as not given
+    gpus_per_node: Count | None = None
+    internode: str | None = None
+    interconnect: str | None = None
+    system: str | None = None
+    software: str | None = None
+
+    def cluster(self, num_gpus: int, assume: Callable[[str], None]) -> Cluster:
+        """So many of these GPUs. `assume` is told what is filled in. Raises ValueError for what is not known."""
+        network, usual = self._machine()
+        if self.gpus_per_node is None and num_gpus > usual:
+            assume(f"nodes of {usual} GPUs")
+        per_node = min(self.gpus_per_node or usual, num_gpus)
+        if num_gpus % per_node:
+            raise ValueError(f"{num_gpus} GPUs do not fill nodes of {per_node}")
+        nodes = num_gpus // per_node
+        name, memory, is_guess = device_of(self.gpu or self.desc or "", self.mem_GB)
+        if is_guess:
+            assume(f"GPU {name}")
+        if nodes > 1:
+            rates = [rate_of_node(text, per_node) for text in (self.internode, self.interconnect) if text]
+            network = next(filter(None, (*rates, network)), None)
+            if network is None:
+                raise ValueError(
+                    "there are several nodes, and the bandwidth between them is not given (hardware.internode)"
+                )
+        return Cluster(
+            gpu=name, nodes=nodes, gpus_per_node=per_node, memory_gib=memory, peak_teraflops=self.peak_tflops,
+            bandwidth={"between_nodes": network if nodes > 1 else None},
+        )  # fmt: skip
+
+    def _machine(self) -> tuple[float | None, int]:
+        said = (self.system, self.gpu, self.desc, self.internode, self.interconnect)
+        text = " | ".join(filter(None, said)).lower().replace("-", " ").replace("_", " ")
+        return next((machine for name, machine in _MACHINES.items() if name in text), _ANOTHER)
+
+
+def device_of(label: str, memory_gb: float | None) -> tuple[str, float | None, bool]:
     """The name in `DEVICES` (or `cpu`), the GiB of an edition with other memory, and whether the edition was guessed.
 
-    Raises ValueError where the text names no processor that is known.
+    Raises ValueError where the label names no processor that is known.
     """
-    if text.strip().lower() == "cpu":
+    if label.strip().lower() == "cpu":
         return "cpu", memory_gb, False
-    family = _FAMILY.search(text)
+    spelled = label.upper().replace(" TI", "TI").replace(" GB", "GB").replace(" GIB", "GIB")
+    family = next((each for each in _FAMILIES if each in spelled), None)
     if family is None:
-        raise ValueError(f"hardware.gpu {text!r} is no GPU that is known; give one of {', '.join(DEVICES)}, cpu")
-    compact = family[1].replace(" ", "").upper()
-    names = [name for name in DEVICES if compact in name.upper()]
-    found = next(filter(None, (pattern.search(text, family.end()) for pattern in _MEMORY)), None)
-    size = memory_gb or (float(found[1]) if found else None)
+        raise ValueError(f"hardware.gpu {label!r} is no GPU that is known; give one of {', '.join(DEVICES)}, cpu")
+    names = [name for name in DEVICES if family in name.upper()]
+    size = memory_gb or _gigabytes(spelled.partition(family)[2])
     if size is None:
-        return names[0], None, len(names) > 1
+        named = [name for name in names if name.upper() in spelled] or names
+        return named[0], None, len(named) > 1
     nearest = min(names, key=lambda name: abs(DEVICES[name].memory_gib - size))
     is_other = abs(size / DEVICES[nearest].memory_gib - 1) > _OTHER_MEMORY
     return nearest, _REPORTED * size if is_other else None, False
 
 
-def node_bandwidth(texts: tuple[str | None, ...], gpus_per_node: int) -> float:
-    """GB/s of a node to the network. Raises ValueError where no text says it."""
-    text = " | ".join(filter(None, texts))
-    if negative := _NEGATIVE.search(text):
-        raise ValueError(f"the bandwidth between nodes is {negative[0]}; give a number above 0")
-    parts = [part for part in re.split(r"[|;,]", text) if not _INSIDE.search(part)]
-    rates = [_gigabytes(found, gpus_per_node) for part in parts for found in _RATE.finditer(part)]
-    rates += [int(found[1]) * _ADAPTERS[found[2]] for part in parts for found in _INFINIBAND.finditer(part)]
-    if rates:
-        return max(rates)
-    for name, rate in _NETWORKS.items():
-        if name in _plain(text):
-            return rate
-    raise ValueError("there are several nodes, and the bandwidth between them is not given (hardware.internode)")
+def _gigabytes(label: str) -> float | None:
+    """The number of the first word such as 80GB, if there is one."""
+    words = label.replace("-", " ").replace("(", " ").replace(")", " ").split()
+    numbers = {word: word.rstrip("GIB") for word in words}
+    return next((float(each) for word, each in numbers.items() if each != word and each.isdecimal()), None)
 
 
-def usual_gpus_per_node(texts: tuple[str | None, ...], otherwise: int) -> int:
-    text = _plain(" | ".join(filter(None, texts)))
-    return next((count for name, count in _GPUS_PER_NODE.items() if name in text), otherwise)
+def rate_of_node(text: str, gpus_per_node: int) -> float | None:
+    """GB/s of a node, None where the text has no rate's unit. What stands in brackets is a remark.
 
-
-def _gigabytes(found: re.Match, gpus_per_node: int) -> float:
-    rate = float(found["rate"]) * int(found["count"] or 1) * (1000 if found["scale"] == "T" else 1)
-    return rate * (gpus_per_node if found["per_gpu"] else 1) / (8 if found["unit"] == "b" else 1)
-
-
-def _plain(text: str) -> str:
-    return text.lower().replace("-", " ").replace("_", " ")
+    Raises ValueError where no number above 0 stands before the unit.
+    """
+    rate = text.partition("(")[0].strip()
+    unit = next((unit for unit in _UNITS if unit in rate), None)
+    if unit is None:
+        return None
+    number, _, behind = rate.partition(unit)
+    count, _, each = number.rpartition("x")
+    try:
+        value = int(count or 1) * float(each) * _UNITS[unit]
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise ValueError(
+            f"the bandwidth between nodes is {rate}; give a number above 0 and a unit, as 100 GB/s, or 400 Gb/s per GPU"
+        )
+    return value * (gpus_per_node if "per GPU" in behind else 1)

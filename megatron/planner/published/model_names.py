@@ -1,17 +1,17 @@
-"""What papers say of their models: sizes, and a name from which others follow."""
+"""The part `model` of an entry: sizes, and a name from which others follow."""
 
-import re
 from collections.abc import Callable
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from megatron.planner.memory.architecture import Architecture
 
 Count = Annotated[int, Field(ge=1, le=10_000_000)]
 
-_BERT = re.compile(r"BERT-\d+")
-_BERT_LARGE = {"hidden": 1024, "heads": 16}  # Devlin et al. 2018; PipeDream-2BW's BERTs have more or fewer such layers
+EXPERTS = "layers have experts, which are not modelled"
+
+_BERT_LARGE = {"hidden": 1024, "heads": 16}  # Devlin et al. 2018; PipeDream-2BW's BERT-24 and others have such layers
 _VOCABULARY, _VOCABULARY_OF_BERT = 51200, 30522
 _LLAMA_3_FFN = {4096: 14336, 8192: 28672, 16384: 53248}  # by hidden size; Dubey et al. 2024, Table 3
 _PADDING = 128
@@ -32,13 +32,21 @@ class ModelRecord(BaseModel):
     vocab: Count | None = None
     tied_embeddings: bool | None = None
 
+    @model_validator(mode="after")
+    def _refuse_experts(self) -> "ModelRecord":
+        if any("expert" in field for field in self.model_extra):
+            raise ValueError(EXPERTS)
+        return self
+
     def architecture(self, tensor: int, assume: Callable[[str], None]) -> Architecture:
         """A GPT-3, a BERT or a Llama, by the name. `assume` is told what is filled in. Raises ValueError."""
         name = self.name.lower()
         is_bert, is_llama = "bert" in name, "llama" in name
         found = {field: getattr(self, field) for field in ("layers", "hidden", "heads", "seq", "vocab", "ffn")}
-        known = _BERT_LARGE if _BERT.search(self.name) else {}
-        known = known | {"vocab": _VOCABULARY_OF_BERT if is_bert else _VOCABULARY}
+        prefix, _, num_layers = self.name.partition("-")
+        known = {"vocab": _VOCABULARY_OF_BERT if is_bert else _VOCABULARY}
+        if prefix == "BERT" and num_layers.rstrip("?").isdecimal():
+            known |= _BERT_LARGE
         if "llama 3" in name and self.hidden in _LLAMA_3_FFN:
             known["ffn"] = _LLAMA_3_FFN[self.hidden]
         for field in found:

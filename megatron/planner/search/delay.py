@@ -1,4 +1,4 @@
-"""What remains of 2bw's delay in what a search keeps: weights that are a batch old, or predicted from a part of it."""
+"""What a search says of delayed weights: what the delay costs, and from which part of a batch they are predicted."""
 
 from __future__ import annotations
 
@@ -30,18 +30,32 @@ def clause(configuration: Configuration) -> str | None:
     return f"predicts from {known_share(configuration)} of a batch" if configuration.predicts else None
 
 
+def sentence(kept: Iterable[Kept]) -> str | None:
+    """What the delay of weights costs; None where none of these configurations computes at delayed weights."""
+    policies = {
+        each.choice.schedule: offer(each.choice.schedule).policy
+        for each in kept
+        if not each.estimate.configuration.predicts
+    }
+    delayed = [name for name, policy in policies.items() if not policy.drains]
+    if not delayed:
+        return None
+    cost = (
+        f"with {' and '.join(delayed)}, gradients are taken at weights from before the last update: at a learning rate "
+        "that flush bears, 2bw ended with 18% more validation loss (docs/convergence.md); lower it"
+    )
+    if not any(policies[name] == TWO_BW for name in delayed):
+        return cost
+    return f"{cost}, or add --2bw-provisional stage, which predicts them (docs/provisional.md)"
+
+
 def sentences(kept: Iterable[Kept]) -> tuple[str, ...]:
-    """What there is to know of 2bw's weights where a search kept it."""
-    modes = {each.choice.provisional == "off" for each in kept if offer(each.choice.schedule).policy == TWO_BW}
-    found = []
-    if True in modes:
-        found.append(
-            "2bw computes a batch at weights that are one batch old, which costs loss at the learning rates that flush "
-            "bears; --2bw-provisional stage predicts them (docs/provisional.md)"
-        )
-    if False in modes:
+    """What there is to know of the weights of the schedules that a search kept."""
+    kept = list(kept)
+    found = [sentence(kept)]
+    if any(each.estimate.configuration.predicts for each in kept):
         found.append(
             "2bw with provisional weights computes a batch at a prediction from the part of the batch before that is "
             "noted: the smaller, the noisier (docs/provisional.md)"
         )
-    return tuple(found)
+    return tuple(filter(None, found))

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.simulate.costs import Costs
 from megatron.planner.job.configuration import Configuration
-from megatron.planner.job.software import Software
+from megatron.planner.job.software import Software, has_flash_attention
 from megatron.planner.memory.activations import Activations
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.memory.parameters import embedding_parameters, stage_parameters
@@ -42,7 +42,9 @@ def _word(profile: Profile, flag: str) -> str | None:
 def software_of(profile: Profile) -> Software:
     """What the profiled program does, as far as memory depends on it."""
     size = _BYTES[profile.dtype]
-    has_flash = profile.transformer_impl == "transformer_engine" and size < 4  # its kernels take 16-bit numbers only
+    has_flash = has_flash_attention(
+        profile.transformer_impl, _word(profile, "--attention-backend") or "auto", element_bytes=size
+    )
     return Software(element_bytes=size, flash_attention=has_flash)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from megatron.pipeline.schedules import PRESETS
 from megatron.planner import ActivationSetting, Architecture, Configuration, Recompute, TrainingState
-from megatron.planner.job.software import Software
+from megatron.planner.job.software import Software, has_flash_attention
 from megatron.planner.memory.hosted import Hosting
 from megatron.trainer.arguments.flags.bert import NUM_TOKEN_TYPES
 from megatron.trainer.arguments.flags.classification import CLASSIFIERS
@@ -54,15 +54,13 @@ def architecture(args: argparse.Namespace) -> Architecture:
 def activation_setting(args: argparse.Namespace) -> ActivationSetting:
     """How the run keeps activations; `args.transformer_impl` is resolved."""
     element = _HALF if args.fp16 or args.bf16 else _FP32
-    has_flash = args.transformer_impl == "transformer_engine" and args.attention_backend in ("auto", "flash", "fused")
-    is_flash = has_flash and element == _HALF  # the kernels take 16-bit numbers only
     return ActivationSetting(
         tensor=args.tensor_model_parallel_size,
         micro_batch_size=args.micro_batch_size,
         element_bytes=element,
         residual_bytes=_FP32 if args.fp32_residual_connection else element,
         sequence_parallel=args.sequence_parallel,
-        saves_scores=not is_flash,
+        saves_scores=not has_flash_attention(args.transformer_impl, args.attention_backend, element),
         softmax_in_fp32=args.attention_softmax_in_fp32,
         fused_gate=args.swiglu and args.bias_swiglu_fusion,
         recompute=_recompute(args),

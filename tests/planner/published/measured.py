@@ -99,3 +99,8 @@ VTRAIN = [
     )
 ]  # fmt: skip
 ALL = [*BPIPE_TABLE_7, *KORTHIKANTI, *PIPEDREAM_2BW, *VTRAIN]
+
+
+def changed(entry: dict, **parts: dict) -> dict:
+    """The entry with other values in some of its parts."""
+    return entry | {name: entry[name] | part for name, part in parts.items()}

@@ -44,8 +44,8 @@ def profile(*tensors: int) -> SimpleNamespace:
         for scope in ("none", "layer")
     ]
     return SimpleNamespace(
-        model=MODEL, dtype="bfloat16", transformer_impl="local", sequence_parallel=False, shares_processor=True,
-        stages=stages,
+        flags=(), model=MODEL, dtype="bfloat16", transformer_impl="local", sequence_parallel=False,
+        shares_processor=True, stages=stages,
     )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.planner.published.hardware import device_of, node_bandwidth, usual_gpus_per_node
+from megatron.planner.published.hardware import HardwareRecord, device_of, rate_of_node
 
 
 @pytest.mark.parametrize(
@@ -11,6 +11,8 @@ from megatron.planner.published.hardware import device_of, node_bandwidth, usual
         ("A100-SXM-80GB", 80, ("A100-80", None, False)),
         ("A100-SXM4-40GB", None, ("A100-40", None, False)),
         ("A100-40", None, ("A100-40", None, False)),
+        ("A100 (40GB)", None, ("A100-40", None, False)),
+        ("16x V100-32GB (DGX-2)", None, ("V100-32", None, False)),
         ("V100-16", None, ("V100-16", None, False)),
         ("NVIDIA A100 40 GiB", None, ("A100-40", None, False)),
         ("32x V100-16GB (4 servers)", None, ("V100-16", None, False)),
@@ -31,28 +33,67 @@ def test_processors(text, memory, expected):
     [
         ("4x200Gb/s HDR IB per node (800 Gb/s)", 100),
         ("8x200Gb/s HDR IB", 200),
-        ("8 x HDR InfiniBand", 200),
+        ("8 x 200 Gb/s", 200),
+        ("800 Gb/s per node (vTrain config)", 100),
         ("400 Gb/s per GPU", 400),
         ("12.5 Gb/s", 1.5625),
         ("25 Gbps Ethernet", 3.125),
         ("100GbE", 12.5),
         ("100 GB/s", 100),
         ("3.2 Tbps", 400),
-        ("NVLink 600 GB/s, 100 Gbit/s to the others", 12.5),
-        ("AWS p3.16xlarge for V100 (sec. 5)", 3.125),
-        ("Selene (DGX A100, HDR IB)", 200),
-        ("DGX H100", 400),
-        ("A100 -80GB, 100 Gb/s", 12.5),
+        ("Selene (DGX A100, HDR IB)", None),
     ],
 )
-def test_networks(text, expected):
-    assert node_bandwidth((None, text), 8) == pytest.approx(expected)
+def test_rates(text, expected):
+    """A number with its unit, of a node or of each of its 8 GPUs."""
+    assert rate_of_node(text, 8) == (None if expected is None else pytest.approx(expected))
 
 
-def test_nodes():
-    assert usual_gpus_per_node((None, "V100-32GB (DGX-2)"), 8) == 16
-    assert usual_gpus_per_node(("Selene",), 8) == 8
-    with pytest.raises(ValueError, match="is not given"):
-        node_bandwidth(("NVLink 600 GB/s",), 8)
-    with pytest.raises(ValueError, match="'B200' is no GPU that is known"):
-        device_of("B200", 192)
+@pytest.mark.parametrize(
+    "text", ["-5 Gb/s", "0 GB/s", "nan GB/s", "fast Gb/s", "NVLink 600 GB/s, 100 Gbit/s to the others", "1.5x200 Gb/s"]
+)
+def test_a_rate_is_a_number(text):
+    """Nothing is picked from a sentence."""
+    with pytest.raises(ValueError, match=f"the bandwidth between nodes is {text}; give a number above 0 and a unit"):
+        rate_of_node(text, 8)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"gpu": "V100-16GB", "interconnect": "AWS p3.16xlarge for V100 (sec. 5)"}, 3.125),
+        ({"gpu": "A100", "system": "Selene (DGX A100, HDR IB)"}, 200),
+        ({"gpu": "A100 (DGX-A100)"}, 200),
+        ({"gpu": "H100", "system": "DGX H100"}, 400),
+        ({"gpu": "A100", "system": "Selene", "internode": "100 Gb/s"}, 12.5),
+    ],
+)
+def test_networks(fields, expected):
+    """A rate comes before what a machine is known to have."""
+    cluster = HardwareRecord(**fields).cluster(64, [].append)
+    assert cluster.bandwidth.between_nodes == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_nodes"),
+    [
+        ({"gpu": "V100-32GB (DGX-2)"}, 4),
+        ({"gpu": "A100", "system": "Selene"}, 8),
+        ({"gpu": "A100", "gpus_per_node": 4, "internode": "100 Gb/s"}, 16),
+    ],
+)
+def test_nodes(fields, num_nodes):
+    assert len(HardwareRecord(**fields).cluster(64, [].append).topology.nodes) == num_nodes
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"gpu": "A100"}, "bandwidth between them is not given"),
+        ({"gpu": "B200", "mem_GB": 192}, "'B200' is no GPU that is known"),
+        ({"gpu": "A100", "gpus_per_node": 6}, "64 GPUs do not fill nodes of 6"),
+    ],
+)
+def test_what_is_not_known_is_refused(fields, reason):
+    with pytest.raises(ValueError, match=reason):
+        HardwareRecord(**fields).cluster(64, [].append)

@@ -1,12 +1,20 @@
-"""What a search says of 2bw's weights."""
+"""What a search says of delayed weights."""
 
+import re
+from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 
 from megatron.planner import Configuration
-from megatron.planner.search.delay import clause, known_share, sentences
+from megatron.planner.search import Training
+from megatron.planner.search.delay import clause, known_share, sentence, sentences
+from tests.planner import made_up
 from tests.planner.search.test_search import SMALL, cluster, run
+
+SPACE = {"global_batch_size": 32, "tensor": (1,), "pipeline": (4,), "num_simulated": 1}
+MACHINES = cluster(16.0, nodes=1, gpus=8)
 
 
 def configuration(**choices) -> Configuration:
@@ -36,14 +44,40 @@ def test_plain_2bw_predicts_from_nothing():
 
 
 def test_sentences_are_of_what_was_kept():
-    """A note for each kind of weights that was kept, and for predictions the share in each row."""
-    space = {"global_batch_size": 32, "tensor": (1,), "pipeline": (4,), "num_simulated": 1}
-    machines = cluster(16.0, nodes=1, gpus=8)
-    assert sentences(run(SMALL, machines, schedules=("flush",), **space).kept) == ()
-    (delayed,) = sentences(run(SMALL, machines, schedules=("flush", "2bw"), **space).kept)
-    assert "one batch old" in delayed and "--2bw-provisional stage" in delayed
-    predicted = run(SMALL, machines, schedules=("flush", "2bw"), provisional="stage", **space)
+    """One of what the delay costs where there is one; for predictions another, and in each row the share."""
+    assert sentences(run(SMALL, MACHINES, schedules=("flush", "gpipe", "interleaved"), **SPACE).kept) == ()
+    found = run(SMALL, MACHINES, schedules=("flush", "2bw"), **SPACE)
+    (delayed,) = sentences(found.kept)
+    assert delayed == sentence(found.kept) and delayed.startswith(
+        "with 2bw, gradients are taken at weights from before"
+    )
+    assert "18% more validation loss (docs/convergence.md)" in delayed and "--2bw-provisional stage" in delayed
+    assert sentence([each for each in found.kept if each.choice.schedule == "flush"]) is None
+    predicted = run(SMALL, MACHINES, schedules=("flush", "2bw"), provisional="stage", **SPACE)
     (noted,) = sentences(predicted.kept)
-    assert "prediction from the part" in noted
+    assert "prediction from the part" in noted and sentence(predicted.kept) is None
     shares = {(each.choice.schedule, any("predicts from" in note for note in each.notes)) for each in predicted.kept}
     assert shares == {("flush", False), ("2bw", True)}
+
+
+def test_any_schedule_with_delayed_weights_is_named():
+    """PipeDream's and one of two batches, by their policies; predictions are for 2bw's alone."""
+    untied, training = replace(SMALL, tied_embeddings=False), Training(clips_gradients=False)
+    space = SPACE | {"global_batch_size": 8, "training": training}
+    (alone,) = sentences(run(untied, MACHINES, schedules=("flush", "pipedream"), **space).kept)
+    assert alone.startswith("with pipedream, gradients are taken") and "docs/convergence.md" in alone
+    assert "2bw-provisional" not in alone
+    with made_up.registered():
+        found = run(SMALL, MACHINES, schedules=("flush", "2bw", "triple"), **SPACE).kept
+        (several,) = sentences(found)
+        assert several.startswith(("with 2bw and triple, gradients", "with triple and 2bw, gradients"))
+        assert "2bw-provisional" in several
+        assert "2bw-provisional" not in sentence([each for each in found if each.choice.schedule == "triple"])
+
+
+def test_the_number_is_that_of_the_page():
+    """docs/convergence.md has it, for a learning rate that flush bears."""
+    found = run(SMALL, MACHINES, schedules=("2bw",), **SPACE)
+    (number,) = re.findall(r"\d+% more", sentence(found.kept))
+    page = (Path(__file__).parents[3] / "docs" / "convergence.md").read_text()
+    assert f"| +{number.removesuffix(' more')} |" in page

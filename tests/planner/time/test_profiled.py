@@ -235,3 +235,12 @@ def test_a_profile_from_before_says_so():
 def test_memory_counts_the_profiled_precision():
     assert software_of(PROFILE).element_bytes == 4
     assert software_of(profiles.profile(dtype="bfloat16")).element_bytes == 2
+
+
+def test_flash_attention_is_that_of_the_profiled_program():
+    """With Transformer Engine in 16 bits, unless the flags ask for another attention."""
+    engine = {"dtype": "bfloat16", "transformer_impl": "transformer_engine"}
+    assert software_of(profiles.profile(**engine)).flash_attention
+    assert not software_of(profiles.profile(**engine, flags=("--attention-backend", "unfused"))).flash_attention
+    assert not software_of(profiles.profile(**engine | {"dtype": "float32"})).flash_attention
+    assert not software_of(profiles.profile(dtype="bfloat16")).flash_attention

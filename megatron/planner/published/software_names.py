@@ -1,0 +1,39 @@
+"""Which training software a published run had."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from megatron.planner.job.software import (
+    MEGATRON_2020,
+    MEGATRON_2021,
+    MEGATRON_CORE,
+    MEGATRON_DEEPSPEED,
+    MEGATRON_V3,
+    PIPEDREAM_2BW,
+    Software,
+)
+
+_NAMES = {  # what a field or the source names
+    "megatron-deepspeed": MEGATRON_DEEPSPEED,
+    "vtrain": MEGATRON_DEEPSPEED,
+    "pipedream-2bw": PIPEDREAM_2BW,
+    "megatron-lm v3": MEGATRON_V3,
+    "korthikanti": MEGATRON_V3,
+    "bpipe": MEGATRON_V3,
+    "narayanan": MEGATRON_2021,
+    "megatron-lm 2020": MEGATRON_2020,
+    "megatron-core": MEGATRON_CORE,
+}
+
+
+def named_software(texts: Iterable[str | None], gpu: str, assume: Callable[[str], None]) -> Software:
+    """What the first text names that names any; else what runs on such a GPU, which `assume` is told."""
+    for text in filter(None, texts):
+        for name, software in _NAMES.items():
+            if name in text.lower():
+                return software
+    if gpu in ("H100", "H200"):  # Megatron-LM v3 was before Hopper; what runs there has flash attention
+        assume("the software of megatron-core with flash attention")
+        return replace(MEGATRON_CORE, flash_attention=True)
+    assume("the software of Megatron-LM v3")
+    return MEGATRON_V3
