@@ -33,7 +33,7 @@ from megatron.trainer.programs.pretrain_gpt import program
 from megatron.trainer.ranks.agreement import control_group
 from megatron.trainer.run.pretraining import complete
 from megatron.trainer.start_up import initialize
-from megatron.trainer.start_up.place import build_place
+from megatron.trainer.start_up.model_and_optimizer import setup_model_and_optimizer
 
 ITERATION = 10
 
@@ -94,7 +94,7 @@ def turn(job: Job, args: Namespace, parts: RunParts, *, through_memory: bool) ->
     before = set_aside()
     new_args = arguments(job, job.stages[1])
     clock("groups", lambda: initialize.set_up(new_args))
-    new = clock("build", lambda: build_place(new_args, program()))
+    new = clock("build", lambda: setup_model_and_optimizer(new_args, program()))
     sent = 0
     if through_memory:
         sent = clock("hand over", lambda: hand_over(state, new, iteration=ITERATION)).bytes_sent
@@ -143,7 +143,7 @@ def take_turns(job: Job) -> dict:
     """All turns of a job on this rank, whose default group is up; the same on all ranks but for the digests."""
     args = arguments(job, job.stages[0])
     initialize.set_up(args)
-    parts = build_place(args, program())
+    parts = setup_model_and_optimizer(args, program())
     state_bytes = _total(randomize(parts))
     turns: list[dict] = []
     for repeat in range(job.repeats + 1):

@@ -46,12 +46,12 @@ def draw_placement(report: PlacementReport, path: str | Path | None = None) -> "
     axes.set_xlim(-1.15, max(widest, 4) + 0.1)
     axes.set_ylim(num_nodes - 0.15, -0.4)
     axes.axis("off")
-    places = _places(report)
+    corners = _corners(report)
     for slot, rank in enumerate(report.mapping):
-        _draw_box(axes, report, rank, *places[slot])
+        _draw_box(axes, report, rank, *corners[slot])
     for index, node in enumerate(topology.nodes):
         axes.text(-0.1, index + 0.25, node.name, ha="right", va="center", fontsize=9, color=_INK)
-    _draw_pairs(axes, report, places)
+    _draw_pairs(axes, report, corners)
     degrees = report.degrees
     title = f"{report.name}: tensor {degrees.tensor} x pipeline {degrees.pipeline} x data {degrees.data}"
     axes.text(0.06, -0.2, title, fontsize=10, fontweight="bold", va="center", color=_INK)
@@ -65,7 +65,7 @@ def draw_placement(report: PlacementReport, path: str | Path | None = None) -> "
     return figure
 
 
-def _places(report: PlacementReport) -> list[tuple[float, float]]:
+def _corners(report: PlacementReport) -> list[tuple[float, float]]:
     """Left upper corner of each slot's box, in boxes and rows."""
     return [(gpu, index) for index, node in enumerate(report.topology.nodes) for gpu in range(node.gpus)]
 
@@ -74,8 +74,8 @@ def _draw_box(axes: "Axes", report: PlacementReport, rank: int, x: float, y: flo
     from matplotlib import colormaps
     from matplotlib.patches import FancyBboxPatch
 
-    degrees, place = report.degrees, report.degrees.coordinates(rank)
-    pair = min(place.stage, degrees.pipeline - 1 - place.stage)
+    degrees, coordinates = report.degrees, report.degrees.coordinates(rank)
+    pair = min(coordinates.stage, degrees.pipeline - 1 - coordinates.stage)
     colour = colormaps["Pastel1" if degrees.pipeline <= 18 else "tab20"](pair % (9 if degrees.pipeline <= 18 else 20))
     axes.add_patch(
         FancyBboxPatch(
@@ -83,23 +83,25 @@ def _draw_box(axes: "Axes", report: PlacementReport, rank: int, x: float, y: flo
             linewidth=0.7,
         )
     )  # fmt: skip
-    axes.text(x + 0.5, y + 0.14, f"stage {place.stage}", ha="center", va="center", fontsize=8.5, fontweight="bold")
-    parts = [f"DP {place.data}"] * (degrees.data > 1) + [f"TP {place.tensor}"] * (degrees.tensor > 1)
+    axes.text(
+        x + 0.5, y + 0.14, f"stage {coordinates.stage}", ha="center", va="center", fontsize=8.5, fontweight="bold"
+    )
+    parts = [f"DP {coordinates.data}"] * (degrees.data > 1) + [f"TP {coordinates.tensor}"] * (degrees.tensor > 1)
     axes.text(x + 0.5, y + 0.28, " ".join(parts), ha="center", va="center", fontsize=7)
     axes.text(x + 0.5, y + 0.41, f"rank {rank}", ha="center", va="center", fontsize=7, color="#555555")
 
 
-def _draw_pairs(axes: "Axes", report: PlacementReport, places: list[tuple[float, float]]) -> None:
+def _draw_pairs(axes: "Axes", report: PlacementReport, corners: list[tuple[float, float]]) -> None:
     from matplotlib.patches import FancyArrowPatch
 
     degrees, slots = report.degrees, inverse(report.mapping)
     for rank in range(degrees.world_size):
-        place = degrees.coordinates(rank)
-        other = degrees.pipeline - 1 - place.stage
-        if place.stage >= other:
+        coordinates = degrees.coordinates(rank)
+        other = degrees.pipeline - 1 - coordinates.stage
+        if coordinates.stage >= other:
             continue
-        ends = [slots[rank], slots[degrees.rank(tensor=place.tensor, data=place.data, stage=other)]]
-        (x0, y0), (x1, y1) = sorted((places[slot] for slot in ends), key=lambda corner: corner[1])
+        ends = [slots[rank], slots[degrees.rank(tensor=coordinates.tensor, data=coordinates.data, stage=other)]]
+        (x0, y0), (x1, y1) = sorted((corners[slot] for slot in ends), key=lambda corner: corner[1])
         crosses = y0 != y1
         bend = 0.0 if crosses else 0.5 / (min(x0 - x1, -2) if x1 > x0 else max(x0 - x1, 2))
         axes.add_patch(

@@ -21,7 +21,7 @@ from megatron.placement.assignment import Assignment
 from megatron.placement.cost import placement_cost
 from megatron.placement.degrees import Degrees
 from megatron.placement.mapping import Mapping, pair_adjacent, pair_order, standard
-from megatron.placement.seats import Seats, seats_of
+from megatron.placement.slot_groups import SlotGroups, slot_groups_of
 from megatron.placement.topology import Topology
 from megatron.placement.traffic import Traffic
 
@@ -35,20 +35,20 @@ _EXCHANGES = 300_000  # looked at in all
 def optimized(degrees: Degrees, traffic: Traffic, topology: Topology) -> Mapping:
     """The mapping with the least `placement_cost(...).total_seconds` that is found; `standard` or `pair-adjacent` where
     nothing is better."""
-    seats = seats_of(topology, degrees.tensor)
-    assignment = Assignment(degrees, traffic, seats)
+    groups = slot_groups_of(topology, degrees.tensor)
+    assignment = Assignment(degrees, traffic, groups)
     if assignment.num_units <= _EXACT_UNITS and _num_assignments(assignment.capacities) <= _EXACT_ASSIGNMENTS:
         found = _exact(assignment)
     else:
-        found = _searched(assignment, _arrangements(degrees, seats))
-    candidates = [standard(degrees), pair_adjacent(degrees), _seated(degrees, seats, found)]
+        found = _searched(assignment, _arrangements(degrees, groups))
+    candidates = [standard(degrees), pair_adjacent(degrees), _in_slot_groups(degrees, groups, found)]
     costs = [placement_cost(mapping, degrees, traffic, topology).total_seconds for mapping in candidates]
     best = min(costs)
     return next(each for each, cost in zip(candidates, costs, strict=True) if cost <= best * (1 + 1e-9))
 
 
 def _num_assignments(capacities: list[int]) -> int:
-    """Ways to distribute the units over the places."""
+    """Ways to distribute the units over the locations."""
     total, ways = 0, 1
     for capacity in capacities:
         total += capacity
@@ -60,40 +60,40 @@ def _exact(assignment: Assignment) -> list[int]:
     """The best of all assignments: units are placed one after another, and what is already dearer is given up."""
     num_units, free = assignment.num_units, list(assignment.capacities)
     can_bound = min(assignment.extra) >= 0
-    places: list[int] = []
-    best, best_places = math.inf, []
+    locations: list[int] = []
+    best, best_locations = math.inf, []
 
     def place_next(cost: float) -> None:
-        nonlocal best, best_places
+        nonlocal best, best_locations
         if can_bound and cost >= best:
             return
-        unit = len(places)
+        unit = len(locations)
         if unit == num_units:
-            cost = assignment.set(places)
+            cost = assignment.set(locations)
             if cost < best:
-                best, best_places = cost, list(places)
+                best, best_locations = cost, list(locations)
             return
-        for place, num_free in enumerate(free):
+        for location, num_free in enumerate(free):
             if num_free:
-                free[place] -= 1
+                free[location] -= 1
                 added = sum(
-                    weight * (assignment.extra[place] + assignment.extra[places[other]])
+                    weight * (assignment.extra[location] + assignment.extra[locations[other]])
                     for other, weight in assignment.edges[unit]
-                    if other < unit and places[other] != place
+                    if other < unit and locations[other] != location
                 )
-                places.append(place)
+                locations.append(location)
                 place_next(cost + added)
-                places.pop()
-                free[place] += 1
+                locations.pop()
+                free[location] += 1
 
     place_next(0.0)
-    return best_places
+    return best_locations
 
 
-def _arrangements(degrees: Degrees, seats: Seats) -> Iterator[list[int]]:
-    """Places by unit: blocks of replicas by stages that fit a node, laid out one after another."""
-    capacities = seats.capacities
-    by_size = sorted(range(len(capacities)), key=lambda place: -capacities[place])
+def _arrangements(degrees: Degrees, groups: SlotGroups) -> Iterator[list[int]]:
+    """Locations by unit: blocks of replicas by stages that fit a node, laid out one after another."""
+    capacities = groups.capacities
+    by_size = sorted(range(len(capacities)), key=lambda location: -capacities[location])
     for stages in (list(range(degrees.pipeline)), pair_order(degrees.pipeline)):
         for num_replicas in _divisors(degrees.data):
             for num_stages in _divisors(degrees.pipeline):
@@ -102,11 +102,11 @@ def _arrangements(degrees: Degrees, seats: Seats) -> Iterator[list[int]]:
                 for replicas_first in (True, False):
                     units = _blocks(degrees, stages, num_replicas, num_stages, replicas_first=replicas_first)
                     for order in (range(len(capacities)), by_size):
-                        in_order = [place for place in order for _ in range(capacities[place])]
-                        places = [0] * len(units)
-                        for unit, place in zip(units, in_order, strict=True):
-                            places[unit] = place
-                        yield places
+                        in_order = [location for location in order for _ in range(capacities[location])]
+                        locations = [0] * len(units)
+                        for unit, location in zip(units, in_order, strict=True):
+                            locations[unit] = location
+                        yield locations
 
 
 def _blocks(
@@ -135,32 +135,32 @@ def _divisors(number: int) -> list[int]:
 def _searched(assignment: Assignment, arrangements: Iterable[list[int]]) -> list[int]:
     """The best that is found from these arrangements on, with at most so many exchanges looked at."""
     starts = {tuple(start): assignment.set(start) for start in arrangements}
-    budget, best, best_places = _EXCHANGES, math.inf, []
+    budget, best, best_locations = _EXCHANGES, math.inf, []
     for start in sorted(starts, key=starts.__getitem__)[:_STARTS]:
         if budget > 0:
             cost, budget = _improve(assignment, start, budget)
             if cost < best:
-                best, best_places = cost, list(assignment.place_of)
+                best, best_locations = cost, list(assignment.location_of)
     draw = random.Random(0)
     units, num_drawn = range(assignment.num_units), 2 + assignment.num_units // 32
     for _ in range(_KICKS if len(assignment.capacities) > 1 else 0):
         if budget <= 0:
             break
-        places = list(best_places)
+        locations = list(best_locations)
         for first, second in zip(draw.choices(units, k=num_drawn), draw.choices(units, k=num_drawn), strict=True):
-            places[first], places[second] = places[second], places[first]
-        cost, budget = _improve(assignment, places, budget)
+            locations[first], locations[second] = locations[second], locations[first]
+        cost, budget = _improve(assignment, locations, budget)
         if cost < best:
-            best, best_places = cost, list(assignment.place_of)
-    return best_places
+            best, best_locations = cost, list(assignment.location_of)
+    return best_locations
 
 
-def _improve(assignment: Assignment, places: Sequence[int], budget: int) -> tuple[float, int]:
-    """Set `places` and exchange pairs and units until none helps or `budget` of them were looked at.
+def _improve(assignment: Assignment, locations: Sequence[int], budget: int) -> tuple[float, int]:
+    """Set `locations` and exchange pairs and units until none helps or `budget` of them were looked at.
 
     Returns the cost, and what is left of the budget.
     """
-    cost = assignment.set(places)
+    cost = assignment.set(locations)
     threshold = -1e-12 * (abs(cost) + 1e-30)
     improving = True
     while improving and budget > 0:
@@ -181,12 +181,12 @@ def _improve(assignment: Assignment, places: Sequence[int], budget: int) -> tupl
 
 
 def _targets(assignment: Assignment, unit: int) -> list[int]:
-    """Other places that hold what this unit, or its pair, talks to."""
-    here, targets = assignment.place_of[unit], {}
+    """Other locations that hold what this unit, or its pair, talks to."""
+    here, targets = assignment.location_of[unit], {}
     for other, _ in assignment.edges[unit]:
-        targets[assignment.place_of[other]] = None
+        targets[assignment.location_of[other]] = None
     for replica in (unit - assignment.num_stages, unit + assignment.num_stages):  # the same stage of the next replicas
-        targets[assignment.place_of[replica % assignment.num_units]] = None
+        targets[assignment.location_of[replica % assignment.num_units]] = None
     targets.pop(here, None)
     return list(targets)
 
@@ -196,7 +196,7 @@ def _exchange_if_better(assignment: Assignment, unit: int, other: int, threshold
 
     Returns the change, 0 where they stay.
     """
-    if assignment.place_of[unit] == assignment.place_of[other]:
+    if assignment.location_of[unit] == assignment.location_of[other]:
         return 0.0
     change = assignment.change(unit, other)
     if not together:
@@ -208,8 +208,8 @@ def _exchange_if_better(assignment: Assignment, unit: int, other: int, threshold
     if len({unit, other, unit_pair, other_pair}) < 4:
         return 0.0
     if (
-        assignment.place_of[unit_pair] != assignment.place_of[unit]
-        or assignment.place_of[other_pair] != assignment.place_of[other]
+        assignment.location_of[unit_pair] != assignment.location_of[unit]
+        or assignment.location_of[other_pair] != assignment.location_of[other]
     ):
         return 0.0
     assignment.exchange(unit, other)
@@ -226,17 +226,17 @@ def _pair(assignment: Assignment, unit: int) -> int:
     return replica * assignment.num_stages + pair_of(stage, assignment.num_stages)
 
 
-def _seated(degrees: Degrees, seats: Seats, places: list[int]) -> Mapping:
-    """Units into the seats of their places: replica by replica, pairs side by side."""
+def _in_slot_groups(degrees: Degrees, groups: SlotGroups, locations: list[int]) -> Mapping:
+    """Units into the groups of their locations: replica by replica, pairs side by side."""
     position = {stage: index for index, stage in enumerate(pair_order(degrees.pipeline))}
-    by_place: dict[int, list[tuple[int, int, int]]] = {}
-    for unit, place in enumerate(places):
+    by_location: dict[int, list[tuple[int, int, int]]] = {}
+    for unit, location in enumerate(locations):
         data, stage = divmod(unit, degrees.pipeline)
-        by_place.setdefault(place, []).append((data, position[stage], stage))
+        by_location.setdefault(location, []).append((data, position[stage], stage))
     mapping = [0] * degrees.world_size
-    waiting = {place: iter(sorted(units)) for place, units in by_place.items()}
-    for seat in seats.seats:
-        data, _, stage = next(waiting[seat.place])
-        for tensor, slot in enumerate(seat.slots):
+    waiting = {location: iter(sorted(units)) for location, units in by_location.items()}
+    for group in groups.groups:
+        data, _, stage = next(waiting[group.location])
+        for tensor, slot in enumerate(group.slots):
             mapping[slot] = degrees.rank(tensor=tensor, data=data, stage=stage)
     return tuple(mapping)

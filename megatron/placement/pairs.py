@@ -23,7 +23,7 @@ _GIGA = 1e9
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairPlaces:
+class PairNodes:
     """An evictor stage and its acceptor: their nodes, for each pair of ranks (one for each replica and tensor rank)."""
 
     evictor: int
@@ -51,7 +51,7 @@ class PairTransfer:
         return self.num_bytes / (self.bandwidth * _GIGA)
 
 
-def pair_places(mapping: Sequence[int], degrees: Degrees, node_of_slot: Sequence[int]) -> list[PairPlaces]:
+def pair_nodes(mapping: Sequence[int], degrees: Degrees, node_of_slot: Sequence[int]) -> list[PairNodes]:
     """Every pair of stages, also those that have nothing to move."""
     slots = inverse(mapping)
 
@@ -61,7 +61,7 @@ def pair_places(mapping: Sequence[int], degrees: Degrees, node_of_slot: Sequence
     members = [(data, tensor) for data in range(degrees.data) for tensor in range(degrees.tensor)]
     pairs = [(stage, pair_of(stage, degrees.pipeline)) for stage in range(degrees.pipeline // 2)]
     return [
-        PairPlaces(evictor=first, acceptor=second, nodes=tuple((node(first, *m), node(second, *m)) for m in members))
+        PairNodes(evictor=first, acceptor=second, nodes=tuple((node(first, *m), node(second, *m)) for m in members))
         for first, second in pairs
     ]
 
@@ -74,7 +74,7 @@ def pair_transfers(
     evictors: Collection[int],
 ) -> list[PairTransfer]:
     """The slowest transfer of each pair whose first stage is among `evictors`. `moved`: bytes of a move, by stage."""
-    moving = [pair for pair in pair_places(mapping, degrees, topology.node_of_slot) if pair.evictor in evictors]
+    moving = [pair for pair in pair_nodes(mapping, degrees, topology.node_of_slot) if pair.evictor in evictors]
     sharing = [0] * len(topology.nodes)  # ranks of a node whose pairs cross
     for pair in moving:
         for first, second in pair.nodes:
@@ -107,9 +107,9 @@ def count_crossing(mapping: Sequence[int], degrees: Degrees, nodes: Sequence[int
 
 def _moving(
     mapping: Sequence[int], degrees: Degrees, nodes: Sequence[int], evictors: Collection[int]
-) -> list[PairPlaces]:
+) -> list[PairNodes]:
     node_of_slot = [index for index, count in enumerate(nodes) for _ in range(count)]
-    return [pair for pair in pair_places(mapping, degrees, node_of_slot) if pair.evictor in evictors]
+    return [pair for pair in pair_nodes(mapping, degrees, node_of_slot) if pair.evictor in evictors]
 
 
 def describe_crossing(mapping: Sequence[int], degrees: Degrees, nodes: Sequence[int], evictors: Collection[int]) -> str:

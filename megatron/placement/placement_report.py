@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megatron.placement.cost import Level, PlacementCost, placement_cost
 from megatron.placement.degrees import Degrees
 from megatron.placement.mapping import Mapping
-from megatron.placement.pairs import pair_places
+from megatron.placement.pairs import pair_nodes
 from megatron.placement.topology import Topology
 from megatron.placement.traffic import Traffic, TrafficKind
 
@@ -29,15 +29,15 @@ class PlacementReport:
         slots = []
         for slot, rank in enumerate(self.mapping):
             node = self.topology.node_of_slot[slot]
-            place = self.degrees.coordinates(rank)
+            coordinates = self.degrees.coordinates(rank)
             slots.append(
                 {"slot": slot, "node": self.topology.nodes[node].name, "gpu": slot - self.topology.first_slot(node),
-                 "rank": rank, "tensor": place.tensor, "data": place.data, "stage": place.stage}
+                 "rank": rank, "tensor": coordinates.tensor, "data": coordinates.data, "stage": coordinates.stage}
             )  # fmt: skip
         pairs = [
             {"evictor": pair.evictor, "acceptor": pair.acceptor, "moves_activations": pair.evictor in self.evictors,
              "num_rank_pairs": len(pair.nodes), "num_crossing": pair.num_crossing}
-            for pair in pair_places(self.mapping, self.degrees, self.topology.node_of_slot)
+            for pair in pair_nodes(self.mapping, self.degrees, self.topology.node_of_slot)
         ]  # fmt: skip
         return {
             "mapping": self.name,

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from megatron.placement.cost import Level
 from megatron.placement.degrees import Degrees
-from megatron.placement.pairs import pair_places
+from megatron.placement.pairs import pair_nodes
 from megatron.placement.placement_report import PlacementReport
 from megatron.placement.traffic import TrafficKind
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 def label(rank: int, degrees: Degrees) -> str:
     """A rank and its place, with the names of Figure 6; what has only one value is left out: `3: PP 1 TP 1`."""
-    place = degrees.coordinates(rank)
+    coordinates = degrees.coordinates(rank)
     parts = (
-        ("PP", place.stage, degrees.pipeline),
-        ("DP", place.data, degrees.data),
-        ("TP", place.tensor, degrees.tensor),
+        ("PP", coordinates.stage, degrees.pipeline),
+        ("DP", coordinates.data, degrees.data),
+        ("TP", coordinates.tensor, degrees.tensor),
     )
     return f"{rank}: " + " ".join(f"{name} {value}" for name, value, size in parts if size > 1)
 
@@ -40,7 +40,7 @@ def tables(report: PlacementReport, *, plain: bool, max_nodes: int | None = None
 
     degrees = report.degrees
     title = f"{report.name}: tensor {degrees.tensor} x pipeline {degrees.pipeline} x data {degrees.data}"
-    made = [(title, _seats(report, table, max_nodes))]
+    made = [(title, _ranks_by_node(report, table, max_nodes))]
     if report.degrees.pipeline > 1:
         made.append(("pairs of stages", _pairs(report, table)))
     if report.costs:
@@ -49,7 +49,7 @@ def tables(report: PlacementReport, *, plain: bool, max_nodes: int | None = None
     return made
 
 
-def _seats(report: PlacementReport, table, max_nodes: int | None) -> "Table":
+def _ranks_by_node(report: PlacementReport, table, max_nodes: int | None) -> "Table":
     topology, degrees = report.topology, report.degrees
     made = table("node", *(f"GPU {gpu}" for gpu in range(max(node.gpus for node in topology.nodes))))
     first = 0
@@ -61,7 +61,7 @@ def _seats(report: PlacementReport, table, max_nodes: int | None) -> "Table":
 
 def _pairs(report: PlacementReport, table) -> "Table":
     made = table("stages", "activations", "cross a node", justify="right")
-    for pair in pair_places(report.mapping, report.degrees, report.topology.node_of_slot):
+    for pair in pair_nodes(report.mapping, report.degrees, report.topology.node_of_slot):
         made.add_row(
             f"{pair.evictor} and {pair.acceptor}",
             "move" if pair.evictor in report.evictors else "stay",

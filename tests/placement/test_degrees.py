@@ -15,9 +15,11 @@ SIZE = st.integers(1, 6)
 def test_coordinates_and_ranks_are_inverse(tensor, pipeline, data, in_a_row):
     """Every rank has its own place, and every place its rank."""
     degrees = Degrees(tensor=tensor, pipeline=pipeline, data=data, pipelines_in_a_row=in_a_row)
-    places = [degrees.coordinates(rank) for rank in range(degrees.world_size)]
-    assert len(set(places)) == degrees.world_size
-    assert [degrees.rank(tensor=p.tensor, data=p.data, stage=p.stage) for p in places] == list(range(len(places)))
+    coordinates = [degrees.coordinates(rank) for rank in range(degrees.world_size)]
+    assert len(set(coordinates)) == degrees.world_size
+    assert [degrees.rank(tensor=p.tensor, data=p.data, stage=p.stage) for p in coordinates] == list(
+        range(len(coordinates))
+    )
 
 
 def groups_of_megatron(*, sizes, order=None):
@@ -45,9 +47,9 @@ def test_order_is_that_of_megatron_core(order):
         for name, own in (("tp", "tensor"), ("dp", "data"), ("pp", "stage")):
             expected = {}
             for rank in range(degrees.world_size):
-                place = degrees.coordinates(rank)._asdict()
-                place.pop(own)
-                expected.setdefault(tuple(place.values()), []).append(rank)
+                found = degrees.coordinates(rank)._asdict()
+                found.pop(own)
+                expected.setdefault(tuple(found.values()), []).append(rank)
             assert sorted(groups[name]) == sorted(expected.values())
 
 

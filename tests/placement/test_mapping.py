@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron.placement import Degrees, load_mapping, pair_adjacent, standard
 from megatron.placement.mapping import check_mapping, inverse
-from megatron.placement.pairs import pair_places
+from megatron.placement.pairs import pair_nodes
 from tests.placement.examples import machine, stages
 
 DEGREES = st.builds(Degrees, tensor=st.integers(1, 4), pipeline=st.integers(1, 9), data=st.integers(1, 4))
@@ -19,7 +19,7 @@ def test_figure_5a():
     degrees = Degrees(tensor=1, pipeline=16, data=1)
     assert stages(standard(degrees), degrees) == list(range(16))
     assert all(
-        pair.nodes in [((0, 1),), ((1, 0),)] for pair in pair_places(standard(degrees), degrees, [0] * 8 + [1] * 8)
+        pair.nodes in [((0, 1),), ((1, 0),)] for pair in pair_nodes(standard(degrees), degrees, [0] * 8 + [1] * 8)
     )
 
 
@@ -28,17 +28,17 @@ def test_figure_5b():
     degrees = Degrees(tensor=1, pipeline=16, data=1)
     mapping = pair_adjacent(degrees)
     assert stages(mapping, degrees) == [0, 15, 1, 14, 2, 13, 3, 12, 4, 11, 5, 10, 6, 9, 7, 8]
-    places = pair_places(mapping, degrees, machine(8, 8).node_of_slot)
-    assert [pair.nodes for pair in places] == [((0, 0),)] * 4 + [((1, 1),)] * 4
+    pairs = pair_nodes(mapping, degrees, machine(8, 8).node_of_slot)
+    assert [pair.nodes for pair in pairs] == [((0, 0),)] * 4 + [((1, 1),)] * 4
 
 
 def test_figure_6():
     """Pair-adjacent with p=4, t=2, d=2 on two nodes of 8: (PP, DP, TP) of GPU 0 to 15."""
     degrees = Degrees(tensor=2, pipeline=4, data=2)
-    places = [degrees.coordinates(rank) for rank in pair_adjacent(degrees)]
+    coordinates = [degrees.coordinates(rank) for rank in pair_adjacent(degrees)]
     node_0 = [(0, 0, 0), (0, 0, 1), (3, 0, 0), (3, 0, 1), (1, 0, 0), (1, 0, 1), (2, 0, 0), (2, 0, 1)]
     node_1 = [(0, 1, 0), (0, 1, 1), (3, 1, 0), (3, 1, 1), (1, 1, 0), (1, 1, 1), (2, 1, 0), (2, 1, 1)]
-    assert [(place.stage, place.data, place.tensor) for place in places] == node_0 + node_1
+    assert [(each.stage, each.data, each.tensor) for each in coordinates] == node_0 + node_1
 
 
 @pytest.mark.parametrize(
@@ -57,9 +57,9 @@ def test_figures_on_one_and_on_several_nodes(tensor, pipeline, data, by_node):
     degrees = Degrees(tensor=tensor, pipeline=pipeline, data=data)
     mapping = pair_adjacent(degrees)
     assert stages(mapping, degrees) == [int(stage, 16) for stage in "".join(by_node)]
-    places = [degrees.coordinates(rank) for rank in mapping]
-    assert [place.tensor for place in places] == list(range(tensor)) * (pipeline * data)
-    assert [place.data for place in places] == sorted(place.data for place in places)
+    coordinates = [degrees.coordinates(rank) for rank in mapping]
+    assert [each.tensor for each in coordinates] == list(range(tensor)) * (pipeline * data)
+    assert [each.data for each in coordinates] == sorted(each.data for each in coordinates)
 
 
 @pytest.mark.parametrize(
@@ -76,15 +76,15 @@ def test_figures_on_one_and_on_several_nodes(tensor, pipeline, data, by_node):
 def test_no_pair_crosses_a_node_that_holds_whole_pairs(nodes, tensor, pipeline, data):
     """On one node or several: where 2t divides every node's GPUs, pair-adjacent keeps every pair inside one."""
     degrees = Degrees(tensor=tensor, pipeline=pipeline, data=data)
-    places = pair_places(pair_adjacent(degrees), degrees, machine(*nodes).node_of_slot)
-    assert sum(pair.num_crossing for pair in places) == 0
+    pairs = pair_nodes(pair_adjacent(degrees), degrees, machine(*nodes).node_of_slot)
+    assert sum(pair.num_crossing for pair in pairs) == 0
 
 
 def test_every_pair_crosses_where_tensor_parallelism_fills_the_node():
     """t=8 on nodes of 8: no mapping could do otherwise."""
     degrees = Degrees(tensor=8, pipeline=4, data=1)
-    places = pair_places(pair_adjacent(degrees), degrees, machine(8, 8, 8, 8).node_of_slot)
-    assert all(pair.num_crossing == 8 for pair in places)
+    pairs = pair_nodes(pair_adjacent(degrees), degrees, machine(8, 8, 8, 8).node_of_slot)
+    assert all(pair.num_crossing == 8 for pair in pairs)
 
 
 @settings(deadline=None)

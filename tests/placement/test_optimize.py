@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron.placement import Degrees, Traffic, optimize, optimized, pair_adjacent, placement_cost, standard
 from megatron.placement.assignment import Assignment
-from megatron.placement.seats import seats_of
+from megatron.placement.slot_groups import slot_groups_of
 from tests.placement.examples import machine, traffic_of
 
 AMOUNT = st.sampled_from([0.0, 1e8, 1e9, 7e9, 5e10])
@@ -73,18 +73,18 @@ def test_best_of_all_permutations(job):
 def test_exchanges_change_the_cost_as_predicted(job, random):
     """What `change` says is what the cost from scratch says, after any exchanges."""
     degrees, traffic, topology = job
-    assignment = Assignment(degrees, traffic, seats_of(topology, degrees.tensor))
-    places = [place for place, count in enumerate(assignment.capacities) for _ in range(count)]
-    random.shuffle(places)
-    cost = assignment.set(places)
+    assignment = Assignment(degrees, traffic, slot_groups_of(topology, degrees.tensor))
+    locations = [location for location, count in enumerate(assignment.capacities) for _ in range(count)]
+    random.shuffle(locations)
+    cost = assignment.set(locations)
     scale = sum(map(sum, (traffic.data, traffic.pair, traffic.pipeline))) + traffic.embedding + 1.0
     for _ in range(5):
         first, second = random.choices(range(assignment.num_units), k=2)
-        if assignment.place_of[first] == assignment.place_of[second]:
+        if assignment.location_of[first] == assignment.location_of[second]:
             continue
         cost += assignment.change(first, second)
         assignment.exchange(first, second)
-        again = Assignment(degrees, traffic, seats_of(topology, degrees.tensor)).set(assignment.place_of)
+        again = Assignment(degrees, traffic, slot_groups_of(topology, degrees.tensor)).set(assignment.location_of)
         assert cost == pytest.approx(again, abs=1e-12 * scale)
 
 

@@ -10,8 +10,8 @@ from megatron.planner.time.profile import (
     HostUpdateTime,
     Machine,
     Profile,
-    ProfiledPlace,
     Spread,
+    StagePosition,
     StageTime,
     TransferTime,
     UpdateTime,
@@ -33,7 +33,7 @@ TO_HOST, HOST_LOOP, HOST_FUSED = 2e9, 60e-9, 6e-9
 """Bytes a second to a device (from there half), and seconds a parameter of the host's optimizer; contended alike."""
 
 
-def forward(place: ProfiledPlace, num_layers: int, size: int, working: int, tensor: int = 1) -> float:
+def forward(place: StagePosition, num_layers: int, size: int, working: int, tensor: int = 1) -> float:
     ends = EMBEDDING * (place in ("first", "only")) + HEAD * (place in ("last", "only"))
     return (OVERHEAD + size * (ends + LAYER * num_layers)) / tensor * (1 + CONTENTION * (working - 1))
 

@@ -19,7 +19,7 @@ from megatron.planner.search.report import html_report
 from megatron.planner.time import closed_form, iteration, priced, simulated
 from megatron.planner.time.blocks import Blocks
 from megatron.planner.time.first_principles import FirstPrinciples
-from megatron.planner.time.profile import Profile, ProfiledPlace
+from megatron.planner.time.profile import Profile, StagePosition
 from megatron.planner.time.traffic import CutModel
 from tests.planner import made_up, profiles
 from tests.planner.search.helper import PAPER, run
@@ -267,7 +267,7 @@ def test_updates_of_a_policy_that_was_not_profiled_are_those_that_write_alike():
 
 
 def update_seconds(profile: Profile, weights: str) -> float:
-    return Blocks(profile).update(ProfiledPlace.ONLY, 2, tensor=1, weights=weights, working=1)
+    return Blocks(profile).update(StagePosition.ONLY, 2, tensor=1, weights=weights, working=1)
 
 
 # --- who sends to whom

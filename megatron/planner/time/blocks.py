@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from megatron.pipeline.program.weight_policies import POLICIES, WeightPolicy, weight_policy
 from megatron.planner.memory.activations import RecomputeScope
-from megatron.planner.time.profile import Profile, ProfiledPlace, UpdateTime
+from megatron.planner.time.profile import Profile, StagePosition, UpdateTime
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Blocks:
     # --- of a microbatch
 
     def _stage(
-        self, place: ProfiledPlace, num_layers: int, *, tensor: int, size: int, recompute: RecomputeScope, working: int
+        self, place: StagePosition, num_layers: int, *, tensor: int, size: int, recompute: RecomputeScope, working: int
     ) -> Seconds:
         """Forward and backward of `size` sequences through a stage, while so many processes work."""
         few, _ = self._layers
@@ -53,11 +53,11 @@ class Blocks:
     def layer(self, *, tensor: int, size: int, recompute: RecomputeScope, working: int) -> Seconds:
         """Forward and backward of one layer."""
         few, many = self._layers
-        less, more = (self._timed(ProfiledPlace.MIDDLE, each, tensor, size, recompute, working) for each in (few, many))
+        less, more = (self._timed(StagePosition.MIDDLE, each, tensor, size, recompute, working) for each in (few, many))
         return (more - less) * (1 / (many - few))
 
     def _timed(
-        self, place: ProfiledPlace, num_layers: int, tensor: int, size: int, recompute: RecomputeScope, working: int
+        self, place: StagePosition, num_layers: int, tensor: int, size: int, recompute: RecomputeScope, working: int
     ) -> Seconds:
         asked = f"t={tensor}, recompute {recompute.value}"
         found: dict[int, dict[int, Seconds]] = {}
@@ -83,7 +83,7 @@ class Blocks:
 
     @property
     def _layers(self) -> tuple[int, int]:
-        counts = sorted({each.num_layers for each in self.profile.stages if each.place is ProfiledPlace.MIDDLE})
+        counts = sorted({each.num_layers for each in self.profile.stages if each.place is StagePosition.MIDDLE})
         if len(counts) < 2:
             raise ValueError("the profile has middle stages of one length, so no layer; profile two (--layers)")
         return counts[0], counts[-1]
@@ -92,7 +92,7 @@ class Blocks:
 
     def update(
         self,
-        place: ProfiledPlace,
+        place: StagePosition,
         num_layers: int,
         *,
         tensor: int,
@@ -106,7 +106,7 @@ class Blocks:
         weights = self._profiled_like(weight_policy(weights))
         whole = self._timed_update(place, few, tensor, weights, working, seconds)
         less, more = (
-            self._timed_update(ProfiledPlace.MIDDLE, each, tensor, weights, working, seconds) for each in (few, many)
+            self._timed_update(StagePosition.MIDDLE, each, tensor, weights, working, seconds) for each in (few, many)
         )
         return whole + (num_layers - few) * (more - less) / (many - few)
 
@@ -120,7 +120,7 @@ class Blocks:
 
     def _timed_update(
         self,
-        place: ProfiledPlace,
+        place: StagePosition,
         num_layers: int,
         tensor: int,
         weights: str,

@@ -29,7 +29,7 @@ _Count = Annotated[int, Field(ge=1)]
 _Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-class ProfiledPlace(str, Enum):
+class StagePosition(str, Enum):
     """Where a stage stands: alone, with embedding and head, or in a pipeline."""
 
     ONLY = "only"
@@ -63,7 +63,7 @@ class StageTime(_Record):
     """Times of a microbatch in a stage of `num_layers` layers, on average over those of a batch; `backward` holds what
     is recomputed in it."""
 
-    place: ProfiledPlace
+    place: StagePosition
     num_layers: _Count
     tensor: _Count
     micro_batch_size: _Count
@@ -81,7 +81,7 @@ class UpdateTime(_Record):
         weights: the name of the weight policy; with several versions a step writes into another buffer.
     """
 
-    place: ProfiledPlace
+    place: StagePosition
     num_layers: _Count
     num_parameters: _Count
     tensor: _Count

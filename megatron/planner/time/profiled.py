@@ -12,7 +12,7 @@ from megatron.planner.memory.architecture import Architecture
 from megatron.planner.memory.parameters import embedding_parameters, stage_parameters
 from megatron.planner.time.blocks import Blocks
 from megatron.planner.time.contention import Times, settle
-from megatron.planner.time.profile import Profile, ProfiledPlace, UpdateTime
+from megatron.planner.time.profile import Profile, StagePosition, UpdateTime
 
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _SMALL = 256  # bytes of the norm's reduction
@@ -253,9 +253,9 @@ class ProfiledCosts:
         return Activations(self.model, self.software.activation_setting(configuration))
 
 
-def _place(stage: int, num_stages: int) -> ProfiledPlace:
+def _place(stage: int, num_stages: int) -> StagePosition:
     if num_stages == 1:
-        return ProfiledPlace.ONLY
+        return StagePosition.ONLY
     return (
-        ProfiledPlace.FIRST if stage == 0 else ProfiledPlace.LAST if stage == num_stages - 1 else ProfiledPlace.MIDDLE
+        StagePosition.FIRST if stage == 0 else StagePosition.LAST if stage == num_stages - 1 else StagePosition.MIDDLE
     )

@@ -65,7 +65,7 @@ def state_bytes(memory: RankMemory) -> float:
 
 
 def bytes_in_change(before: RankMemory, after: RankMemory) -> float:
-    """The bytes of a process that takes another place: all state of both places, but for the old one's gradients."""
+    """The bytes of a process in a change: all state of before and after, but for the gradients of before."""
     return state_bytes(before) - before.parts.gradients + state_bytes(after)
 
 
@@ -151,7 +151,7 @@ class Shaping:
         return self._ordered(wanted, present), Outlook(before, after)
 
     def _cost_of_another_cut(self, present: Arrangement) -> float:
-        """Seconds. Where layers freeze the run takes another place anyway, and only its state goes further."""
+        """Seconds. Where layers freeze the run changes anyway, and only its state goes further."""
         if present == self._args.arrangement:
             return self.seconds_of_change
         links = self._links or LinkTimes()
@@ -165,8 +165,8 @@ class Shaping:
 
     def _bytes_within(self, wanted: Arrangement) -> float:
         """The most that a process has while it changes."""
-        places = [self._memory_of_processes(each) for each in (self._args.arrangement, wanted)]
-        return max(map(bytes_in_change, *places))
+        before, after = map(self._memory_of_processes, (self._args.arrangement, wanted))
+        return max(map(bytes_in_change, before, after))
 
     def _memory_of_processes(self, arrangement: Arrangement) -> list[RankMemory]:
         degrees, ranks = degrees_of(self._arranged(arrangement)), self._memory(arrangement)

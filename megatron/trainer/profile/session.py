@@ -19,8 +19,8 @@ from megatron.planner.time.profile import (
     CopyTime,
     HostUpdateTime,
     Profile,
-    ProfiledPlace,
     Spread,
+    StagePosition,
     StageTime,
     TransferTime,
     UpdateTime,
@@ -118,9 +118,9 @@ class Session:
         """Stages, and how many processes work on them at once."""
         few, many = self.layers
         places = [
-            (ProfiledPlace.MIDDLE, few),
-            (ProfiledPlace.MIDDLE, many),
-            *((place, few) for place in ProfiledPlace if place != "middle"),
+            (StagePosition.MIDDLE, few),
+            (StagePosition.MIDDLE, many),
+            *((place, few) for place in StagePosition if place != "middle"),
         ]
         for tensor in self.tensors:
             for working in working_counts(tensor, self.processes, shares_processor=shares_processor):
@@ -136,11 +136,11 @@ class Session:
     @property
     def _example(self) -> StagePlan:
         scope, weights = self.scopes[0], self.weights[0]
-        return self._plan(ProfiledPlace.ONLY, self.layers[0], 1, self.micro_batch_sizes[0], scope, weights)
+        return self._plan(StagePosition.ONLY, self.layers[0], 1, self.micro_batch_sizes[0], scope, weights)
 
     def _plan(
         self,
-        place: ProfiledPlace,
+        place: StagePosition,
         num_layers: int,
         tensor: int,
         size: int,

@@ -1,4 +1,4 @@
-"""Times a stage at its place: forward and backward of microbatches, and what a batch's update takes.
+"""Times a stage alone: forward and backward of microbatches, and what a batch's update takes.
 
 The calls are those of the executor, in the order of its instructions (`runtime.stage`), batch by batch, so a forward
 meets caches that a backward and an optimizer step have left. A batch counts with the mean over its microbatches: an
@@ -14,14 +14,14 @@ from statistics import fmean
 from megatron import backend
 from megatron.pipeline.runtime.contract.stage import BatchInfo, Microbatch
 from megatron.pipeline.runtime.contract.trace import CudaClock, HostClock
-from megatron.trainer.profile.places import PlacedStage
+from megatron.trainer.profile.lone_stage import LoneStage
 
 Samples = dict[str, list[float]]
 """What was timed -> seconds in each batch: forward, backward (of a microbatch, the mean), zero, norm, step."""
 
 
 def time_stage(
-    placed: PlacedStage, *, num_microbatches: int, num_batches: int, num_warmup: int, start: Callable[[], None]
+    lone: LoneStage, *, num_microbatches: int, num_batches: int, num_warmup: int, start: Callable[[], None]
 ) -> Samples:
     """Run batches of `num_microbatches` and time the last `num_batches` of them.
 
@@ -31,7 +31,7 @@ def time_stage(
     """
     clock = CudaClock() if backend.is_cuda() else HostClock()
     start()
-    batches = [_run_batch(placed, batch, num_microbatches, clock.now) for batch in range(num_warmup + num_batches)]
+    batches = [_run_batch(lone, batch, num_microbatches, clock.now) for batch in range(num_warmup + num_batches)]
     seconds_at = clock.reader()
     samples: Samples = defaultdict(list)
     for marks in batches[num_warmup:]:
@@ -43,10 +43,10 @@ def time_stage(
     return dict(samples)
 
 
-def _run_batch(placed: PlacedStage, batch: int, num_microbatches: int, now: Callable) -> list[tuple]:
+def _run_batch(lone: LoneStage, batch: int, num_microbatches: int, now: Callable) -> list[tuple]:
     """What was done, and the clock's marks before and after."""
     marks = []
-    stage, update = placed.stage, placed.update
+    stage, update = lone.stage, lone.update
     info = BatchInfo(batch, num_microbatches, num_microbatches)
     version = max(batch - (update.weights.delay or 0), 0)
     update.begin_batch(info)
@@ -54,7 +54,7 @@ def _run_batch(placed: PlacedStage, batch: int, num_microbatches: int, now: Call
         microbatch = Microbatch(batch * num_microbatches + position, batch, position, num_microbatches)
         begin = now()
         stage.load_version(version)
-        stage.forward(microbatch, placed.input)
+        stage.forward(microbatch, lone.input)
         stage.free_output(microbatch)
         marks.append(("forward", begin, now()))
         if position == 0:
@@ -63,7 +63,7 @@ def _run_batch(placed: PlacedStage, batch: int, num_microbatches: int, now: Call
             marks.append(("zero", begin, now()))
         begin = now()
         stage.load_version(version)
-        stage.backward(microbatch, placed.output_grad)
+        stage.backward(microbatch, lone.output_grad)
         marks.append(("backward", begin, now()))
     begin = now()
     update.reduce_norm(batch + 1, 0, stage.take_losses(batch))

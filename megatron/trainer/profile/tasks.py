@@ -14,7 +14,7 @@ from megatron.planner.job.configuration import Configuration
 from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.search.flags import configuration_words
-from megatron.planner.time.profile import ProfiledPlace
+from megatron.planner.time.profile import StagePosition
 from megatron.trainer.plan.command import PROGRAMS
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class StagePlan:
 
     architecture: str
     words: tuple[str, ...]
-    place: ProfiledPlace
+    place: StagePosition
     num_layers: int
     tensor: int
     micro_batch_size: int
@@ -57,20 +57,20 @@ class StagePlan:
 
     def time(self, *, store: object, start: Callable[[], None]) -> tuple[dict[str, list[float]], int]:
         """Run by each rank: seconds of each thing that was timed, and how many parameters the rank has."""
-        from megatron.trainer.profile.places import build_placed_stage
+        from megatron.trainer.profile.lone_stage import build_lone_stage
         from megatron.trainer.profile.stage_times import time_stage
 
         args = self.arguments()
         prepare(args, store)
-        placed = build_placed_stage(args, training_program(self.architecture), self.place, self.weights)
+        lone = build_lone_stage(args, training_program(self.architecture), self.place, self.weights)
         try:
             samples = time_stage(
-                placed, num_microbatches=self.num_microbatches, num_batches=self.num_batches,
+                lone, num_microbatches=self.num_microbatches, num_batches=self.num_batches,
                 num_warmup=self.num_warmup, start=start,
             )  # fmt: skip
         finally:
-            placed.close()
-        return samples, placed.num_parameters
+            lone.close()
+        return samples, lone.num_parameters
 
     def describe(self, *, store: object, start: Callable[[], None]) -> dict:
         """Run by one rank: what the profile says of the model and the machine."""

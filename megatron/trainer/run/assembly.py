@@ -26,8 +26,8 @@ from megatron.trainer.report import provisional
 from megatron.trainer.report.log import Reporter
 from megatron.trainer.report.throughput import flops_per_sample
 from megatron.trainer.start_up.engine import build_engine
+from megatron.trainer.start_up.model_and_optimizer import ModelAndOptimizer, setup_model_and_optimizer
 from megatron.trainer.start_up.outputs import prepare_outputs
-from megatron.trainer.start_up.place import Place, build_place
 from megatron.trainer.start_up.program import TrainingProgram
 from megatron.trainer.start_up.run import Run
 
@@ -55,29 +55,29 @@ def _build(args: argparse.Namespace, program: TrainingProgram, owner_mark: Owner
     reporter = Reporter(args)
     datasets = program.datasets_provider(args, tokenizer)
     began = time.perf_counter()
-    place = build_place(args, program)
-    seconds_of_place = time.perf_counter() - began
-    position = _load(args, place, reporter) or CheckpointPosition()
+    built = setup_model_and_optimizer(args, program)
+    seconds_of_setup = time.perf_counter() - began
+    position = _load(args, built, reporter) or CheckpointPosition()
     elasticity = Elasticity(args) if args.changes else None
     if elasticity is not None and args.recorded_changes is not None:
         elasticity.load_state_dict(args.recorded_changes)
-    choose_kernel(place.optimizer, args.optimizer_kernel)  # what was loaded has the kernel that it was saved with
+    choose_kernel(built.optimizer, args.optimizer_kernel)  # what was loaded has the kernel that it was saved with
     args.batch_sizes.check_from(position.consumed_train_samples)
     args.train_iters = iterations_to_the_end(
         args, iteration=position.iteration, consumed_samples=position.consumed_train_samples
     )
     began = time.perf_counter()
-    engine = build_engine(args, place, position)
+    engine = build_engine(args, built, position)
     if elasticity is not None:  # a change does the same again
-        elasticity.expect_change(seconds_of_place + time.perf_counter() - began)
-    _describe(args, reporter, place.stages, position)
+        elasticity.expect_change(seconds_of_setup + time.perf_counter() - began)
+    _describe(args, reporter, built.stages, position)
     cache = None
     if args.activation_cache is not None:
         with agreed():
             cache = PrefixCache(args, datasets[0])
-        cache.serve(place.stages)
+        cache.serve(built.stages)
     return Run(
-        args, program, place, engine, reporter,
+        args, program, built, engine, reporter,
         CheckpointWriter(args.save, owner_mark=owner_mark) if args.save is not None else None,
         datasets, 0 if tokenizer is None else vocab_size(args, tokenizer), elasticity, cache,
         iteration=position.iteration, consumed_samples=position.consumed_train_samples,
@@ -87,17 +87,17 @@ def _build(args: argparse.Namespace, program: TrainingProgram, owner_mark: Owner
     )  # fmt: skip
 
 
-def _load(args: argparse.Namespace, place: Place, reporter: Reporter) -> CheckpointPosition | None:
+def _load(args: argparse.Namespace, built: ModelAndOptimizer, reporter: Reporter) -> CheckpointPosition | None:
     """Load `--load`, or where that holds nothing `--pretrained-checkpoint`'s weights; a classifier's head is new."""
     position = None
     if args.load is not None:
-        position = load_checkpoint(place, args=args)
+        position = load_checkpoint(built, args=args)
         if position is None and args.exit_on_missing_checkpoint:
             raise ValueError(f"--load {args.load} holds no checkpoint, and --exit-on-missing-checkpoint is given")
     if position is None and args.pretrained_checkpoint is not None:
         pretrained = argparse.Namespace(**{**vars(args), "load": args.pretrained_checkpoint, "finetune": True,
                                            "ckpt_step": None})  # fmt: skip
-        position = load_checkpoint(place, args=pretrained, body_only=args.architecture in CLASSIFIERS)
+        position = load_checkpoint(built, args=pretrained, body_only=args.architecture in CLASSIFIERS)
         if position is None:
             raise ValueError(f"--pretrained-checkpoint {args.pretrained_checkpoint} holds no checkpoint")
         but = " but for the head" if args.architecture in CLASSIFIERS else ""

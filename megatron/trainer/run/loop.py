@@ -15,7 +15,7 @@ import torch
 
 from megatron import backend
 from megatron.pipeline.runtime.contract.stage import BatchReport
-from megatron.trainer.changes.transition.change import change_place
+from megatron.trainer.changes.transition.change import change_arrangement
 from megatron.trainer.checkpoint.checkpoint import save_checkpoint
 from megatron.trainer.data.microbatches import MicrobatchIterator
 from megatron.trainer.plan.arrangement import iterations_to_the_end
@@ -112,7 +112,7 @@ class Loop:
                 self.run.writer.close()
 
     def _pass_on_stop_request(self) -> None:
-        if self.run.engine is not None:  # there is none while the run changes its place; the next batch asks again
+        if self.run.engine is not None:  # there is none while the run changes; the next batch asks again
             self.run.engine.stop_requests |= STOP
 
     def _batch(self) -> None:
@@ -201,8 +201,8 @@ class Loop:
         if ends:
             why = "on request" if self._stop_requests else "as --exit-interval says"
             self.run.reporter.say(f"exiting {why} at iteration {self.run.iteration}")
-        elif self._wants_another_place() and self.run.iteration < args.train_iters:
-            self._change_place()
+        elif self._wants_to_change() and self.run.iteration < args.train_iters:
+            self._change_arrangement()
         return ends
 
     def _decide(self) -> None:
@@ -225,16 +225,16 @@ class Loop:
             run.reporter.say(run.cache.describe())
             run.cache.serve(run.stages)
 
-    def _wants_another_place(self) -> bool:
+    def _wants_to_change(self) -> bool:
         return self.run.elasticity is not None and self.run.elasticity.wanted != self.args.arrangement
 
-    def _change_place(self) -> None:
+    def _change_arrangement(self) -> None:
         """Go on as was decided; as before, with a warning, where that fails."""
         run, elasticity = self.run, self.run.elasticity
         self._finish_writing()
         self.close_data()
         try:
-            change = change_place(run, elasticity.wanted)
+            change = change_arrangement(run, elasticity.wanted)
         except CheckpointError as error:
             elasticity.note_failure()
             run.reporter.say(f"warning: nothing changes at iteration {run.iteration}: {error}")
@@ -296,7 +296,7 @@ class Loop:
             run.reporter.progress(f"Saved checkpoint\tIteration: {iteration}\t{path}")
 
         save_checkpoint(
-            run.writer, run.place, args=self.args, position=run.position(), on_saved=saved,
+            run.writer, run.model_and_optimizer, args=self.args, position=run.position(), on_saved=saved,
             changes=run.elasticity.state_dict() if run.elasticity is not None else None,
         )  # fmt: skip
         run.saved_iteration = iteration

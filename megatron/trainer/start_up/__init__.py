@@ -1,1 +1,1 @@
-"""What a rank builds before it trains: process groups, its place in the pipeline, the engine."""
+"""What a rank builds before it trains: process groups, its part of the model with the optimizer, the engine."""

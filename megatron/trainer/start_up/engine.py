@@ -1,4 +1,4 @@
-"""The engine of a run, at its place in the pipeline."""
+"""The engine of a run: what drives the stages that a rank has built."""
 
 import argparse
 from datetime import timedelta
@@ -10,13 +10,13 @@ from megatron.core import parallel_state
 from megatron.pipeline.runtime.contract.trace import CudaClock, HostClock, Tracer
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.trainer.checkpoint.checkpoint import CheckpointPosition
-from megatron.trainer.start_up.place import Place
+from megatron.trainer.start_up.model_and_optimizer import ModelAndOptimizer
 
 _TRACED_EXTRA = 8  # segments: drains, evaluations and batches cut by them
 _TRACED_OF_LAYERS = 4  # batches from which the times of layers are learned
 
 
-def build_engine(args: argparse.Namespace, place: Place, position: CheckpointPosition) -> PipelineEngine:
+def build_engine(args: argparse.Namespace, built: ModelAndOptimizer, position: CheckpointPosition) -> PipelineEngine:
     """The engine over this rank's pipeline group, going on at `position`.
 
     Microbatches are numbered by the samples before them, so that dropout goes on as in a run that was never stopped,
@@ -27,7 +27,7 @@ def build_engine(args: argparse.Namespace, place: Place, position: CheckpointPos
         traced = 2 * args.pipeline_timeline_iterations + _TRACED_EXTRA
     clock = CudaClock() if backend.is_cuda() else HostClock()
     return PipelineEngine(
-        place.schedule, place.stages, place.update,
+        built.schedule, built.stages, built.update,
         ranks=torch.distributed.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group()),
         timeout=timedelta(minutes=args.distributed_timeout_minutes),
         backend=args.distributed_backend,
@@ -35,6 +35,6 @@ def build_engine(args: argparse.Namespace, place: Place, position: CheckpointPos
         tracer=Tracer(num_batches=traced, clock=clock) if traced else None,
         first_batch=position.iteration,
         first_microbatch=position.consumed_train_samples // args.batch_sizes.samples_per_microbatch,
-        activation_memory=place.memory if args.moves_activations else None,
-        ledger=place.update.ledger if place.schedule.residency is not None else None,
+        activation_memory=built.memory if args.moves_activations else None,
+        ledger=built.update.ledger if built.schedule.residency is not None else None,
     )  # fmt: skip

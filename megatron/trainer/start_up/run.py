@@ -15,7 +15,7 @@ from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
 from megatron.trainer.checkpoint.checkpoint import CheckpointPosition, CheckpointWriter
 from megatron.trainer.data.microbatches import MicrobatchIterator
 from megatron.trainer.report.log import Reporter
-from megatron.trainer.start_up.place import Place, Update
+from megatron.trainer.start_up.model_and_optimizer import ModelAndOptimizer, Update
 from megatron.trainer.start_up.program import TrainingProgram
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Run:
 
     args: argparse.Namespace
     program: TrainingProgram
-    place: Place
+    model_and_optimizer: ModelAndOptimizer
     engine: PipelineEngine
     reporter: Reporter
     writer: CheckpointWriter | None
@@ -45,23 +45,23 @@ class Run:
 
     @property
     def chunks(self) -> list[torch.nn.Module]:
-        return self.place.chunks
+        return self.model_and_optimizer.chunks
 
     @property
     def optimizer(self) -> MegatronOptimizer:
-        return self.place.optimizer
+        return self.model_and_optimizer.optimizer
 
     @property
     def scheduler(self) -> OptimizerParamScheduler:
-        return self.place.scheduler
+        return self.model_and_optimizer.scheduler
 
     @property
     def update(self) -> Update:
-        return self.place.update
+        return self.model_and_optimizer.update
 
     @property
     def stages(self) -> list[MegatronStage]:
-        return self.place.stages
+        return self.model_and_optimizer.stages
 
     def position(self) -> CheckpointPosition:
         """Where the run stands, as a checkpoint records it."""

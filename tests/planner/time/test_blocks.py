@@ -6,12 +6,12 @@ from hypothesis import strategies as st
 
 from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.time.blocks import Blocks
-from megatron.planner.time.profile import ProfiledPlace
+from megatron.planner.time.profile import StagePosition
 from tests.planner import profiles
 
 NONE = RecomputeScope.NONE
 BLOCKS = Blocks(profiles.profile())
-PLACES = st.sampled_from(list(ProfiledPlace))
+PLACES = st.sampled_from(list(StagePosition))
 
 
 @given(PLACES, st.integers(1, 100), st.integers(1, 4), st.integers(1, 4))
@@ -42,7 +42,7 @@ def test_small_transfers_take_as_long_as_the_smallest():
 
 def ask(blocks=BLOCKS, **changes):
     return blocks.stage(
-        ProfiledPlace.MIDDLE, 2, **({"tensor": 1, "size": 2, "recompute": NONE, "working": 2} | changes)
+        StagePosition.MIDDLE, 2, **({"tensor": 1, "size": 2, "recompute": NONE, "working": 2} | changes)
     )  # fmt: skip
 
 
@@ -63,7 +63,7 @@ def test_what_was_not_profiled_is_refused_with_the_flag_that_adds_it(changes, me
 def test_nothing_is_extrapolated_from_one_size():
     """One microbatch size gives that size and no other."""
     single = Blocks(profiles.profile(sizes=(2,)))
-    assert ask(single).forward == pytest.approx(profiles.forward(ProfiledPlace.MIDDLE, 2, 2, 2))
+    assert ask(single).forward == pytest.approx(profiles.forward(StagePosition.MIDDLE, 2, 2, 2))
     for size in (1, 3):
         with pytest.raises(ValueError, match=f"microbatches of {size}"):
             ask(single, size=size)
@@ -72,7 +72,7 @@ def test_nothing_is_extrapolated_from_one_size():
 def test_processors_of_their_own_are_as_fast_in_any_number():
     own = Blocks(profiles.profile(counts=(4,), shares_processor=False))
     assert ask(own, working=1) == ask(own, working=64)
-    assert own.update(ProfiledPlace.ONLY, 1, tensor=1, weights="flush", working=64) == pytest.approx(profiles.UPDATE)
+    assert own.update(StagePosition.ONLY, 1, tensor=1, weights="flush", working=64) == pytest.approx(profiles.UPDATE)
 
 
 def test_missing_parts_are_named():
@@ -80,7 +80,7 @@ def test_missing_parts_are_named():
     for call, message in (
         (lambda: bare.transfer(1), "no transfers.*--processes 2"),
         (lambda: bare.all_reduce(2, 1), "all-reduce over 2 ranks.*--processes 2"),
-        (lambda: bare.update(ProfiledPlace.ONLY, 1, tensor=1, weights="2bw", working=1), "updates with 2bw.*--weights"),
+        (lambda: bare.update(StagePosition.ONLY, 1, tensor=1, weights="2bw", working=1), "updates with 2bw.*--weights"),
     ):
         with pytest.raises(ValueError, match=message):
             call()

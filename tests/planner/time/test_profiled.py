@@ -6,7 +6,7 @@ import pytest
 
 from megatron.planner import Configuration
 from megatron.planner.memory.parameters import stage_parameters
-from megatron.planner.time.profile import ProfiledPlace
+from megatron.planner.time.profile import StagePosition
 from megatron.planner.time.profiled import PASS_OF_STEP, ProfiledCosts, software_of
 from megatron.planner.trial.predict import predicted_seconds
 from tests.planner import profiles
@@ -22,13 +22,13 @@ def configuration(**changes):
 
 def test_one_rank_takes_its_microbatches_and_its_update():
     """p = t = d = 1: m (f + b) and the update."""
-    expected = 8 * 3 * forward(ProfiledPlace.ONLY, 4, 2, 1) + 4 * UPDATE
+    expected = 8 * 3 * forward(StagePosition.ONLY, 4, 2, 1) + 4 * UPDATE
     assert predicted_seconds(PROFILE, configuration(), num_layers=4) == pytest.approx(expected)
 
 
 def test_tensor_ranks_work_together():
     """t = 2: the times of two ranks at work, which hold their all-reduces; two versions where the policy has them."""
-    expected = 8 * 3 * forward(ProfiledPlace.ONLY, 4, 2, 2, tensor=2) + 4 * UPDATE
+    expected = 8 * 3 * forward(StagePosition.ONLY, 4, 2, 2, tensor=2) + 4 * UPDATE
     found = predicted_seconds(PROFILE, configuration(tensor=2), num_layers=4)
     assert found == pytest.approx(expected + COSTS.costs(configuration(tensor=2), (4,)).reduce_norm)
 
@@ -37,14 +37,14 @@ def test_2bw_costs_are_those_of_ranks_that_always_work():
     """Balanced stages without bubble: nobody ever works alone, so times are those of two at work."""
     even = replace_ends(profiles.profile())
     found = predicted_seconds(even, configuration(pipeline=2, schedule="2bw"), num_layers=4)
-    expected = 8 * 3 * forward(ProfiledPlace.MIDDLE, 2, 2, 2) + 2 * 2 * UPDATE
+    expected = 8 * 3 * forward(StagePosition.MIDDLE, 2, 2, 2) + 2 * 2 * UPDATE
     assert found == pytest.approx(expected, rel=1e-2)  # transfers are short, and not all hidden at m = 4 p
 
 
 def replace_ends(profile):
     """The profile with the middle's times at every place."""
     middle = {(each.num_layers, each.tensor, each.micro_batch_size, each.working): each for each in profile.stages
-              if each.place is ProfiledPlace.MIDDLE}  # fmt: skip
+              if each.place is StagePosition.MIDDLE}  # fmt: skip
     stages = tuple(
         middle[each.num_layers, each.tensor, each.micro_batch_size, each.working].model_copy(
             update={"place": each.place}
@@ -56,7 +56,7 @@ def replace_ends(profile):
 
 def test_a_flush_is_faster_while_ranks_wait():
     """The costs lie between those of one and of two at work, the nearer to one the more the ranks wait."""
-    alone, together = forward(ProfiledPlace.FIRST, 2, 2, 1), forward(ProfiledPlace.FIRST, 2, 2, 2)
+    alone, together = forward(StagePosition.FIRST, 2, 2, 1), forward(StagePosition.FIRST, 2, 2, 2)
     few, many = (
         ProfiledCosts(PROFILE, MODEL).costs(configuration(pipeline=2, global_batch_size=2 * m), (2, 2)).forward[0]
         for m in (1, 64)
@@ -162,8 +162,8 @@ def test_processors_of_their_own_need_no_settling():
     """On GPUs a stage takes the same whoever else works."""
     own = ProfiledCosts(profiles.profile(counts=(4,), shares_processor=False), MODEL)
     costs = own.costs(configuration(pipeline=4, global_batch_size=32), (1, 1, 1, 1))
-    assert costs.forward[1] == pytest.approx(forward(ProfiledPlace.MIDDLE, 1, 2, 4))
-    assert costs.forward[1] / forward(ProfiledPlace.MIDDLE, 1, 2, 1) == pytest.approx(1 + 3 * CONTENTION)
+    assert costs.forward[1] == pytest.approx(forward(StagePosition.MIDDLE, 1, 2, 4))
+    assert costs.forward[1] / forward(StagePosition.MIDDLE, 1, 2, 1) == pytest.approx(1 + 3 * CONTENTION)
 
 
 def test_any_number_of_layers_of_the_same_model():
@@ -219,7 +219,7 @@ def test_a_relay_is_predicted_from_a_profile():
     one = predicted_seconds(alone, relayed(), num_layers=4)
     forwards = [
         forward(place, 1, 2, 1)
-        for place in (ProfiledPlace.FIRST, ProfiledPlace.MIDDLE, ProfiledPlace.MIDDLE, ProfiledPlace.LAST)
+        for place in (StagePosition.FIRST, StagePosition.MIDDLE, StagePosition.MIDDLE, StagePosition.LAST)
     ]
     least = 8 * (3 * sum(forwards) + sum(forwards[:-1]))
     assert least < one < 1.01 * least

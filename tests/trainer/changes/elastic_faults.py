@@ -12,7 +12,7 @@ from megatron.pipeline.runtime.stages.megatron.gradients import CoreGradientBuff
 from megatron.pipeline.runtime.stages.megatron.groups import ChainGroups
 from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
 from megatron.trainer.changes.transition import change
-from megatron.trainer.start_up import place
+from megatron.trainer.start_up import model_and_optimizer
 from megatron.trainer.start_up.run import Run
 
 NO_FILES = OSError(errno.EMFILE, "Too many open files")
@@ -81,7 +81,7 @@ def no_files_for_groups(run: Run) -> Callable[[], None]:
 
 def a_model_that_cannot_be(run: Run) -> Callable[[], None]:
     """Rank 1 finds no configuration for it."""
-    return _breaks(run, 1, place, "model_config", ValueError("no such model"))
+    return _breaks(run, 1, model_and_optimizer, "model_config", ValueError("no such model"))
 
 
 def no_files_for_the_chain(run: Run) -> Callable[[], None]:
@@ -100,18 +100,18 @@ def another_program(run: Run) -> Callable[[], None]:
 
 
 def a_late_fault(run: Run) -> Callable[[], list[tuple[int, int]]]:
-    """Of rank 1, when the new place has the state; returns the bytes of gradients that there were in the old place,
+    """Of rank 1, when what is built has the state; returns the bytes of gradients that there were before,
     and were left while the new one was built."""
     vars(run.update).pop("_apply", None)  # which looks at gradients through numpy, and so keeps their memory
-    update, build, looks = run.update, change.build_place, []
+    update, build, looks = run.update, change.setup_model_and_optimizer, []
     mend = _breaks(run, 1, change, "choose_kernel", RuntimeError("no kernel"))
 
-    def looking(*args, **options) -> place.Place:
+    def looking(*args, **options) -> model_and_optimizer.ModelAndOptimizer:
         looks.append(_bytes_of_gradients(update))
-        change.build_place = build
+        change.setup_model_and_optimizer = build
         return build(*args, **options)
 
-    before, change.build_place = _bytes_of_gradients(update), looking
+    before, change.setup_model_and_optimizer = _bytes_of_gradients(update), looking
 
     def end() -> list[tuple[int, int]]:
         mend()

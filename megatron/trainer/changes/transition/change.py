@@ -1,8 +1,8 @@
-"""A run takes another place in the pipeline while it trains: drained, without a file, and back if that fails.
+"""A run takes another arrangement while it trains: drained, without a file, and back if that fails.
 
 The state goes the way it goes through a checkpoint, from the old chunks to new ones. Until all ranks agree that it has
-arrived, and that they are about to run the same program, the old place is as it was, and so are its process groups; an
-error until then leaves the run there.
+arrived, and that they are about to run the same program, the old chunks are as they were, and so are their process
+groups; an error until then leaves the run there.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatron.trainer.ranks.agreement import AgreedError, agreed, control_group
 from megatron.trainer.ranks.checkpoint_error import CheckpointError
 from megatron.trainer.start_up.engine import build_engine
 from megatron.trainer.start_up.initialize import make_groups
-from megatron.trainer.start_up.place import Place, build_place
+from megatron.trainer.start_up.model_and_optimizer import ModelAndOptimizer, setup_model_and_optimizer
 from megatron.trainer.start_up.run import Run
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ PATIENCE = timedelta(minutes=1)
 
 @dataclass(frozen=True)
 class Change:
-    """What a change of places came to.
+    """What a change of arrangement came to.
 
     Attributes:
         before, after: how the job was arranged, and is.
@@ -76,7 +76,7 @@ class Change:
         return text
 
 
-def change_place(run: Run, wanted: Arrangement) -> Change:
+def change_arrangement(run: Run, wanted: Arrangement) -> Change:
     """Go on in the arrangement `wanted`. Collective, drained.
 
     Raises:
@@ -87,46 +87,47 @@ def change_place(run: Run, wanted: Arrangement) -> Change:
     """
     start = time.perf_counter()
     before, way_back = run.args.arrangement, _WayBack(run)
-    place, problem = None, None
+    built, problem = None, None
     try:
         with agreed(patience=PATIENCE):
             state = _leave(run, wanted, way_back)
-            place = build_place(run.args, run.program, draws=False, locally=agreed)
-            moved = _move_in(run, place, state)
-    except AgreedError as error:  # whose frames hold the new place until this block ends
+            built = setup_model_and_optimizer(run.args, run.program, draws=False, locally=agreed)
+            moved = _move_in(run, built, state)
+    except AgreedError as error:  # whose frames hold what was built until this block ends
         problem = str(error)
     if problem is not None:
-        if place is not None:
-            place.update.close()
-        del place
+        if built is not None:
+            built.update.close()
+        del built
         way_back.go(run)
         raise CheckpointError(problem)
-    run.place = place
-    way_back.place.update.close()
+    run.model_and_optimizer = built
+    way_back.model_and_optimizer.update.close()
     groups = way_back.groups
     del way_back, state
     _collect()
     if groups is not None:
         parallel_groups.destroy(groups)
-    run.engine = build_engine(run.args, place, run.position())
+    run.engine = build_engine(run.args, built, run.position())
     return _summary(run, before, moved, time.perf_counter() - start)
 
 
 class _WayBack:
-    """What a run needs to go on as it was: its place, what says and gives the ranks their parts, and the generators.
+    """What a run needs to go on as it was: its model and optimizer, what says and gives the ranks their parts, and the
+    generators.
 
     Attributes:
         groups: those of before, once they have been set aside.
     """
 
     def __init__(self, run: Run) -> None:
-        self.arrangement, self.place = run.args.arrangement, run.place
+        self.arrangement, self.model_and_optimizer = run.args.arrangement, run.model_and_optimizer
         self.gradients = GradientMemory(run.update)
         self.groups: parallel_groups.ParallelState | None = None
         self._random_state = random_state()  # building draws
 
     def go(self, run: Run) -> None:
-        """Let the run go on. Collective; what was made of a new place is forgotten."""
+        """Let the run go on. Collective; what was built is forgotten."""
         _collect()
         if self.groups is not None:
             parallel_groups.destroy(parallel_groups.set_aside())
@@ -136,7 +137,7 @@ class _WayBack:
         restore_random_state([self._random_state])
         self.gradients.take_again()
         if run.engine is None:
-            run.engine = build_engine(run.args, self.place, run.position())
+            run.engine = build_engine(run.args, self.model_and_optimizer, run.position())
 
 
 def _leave(run: Run, wanted: Arrangement, way_back: _WayBack) -> ShardedStateDict:
@@ -145,7 +146,7 @@ def _leave(run: Run, wanted: Arrangement, way_back: _WayBack) -> ShardedStateDic
         arrange(run.args, wanted)
     _end_engine(run)
     with agreed():
-        state = hold_run(way_back.place, iteration=run.iteration)
+        state = hold_run(way_back.model_and_optimizer, iteration=run.iteration)
         way_back.gradients.release()
     if wanted.ranks != way_back.arrangement.ranks:
         way_back.groups = parallel_groups.set_aside()
@@ -153,11 +154,11 @@ def _leave(run: Run, wanted: Arrangement, way_back: _WayBack) -> ShardedStateDic
     return state
 
 
-def _move_in(run: Run, place: Place, state: ShardedStateDict) -> Moved:
-    """Put a place that has been built into the state that the ranks hold. Collective."""
-    _require_same_program(place.schedule, run.args.batch_sizes.num_microbatches(run.consumed_samples))
-    moved = hand_over(state, place, iteration=run.iteration)
-    choose_kernel(place.optimizer, run.args.optimizer_kernel)
+def _move_in(run: Run, built: ModelAndOptimizer, state: ShardedStateDict) -> Moved:
+    """Put what has been built into the state that the ranks hold. Collective."""
+    _require_same_program(built.schedule, run.args.batch_sizes.num_microbatches(run.consumed_samples))
+    moved = hand_over(state, built, iteration=run.iteration)
+    choose_kernel(built.optimizer, run.args.optimizer_kernel)
     return moved
 
 
@@ -194,7 +195,8 @@ def _summary(run: Run, before: Arrangement, moved: Moved, seconds: float) -> Cha
 
 
 def _collect() -> None:
-    """Let go of a place, which has cycles, and keep what is left out of later collections where the run does so."""
+    """Let go of what a rank held, which has cycles, and keep what is left out of later collections where the run does
+    so."""
     keeps_out = gc.get_freeze_count() > 0
     gc.unfreeze()
     gc.collect()

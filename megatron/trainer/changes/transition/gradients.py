@@ -1,8 +1,9 @@
 """The memory of a weight update's gradient buffers, given up while the pipeline is drained.
 
-Between two batches nobody reads a gradient: a batch begins with zeros. So while a new place is built, which has buffers
-of its own, those of the old one need not take memory, and if the run stays there they are made anew. Whatever refers to
-a buffer (views of parameters, buckets, shards) refers to its storage, which stays the same and is empty meanwhile.
+Between two batches nobody reads a gradient: a batch begins with zeros. So while the new chunks are built, which have
+buffers of their own, those of the old ones need not take memory, and if the run stays with these they are made anew.
+Whatever refers to a buffer (views of parameters, buckets, shards) refers to its storage, which stays the same and is
+empty meanwhile.
 """
 
 import torch

@@ -23,7 +23,7 @@ from megatron.trainer.run import assembly
 from megatron.trainer.run.loop import run_to_the_end
 from megatron.trainer.run.pretraining import complete
 from megatron.trainer.start_up import initialize
-from megatron.trainer.start_up.place import build_place
+from megatron.trainer.start_up.model_and_optimizer import setup_model_and_optimizer
 from tests.trainer.run.run_case import BASE
 
 ITERATIONS = 3
@@ -42,7 +42,7 @@ def trained(flags, num_stages):
     initialize.set_up(args)
     run = assembly.assemble(args, pretrain_gpt.program())
     run_to_the_end(run, StopSignal(), started=time.time())
-    return args, run.place
+    return args, run.model_and_optimizer
 
 
 def rebuilt(args, like, *, num_frozen=0):
@@ -60,7 +60,7 @@ def rebuilt(args, like, *, num_frozen=0):
 
         return provider
 
-    return build_place(args, replace(pretrain_gpt.program(), model_provider=model_provider))
+    return setup_model_and_optimizer(args, replace(pretrain_gpt.program(), model_provider=model_provider))
 
 
 def change_degrees(flags, stages):

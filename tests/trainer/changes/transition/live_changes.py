@@ -20,7 +20,7 @@ from tests.trainer.run.run_case import numbered_names
 def states(run: Run) -> Callable[[], list[dict]]:
     """For each change, also one that fails, how many layers are frozen and ranks in a pipeline behind it, and what this
     rank had `before` and has `after`, as `whole_state` finds it, with the weights of frozen layers, too."""
-    first, found = loop.change_place, []
+    first, found = loop.change_arrangement, []
     for _ in range(1 + run.args.rank):  # so that no generator is where a seed puts it
         random.random(), numpy.random.rand(), torch.rand(1)
 
@@ -33,10 +33,10 @@ def states(run: Run) -> Callable[[], list[dict]]:
             found.append({"num_frozen": now.num_frozen, "pipeline": now.pipeline, "before": before,
                           "after": _state(run)})  # fmt: skip
 
-    loop.change_place = watched
+    loop.change_arrangement = watched
 
     def end() -> list[dict]:
-        loop.change_place = first
+        loop.change_arrangement = first
         return found
 
     return end
@@ -61,7 +61,7 @@ def _with(mend: Callable[[], object], end: Callable[[], list[dict]]) -> Callable
 
 
 def _state(run: Run) -> tuple:
-    pieces, *rest = whole_state(replace(run.place, chunks=run.update.chunks))
+    pieces, *rest = whole_state(replace(run.model_and_optimizer, chunks=run.update.chunks))
     for chunk in run.chunks:
         for name, value in numbered_names(unwrap_model(chunk)):
             pieces.setdefault(("weight", name, 0), []).append((0, value.numel(), value.detach().flatten().clone()))

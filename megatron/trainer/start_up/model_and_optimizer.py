@@ -1,7 +1,7 @@
-"""What a rank holds at its place in the pipeline: its chunks with their optimizer, weight update and stages.
+"""What a rank holds of the pipeline: its chunks with their optimizer, weight update and stages.
 
-A run has one place at a time. Where the pipeline changes while it trains, the run takes another, and what was learned
-moves from the one to the other as it does through a checkpoint.
+A run has one such record at a time. Where the pipeline changes while it trains, the run builds another, and what was
+learned moves from the one to the other as it does through a checkpoint.
 """
 
 import argparse
@@ -40,9 +40,9 @@ Update = MegatronWeightUpdate | MegatronRelayUpdate | MegatronFrozenUpdate
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place(RunParts):
-    """One rank's: what has state, and the stages that compute with it. `memory`: of its activations, where they are
-    counted or moved."""
+class ModelAndOptimizer(RunParts):
+    """What one rank has built: what has state, and the stages that compute with it. `memory`: of its activations, where
+    they are counted or moved."""
 
     schedule: Schedule
     chunks: list[torch.nn.Module]
@@ -53,7 +53,7 @@ class Place(RunParts):
     memory: ActivationMemory | None
 
 
-def build_place(
+def setup_model_and_optimizer(
     args: argparse.Namespace,
     program: TrainingProgram,
     *,
@@ -61,12 +61,12 @@ def build_place(
     layers: Sequence[int] | None = None,
     draws: bool = True,
     locally: Callable[[], AbstractContextManager] = nullcontext,
-) -> Place:
-    """The place of this rank in the pipeline of `args`. Collective.
+) -> ModelAndOptimizer:
+    """Build what this rank holds of the pipeline of `args`. Collective.
 
     Args:
-        rank, layers: another place than that of the process groups, and other numbers of layers of the stages than the
-            flags give.
+        rank, layers: another pipeline rank than that of the process groups, and other numbers of layers of the stages
+            than the flags give.
         draws: with weights drawn from the seed; without, they are anything, for whoever brings them from elsewhere.
         locally: what surrounds, as often on each rank, what needs no other rank, so that one that fails there (it may
             have too little memory) can tell the others.
@@ -124,7 +124,7 @@ def build_place(
     except AgreedError:
         update.close()
         raise
-    return Place(
+    return ModelAndOptimizer(
         schedule=schedule, chunks=chunks, optimizer=optimizer, scheduler=scheduler, update=update, stages=stages,
         memory=memory,
     )  # fmt: skip

@@ -7,7 +7,7 @@ import pytest
 from megatron.pipeline.program.weight_policies import FLUSH, TWO_BW
 from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.parameters import stage_parameters
-from megatron.planner.time.profile import ProfiledPlace
+from megatron.planner.time.profile import StagePosition
 from megatron.trainer.plan.model_argv import model_words
 from megatron.trainer.profile.tasks import StagePlan
 from tests import workers
@@ -16,7 +16,7 @@ from tests.trainer.run.run_case import BASE, data_flags
 NUM_MICROBATCHES, NUM_BATCHES, LAYERS = 2, 3, 2
 
 
-def stage_plan(place: ProfiledPlace = ProfiledPlace.MIDDLE, flags: str = "", **changes) -> StagePlan:
+def stage_plan(place: StagePosition = StagePosition.MIDDLE, flags: str = "", **changes) -> StagePlan:
     words = model_words(f"{BASE} {data_flags()} {flags}".split(), architecture="gpt")
     values = dict(
         architecture="gpt", words=words, place=place, num_layers=LAYERS,
@@ -30,7 +30,7 @@ def time_case(plans: list[StagePlan]) -> list[dict]:
     """What each plan yields on this rank, which is one of a job of tensor ranks."""
     from megatron.core import parallel_state
     from megatron.trainer.plan import from_flags as planner_records
-    from megatron.trainer.profile.places import build_placed_stage
+    from megatron.trainer.profile.lone_stage import build_lone_stage
     from megatron.trainer.profile.stage_times import time_stage
     from megatron.trainer.profile.tasks import prepare, training_program
 
@@ -38,21 +38,21 @@ def time_case(plans: list[StagePlan]) -> list[dict]:
     for plan in plans:
         args, starts = plan.arguments(), []
         prepare(args, None)
-        placed = build_placed_stage(args, training_program("gpt"), plan.place, plan.weights)
+        lone = build_lone_stage(args, training_program("gpt"), plan.place, plan.weights)
         samples = time_stage(
-            placed, num_microbatches=plan.num_microbatches, num_batches=plan.num_batches, num_warmup=plan.num_warmup,
+            lone, num_microbatches=plan.num_microbatches, num_batches=plan.num_batches, num_warmup=plan.num_warmup,
             start=lambda starts=starts: starts.append(1),
         )  # fmt: skip
-        placed.close()
+        lone.close()
         from megatron.trainer.data.tokenizer import build_tokenizer, padded_vocab_size
 
         args.padded_vocab_size = padded_vocab_size(args, build_tokenizer(args))
         found.append(
             {
                 "samples": samples,
-                "num_parameters": placed.num_parameters,
+                "num_parameters": lone.num_parameters,
                 "num_starts": len(starts),
-                "num_saved": placed.stage.num_saved,
+                "num_saved": lone.stage.num_saved,
                 "model": planner_records.architecture(args),
             }
         )
@@ -61,23 +61,23 @@ def time_case(plans: list[StagePlan]) -> list[dict]:
 
 
 def run(plans: list[StagePlan]) -> list[dict]:
-    return workers.run(plans[0].tensor, "tests.trainer.profile.test_places:time_case", plans=plans)[0]
+    return workers.run(plans[0].tensor, "tests.trainer.profile.test_lone_stage:time_case", plans=plans)[0]
 
 
 @pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_every_place_is_that_of_a_pipeline(tensor):
+def test_every_position_is_that_of_a_pipeline(tensor):
     """A stage has the parameters that the planner counts for its place (the last with an embedding of its own), every
     batch after the warm-up is timed once, and nothing is left saved."""
-    plans = [stage_plan(place, tensor=tensor) for place in ProfiledPlace]
+    plans = [stage_plan(place, tensor=tensor) for place in StagePosition]
     plans += [stage_plan(weights=TWO_BW, tensor=tensor)]
     results = run(plans)
     first, middle, last = stage_parameters(results[0]["model"], tensor, (LAYERS,) * 3)
     (only,) = stage_parameters(results[0]["model"], tensor, (LAYERS,))
     expected = {
-        ProfiledPlace.ONLY: only,
-        ProfiledPlace.FIRST: first,
-        ProfiledPlace.MIDDLE: middle,
-        ProfiledPlace.LAST: last,
+        StagePosition.ONLY: only,
+        StagePosition.FIRST: first,
+        StagePosition.MIDDLE: middle,
+        StagePosition.LAST: last,
     }
     for plan, result in zip(plans, results, strict=True):
         assert result["num_parameters"] == expected[plan.place], plan
