@@ -1,6 +1,6 @@
-"""The arms of `finetune_peers.py`, in turns in the same two processes; all take the words of `finetune.py`.
+"""The arms of `finetune_peers.py`, in turns in the same two processes; all take the flags of `finetune.py`.
 
-A turn is a dictionary: `arm`; `words`; for torch's also `schedule`, `split` (the module at which the second stage of
+A turn is a dictionary: `arm`; `argv`; for torch's also `schedule`, `split` (the module at which the second stage of
 its tracer begins) and `mend` (what is done for it beyond that, of `MENDS`).
 """
 
@@ -157,7 +157,7 @@ def run_all(listed: Path, result: Path) -> None:
     """The turns of a file; the last rank writes `losses` of the batches and `seconds` of one in the steady state."""
     turns = json.loads(listed.read_text())
     stop = StopSignal().install()
-    first = parse_args(turns[0]["words"])
+    first = parse_args(turns[0]["argv"])
     job.join(first)
     with initialize.left_in_order(), failure_guard.guard():
         done = []
@@ -171,7 +171,7 @@ def run_all(listed: Path, result: Path) -> None:
 
 def run(turn: Mapping, stop: StopSignal) -> dict:
     """One turn, of either kind; the same on both ranks."""
-    args = parse_args(turn["words"])
+    args = parse_args(turn["argv"])
     initialize.choose_device(args)
     dist.barrier()
     if turn["arm"] == "naive":

@@ -63,7 +63,7 @@ _OURS = {
     "gpipe": ("sequential", "--pipeline_schedule", "gpipe", "--no_recompute"),
     "flush": ("sequential", "--pipeline_schedule", "flush", "--no_recompute"),
 }
-"""Partition and words of each."""
+"""Partition and flags of each."""
 _SCHEDULES = {"torch GPipe": "gpipe", "torch 1F1B": "1f1b"}
 
 
@@ -149,11 +149,11 @@ class Bench:
     def turn(self, arm: str, mend: Sequence[str] | None = None) -> dict:
         """A turn of `finetune_peer_runs.py`. `mend`: instead of all that the model needs."""
         if arm in _OURS:
-            partition, *words = _OURS[arm]
-            own = ["--partition", str(self._folder / f"{partition}.json"), *words]
+            partition, *argv = _OURS[arm]
+            own = ["--partition", str(self._folder / f"{partition}.json"), *argv]
             own += ["--metrics_file", str(self._folder / "metrics.jsonl")]
-            return {"arm": arm, "words": [*self._words(self._options.steps), *own]}
-        turn = {"arm": arm, "words": self._words(self._options.steps)}
+            return {"arm": arm, "argv": [*self._argv(self._options.steps), *own]}
+        turn = {"arm": arm, "argv": self._argv(self._options.steps)}
         if arm in _SCHEDULES:
             needed = self.model.mend if mend is None else mend
             turn |= {"schedule": _SCHEDULES[arm], "split": self.model.split, "mend": list(needed)}
@@ -162,7 +162,7 @@ class Bench:
     def drained(self) -> dict:
         """A turn of ftpipe that drains after each batch."""
         turn = self.turn("ftpipe")
-        return turn | {"words": [*turn["words"], "--max_steps", str(DRAINED), "--save_steps", "1"]}
+        return turn | {"argv": [*turn["argv"], "--max_steps", str(DRAINED), "--save_steps", "1"]}
 
     def run(self, turns: Sequence[dict]) -> list[dict]:
         """`arm`, `losses` and `seconds` of each."""
@@ -179,7 +179,7 @@ class Bench:
         assert errors, f"torch failed without an error: {done.stderr}"
         return next((each for each in errors if "Connection closed" not in each), errors[0])
 
-    def _words(self, steps: int) -> list[str]:
+    def _argv(self, steps: int) -> list[str]:
         return [
             "--model_name_or_path", str(self._folder / self.model.name), *self._data,
             *_BATCHES, "--learning_rate", "1e-2", "--lr_scheduler_type", "constant", "--max_grad_norm", "0",

@@ -59,16 +59,16 @@ def turn(contender: str, depth: int, folder: Path) -> tuple[float, float]:
     metrics = folder / "metrics.jsonl"
     metrics.unlink(missing_ok=True)
     if contender in PEERS:
-        words = ["benchmarks/freeze_peer_ranks.py", contender, str(depth), str(metrics), *flags]
-        launch(words, folder / "log.txt")
+        argv = ["benchmarks/freeze_peer_ranks.py", contender, str(depth), str(metrics), *flags]
+        launch(argv, folder / "log.txt")
         found = json.loads(metrics.read_text())
         return statistics.median(found["seconds"][4:]), found["first_loss"]
     own = [word.format(cache=folder / "cache") for word in OWN[contender]]
     if contender != "frozen" or depth:
         own = ["--freeze-training", "--freeze-interval", str(DECIDED), "--freeze-schedule", str(depth), *own]
     shutil.rmtree(folder / "cache", ignore_errors=True)
-    words = ["pretrain_vision_classify.py", *flags, *own, "--metrics-file", str(metrics)]
-    launch(words, folder / "log.txt")
+    argv = ["pretrain_vision_classify.py", *flags, *own, "--metrics-file", str(metrics)]
+    launch(argv, folder / "log.txt")
     records = [each for each in read_metrics(str(metrics)) if "iteration_time_ms" in each]
     seconds = [each["iteration_time_ms"] / 1000 for each in records[SECOND_EPOCH:]]
     return statistics.median(seconds), records[0]["loss"]

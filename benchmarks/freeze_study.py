@@ -200,19 +200,19 @@ STUDIES = {
 }
 
 
-def python(*words: str) -> None:
-    subprocess.run([sys.executable, *words], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+def python(*argv: str) -> None:
+    subprocess.run([sys.executable, *argv], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
 
-def launch(words: list[str], log: Path) -> None:
+def launch(argv: list[str], log: Path) -> None:
     """A training program on two processes; what it says goes to `log`, which is shown if it fails."""
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    job = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words]
+    job = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *argv]
     with open(log, "w") as stream:
         ended = subprocess.run(job, cwd=ROOT, env=environment, stdout=stream, stderr=subprocess.STDOUT)
     if ended.returncode:
-        raise SystemExit(f"{' '.join(words)}\n{log.read_text()[-4000:]}\nthe run failed; {log}")
+        raise SystemExit(f"{' '.join(argv)}\n{log.read_text()[-4000:]}\nthe run failed; {log}")
 
 
 def read_run(metrics: Path) -> dict:

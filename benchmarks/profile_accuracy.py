@@ -37,7 +37,7 @@ from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.trial.predict import predicted_seconds
 from megatron.planner.trial.results import Status, TrialEntry
 from megatron.planner.trial.runs import Runs
-from megatron.trainer.plan.model_argv import model_words
+from megatron.trainer.plan.model_argv import model_argv
 from megatron.trainer.profile.session import Session
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -113,7 +113,7 @@ def configurations() -> list[Configuration]:
 
 
 def model_flags(args: argparse.Namespace) -> tuple[str, ...]:
-    return model_words(
+    return model_argv(
         f"--num-layers {args.num_layers} --hidden-size {args.hidden_size} --num-attention-heads 4 "
         f"--seq-length {args.seq_length} --max-position-embeddings {args.seq_length} --mock-data --lr 1e-4 "
         f"--tokenizer-type NullTokenizer --vocab-size {args.vocab_size} --num-workers 0".split(),
@@ -123,16 +123,16 @@ def model_flags(args: argparse.Namespace) -> tuple[str, ...]:
 
 def run_group(cases: list[Case], args: argparse.Namespace, output: Path) -> None:
     """All rounds of the configurations of one pair of degrees."""
-    words = model_flags(args)
+    argv = model_flags(args)
     runs = Runs(
-        program=ROOT / "pretrain_gpt.py", words=words, output=output, iterations=args.iterations, warmup=args.warmup
+        program=ROOT / "pretrain_gpt.py", argv=argv, output=output, iterations=args.iterations, warmup=args.warmup
     )
     tensor, pipeline = cases[0].configuration.tensor, cases[0].configuration.pipeline
-    before = predictions(cases, words, args)
+    before = predictions(cases, argv, args)
     for number in range(args.rounds):
         say(f"t={tensor}, p={pipeline}, round {number + 1} of {args.rounds}")
         measured = [measure(case, runs) for case in cases]
-        after = predictions(cases, words, args)
+        after = predictions(cases, argv, args)
         for case, *seconds in zip(cases, before, measured, after, strict=True):
             for numbers, each in zip((case.predicted, case.measured, case.predicted_after), seconds, strict=True):
                 numbers.append(each)
@@ -144,12 +144,12 @@ def run_group(cases: list[Case], args: argparse.Namespace, output: Path) -> None
         before = after
 
 
-def predictions(cases: list[Case], words: tuple[str, ...], args: argparse.Namespace) -> list[float]:
+def predictions(cases: list[Case], argv: tuple[str, ...], args: argparse.Namespace) -> list[float]:
     """Seconds of an iteration of each case by a new profile of just what these degrees need."""
     tensor, pipeline = cases[0].configuration.tensor, cases[0].configuration.pipeline
     weights = (FLUSH, TWO_BW) if pipeline > 1 else (FLUSH,)
     profile = Session(
-        architecture="gpt", words=words, sequence_parallel=False, processes=tensor * pipeline, threads=1,
+        architecture="gpt", argv=argv, sequence_parallel=False, processes=tensor * pipeline, threads=1,
         tensors=(tensor,), micro_batch_sizes=(MICRO_BATCH,), scopes=(RecomputeScope.NONE,), weights=weights,
         layers=tuple(args.layers), iterations=args.profile_iterations, rounds=args.profile_rounds,
     ).run()  # fmt: skip

@@ -119,13 +119,13 @@ def _clear() -> None:
 
 def _command_seconds(name: str) -> float:
     layers, hidden, heads, nodes, batch = MODELS[name]
-    words = [
+    argv = [
         sys.executable, str(ROOT / "tools" / "grid_search.py"), "search", "--cluster", "A100-80", "--nodes", nodes,
         "--num-layers", layers, "--hidden-size", hidden, "--num-attention-heads", heads, "--seq-length", 2048,
         "--vocab-size", 51200, "--global-batch-size", batch, "--transformer-impl", "local", "--json",
     ]  # fmt: skip
     start = time.perf_counter()
-    subprocess.run([str(word) for word in words], check=True, capture_output=True, cwd=ROOT)
+    subprocess.run([str(word) for word in argv], check=True, capture_output=True, cwd=ROOT)
     return time.perf_counter() - start
 
 

@@ -67,7 +67,7 @@ def report(optimizer: str, found: dict, say: Callable[[str], None] = print) -> f
     return statistics.median(ratios)
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = parser_of(__doc__, json="every single figure goes here")
     parser.add_argument("--hidden-size", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
@@ -78,7 +78,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
     parser.add_argument("--directory", default="/dev/shm/transition", help="of the checkpoints")
-    options = parser.parse_args(words)
+    options = parser.parse_args(argv)
     results = {}
     for optimizer in options.optimizers:
         job = Job(flags_of(options, optimizer), options.ranks, tuple(options.stages), options.repeats,

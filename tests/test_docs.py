@@ -38,5 +38,5 @@ def test_links_lead_somewhere(page):
 def test_schedule_commands_run(page, tmp_path):
     """The commands of tools/schedule.py that these pages show succeed."""
     for command in COMMAND.findall(page.read_text(encoding="utf-8")):
-        words = shlex.split(command, comments=True)
-        subprocess.run([sys.executable, str(ROOT / words[0]), *words[1:]], cwd=tmp_path, check=True, timeout=120)
+        argv = shlex.split(command, comments=True)
+        subprocess.run([sys.executable, str(ROOT / argv[0]), *argv[1:]], cwd=tmp_path, check=True, timeout=120)

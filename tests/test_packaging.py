@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.commands.__main__ import COMMANDS
-from tests.commands.search_words import GPT, QUICK
+from tests.commands.search_argv import GPT, QUICK
 
 ROOT = Path(__file__).resolve().parents[1]
 PIP_OPTIONS = ("--no-deps", "--no-build-isolation", "--no-input", "--quiet", "--disable-pip-version-check")
@@ -95,8 +95,8 @@ def test_commands_and_programs_need_no_checkout(copy, python, tmp_path):
     console = (python, "-I", str(Path(python).parent / "megatron-pipeline"))
     assert run(*console, "schedule", "check", "--schedule", "2bw", cwd=tmp_path).startswith("correct\n")
     assert "COMMAND: invalid choice: 'schedul'" in run(*console, "schedul", cwd=tmp_path, status=2)
-    words = map(str, [*GPT, *QUICK, "--cluster", "V100-16", "--output", "plan"])
-    run(*console, "grid_search", "search", *words, cwd=tmp_path)
+    argv = map(str, [*GPT, *QUICK, "--cluster", "V100-16", "--output", "plan"])
+    run(*console, "grid_search", "search", *argv, cwd=tmp_path)
     needs = 'cd "${PIPELINE_HOME:?has to name a checkout'
     assert needs in (tmp_path / "plan" / "best.sh").read_text()
     for program in (*PROGRAMS, "megatron.finetuning.finetune"):

@@ -54,7 +54,7 @@ def gathered(value: Any) -> list:
     return values
 
 
-def torchrun(num_ranks: int, *words: object, **options: Any) -> subprocess.CompletedProcess:
+def torchrun(num_ranks: int, *argv: object, **options: Any) -> subprocess.CompletedProcess:
     """Run a program with its flags on so many ranks; `options`: of `subprocess.run`."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    return subprocess.run([*command, *map(str, words)], **options)
+    return subprocess.run([*command, *map(str, argv)], **options)

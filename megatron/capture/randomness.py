@@ -48,7 +48,7 @@ def seeded_feature_dropout(draw: Draw, node: int, input: Tensor, p: float) -> Te
 
 
 def seeded_attention(
-    draw: Draw | None, node: int, trained: Sequence[bool], *tensors: Tensor | None, dropout_p: float, **words: object
+    draw: Draw | None, node: int, trained: Sequence[bool], *tensors: Tensor | None, dropout_p: float, **options: object
 ) -> Tensor:
     """``scaled_dot_product_attention`` of operator `node`, with dropout of the attention's weights.
 
@@ -57,19 +57,19 @@ def seeded_attention(
     that is recomputed later) it is shown the same.
     """
     if draw is None or not draw.training:
-        return _attend(trained, tensors, dropout_p=0.0, **words)
+        return _attend(trained, tensors, dropout_p=0.0, **options)
     with _seeded(tensors[0].device, draw, node):
-        return _attend(trained, tensors, dropout_p=dropout_p, **words)
+        return _attend(trained, tensors, dropout_p=dropout_p, **options)
 
 
-def _attend(trained: Sequence[bool], tensors: Sequence[Tensor | None], **words: object) -> Tensor:
+def _attend(trained: Sequence[bool], tensors: Sequence[Tensor | None], **options: object) -> Tensor:
     if torch.is_grad_enabled() or not any(trained):
-        return torch.nn.functional.scaled_dot_product_attention(*tensors, **words)
+        return torch.nn.functional.scaled_dot_product_attention(*tensors, **options)
     shown = [
         tensor.detach().requires_grad_() if needs else tensor for tensor, needs in zip(tensors, trained, strict=True)
     ]
     with torch.enable_grad():
-        return torch.nn.functional.scaled_dot_product_attention(*shown, **words).detach()
+        return torch.nn.functional.scaled_dot_product_attention(*shown, **options).detach()
 
 
 SEEDED: dict[object, Callable] = {

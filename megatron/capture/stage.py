@@ -91,9 +91,9 @@ class CapturedStage(torch.nn.Module):
         for name, value in values.items():
             _place(self, name, value, persistent=name in persistent)
         code = graph.python_code("self")
-        words = dict(code.globals)
-        exec(compile(code.src, f"<stage {index}>", "exec"), words)
-        self._compute = words["forward"]
+        namespace = dict(code.globals)
+        exec(compile(code.src, f"<stage {index}>", "exec"), namespace)
+        self._compute = namespace["forward"]
 
     def forward(
         self, data: StageData, inputs: Mapping[int, tuple[Tensor, ...]]

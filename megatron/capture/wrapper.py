@@ -48,9 +48,9 @@ class LossOnly(torch.nn.Module):
         self._keep = tuple(keep)
         self._fixed = _fixed_arguments(model)
         arguments = ", ".join(names)
-        words: dict[str, Callable] = {}
-        exec(f"def forward(self, {arguments}): return self.loss_of(dict({_pairs(names)}))", words)
-        self.forward = words["forward"].__get__(self)
+        namespace: dict[str, Callable] = {}
+        exec(f"def forward(self, {arguments}): return self.loss_of(dict({_pairs(names)}))", namespace)
+        self.forward = namespace["forward"].__get__(self)
 
     def loss_of(self, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
         output = self.model(**batch, **self._fixed) if self._loss is None else self.model(**_taken(self.model, batch))

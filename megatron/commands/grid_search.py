@@ -28,8 +28,8 @@ Where the file says TAKES_FLAGS, words that are none of its own are flags of the
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    wanted = next((word for word in words if word in COMMANDS), None)
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    wanted = next((word for word in argv if word in COMMANDS), None)
     parser = command_line.parser_of(__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, summary in COMMANDS.items():
@@ -43,12 +43,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )  # fmt: skip
         command.add_arguments(subparser)
         subparser.set_defaults(run=command.run, takes_flags=getattr(command, "TAKES_FLAGS", False))
-    options, options.flags = _parsed(parser, words)
+    options, options.flags = _parsed(parser, argv)
     return command_line.run(options.run, options)
 
 
-def _parsed(parser, words: list[str]) -> tuple:
-    options, rest = parser.parse_known_args(words)
+def _parsed(parser, argv: list[str]) -> tuple:
+    options, rest = parser.parse_known_args(argv)
     if rest and not options.takes_flags:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     return options, [word for word in rest if word != "--"]

@@ -220,9 +220,9 @@ def show(options: argparse.Namespace) -> int:
     return 0
 
 
-def main(words: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("metrics", type=Path, help="what --metrics-file wrote")
     parser.add_argument("--output", type=Path, required=True, help="the picture")
     parser.add_argument("--title", default="", help="above it")
-    return command_line.run(show, parser.parse_args(words))
+    return command_line.run(show, parser.parse_args(argv))

@@ -25,11 +25,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from megatron.commands import command_line
-from megatron.commands.grid_search_commands.search_inputs import add_model_arguments, read_words
+from megatron.commands.grid_search_commands.search_inputs import add_model_arguments, read_argv
 from megatron.pipeline.program.weight_policies import FLUSH, POLICIES, TWO_BW, WeightPolicy
 from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.time.profile import Profile, Spread
-from megatron.trainer.plan.model_argv import model_words
+from megatron.trainer.plan.model_argv import model_argv
 from megatron.trainer.profile.session import Session
 
 _POLICIES = (FLUSH, TWO_BW)
@@ -111,13 +111,13 @@ def _refuse_output(path: Path) -> None:
 
 
 def _session(options: argparse.Namespace) -> Session:
-    words, architecture, notes = read_words(options)
+    argv, architecture, notes = read_argv(options)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     return Session(
         architecture=architecture,
-        words=model_words(words, architecture=architecture),
-        sequence_parallel="--sequence-parallel" in words,
+        argv=model_argv(argv, architecture=architecture),
+        sequence_parallel="--sequence-parallel" in argv,
         processes=_processes(options.processes),
         threads=options.threads,
         tensors=tuple(dict.fromkeys(options.tensor_sizes)),

@@ -57,12 +57,12 @@ def training_arguments(options: argparse.Namespace) -> argparse.Namespace:
     from megatron.trainer.checkpoint.checkpoint import apply_checkpoint_arguments
     from megatron.trainer.start_up import initialize
 
-    words = ["--load", options.load, "--finetune", "--use-checkpoint-args", "--skip-train", "--mock-data"]
-    words += ["--micro-batch-size", "1", "--seed", str(options.seed)]
+    argv = ["--load", options.load, "--finetune", "--use-checkpoint-args", "--skip-train", "--mock-data"]
+    argv += ["--micro-batch-size", "1", "--seed", str(options.seed)]
     for name in ("ckpt_step", "tokenizer_type", "tokenizer_model", "vocab_file", "merge_file"):
         if (value := getattr(options, name)) is not None:
-            words += ["--" + name.replace("_", "-"), str(value)]
-    args = parse_args(words, prog="text_generation.py")
+            argv += ["--" + name.replace("_", "-"), str(value)]
+    args = parse_args(argv, prog="text_generation.py")
     saved = apply_checkpoint_arguments(args)
     if backend.is_cuda():
         args.bf16, args.fp16 = getattr(saved, "bf16", False), getattr(saved, "fp16", False)

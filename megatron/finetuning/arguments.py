@@ -122,9 +122,9 @@ def settle_precision(args: argparse.Namespace) -> None:
 def both_spellings(group) -> Callable[..., argparse.Action]:
     """`add_argument` of a group, which takes `--learning-rate` for `--learning_rate`, too."""
 
-    def add(*names: str, **words: object) -> argparse.Action:
+    def add(*names: str, **options: object) -> argparse.Action:
         others = [name.replace("_", "-") for name in names if "_" in name]
-        return group.add_argument(*names, *others, **words)
+        return group.add_argument(*names, *others, **options)
 
     return add
 

@@ -36,8 +36,8 @@ BLOCKS = """
 def run_steps(how: str, **variables: str) -> tuple[str, int]:
     """What `keep_freed_memory` returned, and the page faults of ten steps of 128 MiB, in a process of its own."""
     environment = {name: value for name, value in os.environ.items() if name not in MALLOC_VARIABLES}
-    words = [sys.executable, "-c", textwrap.dedent(BLOCKS), how]
-    done = subprocess.run(words, env=environment | variables, capture_output=True, text=True, timeout=120)
+    argv = [sys.executable, "-c", textwrap.dedent(BLOCKS), how]
+    done = subprocess.run(argv, env=environment | variables, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     changed, faults = done.stdout.split()
     return changed, int(faults)

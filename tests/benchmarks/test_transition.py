@@ -34,10 +34,10 @@ def test_ratios_are_of_the_state_within_a_repeat():
 @pytest.mark.parametrize("optimizer", ["plain", "distributed"])
 def test_a_small_run(tmp_path, capsys, optimizer):
     path = tmp_path / "found.json"
-    words = ["--hidden-size", "64", "--layers", "2", "--ranks", "2", "--stages", "2", "1", "--repeats", "1"]
-    words += ["--schedule", "2bw", "--precision=--bf16"]
+    argv = ["--hidden-size", "64", "--layers", "2", "--ranks", "2", "--stages", "2", "1", "--repeats", "1"]
+    argv += ["--schedule", "2bw", "--precision=--bf16"]
     where = ["--optimizers", optimizer, "--directory", str(tmp_path / "saved"), "--json", str(path)]
-    assert transition.main([*words, *where]) == 0
+    assert transition.main([*argv, *where]) == 0
     found = json.loads(path.read_text())[optimizer]
     assert {each["memory"] for each in found["turns"]} == {True, False} and found["state_bytes"] > 0
     assert "of state held" in capsys.readouterr().out

@@ -29,9 +29,9 @@ def sweep(tmp_path):
     return tmp_path
 
 
-def end(*words):
+def end(*argv):
     with pytest.raises(SystemExit) as found:
-        compare_runs.main([str(word) for word in words])
+        compare_runs.main([str(word) for word in argv])
     return found.value.code
 
 

@@ -14,7 +14,7 @@ from megatron.commands.grid_search_commands import search_inputs as inputs
 from megatron.trainer.arguments import Platform
 from megatron.trainer.plan.command import PROGRAMS, Job
 from tests.commands.in_process import ROOT, runner
-from tests.commands.search_words import CLUSTER, GPT, QUICK, SCRIPT
+from tests.commands.search_argv import CLUSTER, GPT, QUICK, SCRIPT
 
 TOOL = ROOT / "tools" / "grid_search.py"
 
@@ -29,7 +29,7 @@ MODERN = """
 def run(capsys):
     """Run the tool in this process."""
     search = runner(tool, capsys)
-    return lambda *words: search("search", *words)
+    return lambda *argv: search("search", *argv)
 
 
 def test_a_table_and_json(run):
@@ -74,8 +74,8 @@ def test_2bw_predicts_where_that_is_asked_for(run, tmp_path):
 @pytest.mark.parametrize("schedules", ["2bw", "flush,2bw", "flush"])
 def test_the_delay_of_weights_is_said_where_it_counts(run, tmp_path, schedules):
     """What is printed and the page say it where 2bw is listed, the script where it starts 2bw; else nothing does."""
-    words = ["--schedules", schedules, "--tensor", "1", "--simulate", 1, "--output", tmp_path]
-    status, out, _ = run(*CLUSTER, *GPT, *words)
+    argv = ["--schedules", schedules, "--tensor", "1", "--simulate", 1, "--output", tmp_path]
+    status, out, _ = run(*CLUSTER, *GPT, *argv)
     assert status == 0
     script, page = (unescape((tmp_path / name).read_text()) for name in ("best.sh", "report.html"))
     starts_2bw = "SCHEDULE:-2bw}" in script
@@ -126,9 +126,9 @@ def test_it_starts_without_torch(tmp_path):
         "heavy = {'torch', 'megatron.core', 'scipy'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
-    words = ["search", *CLUSTER, *GPT, *QUICK, "--output", tmp_path]
+    argv = ["search", *CLUSTER, *GPT, *QUICK, "--output", tmp_path]
     done = subprocess.run(
-        [sys.executable, "-c", program, str(TOOL), *map(str, words)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program, str(TOOL), *map(str, argv)], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
 
@@ -222,19 +222,19 @@ def test_programs_have_these_defaults(architecture):
 
 def test_flags_of_any_model_survive():
     """A job keeps every flag that a configuration does not decide, and the program reads the same from it."""
-    words = MODERN.split()
+    argv = MODERN.split()
     gpu = Platform(is_cuda=True, has_transformer_engine=True, has_apex=True)
-    job = Job.read(words, architecture="gpt", platform=gpu)
+    job = Job.read(argv, architecture="gpt", platform=gpu)
     assert job.dropped == ("--tensor-model-parallel-size 2",) and not job.clips_gradients
-    again = Job.read(job.words, architecture="gpt", platform=gpu)
-    assert again.words == job.words and again.shape(4) == job.shape(4)
+    again = Job.read(job.argv, architecture="gpt", platform=gpu)
+    assert again.argv == job.argv and again.shape(4) == job.shape(4)
     shape = job.shape(4)
     assert shape.gated and not shape.linear_biases and shape.num_query_groups == 4 and shape.num_positions == 0
     assert shape.vocabulary_size == 50688  # 50257 up to a multiple of 128 x 4
 
 
 @pytest.mark.parametrize(
-    ("words", "status", "reason"),
+    ("argv", "status", "reason"),
     [
         ([*CLUSTER, *GPT, "--schedules", "zigzag"], 2, "'zigzag' is not among gpipe, "),
         ([*CLUSTER, *GPT, "--num-lyers", "3"], 1, "--num-lyers is not a known flag; did you mean --num-layers?"),
@@ -250,9 +250,9 @@ def test_flags_of_any_model_survive():
         ([*CLUSTER, *GPT, "--precision", "bf16"], 1, "V100-16 has no units for bfloat16; give --precision fp16"),
     ],
 )
-def test_refusals(run, words, status, reason):
+def test_refusals(run, argv, status, reason):
     """What is wrong is one sentence, and the exit status says whose fault it is."""
-    found, _, err = run(*words)
+    found, _, err = run(*argv)
     assert found == status and reason in err
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainer.arguments.command_line import words
+from tests.trainer.arguments.command_line import argv
 from tests.trainer.run import vision_helper
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +27,7 @@ TOOLS = {  # a library that each imports, and the words with which it does
     "schedule": ("megatron.pipeline.program.program", ["--help"]),
     "text_generation": ("torch", ["--load", "none", "--prompt", "a"]),
 }
-TEXT = [word for word in words() if word != "--mock-data"] + ["--data-path", "none", "--vocab-file", "none"]
+TEXT = [word for word in argv() if word != "--mock-data"] + ["--data-path", "none", "--vocab-file", "none"]
 PROGRAMS = {  # a command line of each
     "finetune_bert": [*TEXT, "--num-classes", "2", "--dry-run", "1"],
     "pretrain_bert": TEXT,
@@ -78,8 +78,8 @@ def test_every_tool_is_among_them():
 
 @pytest.mark.parametrize("tool", TOOLS)
 def test_a_tool_that_imports(tmp_path, tool):
-    stop_at, words = TOOLS[tool]
-    status, error = interrupted([ROOT / "tools" / f"{tool}.py", *words], tmp_path, stop_at)
+    stop_at, argv = TOOLS[tool]
+    status, error = interrupted([ROOT / "tools" / f"{tool}.py", *argv], tmp_path, stop_at)
     assert status == 130, error
     assert error in ("", "ended by SIGINT\n")
 

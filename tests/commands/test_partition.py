@@ -53,13 +53,13 @@ def test_refusals(run, made, tmp_path):
     assert status == 1 and "circle" in err and "\n" not in err.split("error:")[1].strip()
     assert run("--graph", tmp_path / "none.json")[0] == 2
     assert run("--graph", path, "--methods", "annealing")[0] == 2
-    for words, sentence in (
+    for argv, sentence in (
         (("--output", tmp_path), "is a folder; name a file in it"),
         (("--picture", tmp_path / "p.xyz"), "p.xyz has no suffix of a picture; give one of"),
         (("--devices", 4), "--devices is of a MODEL, and --graph names its own machine"),
         (("--memory", "1GiB"), "--memory is of a MODEL"),
     ):
-        status, _, err = run("--graph", path, *words)
+        status, _, err = run("--graph", path, *argv)
         assert status == 1 and sentence in err
 
 
@@ -93,12 +93,12 @@ def test_a_model(run, tmp_path):
     assert run(model, *data, *machine, *sequential, "--memory", "1MB", "--bf16", "--output", output)[0] == 0
     content = json.loads(output.read_text())
     assert (content["dtype"], content["weight_bytes_per_parameter"]) == ("bfloat16", 20)
-    for words, sentence in (
+    for argv, sentence in (
         ((model, "--graph", output), "give a MODEL, or --graph FILE"),
         ((), "give a MODEL, or --graph FILE"),
         ((model, *data), "a MODEL is profiled on real data: give --devices"),
         ((model, *data, *machine, "--memory", "lots"), "'lots' is no amount of memory"),
         ((model, *data, *machine, *sequential, "--memory", "0.01MB"), "nothing fits: the nodes need"),
     ):
-        status, _, errors = run(*words)
+        status, _, errors = run(*argv)
         assert status == 1 and sentence in errors, errors

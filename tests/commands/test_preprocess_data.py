@@ -27,15 +27,15 @@ def write_lines(path: Path, documents: list = DOCUMENTS) -> str:
     return str(path)
 
 
-def run_tool(*words: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, str(TOOL), *words], capture_output=True, text=True, timeout=120)
+def run_tool(*argv: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, str(TOOL), *argv], capture_output=True, text=True, timeout=120)
 
 
 def convert(tmp_path: Path, *more: str, name: str = "out") -> Path:
     """Tokenize DOCUMENTS in this process; returns the prefix of the pair."""
-    words = ["--input", write_lines(tmp_path / "in.jsonl"), "--output-prefix", str(tmp_path / name),
+    argv = ["--input", write_lines(tmp_path / "in.jsonl"), "--output-prefix", str(tmp_path / name),
              "--tokenizer-type", "NullTokenizer", "--vocab-size", "100", *more]  # fmt: skip
-    preprocess_data.preprocess(preprocess_data.parse_args(words))
+    preprocess_data.preprocess(preprocess_data.parse_args(argv))
     return tmp_path / f"{name}_text_document"
 
 
@@ -59,9 +59,9 @@ def test_same_bytes_whatever_the_workers(tmp_path):
     many = [[number % 100] * (number % 7 + 1) for number in range(700)]
     results = []
     for workers in ("1", "2", "5"):
-        words = ["--input", write_lines(tmp_path / "in.jsonl", many), "--output-prefix", str(tmp_path / workers),
+        argv = ["--input", write_lines(tmp_path / "in.jsonl", many), "--output-prefix", str(tmp_path / workers),
                  "--tokenizer-type", "NullTokenizer", "--vocab-size", "100", "--workers", workers]  # fmt: skip
-        preprocess_data.preprocess(preprocess_data.parse_args(words))
+        preprocess_data.preprocess(preprocess_data.parse_args(argv))
         results.append([(tmp_path / f"{workers}_text_document{suffix}").read_bytes() for suffix in (".bin", ".idx")])
     assert results[0] == results[1] == results[2]
 
@@ -80,10 +80,10 @@ def test_a_bad_line_is_named_and_leaves_nothing(tmp_path, line, message, workers
     """The error names file and line, and no file is left, finished or partial."""
     path = tmp_path / "in.jsonl"
     path.write_text('{"text": "1"}\n\n' + line + "\n")
-    words = ["--input", str(path), "--output-prefix", str(tmp_path / "out"), "--tokenizer-type", "NullTokenizer",
+    argv = ["--input", str(path), "--output-prefix", str(tmp_path / "out"), "--tokenizer-type", "NullTokenizer",
              "--vocab-size", "100", "--workers", workers]  # fmt: skip
     with pytest.raises(ValueError, match=message):
-        preprocess_data.preprocess(preprocess_data.parse_args(words))
+        preprocess_data.preprocess(preprocess_data.parse_args(argv))
     assert [found.name for found in tmp_path.iterdir()] == ["in.jsonl"]
 
 
@@ -93,9 +93,9 @@ def test_several_keys_and_files(tmp_path):
 
     (tmp_path / "part-1.jsonl").write_text('{"title": "2", "text": "3 4"}\n')
     (tmp_path / "part-0.jsonl").write_text('{"title": "0", "text": "1"}\n')
-    words = ["--input", str(tmp_path / "part-*.jsonl"), "--output-prefix", str(tmp_path / "out"), "--json-keys",
+    argv = ["--input", str(tmp_path / "part-*.jsonl"), "--output-prefix", str(tmp_path / "out"), "--json-keys",
              "title", "text", "--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]  # fmt: skip
-    counts = preprocess_data.preprocess(preprocess_data.parse_args(words))
+    counts = preprocess_data.preprocess(preprocess_data.parse_args(argv))
     assert counts == {"documents": 2, "tokens": 5}
     assert [part.tolist() for part in IndexedDataset(str(tmp_path / "out_title_document"))] == [[0], [2]]
     assert [part.tolist() for part in IndexedDataset(str(tmp_path / "out_text_document"))] == [[1], [3, 4]]
@@ -110,16 +110,16 @@ def test_sentences(tmp_path):
     texts = ["1 2! 3", ["4 5. 6", "", "7"], "", [long, "8"]]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"!.12345678"]))
-    words = ["--input", str(tmp_path / "in.jsonl"), "--output-prefix", str(tmp_path / "out"), "--tokenizer-type",
+    argv = ["--input", str(tmp_path / "in.jsonl"), "--output-prefix", str(tmp_path / "out"), "--tokenizer-type",
              "BertWordPieceLowerCase", "--vocab-file", str(tmp_path / "vocab.txt"), "--split-sentences"]  # fmt: skip
-    counts = preprocess_data.preprocess(preprocess_data.parse_args(words))
+    counts = preprocess_data.preprocess(preprocess_data.parse_args(argv))
     found = IndexedDataset(str(tmp_path / "out_text_sentence"))
     assert counts == {"documents": 4, "tokens": 4 + 5 + 1101}
     assert found.document_indices.tolist() == [0, 2, 4, 4, 8]
     assert [part.tolist() for part in found][:4] == [[7, 8, 5], [9], [10, 11, 6, 12], [13]]
     assert found.sequence_lengths.tolist()[4:] == [367, 367, 366, 1]
     with pytest.raises(ValueError, match="no text under the key 'text'"):
-        preprocess_data.preprocess(preprocess_data.parse_args(words[:-1]))
+        preprocess_data.preprocess(preprocess_data.parse_args(argv[:-1]))
 
 
 @pytest.mark.parametrize(
@@ -130,9 +130,9 @@ def test_workers_end_with_the_tool(tmp_path, name):
     number, path = signal.Signals[name], tmp_path / "in.jsonl"
     source = write_lines(path, [list(range(90)) * 5])
     path.write_text(path.read_text() * 20_000)
-    words = ["--input", source, "--output-prefix", str(tmp_path / "out"), "--workers", "3", "--log-interval", "1000000"]
+    argv = ["--input", source, "--output-prefix", str(tmp_path / "out"), "--workers", "3", "--log-interval", "1000000"]
     tool = subprocess.Popen(
-        [sys.executable, str(TOOL), *words, "--tokenizer-type", "NullTokenizer", "--vocab-size", "100"],
+        [sys.executable, str(TOOL), *argv, "--tokenizer-type", "NullTokenizer", "--vocab-size", "100"],
         stderr=subprocess.PIPE, text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
     workers = []
@@ -170,7 +170,7 @@ def test_command_line(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "words, message",
+    "argv, message",
     [
         (["--tokenizer-typ", "x"], "did you mean --tokenizer-type"),
         (["--keep-newlines"], "--keep-newlines: newlines are always kept"),
@@ -178,9 +178,9 @@ def test_command_line(tmp_path):
         (["--output-prefix", "/nowhere/at/all"], "the directory /nowhere/at does not exist"),
     ],
 )
-def test_wrong_flags(tmp_path, words, message):
+def test_wrong_flags(tmp_path, argv, message):
     """Wrong flags are one sentence."""
     base = ["--input", write_lines(tmp_path / "in.jsonl"), "--output-prefix", str(tmp_path / "out"),
             "--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]  # fmt: skip
     with pytest.raises(ValueError, match=message):
-        preprocess_data.parse_args([*base, *words])
+        preprocess_data.parse_args([*base, *argv])

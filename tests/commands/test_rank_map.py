@@ -77,7 +77,7 @@ def test_bandwidth_is_judged(run, tmp_path):
     topology = tmp_path / "four.json"
     nodes = [{"name": f"n{index}", "gpus": 8} for index in range(4)]
     topology.write_text(json.dumps({"nodes": nodes, "bandwidth": {"within_node": 300, "between_nodes": 100}}))
-    words = [
+    argv = [
         "--rank-topology",
         topology,
         "--tensor-model-parallel-size",
@@ -86,20 +86,20 @@ def test_bandwidth_is_judged(run, tmp_path):
         "4",
         *MODEL,
     ]
-    out = run(*words, "--forward-ms", "143.37")[1]
+    out = run(*argv, "--forward-ms", "143.37")[1]
     assert "for tensor parallel size 8 fills a node of 8 GPUs" in out
     assert "goes at 12.5 GB/s between nodes" in out and "it needs 24.28 GB/s" in out and "too slow" in out
-    assert "it is hidden if a forward takes as long" in run(*words)[1]
-    assert "pairs that move" not in run(*words, "--pipeline-schedule", "flush")[1]
+    assert "it is hidden if a forward takes as long" in run(*argv)[1]
+    assert "pairs that move" not in run(*argv, "--pipeline-schedule", "flush")[1]
     assert "fit under a forward of" in run(*FIGURE_5, *MODEL)[1]
 
 
 def test_schedule_decides_what_is_sent(run):
     """flush moves nothing between pairs; several stages on each rank send more, also from last rank to first."""
-    words = [*TOPOLOGY, "--pipeline-model-parallel-size", "8", *MODEL, "--json"]
+    argv = [*TOPOLOGY, "--pipeline-model-parallel-size", "8", *MODEL, "--json"]
 
     def sent(*schedule):
-        content = json.loads(run(*words, *schedule)[1])
+        content = json.loads(run(*argv, *schedule)[1])
         rows = {(row["kind"], row["level"]): row for row in content["traffic_per_iteration"]}
         moving = [pair["evictor"] for pair in content["pairs"] if pair["moves_activations"]]
         total = {kind: sum(rows[kind, level]["total_bytes"] for level in LEVELS) for kind in ("pipeline", "pair")}
@@ -163,9 +163,9 @@ def test_what_does_not_work_ends_with_status_1(run, arguments, reason):
 
 def test_it_starts_without_torch(tmp_path):
     """From any directory, not installed: neither torch nor megatron.core nor numpy is imported."""
-    words = ["rank_map.py", *map(str, FIGURE_5), *MODEL, "--rank-mapping", "optimized"]
+    argv = ["rank_map.py", *map(str, FIGURE_5), *MODEL, "--rank-mapping", "optimized"]
     code = (
-        f"import runpy, sys; sys.argv = {words!r}\n"
+        f"import runpy, sys; sys.argv = {argv!r}\n"
         f"try: runpy.run_path({str(TOOL)!r}, run_name='__main__')\n"
         "except SystemExit as end: assert not end.code, end.code\n"
         "heavy = {'torch', 'matplotlib', 'numpy', 'megatron.core', 'megatron.trainer'} & set(sys.modules)\n"

@@ -23,8 +23,8 @@ def run(capsys):
 def test_draw_shows_what_is_saved_where_activations_move(run, tmp_path):
     """Below the timeline of Figure 4 stands the count of each stage, unless it is refused; else it is asked for."""
     for name, flag, shown in (("bpipe", "", True), ("bpipe", "--no-saved", False), ("flush", "", False)):
-        words = ["draw", "--schedule", name, "--batches", "1", "--microbatches", "8", *flag.split()]
-        assert run(*words, "--output", tmp_path / "x.svg")[0] == 0
+        argv = ["draw", "--schedule", name, "--batches", "1", "--microbatches", "8", *flag.split()]
+        assert run(*argv, "--output", tmp_path / "x.svg")[0] == 0
         assert ('"saved"' in (tmp_path / "x.svg").read_text()) == shown
 
 

@@ -10,24 +10,24 @@ import pytest
 from megatron.commands import grid_search as tool
 from megatron.trainer.plan.command import PROGRAMS
 from tests.commands.in_process import ROOT, runner
-from tests.commands.search_words import CLUSTER, GPT, QUICK, SCRIPT
+from tests.commands.search_argv import CLUSTER, GPT, QUICK, SCRIPT
 
 
 @pytest.fixture
 def run(capsys):
     """Run the tool in this process."""
     search = runner(tool, capsys)
-    return lambda *words: search("search", *words)
+    return lambda *argv: search("search", *argv)
 
 
-def stubbed(script: Path, folder: Path, *words: str, **environment: str) -> list[str]:
+def stubbed(script: Path, folder: Path, *argv: str, **environment: str) -> list[str]:
     """What a script would start: the words of its `python`."""
     stub = folder / "python"
     stub.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@" > "$RECORD"\n')
     stub.chmod(0o755)
     variables = {"PATH": f"{folder}:{os.environ['PATH']}", "RECORD": str(folder / "record"), **environment}
     done = subprocess.run(
-        ["bash", script.name, *words], env=variables, cwd=script.parent, capture_output=True, text=True, timeout=60
+        ["bash", script.name, *argv], env=variables, cwd=script.parent, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
     return (folder / "record").read_text().splitlines()
@@ -63,8 +63,8 @@ def test_the_script_of_the_best_passes_a_dry_run(run, tmp_path, name, capsys, mo
     from megatron.trainer.arguments import parse_args
     from megatron.trainer.dry_run.dry_run import run_dry
 
-    words, gpu = MODELS[name]
-    status, out, _ = run(*words, "--simulate", 1, "--json", "--output", tmp_path / "plan")
+    argv, gpu = MODELS[name]
+    status, out, _ = run(*argv, "--simulate", 1, "--json", "--output", tmp_path / "plan")
     best = json.loads(out)["best"][0]
     assert status == 0
     script = tmp_path / "plan" / "best.sh"
@@ -92,11 +92,11 @@ def test_the_script_starts_the_job(run, tmp_path):
         tmp_path / "plan" / "best.sh",
         {"DATA_PATH": "d", "VOCAB_FILE": "v", "MERGE_FILE": "m", "CHECKPOINTS": "c"},
     )
-    words = stubbed(script, tmp_path, "--seed", "7", **data)
-    assert words[:2] == ["-m", "torch.distributed.run"] and words[-2:] == ["--seed", "7"]
+    argv = stubbed(script, tmp_path, "--seed", "7", **data)
+    assert argv[:2] == ["-m", "torch.distributed.run"] and argv[-2:] == ["--seed", "7"]
     copy = tmp_path / "launch.sh"
     copy.write_text(f'cd /\nexec bash {ROOT}/examples/cluster/one_node.sh {script} "$@"\n')
-    assert stubbed(copy, tmp_path, "--seed", "7", **data) == words
+    assert stubbed(copy, tmp_path, "--seed", "7", **data) == argv
     changed = stubbed(script, tmp_path, MICRO_BATCH="1", DISTRIBUTED_OPTIMIZER="0", **data)
     assert changed[changed.index("--micro-batch-size") + 1] == "1" and "--use-distributed-optimizer" not in changed
 
@@ -112,22 +112,22 @@ def test_the_script_knows_what_the_user_said(run, tmp_path, monkeypatch):
     run(*CLUSTER, *GPT, *QUICK, *places, "--output", "plan")
     script = tmp_path / "plan" / "best.sh"
     assert "#   bash THIS_FILE\n" in script.read_text()  # nothing is wanted of the environment
-    words = stubbed(script, tmp_path)
+    argv = stubbed(script, tmp_path)
     here = f"{tmp_path}/"
 
     def last(flag: str, count: int = 1) -> list[str]:
-        index = len(words) - words[::-1].index(flag)
-        return words[index : index + count]
+        index = len(argv) - argv[::-1].index(flag)
+        return argv[index : index + count]
 
     assert last("--data-path", 4) == ["5e-1", f"{here}a", "0.5", "/b"]
     assert last("--vocab-file") + last("--merge-file") == [f"{here}v.json", f"{here}m.txt"]
     assert last("--save") == last("--load") == [f'{here}it\'s "saved"']
     assert last("--split") + last("--log-interval") == ["90,10,0", "5"]
-    assert last("--tensorboard-dir") == [f"{here}board"] and "--eod-mask-loss" in words
+    assert last("--tensorboard-dir") == [f"{here}board"] and "--eod-mask-loss" in argv
     environment = {"DATA_PATH": "/d", "TOKENIZER_MODEL": "/t", "CHECKPOINTS": "/c"}
-    words = stubbed(script, tmp_path, **environment)
+    argv = stubbed(script, tmp_path, **environment)
     assert last("--data-path") + last("--tokenizer-model") + last("--save") == ["/d", "/t", "/c"]
-    assert f"{here}a" not in words and "GPT2BPETokenizer" not in words
+    assert f"{here}a" not in argv and "GPT2BPETokenizer" not in argv
 
 
 def test_the_script_takes_data_that_are_no_files(run, tmp_path):
@@ -135,9 +135,9 @@ def test_the_script_takes_data_that_are_no_files(run, tmp_path):
     run(*CLUSTER, *GPT, *QUICK, "--mock-data", "--tokenizer-type", "NullTokenizer", "--output", tmp_path / "plan")
     script = tmp_path / "plan" / "best.sh"
     assert "#   CHECKPOINTS=... bash THIS_FILE\n" in script.read_text()
-    words = stubbed(script, tmp_path, CHECKPOINTS="/c")
-    assert "--mock-data" in words and "--data-path" not in words and "--vocab-file" not in words
-    assert words[words.index("--tokenizer-type") + 1] == "NullTokenizer"
+    argv = stubbed(script, tmp_path, CHECKPOINTS="/c")
+    assert "--mock-data" in argv and "--data-path" not in argv and "--vocab-file" not in argv
+    assert argv[argv.index("--tokenizer-type") + 1] == "NullTokenizer"
 
 
 @pytest.mark.parametrize("variable", ["DATA_PATH", "DATA", "4"])
@@ -154,16 +154,16 @@ def test_what_refers_to_a_variable_is_left_to_the_environment(run, tmp_path, var
     text = script.read_text()
     assert "#   DATA_PATH=... VOCAB_FILE=... CHECKPOINTS=... bash THIS_FILE\n" in text
     assert "did not know: --tensorboard-dir $" in text and text.count("/tb") == 1
-    words = stubbed(script, tmp_path, DATA_PATH="/d", VOCAB_FILE="/v", CHECKPOINTS="/c")
-    assert words[words.index("--data-path") + 1] == "/d" and words[words.index("--num-workers") + 1] == "3"
-    assert not any("$" in word for word in words)
+    argv = stubbed(script, tmp_path, DATA_PATH="/d", VOCAB_FILE="/v", CHECKPOINTS="/c")
+    assert argv[argv.index("--data-path") + 1] == "/d" and argv[argv.index("--num-workers") + 1] == "3"
+    assert not any("$" in word for word in argv)
 
 
 def test_what_the_environment_says_leaves_the_rest(run, tmp_path):
     """Other data, or another vocabulary, are read as the user's were: split, masks and kind of tokenizer stay."""
-    words = ["--architecture", "bert", *GPT, "--data-path", "/a", "--split", "90,10,0", "--num-workers", 7,
+    argv = ["--architecture", "bert", *GPT, "--data-path", "/a", "--split", "90,10,0", "--num-workers", 7,
              "--tokenizer-type", "BertWordPieceCase", "--vocab-file", "/u", "--save", "/s"]  # fmt: skip
-    run(*CLUSTER, *QUICK, *words, "--output", tmp_path / "plan")
+    run(*CLUSTER, *QUICK, *argv, "--output", tmp_path / "plan")
     script = tmp_path / "plan" / "best.sh"
     for environment in ({}, {"DATA_PATH": "/d"}, {"VOCAB_FILE": "/v"}):
         started = stubbed(script, tmp_path, **environment)
@@ -178,7 +178,7 @@ def test_the_best_trains(run, tmp_path, schedule):
     """From a search to a checkpoint, without a word between: two ranks of a CPU. l2l is offered for a device too small
     for anything else, on a host that says what it has.
     """
-    words = ["--num-layers", 4, "--hidden-size", 64, "--num-attention-heads", 4, "--seq-length", 64, "--vocab-size",
+    argv = ["--num-layers", 4, "--hidden-size", 64, "--num-attention-heads", 4, "--seq-length", 64, "--vocab-size",
              500, "--global-batch-size", 16, "--mock-data", "--tokenizer-type", "NullTokenizer", "--num-workers", 0,
              "--train-iters", 4, "--eval-iters", 0, "--save", tmp_path / "saved"]  # fmt: skip
     cluster = ["--cluster", "cpu", "--gpus-per-node", 2, "--schedules", "2bw"]
@@ -189,7 +189,7 @@ def test_the_best_trains(run, tmp_path, schedule):
             "host_optimizer_ns: 2\nbandwidth: {within_node: 5}\n"
         )
         cluster = ["--cluster", file, "--schedules", "flush,interleaved,l2l"]
-    status, out, err = run(*cluster, *words, "--output", tmp_path / "plan")
+    status, out, err = run(*cluster, *argv, "--output", tmp_path / "plan")
     assert status == 0, err
     assert ("fits only with l2l" in out) == (schedule == "l2l")
     done = subprocess.run(

@@ -30,12 +30,12 @@ def save_model(directory, flags="--tensor-model-parallel-size 2"):
     from megatron.trainer.plan import from_flags
     from megatron.trainer.start_up.initialize import initialize
 
-    words = (
+    argv = (
         "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
         "--micro-batch-size 1 --global-batch-size 2 --lr 0.1 --train-iters 1 --mock-data "
         "--tokenizer-type ByteLevelTokenizer --swiglu --init-method-std 0.4"
     )
-    args = parse_args([*words.split(), *flags.split()])
+    args = parse_args([*argv.split(), *flags.split()])
     validate_args(args, world_size=dist.get_world_size())
     resolve_platform(args, Platform(is_cuda=False, has_transformer_engine=False, has_apex=False))
     initialize(args)

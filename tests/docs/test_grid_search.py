@@ -30,15 +30,15 @@ def searches() -> list[tuple[list[str], list[str]]]:
 
 
 @pytest.mark.parametrize(
-    "words, lines",
+    "argv, lines",
     [pytest.param(*each, marks=[pytest.mark.full] * ("--output" in each[0])) for each in searches()],
     ids=["first", "bpipe", "script"],
 )
-def test_commands_find_what_is_shown(run, words, lines, monkeypatch, tmp_path):
+def test_commands_find_what_is_shown(run, argv, lines, monkeypatch, tmp_path):
     """The search succeeds; counts, the fastest and the paper's algorithm are those of the page."""
     monkeypatch.chdir(ROOT)
-    words = [str(tmp_path / word) if word == "plan" else word for word in words]
-    status, out, _ = run(*words, "--json", *([] if "--top" in words else ["--simulate", "1"]))
+    argv = [str(tmp_path / word) if word == "plan" else word for word in argv]
+    status, out, _ = run(*argv, "--json", *([] if "--top" in argv else ["--simulate", "1"]))
     assert status == 0
     content = json.loads(out)
     shown = [line.split() for line in lines if re.match(r" +\d+  ", line)]
@@ -48,7 +48,7 @@ def test_commands_find_what_is_shown(run, words, lines, monkeypatch, tmp_path):
     counts = next((line for line in lines if " configurations fit" in line), None)
     if counts is not None:
         assert counts.startswith(f"{content['num_kept']} configurations fit, {content['num_rejected']} choices")
-    if "--paper-algorithm" in words:
+    if "--paper-algorithm" in argv:
         assert lines[-len(content["paper_algorithm"]) :] == content["paper_algorithm"]
 
 

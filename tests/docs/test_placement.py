@@ -20,8 +20,8 @@ def test_commands_run(tmp_path):
     commands = re.findall(r"^\$ python (tools/rank_map\.py .*)$", PAGE, re.MULTILINE)
     assert len(commands) == 3
     for command in commands:
-        words = [str(tmp_path / word) if word in ("map.png", "map.json") else word for word in shlex.split(command)]
-        subprocess.run([sys.executable, *words], cwd=ROOT, check=True, timeout=120, capture_output=True)
+        argv = [str(tmp_path / word) if word in ("map.png", "map.json") else word for word in shlex.split(command)]
+        subprocess.run([sys.executable, *argv], cwd=ROOT, check=True, timeout=120, capture_output=True)
     assert (tmp_path / "map.png").exists() and (tmp_path / "map.json").exists()
 
 

@@ -46,10 +46,10 @@ def launch(tmp_path):
     record = tmp_path / "record"
     kept = {name: os.environ[name] for name in ("HOME", "LANG") if name in os.environ}
 
-    def run(launcher: str, *words: str, **environment: str) -> tuple[subprocess.CompletedProcess, dict, list[str]]:
+    def run(launcher: str, *argv: str, **environment: str) -> tuple[subprocess.CompletedProcess, dict, list[str]]:
         record.unlink(missing_ok=True)
         environment = {**kept, "PATH": f"{tmp_path}:{os.environ['PATH']}", "RECORD": str(record), **environment}
-        command = ["bash", str(ROOT / "examples" / "cluster" / f"{launcher}.sh"), *words]
+        command = ["bash", str(ROOT / "examples" / "cluster" / f"{launcher}.sh"), *argv]
         done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60)
         lines = record.read_text().splitlines() if record.exists() else []
         return done, dict(line.split("=", 1) for line in lines[:5]), lines[5:]
@@ -61,13 +61,13 @@ def launch(tmp_path):
 def test_every_model_passes_a_dry_run(launch, model, tmp_path, monkeypatch, capsys):
     """Without data and without a cluster: the job is right, fits the paper's GPUs, and is the paper's."""
     gpus, schedule, tensor, pipeline, billions = MODELS[model]
-    done, _, words = launch("torchrun", model, "--dry-run", "--dry-run-json", str(tmp_path / "dry.json"))
+    done, _, argv = launch("torchrun", model, "--dry-run", "--dry-run-json", str(tmp_path / "dry.json"))
     program = "pretrain_bert.py" if model.startswith("bert") else "pretrain_gpt.py"
-    assert done.returncode == 0 and words[0] == program
+    assert done.returncode == 0 and argv[0] == program
     monkeypatch.chdir(ROOT)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    args = parse_args(words[1:], defaults=defaults() if model.startswith("bert") else None)
+    args = parse_args(argv[1:], defaults=defaults() if model.startswith("bert") else None)
     assert run_dry(args, program) == 0, capsys.readouterr().err
     found = json.loads((tmp_path / "dry.json").read_text())
     assert (found["world_size"], found["schedule"]) == (gpus, schedule)
@@ -84,9 +84,9 @@ def test_every_model_passes_a_dry_run(launch, model, tmp_path, monkeypatch, caps
 @pytest.mark.parametrize("model, without_balance", [("gpt3_96b", "flush"), ("gpt3_134b", "flush")])
 def test_balance_is_what_makes_them_fit(launch, model, without_balance, monkeypatch, capsys):
     """As in the paper, the two larger models run out of memory without balanced activations."""
-    _, _, words = launch("torchrun", model, "--dry-run", SCHEDULE=without_balance)
+    _, _, argv = launch("torchrun", model, "--dry-run", SCHEDULE=without_balance)
     monkeypatch.chdir(ROOT)
-    assert run_dry(parse_args(words[1:]), "pretrain_gpt.py") == 1
+    assert run_dry(parse_args(argv[1:]), "pretrain_gpt.py") == 1
     assert "stage 0 misses" in capsys.readouterr().err
 
 
@@ -95,9 +95,9 @@ def test_launchers_start_what_was_checked(launch, launcher):
     """The command line of the job is that of its dry run, but for the flags of the dry run."""
     cluster = SLURM if launcher == "slurm" else {"MASTER_ADDR": "gpu3"}
     checked, _, dry = launch(launcher, "gpt3_13b", "--dry-run", "--seed", "7", **DATA)
-    started, _, words = launch(launcher, "gpt3_13b", "--seed", "7", **DATA, **cluster)
+    started, _, argv = launch(launcher, "gpt3_13b", "--seed", "7", **DATA, **cluster)
     assert checked.returncode == started.returncode == 0, started.stderr
-    job = words[words.index("pretrain_gpt.py") :]
+    job = argv[argv.index("pretrain_gpt.py") :]
     assert job[-2:] == ["--seed", "7"] and "/data/data_path" in job and not any("dry-run" in word for word in job)
     assert dry[: len(job)] == job and dry[len(job)] == "--dry-run"
     parse_args(job[1:])
@@ -105,32 +105,32 @@ def test_launchers_start_what_was_checked(launch, launcher):
 
 def test_torchrun_meets_at_the_master(launch):
     """Every node starts its share and meets the others at MASTER_ADDR; without one, it says so."""
-    _, _, words = launch("torchrun", "gpt3_96b", **DATA, MASTER_ADDR="gpu3")
-    assert words[: words.index("pretrain_gpt.py")] == [
+    _, _, argv = launch("torchrun", "gpt3_96b", **DATA, MASTER_ADDR="gpu3")
+    assert argv[: argv.index("pretrain_gpt.py")] == [
         "-m", "torch.distributed.run", "--nnodes", "4", "--nproc-per-node", "8", "--rdzv-backend", "c10d", "--rdzv-id",
         "gpt3_96b", "--rdzv-endpoint", "gpu3:29500",
     ]  # fmt: skip
-    done, _, words = launch("torchrun", "gpt3_96b", **DATA)
-    assert done.returncode != 0 and "MASTER_ADDR: is not set" in done.stderr and not words
+    done, _, argv = launch("torchrun", "gpt3_96b", **DATA)
+    assert done.returncode != 0 and "MASTER_ADDR: is not set" in done.stderr and not argv
 
 
 def test_slurm_gives_each_task_its_rank(launch):
     """A task knows its rank, its GPU and where to meet, without torchrun; outside a job the script says what to do."""
-    _, environment, words = launch("slurm", "gpt3_96b", **DATA, **SLURM)
-    assert words[0] == "pretrain_gpt.py"
+    _, environment, argv = launch("slurm", "gpt3_96b", **DATA, **SLURM)
+    assert argv[0] == "pretrain_gpt.py"
     assert environment == {
         "RANK": "9", "WORLD_SIZE": "32", "LOCAL_RANK": "1", "MASTER_ADDR": "gpu3", "MASTER_PORT": "20007"
     }  # fmt: skip
-    done, _, words = launch("slurm", "gpt3_96b", **DATA)
-    assert done.returncode != 0 and "sbatch --nodes 4" in done.stderr and not words
+    done, _, argv = launch("slurm", "gpt3_96b", **DATA)
+    assert done.returncode != 0 and "sbatch --nodes 4" in done.stderr and not argv
 
 
 @pytest.mark.parametrize("missing", DATA)
 def test_what_is_not_set_is_named(launch, missing):
     """Without its data a job ends at once, and says which variable names them."""
     environment = {name: value for name, value in DATA.items() if name != missing}
-    done, _, words = launch("one_node", "gpt3_13b", **environment)
-    assert done.returncode == 2 and f"{missing} is not set: " in done.stderr and not words
+    done, _, argv = launch("one_node", "gpt3_13b", **environment)
+    assert done.returncode == 2 and f"{missing} is not set: " in done.stderr and not argv
 
 
 def test_unknown_names(launch):
@@ -145,11 +145,11 @@ def test_unknown_names(launch):
 
 def test_settings_of_the_environment(launch):
     """Degrees, scope, schedule, topology and another tokenizer come from the environment; more nodes, more replicas."""
-    _, _, words = launch(
+    _, _, argv = launch(
         "torchrun", "gpt3_13b", "--dry-run", NNODES="2", TP="2", RECOMPUTE="layer", SCHEDULE="flush", GPU="H100",
         TOPOLOGY="cluster.yaml", TOKENIZER_MODEL="tokenizer.json",
     )  # fmt: skip
-    args = parse_args(words[1:])
+    args = parse_args(argv[1:])
     assert (args.dry_run, args.dry_run_gpu, args.tensor_model_parallel_size) == (16, "H100", 2)
     assert (args.recompute_method, args.pipeline_schedule, args.sequence_parallel) == ("uniform", "flush", True)
     assert (args.rank_topology, args.tokenizer_model) == ("cluster.yaml", "tokenizer.json")

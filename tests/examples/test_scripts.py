@@ -28,8 +28,8 @@ def recorded_arguments(tmp_path):
         path = f"{stub.parent}:{os.environ['PATH']}"
         environment = {**os.environ, "PATH": path, "RECORD": str(record), **environment}
         subprocess.run(["bash", str(ROOT / script), *arguments], env=environment, check=True, timeout=60)
-        words = record.read_text().splitlines()
-        return words[words.index(program) + 1 :]
+        argv = record.read_text().splitlines()
+        return argv[argv.index(program) + 1 :]
 
     return run
 
@@ -52,10 +52,8 @@ def test_script_is_sound_shell(path):
 )
 def test_one_node_script_parses(recorded_arguments, environment):
     """examples/pretrain_gpt_2bw.sh gives a command line that is accepted, at several degrees."""
-    words = recorded_arguments(
-        "examples/pretrain_gpt_2bw.sh", "ckpt", "vocab.json", "merges.txt", "text", **environment
-    )
-    args = parse_args(words)
+    argv = recorded_arguments("examples/pretrain_gpt_2bw.sh", "ckpt", "vocab.json", "merges.txt", "text", **environment)
+    args = parse_args(argv)
     validate_args(args, world_size=int(environment.get("GPUS_PER_NODE", 8)))
     assert args.pipeline_schedule == environment.get("SCHEDULE", "2bw")
     assert args.pipeline_model_parallel_size == int(environment.get("PP", 4))
@@ -73,10 +71,10 @@ def test_one_node_script_parses(recorded_arguments, environment):
 )
 def test_bert_script_parses(recorded_arguments, environment):
     """examples/pretrain_bert_2bw.sh gives a command line that is accepted, at several sizes and degrees."""
-    words = recorded_arguments(
+    argv = recorded_arguments(
         "examples/pretrain_bert_2bw.sh", "ckpt", "vocab.txt", "text", program="pretrain_bert.py", **environment
     )
-    args = parse_args(words, defaults=defaults())
+    args = parse_args(argv, defaults=defaults())
     validate_args(args, world_size=int(environment.get("GPUS_PER_NODE", 8)))
     assert args.pipeline_schedule == environment.get("SCHEDULE", "2bw")
     assert (args.num_layers, args.bf16) == (int(environment.get("LAYERS", 24)), "PRECISION" not in environment)

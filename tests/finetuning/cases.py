@@ -45,9 +45,9 @@ class Outcome:
         return line
 
 
-def partition(folder: Path, task: str, rank_of_stage: Sequence[int], *words: object, dropout: float = 0.0) -> Path:
+def partition(folder: Path, task: str, rank_of_stage: Sequence[int], *argv: object, dropout: float = 0.0) -> Path:
     """Contiguous stages of about as many blocks each."""
-    args = tiny.arguments(folder, task, *words, dropout=dropout)
+    args = tiny.arguments(folder, task, *argv, dropout=dropout)
     captured, _, _ = captured_model(args, read_data(args))
     blocks, first, num_stages = blocks_of(captured), len(captured.inputs), len(rank_of_stage)
     stage_of_node = dict.fromkeys(range(first), 0)
@@ -66,14 +66,14 @@ def partition(folder: Path, task: str, rank_of_stage: Sequence[int], *words: obj
     return path
 
 
-def finetune(folder: Path, task: str, *, words: Sequence[object] = (), dropout: float = 0.0, name: str) -> Outcome:
+def finetune(folder: Path, task: str, *, argv: Sequence[object] = (), dropout: float = 0.0, name: str) -> Outcome:
     """One run of all ranks."""
     folder = Path(folder)
     metrics, output = folder / f"{name}.jsonl", folder / name
     ranks = {"WORLD_SIZE": str(dist.get_world_size()), "RANK": str(dist.get_rank())}
     with mock.patch.dict(os.environ, ranks):  # later cases of these processes find their own
         args = parse_args(
-            [*tiny.command(folder, task, *words, dropout=dropout), "--output_dir", str(output), "--metrics_file",
+            [*tiny.command(folder, task, *argv, dropout=dropout), "--output_dir", str(output), "--metrics_file",
              str(metrics), "--logging_steps", "1000"]
         )  # fmt: skip
         args.distributed_backend = "gloo"
@@ -99,9 +99,9 @@ def loaded(folder: Path, task: str) -> torch.nn.Module:
     return model
 
 
-def plain(folder: Path, task: str, *, words: Sequence[object] = ()) -> Outcome:
+def plain(folder: Path, task: str, *, argv: Sequence[object] = ()) -> Outcome:
     """The same training in one process, with nothing but torch and transformers."""
-    args = parse_args(tiny.command(Path(folder), task, *map(str, words)))
+    args = parse_args(tiny.command(Path(folder), task, *map(str, argv)))
     data = read_data(args)
     torch.manual_seed(args.seed)
     model = masters = loaded(Path(args.model_name_or_path), task).train()
@@ -135,12 +135,12 @@ def plain(folder: Path, task: str, *, words: Sequence[object] = ()) -> Outcome:
     return Outcome(lines, {name: each.detach() for name, each in masters.state_dict().items()})
 
 
-def refused(folder: Path, words: Sequence[str], *, largest_file: int | None = None) -> str:
+def refused(folder: Path, argv: Sequence[str], *, largest_file: int | None = None) -> str:
     """The sentence with which a run ends. `largest_file`: bytes that the last rank can write into one."""
     if largest_file is not None and dist.get_rank() == dist.get_world_size() - 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, resource.RLIM_INFINITY))
     try:
-        finetune(folder, "sequence-classification", words=words, name="refused")
+        finetune(folder, "sequence-classification", argv=argv, name="refused")
     except ValueError as error:
         return str(error)
     finally:

@@ -22,7 +22,7 @@ def test_clipping_follows_the_schedule():
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("argv", "sentence"),
     [
         (["--max_grad_norm", "1"], "--max_grad_norm 1 needs the norm of all stages"),
         (["--pipeline_schedule", "pipedream", "--gradient_accumulation_steps", "2"], "pipedream steps after each"),
@@ -60,9 +60,9 @@ def test_clipping_follows_the_schedule():
         (["--no_such_flag"], "unrecognized arguments: --no_such_flag"),
     ],
 )
-def test_sentences(words, sentence):
+def test_sentences(argv, sentence):
     with pytest.raises(ValueError, match=sentence):
-        parse_args([*LEAST, *words])
+        parse_args([*LEAST, *argv])
 
 
 def test_what_is_missing():
@@ -75,7 +75,7 @@ def test_what_is_missing():
 
 
 @pytest.mark.parametrize(
-    ("words", "evaluates", "saves", "notes"),
+    ("argv", "evaluates", "saves", "notes"),
     [
         ([], 0, 0, 0),
         (["--eval_steps", "3", "--save_steps", "7"], 3, 7, 0),
@@ -88,9 +88,9 @@ def test_what_is_missing():
         (["--eval_each_epoch", "--save_steps", "2"], 14, 2, 0),
     ],
 )
-def test_strategies(words, evaluates, saves, notes):
+def test_strategies(argv, evaluates, saves, notes):
     """Of 41 batches, 14 of them an epoch."""
-    args = parse_args([*LEAST, "--validation_file", "v.jsonl", *words])
+    args = parse_args([*LEAST, "--validation_file", "v.jsonl", *argv])
     assert len(args.notes) == notes
     settle(args, num_steps=41, steps_per_epoch=14)
     assert (args.eval_steps, args.save_steps) == (evaluates, saves)
@@ -98,19 +98,19 @@ def test_strategies(words, evaluates, saves, notes):
 
 
 def test_a_strategy_asks_for_evaluations():
-    words = [*LEAST, "--do_train", "--validation_file", "v.jsonl"]
-    assert not parse_args(words).do_eval
-    assert parse_args([*words, "--eval_strategy", "steps"]).do_eval
-    assert not parse_args([*words, "--eval_strategy", "no"]).do_eval
+    argv = [*LEAST, "--do_train", "--validation_file", "v.jsonl"]
+    assert not parse_args(argv).do_eval
+    assert parse_args([*argv, "--eval_strategy", "steps"]).do_eval
+    assert not parse_args([*argv, "--eval_strategy", "no"]).do_eval
 
 
 def test_precision():
     """--bf16 is bfloat16 weights; without it, what a parameter takes is all of one precision."""
-    for words, dtype, num_bytes in (
+    for argv, dtype, num_bytes in (
         ([], "float32", 16),
         (["--dtype", "bfloat16"], "bfloat16", 8),
         (["--bf16"], "bfloat16", 20),
         (["--bf16", "--dtype", "bfloat16", "--optim", "sgd"], "bfloat16", 16),
     ):
-        args = parse_args([*LEAST, *words])
+        args = parse_args([*LEAST, *argv])
         assert args.dtype == dtype and weight_bytes(args) == num_bytes

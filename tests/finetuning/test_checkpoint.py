@@ -58,8 +58,8 @@ def test_what_a_killed_run_left_goes(tmp_path):
     assert names(output) == ["checkpoint-2"]
 
 
-def begin(folder: Path, *words: object) -> Path | None:
-    args = tiny.arguments(folder, CLASSES, *words)
+def begin(folder: Path, *argv: object) -> Path | None:
+    args = tiny.arguments(folder, CLASSES, *argv)
     check_output_dir(args)
     return args.resumed_from
 

@@ -50,8 +50,8 @@ def test_a_dry_run_says_what_a_job_takes(tmp_path, capsys):
     assert "use weights that are up to 3 2 1 0 steps older" in output
     assert "simulated: " in output and " ms a microbatch, 1 of them a batch" in output
     assert "note:" not in output
-    words = ["--provisional_steps", "--gradient_accumulation_steps", 2]
-    run_dry(tiny.arguments(tmp_path, CLASSES, "--dry_run", "--devices", 2, "--partition", cut, *words))
+    argv = ["--provisional_steps", "--gradient_accumulation_steps", 2]
+    run_dry(tiny.arguments(tmp_path, CLASSES, "--dry_run", "--devices", 2, "--partition", cut, *argv))
     output = " ".join(capsys.readouterr().out.split())
     assert "up to 2 1 1 0 steps older than those of their backwards, and provisional from there" in output
     cut = cases.partition(tmp_path, CLASSES, (0, 1, 1, 0), "--bf16")
@@ -69,8 +69,8 @@ def test_what_softens_staleness_takes_memory(tmp_path):
     """
     cut = cases.partition(tmp_path, CLASSES, (0, 1, 1, 0))
 
-    def bytes_of_ranks(*words):
-        args = tiny.arguments(tmp_path, CLASSES, "--dry_run", "--devices", 2, "--partition", cut, *words)
+    def bytes_of_ranks(*argv):
+        args = tiny.arguments(tmp_path, CLASSES, "--dry_run", "--devices", 2, "--partition", cut, *argv)
         plan = make_plan(args, read_data(args))
         stages = [replace(stage, parameters=parameters[place]) for place, stage in enumerate(plan.partition.stages)]
         plan = replace(plan, partition=replace(plan.partition, stages=tuple(stages)))
@@ -80,14 +80,14 @@ def test_what_softens_staleness_takes_memory(tmp_path):
     plain = bytes_of_ranks()
     assert plain == [16 * (first + last), 16 * (second + third)]
     accumulated = "--gradient_accumulation_steps", 2
-    for words, (one, two, three) in (
+    for argv, (one, two, three) in (
         (["--weight_prediction"], (4, 4, 4)),
         (["--provisional_steps", *accumulated], (4, 4, 4)),
         (["--gap_aware"], (20, 16, 12)),
         (["--gap_aware", *accumulated], (16, 12, 12)),
     ):
-        found = bytes_of_ranks(*words)
-        assert found == [plain[0] + one * first, plain[1] + two * second + three * third], words
+        found = bytes_of_ranks(*argv)
+        assert found == [plain[0] + one * first, plain[1] + two * second + three * third], argv
 
 
 @pytest.mark.full

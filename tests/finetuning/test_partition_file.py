@@ -62,15 +62,15 @@ def test_files_that_are_none(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("argv", "sentence"),
     [
         (["--per_device_train_batch_size", 4], "is for --per_device_train_batch_size 3, not 4"),
         (["--max_seq_length", 10], "is for --max_seq_length 12, not 10"),
         (["--dtype", "bfloat16"], "is for --dtype float32, not bfloat16"),
     ],
 )
-def test_flags_that_it_is_not_for(folder, path, words, sentence):
-    args = tiny.arguments(folder, CLASSES, *words, "--partition", path)
+def test_flags_that_it_is_not_for(folder, path, argv, sentence):
+    args = tiny.arguments(folder, CLASSES, *argv, "--partition", path)
     with pytest.raises(ValueError, match=sentence):
         make_plan(args, read_data(args))
 

@@ -64,5 +64,5 @@ def test_amounts_of_memory():
 
 def test_all_ranks_know_why_there_is_no_partition(tmp_path):
     """The first rank alone cuts the model."""
-    found = workers.run(2, "tests.finetuning.cases:refused", folder=tmp_path, words=("--memory", "0.001MB"))
+    found = workers.run(2, "tests.finetuning.cases:refused", folder=tmp_path, argv=("--memory", "0.001MB"))
     assert found[0] == found[1] and found[0].startswith("nothing fits")

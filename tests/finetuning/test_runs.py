@@ -25,9 +25,9 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("runs")
 
 
-def run(folder: Path, name: str, *words: object, task: str = CLASSES, ranks: int = 2, dropout: float = 0.0):
+def run(folder: Path, name: str, *argv: object, task: str = CLASSES, ranks: int = 2, dropout: float = 0.0):
     outcome, *_ = workers.run(
-        ranks, f"{CASES}:finetune", folder=folder, task=task, words=tuple(map(str, words)), dropout=dropout, name=name
+        ranks, f"{CASES}:finetune", folder=folder, task=task, argv=tuple(map(str, argv)), dropout=dropout, name=name
     )
     return outcome
 
@@ -42,7 +42,7 @@ def same(one: cases.Outcome, other: cases.Outcome, *, exactly: bool = True) -> N
 
 
 @pytest.mark.parametrize(
-    ("task", "schedule", "words"),
+    ("task", "schedule", "argv"),
     [
         (CLASSES, "flush", ["--gradient_accumulation_steps", 3, "--max_grad_norm", 0.1, "--weight_decay", 0.1]),
         pytest.param(
@@ -56,12 +56,12 @@ def same(one: cases.Outcome, other: cases.Outcome, *, exactly: bool = True) -> N
         pytest.param("question-answering", "gpipe", ["--optim", "adam"], marks=pytest.mark.full),
     ],
 )
-def test_two_ranks_train_what_one_process_trains(folder, task, schedule, words):
+def test_two_ranks_train_what_one_process_trains(folder, task, schedule, argv):
     """Two stages on each rank, a short last microbatch and a short last batch, clipping, weight decay."""
-    words = [*words, "--num_train_epochs", 2, "--lr_scheduler_type", "cosine", "--pipeline_schedule", schedule]
-    expected = cases.plain(folder, task, words=words)
+    argv = [*argv, "--num_train_epochs", 2, "--lr_scheduler_type", "cosine", "--pipeline_schedule", schedule]
+    expected = cases.plain(folder, task, argv=argv)
     cut = cases.partition(folder, task, (0, 1, 0, 1))
-    found = run(folder, f"{task}-{schedule}", *words, "--partition", cut, task=task)
+    found = run(folder, f"{task}-{schedule}", *argv, "--partition", cut, task=task)
     assert len(set(expected.losses)) == len(expected.losses) > 2
     assert found.losses == pytest.approx(expected.losses, rel=1e-5)
     assert [line["learning_rate"] for line in found.lines] == [line["learning_rate"] for line in expected.lines]
@@ -80,10 +80,10 @@ def test_two_ranks_train_what_one_process_trains(folder, task, schedule, words):
 def test_ranks_do_not_matter(folder, schedule, precision):
     """With dropout, the same stages on two ranks, or all on one: the same bits, ftpipe's too."""
     precision = ["--gradient_accumulation_steps", 2, *precision]
-    words = ["--num_train_epochs", 2, "--pipeline_schedule", schedule, *precision]
+    argv = ["--num_train_epochs", 2, "--pipeline_schedule", schedule, *precision]
     runs = [
         run(
-            folder, f"places-{schedule}-{number}{''.join(map(str, precision))}", *words, "--partition",
+            folder, f"places-{schedule}-{number}{''.join(map(str, precision))}", *argv, "--partition",
             cases.partition(folder, CLASSES, ranks, *precision, dropout=0.1), dropout=0.1, ranks=len(set(ranks)),
         )
         for number, ranks in enumerate([(0, 1, 1, 0), (0, 0, 0, 0)])
@@ -113,14 +113,14 @@ def test_ranks_do_not_matter(folder, schedule, precision):
 def test_a_resumed_run_is_the_run(folder, schedule, ranks, precision):
     """A run that has saved on its way, and one that goes on from what it saved: the same bits at the end."""
     precision = ["--gradient_accumulation_steps", 1 if schedule == "pipedream" else 2, *precision]
-    words = [
+    argv = [
         "--num_train_epochs", 2, "--pipeline_schedule", schedule, "--save_steps", 3, "--partition",
         cases.partition(folder, CLASSES, ranks, *precision, dropout=0.1), "--dataloader_drop_last", *precision,
     ]  # fmt: skip
     name = "".join([schedule, *map(str, precision)])
-    whole = run(folder, f"whole-{name}", *words, dropout=0.1)
+    whole = run(folder, f"whole-{name}", *argv, dropout=0.1)
     checkpoint = folder / f"whole-{name}" / "checkpoint-3"
-    rest = run(folder, f"rest-{name}", *words, "--resume_from_checkpoint", checkpoint, dropout=0.1)
+    rest = run(folder, f"rest-{name}", *argv, "--resume_from_checkpoint", checkpoint, dropout=0.1)
     assert rest.losses == whole.losses[3:] and len(rest.losses) >= 3
     same(whole, rest)
     assert cases.weights_of(checkpoint, CLASSES).keys() == whole.weights.keys()
@@ -129,9 +129,9 @@ def test_a_resumed_run_is_the_run(folder, schedule, ranks, precision):
 
 def test_an_evaluation_is_the_models(folder):
     """What a run says of its last weights is what transformers finds with the folder that it wrote."""
-    words = ["--pipeline_schedule", "ftpipe", "--partition", cases.partition(folder, CLASSES, (0, 1, 0, 1))]
+    argv = ["--pipeline_schedule", "ftpipe", "--partition", cases.partition(folder, CLASSES, (0, 1, 0, 1))]
     validation = tiny.data_file(folder, num_samples=70, seed=3)
-    found = run(folder, "evaluated", *EVALUATED, *words, "--validation_file", validation).evaluation()
+    found = run(folder, "evaluated", *EVALUATED, *argv, "--validation_file", validation).evaluation()
     args = tiny.arguments(folder, CLASSES, "--validation_file", validation, "--do_eval")
     rows = read_data(args).validation
     model = cases.loaded(folder / "evaluated", CLASSES).eval()
@@ -145,10 +145,10 @@ def test_an_evaluation_is_the_models(folder):
 @pytest.mark.full
 def test_all_in_bfloat16(folder):
     """Weights, what crosses, gradients and the file are bfloat16, and the same bits on two ranks and on one."""
-    words = ["--dtype", "bfloat16", "--optim", "sgd", "--learning_rate", 0.1, "--num_train_epochs", 1]
+    argv = ["--dtype", "bfloat16", "--optim", "sgd", "--learning_rate", 0.1, "--num_train_epochs", 1]
     runs = [
         run(
-            folder, f"bf16-{len(set(ranks))}", *words, "--partition",
+            folder, f"bf16-{len(set(ranks))}", *argv, "--partition",
             cases.partition(folder, CLASSES, ranks, "--dtype", "bfloat16"), ranks=len(set(ranks)),
         )
         for ranks in ((0, 1, 1, 0), (0, 0, 0, 0))
@@ -169,12 +169,12 @@ def test_all_in_bfloat16(folder):
 )
 def test_bf16_has_fp32_masters(folder, task, ranks):
     """BF16 weights, FP32 masters from the file's FP32 values: what one process trains so. The masters are written."""
-    words = ["--bf16", "--num_train_epochs", 2, "--learning_rate", 1e-3, "--weight_decay", 0.1, "--max_grad_norm", 0]
-    words += ["--pipeline_schedule", "flush", "--gradient_accumulation_steps", 2, "--dataloader_drop_last"]
+    argv = ["--bf16", "--num_train_epochs", 2, "--learning_rate", 1e-3, "--weight_decay", 0.1, "--max_grad_norm", 0]
+    argv += ["--pipeline_schedule", "flush", "--gradient_accumulation_steps", 2, "--dataloader_drop_last"]
     cut = cases.partition(folder, task, ranks, "--bf16")
     name = f"masters-{task}-{len(ranks)}"
-    found = run(folder, name, *words, "--partition", cut, task=task, ranks=len(set(ranks)))
-    expected = cases.plain(folder, task, words=words)
+    found = run(folder, name, *argv, "--partition", cut, task=task, ranks=len(set(ranks)))
+    expected = cases.plain(folder, task, argv=argv)
     assert found.losses == expected.losses
     for name in [each for each in found.weights if "relative_attention_bias" in each]:
         one, other = found.weights.pop(name), expected.weights.pop(name)
@@ -191,10 +191,10 @@ def test_masters_learn_what_bfloat16_alone_does_not(folder):
     losses = []
     for name, precision in (("alike", []), ("mixed", ["--bf16"]), ("short", ["--dtype", "bfloat16"])):
         size = ["--per_device_train_batch_size", 8, *precision]
-        words = ["--do_train", "--do_eval", "--num_train_epochs", 8, "--learning_rate", 1e-4, *size]
-        words += ["--pipeline_schedule", "flush", "--train_file", train, "--validation_file", validation]
+        argv = ["--do_train", "--do_eval", "--num_train_epochs", 8, "--learning_rate", 1e-4, *size]
+        argv += ["--pipeline_schedule", "flush", "--train_file", train, "--validation_file", validation]
         cut = cases.partition(folder, CLASSES, (0,), *size)
-        losses.append(run(folder, name, *words, "--partition", cut, ranks=1).evaluation()["eval_loss"])
+        losses.append(run(folder, name, *argv, "--partition", cut, ranks=1).evaluation()["eval_loss"])
     exact, mixed, short = losses
     assert exact < 0.5 and mixed == pytest.approx(exact, abs=0.03) and short > 0.65, losses
 
@@ -207,9 +207,9 @@ def test_an_evaluation_alone(folder, precision):
     validation = folder / "one.jsonl"
     lines = tiny.data_file(folder, num_samples=30, seed=4).read_text().splitlines(keepends=True)
     validation.write_text("".join(line for line in lines if "odd" in line))
-    words = ["--pipeline_schedule", "flush", "--partition", cut, "--validation_file", validation, *precision]
-    trained = run(folder, "".join(["trained", *precision]), *EVALUATED, "--learning_rate", 1e-2, *words).evaluation()
-    alone = ["--do_eval", "--model_name_or_path", folder / "".join(["trained", *precision]), *words]
+    argv = ["--pipeline_schedule", "flush", "--partition", cut, "--validation_file", validation, *precision]
+    trained = run(folder, "".join(["trained", *precision]), *EVALUATED, "--learning_rate", 1e-2, *argv).evaluation()
+    alone = ["--do_eval", "--model_name_or_path", folder / "".join(["trained", *precision]), *argv]
     found = run(folder, "".join(["alone", *precision]), *alone).evaluation()
     assert found["eval_loss"] == trained["eval_loss"] and found["eval_accuracy"] == trained["eval_accuracy"]
     assert found["step"] == 0 and not list(folder.glob("alone*/*"))
@@ -222,9 +222,9 @@ def test_a_new_head_begins_alike_everywhere(folder):
     tiny.tokenizer().save_pretrained(folder / "inner")
     outcomes = []
     for ranks in ((0, 1), (0, 0)):
-        words = ["--max_steps", 1, "--learning_rate", 0, "--model_name_or_path", folder / "inner", "--partition"]
+        argv = ["--max_steps", 1, "--learning_rate", 0, "--model_name_or_path", folder / "inner", "--partition"]
         cut = cases.partition(folder, CLASSES, ranks)
-        outcomes.append(run(folder, f"head-{ranks}", *words, cut, ranks=len(set(ranks))))
+        outcomes.append(run(folder, f"head-{ranks}", *argv, cut, ranks=len(set(ranks))))
     same(*outcomes)
     head = outcomes[0].weights["classifier.weight"]
     assert 0.005 < head.std() < 0.05 and not outcomes[0].weights["classifier.bias"].any()
@@ -236,9 +236,9 @@ def test_strategies_say_when(folder):
     """Two epochs of seven batches: evaluations with the epochs, checkpoints each three batches and at the end."""
     cut = cases.partition(folder, CLASSES, (0, 1))
     validation = tiny.data_file(folder, num_samples=5, seed=6)
-    words = ["--do_train", "--eval_strategy", "epoch", "--save_strategy", "steps", "--save_steps", 4]
-    words += ["--num_train_epochs", 2, "--validation_file", validation, "--partition", cut]
-    found = run(folder, "strategies", *words)
+    argv = ["--do_train", "--eval_strategy", "epoch", "--save_strategy", "steps", "--save_steps", 4]
+    argv += ["--num_train_epochs", 2, "--validation_file", validation, "--partition", cut]
+    found = run(folder, "strategies", *argv)
     assert [line["step"] for line in found.lines if "eval_loss" in line] == [7, 14]
     saved = sorted(int(each.name.split("-")[1]) for each in (folder / "strategies").glob("checkpoint-*"))
     assert saved == [4, 8, 12, 14]
@@ -248,15 +248,15 @@ def test_strategies_say_when(folder):
 
 def test_all_ranks_know_what_one_cannot_do(folder):
     """A disk that is full for one rank, and a checkpoint of which one rank's file is damaged."""
-    words = ["--partition", cases.partition(folder, CLASSES, (0, 1)), "--max_steps", 1, "--save_strategy", "steps"]
-    full = workers.run(2, f"{CASES}:refused", folder=folder, words=tuple(map(str, words)), largest_file=4000)
+    argv = ["--partition", cases.partition(folder, CLASSES, (0, 1)), "--max_steps", 1, "--save_strategy", "steps"]
+    full = workers.run(2, f"{CASES}:refused", folder=folder, argv=tuple(map(str, argv)), largest_file=4000)
     assert full[0] == full[1]
     assert re.fullmatch(r".*partial cannot be written by rank 1: .*; make room, or give another --output_dir", full[0])
     assert not list((folder / "refused").glob("checkpoint-*"))
-    run(folder, "damaged", *words)
+    run(folder, "damaged", *argv)
     checkpoint = folder / "damaged" / "checkpoint-1"
     (checkpoint / "training-1.pt").write_text("no state")
-    words += ["--resume_from_checkpoint", checkpoint]
-    found = workers.run(2, f"{CASES}:refused", folder=folder, words=tuple(map(str, words)))
+    argv += ["--resume_from_checkpoint", checkpoint]
+    found = workers.run(2, f"{CASES}:refused", folder=folder, argv=tuple(map(str, argv)))
     assert found[0] == found[1]
     assert re.fullmatch(r".*training-1\.pt cannot be read \(.*\); go on from another checkpoint", found[0])

@@ -106,19 +106,19 @@ def data_file(folder: Path, task: str = "sequence-classification", *, num_sample
     return path
 
 
-def arguments(folder: Path, task: str = "sequence-classification", *words: object, dropout: float = 0.0, **files):
+def arguments(folder: Path, task: str = "sequence-classification", *argv: object, dropout: float = 0.0, **files):
     """Of a run, parsed: the tiny model, its data, sequences of 12 tokens."""
-    return parse_args(command(folder, task, *words, dropout=dropout, **files))
+    return parse_args(command(folder, task, *argv, dropout=dropout, **files))
 
 
 def command(
-    folder: Path, task: str = "sequence-classification", *words: object, dropout: float = 0.0, num_samples: int = 20
+    folder: Path, task: str = "sequence-classification", *argv: object, dropout: float = 0.0, num_samples: int = 20
 ) -> list[str]:
     return [
         "--model_name_or_path", str(model_folder(folder, task, dropout=dropout)), "--task", task,
         "--train_file", str(data_file(folder, task, num_samples=num_samples)), "--output_dir", str(folder / "out"),
         "--max_seq_length", "12", "--max_target_length", "6", "--doc_stride", "2",
-        "--per_device_train_batch_size", "3", *map(str, words),
+        "--per_device_train_batch_size", "3", *map(str, argv),
     ]  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron.commands import command_line
-from megatron.commands.grid_search_commands.search_inputs import add_model_arguments, read_words
+from megatron.commands.grid_search_commands.search_inputs import add_model_arguments, read_argv
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.time.profile import Profile, load_profile
 from megatron.planner.trial.comparison import draw, table_of
@@ -34,7 +34,7 @@ from megatron.planner.trial.settings import differences
 from megatron.trainer import programs
 from megatron.trainer.arguments import parse_args
 from megatron.trainer.plan.command import PROGRAMS
-from megatron.trainer.plan.model_argv import model_words
+from megatron.trainer.plan.model_argv import model_argv
 
 ROOT = Path(__file__).resolve().parents[3]
 TAKES_FLAGS = True  # those of the training programs
@@ -73,18 +73,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Exit status 0, or 1 where a run did not end well."""
-    words, architecture, notes = read_words(options)
+    argv, architecture, notes = read_argv(options)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     runs = Runs(
-        program=_program(PROGRAMS[architecture][0]), words=model_words(words, architecture=architecture),
+        program=_program(PROGRAMS[architecture][0]), argv=model_argv(argv, architecture=architecture),
         output=options.output, iterations=options.iterations, warmup=options.warmup, timeout=options.timeout,
-        threads=options.threads, topology=_topology(words, architecture, options.search),
+        threads=options.threads, topology=_topology(argv, architecture, options.search),
     )  # fmt: skip
     entries = _entries(options, runs)
     results = ResultsFile(options.output / RESULTS)
     results.refuse_others(entries, runs.settings)
-    assumes = options.search is not None and options.predict_from is None and not {"--bf16", "--fp16"} & set(runs.words)
+    assumes = options.search is not None and options.predict_from is None and not {"--bf16", "--fp16"} & set(runs.argv)
     if assumes and (options.write_scripts or _is_cuda()):
         print("note: no precision is given, so runs compute in FP32; `search` assumes what suits the GPU, and its "
               "predictions are then for --bf16 or --fp16", file=sys.stderr)  # fmt: skip
@@ -108,10 +108,10 @@ def _program(name: str) -> Path:
     return next(path for path in (ROOT / name, Path(programs.__path__[0]) / name) if path.exists())
 
 
-def _topology(words: list[str], architecture: str, search: Path | None) -> Path | None:
+def _topology(argv: list[str], architecture: str, search: Path | None) -> Path | None:
     """The file that optimized rank mappings need: that of --rank-topology, or what a search wrote beside its own."""
     program, defaults = PROGRAMS[architecture]
-    given = parse_args(words, prog=program, defaults=defaults).rank_topology
+    given = parse_args(argv, prog=program, defaults=defaults).rank_topology
     beside = None if search is None else search.parent / "topology.yaml"
     return Path(given) if given else beside if beside is not None and beside.exists() else None
 
@@ -152,7 +152,7 @@ def _entries(options: argparse.Namespace, runs: Runs) -> list[TrialEntry]:
         return entries
     profile = load_profile(options.predict_from)
     _refuse_other_profile(profile, options.predict_from, runs)
-    num_layers = int(runs.words[runs.words.index("--num-layers") + 1])
+    num_layers = int(runs.argv[runs.argv.index("--num-layers") + 1])
     return [_predicted(entry, profile, num_layers) for entry in entries]
 
 
@@ -166,7 +166,7 @@ def _predicted(entry: TrialEntry, profile: Profile, num_layers: int) -> TrialEnt
 
 def _refuse_other_profile(profile: Profile, path: Path, runs: Runs) -> None:
     """Raises ValueError where a profile was taken of another model or with other threads; tells of other software."""
-    told = differences(profile.flags, runs.words, but=frozenset({"--num-layers"}))
+    told = differences(profile.flags, runs.argv, but=frozenset({"--num-layers"}))
     if told:
         raise ValueError(f"{path} was taken with other flags: {told}; give those, or profile with these")
     if profile.shares_processor and profile.machine.threads != runs.threads:

@@ -71,20 +71,20 @@ def add_model_arguments(model: argparse.ArgumentParser) -> None:
     model.add_argument("--architecture", choices=("gpt", "bert"), help="default: that of the script's program, or gpt")
 
 
-def read_words(options: argparse.Namespace) -> tuple[list[str], str, list[str]]:
+def read_argv(options: argparse.Namespace) -> tuple[list[str], str, list[str]]:
     """Flags of a training program, from --model-script or --model-yaml and from the command line; the architecture, and
     lines for the user. Raises ValueError."""
-    words, notes, architecture = [], [], options.architecture
+    argv, notes, architecture = [], [], options.architecture
     if options.model_script is not None and options.model_yaml is not None:
         raise ValueError("--model-script and --model-yaml exclude each other; keep one")
     if options.model_script is not None:
         command = read_script(_text(options.model_script), environment=os.environ, source=options.model_script)
-        words, notes = [*command.words], [*command.notes]
+        argv, notes = [*command.argv], [*command.notes]
         architecture = architecture or _architecture_of(command.program, options.model_script)
     elif options.model_yaml is not None:
-        words, named = _words_of_yaml(options.model_yaml)
+        argv, named = _argv_of_yaml(options.model_yaml)
         architecture = architecture or named
-    return [*words, *options.flags], architecture or "gpt", notes
+    return [*argv, *options.flags], architecture or "gpt", notes
 
 
 def read_model(options: argparse.Namespace, cluster: Cluster) -> ModelInput:
@@ -92,9 +92,9 @@ def read_model(options: argparse.Namespace, cluster: Cluster) -> ModelInput:
 
     Raises ValueError.
     """
-    words, architecture, notes = read_words(options)
-    words, assumed = _for_processor(words, options, cluster)
-    job = Job.read(words, architecture=architecture, platform=platform_of(cluster))
+    argv, architecture, notes = read_argv(options)
+    argv, assumed = _for_processor(argv, options, cluster)
+    job = Job.read(argv, architecture=architecture, platform=platform_of(cluster))
     notes += assumed
     if job.dropped:
         notes.append(f"the search chooses what these said: {', '.join(job.dropped)}")
@@ -110,21 +110,21 @@ def platform_of(cluster: Cluster) -> Platform:
     )
 
 
-def _for_processor(words: list[str], options: argparse.Namespace, cluster: Cluster) -> tuple[list[str], list[str]]:
+def _for_processor(argv: list[str], options: argparse.Namespace, cluster: Cluster) -> tuple[list[str], list[str]]:
     """Precision and layers that suit the processor, where nobody said which."""
     notes = []
     precision = options.precision
-    if precision is None and not {"--fp16", "--bf16"} & set(words):
+    if precision is None and not {"--fp16", "--bf16"} & set(argv):
         precision = _PRECISION.get(cluster.gpu, "bf16")
         notes.append(f"no precision was given; taken is {precision}, as it suits {cluster.gpu}")
     if precision is not None:
-        words = [word for word in words if word not in ("--fp16", "--bf16")]
-        words += [f"--{precision}"] if precision != "fp32" else []
-    if "--bf16" in words and not cluster.device.has_bfloat16:
+        argv = [word for word in argv if word not in ("--fp16", "--bf16")]
+        argv += [f"--{precision}"] if precision != "fp32" else []
+    if "--bf16" in argv and not cluster.device.has_bfloat16:
         raise ValueError(f"{cluster.gpu} has no units for bfloat16; give --precision fp16")
-    if cluster.gpu in _WITHOUT_ENGINE and "--transformer-impl" not in {word.partition("=")[0] for word in words}:
-        words = [*words, "--transformer-impl", "local"]
-    return words, notes
+    if cluster.gpu in _WITHOUT_ENGINE and "--transformer-impl" not in {word.partition("=")[0] for word in argv}:
+        argv = [*argv, "--transformer-impl", "local"]
+    return argv, notes
 
 
 def _architecture_of(program: str, source: str) -> str:
@@ -142,7 +142,7 @@ def _architecture_of(program: str, source: str) -> str:
     )
 
 
-def _words_of_yaml(path: str) -> tuple[list[str], str | None]:
+def _argv_of_yaml(path: str) -> tuple[list[str], str | None]:
     """Flags by their names, with - or _ between words; true for a switch; and `architecture`, which is none."""
     document = read_document(path)
     if not isinstance(document, dict):
@@ -150,18 +150,18 @@ def _words_of_yaml(path: str) -> tuple[list[str], str | None]:
     architecture = document.pop("architecture", None)
     if architecture not in (None, *PROGRAMS):
         raise ValueError(f"{path}: architecture {architecture} is not known; write {' or '.join(PROGRAMS)}")
-    words: list[str] = []
+    argv: list[str] = []
     for name, value in document.items():
         flag = "--" + str(name).replace("_", "-")
         if value is True:
-            words.append(flag)
+            argv.append(flag)
         elif isinstance(value, (list, tuple)):
-            words += [flag, *map(str, value)]
+            argv += [flag, *map(str, value)]
         elif isinstance(value, (str, int, float)) and value is not False:
-            words += [flag, str(value)]
+            argv += [flag, str(value)]
         else:
             raise ValueError(f"{path}: {name}: {value!r} is no value of a flag; leave out what is off")
-    return words, architecture
+    return argv, architecture
 
 
 def _text(path: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron.planner import Cluster
 from megatron.planner.search import Kept, delay
-from megatron.planner.search.flags import as_words, hosting_flags, prediction_flags
+from megatron.planner.search.flags import as_argv, hosting_flags, prediction_flags
 from megatron.planner.search.offers import preset_of
 from megatron.planner.search.picture import describe
 from megatron.trainer.plan.command import SOURCES, Job
@@ -30,8 +30,8 @@ def script_text(job: Job, kept: Kept, cluster: Cluster, *, command: str) -> str:
     nodes = cluster.topology.nodes
     gpu = str(cluster.device.memory_gib) if cluster.is_cpu or cluster.memory_gib else cluster.gpu
     launcher = "one_node.sh" if len(nodes) == 1 else "torchrun.sh"
-    places = _Places.of(job, Path.cwd())
-    environment = [*(["MASTER_ADDR=node0"] if len(nodes) > 1 else []), *places.wanted]
+    locations = _Locations.of(job, Path.cwd())
+    environment = [*(["MASTER_ADDR=node0"] if len(nodes) > 1 else []), *locations.wanted]
     variables = {
         "GPUS_PER_NODE": nodes[0].gpus, "TP": choice.tensor, "PP": choice.pipeline, "VP": choice.virtual,
         "MICRO_BATCH": choice.micro_batch_size, "GLOBAL_BATCH": choice.global_batch_size,
@@ -41,8 +41,8 @@ def script_text(job: Job, kept: Kept, cluster: Cluster, *, command: str) -> str:
     }  # fmt: skip
     memory = f"{kept.memory_gib:.1f} of {cluster.device.memory_gib:g} GiB on the fullest"
     delayed = delay.sentence([kept])
-    predictions, hosting = (as_words(flags(estimate.configuration)) for flags in (prediction_flags, hosting_flags))
-    training = [*_others(job), *filter(None, (predictions, hosting)), *places.others, *_defaults(job)]
+    predictions, hosting = (as_argv(flags(estimate.configuration)) for flags in (prediction_flags, hosting_flags))
+    training = [*_others(job), *filter(None, (predictions, hosting)), *locations.others, *_defaults(job)]
     if cluster.is_cpu and not any("--distributed-backend" in each for each in training):
         training.append(("--distributed-backend", "gloo"))  # else a dry run counts NCCL's buffers
     lines = [
@@ -58,7 +58,7 @@ def script_text(job: Job, kept: Kept, cluster: Cluster, *, command: str) -> str:
         "#   bash THIS_FILE --dry-run      # anywhere: check everything, run nothing",
         f"#   {' '.join([*environment, 'bash THIS_FILE'])}",
         "#",
-        *_left_out(places),
+        *_left_out(locations),
         f"{_MADE_BY}: the scripts in examples/cluster take its",
         "# path in place of a model's name, and job.sh there says what the environment may set.",
         'if [ "${BASH_SOURCE[0]}" = "$0" ]; then',
@@ -70,9 +70,9 @@ def script_text(job: Job, kept: Kept, cluster: Cluster, *, command: str) -> str:
         *_topology(choice.rank_mapping),
         f"program={job.program} gpu={gpu} num_gpus={cluster.num_gpus}",
         *_assignments(variables),
-        *_array("model_args", job.words_of(*_MODEL_GROUPS) + _vocabulary(job)),
+        *_array("model_args", job.argv_of(*_MODEL_GROUPS) + _vocabulary(job)),
         *_array("training_args", training),
-        *places.lines,
+        *locations.lines,
     ]
     return "\n".join(lines) + "\n"
 
@@ -85,7 +85,7 @@ def remove_script(path: Path) -> None:
 
 
 @dataclass(frozen=True)
-class _Places:
+class _Locations:
     """Where data, tokenizer and checkpoints are, as far as the user said so.
 
     Attributes:
@@ -101,13 +101,13 @@ class _Places:
     left_out: list[tuple[str, ...]]
 
     @classmethod
-    def of(cls, job: Job, folder: Path) -> "_Places":
+    def of(cls, job: Job, folder: Path) -> "_Locations":
         """Relative paths of the user's are seen from `folder`, since the script runs elsewhere."""
         given = {}
         for group in ("data", "tokenizer", "checkpoint", "logging"):
-            given |= job.placed_words_of(group, folder)
-        unknown = {dest: words for dest, words in given.items() if any(set("$`") & set(word) for word in words)}
-        known = {dest: words for dest, words in given.items() if dest not in unknown}
+            given |= job.located_argv_of(group, folder)
+        unknown = {dest: argv for dest, argv in given.items() if any(set("$`") & set(word) for word in argv)}
+        known = {dest: argv for dest, argv in given.items() if dest not in unknown}
         lines, wanted = [], []
 
         def take(names: frozenset[str]) -> list[tuple[str, ...]]:
@@ -123,7 +123,7 @@ class _Places:
         if job.has_tokenizer and not _TOKENIZER & unknown.keys():
             lines += _array("tokenizer_args", tokenizer)
         else:
-            files = {words[0]: words[1] for words in tokenizer}
+            files = {argv[0]: argv[1] for argv in tokenizer}
             for flag, name in _FILES.items():
                 if flag in files:
                     lines.append(_variable(name, files[flag]))
@@ -139,7 +139,7 @@ class _Places:
         else:
             wanted.append("CHECKPOINTS=...")
         said = {f"--{name}" for name in ("data-path", "save", *(flag.removeprefix("--") for flag in _FILES))}
-        left_out = [words for words in unknown.values() if words[0] not in said]
+        left_out = [argv for argv in unknown.values() if argv[0] not in said]
         return cls(wanted, lines, [*known.values()], left_out)
 
 
@@ -147,10 +147,10 @@ def _variable(name: str, value: str) -> str:
     return f'[ -n "${{{name}:-}}" ] || {name}={shlex.quote(value)}'
 
 
-def _left_out(places: _Places) -> list[str]:
-    if not places.left_out:
+def _left_out(locations: _Locations) -> list[str]:
+    if not locations.left_out:
         return []
-    flags = "; ".join(" ".join(words) for words in places.left_out)
+    flags = "; ".join(" ".join(argv) for argv in locations.left_out)
     return [*_comment(f"Left out, as they need variables that the search did not know: {flags}"), "#"]
 
 
@@ -166,22 +166,22 @@ def _topology(rank_mapping: str) -> list[str]:
 
 def _others(job: Job) -> list[tuple[str, ...]]:
     """The flags of the training that the user gave."""
-    of_model = {*job.words_of(*_MODEL_GROUPS), *_vocabulary(job)}
-    return [words for words in job.words_of() if words not in of_model]
+    of_model = {*job.argv_of(*_MODEL_GROUPS), *_vocabulary(job)}
+    return [argv for argv in job.argv_of() if argv not in of_model]
 
 
 def _vocabulary(job: Job) -> list[tuple[str, ...]]:
-    return [words for words in job.words_of() if words[0] in ("--vocab-size", "--vocab-extra-ids")]
+    return [argv for argv in job.argv_of() if argv[0] in ("--vocab-size", "--vocab-extra-ids")]
 
 
 def _defaults(job: Job) -> list[tuple[str, ...]]:
     """What a run cannot do without, from the environment where the user did not say it."""
-    words = []
+    argv = []
     if not job.gives("train_iters") and not job.gives("train_samples"):
-        words.append(("--train-iters", '"${TRAIN_ITERS:-100000}"'))
+        argv.append(("--train-iters", '"${TRAIN_ITERS:-100000}"'))
     if not job.gives("lr"):
-        words.append(("--lr", '"${LR:-1e-4}"'))
-    return words
+        argv.append(("--lr", '"${LR:-1e-4}"'))
+    return argv
 
 
 def _assignments(variables: dict) -> list[str]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def padded(
-    tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None = None, *, length: int, **words: object
+    tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None = None, *, length: int, **options: object
 ) -> dict[str, Tensor]:
     """`input_ids`, `attention_mask`, and `token_type_ids` where the tokenizer has them; int64 [texts, length]."""
     give_padding(tokenizer)
@@ -20,7 +20,7 @@ def padded(
         )
     encoded = tokenizer(
         list(texts), None if pairs is None else list(pairs), truncation=True, max_length=length, padding="max_length",
-        return_tensors="pt", **words,
+        return_tensors="pt", **options,
     )  # fmt: skip
     return dict(encoded)
 

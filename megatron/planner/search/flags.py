@@ -77,11 +77,11 @@ def configuration_flags(configuration: Configuration) -> Flags:
     }
 
 
-def as_words(flags: Mapping[str, int | str]) -> tuple[str, ...]:
-    """The words of a command line that say this."""
+def as_argv(flags: Mapping[str, int | str]) -> tuple[str, ...]:
+    """The argv that says this."""
     return tuple(str(part) for name, value in flags.items() for part in ((name,) if value is True else (name, value)))
 
 
-def configuration_words(configuration: Configuration) -> tuple[str, ...]:
-    """`configuration_flags` as words of a command line."""
-    return as_words(configuration_flags(configuration))
+def configuration_argv(configuration: Configuration) -> tuple[str, ...]:
+    """`configuration_flags` as argv."""
+    return as_argv(configuration_flags(configuration))

@@ -158,7 +158,7 @@ class ResultsFile:
     def refuse_others(self, entries: Sequence[TrialEntry], settings: Settings) -> None:
         """Raises ValueError where an entry was run with other settings: its result says nothing about a run now."""
         for result in self.of(entries):
-            told = differences(result.settings.words(), settings.words())
+            told = differences(result.settings.argv(), settings.argv())
             if told:
                 raise ValueError(f"{self._path} has {result.name} with {told}; give another --output, or remove it")
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.planner.search.flags import configuration_words
+from megatron.planner.search.flags import configuration_argv
 from megatron.planner.time.profile import Spread
 from megatron.planner.trial.failures import classify
 from megatron.planner.trial.results import Result, ResultsFile, Status, TrialEntry, configuration_fields
@@ -24,7 +24,7 @@ class Runs:
 
     Attributes:
         program: path of the training program.
-        words: its flags, without those that a configuration decides.
+        argv: its flags, without those that a configuration decides.
         output: directory for all of it.
         iterations, warmup: how many are trained, and how many of them are not measured.
         timeout: seconds of a run, from its start to its end.
@@ -33,7 +33,7 @@ class Runs:
     """
 
     program: Path
-    words: tuple[str, ...]
+    argv: tuple[str, ...]
     output: Path
     iterations: int = 10
     warmup: int = 3
@@ -49,7 +49,7 @@ class Runs:
 
     @property
     def settings(self) -> Settings:
-        return Settings(flags=self.words, iterations=self.iterations, warmup=self.warmup, threads=self.threads)
+        return Settings(flags=self.argv, iterations=self.iterations, warmup=self.warmup, threads=self.threads)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -66,7 +66,7 @@ class Runs:
     def directory(self, entry: TrialEntry) -> Path:
         return self.folder / entry.name
 
-    def training_words(self, entry: TrialEntry) -> list[str]:
+    def training_argv(self, entry: TrialEntry) -> list[str]:
         """Program and flags. A transfer that does not come ends the run, with the rank's own words, in half its
         time."""
         flags = {
@@ -81,7 +81,7 @@ class Runs:
                 raise ValueError(f"{entry.name} needs the cluster's nodes; give --rank-topology FILE")
             flags["--rank-topology"] = self.topology.absolute()
         own = [str(part) for pair in flags.items() for part in pair]
-        return [str(self.program), *self.words, *configuration_words(entry.configuration), *own]
+        return [str(self.program), *self.argv, *configuration_argv(entry.configuration), *own]
 
     def run(self, entry: TrialEntry) -> Result:
         """Train and return what came out. Nothing of the run is left when this returns, also after an exception."""
@@ -89,7 +89,7 @@ class Runs:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / METRICS).unlink(missing_ok=True)  # of a run that was killed with the process that measured it
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(entry.configuration.num_gpus)]
-        command = [sys.executable, *launch, *self.training_words(entry)]
+        command = [sys.executable, *launch, *self.training_argv(entry)]
         _write_script(
             directory / SCRIPT, f"cd {shlex.quote(str(Path.cwd()))}", self._exports,
             f"rm -f {shlex.quote(str(directory / METRICS))}", shlex.join(command),
@@ -143,13 +143,13 @@ class Runs:
             "# Start it on every node at the same time, for example with srun; then: grid_search.py measure --collect",
             f"cd {shlex.quote(str(Path.cwd()))}",
             self._exports,
-            f"{launch} \\\n    {shlex.join(self.training_words(entry))} >>{shlex.quote(str(directory / LOG))} 2>&1",
+            f"{launch} \\\n    {shlex.join(self.training_argv(entry))} >>{shlex.quote(str(directory / LOG))} 2>&1",
         )
         return script
 
     def _is_of(self, script: Path, entry: TrialEntry) -> bool:
         """Whether a script that was written before trains what this one would."""
-        return script.exists() and shlex.join(self.training_words(entry)) in script.read_text(encoding="utf-8")
+        return script.exists() and shlex.join(self.training_argv(entry)) in script.read_text(encoding="utf-8")
 
     def collected(self, entry: TrialEntry) -> Result | None:
         """The result of a run that was started by its script, or None before its end. Raises ValueError where the

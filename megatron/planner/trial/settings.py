@@ -21,7 +21,7 @@ class Settings(BaseModel):
     warmup: int
     threads: int
 
-    def words(self) -> tuple[str, ...]:
+    def argv(self) -> tuple[str, ...]:
         """All of it, as `differences` takes it."""
         own = {"--iterations": self.iterations, "--warmup": self.warmup, "--threads": self.threads}
         return (*self.flags, *(str(part) for pair in own.items() for part in pair))
@@ -47,9 +47,9 @@ def differences(known: Sequence[str], given: Sequence[str], *, but: frozenset[st
     return ", ".join(told)
 
 
-def _by_flag(words: Sequence[str]) -> dict[str, str]:
+def _by_flag(argv: Sequence[str]) -> dict[str, str]:
     found: dict[str, list[str]] = {}
-    for word in words:
+    for word in argv:
         if word.startswith("--"):
             values = found.setdefault(word, [])
         else:

@@ -48,7 +48,7 @@ class ScriptCommand:
     """A program (the file's name, as `pretrain_gpt.py`), the words after it, and what was not read."""
 
     program: str
-    words: tuple[str, ...]
+    argv: tuple[str, ...]
     notes: tuple[str, ...] = ()
 
 

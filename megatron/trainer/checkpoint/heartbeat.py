@@ -59,10 +59,10 @@ class Heartbeat:
         self._close()
 
     def _begin(self) -> None:
-        words = [str(self._path.absolute()), self._begins, str(DIGITS), str(self._period), str(os.getpid())]
+        argv = [str(self._path.absolute()), self._begins, str(DIGITS), str(self._period), str(os.getpid())]
         try:
             self._child = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _CODE, *words], start_new_session=True, cwd="/",
+                [sys.executable, "-I", "-S", "-c", _CODE, *argv], start_new_session=True, cwd="/",
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
             )  # fmt: skip
         except OSError as error:

@@ -37,7 +37,7 @@ class Job:
 
     Attributes:
         architecture: "gpt" or "bert".
-        words: flags that stay, in the order of docs/flags.md.
+        argv: flags that stay, in the order of docs/flags.md.
         dropped: flags of the user that a configuration decides, as written.
         global_batch_size: the user's, or None.
         provisional, provisional_microbatches, provisional_reduce: how 2bw shall predict its weights.
@@ -45,7 +45,7 @@ class Job:
     """
 
     architecture: str
-    words: tuple[str, ...]
+    argv: tuple[str, ...]
     dropped: tuple[str, ...]
     global_batch_size: int | None
     platform: Platform
@@ -54,13 +54,13 @@ class Job:
     provisional_reduce: bool = False
 
     @classmethod
-    def read(cls, words: Sequence[str], *, architecture: str, platform: Platform) -> "Job":
+    def read(cls, argv: Sequence[str], *, architecture: str, platform: Platform) -> "Job":
         """A job from flags. Raises ValueError as the parser, and where the shape is incomplete."""
         program, defaults = PROGRAMS[architecture]
-        given = parse_args(list(words), prog=program, defaults=defaults)
+        given = parse_args(list(argv), prog=program, defaults=defaults)
         if given.max_position_embeddings is None and given.seq_length is not None:
-            words = [*words, "--max-position-embeddings", str(given.seq_length)]
-            given = parse_args(words, prog=program, defaults=defaults)
+            argv = [*argv, "--max-position-embeddings", str(given.seq_length)]
+            given = parse_args(argv, prog=program, defaults=defaults)
         kept, dropped = [], []
         for flag in given_flags(given):
             if Role.PREDICTION in flag.roles and given.pipeline_2bw_provisional != "off":
@@ -68,7 +68,7 @@ class Job:
             (dropped if Role.CONFIGURATION in flag.roles else kept).append(written(flag, given))
         job = cls(
             architecture=architecture,
-            words=tuple(word for each in kept for word in each),
+            argv=tuple(word for each in kept for word in each),
             dropped=tuple(" ".join(each) for each in dropped if each[:1] != ("--global-batch-size",)),
             global_batch_size=given.global_batch_size,
             platform=platform,
@@ -89,7 +89,7 @@ class Job:
         """What the program's parser makes of the job and a configuration.
 
         A search asks for thousands, so the job's flags are parsed once, and the configuration's values are set. That
-        its words are parsed to these values a test shows.
+        its argv is parsed to these values a test shows.
         """
         flags = configuration_flags(configuration)
         if configuration.rank_mapping == "optimized":
@@ -133,9 +133,9 @@ class Job:
         """What --vocab-size says."""
         return self._given.vocab_size
 
-    # --- words for a script
+    # --- argv for a script
 
-    def words_of(self, *groups: str) -> list[tuple[str, ...]]:
+    def argv_of(self, *groups: str) -> list[tuple[str, ...]]:
         """The flags that stay of these groups of docs/flags.md, a tuple each; without any: of all groups that do not
         say where things are."""
         return [
@@ -148,8 +148,8 @@ class Job:
         """Whether the user gave this destination."""
         return name in self._given.given
 
-    def placed_words_of(self, group: str, folder: Path) -> dict[str, tuple[str, ...]]:
-        """By destination: the flags that stay of a group that says where things are, but for those of `words_of()`.
+    def located_argv_of(self, group: str, folder: Path) -> dict[str, tuple[str, ...]]:
+        """By destination: the flags that stay of a group that says where things are, but for those of `argv_of()`.
         Relative paths among them become absolute, seen from `folder`."""
         return {
             flag.dest: _absolute(flag, written(flag, self._given), folder)
@@ -176,13 +176,13 @@ class Job:
         groups = [group for group in GROUPS if group.title in titles]
         return [flag for group in groups for flag in group.flags if flag.dest in self._given.given]
 
-    def _parsed(self, words: Sequence[str]) -> argparse.Namespace:
+    def _parsed(self, argv: Sequence[str]) -> argparse.Namespace:
         program, defaults = PROGRAMS[self.architecture]
-        return parse_args(list(words), prog=program, defaults=defaults)
+        return parse_args(list(argv), prog=program, defaults=defaults)
 
     @cached_property
     def _given(self) -> argparse.Namespace:
-        return self._parsed(self.words)
+        return self._parsed(self.argv)
 
     @cached_property
     def _alone(self) -> argparse.Namespace:
@@ -200,32 +200,32 @@ class Job:
     @cached_property
     def _whole(self) -> argparse.Namespace:
         """The flags that stay, with what a run needs and the user has not said."""
-        return self._parsed([*self.words, *self._stand_ins])
+        return self._parsed([*self.argv, *self._stand_ins])
 
     @cached_property
     def _stand_ins(self) -> tuple[str, ...]:
         """What the rules ask for and a search does not."""
-        given, words = self._given, []
+        given, argv = self._given, []
         if given.lr is None:
-            words += ["--lr", "1e-4"]
+            argv += ["--lr", "1e-4"]
         if given.train_iters is None and given.train_samples is None:
-            words += ["--train-iters", "100000"]
+            argv += ["--train-iters", "100000"]
         if not self.has_data:
-            words += ["--data-path", "data"]
+            argv += ["--data-path", "data"]
         if given.tokenizer_type is None and not (given.vocab_file and given.merge_file):
-            words += ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", "vocab", "--merge-file", "merges"]
+            argv += ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", "vocab", "--merge-file", "merges"]
         elif given.tokenizer_type in ("BertWordPieceLowerCase", "BertWordPieceCase") and given.vocab_file is None:
-            words += ["--vocab-file", "vocab"]
-        return tuple(words)
+            argv += ["--vocab-file", "vocab"]
+        return tuple(argv)
 
 
 _SMALLEST = Configuration(micro_batch_size=1, global_batch_size=1)
 _DESTINATIONS = {name: flag.dest for flag in FLAGS for name in flag.names}
 
 
-def _absolute(flag: Flag, words: tuple[str, ...], folder: Path) -> tuple[str, ...]:
+def _absolute(flag: Flag, argv: tuple[str, ...], folder: Path) -> tuple[str, ...]:
     """Words of a flag whose value is a path, with that path absolute."""
-    name, *values = words
+    name, *values = argv
     if flag.metavar in ("DIR", "FILE"):
         values = [_seen_from(folder, value) for value in values]
     elif flag.metavar == "PREFIX":  # or a blend: weights and prefixes in turn
@@ -256,7 +256,7 @@ def given_flags(args: argparse.Namespace) -> list[Flag]:
 
 
 def written(flag: Flag, args: argparse.Namespace) -> tuple[str, ...]:
-    """A flag that was given, as words."""
+    """A flag that was given, as argv."""
     if flag.stores is not None:
         return (flag.name,)
     value = getattr(args, flag.dest, None)

@@ -11,13 +11,13 @@ from megatron.trainer.arguments.flags.specification import Role
 from megatron.trainer.plan.command import PROGRAMS, given_flags, written
 
 
-def model_words(words: Sequence[str], *, architecture: str) -> tuple[str, ...]:
-    """The words of `words` that say what is trained, in the order of docs/flags.md.
+def model_argv(argv: Sequence[str], *, architecture: str) -> tuple[str, ...]:
+    """The flags in `argv` that say what is trained, in the order of docs/flags.md.
 
     Raises ValueError as `parse_args`.
     """
     program, defaults = PROGRAMS[architecture]
-    args = parse_args(list(words), prog=program, defaults=defaults)
+    args = parse_args(list(argv), prog=program, defaults=defaults)
     kept: list[str] = []
     for flag in given_flags(args):
         if not flag.roles & (Role.CONFIGURATION | Role.SHORT_RUN):

@@ -40,7 +40,7 @@ class Session:
 
     Attributes:
         architecture: "gpt" or "bert".
-        words: of the model; see `training.model_words`.
+        argv: of the model; see `trainer/plan/model_argv`.
         sequence_parallel: with several tensor ranks.
         processes: how many there are; tensor degrees beyond are refused.
         threads: of each, in the operators of a CPU.
@@ -51,7 +51,7 @@ class Session:
     """
 
     architecture: str
-    words: tuple[str, ...]
+    argv: tuple[str, ...]
     sequence_parallel: bool
     processes: int
     threads: int
@@ -94,7 +94,7 @@ class Session:
         return Profile(
             created=datetime.now(timezone.utc),
             architecture=self.architecture,
-            flags=self.words,
+            flags=self.argv,
             sequence_parallel=self.sequence_parallel,
             processes=self.processes,
             stages=tuple(
@@ -149,7 +149,7 @@ class Session:
     ) -> StagePlan:
         num_batches = -(-self.iterations // (_MICROBATCHES * self.rounds))
         return StagePlan(
-            architecture=self.architecture, words=self.words, place=place, num_layers=num_layers, tensor=tensor,
+            architecture=self.architecture, argv=self.argv, place=place, num_layers=num_layers, tensor=tensor,
             micro_batch_size=size, recompute=scope, weights=weights, sequence_parallel=self.sequence_parallel,
             num_microbatches=_MICROBATCHES, num_batches=num_batches,
             num_warmup=-(-max(_WARMUP, self.iterations // 10) // (_MICROBATCHES * self.rounds)) + 1,

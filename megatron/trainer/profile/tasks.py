@@ -13,7 +13,7 @@ from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.architecture import Architecture
-from megatron.planner.search.flags import configuration_words
+from megatron.planner.search.flags import configuration_argv
 from megatron.planner.time.profile import StagePosition
 from megatron.trainer.plan.command import PROGRAMS
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
-    """One stage to be timed. `words`: of the model; see `training.model_words`."""
+    """One stage to be timed. `argv`: of the model; see `trainer/plan/model_argv`."""
 
     architecture: str
-    words: tuple[str, ...]
+    argv: tuple[str, ...]
     place: StagePosition
     num_layers: int
     tensor: int
@@ -51,7 +51,7 @@ class StagePlan:
         )
         length = ("--num-layers", str(self.num_layers), "--train-iters", str(self.num_batches), "--eval-iters", "0")
         return parse_args(
-            [*self.words, *configuration_words(configuration), *length],
+            [*self.argv, *configuration_argv(configuration), *length],
             defaults=PROGRAMS[self.architecture][1],
         )
 

@@ -6,7 +6,7 @@ import pytest
 
 from megatron.planner import Architecture, Cluster
 from megatron.planner.search import Outcome, Training, relayed
-from megatron.planner.search.flags import configuration_words
+from megatron.planner.search.flags import configuration_argv
 from tests.planner.search.helper import run
 
 DEEP = Architecture.gpt3(
@@ -32,8 +32,8 @@ def test_fits_only_with_l2l_is_a_result():
     least = min(each.estimate.host.needed_gib for each in found.kept)
     (sentence,) = relayed.sentences(found.kept)
     assert "fits only with l2l" in sentence and f"from {least:.3g} GiB a node" in sentence
-    words = configuration_words(best.estimate.configuration)
-    assert words[words.index("--l2l-update") + 1] == "deferred" and "--l2l-resident-stages" in words
+    argv = configuration_argv(best.estimate.configuration)
+    assert argv[argv.index("--l2l-update") + 1] == "deferred" and "--l2l-resident-stages" in argv
 
 
 def test_where_others_fit_they_stay_as_they_were():

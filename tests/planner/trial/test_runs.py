@@ -23,7 +23,7 @@ MODEL = ("--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4
 
 
 def runs(tmp_path, **changes):
-    return Runs(program="pretrain_gpt.py", words=MODEL, output=tmp_path, iterations=5, warmup=2, **changes)
+    return Runs(program="pretrain_gpt.py", argv=MODEL, output=tmp_path, iterations=5, warmup=2, **changes)
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_scripts_for_a_cluster(tmp_path):
     )
     assert collect(runs(tmp_path), [entry], results) == [] and results.of([entry])[0].seconds == 0.5
     runs(tmp_path).write_script(entry, 8)
-    other = replace(runs(tmp_path), words=(*MODEL, "--bf16"))
+    other = replace(runs(tmp_path), argv=(*MODEL, "--bf16"))
     with pytest.raises(ValueError, match=r"run\.sh was written with other flags"):
         collect(other, [entry], results)
     with pytest.raises(ValueError, match="holds a run with other flags"):
@@ -131,7 +131,7 @@ def test_scripts_for_a_cluster(tmp_path):
 def test_a_warm_up_leaves_something_to_measure(tmp_path, warmup):
     """All iterations, or fewer than none, are refused."""
     with pytest.raises(ValueError, match=f"5 iterations {warmup} are warm-up"):
-        Runs(program="pretrain_gpt.py", words=(), output=tmp_path, iterations=5, warmup=warmup)
+        Runs(program="pretrain_gpt.py", argv=(), output=tmp_path, iterations=5, warmup=warmup)
 
 
 def test_a_script_starts_the_run_again(tmp_path, started):
@@ -146,7 +146,7 @@ def test_results_of_other_settings_are_refused(tmp_path, started):
     results = ResultsFile(tmp_path / "results.jsonl")
     measure(runs(tmp_path), ENTRIES[:2], results)
     results.refuse_others(ENTRIES, runs(tmp_path, timeout=5.0).settings)
-    other = replace(runs(tmp_path), words=(*MODEL[:3], "128", *MODEL[4:], "--bf16"), warmup=1).settings
+    other = replace(runs(tmp_path), argv=(*MODEL[:3], "128", *MODEL[4:], "--bf16"), warmup=1).settings
     with pytest.raises(
         ValueError, match=f"{ENTRIES[1].name} with --hidden-size 64 and not 128, --warmup 2 and not 1, no --bf16; give"
     ):
@@ -157,7 +157,7 @@ def test_results_of_other_settings_are_refused(tmp_path, started):
 def test_an_optimized_mapping_needs_the_nodes(tmp_path):
     """Their file is handed on; without one the configuration is refused by name."""
     entry = TrialEntry(configuration=replace(ENTRIES[1].configuration, rank_mapping="optimized"))
-    words = runs(tmp_path, topology=Path("topology.yaml")).training_words(entry)
-    assert words[-2:] == ["--rank-topology", str(Path("topology.yaml").absolute())]
+    argv = runs(tmp_path, topology=Path("topology.yaml")).training_argv(entry)
+    assert argv[-2:] == ["--rank-topology", str(Path("topology.yaml").absolute())]
     with pytest.raises(ValueError, match="optimized needs the cluster's nodes; give --rank-topology"):
-        runs(tmp_path).training_words(entry)
+        runs(tmp_path).training_argv(entry)

@@ -13,7 +13,7 @@ CPU = Platform(is_cuda=False, has_transformer_engine=False, has_apex=False)
 GPU = Platform(is_cuda=True, has_transformer_engine=True, has_apex=True)
 
 
-def words(extra: str = "", without: str = "") -> list[str]:
+def argv(extra: str = "", without: str = "") -> list[str]:
     """SMALL as words, without the flags named in `without` (and their values), followed by `extra`."""
     kept, dropping = [], False
     for word in SMALL.split():
@@ -28,7 +28,7 @@ def arguments(
     extra: str = "", *, without: str = "", world_size: int = 1, platform: Platform = CPU
 ) -> argparse.Namespace:
     """The validated namespace of SMALL, changed as `words` does, on a machine like `platform`."""
-    args = parse_args(words(extra, without))
+    args = parse_args(argv(extra, without))
     validate_args(args, world_size=world_size)
     resolve_platform(args, platform)
     return args

@@ -117,7 +117,7 @@ class Published:
     ends of the pipeline counted twice), of a GPT or a BERT, under `schedules`, and with what `changed` overrides.
     `full`: those of the schedules that are for the full selection, whose proofs take seconds."""
 
-    words: str
+    argv: str
     num_gpus: int
     billions: float
     architecture: str = "gpt"

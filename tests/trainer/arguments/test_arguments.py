@@ -20,7 +20,7 @@ from megatron.trainer.arguments.flags.specification import integer, number
 from megatron.trainer.checkpoint.arguments import apply_saved_arguments
 from megatron.trainer.run import pretraining
 from tests.pipeline.runtime import made_up_orders
-from tests.trainer.arguments.command_line import CPU, GPU, arguments, words
+from tests.trainer.arguments.command_line import CPU, GPU, arguments, argv
 
 ROOT = Path(__file__).parents[3]
 FREEZING = "--untie-embeddings-and-output-weights --freeze-training --freeze-interval 2"
@@ -164,7 +164,7 @@ def test_errors_are_one_sentence(extra, without, message):
 )
 def test_a_run_that_ends_before_it_changes_is_noted(flags, first):
     """What the tenth iteration decides comes too late in a run of ten."""
-    args = parse_args(words(f"{FREEZING} {flags}"))
+    args = parse_args(argv(f"{FREEZING} {flags}"))
     notes = [each for each in validate_args(args, world_size=1) if "nothing ever changes" in each]
     assert len(notes) == (first is not None)
     assert all(f"the first decision comes at iteration {first}, and training ends at iteration 10" in x for x in notes)
@@ -190,7 +190,7 @@ def test_numbers_are_finite(text):
     assert len(flags) > 20
     for flag in flags:
         with pytest.raises(ValueError, match=f"{flag.name}: '{text}' is not a finite number"):
-            parse_args(words(f"{flag.name}={text}"))
+            parse_args(argv(f"{flag.name}={text}"))
 
 
 @pytest.mark.parametrize(
@@ -240,14 +240,14 @@ def test_extreme_values_are_let_through():
 def test_split_that_is_none(split, data):
     """A split must be one to three shares that megatron.core reads as they are written."""
     with pytest.raises(ValueError, match=rf"--split {re.escape(split)} must be 1 to 3 shares .* for example 969,30,1"):
-        validate_args(parse_args([*words(data, "--mock-data"), f"--split={split}"]), world_size=1)
+        validate_args(parse_args([*argv(data, "--mock-data"), f"--split={split}"]), world_size=1)
 
 
 @pytest.mark.parametrize("split", ["969, 30, 1", "1", "0,1", "99.5,.5,0", "100,0,0", "'99,1,0'"])
 def test_split_is_what_megatron_reads(split):
     """A split that passes comes out of megatron.core's parser as the same shares."""
     shares = [float(share) for share in split.strip("'").split(",")]
-    args = parse_args([*words(), "--split", split])
+    args = parse_args([*argv(), "--split", split])
     validate_args(args, world_size=1)
     parsed = parse_and_normalize_split(args.split)
     assert parsed == pytest.approx([share / sum(shares) for share in shares] + [0.0] * (3 - len(shares)))
@@ -263,7 +263,7 @@ def test_checkpoint_arguments_that_override_flags_are_noted(monkeypatch):
 
     monkeypatch.setattr(pretraining, "apply_checkpoint_arguments", take_over)
     monkeypatch.setattr(pretraining.initialize, "choose_device", lambda args: None)
-    args = parse_args(words("--load DIR --use-checkpoint-args --disable-bias-linear --hidden-dropout 0.1"))
+    args = parse_args(argv("--load DIR --use-checkpoint-args --disable-bias-linear --hidden-dropout 0.1"))
     notes = pretraining.complete(args)
     assert (args.num_layers, args.swiglu, args.hidden_dropout) == (2, True, 0.1)
     assert [note for note in notes if "checkpoint" in note] == [
@@ -279,12 +279,12 @@ def test_every_refused_flag_says_what_to_do():
     for flag in refused:
         value = "" if flag.stores is not None else "7"
         with pytest.raises(ValueError) as error:
-            parse_args(words(f"{flag.name} {value}"))
+            parse_args(argv(f"{flag.name} {value}"))
         assert str(error.value).startswith(flag.name)
         assert ";" in flag.refused or "use " in flag.refused
     for flag in refused:
         for value in flag.neutral:
-            parse_args(words(f"{flag.name} {value}"))
+            parse_args(argv(f"{flag.name} {value}"))
 
 
 @pytest.mark.parametrize(
@@ -297,15 +297,13 @@ def test_every_refused_flag_says_what_to_do():
 )  # fmt: skip
 def test_a_refused_flag_may_ask_for_nothing(flags):
     """A script that spells out what is done anyway runs."""
-    assert not validate_args(parse_args(words(flags)), world_size=1)
+    assert not validate_args(parse_args(argv(flags)), world_size=1)
 
 
 def test_the_home_of_the_user_is_known(monkeypatch):
     """A shell leaves `~` alone in `--save=~/run`: it is the home of the user, wherever a path is taken."""
     monkeypatch.setenv("HOME", "/home/me")
-    args = parse_args(
-        words("--save=~/run --load ~/old --vocab-file=~/v --data-path 1 ~/a 2 /b~/c --wandb-save-dir=~/w")
-    )
+    args = parse_args(argv("--save=~/run --load ~/old --vocab-file=~/v --data-path 1 ~/a 2 /b~/c --wandb-save-dir=~/w"))
     assert (args.save, args.load, args.vocab_file) == ("/home/me/run", "/home/me/old", "/home/me/v")
     assert args.data_path == ["1", "/home/me/a", "2", "/b~/c"] and args.wandb_save_dir == "/home/me/w"
 
@@ -367,7 +365,7 @@ def test_platform_turns_off_defaults_and_refuses_what_cannot_be():
 def test_an_engine_that_keeps_its_gradient_buffer_is_not_fused_with_two(flags, fuses):
     """Fusion is off, with a note, only where such a Transformer Engine meets the two gradient buffers of 2bw."""
     flags = f"{flags} --pipeline-model-parallel-size 2"
-    args = parse_args(words(flags))
+    args = parse_args(argv(flags))
     validate_args(args, world_size=2)
     notes = platform.resolve_platform(args, replace(GPU, engine_keeps_main_grad=True))
     assert args.gradient_accumulation_fusion is fuses

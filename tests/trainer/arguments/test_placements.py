@@ -13,7 +13,7 @@ from megatron.trainer.dry_run.dry_run import run_dry
 from megatron.trainer.models.core_config import transformer_config
 from megatron.trainer.plan import from_flags
 from tests.pipeline.placed_schedules import registered
-from tests.trainer.arguments.command_line import arguments, words
+from tests.trainer.arguments.command_line import arguments, argv
 
 EIGHT = "--num-layers 8"
 FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
@@ -75,7 +75,7 @@ def test_a_rank_with_an_empty_stage():
 def test_a_dry_run(capsys):
     """Proves the program, and counts each rank's memory by its stages."""
     with registered():
-        assert run_dry(parse_args(words(f"{V} --num-layers 5 {FIRST} 2 --dry-run 4")), "pretrain_gpt.py") == 0
+        assert run_dry(parse_args(argv(f"{V} --num-layers 5 {FIRST} 2 --dry-run 4")), "pretrain_gpt.py") == 0
     said = capsys.readouterr().out
     assert "schedule v, 4 stages on 2 ranks, batches of 4 microbatches: proved for any number of batches" in said
     rows = re.findall(r"^([01]: \d, \d) +(\S+)", said, re.MULTILINE)

@@ -65,10 +65,10 @@ def test_llama3_script_in_bf16(data):
     assert any("--sequence-parallel has no effect" in note for note in notes)
 
 
-def dry_run(words: str, num_gpus: int, capsys, architecture: str = "gpt") -> tuple[int, str, str]:
+def dry_run(argv: str, num_gpus: int, capsys, architecture: str = "gpt") -> tuple[int, str, str]:
     """Exit status, output and error output of a dry run where neither TensorBoard nor Weights & Biases is there."""
     args = parse_args(
-        [*words.split(), "--dry-run", str(num_gpus)], defaults=defaults() if architecture == "bert" else None
+        [*argv.split(), "--dry-run", str(num_gpus)], defaults=defaults() if architecture == "bert" else None
     )
     return run_dry(args, f"pretrain_{architecture}.py"), *capsys.readouterr()
 
@@ -96,23 +96,23 @@ def bare(monkeypatch, tmp_path):
 def test_dry_run_passes(bare, capsys, name, schedule):
     """With nothing but a schedule added the job is proved and estimated; what is not here is a warning each."""
     published = PASSES[name]
-    words = f"{published.words} {published.changed} --pipeline-schedule {schedule}"
-    status, out, err = dry_run(words, published.num_gpus, capsys, published.architecture)
+    argv = f"{published.argv} {published.changed} --pipeline-schedule {schedule}"
+    status, out, err = dry_run(argv, published.num_gpus, capsys, published.architecture)
     assert (status, err) == (0, "")
     assert "proved for any number of batches" in out
     (billions,) = re.findall(r"model: (\S+) billion parameters", out)
     assert float(billions) == pytest.approx(published.billions, rel=0.02)
     assert "warning: --load checkpoints is not on this machine" in out
-    if "--tensorboard-dir" in words:
+    if "--tensorboard-dir" in argv:
         assert "warning: --tensorboard-dir logs has no effect: the package tensorboard is not installed here" in out
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_all_that_is_refused_is_named_at_once(name):
     """One message names every flag that has to go, and no other."""
-    words, flags = REFUSED[name]
+    argv, flags = REFUSED[name]
     with pytest.raises(ValueError) as error:
-        parse_args([*words.split(), "--pipeline-schedule", "flush"])
+        parse_args([*argv.split(), "--pipeline-schedule", "flush"])
     lines = str(error.value).splitlines()
     lines = lines if len(lines) == 1 else lines[1:]
     assert sorted(re.match(r" *(--[\w-]+)", line)[1] for line in lines) == sorted(flags.split())
@@ -127,13 +127,13 @@ def test_steps_of_the_gpt3_script():
 
 def test_vocabulary_of_llama2_without_its_tokenizer(bare, capsys):
     """The embedding of a Llama-2 is not taken to be GPT-2's; with a small batch, whose proof is short."""
-    _, out, _ = dry_run(f"{PASSES['Llama-2 70B'].words} --global-batch-size 8", 64, capsys)
+    _, out, _ = dry_run(f"{PASSES['Llama-2 70B'].argv} --global-batch-size 8", 64, capsys)
     assert "the embedding is taken to have 32768 rows, as Llama 2's" in out
 
 
 def test_shape_that_only_the_cluster_knows(bare, capsys):
     """Without the checkpoint there is no model to check, and the sentence says how to go on."""
-    status, _, err = dry_run(f"{PASSES['Llama-2 70B'].words} --use-checkpoint-args", 64, capsys)
+    status, _, err = dry_run(f"{PASSES['Llama-2 70B'].argv} --use-checkpoint-args", 64, capsys)
     assert (
         status == 1 and "--load checkpoints, which is not on this machine; for a dry run here give the model's" in err
     )

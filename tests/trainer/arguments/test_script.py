@@ -54,9 +54,9 @@ def by_bash(script: str, folder, **environment: str) -> list[str]:
     stub.chmod(0o755)
     variables = {"PATH": f"{folder}:{os.environ['PATH']}", "RECORD": str(folder / "record"), **environment}
     subprocess.run(["bash", "-c", script], env=variables, check=True, cwd=folder, timeout=60)
-    words = (folder / "record").read_text().split("\0")[:-1]
-    start = next(index for index, word in enumerate(words) if word.endswith("pretrain_gpt.py"))
-    return words[start + 1 :]
+    argv = (folder / "record").read_text().split("\0")[:-1]
+    start = next(index for index, word in enumerate(argv) if word.endswith("pretrain_gpt.py"))
+    return argv[start + 1 :]
 
 
 @pytest.mark.parametrize("environment", [{}, {"SLURM_NNODES": "4"}], ids=str)
@@ -64,8 +64,8 @@ def test_a_script_in_the_manner_of_megatron(tmp_path, environment):
     """Arrays, strings, arithmetic, comments, continued lines and redirections give the words that bash gives."""
     found = read_script(MEGATRON, environment=environment)
     assert found.program == "pretrain_gpt.py"
-    assert list(found.words) == by_bash(MEGATRON, tmp_path, **environment)
-    assert "--pipeline-model-parallel-size" in found.words and not found.notes
+    assert list(found.argv) == by_bash(MEGATRON, tmp_path, **environment)
+    assert "--pipeline-model-parallel-size" in found.argv and not found.notes
 
 
 TOKENS = ["a", "--b", "$X", '"$X"', "${X}", "'$X'", '"c d"', "e'f'g", "$X$Y", "h$Y", "${Z:-i}", '"${A[@]}"', "${A[@]}",
@@ -75,16 +75,16 @@ TOKENS = ["a", "--b", "$X", '"$X"', "${X}", "'$X'", '"c d"', "e'f'g", "$X$Y", "h
 
 
 @settings(max_examples=60, deadline=None)
-@given(words=st.lists(st.sampled_from(TOKENS), min_size=1, max_size=6), in_array=st.booleans())
-def test_any_words_expand_as_in_bash(words, in_array, tmp_path_factory):
+@given(argv=st.lists(st.sampled_from(TOKENS), min_size=1, max_size=6), in_array=st.booleans())
+def test_any_words_expand_as_in_bash(argv, in_array, tmp_path_factory):
     """Quoted and unquoted variables, arrays and arithmetic, in a command or through an array."""
-    given_words = " ".join(words)
+    given_argv = " ".join(argv)
     start = "X=' 1  2'\nY=3\nN=4\nA=(p 'q r' s)\n"
-    command = f"W=({given_words})\ntorchrun pretrain_gpt.py \"${{W[@]}}\"" if in_array else (
-        f"torchrun pretrain_gpt.py {given_words}"
+    command = f"W=({given_argv})\ntorchrun pretrain_gpt.py \"${{W[@]}}\"" if in_array else (
+        f"torchrun pretrain_gpt.py {given_argv}"
     )  # fmt: skip
     script = start + command + "\n"
-    assert list(read_script(script, environment={}).words) == by_bash(script, tmp_path_factory.mktemp("bash"))
+    assert list(read_script(script, environment={}).argv) == by_bash(script, tmp_path_factory.mktemp("bash"))
 
 
 def test_what_is_not_read_is_said():
@@ -101,7 +101,7 @@ def test_what_is_not_read_is_said():
     python -u pretrain_bert.py --num-layers 6 --data-path $DATA
     """
     found = read_script(script, environment={}, source="job.sh")
-    assert found.program == "pretrain_bert.py" and found.words == ("--num-layers", "6", "--data-path", "$DATA")
+    assert found.program == "pretrain_bert.py" and found.argv == ("--num-layers", "6", "--data-path", "$DATA")
     assert len(found.notes) == 3
     assert all(note.startswith("job.sh: ") for note in found.notes)
 
@@ -116,7 +116,7 @@ def test_what_another_command_decides_is_not_assigned():
     torchrun pretrain_gpt.py "${B[@]}" $SIZE $A
     """
     found = read_script(script, environment={}, source="job.sh")
-    assert found.words == ("3", "2", "1", "2")
+    assert found.argv == ("3", "2", "1", "2")
     assert [re.findall(r"line (\d+)\) assigns what is not read", note) for note in found.notes] == [["3"], ["3"], ["5"]]
 
 

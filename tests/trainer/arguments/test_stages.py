@@ -8,7 +8,7 @@ backend.install()
 
 from megatron.pipeline.schedules import Schedule
 from megatron.trainer.arguments import parse_args, validate_args
-from tests.trainer.arguments.command_line import arguments, words
+from tests.trainer.arguments.command_line import arguments, argv
 
 
 def test_stages_and_layers():
@@ -28,7 +28,7 @@ def test_balancing_with_and_without_something_to_move(flags):
     assert moving.moves_activations
     assert moving.schedule == Schedule.preset("flush", num_stages=4, balance=True, tied_embeddings=True)
     for stages, batch in ((2, 8), (4, 3)):
-        args = parse_args(words(f"{flags} --pipeline-model-parallel-size {stages} --global-batch-size {batch}"))
+        args = parse_args(argv(f"{flags} --pipeline-model-parallel-size {stages} --global-batch-size {batch}"))
         notes = validate_args(args, world_size=stages)
         assert not args.moves_activations
         text = "has nothing to move with these stages and batches: saved activations stay where they are"

@@ -5,7 +5,7 @@ import pytest
 from megatron.trainer.arguments import parse_args, validate_args
 from megatron.trainer.arguments.flags.parser import GROUPS
 from megatron.trainer.arguments.flags.spelling import meant
-from tests.trainer.arguments.command_line import arguments, words
+from tests.trainer.arguments.command_line import arguments, argv
 
 KNOWN = [name for group in GROUPS for flag in group.flags for name in flag.names]
 REFUSED = {name for group in GROUPS for flag in group.flags if flag.refused for name in flag.names}
@@ -35,7 +35,7 @@ def test_slips_get_a_hint(name, flag):
 def test_a_flag_that_works_goes_before_one_that_is_refused():
     """Whoever leaves a word out means what can be used; of two flags that fit alike none is named."""
     with pytest.raises(ValueError, match=r"^--tensor-parallel-size is not .* mean --tensor-model-parallel-size"):
-        parse_args(words("--tensor-parallel-size 2"))
+        parse_args(argv("--tensor-parallel-size 2"))
     assert meant("--one-thre", ["--one-thrae", "--one-three"], {"--one-thrae"}) == "--one-three"
     assert meant("--one-thre", ["--one-thrae", "--one-three"]) is None
     assert meant("--num-layer", ["--nun-layer", "--num-layers"]) == "--num-layers"
@@ -54,7 +54,7 @@ def test_other_flags_get_none(name):
     """What is nearest in letters is another flag, so none is named."""
     assert name not in KNOWN and meant(name, KNOWN, REFUSED) is None
     with pytest.raises(ValueError, match=f"^{name} is not a known flag; see --help for all flags$"):
-        parse_args(words(f"{name} 7"))
+        parse_args(argv(f"{name} 7"))
 
 
 @pytest.mark.parametrize(
@@ -71,13 +71,13 @@ def test_other_flags_get_none(name):
 def test_old_flags_name_the_new_ones(flags, remedy):
     """Flags of published scripts that are called otherwise today."""
     with pytest.raises(ValueError, match=f"{flags}: .*{remedy}"):
-        parse_args(words(flags))
+        parse_args(argv(flags))
 
 
 def test_unknown_and_refused_flags_are_one_message():
     """Whoever brings a script reads at once all that has to go."""
     with pytest.raises(ValueError) as error:
-        parse_args(words("--foo 1 --num-experts 8 --num-layer 2 --fp8-format hybrid --foo 2"))
+        parse_args(argv("--foo 1 --num-experts 8 --num-layer 2 --fp8-format hybrid --foo 2"))
     first, *rest = str(error.value).splitlines()
     assert first == "4 flags cannot be used here"
     starts = ["--foo is not", "--num-layer is not", "--num-experts 8: ", "--fp8-format hybrid: "]
@@ -92,11 +92,11 @@ def test_flags_without_effect_are_said_once():
     }
     for flag in ignored:
         value = "" if flag.stores is not None else (flag.choices or ("7",))[0]
-        args = parse_args(words(f"{flag.name} {value}"))
+        args = parse_args(argv(f"{flag.name} {value}"))
         assert validate_args(args, world_size=1) == [f"{f'{flag.name} {value}'.strip()} has no effect: {flag.ignored}"]
         for value in flag.neutral:
-            assert validate_args(parse_args(words(f"{flag.name} {value}")), world_size=1) == []
-    assert not validate_args(parse_args(words("--data-impl mmap --dist-ckpt-format torch_dist")), world_size=1)
+            assert validate_args(parse_args(argv(f"{flag.name} {value}")), world_size=1) == []
+    assert not validate_args(parse_args(argv("--data-impl mmap --dist-ckpt-format torch_dist")), world_size=1)
 
 
 def test_old_names_do_the_same():
@@ -105,4 +105,4 @@ def test_old_names_do_the_same():
     assert (args.recompute_granularity, args.recompute_method, args.recompute_num_layers) == ("full", "uniform", 1)
     assert args.norm_epsilon == 1e-6 and args.override_opt_param_scheduler
     with pytest.raises(ValueError, match=r"^--norm-epsilon: 'nan' is not a finite number"):
-        parse_args(words("--layernorm-epsilon nan"))
+        parse_args(argv("--layernorm-epsilon nan"))

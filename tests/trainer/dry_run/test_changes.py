@@ -14,7 +14,7 @@ from megatron.trainer.changes.shaping import Shaping
 from megatron.trainer.dry_run import changes as room
 from megatron.trainer.dry_run.changes import PlannedChange, planned_changes
 from megatron.trainer.dry_run.dry_run import run_dry
-from tests.trainer.arguments.command_line import arguments, words
+from tests.trainer.arguments.command_line import arguments, argv
 from tests.trainer.run.vision_helper import SMALL, defaults, write_images
 
 FREEZING = "--untie-embeddings-and-output-weights --freeze-training"
@@ -54,7 +54,7 @@ def changes(flags: str, *, layers: tuple[int, ...] = (2, 2, 2, 2), world_size: i
 def test_a_line_for_each_change(dry):
     """What is frozen, how ranks share the rest, what they take and send, and what it gains."""
     flags = f"{FOUR} --freeze-interval 2 --freeze-schedule 1,3 --elastic-pipeline --elastic-schedule 4,2"
-    status, out, err, found = dry(words(flags))
+    status, out, err, found = dry(argv(flags))
     assert (status, err) == (0, "")
     told = out[out.index("changes of the pipeline, at most") :].splitlines()[1:4]
     assert [line.partition(";")[0] for line in told] == [
@@ -73,7 +73,7 @@ def test_a_line_for_each_change(dry):
 
 @pytest.mark.parametrize("flags", ["--freeze-interval 100", "--freeze-interval 2 --freeze-schedule 0"])
 def test_nothing_changes(dry, flags):
-    status, out, _, found = dry(words(f"{FOUR} {flags}"))
+    status, out, _, found = dry(argv(f"{FOUR} {flags}"))
     assert status == 0 and found["changes"] == [] and "\nnothing changes: no interval freezes a layer" in out
     assert ("note: nothing ever changes" in out) == ("100" in flags)
 
@@ -88,7 +88,7 @@ def test_nothing_changes(dry, flags):
 )
 def test_a_change_that_does_not_fit(dry, flags, gpu, iteration, remedy):
     """The pipeline at first fits, so the verdict is of the fullest change, with its iteration."""
-    status, out, err, found = dry(words(f"{FOUR} {LARGE} {flags} --dry-run-gpu {gpu}", "--num-layers"))
+    status, out, err, found = dry(argv(f"{FOUR} {LARGE} {flags} --dry-run-gpu {gpu}", "--num-layers"))
     when = (
         rf"(from iteration {iteration} on|while the pipeline changes at iteration {iteration}) pipeline rank . misses"
     )
@@ -101,7 +101,7 @@ def test_a_change_that_does_not_fit(dry, flags, gpu, iteration, remedy):
 
 def test_measured_times_take_no_pipeline_that_does_not_fit(dry):
     """As in the run, whose device has to have room for the state of before and that of after."""
-    given = words(f"{FOUR} {LARGE} --elastic-pipeline --freeze-schedule 24", "--num-layers")
+    given = argv(f"{FOUR} {LARGE} --elastic-pipeline --freeze-schedule 24", "--num-layers")
     sizes = [dry([*given, "--dry-run-gpu", gpu])[3]["changes"][0]["bytes_in_change"] / 2**30 for gpu in ("200", "44")]
     assert sizes[1] <= 44 < sizes[0]
 

@@ -18,7 +18,7 @@ from megatron.trainer.arguments import parse_args
 from megatron.trainer.dry_run.dry_run import check_job, prove, run_dry
 from megatron.trainer.models.core_config import transformer_config
 from megatron.trainer.plan import from_flags
-from tests.trainer.arguments.command_line import arguments, words
+from tests.trainer.arguments.command_line import arguments, argv
 from tests.trainer.data.small_data import write_dataset
 from tests.trainer.run.run_case import BASE, train
 
@@ -45,7 +45,7 @@ def dry(capsys, tmp_path):
     def run(extra: str, without: str = "") -> tuple[int, str, str, dict]:
         file = tmp_path / "dry.json"
         file.unlink(missing_ok=True)
-        args = parse_args([*words(extra, without), "--dry-run-json", str(file)])
+        args = parse_args([*argv(extra, without), "--dry-run-json", str(file)])
         status = run_dry(args, "pretrain_gpt.py")
         out, err = capsys.readouterr()
         return status, out, err, json.loads(file.read_text()) if file.exists() else {}
@@ -218,12 +218,12 @@ def test_under_a_launcher_it_is_refused(monkeypatch):
     """Many processes would each check the whole job."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="start it without torchrun or srun"):
-        check_job(parse_args(words("--dry-run 2")))
+        check_job(parse_args(argv("--dry-run 2")))
 
 
 def test_program_of_its_own_process(tmp_path):
     """As users start it: status 0 and the tables; an unknown flag is a usage error, with status 2."""
-    command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *words("--dry-run 8 --pipeline-model-parallel-size 4")]
+    command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *argv("--dry-run 8 --pipeline-model-parallel-size 4")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=tmp_path)
     assert done.returncode == 0 and "memory of a GPU, estimated" in done.stdout and "PP 3 DP 1" in done.stdout

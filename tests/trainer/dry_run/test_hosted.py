@@ -10,7 +10,7 @@ backend.install()
 
 from megatron.trainer.arguments import parse_args
 from megatron.trainer.dry_run.dry_run import run_dry
-from tests.trainer.arguments.command_line import words
+from tests.trainer.arguments.command_line import argv
 
 L2L = "--pipeline-schedule l2l --num-layers 12 --bf16 --dry-run-gpu V100-16"
 
@@ -22,7 +22,7 @@ def dry(capsys, tmp_path, monkeypatch):
 
     def run(extra: str) -> tuple[int, str, str, dict]:
         file = tmp_path / "dry.json"
-        args = parse_args([*words(f"{L2L} {extra}"), "--dry-run-json", str(file)])
+        args = parse_args([*argv(f"{L2L} {extra}"), "--dry-run-json", str(file)])
         status = run_dry(args, "pretrain_gpt.py")
         out, err = capsys.readouterr()
         return status, out, err, json.loads(file.read_text()).get("host", {})

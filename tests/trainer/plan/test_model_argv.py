@@ -1,7 +1,7 @@
 """The flags of a script, without what a configuration decides."""
 
 from megatron.trainer.arguments import parse_args
-from megatron.trainer.plan.model_argv import model_words
+from megatron.trainer.plan.model_argv import model_argv
 
 SCRIPT = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --bf16 "
@@ -18,13 +18,13 @@ KEPT = (
 
 def test_degrees_batches_lengths_and_outputs_are_left_out():
     """What is left parses to the same as what was kept alone: nothing is changed on the way."""
-    found = parse_args(list(model_words(SCRIPT.split(), architecture="gpt")))
+    found = parse_args(list(model_argv(SCRIPT.split(), architecture="gpt")))
     expected = parse_args(KEPT.split())
     assert vars(found) == vars(expected)
 
 
 def test_the_order_of_a_script_does_not_matter():
     """A profile and a run of the same model have the same words."""
-    words = SCRIPT.split(" --")
-    turned = ("--" + " --".join([*words[1:], words[0].removeprefix("--")])).split()
-    assert model_words(turned, architecture="gpt") == model_words(SCRIPT.split(), architecture="gpt")
+    argv = SCRIPT.split(" --")
+    turned = ("--" + " --".join([*argv[1:], argv[0].removeprefix("--")])).split()
+    assert model_argv(turned, architecture="gpt") == model_argv(SCRIPT.split(), architecture="gpt")

@@ -8,7 +8,7 @@ from megatron.pipeline.program.weight_policies import FLUSH, TWO_BW
 from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.parameters import stage_parameters
 from megatron.planner.time.profile import StagePosition
-from megatron.trainer.plan.model_argv import model_words
+from megatron.trainer.plan.model_argv import model_argv
 from megatron.trainer.profile.tasks import StagePlan
 from tests import workers
 from tests.trainer.run.run_case import BASE, data_flags
@@ -17,9 +17,9 @@ NUM_MICROBATCHES, NUM_BATCHES, LAYERS = 2, 3, 2
 
 
 def stage_plan(place: StagePosition = StagePosition.MIDDLE, flags: str = "", **changes) -> StagePlan:
-    words = model_words(f"{BASE} {data_flags()} {flags}".split(), architecture="gpt")
+    argv = model_argv(f"{BASE} {data_flags()} {flags}".split(), architecture="gpt")
     values = dict(
-        architecture="gpt", words=words, place=place, num_layers=LAYERS,
+        architecture="gpt", argv=argv, place=place, num_layers=LAYERS,
         tensor=1, micro_batch_size=2, recompute=RecomputeScope.NONE, weights=FLUSH,
         sequence_parallel=False, num_microbatches=NUM_MICROBATCHES, num_batches=NUM_BATCHES, num_warmup=1,
     )  # fmt: skip

@@ -12,7 +12,7 @@ backend.install()
 
 from megatron.trainer.arguments import parse_args, validate_args
 from tests.trainer.arguments.bert_command_line import SMALL_BERT, bert_arguments, data_flags
-from tests.trainer.arguments.command_line import words
+from tests.trainer.arguments.command_line import argv
 from tests.trainer.run.run_case import train
 
 BASE = (
@@ -125,11 +125,11 @@ def test_what_bert_does_not_have_is_refused(flags, message):
 def test_flags_of_bert_belong_to_bert(flag):
     """pretrain_gpt.py refuses them."""
     with pytest.raises(ValueError, match=f"{flag.split()[0]} belongs to pretrain_bert.py; leave it out"):
-        validate_args(parse_args(words(flag)), world_size=1)
+        validate_args(parse_args(argv(flag)), world_size=1)
 
 
 def test_defaults_are_not_given():
     """The tokenizer that the program prefers is a default, which a checkpoint's may replace."""
     args = bert_arguments()
     assert args.tokenizer_type == "BertWordPieceLowerCase" and "tokenizer_type" not in args.given
-    assert args.architecture == "bert" and parse_args(words()).architecture == "gpt"
+    assert args.architecture == "bert" and parse_args(argv()).architecture == "gpt"

@@ -196,10 +196,10 @@ def test_memory_is_what_the_planner_estimates(tmp_path, schedule, record_propert
         pytest.skip(f"needs {1.5 * estimated / GIB:.0f} GiB of free memory on the GPU")
     _, metrics = run(tmp_path / "job", 1, *flags, gpus=visible(1), model=MIDDLE.split())
     measured = metrics[max(metrics)]["peak_memory_bytes"]
-    words = f"{measured / GIB:.2f} GiB, estimated {estimated / GIB:.2f}"
-    record_property(f"peak memory, {schedule}", words)
-    print(f"peak memory, {schedule}: {words}")
-    assert abs(measured / estimated - 1) < MARGIN, words
+    argv = f"{measured / GIB:.2f} GiB, estimated {estimated / GIB:.2f}"
+    record_property(f"peak memory, {schedule}", argv)
+    print(f"peak memory, {schedule}: {argv}")
+    assert abs(measured / estimated - 1) < MARGIN, argv
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ from pathlib import Path
 from megatron.trainer.ranks.shared_errors import OnThisRank, SameEverywhere, agree_to_start
 from megatron.trainer.ranks.signals import StopSignal
 from megatron.trainer.run import entry
-from tests.trainer.arguments.command_line import words
+from tests.trainer.arguments.command_line import argv
 
 PROGRAM = str(Path(__file__).parents[3] / "pretrain_gpt.py")
 
@@ -24,7 +24,7 @@ def run(*extra: str, rank: str | None = None) -> tuple[subprocess.CompletedProce
         environment.update(RANK=rank, WORLD_SIZE="2", LOCAL_RANK=rank)
     start = time.monotonic()
     done = subprocess.run(
-        [sys.executable, PROGRAM, *words(), *extra], capture_output=True, text=True, timeout=120, env=environment
+        [sys.executable, PROGRAM, *argv(), *extra], capture_output=True, text=True, timeout=120, env=environment
     )
     return done, time.monotonic() - start
 
@@ -53,7 +53,7 @@ def test_no_group_outlives_the_program(tmp_path):
     code = f"import sys; sys.argv.pop(0); {code}"
     wrong = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path / "none")]
     done = subprocess.run(
-        [sys.executable, "-c", code, PROGRAM, *words(), *wrong], capture_output=True, text=True, timeout=120,
+        [sys.executable, "-c", code, PROGRAM, *argv(), *wrong], capture_output=True, text=True, timeout=120,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(PROGRAM).parent)},
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (2, "groups: False\n"), done.stderr
@@ -131,7 +131,7 @@ def test_what_is_freed_is_kept_before_training_begins(monkeypatch):
     happened = []
     monkeypatch.setattr(pretraining, "pretrain", lambda args, program, stop, **_: happened.append(program))
     monkeypatch.setattr(backend, "keep_freed_memory", lambda: happened.append("kept"))
-    monkeypatch.setattr(sys, "argv", [PROGRAM, *words()])
+    monkeypatch.setattr(sys, "argv", [PROGRAM, *argv()])
     before = signal.getsignal(signal.SIGTERM)
     try:
         assert entry.run("pretrain_gpt.py", lambda: "trained") == 0

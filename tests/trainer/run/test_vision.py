@@ -11,7 +11,7 @@ from megatron import backend
 backend.install()
 
 from megatron.trainer.arguments import parse_args, validate_args
-from tests.trainer.arguments.command_line import words
+from tests.trainer.arguments.command_line import argv
 from tests.trainer.run.run_case import joined_weights
 from tests.trainer.run.vision_helper import (
     NUM_TEST,
@@ -194,7 +194,7 @@ def test_what_a_vit_does_not_have_is_refused(flags, message):
 def test_flags_of_classifiers_belong_to_them(flag):
     """pretrain_gpt.py refuses them."""
     with pytest.raises(ValueError, match=rf"{flag.split()[0]} belongs to pretrain_vision_classify\.py.*; leave it out"):
-        validate_args(parse_args(words(flag)), world_size=1)
+        validate_args(parse_args(argv(flag)), world_size=1)
 
 
 def test_the_sequence_follows_from_the_images():
