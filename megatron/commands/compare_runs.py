@@ -14,7 +14,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.commands import command_line
+from megatron.commands.common import command_line
 from megatron.trainer.report.metrics import read_metrics
 
 _NAME = re.compile(r"(?P<schedule>.+)_lr(?P<rate>[0-9.e+-]+)_seed(?P<seed>[0-9]+)")

@@ -12,7 +12,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from megatron.commands import command_line
+from megatron.commands.common import command_line
 
 COMMANDS = {
     "search": "find the fastest configuration of a model on a cluster",

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from megatron.commands import command_line
+from megatron.commands.common import command_line
 from megatron.trainer.report.metrics import read_metrics
 
 _SHAPE = ("pipeline_ranks", "replicas", "frozen_layers")

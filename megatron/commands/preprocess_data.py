@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
-from megatron.commands import command_line
+from megatron.commands.common import command_line
 from megatron.trainer.arguments.flags import data as data_flags
 from megatron.trainer.arguments.flags.parser import build_parser, fill_defaults, parse_known, refuse
 from megatron.trainer.arguments.flags.specification import Group, integer, option, refused, switch

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron.commands import command_line
-from megatron.commands.command_line import count, positive
+from megatron.commands.common import command_line
+from megatron.commands.common.command_line import count, positive
 from megatron.pipeline.schedules import PRESETS, Schedule
 from megatron.placement.counts import count_transfers
 from megatron.placement.degrees import Degrees

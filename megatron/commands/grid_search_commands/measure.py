@@ -22,7 +22,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron.commands import command_line
+from megatron.commands.common import command_line
 from megatron.commands.grid_search_commands.search_inputs import add_model_arguments, read_argv
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.time.profile import Profile, load_profile

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from megatron.commands import command_line
+from megatron.commands.common import command_line
 from megatron.commands.grid_search_commands.search_inputs import (
     ModelInput,
     add_model_arguments,

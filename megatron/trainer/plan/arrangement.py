@@ -115,7 +115,8 @@ def arrange(args: argparse.Namespace, arrangement: Arrangement) -> None:
             f"an evaluation's batch of {args.global_batch_size} samples is not divisible by micro batch size x data "
             f"parallel size ({per_microbatch})"
         )
-    changed.frozen_stages = None if arrangement == args.first_arrangement else arrangement.stages
+    stages = arrangement.stages  # refuses a rank without layers at the first arrangement, too
+    changed.frozen_stages = None if arrangement == args.first_arrangement else stages
     settle_schedule(changed)
     vars(args).update(vars(changed))
 

@@ -6,7 +6,7 @@ from rich.console import Console
 
 from megatron.planner.trial.comparison import table_of
 from megatron.planner.trial.results import Status
-from tests.planner.trial.test_records import result
+from tests.planner.trial.test_results import result
 
 
 def test_a_sentence_is_shown_as_it_stands():

@@ -315,6 +315,8 @@ TRANSLATED = {  # a rule turns the flag into another value, or refuses what cann
     "balance_activations", "dataloader_type", "create_attention_mask_in_dataloader", "ckpt_format",
     "pipeline_2bw_provisional", "pipeline_2bw_provisional_microbatches", "pipeline_2bw_provisional_reduce",
     "l2l_update", "l2l_resident_stages", "l2l_stash", "freeze_alpha", "freeze_schedule", "epochs",
+    "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
+    "microbatch_group_size_per_virtual_pipeline_stage", "make_vocab_size_divisible_by",
 }  # fmt: skip
 
 
@@ -330,8 +332,16 @@ def test_every_flag_is_read():
     unread = {flag.dest for flag in flags if not re.search(rf'args\.{flag.dest}\b|"{flag.dest}"', text)}
     assert unread == TRANSLATED
     rules = "\n".join(
-        (arguments_folder / "rules" / f"{name}.py").read_text()
-        for name in ("data", "freezing", "model", "relay", "run", "stages")
+        (arguments_folder / f"{name}.py").read_text()
+        for name in (
+            "rules/data",
+            "rules/freezing",
+            "rules/model",
+            "rules/relay",
+            "rules/run",
+            "rules/stages",
+            "values/vocabulary",
+        )
     )
     assert all(f"args.{name}" in rules for name in TRANSLATED)
 

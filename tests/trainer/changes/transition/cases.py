@@ -8,7 +8,6 @@ from unittest import mock
 import numpy
 import torch
 
-import pretrain_gpt
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
@@ -18,6 +17,7 @@ from megatron.trainer.changes.transition import plan as planning
 from megatron.trainer.changes.transition.memory import hand_over, hold_run
 from megatron.trainer.changes.transition.parallel_groups import destroy, set_aside
 from megatron.trainer.checkpoint.state import complete_state
+from megatron.trainer.programs import pretrain_gpt
 from megatron.trainer.ranks.signals import StopSignal
 from megatron.trainer.run import assembly
 from megatron.trainer.run.loop import run_to_the_end

@@ -2,7 +2,7 @@
 
 import argparse
 
-from megatron.commands.command_line import time, times
+from megatron.commands.common.command_line import time, times
 from megatron.pipeline.simulate.costs import Costs
 from megatron.pipeline.simulate.memory_curve import PARTS, MemorySizes
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from megatron.commands import command_line, schedule_costs
-from megatron.commands.command_line import count, positive
+from megatron.commands.common import command_line, schedule_costs
+from megatron.commands.common.command_line import count, positive
 from megatron.pipeline.program.lane_order import DEFERRED, DEVICE, EAGER, HOST, Residency
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.program.weight_policies import POLICIES, TWO_BW, weight_policy

@@ -1,0 +1,1 @@
+"""What several commands share: how a command line is read and ends, and the flags of schedules and their times."""
