@@ -88,7 +88,7 @@ def circles(arrows: Iterator[tuple[str, str]]) -> list[list[str]]:
 
 
 def test_circles_are_found():
-    """Of two, of three, and not where many import one; a module that names itself is none."""
+    """Circles of two and of three are found, and none where many import one; a module that names itself is none."""
     arrows = [("a", "b"), ("b", "a"), ("c", "d"), ("d", "e"), ("e", "c"), ("f", "a"), ("f", "c"), ("g", "g")]
     assert sorted(circles(iter(arrows))) == [["a", "b"], ["c", "d", "e"]]
 

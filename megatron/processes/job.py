@@ -99,7 +99,7 @@ def run_job(command: Sequence[str], *, timeout: float, **options: object) -> End
 
 
 def mark_of(folder: str | Path) -> str:
-    """Of what this process starts in a folder, the value of the variable `MARK`."""
+    """The value of the variable `MARK` in what this process starts in a folder."""
     return f"{os.getpid()}:{folder}"
 
 

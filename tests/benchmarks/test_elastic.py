@@ -202,7 +202,7 @@ def test_one_run_does_not_decide():
 
 
 def test_ranks_without_a_pipeline_wait(tmp_path):
-    """Of three ranks two are replicas, then one alone runs, then all three."""
+    """Two of three ranks are replicas, then one alone runs, then all three."""
     args = elastic.parse(["--stages", "3", "--layer-times", "1ms,1ms,1ms", "--microbatches", "4", "--batches", "3",
                           "--repeats", "1", "--payload", "64"])  # fmt: skip
     setting = replace(elastic.setting_of(args), limit=math.inf)

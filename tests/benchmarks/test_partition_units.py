@@ -83,7 +83,7 @@ def test_the_models_have_the_published_shapes():
 
 @pytest.mark.full
 def test_the_command_writes_tables_pictures_and_json(tmp_path, capsys):
-    """Of an encoder and a decoder layer of T5-11B, for which operators are worth more than a third."""
+    """The tables are of an encoder and a decoder layer of T5-11B, for which operators are worth more than a third."""
     path = tmp_path / "found.json"
     arguments = ["t5-11b-2-layers", "--effort", "0.01", "--picture", str(tmp_path), "--json", str(path)]
     assert partition_units.main(arguments) == 0

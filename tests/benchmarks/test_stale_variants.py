@@ -94,7 +94,7 @@ def test_it_is_the_replay_of_the_runtime(rule, kind, size):
 
 @pytest.mark.parametrize("rule", [*(pytest.param(each, marks=FULL) for each in ("stale", "predicted")), "provisional"])
 def test_it_is_the_policy(rule):
-    """Of one process that has all stages and executes the program."""
+    """The replay is that of one process that has all stages and executes the program."""
     chosen = {"predict": rule == "predicted", "provisional": rule == "provisional"}
     (outcome,) = run(CHAIN, preset="stale", batches=(2,) * 4, recompute=True, kind="adamw", **chosen)
     assert same(weights_of(trained(rule, num_batches=4)[0]), outcome.parameters)

@@ -16,7 +16,7 @@ from tests.capture.in_turn import train_in_turn
 from tests.capture.models import KINDS, USUAL, captured, equal, gradients, llama, tokens
 
 CUTS = 2
-"""Of each kind of model in the usual selection; 30 in the full one."""
+"""Cuts of each kind of model in the usual selection; 30 in the full one."""
 
 
 def in_stages(stages, model, batch, draw=None, *, recompute=False):

@@ -88,7 +88,7 @@ def test_flops_are_those_of_the_whole_model(kind):
 
 @pytest.mark.parametrize("kind", ["gpt2", pytest.param("t5", marks=pytest.mark.full), "plain"])
 def test_bytes_are_those_of_a_profile(kind):
-    """Of every block, where nothing is dropped."""
+    """The bytes of every block are, where nothing is dropped."""
     _, ours = captured(kind, 0.0)
     batch = KINDS[kind].batch(3)
     measured, estimated = profile(ours, batch, repeats=1), estimate(ours, batch, ONLY_FLOPS)

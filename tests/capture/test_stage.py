@@ -76,7 +76,8 @@ def test_the_runtime_drives_captured_stages(recompute):
 
 
 def test_shapes_of_a_batch():
-    """Of any batch; along a sequence of a length that the capture fixed only the samples differ."""
+    """The shapes are those of any batch; along a sequence of a length that the capture fixed only the samples
+    differ."""
     _, ours = captured("t5")
     stages = cut(ours, contiguous(ours, 3, random.Random(1)))
     sizes = ours.sizes_of(KINDS["t5"].batch(7))

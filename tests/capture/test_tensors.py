@@ -29,7 +29,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def graph():
-    """Of the same model without values."""
+    """The graph of the same model without values."""
     with fake_parameters():
         return capture(gpt2(0.0).train(), BATCH)
 

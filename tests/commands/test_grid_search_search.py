@@ -258,7 +258,7 @@ def test_refusals(run, argv, status, reason):
 
 @pytest.mark.parametrize("program", ["pretrain_vision_classify.py", "finetune_bert.py"])
 def test_programs_that_are_not_searched(run, tmp_path, program):
-    """Of those that tell classes a script is refused by name, and so are their flags."""
+    """A script of those that tell classes is refused by name, and so are their flags."""
     (tmp_path / "job.sh").write_text(f"torchrun {program} --num-layers 4 --num-classes 3\n")
     status, _, err = run(*CLUSTER, "--model-script", tmp_path / "job.sh")
     assert status == 1 and f"runs {program}, whose models are neither searched nor profiled; check and price" in err

@@ -53,7 +53,7 @@ def test_draws_and_prints(tmp_path, capsys):
 
 
 def test_steps_begin_with_the_first_batch(tmp_path):
-    """Of ranks, replicas and frozen layers; each in a picture of its own, so that none covers another."""
+    """The steps of ranks, replicas and frozen layers; each in a picture of its own, so that none covers another."""
     from matplotlib.figure import Figure
 
     course = plot_changes.read_course(written(tmp_path / "m.jsonl", [beginning(0, 0), *RECORDS]))

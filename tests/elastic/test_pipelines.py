@@ -116,7 +116,7 @@ def test_the_runtime_takes_time_around_each_computation():
 
 
 def test_activations_take_memory():
-    """Of each trained layer for each microbatch in flight; none of frozen layers."""
+    """Those of each trained layer do, for each microbatch in flight; none of frozen layers."""
     layers = Layers((1.0,) * 4, (2.0,) * 4, saved_bytes=0.5)
     assert one(pipelines(layers, 0, world=4, num_microbatches=8), 4).num_bytes == 1 + 0.5 * 4
     assert one(pipelines(layers, 2, world=4, num_microbatches=8), 4).num_bytes == 1 + 0.5 * 2

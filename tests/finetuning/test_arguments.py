@@ -89,7 +89,7 @@ def test_what_is_missing():
     ],
 )
 def test_strategies(argv, evaluates, saves, notes):
-    """Of 41 batches, 14 of them an epoch."""
+    """What happens in 41 batches, 14 of them an epoch."""
     args = parse_args([*LEAST, "--validation_file", "v.jsonl", *argv])
     assert len(args.notes) == notes
     settle(args, num_steps=41, steps_per_epoch=14)

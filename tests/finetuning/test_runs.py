@@ -202,7 +202,7 @@ def test_masters_learn_what_bfloat16_alone_does_not(folder):
 @pytest.mark.full
 @pytest.mark.parametrize("precision", [[], ["--bf16"]], ids=["float32", "bf16"])
 def test_an_evaluation_alone(folder, precision):
-    """Of a folder that a run wrote, on samples of one class: what the run's own evaluation says of them."""
+    """A folder that a run wrote is evaluated, on samples of one class, as the run's own evaluation says."""
     cut = cases.partition(folder, CLASSES, (0, 1), *precision)
     validation = folder / "one.jsonl"
     lines = tiny.data_file(folder, num_samples=30, seed=4).read_text().splitlines(keepends=True)

@@ -107,7 +107,7 @@ def data_file(folder: Path, task: str = "sequence-classification", *, num_sample
 
 
 def arguments(folder: Path, task: str = "sequence-classification", *argv: object, dropout: float = 0.0, **files):
-    """Of a run, parsed: the tiny model, its data, sequences of 12 tokens."""
+    """The arguments of a run, parsed: the tiny model, its data, sequences of 12 tokens."""
     return parse_args(command(folder, task, *argv, dropout=dropout, **files))
 
 

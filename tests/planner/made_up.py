@@ -39,7 +39,7 @@ class Pairs(Order):
 
 
 class ThereAndBack(Order):
-    """Of two stages a rank runs all forwards, the lower stage's first, and then all backwards, the upper stage's first.
+    """A rank of two stages runs all forwards, the lower stage's first, and then all backwards, the upper stage's first.
 
     rank 0   Fa0 Fa1  .   .   .   .  Fd0 Fd1 Bd0 Bd1  .   .   .   .  Ba0 Ba1
     rank 1    .  Fb0 Fb1 Fc0 Fc1  .   .   .   .  Bc0 Bc1 Bb0 Bb1

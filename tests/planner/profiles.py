@@ -51,7 +51,7 @@ def profile(
     shares_processor: bool = True,
     **changes: object,
 ) -> Profile:
-    """Of the machine above."""
+    """A profile of the machine above."""
     cases = [
         (place, layers, tensor, working)
         for place, layers in (("middle", 1), ("middle", 3), ("only", 1), ("first", 1), ("last", 1))

@@ -62,8 +62,8 @@ def uneven(num_stages: int, **more: object) -> Costs:
 @pytest.mark.parametrize("schedule", UNKNOWN)
 @pytest.mark.parametrize(("p", "m"), [(1, 6), (2, 8), (3, 12), (4, 16)])
 def test_without_a_closed_form_the_price_is_what_the_program_takes(schedule, p, m):
-    """Of a batch; or of each of many, at the end of a run so long that what only its beginning waits for is no longer
-    seen: exactly."""
+    """The price of a batch is exact; or of each of many, at the end of a run so long that what only its beginning waits
+    for is no longer seen: exactly."""
     asked = configuration(schedule, p, m, data=2)
     built = asked.pipeline_schedule(tied_embeddings=True)
     costs = uneven(asked.num_stages, reduce_grad=2.5, reduce_embed=0.5, reduce_norm=0.1)
@@ -292,7 +292,7 @@ def test_traffic_of_a_v_goes_both_ways_between_neighbours():
 
 
 def test_a_v_over_two_nodes_crosses_where_its_ranks_do():
-    """Of 4 ranks on two nodes, ranks 1 and 2 are apart: the second and the sixth of seven edges are slow."""
+    """Ranks 1 and 2 of 4 on two nodes are apart: the second and the sixth of seven edges are slow."""
     machines = cluster(2, nodes=2)
     planner = Planner(SMALL, machines, FirstPrinciples(SMALL, machines))
     asked = configuration("v-gpipe", 4, 8)

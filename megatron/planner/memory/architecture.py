@@ -108,7 +108,7 @@ class Architecture:
         return 6.0 * num_sequences * self.sequence_length * (self.num_layers * self._products_of_layer + ends)
 
     def forward_operations(self, num_layers: float, num_sequences: int) -> float:
-        """Of a forward of so many layers alone: for a GPT-3 24 b s h^2 + 4 b s^2 h a layer."""
+        """The operations of a forward of so many layers alone: for a GPT-3 24 b s h^2 + 4 b s^2 h a layer."""
         return 2.0 * num_sequences * self.sequence_length * num_layers * self._products_of_layer
 
     @property

@@ -63,7 +63,7 @@ def _own_microbatches(program: Program) -> tuple[int, ...]:
 
 
 def _unread(program: Program, rank: int) -> int:
-    """Of a frozen stage that hands on to another rank."""
+    """The most tensors that a frozen stage which hands on to another rank leaves unread."""
     leaves = program.stages_of(rank)[-1]
     return program.graph.most_unread(leaves) if program.graph.is_forward_only(leaves) else 0
 

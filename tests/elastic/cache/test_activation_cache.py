@@ -41,7 +41,8 @@ def settled(cache):
 @pytest.mark.parametrize("in_background", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_bits(dtype, in_background, tmp_path):
-    """Of any values, also those that are read ahead, of strided tensors and of such with a gradient; and counts."""
+    """The bits of any values are kept, also of those that are read ahead, of strided tensors and of such with a
+    gradient; and counts."""
     generation = replace(GENERATION, dtype=dtype)
     expected = outputs(SAMPLES, generation)
     with open_cache(tmp_path, generation, in_background=in_background) as cache:

@@ -73,7 +73,7 @@ def test_one_for_all_in_a_process(tmp_path):
 
 
 def in_child(environment, path, folders):
-    """Of a forked process: it has nothing open, may open all, and others see what it writes."""
+    """A forked process has nothing open, may open all, and others see what it writes."""
     assert not room._open and environment.held.abandoned
     own = opened(path)
     value = get(own, b"k")

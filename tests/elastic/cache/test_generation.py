@@ -28,7 +28,7 @@ def test_every_process_says_the_same():
 
 
 def test_weights_digest():
-    """Of every bit, name, shape and dtype, and of nothing else."""
+    """The digest is of every bit, name, shape and dtype, and of nothing else."""
     weights = {
         "layer 0": torch.randn(3, 4),
         "layer 1": torch.zeros(2),

@@ -8,7 +8,7 @@ from megatron.elastic.cache.measured import CacheCounts, Measured, reading_pays
 
 
 def test_medians_of_samples():
-    """Of calls with any number of samples; calls that found nothing say nothing about time."""
+    """They are of calls with any number of samples; calls that found nothing say nothing about time."""
     measured = Measured()
     assert measured.read_seconds is None and measured.write_seconds is None
     for seconds, count in ((8.0, 2), (0.5, 1), (1e9, 0), (6.0, 6)):

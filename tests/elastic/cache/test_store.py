@@ -61,7 +61,7 @@ def test_limit(tmp_path, caplog):
 
 
 def test_generations_of_nobody_make_way(tmp_path, caplog):
-    """Of jobs that are over; not before the room is needed."""
+    """Those of jobs that are over do; not before the room is needed."""
     for generation in GENERATIONS[:3]:
         with open_cache(tmp_path, generation, LIMIT) as cache:
             put_all(cache, range(12))
@@ -231,7 +231,7 @@ def test_a_disk_that_takes_no_more(tmp_path):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """Of 2 MiB."""
+    """A disk of 2 MiB."""
     path = tmp_path / "disk"
     path.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(path)]

@@ -56,7 +56,7 @@ def test_what_was_read_is_taken_once(window, source):
 
 
 def test_never_more_than_allowed(window, source):
-    """Of one request the first, of several the last."""
+    """The first of one request is kept, the last of several."""
     window.request(KEYS[:30])
     assert set(settled(window)) == set(KEYS[:10])
     window.request(KEYS[30:34])

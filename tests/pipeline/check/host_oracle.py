@@ -26,7 +26,7 @@ NUM_BUFFERS = 2
 
 
 class HostMachine:
-    """Of one rank."""
+    """The machine of one rank."""
 
     def __init__(self, rank: RankMachine) -> None:
         self.rank, self.machine, self.program = rank, rank.machine, rank.program

@@ -48,7 +48,7 @@ def test_steps_and_borders_are_marked():
 
 
 def test_transfers_past_other_ranks_are_arcs():
-    """Of three stages of which the first hands on to both others: four lines a microbatch, and two arcs."""
+    """Three stages of which the first hands on to both others have four lines a microbatch, and two arcs."""
     edges = (Edge(0, 1), Edge(0, 2), Edge(1, 2))
     skips = timeline("flush", 3, batches=(2,), costs=Costs(latency=0.5), edges=edges)
     axes = draw_timeline(skips, lanes=True).axes[0]
@@ -189,7 +189,7 @@ def test_recompute_and_lanes():
 
 
 def test_the_critical_path_is_framed_and_connected():
-    """Of the first timeline only: a frame around each computation on it, a line to the next rank's."""
+    """The path of the first timeline only: a frame around each computation on it, a line to the next rank's."""
     costs = Costs(latency=0.25)
     plan = timeline("flush", batches=(4,), costs=costs)
     path = critical_path(plan, costs)

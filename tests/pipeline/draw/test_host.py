@@ -117,7 +117,7 @@ def test_text_has_a_line_for_each_lane():
 
 @pytest.mark.parametrize("update", ["eager", "deferred"])
 def test_memory_does_not_grow_with_depth(update: str):
-    """Of weights two neighbours, of gradients two buffers; boundaries as the checker counts them."""
+    """Weights of two neighbours are held and two buffers of gradients; boundaries as the checker counts them."""
     peaks = {}
     for v in (4, 8, 16):
         sizes = MemorySizes(weights=tuple(range(1, v + 1)), gradients=100, optimizer=1000, activations=1)
@@ -147,7 +147,8 @@ def test_inputs_that_leave_are_drawn_and_explained():
 
 @pytest.mark.parametrize("v", [4, 9])
 def test_memory_of_inputs_on_the_host(v: int):
-    """Of the batch that each stage would keep, two or three are there; the checker's count bounds what is drawn."""
+    """Two or three inputs of the batch that each stage would keep are there; the checker's count bounds what is
+    drawn."""
     program = hosted(1, v, stash="host").build((5, 5))
     sizes = MemorySizes(activations=(0, *[1] * (v - 1)))  # the first stage's are data
     one = simulate(program, Costs(fetch=1, offload=0.5))

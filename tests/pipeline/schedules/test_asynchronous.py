@@ -189,7 +189,7 @@ def provisional(batches=(4,) * 3):
 
 @pytest.mark.parametrize("batches", [(1,) * 6, (2,) * 4, (4,) * 3, (3, 1, 2), (9,)], ids=str)
 def test_provisional_steps_take_what_no_step_has_taken(batches):
-    """Of the replay's rule: at depth k, microbatch i finds those of the batch of microbatch i - k that come before.
+    """The replay's rule holds: at depth k, microbatch i finds those of the batch of microbatch i - k that come before.
     Else the program is that of stale, and with batches of one microbatch it is that as a whole.
     """
     program = provisional(batches)

@@ -116,7 +116,7 @@ def test_forwards_of_the_prefix_wait_for_no_move():
 
 
 def _starts(timeline: Timeline) -> dict[tuple[int, int], float]:
-    """Of forwards, by stage and microbatch."""
+    """The starts of forwards, by stage and microbatch."""
     return {
         (span.instruction.stage, span.instruction.microbatch): span.start
         for span in timeline.spans

@@ -16,7 +16,7 @@ def schedule(p: int, v: int, **choices: object) -> Schedule:
 
 
 def computations(chosen: Schedule, m: int) -> list[str]:
-    """Of each rank, without versions."""
+    """The computations of each rank, without versions."""
     rows = chosen.build((m,)).rows
     return [
         " ".join(f"{each.stage}{each.kind.value}{each.microbatch}" for each in row if each.kind in COMPUTATIONS)

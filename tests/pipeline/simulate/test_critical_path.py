@@ -116,7 +116,7 @@ def test_a_send_that_waits_until_it_is_read(num_frozen):
 @settings(max_examples=40, deadline=None)
 @given(case=st.sampled_from(CASES), seed=st.integers(0, 2**32), lowered=st.booleans(), overlap=st.booleans())
 def test_the_makespan_grows_with_what_is_on_the_path(case, seed, lowered, overlap):
-    """Of generic costs only one chain is the longest. So the derivative of the makespan by a cost is the number of
+    """Only one chain of generic costs is the longest. So the derivative of the makespan by a cost is the number of
     times that it stands on the path: of a computation by stage, of a latency by edge, of all.
     """
     random = Random(seed)

@@ -29,7 +29,7 @@ def span(timeline: Timeline, word: str) -> tuple[float, float]:
 
 
 def last_end(timeline: Timeline) -> float:
-    """Of everything, updates on the host included."""
+    """The end of everything, updates on the host included."""
     return max(end for ends in timeline.ends for end in ends)
 
 

@@ -94,7 +94,7 @@ def test_the_curve_of_two_stages_by_hand():
     [("stale", (101, 1010)), ("stale-predicted", (202, 1020)), ("stale-provisional", (202, 1020))],
 )
 def test_stages_that_step_by_themselves_have_one_version_and_perhaps_one_ahead(weights, held):
-    """Of stages of 1, 10, 100 and 1000 bytes, two on each rank, the last one has nothing ahead."""
+    """The last of stages of 1, 10, 100 and 1000 bytes, two on each rank, has nothing ahead."""
     schedule = Schedule(order="async", weights=weights, recompute=True, num_stages=4, rank_of_stage=(0, 1, 0, 1))
     timeline = simulate(schedule.build((2, 2, 2)), Costs())
     curves = memory_curves(timeline, MemorySizes(weights=(1, 10, 100, 1000)), schedule.weights)

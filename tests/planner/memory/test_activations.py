@@ -39,7 +39,7 @@ def test_equations_of_appendix_b(heads, channels, length, size, layers, tensor):
 
 
 def saved(shape: Architecture, num_layers: int, scope: RecomputeScope, **setting) -> float:
-    """Of a stage in the middle, with sequences split unless `setting` says otherwise."""
+    """The bytes that a stage in the middle saves, with sequences split unless `setting` says otherwise."""
     chosen = ActivationSetting(**{"sequence_parallel": True, "recompute": Recompute.of(scope), **setting})
     return Activations(shape, chosen).saved(num_layers, is_first=False, is_last=False)
 

@@ -8,7 +8,7 @@ from megatron.planner import demand_of
 
 
 def demand(name: str, *, num_microbatches: int, **choices):
-    """Of two batches, proved."""
+    """The demand of two batches, proved."""
     schedule = Schedule.preset(name, **choices)
     program = schedule.build([num_microbatches] * 2)
     return demand_of(program, check(program))

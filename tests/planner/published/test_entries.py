@@ -106,7 +106,7 @@ def test_says_why_an_entry_cannot_be_predicted(entry, reason):
 
 @pytest.mark.parametrize("measured", [None, {"mfu": None}, {"mfu": 0}, {"mfu": "high"}, {"feasible": False}])
 def test_what_was_not_measured_is_no_time(measured):
-    """Of a run that ran out of memory some tables have 0."""
+    """Some tables have 0 for a run that ran out of memory."""
     entry = read_entry(BPIPE_TABLE_7[0] | {"measured": measured})
     assert entry.seconds is None
     assert entry.unread == (("measured.mfu is 'high'",) if measured == {"mfu": "high"} else ())

@@ -60,7 +60,7 @@ def test_finds_the_constants_again(tensors):
 
 
 def test_stages_beside_others_are_left_out():
-    """Of a processor that is shared, only times count during which nobody else worked."""
+    """Only times on a shared processor count during which nobody else worked."""
     alone = profile(1)
     crowded = profile(1)
     for each in crowded.stages:

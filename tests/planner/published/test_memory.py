@@ -59,7 +59,7 @@ def estimate(
 
 
 def test_configurations_of_gpt3_96b_that_ran():
-    """Of the 56 configurations of which the paper says whether they ran on 80 GB, at most one is judged wrongly.
+    """At most one of the 56 configurations of which the paper says whether they ran on 80 GB is judged wrongly.
 
     That one is t=4, p=4 with microbatches of 1. Two configurations with equal activations and equal parameters, but for
     the embedding's, ended differently: it ran, and t=8, p=2 with microbatches of 2 did not.

@@ -28,12 +28,12 @@ def run(
 
 
 def a100(nodes: int) -> Cluster:
-    """Of BPipe, section 4.1."""
+    """The machines of BPipe, section 4.1."""
     return Cluster(gpu="A100-80", nodes=nodes, bandwidth={"between_nodes": 100.0})
 
 
 def gpt3(num_layers: int, hidden_size: int, heads: int) -> Architecture:
-    """Of BPipe, table 1."""
+    """A model of BPipe, table 1."""
     return Architecture.gpt3(
         num_layers=num_layers, hidden_size=hidden_size, num_attention_heads=heads, sequence_length=2048,
         vocabulary_size=51200,

@@ -121,7 +121,8 @@ def test_large_batches_are_extrapolated(monkeypatch, schedule, v):
     [{"provisional": "stage"}, *({"provisional": "uniform", "provisional_microbatches": each} for each in (1, 40, 94))],
 )
 def test_large_batches_with_predictions_are_extrapolated(monkeypatch, options, tied, data):
-    """Of smaller batches, whose predictions read fewer microbatches; with and without a closed form."""
+    """They are extrapolated from smaller batches, whose predictions read fewer microbatches; with and without a closed
+    form."""
     from megatron.planner.time import iteration
 
     options = options | {"provisional_reduce": data > 1, "schedule": "2bw"}

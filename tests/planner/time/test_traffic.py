@@ -134,7 +134,7 @@ def test_behind_a_frozen_prefix():
 
 
 def test_moves_are_the_most_that_a_stage_saves():
-    """Of several stages on a rank the first has the embedding's mask."""
+    """The first of several stages on a rank has the embedding's mask."""
     schedule = Schedule.preset("interleaved", num_stages=8, num_virtual_stages=2, balance=True)
     assert cut(schedule).moved_bytes[:3] == pytest.approx((A_LAYER + MASK, A_LAYER, A_LAYER))
 

@@ -21,7 +21,7 @@ def work(tensor: int = 1, size: int = 1, *, split: bool = False, software=MEGATR
 
 @pytest.mark.parametrize("tensor", [1, 2, 8])
 def test_operations_of_all_ranks_are_the_models(tensor):
-    """Of all tensor ranks together, layers and head: what `Architecture.operations` counts, 3 times a forward."""
+    """All tensor ranks together, layers and head, do what `Architecture.operations` counts, 3 times a forward."""
     each = work(tensor, 2)
     layers = SHAPE.num_layers * (each.forward.operations + each.backward.operations)
     head = sum(part.operations for part in each.head)

@@ -100,7 +100,7 @@ def another_program(run: Run) -> Callable[[], None]:
 
 
 def a_late_fault(run: Run) -> Callable[[], list[tuple[int, int]]]:
-    """Of rank 1, when what is built has the state; returns the bytes of gradients that there were before,
+    """Rank 1 fails when what is built has the state; returns the bytes of gradients that there were before,
     and were left while the new one was built."""
     vars(run.update).pop("_apply", None)  # which looks at gradients through numpy, and so keeps their memory
     update, build, looks = run.update, change.setup_model_and_optimizer, []

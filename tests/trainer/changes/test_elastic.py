@@ -258,7 +258,7 @@ def test_many_changes_leave_nothing_behind(pipelines, watch, num_changes, num_fa
     ],
 )  # fmt: skip
 def test_on_two_hosts(batch, flags, pipelines, tmp_path):
-    """Of 4 ranks two pipelines: with few microbatches gradients are more than what stages send, so replicas stay on a
+    """Two pipelines of 4 ranks: with few microbatches gradients are more than what stages send, so replicas stay on a
     host; with many a pipeline does. Either way nothing else is another; and stopped and resumed."""
     flags = f"{ELASTIC} --elastic-pipeline --elastic-schedule 2 --global-batch-size {batch} --train-iters 5 {flags}"
     flags += " --micro-batch-size 4"

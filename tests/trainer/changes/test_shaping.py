@@ -20,7 +20,7 @@ from tests.trainer.arguments.command_line import arguments
 
 @pytest.fixture
 def shaping() -> Shaping:
-    """Of 8 layers on 4 ranks, of which a forward takes a second and a backward two."""
+    """The shaping of 8 layers on 4 ranks, of which a forward takes a second and a backward two."""
     args = arguments(
         "--num-layers 8 --pipeline-model-parallel-size 4 --untie-embeddings-and-output-weights --freeze-training "
         "--freeze-interval 1000 --elastic-pipeline",
@@ -111,7 +111,7 @@ def test_reading_has_to_be_sooner_than_computing(shaping):
 
 
 def test_the_first_epoch_at_a_depth_is_priced_as_misses(shaping):
-    """Of four epochs one; on two nodes more, as each has what it has computed itself."""
+    """One of four epochs is; on two nodes more, as each has what it has computed itself."""
     shaping._args.activation_cache, shaping._epoch, shaping._disk = "somewhere", 80, CacheSeconds(0.1, 0.1, 0.0)
     cached = replace(shaping._args.arrangement, num_frozen=6, cached=True, layers_of_rank=(7, 1), pipeline=2, data=2)
     assert shaping._share_that_is_read(cached, 40) == pytest.approx(3 / 4)

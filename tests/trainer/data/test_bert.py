@@ -97,7 +97,7 @@ def test_samples_are_padded_and_masked(single):
 
 
 def test_every_stage_and_tensor_rank_sees_the_same_samples(single):
-    """Of four stages each has the padding's mask of the same samples, the first the tokens, the last the labels; both
+    """Each of four stages has the padding's mask of the same samples, the first the tokens, the last the labels; both
     tensor ranks have all. Processes agree on the random tokens, too."""
     stages = read(4, "--micro-batch-size 2 --pipeline-model-parallel-size 4", steps=8)
     names = [set(stage[0]) for stage in stages]

@@ -179,7 +179,7 @@ def test_pairs_without_transfers_are_noted():
     ],
 )
 def test_what_moves_is_what_is_not_recomputed(flags, kept):
-    """Of a layer: 34 bytes an element in 16 bits, and 5 a score; norms keep two elements, and what is recomputed as a
+    """A layer saves 34 bytes an element in 16 bits, and 5 a score; norms keep two elements, and what is recomputed as a
     whole, as layers or by the program, its input: none where that is tokens."""
     moved = rank_mapping.cut_model(balanced(f"--bf16 {flags}")).moved_bytes
     assert moved[1] == pytest.approx(kept * LAYER)

@@ -217,7 +217,7 @@ def _function(path: str) -> Callable:
 
 
 def _moved_bytes(stage) -> int | None:
-    """Of one microbatch; None where none was evicted."""
+    """The bytes of one microbatch; None where none was evicted."""
     layout = getattr(stage._captured, "layout", None)
     return None if layout is None else layout.buffer_bytes
 

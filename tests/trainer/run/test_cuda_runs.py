@@ -160,7 +160,8 @@ MIDDLE = (
 )
 """134 million parameters."""
 MARGIN = 0.25
-"""Of the estimate, either way: it counts neither what operators need for a moment nor what torch's allocator rounds."""
+"""Share of the estimate, either way: it counts neither what operators need for a moment nor what torch's allocator
+rounds."""
 
 
 def estimate(directory: Path, *flags: str) -> dict:

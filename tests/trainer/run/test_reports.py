@@ -155,7 +155,7 @@ def test_nothing_that_a_run_says_ends_it(tmp_path, caplog, monkeypatch):
 
 
 def reporter(tmp_path, flags: str = "", *, world_size: int = 1) -> Reporter:
-    """Of the rank that writes."""
+    """The reporter of the rank that writes."""
     args = arguments(f"--metrics-file {tmp_path}/metrics.jsonl --log-interval 2 {flags}", world_size=world_size)
     args.padded_vocab_size, args.rank = 128, world_size - 1
     return Reporter(args)
@@ -223,7 +223,7 @@ def test_a_pipeline_that_changes(tmp_path, capsys):
 
 
 def test_rank_metrics_are_reported_by_pipeline_rank(tmp_path, capsys):
-    """Of the tensor and data ranks of a pipeline rank the fullest counts; TensorBoard has the fullest of all."""
+    """The fullest of the tensor and data ranks of a pipeline rank counts; TensorBoard has the fullest of all."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     board = tmp_path / "board"

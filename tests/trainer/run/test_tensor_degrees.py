@@ -11,7 +11,7 @@ SAME = (
 
 
 def losses(num_ranks: int, flags: str) -> list[float]:
-    """Of each batch at that tensor parallel size."""
+    """The loss of each batch at that tensor parallel size."""
     records = train(num_ranks, f"{SAME} --tensor-model-parallel-size {num_ranks} {flags}")[-1]["records"]
     return [record["lm_loss"] for record in records]
 

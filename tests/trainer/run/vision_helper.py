@@ -68,7 +68,7 @@ def train_vision(num_ranks: int, flags: str = "", **options) -> list[dict]:
 
 
 def norms(results: list[dict]) -> list[float]:
-    """Of the gradients of each batch."""
+    """The norms of the gradients of each batch."""
     return [record["grad_norm"] for record in results[-1]["records"] if "grad_norm" in record]
 
 

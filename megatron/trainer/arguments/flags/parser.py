@@ -48,7 +48,7 @@ FLAGS: tuple[Flag, ...] = tuple(flag for group in GROUPS for flag in group.flags
 
 
 def destinations(role: Role) -> tuple[str, ...]:
-    """Of the flags with this role, in the order of docs/flags.md."""
+    """The destinations of the flags with this role, in the order of docs/flags.md."""
     return tuple(flag.dest for flag in FLAGS if role in flag.roles)
 
 

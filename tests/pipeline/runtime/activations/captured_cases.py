@@ -135,7 +135,7 @@ class watched:
 
 
 def held_storages(stage: MegatronStage) -> set[int]:
-    """Of the weights of every version, and of the module's buffers."""
+    """The storages of the weights of every version, and of the module's buffers."""
     tensors = list(unwrap_model(stage.model).buffers())
     for version in stage._update.versions.live():
         tensors += stage._update.versions.tensors(version).values()

@@ -50,7 +50,7 @@ def test_megatron_microbatches_are_alike_and_counted(megatron, name, place):
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", CASES)
 def test_megatron_activations_are_gone_after_eviction(megatron, name, place):
-    """Of all that autograd saved of two evicted microbatches only data is alive beside the weights."""
+    """Only data of all that autograd saved of two evicted microbatches is alive beside the weights."""
     assert megatron[name, place]["num_saved"] > 0 or CASES[name].get("recompute")
     assert megatron[name, place]["left"] <= DATA
 

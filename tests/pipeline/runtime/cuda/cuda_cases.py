@@ -52,7 +52,7 @@ def sleep(seconds: float, device: torch.device) -> None:
 
 @functools.cache
 def _cycles_per_second(device: torch.device) -> float:
-    """Of the clock that the sleeping kernel counts, measured when the GPU has been woken."""
+    """The cycles of the clock that the sleeping kernel counts, measured when the GPU has been woken."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(200_000_000)
     start.record()

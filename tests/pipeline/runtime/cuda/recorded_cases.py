@@ -42,7 +42,7 @@ from tests.pipeline.runtime.stages.module.reference import Training
 
 @dataclass
 class Account:
-    """Of one rank. `threads`: name -> the streams that the thread gave operations to."""
+    """The account of one rank. `threads`: name -> the streams that the thread gave operations to."""
 
     findings: list[tuple[str, str]]
     threads: dict[str, set[str]]

@@ -33,7 +33,7 @@ def early_gradients():
 
 
 def loaded_buffers():
-    """Of what was loaded only the address is kept."""
+    """Only the address of what was loaded is kept."""
     finish = ActivationTransfers.finish_load
 
     def finish_load(self, stage, microbatch):

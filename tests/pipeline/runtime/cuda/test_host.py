@@ -20,7 +20,7 @@ OPTIONS = pytest.mark.parametrize(
 @pytest.mark.gpu
 @OPTIONS
 def test_only_the_chain_waits_for_the_device(options):
-    """Of torch's calls that wait for the device, as far as torch knows them, none is made by the thread that computes;
+    """None of torch's calls that wait for the device, as far as torch knows them, is made by the thread that computes;
     the chain's, which reads norms and losses, makes some.
     """
     [waits] = workers.run(1, f"{CASES}:waits_by_thread", device="cuda", **options)

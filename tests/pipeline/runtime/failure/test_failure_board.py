@@ -82,7 +82,7 @@ def test_a_store_that_fails_is_lost(store, board):
 
 
 def test_ranks_that_fall_silent_are_named_by_host(store, board):
-    """Of three ranks one goes on telling, one has stopped, and one has never told anything."""
+    """One of three ranks goes on telling, one has stopped, and one has never told anything."""
     talking, quiet = (FailureBoard(store, scope="test", host=host) for host in ("host0", "host1"))
     talking.set_doing(0, "rank 0", "0F0", None)
     quiet.set_doing(1, "rank 1", "1F0", 0)

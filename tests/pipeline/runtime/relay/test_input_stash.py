@@ -41,7 +41,7 @@ class Rank:
 
 
 def test_an_input_is_held_until_its_copy_is_awaited_and_no_longer():
-    """Of two that leave, both are gone when the second's copy has been waited for, whoever still holds the copies."""
+    """Both of two that leave are gone when the second's copy has been waited for, whoever still holds the copies."""
     rank = Rank()
     copies = [rank.stash.offload(rank.stage, rank.forward(index)) for index in range(2)]
     left = [weakref.ref(place[0]) for _, place in rank.stash._leaving]

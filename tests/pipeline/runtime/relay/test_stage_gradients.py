@@ -83,7 +83,7 @@ def test_a_buffer_is_free_when_its_gradients_have_left():
 
 
 def test_norms_are_taken_before_the_gradients_leave():
-    """Of each parameter, in FP64."""
+    """The norm of each parameter, in FP64."""
     rank = Rank()
     rank.backward(1, 0)
     norms = rank.gradients.norms(1)

@@ -23,7 +23,7 @@ SCHEDULES = {
 @pytest.mark.parametrize("num_steps", [0, 4])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_learning_rates_are_those_that_come(schedule, num_steps):
-    """Of two groups, for schedules of several kinds, before the first step and later."""
+    """Those of two groups, for schedules of several kinds, before the first step and later."""
     weights = [torch.zeros(2, requires_grad=True), torch.zeros(2, requires_grad=True)]
     optimizer = SGD([{"params": weights[:1]}, {"params": weights[1:], "lr": 0.02}], lr=0.1, momentum=0.9)
     scheduler = SCHEDULES[schedule](optimizer)

@@ -206,7 +206,7 @@ def test_a_subclass_is_stepped_on_copies(monkeypatch):
 
 
 def test_parameters_of_other_kinds_are_stepped_on_copies(monkeypatch):
-    """Of another dtype, or not contiguous."""
+    """Parameters of another dtype, or not contiguous."""
     forbid(monkeypatch, "pass")
     for parameter in (torch.ones(3, dtype=torch.float64), torch.ones(3, 4).t()):
         optimizer = torch.optim.AdamW([parameter.requires_grad_()])

@@ -30,7 +30,7 @@ def gradients(count):
 @pytest.mark.parametrize("has_masters", [False, True], ids=["float32", "masters"])
 @pytest.mark.parametrize("maker", MAKERS)
 def test_it_is_the_step(maker, has_masters):
-    """Of the gradients times the factor, bit for bit; the true step is what it would have been without it."""
+    """The step of the gradients times the factor, bit for bit; the true step is what it would have been without it."""
     outcomes = []
     for looks in (True, False):
         torch.manual_seed(0)

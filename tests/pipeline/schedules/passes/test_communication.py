@@ -30,7 +30,7 @@ def test_receives_stay_in_their_segment():
 
 
 def test_what_a_rank_goes_on_with_is_received_over_the_border():
-    """Of begun batches alone: so a segment is the same whether another one follows or not."""
+    """Only what begun batches need is received there: so a segment is the same whether another one follows or not."""
     turns = [[(Kind.BACKWARD, 0, 2)], [(Kind.FORWARD, 1, 1), (Kind.BACKWARD, 1, 1)]]
     two, three = (
         add_communication(rows, extent("flush", num_stages=2, batches=(1,) * (len(rows[0]) - 1)), turns)

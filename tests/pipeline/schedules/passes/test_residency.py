@@ -89,13 +89,14 @@ def host_words(row: list[Instruction]) -> str:
     ],
 )
 def test_gradients_leave_behind_the_last_backward(fields: dict, expected: str):
-    """Of their own stage; updates at once, or behind the step, or behind both ends of tied embeddings."""
+    """They leave behind that of their own stage; updates at once, or behind the step, or behind both ends of tied
+    embeddings."""
     row = segments("0F0 0F1 1F0 1B0 1F1 1B1 0B0 0B1", "")
     assert host_words(add_host_updates(row, 0, of_rank(2, **fields))[0]) == expected
 
 
 def test_a_rank_without_an_end_adds_no_embeddings():
-    """Of three ranks, the first and the last do, behind their last backward."""
+    """The first and the last of three ranks do, behind their last backward."""
     three = extent(
         "flush", num_stages=3, batches=(1,), tied_embeddings=True, residency=Residency(2, "eager"),
     )  # fmt: skip

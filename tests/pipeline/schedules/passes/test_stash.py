@@ -23,7 +23,8 @@ def l2l(num_stages: int, *, where: str = "host", num_ranks: int = 1, resident: i
 
 
 def makespan(m: int, *, ahead: int | None = None, where: str = "host", **costs: float) -> float:
-    """Of a batch on one rank with 12 stages; `ahead`: with RELOADs so many backwards ahead, proved or not."""
+    """The makespan of a batch on one rank with 12 stages; `ahead`: with RELOADs so many backwards ahead, proved or
+    not."""
     with pytest.MonkeyPatch.context() as patch:
         if ahead is not None:
             patch.setattr(building, "add_stash", functools.partial(stash.add_stash, ahead=ahead))

@@ -90,7 +90,7 @@ def test_bars(rows):
 
 
 def test_regret():
-    """Of runs that take 30, 31 and 40 s the second is chosen where it is predicted to be the fastest."""
+    """The second of runs that take 30, 31 and 40 s is chosen where it is predicted to be the fastest."""
     rows = row_errors(FITTED, load_calibration())
     rows = sorted(rows, key=lambda row: row.prediction.estimate.seconds)[:3]
     times = (31.0, 30.0, 40.0)

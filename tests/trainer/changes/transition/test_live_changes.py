@@ -75,6 +75,6 @@ def test_nothing_at_all_changes_where_a_change_fails(fault):
 
 
 def layer_of(name: str) -> int:
-    """Of a parameter; 0: an embedding's."""
+    """The layer of a parameter; 0: an embedding's."""
     words = name.split(".")
     return int(words[2]) if words[1] == "layers" else {"embedding": 0}[words[0]]

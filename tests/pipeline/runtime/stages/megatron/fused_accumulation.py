@@ -14,7 +14,7 @@ from tests.pipeline.runtime.stages.megatron import megatron_cases as cases
 
 
 class StandIn:
-    """Of Apex's module `fused_weight_gradient_mlp_cuda`. `num_calls`: so far."""
+    """The stand-in of Apex's module `fused_weight_gradient_mlp_cuda`. `num_calls`: so far."""
 
     def __init__(self) -> None:
         self.num_calls = 0

@@ -38,7 +38,7 @@ def reference(**options) -> dict:
 
 
 def num_read(case: Case, name: str, num_microbatches: int) -> int:
-    """Of a replica's microbatches, those whose gradients of a parameter a prediction reads."""
+    """How many of a replica's microbatches have gradients of a parameter that a prediction reads."""
     if case.provisional_microbatches is not None:
         return case.provisional_microbatches
     return num_microbatches - (case.p - 1 - stage_of(case, name))

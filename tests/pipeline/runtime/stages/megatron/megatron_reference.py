@@ -110,8 +110,8 @@ def make_optimizer(case: Case, masters: dict[str, torch.Tensor]) -> torch.optim.
 
 
 class LossScale:
-    """Of each batch: what the step `lag` batches before it has left, halved by an overflow of a batch that had the
-    newest scale, doubled after three batches without one.
+    """The loss scale of each batch: what the step `lag` batches before it has left, halved by an overflow of a batch
+    that had the newest scale, doubled after three batches without one.
     """
 
     def __init__(self, case: Case, lag: int) -> None:

@@ -62,8 +62,8 @@ def test_weights_and_gradients_are_those_that_the_runtime_allocates(name):
 
 
 def test_a_prediction_steps_from_copies_of_masters_moments_and_gradients():
-    """Of one group of parameters, and so of a little less than all, as there are less than 64 MiB; of its shard, with
-    the distributed optimizer.
+    """The copies are of one group of parameters, and so of a little less than all, as there are less than 64 MiB; of
+    its shard, with the distributed optimizer.
     """
     for name, options in (("alone", STAGE | {"p": 1}), ("split", TABLE["FP32, distributed optimizer"])):
         case = cases.Case(**options)
