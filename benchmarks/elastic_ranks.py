@@ -5,6 +5,7 @@ would move, makes new groups and builds its next engine, proof of the program in
 wait. Where only the cache has filled, stages take less time from then on and nothing else happens.
 """
 
+import gc
 import os
 import statistics
 import time
@@ -193,6 +194,9 @@ class ElasticRank(Rank):
             return
         sleep_for(phase.moves)
         self._build(phase)
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()  # as in training: else all ranks, in step as they are, collect the programs at the same batch
 
     def _build(self, phase: Phase) -> None:
         """Groups in the one order in which all ranks make them, then the engine of a rank that has a pipeline."""
