@@ -14,6 +14,7 @@ from megatron.planner.published.model_names import EXPERTS, Count
 
 _WORDS = {  # Megatron-LM's, the papers' and torch's, in ours
     "full": "layer", "selective": "attention", "1f1b": "flush", "pipedream-flush": "flush", "pipedream-2bw": "2bw",
+    "interleaved 1f1b": "interleaved", "interleaved-1f1b": "interleaved", "1f1b-interleaved": "interleaved",
     "float16": "fp16", "bfloat16": "bf16", "float32": "fp32",
 }  # fmt: skip
 _TECHNIQUES = {
@@ -37,8 +38,8 @@ def _only(modelled: Container[int], refusal: str) -> AfterValidator:
 
 
 def _in_our_words(text: object) -> str:
-    """The text in small letters, without a remark in brackets behind it."""
-    plain = str(text).partition("(")[0].strip().lower()
+    """The text in small letters, without a remark behind it, in brackets or after a comma."""
+    plain = str(text).partition("(")[0].partition(",")[0].strip().lower()
     return _WORDS.get(plain, plain)
 
 

@@ -23,6 +23,7 @@ _NAMES = {  # what a field or the source names
     "narayanan": MEGATRON_2021,
     "megatron-lm 2020": MEGATRON_2020,
     "megatron-core": MEGATRON_CORE,
+    "megatron.core": MEGATRON_CORE,
 }
 
 

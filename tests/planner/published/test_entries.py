@@ -92,7 +92,6 @@ def test_pads_the_vocabulary_as_megatron_does():
             changed(BPIPE_TABLE_7[0], config={"precision": "tf32"}),
             "config.precision is 'tf32': input should be 'bf16', 'fp16' or 'fp32'",
         ),
-        (changed(BPIPE_TABLE_7[0], config={"precision": "bf16, gradients in fp32"}), "config.precision is"),
         (changed(BPIPE_TABLE_7[0], config={"t": "two", "fsdp": 8}), "fully sharded"),  # comes before what is unreadable
         ({"id": "empty"}, "is not given"),
         ({}, "is not given"),

@@ -16,6 +16,7 @@ from tests.planner.published.measured import BPIPE_TABLE_7, changed
         ({"hardware": {"gpus_per_node": None}}, {}),
         ({"config": {"schedule": "1F1B"}}, {"schedule": "flush"}),
         ({"config": {"v": 5}}, {"schedule": "interleaved", "virtual": 5}),
+        ({"config": {"v": 5, "schedule": "Interleaved 1F1B"}}, {"schedule": "interleaved", "virtual": 5}),
         ({"config": {"schedule": "PipeDream-2BW"}}, {"schedule": "2bw"}),
         ({"config": {"recompute": "full"}}, {"recompute": RecomputeScope.LAYER}),
         ({"config": {"recompute": "selective"}}, {"recompute": RecomputeScope.ATTENTION}),
@@ -38,6 +39,8 @@ def test_single_precision(key):
     single = read_entry(changed(BPIPE_TABLE_7[0], config={key: "FP32"}))
     assert (half.software.element_bytes, single.software.element_bytes) == (2, 4)
     assert not single.software.fuses_softmax
+    mixed = read_entry(changed(BPIPE_TABLE_7[0], config={key: "bf16, gradients in fp32"}))
+    assert mixed.software == half.software
     assert single.seconds / half.seconds == pytest.approx(312 / 19.5)  # the same MFU
     estimates = [predict(entry, default_constants()).estimate for entry in (half, single)]
     assert estimates[1].seconds > 8 * estimates[0].seconds
