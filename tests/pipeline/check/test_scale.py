@@ -64,6 +64,7 @@ def count_operations(function, *arguments, **options) -> int:
         return trace
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 looks at `settrace` whether any frame asks for bytecodes
     sys.settrace(trace)
     try:
         function(*arguments, **options)
