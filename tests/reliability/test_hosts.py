@@ -130,7 +130,7 @@ def one_host(tmp_path_factory):
         ([2, 3, 0, 1], rendezvous, True),
         ([1, 2, 0, 3], static, False),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_bpipe_over_two_hosts(one_host, tmp_path, mapping, launchers, crosses):
     """p=4, two stages on each host: losses are bit-equal to one host's under every mapping, also with rank 0 on the
