@@ -63,8 +63,22 @@ def count_operations(function, *arguments, **options) -> int:
         count += event == "opcode"
         return trace
 
+    def counted(code, offset):
+        nonlocal count
+        count += 1
+
+    if monitoring := getattr(sys, "monitoring", None):  # from Python 3.12 on; 3.13 traces few bytecodes
+        tool, instruction = monitoring.PROFILER_ID, monitoring.events.INSTRUCTION
+        monitoring.use_tool_id(tool, "count_operations")
+        monitoring.register_callback(tool, instruction, counted)
+        monitoring.set_events(tool, instruction)
+        try:
+            function(*arguments, **options)
+        finally:
+            monitoring.set_events(tool, 0)
+            monitoring.free_tool_id(tool)
+        return count
     before = sys.gettrace()
-    sys._getframe().f_trace_opcodes = True  # Python 3.12 looks at `settrace` whether any frame asks for bytecodes
     sys.settrace(trace)
     try:
         function(*arguments, **options)
