@@ -28,6 +28,10 @@ setup(
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     python_requires=">=3.10",
+    classifiers=[
+        "Programming Language :: Python :: 3",
+        *(f"Programming Language :: Python :: 3.{minor}" for minor in (10, 11, 12, 13)),  # each has run the tests
+    ],
     package_dir={"": "."},
     packages=find_namespace_packages(include=["megatron", "megatron.*"]),
     package_data={"megatron.planner.job": ["clusters/*.yaml"], "megatron.planner.time": ["calibrations/*.json"]},
