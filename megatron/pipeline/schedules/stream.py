@@ -52,7 +52,7 @@ class ProgramStream:
             ValueError: the schedule cannot run a batch of this size.
         """
         self._schedule.validate(num_microbatches)
-        self._sizes = (*self._sizes, num_microbatches)[-self._schedule.settling_batches - 1 :]
+        self._sizes = self._schedule.window((*self._sizes, num_microbatches))
         self.next_batch += 1
         self.next_microbatch += num_microbatches
         window = self._window()
