@@ -1,8 +1,9 @@
 """Files with a program, read as schedules.
 
 A file is a program's text form or a compute-only file of torch's (`program.csv_text`). It may say how its rows go on
-(`# fill: 1`, `# period: 2`) and for which job it is meant (`# tensor: 2`, `# data: 4`). Where it leaves something to the
-run that reads it (recompute, replicas, tied embeddings), the run says it; where it says otherwise, it is refused.
+(`# fill: 1`, `# period: 2`) and for which job it is meant (`# tensor: 2`, `# data: 4`). What it
+leaves to the run that reads it (recompute, replicas, tied embeddings) the run says; where it says otherwise, it is
+refused.
 """
 
 from collections.abc import Collection, Mapping

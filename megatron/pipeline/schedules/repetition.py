@@ -10,7 +10,8 @@ A *fill* of a batches and a *period* of k after it go on for ever where the stat
 counted from k batches later (`check.periods`). Such pairs may be many, or say less than the file does. So those are
 asked for whose parts, from cut a on, are alike every k batches up to the last one; of these, ones that lead to the
 order in which the file ends; of these, the one with the fewest batches, then with the shorter fill. Or a file says what
-is meant: `# fill: 1`, `# period: 2`.
+is meant: `# fill: 1`, `# period: 2`. Where the rows repeat nowhere else, they do as a whole: from a drained state to a
+drained one.
 """
 
 from collections.abc import Iterator
@@ -122,12 +123,15 @@ def _candidates(parts: list[Rows], fill: int | None, period: int | None) -> Iter
                 yield Repetition(first, length)
 
 
-def _rank(candidate: Repetition, program: Program, parts: list[Rows]) -> tuple[bool, int, int]:
-    """What comes first among candidates: that lead to the end of the rows, are short, have a short fill."""
+def _rank(candidate: Repetition, program: Program, parts: list[Rows]) -> tuple[bool, bool, int, int]:
+    """What comes first among candidates: that do not drain where weights need not, lead to the end of the rows, are
+    short, have a short fill.
+    """
+    drains = not program.weights.drains and candidate.num_fill + candidate.num_period == len(parts)
     last = len(parts) - 1
     foretold = left_of(candidate, parts, last, extent=program)
     is_end = all(_computations(row) == _computations(own) for row, own in zip(foretold, parts[last], strict=True))
-    return not is_end, candidate.num_fill + candidate.num_period, candidate.num_fill
+    return drains, not is_end, candidate.num_fill + candidate.num_period, candidate.num_fill
 
 
 def _computations(row: Row) -> list[Instruction]:
