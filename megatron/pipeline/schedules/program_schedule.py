@@ -100,6 +100,12 @@ class ProgramSchedule:
         return int(self.short_hash, 16)
 
     @property
+    def drains_between_periods(self) -> bool:
+        """Whether the rows repeat as a whole only, so that the pipeline drains where its weights need not."""
+        repetition = self.repetition
+        return not self.weights.drains and repetition.num_fill + repetition.num_period == len(self.program.batches)
+
+    @property
     def num_microbatches(self) -> int:
         """Of each batch."""
         return self.program.batches[0]

@@ -140,6 +140,8 @@ def load_checkpoint(parts: RunParts, *, args: argparse.Namespace, body_only: boo
     with agreed():
         common = read_common_state(location)
         arguments.check_same_model(args, common.get("args"), location.path, body_only=body_only)
+        if not args.finetune and (line := arguments.other_program(args, common.get("args"))):
+            log_once(f"checkpoint {location.path} {line}")
     reader = CheckpointReader(location, common=common, fully_parallel=args.ckpt_fully_parallel_load)
     starts_anew = args.finetune or location.is_release
     position = CheckpointPosition() if starts_anew else _position(common)
