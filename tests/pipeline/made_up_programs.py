@@ -67,7 +67,9 @@ def rows_of(rank_of_stage: tuple[int, ...], batches: tuple[int, ...], delay: int
                 continue
             begun = min(num_forwards[0], total - 1) // size
             situation = [(each.kind.value, each.stage, each.microbatch - begun * size) for each in choices]
-            chosen = choices[random.Random(f"{habits.seed} {rank} {begun % habits.rhythm} {situation}").randrange(len(choices))]
+            chosen = choices[
+                random.Random(f"{habits.seed} {rank} {begun % habits.rhythm} {situation}").randrange(len(choices))
+            ]
             row.append(chosen)
             stage, microbatch = chosen.stage, chosen.microbatch
             if chosen.kind is Kind.FORWARD:

@@ -1,6 +1,7 @@
-"""Schedules: an order of computations, a weight policy and flags, built into programs."""
+"""Schedules: an order of computations, a weight policy and flags, built into programs; or a program of one's own."""
 
 from megatron.pipeline.program.periodic import PeriodicProgram
+from megatron.pipeline.schedules.any_schedule import AnySchedule
 from megatron.pipeline.schedules.orders import ORDERS, PRESETS, Preset
 from megatron.pipeline.schedules.placements import PLACEMENTS
 from megatron.pipeline.schedules.program_files import OtherRun, read_schedule
@@ -13,6 +14,7 @@ __all__ = [
     "ORDERS",
     "PLACEMENTS",
     "PRESETS",
+    "AnySchedule",
     "OtherRun",
     "PeriodicProgram",
     "Preset",

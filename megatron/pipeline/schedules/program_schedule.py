@@ -49,7 +49,7 @@ class ProgramSchedule:
         ValueError: as `of`.
     """
 
-    program: Program
+    program: Program = field(repr=False)
     repetition: Repetition
     name: str = "program"
     residency: None = field(default=None, init=False, repr=False)

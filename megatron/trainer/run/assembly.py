@@ -107,7 +107,7 @@ def _load(args: argparse.Namespace, built: ModelAndOptimizer, reporter: Reporter
     """Load `--load`, or where that holds nothing `--pretrained-checkpoint`'s weights; a classifier's head is new."""
     position = None
     if args.load is not None:
-        position = load_checkpoint(built, args=args)
+        position = load_checkpoint(built, args=args, say=reporter.say)
         if position is None and args.exit_on_missing_checkpoint:
             raise ValueError(f"--load {args.load} holds no checkpoint, and --exit-on-missing-checkpoint is given")
     if position is None and args.pretrained_checkpoint is not None:

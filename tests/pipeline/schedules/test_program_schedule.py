@@ -1,6 +1,5 @@
 """Programs that somebody brings run for any number of batches, with their own rows, or are refused."""
 
-import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -25,7 +24,10 @@ def run(schedule: ProgramSchedule, stretches: list[int]) -> tuple[list[list], Pr
     stream = schedule.stream()
     rows: list[list] = [[] for _ in range(schedule.num_ranks)]
     for num_batches in stretches:
-        for rows_of_segment in [*(stream.start_batch(schedule.num_microbatches) for _ in range(num_batches)), stream.drain()]:
+        for rows_of_segment in [
+            *(stream.start_batch(schedule.num_microbatches) for _ in range(num_batches)),
+            stream.drain(),
+        ]:
             for row, more in zip(rows, rows_of_segment, strict=True):
                 row += more
     return rows, stream
@@ -42,7 +44,9 @@ def test_any_order_runs_any_number_of_batches(program: Program, stretches: list[
     batch = 0
     for num_batches in stretches:
         whole = schedule.build(
-            (schedule.num_microbatches,) * num_batches, first_batch=batch, first_microbatch=batch * schedule.num_microbatches
+            (schedule.num_microbatches,) * num_batches,
+            first_batch=batch,
+            first_microbatch=batch * schedule.num_microbatches,
         )
         check(whole)
         for row, more in zip(expected, whole.rows, strict=True):

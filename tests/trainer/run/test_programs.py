@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.pipeline.schedules import read_schedule
 from tests.pipeline.brought_programs import FOLDED, RHYTHM, TORCH, WHOLE, hurried_2bw, written
 from tests.trainer.run.run_case import joined_weights, train
 from tests.trainer.run.test_virtual_stages import EXACT, FULL, TWO_BW, single, values
@@ -26,6 +27,12 @@ def flags_of(model: str, path: Path) -> str:
     return f"{model.replace(TWO_BW, '')} --pipeline-program {path}"
 
 
+def validation_losses(results: list[dict]) -> dict[int, float]:
+    """By iteration."""
+    records = results[-1]["records"]
+    return {each["iteration"]: each["validation_loss"] for each in records if "validation_loss" in each}
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_trains_what_one_process_trains(name, tmp_path):
     """With dropout, untied and unclipped, each is another order than any preset's: losses and weights are bit-equal."""
@@ -36,3 +43,43 @@ def test_a_program_trains_what_one_process_trains(name, tmp_path):
     found = joined_weights(results)
     assert found.keys() == weights.keys()
     assert not [each for each, tensor in weights.items() if not torch.equal(found[each], tensor)]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[FULL] * (name not in ("rhythm", "folded"))) for name in PROGRAMS]
+)
+def test_a_run_that_is_stopped_goes_on_exactly(name, tmp_path):
+    """Evaluations, saves, a request to stop on one rank and a resume: losses and weights stay those of one process."""
+    text, model = PROGRAMS[name]
+    expected, weights = single(model)
+    flags = flags_of(model, written(tmp_path, text))
+    flags = f"{flags} --eval-iters 1 --eval-interval 2 --save {tmp_path}/saved --save-interval 2"
+    first = train(2, flags, stop_after={1: 3})
+    assert first[0]["iteration"] < 6 and first[0]["iteration"] == first[1]["iteration"]
+    rest = train(2, f"{flags} --load {tmp_path}/saved")
+    assert rest[0]["iteration"] == 6
+    losses = values(first)["lm_loss"] + values(rest)["lm_loss"]
+    assert losses == expected["lm_loss"]
+    found = joined_weights(rest)
+    assert not [each for each, tensor in weights.items() if not torch.equal(found[each], tensor)]
+    [alone] = train(1, f"{model} --eval-iters 1 --eval-interval 2")
+    evaluated, by_one = validation_losses(first) | validation_losses(rest), validation_losses([alone])
+    assert {2, 4} <= evaluated.keys() and all(by_one[iteration] == loss for iteration, loss in evaluated.items())
+
+
+def test_logs_and_checkpoints_carry_the_hash(tmp_path):
+    """The first lines say which program runs and how it repeats; one that goes on from a checkpoint of another, or of a
+    preset, says so, and its numbers are those of a run that did not change."""
+    expected, _ = single(FOUR)
+    path, other = written(tmp_path, TORCH), tmp_path / "whole.csv"
+    other.write_text(WHOLE)
+    hashes = [read_schedule(each).sha256 for each in (path, other)]
+    saved = f"--save {tmp_path}/saved --save-interval 2"
+    first = train(2, f"{flags_of(FOUR, path)} {saved} --exit-interval 2")
+    second = train(2, f"{flags_of(FOUR, other)} {saved} --load {tmp_path}/saved --exit-interval 4")
+    third = train(2, f"{FOUR} --load {tmp_path}/saved")
+    assert [value for run in (first, second, third) for value in values(run)["lm_loss"]] == expected["lm_loss"]
+    said = ["\n".join(run[-1]["lines"]) for run in (first, second, third)]
+    assert f"program {path} (sha256 {hashes[0][:12]})" in said[0]
+    assert f"was saved under program {hashes[0][:12]}; the run goes on with program {hashes[1][:12]}" in said[1]
+    assert f"was saved under program {hashes[1][:12]}; the run goes on with schedule flush" in said[2]
