@@ -8,7 +8,7 @@ import torch
 from megatron.pipeline.schedules import read_schedule
 from tests.pipeline.brought_programs import FOLDED, RHYTHM, TORCH, WHOLE, hurried_2bw, written
 from tests.trainer.run.run_case import joined_weights, train
-from tests.trainer.run.test_virtual_stages import EXACT, FULL, TWO_BW, single, values
+from tests.trainer.run.test_virtual_stages import CLIPPED, EXACT, FULL, TENSOR, TWO_BW, UNDROPPED, check, single, values
 
 FOUR = f"{EXACT} --global-batch-size 4"  # microbatches of one sample
 
@@ -63,8 +63,34 @@ def test_a_run_that_is_stopped_goes_on_exactly(name, tmp_path):
     found = joined_weights(rest)
     assert not [each for each, tensor in weights.items() if not torch.equal(found[each], tensor)]
     [alone] = train(1, f"{model} --eval-iters 1 --eval-interval 2")
-    evaluated, by_one = validation_losses(first) | validation_losses(rest), validation_losses([alone])
-    assert {2, 4} <= evaluated.keys() and all(by_one[iteration] == loss for iteration, loss in evaluated.items())
+    by_one, evaluated = validation_losses([alone]), validation_losses(first)  # the rest has other samples
+    assert 2 in evaluated and all(by_one[iteration] == loss for iteration, loss in evaluated.items())
+
+
+# name: (number of ranks, text, flags of the single process, flags of the layout)
+CLOSE = {
+    "folded": (2, FOLDED, f"{CLIPPED} {TWO_BW}", ""),
+    "torch, d=2": (4, TORCH, CLIPPED, "--use-distributed-optimizer"),
+}
+CLOSE_MATRIX = {
+    "rhythm, t=2": (4, RHYTHM, f"{CLIPPED} {UNDROPPED} {TWO_BW}", TENSOR),
+    "folded, d=2": (4, FOLDED, f"{CLIPPED} {TWO_BW}", "--use-distributed-optimizer"),
+    "torch, recompute": (2, TORCH, CLIPPED, "--pipeline-recompute"),
+}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "text", "model", "layout"),
+    [pytest.param(*row, id=name) for name, row in CLOSE.items()]
+    + [pytest.param(*row, id=name, marks=FULL) for name, row in CLOSE_MATRIX.items()],
+)
+def test_a_program_agrees_with_one_process(num_ranks, text, model, layout, tmp_path):
+    """Tied embeddings, clipping, replicas and tensor ranks: what the rows leave to the run is added, and the result is
+    equal to rounding.
+    """
+    model = f"{model} --global-batch-size {4 * (num_ranks // 2 if 'distributed' in layout else 1)}"
+    pipeline = f"--pipeline-model-parallel-size 2 --pipeline-program {written(tmp_path, text)}"
+    check(num_ranks, model, f"{pipeline} {layout}", exact=False, without=TWO_BW)
 
 
 def test_logs_and_checkpoints_carry_the_hash(tmp_path):
