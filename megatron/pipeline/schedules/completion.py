@@ -33,15 +33,7 @@ def completed(program: Program) -> Program:
         ProgramError: rows that are wrong, as they are or completed.
         ValueError: a program that evaluates, or one that only whole rows can say.
     """
-    if program.forward_only:
-        raise ValueError("the rows have forwards alone, so they train nothing; add a backward for each")
-    if program.residency is not None:
-        raise ValueError("weights live on the host (residency), and a run with them follows the preset l2l; use that")
-    if not program.global_norm:
-        raise ValueError(
-            "there is no REDUCE_NORM (global_norm: no), and with it travel losses and requests to stop; add one to "
-            "each batch's chain, on every rank"
-        )
+    require_training(program)
     compact(program)
     kinds = {each.kind for row in program.rows for each in row}
     adds_updates = not kinds & UPDATES
@@ -64,6 +56,19 @@ def completed(program: Program) -> Program:
     complete = _joined(program, segments)
     check(complete)
     return complete
+
+
+def require_training(program: Program) -> None:
+    """Raises ValueError for a program that no run can train with, whatever is added to it."""
+    if program.forward_only:
+        raise ValueError("the rows have forwards alone, so they train nothing; add a backward for each")
+    if program.residency is not None:
+        raise ValueError("weights live on the host (residency), and a run with them follows the preset l2l; use that")
+    if not program.global_norm:
+        raise ValueError(
+            "there is no REDUCE_NORM (global_norm: no), and with it travel losses and requests to stop; add one to "
+            "each batch's chain, on every rank"
+        )
 
 
 def _joined(program: Program, segments_of_rank: Sequence[Segments]) -> Program:

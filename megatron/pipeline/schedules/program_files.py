@@ -13,6 +13,7 @@ from pathlib import Path
 from megatron.pipeline.program.csv_text import names_stated, read_notes
 from megatron.pipeline.program.instruction import UPDATES
 from megatron.pipeline.program.program import Program
+from megatron.pipeline.schedules.completion import require_training
 from megatron.pipeline.schedules.program_schedule import ProgramSchedule
 
 _SAYS = {
@@ -78,7 +79,9 @@ def read_schedule(
     try:
         notes = read_notes(text)
         _require_degrees(notes, {"tensor": tensor, "data": data})
-        program = _agreed(Program.from_csv(text), names_stated(text), asked)
+        program = Program.from_csv(text)
+        require_training(program)
+        program = _agreed(program, names_stated(text), asked)
         if norm_decides and program.weights.updates_alone:
             raise ValueError(
                 f"under weights {program.weights.name} every stage steps before the norm of all gradients and any "
