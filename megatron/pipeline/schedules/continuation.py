@@ -51,19 +51,19 @@ class Continuation:
             left: Row = ()
             segments: Segments = []
             for index, place in enumerate(places):
-                head, part = self._heads(place)[rank], self._later(self._parts[place][rank], index)
+                head = self._heads(place)[rank]
+                part = self._later(self._parts[place][rank], index, first_batch, first_microbatch)
                 segments.append([*left, *part[:head]])
                 left = part[head:]
-            end = self._later(self._end(places[-1])[rank], num_batches - 1)
-            segments.append(list(end[self._heads(places[-1])[rank] :]))
-            shifted = [
-                list(shifted_row(each, microbatches=first_microbatch, versions=first_batch)) for each in segments
-            ]
-            segments_of_rank.append(set_versions(shifted, extent))
+            rest = self._end(places[-1])[rank][self._heads(places[-1])[rank] :]
+            segments.append(list(self._later(rest, num_batches - 1, first_batch, first_microbatch)))
+            segments_of_rank.append(set_versions(segments, extent))
         return ProgramInSegments.join(extent, segments_of_rank)
 
-    def _later(self, row: Row, num_batches: int) -> Row:
-        return shifted_row(row, microbatches=num_batches * self.num_microbatches, versions=num_batches)
+    def _later(self, row: Row, num_batches: int, first_batch: int = 0, first_microbatch: int = 0) -> Row:
+        return shifted_row(
+            row, microbatches=first_microbatch + num_batches * self.num_microbatches, versions=first_batch + num_batches
+        )
 
     def _find_end(self, place: int) -> Rows:
         """What the ranks do from the cut before this batch of fill or first period on if none follows it; counted from

@@ -145,14 +145,15 @@ def left_of(repetition: Repetition, parts: list[Rows], index: int, *, extent: Ex
     Args:
         parts: as of `parts_of`, of the program with this extent.
     """
-    num_ranks, size = len(parts[0]), extent.batches[0]
-    left: list[list[Instruction]] = [[] for _ in range(num_ranks)]
-    end = extent.first_microbatch + size
+    size, end = extent.batches[0], extent.first_microbatch + extent.batches[0]
+    left: list[list[Instruction]] = [[] for _ in parts[0]]
     for ahead in range(len(extent.batches) + repetition.num_period + 1):
-        part = parts[repetition.place(index + ahead)]
-        for rank in range(num_ranks):
-            for each in shifted_row(part[rank], microbatches=ahead * size, versions=ahead):
-                is_update = each.microbatch is None
-                if each.version - 1 <= extent.first_batch if is_update else each.microbatch < end:
-                    left[rank].append(each)
+        last, last_version = end - ahead * size, extent.first_batch + 1 - ahead
+        for rank, row in enumerate(parts[repetition.place(index + ahead)]):
+            own = [
+                each
+                for each in row
+                if (each.version <= last_version if each.microbatch is None else each.microbatch < last)
+            ]
+            left[rank] += shifted_row(own, microbatches=ahead * size, versions=ahead)
     return tuple(map(tuple, left))
