@@ -162,7 +162,7 @@ def _require_one_source(options: argparse.Namespace) -> None:
     if options.schedule is None:
         ignored = [name for name in _PRESET_ONLY if getattr(options, name)]
     else:
-        ignored = ["weights"] * bool(options.weights)
+        ignored = ["weights"] * bool(options.weights) + ["complete"] * getattr(options, "complete", False)
         ignored += ["batches"] * bool(options.batches and options.microbatches and len(options.microbatches) > 1)
     if ignored:
         source = "a CSV file" if options.schedule is None else "this preset"

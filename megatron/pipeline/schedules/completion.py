@@ -11,23 +11,31 @@ file's:
     SEND, RECV        communication
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 
 from megatron.pipeline.check import check
 from megatron.pipeline.check.compact import compact
 from megatron.pipeline.check.error import error_at
-from megatron.pipeline.program.extent import Extent
-from megatron.pipeline.program.instruction import RECEIVES, SENDS, UPDATES, Instruction, Kind, Row, Rows
-from megatron.pipeline.program.program import Program
+from megatron.pipeline.program.instruction import ENDS_BACKWARD, RECEIVES, SENDS, UPDATES, Kind, Rows
+from megatron.pipeline.program.program import Program, shifted_row
+from megatron.pipeline.program.weight_policies import WeightPolicy
+from megatron.pipeline.schedules.continuation import Continuation
 from megatron.pipeline.schedules.passes import Segments
 from megatron.pipeline.schedules.passes.communication import add_communication
 from megatron.pipeline.schedules.passes.recompute import add_recompute
 from megatron.pipeline.schedules.passes.updates import add_updates
-from megatron.pipeline.schedules.passes.versions import set_versions
+from megatron.pipeline.schedules.passes.versions import set_versions, without_versions
+from megatron.pipeline.schedules.repetition import cuts_of, find_repetition
 
 
-def completed(program: Program) -> Program:
+def completed(program: Program, *, fill: int | None = None, period: int | None = None) -> Program:
     """The program with what its rows leave out.
+
+    Args:
+        program: rows from a drained state to a drained state.
+        fill, period: how they go on, where that is given (see `repetition`).
 
     Raises:
         ProgramError: rows that are wrong, as they are or completed.
@@ -42,16 +50,19 @@ def completed(program: Program) -> Program:
             f"weights {program.weights.name} are predicted where the rows say it; add the updates and PREDICT of each "
             "batch, as `tools/schedule.py show --csv` writes them"
         )
-    segments = [_segments(program, row) for row in program.rows]
     if program.recompute and Kind.RECOMPUTE not in kinds and adds_updates:
-        segments = [add_recompute(each, program) for each in segments]
+        program = program.with_rows(tuple(tuple(add_recompute([list(row)], program)[0]) for row in program.rows))
     if not adds_updates and not names_versions(program.rows):
-        segments = [set_versions(each, program) for each in segments]
-    check(_joined(program, segments))
+        program = program.with_rows(tuple(tuple(set_versions([list(row)], program)[0]) for row in program.rows))
+    check(program)
+    communicates = program.num_ranks == 1 or kinds & (SENDS | RECEIVES)
+    if communicates and not adds_updates:
+        return program
+    segments = _segments(program, _drains(program, fill, period))
     if adds_updates:
         segments = [add_updates(each, rank, program) for rank, each in enumerate(segments)]
         segments = [set_versions(each, program) for each in segments]
-    if program.num_ranks > 1 and not kinds & (SENDS | RECEIVES):
+    if not communicates:
         segments = add_communication(segments, program)
     complete = _joined(program, segments)
     check(complete)
@@ -80,25 +91,38 @@ def names_versions(rows: Rows) -> bool:
     return any(each.version is not None for row in rows for each in row if each.kind.is_computation)
 
 
-def _segments(extent: Extent, row: Row) -> Segments:
-    """A row, cut where each batch's first computation stands; behind the last batch's segment nothing is left."""
-    cuts, newest = [], extent.first_batch
-    for position, each in enumerate(row):
-        if each.kind.is_computation and extent.batch_of(each.microbatch) > newest:
-            cuts += [position] * (extent.batch_of(each.microbatch) - newest)
-            newest = extent.batch_of(each.microbatch)
-    cuts += [len(row)] * (extent.first_batch + len(extent.batches) - newest)
-    return [list(row[begin:end]) for begin, end in zip((0, *cuts), (*cuts, len(row)), strict=True)]
+def _segments(program: Program, ends: Sequence[int]) -> list[Segments]:
+    """The rows, cut where each batch's first computation stands, and where the rank's drain begins."""
+    segments_of_rank = []
+    for row, end in zip(program.rows, ends, strict=True):
+        cuts, newest = [], program.first_batch
+        for position, each in enumerate(row):
+            if each.kind.is_computation and program.batch_of(each.microbatch) > newest:
+                cuts += [position] * (program.batch_of(each.microbatch) - newest)
+                newest = program.batch_of(each.microbatch)
+        cuts += [max([*cuts[-1:], end])] * (program.first_batch + len(program.batches) - newest)
+        segments_of_rank.append([list(row[begin:end]) for begin, end in pairwise((0, *cuts, len(row)))])
+    return segments_of_rank
 
 
-def without_versions(rows: Rows) -> Rows:
-    """The rows, with nothing said of the weights that computations use: that follows from the policy."""
-    return tuple(tuple(_bare(row)) for row in rows)
-
-
-def _bare(row: Row) -> Iterator[Instruction]:
-    for each in row:
-        yield Instruction(each.kind, each.stage, each.microbatch, peer=each.peer) if each.kind.is_computation else each
+def _drains(program: Program, fill: int | None, period: int | None) -> list[int]:
+    """Where the drain of each rank begins: behind the last instruction that it also has where another batch follows,
+    and behind what the last STEP before that waits for.
+    """
+    ends = list(map(len, program.rows))
+    size, num_batches = program.batches[0], len(program.batches)
+    if program.weights.drains or num_batches == 1 or set(program.batches) != {size}:
+        return ends
+    begun = cuts_of(program)
+    has_updates = any(each.kind in UPDATES for row in program.rows for each in row)
+    settled = renumbered(program, first_settled_batch(program.weights)) if has_updates else program
+    repetition = find_repetition(settled, begun, fill=fill, period=period)
+    heads = Continuation(program, repetition).heads(num_batches - 1)
+    last = program.first_microbatch + size * (num_batches - (program.weights.delay or 0))
+    for rank, row in enumerate(program.rows):
+        needed = (at + 1 for at, each in enumerate(row) if each.kind in ENDS_BACKWARD and each.microbatch < last)
+        ends[rank] = max(begun[-2][rank] + heads[rank], max(needed, default=0))
+    return ends
 
 
 def require_equal_batches(program: Program) -> int:
@@ -115,3 +139,16 @@ def require_equal_batches(program: Program) -> int:
         f"batches of {' '.join(map(str, sizes))} microbatches are not alike, so the rows say nothing of a run of any "
         "number of them; write a file for each size",
     )  # fmt: skip
+
+
+def first_settled_batch(weights: WeightPolicy) -> int:
+    """From this batch of a run on, the versions of all batches lie equally far behind."""
+    return weights.delay if weights.delay is not None else 1
+
+
+def renumbered(program: Program, first_batch: int) -> Program:
+    """A complete program, counted from microbatch 0 and `first_batch` on, with the versions that the policy gives."""
+    microbatches, versions = -program.first_microbatch, first_batch - program.first_batch
+    extent = replace(program, rows=(), first_batch=first_batch, first_microbatch=0)
+    rows = (shifted_row(row, microbatches=microbatches, versions=versions) for row in without_versions(program.rows))
+    return extent.with_rows(tuple(tuple(set_versions([list(row)], extent)[0]) for row in rows))

@@ -28,7 +28,9 @@ from megatron.pipeline.schedules.segments import ProgramInSegments
 
 
 class Continuation:
-    """The rows of a complete program of equal batches, counted from batch and microbatch 0, that goes on so."""
+    """The rows of a program of equal batches that goes on so. To build from it, it has to be complete and counted from
+    batch and microbatch 0.
+    """
 
     def __init__(self, program: Program, repetition: Repetition) -> None:
         self.program, self.repetition = program, repetition
@@ -59,6 +61,12 @@ class Continuation:
             segments.append(list(self._later(rest, num_batches - 1, first_batch, first_microbatch)))
             segments_of_rank.append(set_versions(segments, extent))
         return ProgramInSegments.join(extent, segments_of_rank)
+
+    def heads(self, index: int) -> tuple[int, ...]:
+        """How many instructions of each rank, behind the cut of that batch, a run executes before it decides whether
+        another one follows.
+        """
+        return self._heads(self.repetition.place(index))
 
     def _later(self, row: Row, num_batches: int, first_batch: int = 0, first_microbatch: int = 0) -> Row:
         return shifted_row(

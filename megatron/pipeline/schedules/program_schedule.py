@@ -21,12 +21,11 @@ from megatron.pipeline.program.program import Program, shifted_row
 from megatron.pipeline.program.stages import stages_of
 from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.pipeline.schedules.building import build_evaluation
-from megatron.pipeline.schedules.completion import completed, require_equal_batches, without_versions
+from megatron.pipeline.schedules.completion import completed, first_settled_batch, renumbered, require_equal_batches
 from megatron.pipeline.schedules.continuation import Continuation
 from megatron.pipeline.schedules.gpipe import GPipe
 from megatron.pipeline.schedules.merged import MergedGPipe
 from megatron.pipeline.schedules.order import Order
-from megatron.pipeline.schedules.passes.versions import set_versions
 from megatron.pipeline.schedules.repetition import Repetition, cuts_of, find_repetition
 from megatron.pipeline.schedules.segments import ProgramInSegments
 from megatron.pipeline.schedules.stream import ProgramStream
@@ -71,11 +70,11 @@ class ProgramSchedule:
             ProgramError: with rank, position, instruction and reason: rows that are wrong, or do not go on.
             ValueError: a program of which no schedule can be made at all.
         """
-        whole = completed(program)
+        whole = completed(program, fill=fill, period=period)
         require_equal_batches(whole)
-        settled = _from_batch(whole, _settled(whole.weights))
+        settled = renumbered(whole, first_settled_batch(whole.weights))
         repetition = find_repetition(settled, cuts_of(settled), fill=fill, period=period)
-        made = cls(program=_from_batch(whole, 0), repetition=repetition, name=name)
+        made = cls(program=renumbered(whole, 0), repetition=repetition, name=name)
         assert made.proofs, "raises what does not hold"
         return made
 
@@ -229,7 +228,7 @@ class ProgramSchedule:
     @property
     def first_settled_batch(self) -> int:
         """From this batch of a run on, the versions of all batches lie equally far behind."""
-        return _settled(self.weights)
+        return first_settled_batch(self.weights)
 
     def window(self, batches: Sequence[int]) -> tuple[int, ...]:
         """Batches that end as these do, which follow a drain: without whole periods of them."""
@@ -240,7 +239,7 @@ class ProgramSchedule:
     @cached_property
     def report_lag(self) -> int:
         """By the end of batch i's segment every rank has stepped batch i - report_lag and posted its norm."""
-        num_batches, lag = self._most_unlike + self.repetition.num_period, 0
+        num_batches, lag = self.repetition.num_fill + self.repetition.num_period, 0
         built = self._continuation.build(num_batches)
         newest = {kind: [0] * self.num_ranks for kind in (Kind.STEP, Kind.REDUCE_NORM)}
         for batch in range(num_batches):
@@ -304,10 +303,12 @@ class ProgramSchedule:
 
     @property
     def _most_unlike(self) -> int:
-        """The most batches behind a drain that end like no fewer: those of the fill, of a period, until versions lie
-        equally far behind, and one more, since what a segment begins with is left from the part before.
+        """The most batches behind a drain that end like no fewer: those of fill and period; as many as the first
+        versions live, which the first batches of a run share; and one more, since what a segment begins with is left
+        from the part before.
         """
-        return self.repetition.num_fill + self.repetition.num_period + self.first_settled_batch + 1
+        shared = self.first_settled_batch and self.first_settled_batch + self.report_lag
+        return self.repetition.num_fill + self.repetition.num_period + shared + 1
 
     def _periodic(self, num_fill: int, *, first_batch: int) -> PeriodicProgram:
         period, size = self.repetition.num_period, self.num_microbatches
@@ -343,15 +344,3 @@ class ProgramSchedule:
         of_stages = zip(*(each.peak_saved_microbatches for each in self.proofs), strict=True)
         of_ranks = zip(*(each.peak_saved_on_rank for each in self.proofs), strict=True)
         return tuple(map(max, of_stages)), tuple(map(max, of_ranks))
-
-
-def _settled(weights: WeightPolicy) -> int:
-    return weights.delay if weights.delay is not None else 1
-
-
-def _from_batch(program: Program, first_batch: int) -> Program:
-    """A complete program, counted from microbatch 0 and `first_batch` on, with the versions that the policy gives."""
-    microbatches, versions = -program.first_microbatch, first_batch - program.first_batch
-    extent = replace(program, rows=(), first_batch=first_batch, first_microbatch=0)
-    rows = (shifted_row(row, microbatches=microbatches, versions=versions) for row in without_versions(program.rows))
-    return extent.with_rows(tuple(tuple(set_versions([list(row)], extent)[0]) for row in rows))

@@ -26,7 +26,7 @@ from megatron.pipeline.check.progress import Execution
 from megatron.pipeline.program.extent import Extent
 from megatron.pipeline.program.instruction import Instruction, Row, Rows
 from megatron.pipeline.program.program import Program, shifted_row
-from megatron.pipeline.schedules.completion import without_versions
+from megatron.pipeline.schedules.passes.versions import without_versions
 
 Cuts = tuple[tuple[int, ...], ...]
 """Per cut, before the first batch and behind the last ones included, how many instructions of each rank stand there."""
