@@ -174,6 +174,14 @@ def test_what_it_answers():
     assert {each.kind for row in evaluation.rows for each in row} == {Kind.FORWARD, Kind.SEND_F, Kind.RECV_F}
 
 
+def test_both_kinds_answer_all_that_is_asked():
+    """Whoever asks a schedule need not know what made it."""
+    asked = {name for name in vars(AnySchedule) if not name.startswith("_")}
+    assert len(asked) > 30
+    for schedule in (Schedule.preset("flush", num_stages=2), ProgramSchedule.of(Program.from_csv(TORCH))):
+        assert not [name for name in asked if not hasattr(schedule, name)]
+
+
 def test_equal_programs_are_equal_schedules():
     """Whatever text or numbers they were written with; the hash is of what runs."""
     schedule = ProgramSchedule.of(Program.from_csv(TORCH))

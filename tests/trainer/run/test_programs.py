@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.pipeline.schedules import read_schedule
+from megatron.pipeline.schedules import Schedule, read_schedule
 from tests.pipeline.brought_programs import FOLDED, RHYTHM, TORCH, WHOLE, hurried_2bw, written
+from tests.trainer.arguments.bert_command_line import SMALL_BERT
 from tests.trainer.run.run_case import joined_weights, train
+from tests.trainer.run.test_bert import numbers, train_bert
 from tests.trainer.run.test_virtual_stages import CLIPPED, EXACT, FULL, TENSOR, TWO_BW, UNDROPPED, check, single, values
 
 FOUR = f"{EXACT} --global-batch-size 4"  # microbatches of one sample
@@ -91,6 +93,56 @@ def test_a_program_agrees_with_one_process(num_ranks, text, model, layout, tmp_p
     model = f"{model} --global-batch-size {4 * (num_ranks // 2 if 'distributed' in layout else 1)}"
     pipeline = f"--pipeline-model-parallel-size 2 --pipeline-program {written(tmp_path, text)}"
     check(num_ranks, model, f"{pipeline} {layout}", exact=False, without=TWO_BW)
+
+
+THREE = """\
+# rank_of_stage: 0 1 0
+0F0,0F1,2F0,2B0,0F2,2F1,2B1,0F3,0B0,2F2,0B1,2B2,2F3,2B3,0B2,0B3
+1F0,1F1,1B0,1B1,1F2,1F3,1B2,1B3
+"""
+ALONE = "0F0,1F0,1B0,0F1,0B0,1F1,1B1,0B1,0F2,0F3,1F2,1F3,1B2,0B2,1B3,0B3\n"
+BALANCED = Schedule.preset("bpipe", num_stages=4).build((8,)).to_csv()
+
+# name: (number of ranks, text, flags of the single process, flags of the layout)
+ELSEWHERE = {
+    "numbers of stages that differ": (2, THREE, f"{FOUR} --num-layers 3", ""),
+    "two stages on the only rank": (1, ALONE, FOUR, ""),
+    "activations that move": (4, BALANCED, EXACT, ""),
+    "a layout": (2, FOLDED, f"{FOUR} {TWO_BW}", "--pipeline-model-parallel-layout Et|t|t|tL"),
+    "one gradient buffer": (2, RHYTHM, f"{FOUR} {TWO_BW}", "--2bw-single-gradient-buffer"),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_stages_wherever_the_file_has_them(name, tmp_path):
+    """Uneven numbers of stages, one rank, moves of activations, a cut of one's own: bit-equal to one process."""
+    num_ranks, text, model, layout = ELSEWHERE[name]
+    layout += f" --pipeline-model-parallel-size {num_ranks} --pipeline-program {written(tmp_path, text)}"
+    check(num_ranks, model, layout, exact=True, without=TWO_BW)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("text", "flags"), [
+    (Schedule.preset("pipedream", num_stages=2).build((1,) * 8).to_csv(),
+     "--global-batch-size 1 --pipeline-schedule pipedream"),
+    (Schedule.preset("2bw", num_stages=2, predict=True).build((4,) * 5).to_csv(),
+     "--global-batch-size 4 --pipeline-schedule 2bw --2bw-provisional stage"),
+])  # fmt: skip
+def test_files_that_the_tool_writes_train_like_their_preset(text, flags, tmp_path):
+    """Weights that are stashed, and predicted ones, too."""
+    flags, path = f"{EXACT} --train-iters 12 {flags}", written(tmp_path, text)
+    alone = flags[: flags.index("--pipeline-schedule")]
+    preset, brought = train(2, flags), train(2, f"{alone} --pipeline-program {path}")
+    assert values(preset)["lm_loss"] == values(brought)["lm_loss"]
+
+
+@pytest.mark.full
+def test_bert(tmp_path):
+    """Its stages run the rows of a file as well: bit-equal."""
+    size = f"--global-batch-size {4 * int(SMALL_BERT.split('--micro-batch-size')[1].split()[0])}"
+    found = train_bert(2, f"{size} --pipeline-program {written(tmp_path, TORCH)}")
+    assert numbers(found) == numbers(train_bert(1, size))
 
 
 def test_logs_and_checkpoints_carry_the_hash(tmp_path):
