@@ -12,10 +12,11 @@ file's:
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 
-from megatron.pipeline.check import check
+from megatron.pipeline.check import ProgramError, check
 from megatron.pipeline.check.compact import compact
 from megatron.pipeline.check.error import error_at
 from megatron.pipeline.program.instruction import ENDS_BACKWARD, RECEIVES, SENDS, UPDATES, Kind, Rows
@@ -58,13 +59,14 @@ def completed(program: Program, *, fill: int | None = None, period: int | None =
     communicates = program.num_ranks == 1 or kinds & (SENDS | RECEIVES)
     if communicates and not adds_updates:
         return program
-    segments = _segments(program, _drains(program, fill, period))
-    if adds_updates:
-        segments = [add_updates(each, rank, program) for rank, each in enumerate(segments)]
-        segments = [set_versions(each, program) for each in segments]
-    if not communicates:
-        segments = add_communication(segments, program)
-    complete = _joined(program, segments)
+    at_end = list(map(len, program.rows))
+    drains = _drains(program, fill, period)
+    if drains != at_end:
+        complete = _lowered(program, drains, adds_updates=adds_updates, communicates=bool(communicates))
+        with suppress(ProgramError):  # a STEP there may wait for what another rank does later; at the end none does
+            check(complete)
+            return complete
+    complete = _lowered(program, at_end, adds_updates=adds_updates, communicates=bool(communicates))
     check(complete)
     return complete
 
@@ -82,8 +84,15 @@ def require_training(program: Program) -> None:
         )
 
 
-def _joined(program: Program, segments_of_rank: Sequence[Segments]) -> Program:
-    return program.with_rows(tuple(tuple(each for part in parts for each in part) for parts in segments_of_rank))
+def _lowered(program: Program, drains: Sequence[int], *, adds_updates: bool, communicates: bool) -> Program:
+    """With what is missing, where the rows drain from these positions on."""
+    segments = _segments(program, drains)
+    if adds_updates:
+        segments = [add_updates(each, rank, program) for rank, each in enumerate(segments)]
+        segments = [set_versions(each, program) for each in segments]
+    if not communicates:
+        segments = add_communication(segments, program)
+    return program.with_rows(tuple(tuple(each for part in parts for each in part) for parts in segments))
 
 
 def names_versions(rows: Rows) -> bool:
