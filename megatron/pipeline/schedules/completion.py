@@ -19,7 +19,8 @@ from itertools import pairwise
 from megatron.pipeline.check import ProgramError, check
 from megatron.pipeline.check.compact import compact
 from megatron.pipeline.check.error import error_at
-from megatron.pipeline.program.instruction import ENDS_BACKWARD, RECEIVES, SENDS, UPDATES, Kind, Rows
+from megatron.pipeline.program.edges import StageGraph
+from megatron.pipeline.program.instruction import ENDS_BACKWARD, RECEIVES, SENDS, UPDATES, Instruction, Kind, Rows
 from megatron.pipeline.program.program import Program, shifted_row
 from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.pipeline.schedules.continuation import Continuation
@@ -159,5 +160,18 @@ def renumbered(program: Program, first_batch: int) -> Program:
     """A complete program, counted from microbatch 0 and `first_batch` on, with the versions that the policy gives."""
     microbatches, versions = -program.first_microbatch, first_batch - program.first_batch
     extent = replace(program, rows=(), first_batch=first_batch, first_microbatch=0)
-    rows = (shifted_row(row, microbatches=microbatches, versions=versions) for row in without_versions(program.rows))
+    bare = _without_needless_peers(without_versions(program.rows), program.graph)
+    rows = (shifted_row(row, microbatches=microbatches, versions=versions) for row in bare)
     return extent.with_rows(tuple(tuple(set_versions([list(row)], extent)[0]) for row in rows))
+
+
+def _without_needless_peers(rows: Rows, graph: StageGraph) -> Rows:
+    """Each transfer names its other end where it has to, so that equal programs are equal texts."""
+    return tuple(tuple(_named_where_needed(each, graph) for each in row) for row in rows)
+
+
+def _named_where_needed(each: Instruction, graph: StageGraph) -> Instruction:
+    if each.peer is None:
+        return each
+    between_stages = each.kind in SENDS or each.kind in RECEIVES
+    return replace(each, peer=graph.named_peer(each, each.peer) if between_stages else None)

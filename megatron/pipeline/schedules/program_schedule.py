@@ -52,8 +52,6 @@ class ProgramSchedule:
     repetition: Repetition
     name: str = "program"
     residency: None = field(default=None, init=False, repr=False)
-    microbatch_group_size: None = field(default=None, init=False, repr=False)
-    extra_warmup: bool = field(default=False, init=False, repr=False)
 
     @classmethod
     def of(
@@ -75,7 +73,7 @@ class ProgramSchedule:
         settled = renumbered(whole, first_settled_batch(whole.weights))
         repetition = find_repetition(settled, cuts_of(settled), fill=fill, period=period)
         made = cls(program=renumbered(whole, 0), repetition=repetition, name=name)
-        assert made.proofs, "raises what does not hold"
+        _ = made.proofs  # raises what does not hold
         return made
 
     # --- what it is

@@ -188,5 +188,6 @@ def test_equal_programs_are_equal_schedules():
     late = schedule.build((4,), first_batch=7, first_microbatch=30)
     again = ProgramSchedule.of(Program.from_csv(late.to_csv()))
     assert again == schedule and hash(again) == hash(schedule) and again.short_hash == schedule.sha256[:12]
+    assert ProgramSchedule.of(Program.from_csv(schedule.program.to_csv().replace("0SEND_F0,", "0SEND_F0>1,"))) == again
     other = ProgramSchedule.of(Program.from_csv(WHOLE))
     assert other != schedule and "program=" not in repr(other)
