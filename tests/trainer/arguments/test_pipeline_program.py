@@ -97,7 +97,7 @@ def test_what_the_log_says(tmp_path):
     """How the rows repeat is said at the start, for the user may have meant otherwise."""
     path = written(tmp_path, hurried_2bw(num_batches=4))
     notes = validate_args(parse_args(argv(f"{FITS} --pipeline-program {path}")), world_size=2)
-    assert any("batches repeat every one after the first one" in note for note in notes)
+    assert any("all batches behind the first run alike" in note for note in notes)
     path = written(tmp_path, hurried_2bw(num_batches=2))
     notes = validate_args(parse_args(argv(f"{FITS} --pipeline-program {path}")), world_size=2)
-    assert any("every 2; the pipeline drains with each" in note for note in notes)
+    assert any("every 2 batches run alike; the pipeline drains with them" in note for note in notes)

@@ -95,10 +95,10 @@ def _require_ranks(args: argparse.Namespace, schedule: ProgramSchedule, named: s
 def _notes(args: argparse.Namespace, schedule: ProgramSchedule) -> list[str]:
     """How the rows go on, which the user may have meant otherwise."""
     fill, period = schedule.repetition.num_fill, schedule.repetition.num_period
-    goes_on = f"batches repeat {'every one' if period == 1 else f'every {period}'}"
-    begins = f" after the first {fill if fill > 1 else 'one'}" if fill else ""
-    drains = "; the pipeline drains with each, since the rows repeat as a whole only" * schedule.drains_between_periods
-    return [f"program {args.pipeline_program}, sha256 {schedule.short_hash}: {goes_on}{begins}{drains}"]
+    which = "all batches" if period == 1 else f"every {period} batches"
+    behind = f" behind the first{f' {fill}' if fill > 1 else ''}" if fill else ""
+    drains = "; the pipeline drains with them, since the rows repeat as a whole only" * schedule.drains_between_periods
+    return [f"program {args.pipeline_program}, sha256 {schedule.short_hash}: {which}{behind} run alike{drains}"]
 
 
 RULES = (pipeline_program,)
