@@ -239,13 +239,15 @@ class ProgramSchedule:
         """By the end of batch i's segment every rank has stepped batch i - report_lag and posted its norm."""
         num_batches, lag = self.repetition.num_fill + self.repetition.num_period, 0
         built = self._continuation.build(num_batches)
-        newest = {kind: [0] * self.num_ranks for kind in (Kind.STEP, Kind.REDUCE_NORM)}
+        stepped, posted = [0] * self.num_ranks, [0] * self.num_ranks
         for batch in range(num_batches):
             for rank, row in enumerate(built.segments(batch, batch + 1)):
                 for each in row:
-                    if each.kind in newest:
-                        newest[each.kind][rank] = each.version
-            lag = max(lag, batch + 1 - min(map(min, newest.values())))
+                    if each.kind is Kind.STEP:
+                        stepped[rank] = each.version
+                    elif each.kind is Kind.REDUCE_NORM:
+                        posted[rank] = each.version
+            lag = max(lag, batch + 1 - min(*stepped, *posted))
         return lag
 
     # --- programs
