@@ -45,7 +45,7 @@ def pipeline_program(args: argparse.Namespace) -> list[str]:
     if not args.pipeline_program:
         raise ValueError("--pipeline-program is empty; name a file or leave the flag out")
     for name, what in _SAYS_ITSELF.items():
-        if name in args.given and getattr(args, name) not in (False, None):
+        if name in args.given and getattr(args, name) not in (False, None, "off"):
             value = getattr(args, name)
             given = flag(name) if value is True else f"{flag(name)} {value}"
             raise ValueError(f"{given}: the program of {named} {what}; leave one of the two out")
