@@ -96,6 +96,10 @@ class ProgramSchedule:
     def __hash__(self) -> int:
         return int(self.short_hash, 16)
 
+    def __reduce__(self) -> tuple:
+        """For pickle: without what is worked out anew."""
+        return _made_of, (self.program, self.repetition, self.name)
+
     @property
     def drains_between_periods(self) -> bool:
         """Whether the rows repeat as a whole only, so that the pipeline drains where its weights need not."""
@@ -344,3 +348,7 @@ class ProgramSchedule:
         of_stages = zip(*(each.peak_saved_microbatches for each in self.proofs), strict=True)
         of_ranks = zip(*(each.peak_saved_on_rank for each in self.proofs), strict=True)
         return tuple(map(max, of_stages)), tuple(map(max, of_ranks))
+
+
+def _made_of(program: Program, repetition: Repetition, name: str) -> ProgramSchedule:
+    return ProgramSchedule(program=program, repetition=repetition, name=name)

@@ -86,7 +86,7 @@ class ProgramStream:
         )
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)  # a file's period may be as many batches long
 def _proved(schedule: AnySchedule, batches: tuple[int, ...], first_batch: int) -> ProgramInSegments:
     """The program of `batches`. `first_batch` matters for the first few batches alone (`first_settled_batch`)."""
     built = schedule.build_in_segments(batches, first_batch=first_batch)

@@ -1,5 +1,7 @@
 """Programs that somebody brings run for any number of batches, with their own rows, or are refused."""
 
+import pickle
+
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -180,6 +182,14 @@ def test_both_kinds_answer_all_that_is_asked():
     assert len(asked) > 30
     for schedule in (Schedule.preset("flush", num_stages=2), ProgramSchedule.of(Program.from_csv(TORCH))):
         assert not [name for name in asked if not hasattr(schedule, name)]
+
+
+def test_it_goes_to_other_processes():
+    """Also after it was used."""
+    schedule = ProgramSchedule.of(Program.from_csv(RHYTHM), name="rhythm.csv")
+    again = pickle.loads(pickle.dumps(schedule))
+    assert again == schedule and again.name == "rhythm.csv"
+    assert again.build((4,) * 5).rows == schedule.build((4,) * 5).rows
 
 
 def test_equal_programs_are_equal_schedules():
