@@ -7,7 +7,8 @@
     python tools/schedule.py simulate --schedule flush --stages 8 --microbatches 16 --latency 0.1
 
 Instead of a preset, a CSV file with one row of instructions per rank can be given: this project's text form, or the
-compute-only files of torch.distributed.pipelining. Nothing is executed; neither torch nor a GPU is needed.
+compute-only files of torch.distributed.pipelining. `check` says of it whether `--pipeline-program` could train with it
+for any number of batches. Nothing is executed; neither torch nor a GPU is needed.
 
 Exit status: 0, or 1 where the program, a file or a combination is wrong, 2 where the command line is.
 """
@@ -19,9 +20,11 @@ from pathlib import Path
 
 from megatron.commands.common import command_line, schedule_costs
 from megatron.commands.common import schedule_options as meaning
+from megatron.commands.common.repetition_report import training_lines
 from megatron.pipeline.check import CheckReport, check, check_periodic
 from megatron.pipeline.check.hardware_queues import PROVED, prove_hardware_queues
 from megatron.pipeline.program.program import Program
+from megatron.pipeline.schedules.completion import completed
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.critical_path import critical_path, critical_path_text
 from megatron.pipeline.simulate.memory_curve import memory_curves
@@ -39,8 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _show(options: argparse.Namespace) -> int:
     program = meaning.program(options)
+    if options.complete:
+        program = completed(program)
     if options.csv:
-        _write(options.csv, program.to_csv())
+        _write(options.csv, meaning.degrees_text(options) + program.to_csv())
     if options.torch_csv:
         _write(options.torch_csv, program.to_torch_csv())
     if options.timeline:
@@ -66,6 +71,8 @@ def _check(options: argparse.Namespace) -> int:
             max_saved_on_rank=schedule.max_saved_on_rank(many),
         )
         print("proved for every number of batches: fill, n periods, drain")
+    if options.file is not None:
+        print(*training_lines(program, meaning.notes(options), options.file), sep="\n")
     if options.hardware_queues is not None:
         print(_prove_hardware_queues(options, program))
     return 0

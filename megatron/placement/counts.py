@@ -11,7 +11,7 @@ from itertools import chain
 
 from megatron.pipeline.program.instruction import Kind, Tensor
 from megatron.pipeline.program.move_order import Pairs
-from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.schedules import AnySchedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,28 +39,30 @@ class MessageCounts:
         return tuple(rank for rank, count in enumerate(self.evictions) if count)
 
 
-def count_transfers(schedule: Schedule, num_microbatches: int) -> MessageCounts:
+def count_transfers(schedule: AnySchedule, num_microbatches: int) -> MessageCounts:
     """What the ranks of `schedule` send in a batch.
 
     Raises:
         ValueError: a batch that it cannot run, or as `exchanged`.
     """
+    num_batches = 1
     if schedule.weights.drains:
         rows = schedule.build((num_microbatches,)).rows
     else:
-        rows = schedule.build_periodic(num_microbatches).period
+        periodic = schedule.build_periodic(num_microbatches)
+        rows, num_batches = periodic.period, periodic.num_batches
     placement, sends, pairs = schedule.rank_of_stage, Counter(), None
     for instruction in chain(*rows):
         sent = instruction.kind.row.sends
         if sent is not None:
             first = instruction.stage - (sent is Tensor.GRADIENT)  # the lower one of the two stages
-            sends[placement[first], placement[first + 1]] += 0.5
+            sends[placement[first], placement[first + 1]] += 0.5 / num_batches
     if schedule.num_frozen and schedule.balance:
         pairs = tuple(map(Pairs(placement, schedule.num_frozen).of_rank, range(schedule.num_ranks)))
     return MessageCounts(
         num_microbatches=num_microbatches,
         activations=exchanged(sends, schedule.num_ranks),
-        evictions=tuple(sum(instruction.kind is Kind.EVICT for instruction in row) for row in rows),
+        evictions=tuple(sum(each.kind is Kind.EVICT for each in row) / num_batches for row in rows),
         ends=ends_of(placement),
         pair_of_rank=pairs,
     )

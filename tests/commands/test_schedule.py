@@ -11,8 +11,9 @@ import pytest
 
 from megatron.commands import schedule as tool
 from megatron.pipeline.program.program import Program
-from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.schedules import Schedule, read_schedule
 from tests.commands.in_process import ROOT, runner
+from tests.pipeline.brought_programs import RHYTHM, TORCH, written
 from tests.planner import made_up
 
 TOOL = ROOT / "tools" / "schedule.py"
@@ -405,3 +406,31 @@ def test_virtual_stages_that_cannot_be(run, options, message):
     """What Megatron refuses is refused here, with what to do."""
     status, _, error = run("check", *options)
     assert status == 1 and message in error
+
+
+def test_check_says_whether_a_run_could_train_with_a_file(run, tmp_path):
+    """Fill, period, hash and what would be added; or why no run can go on with it."""
+    path = written(tmp_path, RHYTHM)
+    status, out, _ = run("check", path)
+    assert status == 0 and "fill, period     1 batch, 2 batches" in out
+    assert f"sha256           {read_schedule(path).sha256}" in out and "of them added" in out
+    status, out, _ = run("check", written(tmp_path, build(batches=(4, 6)).to_csv()))
+    assert status == 0 and "no run can train with it: rank 0, position" in out and "are not alike" in out
+    status, out, _ = run("check", written(tmp_path, build(batches=(4, 4)).to_csv()))
+    assert status == 0 and "0 batches, 2 batches, and drains with each" in out
+
+
+def test_files_for_a_job(run, tmp_path):
+    """What `show` writes says for which degrees it is, and trains there alone; completed rows are those that run."""
+    job, whole = tmp_path / "job.csv", tmp_path / "whole.csv"
+    assert run("show", *TWO_BW, "--recompute", "--tensor", "2", "--data", "4", "--csv", job)[0] == 0
+    schedule = read_schedule(job, tensor=2, data=4, data_parallel=True, recompute=True)
+    assert schedule.build((4,) * 3).rows == build(recompute=True, data_parallel=True).rows
+    with pytest.raises(ValueError, match="the job has 8"):
+        read_schedule(job, data=8)
+    assert run("show", written(tmp_path, TORCH), "--complete", "--csv", whole)[0] == 0
+    assert Program.from_csv(whole.read_text()) == read_schedule(tmp_path / "program.csv").program
+    status, _, err = run("show", *TWO_BW, "--data", "4")
+    assert status == 2 and "--data says nothing about the rows; add --csv FILE" in err
+    status, _, err = run("show", *TWO_BW, "--complete")
+    assert status == 2 and "--complete" in err

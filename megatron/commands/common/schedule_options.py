@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron.commands.common import command_line, schedule_costs
 from megatron.commands.common.command_line import count, positive
+from megatron.pipeline.program import csv_text
 from megatron.pipeline.program.lane_order import DEFERRED, DEVICE, EAGER, HOST, Residency
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.program.weight_policies import POLICIES, TWO_BW, weight_policy
@@ -76,12 +77,27 @@ def program(options: argparse.Namespace) -> Program:
             raise error.under("--provisional-microbatches") from error
     facts = {"batches": options.microbatches, "weights": options.weights and weight_policy(options.weights)}
     try:
-        text = Path(options.file).read_text(encoding="utf-8-sig")
+        text = _text(options)
         return Program.from_csv(text, **{name: value for name, value in facts.items() if value is not None})
     except UnicodeDecodeError as error:
         raise ValueError(f"{options.file} is no text ({error.reason}); give a CSV file") from error
     except ValueError as error:
         raise ValueError(f"{options.file}: {error}") from error
+
+
+def notes(options: argparse.Namespace) -> dict[str, int]:
+    """What a file, which holds a program, says of the run that it is meant for."""
+    return csv_text.read_notes(_text(options))
+
+
+def _text(options: argparse.Namespace) -> str:
+    return Path(options.file).read_text(encoding="utf-8-sig")
+
+
+def degrees_text(options: argparse.Namespace) -> str:
+    """Leading lines of a file that say for which job it is; none for degrees of 1."""
+    degrees = {"tensor": options.tensor, "data": options.data}
+    return "".join(f"# {name}: {degree}\n" for name, degree in degrees.items() if degree > 1)
 
 
 def _require_memory(num_stages: int, num_microbatches: int) -> None:
@@ -132,7 +148,7 @@ def parse(description: str, commands: dict[str, Command], arguments: list[str] |
     """The options of a command, or the end of the process with a message and status 2."""
     options = _parser(description, commands).parse_args(arguments)
     _require_one_source(options)
-    if options.command == "check" and options.schedule is not None and options.data > 1:
+    if options.command in ("check", "show") and options.schedule is not None and options.data > 1:
         options.data_parallel = True
     _require_subject(options)
     _require_effect(options)
@@ -146,7 +162,7 @@ def _require_one_source(options: argparse.Namespace) -> None:
     if options.schedule is None:
         ignored = [name for name in _PRESET_ONLY if getattr(options, name)]
     else:
-        ignored = ["weights"] * bool(options.weights)
+        ignored = ["weights"] * bool(options.weights) + ["complete"] * getattr(options, "complete", False)
         ignored += ["batches"] * bool(options.batches and options.microbatches and len(options.microbatches) > 1)
     if ignored:
         source = "a CSV file" if options.schedule is None else "this preset"
@@ -179,6 +195,7 @@ def _require_effect(options: argparse.Namespace) -> None:
         ignored += [(name, "a picture; add --text") for name in _TEXT_ONLY if not options.text]
         ignored += [(name, "text; add --output FILE") for name in _PICTURE_ONLY if not options.output]
     elif options.command == "show" and not options.timeline:
+        ignored += [(name, "the rows; add --csv FILE") for name in ("tensor", "data") if not options.csv]
         ignored += [(name, "the rows; add --timeline") for name in (*schedule_costs.NAMES, "one_based", *_TEXT_ONLY)]
     elif options.command == "check" and options.hardware_queues is None:
         ignored += [(name, "the program; add --hardware-queues N") for name in _JOB_ONLY]
@@ -215,6 +232,10 @@ def _parser(description: str, run: dict[str, Command]) -> argparse.ArgumentParse
         metavar="FILE",
         help="write the CSV of torch.distributed.pipelining, as far as torch has the words",
     )
+    show.add_argument(
+        "--complete", action="store_true", help="of a CSV file, with what a run adds: updates, versions, transfers"
+    )
+    _add_degrees(show.add_argument_group("job that the CSV file is for"))
     show.add_argument("--timeline", action="store_true", help="print the timeline of a simulation instead of the rows")
     _add_text_options(show)
     check = _command(
@@ -350,9 +371,13 @@ def _add_job_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="prove or refute that the job ends on GPUs with N hardware queues (CUDA_DEVICE_MAX_CONNECTIONS)",
     )
+    _add_degrees(job)
+    job.add_argument("--distributed-optimizer", action="store_true", help="a step gathers parameters over replicas")
+
+
+def _add_degrees(job: argparse._ArgumentGroup) -> None:
     job.add_argument("--tensor", type=count, default=1, metavar="T", help="tensor parallel degree (default: 1)")
     job.add_argument("--data", type=count, default=1, metavar="D", help="data parallel degree (default: 1)")
-    job.add_argument("--distributed-optimizer", action="store_true", help="a step gathers parameters over replicas")
 
 
 def _add_text_options(parser: argparse.ArgumentParser) -> None:

@@ -89,19 +89,41 @@ def prove_periods(compact: CompactProgram, *, fill: Sequence[int], period: Seque
     Raises:
         ProgramError: naming the rank whose state differs, or who waits for whom at a cut.
     """
-    after_fill = list(fill)
     after_period = [first + second for first, second in zip(fill, period, strict=True)]
-    execution = Execution(compact)
-    execution.run(after_fill)
-    before = _state(compact, execution, after_fill, PeriodOrigin(0, 0))
-    execution.run(after_period)
-    after = _state(compact, execution, after_period, shift)
+    before, after = states_at(compact, [list(fill), after_period], [PeriodOrigin(0, 0), shift])
+    if found := difference(before, after):
+        rank, reason = found
+        raise compact.error(rank, after_period[rank], reason)
+
+
+def states_at(
+    compact: CompactProgram, cuts: Sequence[list[int]], origins: Sequence[PeriodOrigin]
+) -> list[list[_RankState]]:
+    """The states at cuts through all rows, each behind the one before it, rank by rank.
+
+    Args:
+        compact: a program for which every proof of `check` holds.
+        cuts: how many instructions of each row stand before each cut.
+        origins: what the numbers of each state are counted from.
+
+    Raises:
+        ProgramError: a cut that some rank reaches only once others have gone beyond it.
+    """
+    execution, states = Execution(compact), []
+    for ends, origin in zip(cuts, origins, strict=True):
+        execution.run(ends)
+        states.append(_state(compact, execution, ends, origin))
+    return states
+
+
+def difference(before: Sequence[_RankState], after: Sequence[_RankState]) -> tuple[int, str] | None:
+    """The first rank whose state at the end of a period is not that at its beginning, and how; None: all agree."""
     for rank, (first, second) in enumerate(zip(before, after, strict=True)):
         for name in first | second:
             if first.get(name) != second.get(name):
                 values = f"{name} is {first.get(name)} before it and {second.get(name)} after it"
-                reason = f"the period does not repeat: counted from its own start, {values}"
-                raise compact.error(rank, after_period[rank], reason)
+                return rank, f"the period does not repeat: counted from its own start, {values}"
+    return None
 
 
 def prove_repetition(

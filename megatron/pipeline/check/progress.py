@@ -130,12 +130,19 @@ class Execution:
         Raises:
             ProgramError: a rank cannot come there.
         """
+        if self.reach(ends) != ends:
+            raise explain_deadlock(self)
+
+    def reach(self, ends: list[int]) -> list[int]:
+        """Execute each row up to `ends[rank]`, or as far as it comes where all others stop at theirs.
+
+        Returns how far each came. That is the same in whichever order ranks go on, so it is as far as they can.
+        """
         self.ends = ends
         self._runnable = list(range(len(ends)))
         while self._runnable:
             self._run_rank(self._runnable.pop())
-        if self.position != ends:
-            raise explain_deadlock(self)
+        return list(self.position)
 
     def _run_rank(self, rank: int) -> None:
         """Execute a rank's row until it waits or ends."""

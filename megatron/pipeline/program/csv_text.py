@@ -8,8 +8,9 @@
 The lines of instructions are a superset of torch.distributed.pipelining's CSV form, which has no header: its files load
 unchanged. Blank cells, its bubbles, are dropped, and so is its REDUCE_GRAD, which has no version: it says where a
 stage's gradients are complete, and that is known. What a program is beyond its rows stands in leading lines
-`# key: value`. Where one is missing it follows from the rows, or the caller gives it. Other lines with a leading # are
-comments. Reading is strict: whatever is not understood is an error that names the row and the column.
+`# key: value`. Where one is missing it follows from the rows, or the caller gives it. Some say nothing of the program
+itself but of the run that it is meant for (`read_notes`). Other lines with a leading # are comments. Reading is strict:
+whatever is not understood is an error that names the row and the column.
 """
 
 from __future__ import annotations
@@ -55,6 +56,12 @@ def _integers(text: str) -> tuple[int, ...]:
     return tuple(_integer(word) for word in text.split())
 
 
+def _count(text: str) -> int:
+    if not re.fullmatch("[1-9][0-9]*", text):
+        raise ValueError(f"{text!r} is not a number of 1 and more")
+    return int(text)
+
+
 def _policy(text: str) -> WeightPolicy:
     if text not in POLICIES:
         raise ValueError(f"{text!r} is not one of {', '.join(POLICIES)}")
@@ -89,6 +96,9 @@ _READ: dict[str, Callable[[str], Any]] = {
     "reduce_partial": _flag,
     "forward_only": _flag,
 }
+
+# What is said of the run: how the rows go on, and the degrees of the job.
+_NOTES: dict[str, Callable[[str], int]] = {"fill": _integer, "period": _count, "tensor": _count, "data": _count}
 
 
 # Written where there are any.
@@ -154,7 +164,8 @@ def read_csv(text: str, **given: Any) -> dict[str, Any]:
     Raises:
         ValueError: what is wrong, with row and column; a fact that is missing, unknown or contradicted.
     """
-    stated, lines = _read_facts(text)
+    read, lines = _read_facts(text)
+    stated = {name: value for name, value in read.items() if name not in _NOTES}
     for name, value in given.items():
         if name not in _READ:
             raise TypeError(f"there is no fact {name!r}; the facts are {', '.join(_READ)}")
@@ -166,6 +177,24 @@ def read_csv(text: str, **given: Any) -> dict[str, Any]:
     facts = {**_derive_facts(rows, stated), **stated}
     _require_consistency(rows, facts)
     return {"rows": rows, **facts}
+
+
+def read_notes(text: str) -> dict[str, int]:
+    """What a text says of the run that its program is meant for, by name, as far as it does.
+
+    fill: batches before the rows repeat themselves. period: batches after which they do. tensor, data: tensor and data
+    parallel degree of the job.
+
+    Raises:
+        ValueError: a leading line that is not understood.
+    """
+    return {name: value for name, value in _read_facts(text)[0].items() if name in _NOTES}
+
+
+def names_stated(text: str) -> frozenset[str]:
+    """The facts of a program that a text states, rather than leaving them to its rows. Raises ValueError as
+    `read_notes`."""
+    return frozenset(_read_facts(text)[0]) - _NOTES.keys()
 
 
 def _read_facts(text: str) -> tuple[dict[str, Any], list[tuple[int, str]]]:
@@ -180,12 +209,14 @@ def _read_facts(text: str) -> tuple[dict[str, Any], list[tuple[int, str]]]:
         if match is None:
             continue
         name, value = match.group(1), match.group(2).strip()
-        if name not in _READ:
-            raise ValueError(f"line {number}: there is no key {name!r}; the keys are {', '.join(_READ)}")
+        read = (_READ | _NOTES).get(name)
+        if read is None:
+            keys = ", ".join([*_READ, *_NOTES])
+            raise ValueError(f"line {number}: there is no key {name!r}; the keys are {keys}")
         if name in facts:
             raise ValueError(f"line {number}: {name} is stated twice")
         try:
-            facts[name] = _READ[name](value)
+            facts[name] = read(value)
         except ValueError as error:
             raise ValueError(f"line {number}: {name}: {error}") from error
     return facts, lines[num_leading:]

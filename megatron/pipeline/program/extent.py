@@ -13,6 +13,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from megatron.pipeline.program.edges import Edge, StageGraph
+from megatron.pipeline.program.instruction import RESIDENCY_WORDS, Instruction
 from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.program.move_order import Pairs
 from megatron.pipeline.program.stages import stages_of
@@ -128,6 +129,14 @@ class Extent:
         if not first <= microbatch < end:
             raise ValueError(f"microbatch {microbatch} is not in this program, which has {first} to {end - 1}")
         return self.first_batch + bisect_right(self._batch_starts, microbatch) - 1
+
+    def batch_served(self, instruction: Instruction) -> int:
+        """The batch that an instruction belongs to: of its microbatch; else the one whose gradients make its version,
+        but where weights live on the host, the one for which these come to the device.
+        """
+        if instruction.microbatch is not None:
+            return self.batch_of(instruction.microbatch)
+        return instruction.version - (instruction.kind not in RESIDENCY_WORDS)
 
     def microbatches_of(self, batch: int) -> range:
         """The microbatches of a batch of this program. Raises ValueError for any other batch."""

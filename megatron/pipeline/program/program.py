@@ -87,4 +87,6 @@ class Program(Extent):
 
 def shifted_row(row: Iterable[Instruction], *, microbatches: int, versions: int) -> Row:
     """The same row, later in the run."""
+    if not (microbatches or versions):
+        return tuple(row)
     return tuple(instruction.shifted(microbatches=microbatches, versions=versions) for instruction in row)

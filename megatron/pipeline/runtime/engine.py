@@ -42,7 +42,7 @@ from megatron.pipeline.runtime.stagewise_executor import StagewiseExecutor
 from megatron.pipeline.runtime.transport.channels import Channels
 from megatron.pipeline.runtime.transport.move_queue import MoveQueue
 from megatron.pipeline.runtime.update.chain import Chain
-from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.schedules import AnySchedule
 
 
 class PipelineEngine:
@@ -62,7 +62,7 @@ class PipelineEngine:
 
     def __init__(
         self,
-        schedule: Schedule,
+        schedule: AnySchedule,
         stage: Stage | Sequence[Stage],
         update: WeightUpdate,
         *,

@@ -1,10 +1,26 @@
-"""Schedules: an order of computations, a weight policy and flags, built into programs."""
+"""Schedules: an order of computations, a weight policy and flags, built into programs; or a program of one's own."""
 
 from megatron.pipeline.program.periodic import PeriodicProgram
+from megatron.pipeline.schedules.any_schedule import AnySchedule
 from megatron.pipeline.schedules.orders import ORDERS, PRESETS, Preset
 from megatron.pipeline.schedules.placements import PLACEMENTS
+from megatron.pipeline.schedules.program_files import OtherRun, read_schedule
+from megatron.pipeline.schedules.program_schedule import ProgramSchedule
 from megatron.pipeline.schedules.rules import TooManyRead
 from megatron.pipeline.schedules.schedule import Schedule
 from megatron.pipeline.schedules.stream import ProgramStream
 
-__all__ = ["ORDERS", "PLACEMENTS", "PRESETS", "PeriodicProgram", "Preset", "ProgramStream", "Schedule", "TooManyRead"]
+__all__ = [
+    "ORDERS",
+    "PLACEMENTS",
+    "PRESETS",
+    "AnySchedule",
+    "OtherRun",
+    "PeriodicProgram",
+    "Preset",
+    "ProgramSchedule",
+    "ProgramStream",
+    "Schedule",
+    "TooManyRead",
+    "read_schedule",
+]

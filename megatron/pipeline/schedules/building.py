@@ -25,6 +25,7 @@ from megatron.pipeline.schedules.saved import bounds_of_ranks
 from megatron.pipeline.schedules.segments import ProgramInSegments
 
 if TYPE_CHECKING:
+    from megatron.pipeline.schedules.any_schedule import AnySchedule
     from megatron.pipeline.schedules.schedule import Schedule
 
 
@@ -56,7 +57,7 @@ def build_periodic(schedule: Schedule, order: Order, num_microbatches: int) -> P
 
 
 def build_evaluation(
-    schedule: Schedule, order: Order, num_microbatches: int, version: int, first_microbatch: int = 0
+    schedule: AnySchedule, order: Order, num_microbatches: int, version: int, first_microbatch: int = 0
 ) -> Program:
     """Forwards of one batch with one weight version."""
     extent = Extent(

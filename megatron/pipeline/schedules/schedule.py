@@ -259,6 +259,10 @@ class Schedule:
             return order.most_behind + max(map(order.graph.depth, range(self.num_stages)))
         return self.weights.settling_batches(order.max_in_flight(self.num_frozen) or 0)
 
+    def window(self, batches: Sequence[int]) -> tuple[int, ...]:
+        """Of batches that follow a drain, the last ones, behind which a run goes on or drains as behind all of them."""
+        return tuple(batches[-self.settling_batches - 1 :])
+
     @property
     def first_settled_batch(self) -> int:
         """From this batch of a run on, the versions of all batches lie equally far behind."""

@@ -19,7 +19,7 @@ from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules.segments import ProgramInSegments, ShiftedRows
 
 if TYPE_CHECKING:
-    from megatron.pipeline.schedules.schedule import Schedule
+    from megatron.pipeline.schedules.any_schedule import AnySchedule
 
 
 class ProgramStream:
@@ -30,7 +30,7 @@ class ProgramStream:
         next_microbatch: index, over the whole run, of that batch's first microbatch.
     """
 
-    def __init__(self, schedule: Schedule, *, first_batch: int = 0, first_microbatch: int = 0) -> None:
+    def __init__(self, schedule: AnySchedule, *, first_batch: int = 0, first_microbatch: int = 0) -> None:
         self.next_batch = first_batch
         self.next_microbatch = first_microbatch
         self._schedule = schedule
@@ -52,7 +52,7 @@ class ProgramStream:
             ValueError: the schedule cannot run a batch of this size.
         """
         self._schedule.validate(num_microbatches)
-        self._sizes = (*self._sizes, num_microbatches)[-self._schedule.settling_batches - 1 :]
+        self._sizes = self._schedule.window((*self._sizes, num_microbatches))
         self.next_batch += 1
         self.next_microbatch += num_microbatches
         window = self._window()
@@ -86,8 +86,8 @@ class ProgramStream:
         )
 
 
-@lru_cache(maxsize=16)
-def _proved(schedule: Schedule, batches: tuple[int, ...], first_batch: int) -> ProgramInSegments:
+@lru_cache(maxsize=64)  # a file's period may be as many batches long
+def _proved(schedule: AnySchedule, batches: tuple[int, ...], first_batch: int) -> ProgramInSegments:
     """The program of `batches`. `first_batch` matters for the first few batches alone (`first_settled_batch`)."""
     built = schedule.build_in_segments(batches, first_batch=first_batch)
     check(
@@ -99,7 +99,7 @@ def _proved(schedule: Schedule, batches: tuple[int, ...], first_batch: int) -> P
 
 
 @lru_cache(maxsize=16)
-def _proved_evaluation(schedule: Schedule, num_microbatches: int) -> Program:
+def _proved_evaluation(schedule: AnySchedule, num_microbatches: int) -> Program:
     program = schedule.build_evaluation(num_microbatches, version=0)
     check(program)
     return program

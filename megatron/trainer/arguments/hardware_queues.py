@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 from megatron.pipeline.check.hardware_queues import launches_beside, may_deadlock, num_streams
 from megatron.pipeline.program.program import Program
+from megatron.trainer.arguments.values.pipeline_choice import choice_of
 
 VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 IMPLICIT_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
@@ -53,7 +54,7 @@ def require_hardware_queues(args: argparse.Namespace, environment: Mapping[str, 
             raise ValueError(in_one_order)
         if num_queues < MOST:
             raise ValueError(
-                f"{VARIABLE} is {num_queues}, but --pipeline-schedule {args.pipeline_schedule} copies weights and "
+                f"{VARIABLE} is {num_queues}, but {choice_of(args).flag} copies weights and "
                 "gradients beside computations, and streams that share a hardware queue block each other; export "
                 f"{MOST} ({_LOSS})"
             )
@@ -64,7 +65,7 @@ def require_hardware_queues(args: argparse.Namespace, environment: Mapping[str, 
     if not launches_beside(program):
         return
     beside = "moves of activations" if any(program.num_evictions) else "reductions"
-    why = f"--pipeline-schedule {args.pipeline_schedule} runs {beside} beside computations"
+    why = f"{choice_of(args).flag} runs {beside} beside computations"
     needed = max(num_streams(program, **degrees))
     if num_queues == 1:
         raise ValueError(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from packaging.version import Version
 
-from megatron.pipeline.schedules import PRESETS
+from megatron.trainer.arguments.values.pipeline_choice import choice_of
 
 _LOOKS_UP_GRADIENTS = "2.6.0"
 """The first Transformer Engine whose linear layers (`Linear`, `LayerNormLinear`, `LayerNormMLP`) look up a weight's
@@ -58,7 +58,7 @@ def resolve_platform(args: argparse.Namespace, platform: Platform) -> list[str]:
         raise ValueError("--profile marks ranges for nsys, which needs CUDA; add --use-pytorch-profiler")
     if args.distributed_backend == "nccl" and not platform.is_cuda:
         raise ValueError("--distributed-backend nccl needs CUDA; use gloo or leave the flag out")
-    is_stepped_on_host = PRESETS[args.pipeline_schedule].residency is not None
+    is_stepped_on_host = choice_of(args).residency is not None
     if args.optimizer_kernel == "fused" and platform.is_cuda and not is_stepped_on_host:
         raise ValueError(
             "--optimizer-kernel fused is for steps on a CPU; on a GPU Apex's and Transformer Engine's are fused "
@@ -76,13 +76,13 @@ def resolve_platform(args: argparse.Namespace, platform: Platform) -> list[str]:
     turn_off(
         "gradient_accumulation_fusion",
         not (uses_engine and platform.engine_keeps_main_grad and _keeps_several_gradient_buffers(args)),
-        f"with the gradient buffers of {args.pipeline_schedule} it needs Transformer Engine "
+        f"with the gradient buffers of {choice_of(args).name} it needs Transformer Engine "
         f"{_LOOKS_UP_GRADIENTS} or later; the installed one adds to the buffer of its forward's time",
     )
     turn_off(
         "gradient_accumulation_fusion",
         not is_stepped_on_host,
-        f"{args.pipeline_schedule} carries gradients to the host stage by stage",
+        f"{choice_of(args).name} carries gradients to the host stage by stage",
     )
     turn_off("apply_rope_fusion", platform.is_cuda and uses_engine, "it needs Transformer Engine")
     turn_off("masked_softmax_fusion", platform.is_cuda and platform.has_apex, "it needs CUDA and Apex")
@@ -94,7 +94,7 @@ def resolve_platform(args: argparse.Namespace, platform: Platform) -> list[str]:
 
 def _keeps_several_gradient_buffers(args: argparse.Namespace) -> bool:
     """Whether a batch accumulates gradients while those of the batch before are reduced."""
-    weights = PRESETS[args.pipeline_schedule].policy
+    weights = choice_of(args).policy
     return weights.overlaps_updates and not args.pipeline_2bw_single_gradient_buffer
 
 

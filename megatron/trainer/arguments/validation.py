@@ -10,11 +10,22 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from megatron.trainer.arguments.flags.parser import FLAGS, shown
-from megatron.trainer.arguments.rules import bert, classification, data, freezing, model, programs, run, stages
+from megatron.trainer.arguments.rules import (
+    bert,
+    classification,
+    data,
+    freezing,
+    model,
+    pipeline_program,
+    programs,
+    run,
+    stages,
+)
 
 RULES: tuple[Callable[[argparse.Namespace], Iterable[str] | None], ...] = (
     *classification.FIRST,
     *model.RULES,
+    *pipeline_program.RULES,
     *stages.RULES,
     *programs.RULES,
     *bert.RULES,

@@ -90,6 +90,19 @@ def _check_can_be_built(
         )
 
 
+def other_program(args: argparse.Namespace, saved: argparse.Namespace | None) -> str | None:
+    """What the log says where a run goes on under another pipeline program than it was saved under; None: nothing.
+
+    That is sound: a checkpoint is a drained state, in which nothing of a program is under way.
+    """
+    here, there = (getattr(each, "pipeline_program_sha256", None) for each in (args, saved))
+    if here == there:
+        return None
+    was = f"program {there[:12]}" if there else f"schedule {getattr(saved, 'pipeline_schedule', 'of Megatron-LM')}"
+    goes_on = f"program {here[:12]}" if here else f"schedule {args.pipeline_schedule}"
+    return f"was saved under {was}; the run goes on with {goes_on}"
+
+
 def apply_saved_arguments(args: argparse.Namespace, saved: argparse.Namespace | None, path: object) -> None:
     """--use-checkpoint-args: set the model's arguments to the saved ones.
 

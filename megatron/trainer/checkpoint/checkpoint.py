@@ -118,7 +118,9 @@ def recorded_changes(args: argparse.Namespace) -> dict | None:
     return on_rank_zero(read)
 
 
-def load_checkpoint(parts: RunParts, *, args: argparse.Namespace, body_only: bool = False) -> CheckpointPosition | None:
+def load_checkpoint(
+    parts: RunParts, *, args: argparse.Namespace, body_only: bool = False, say: Callable[[str], None] = log_once
+) -> CheckpointPosition | None:
     """Load the checkpoint of `args.load` into model, optimizer, scheduler, generators and weight versions.
 
     Degrees of tensor, pipeline and data parallelism may differ from those it was saved with. Honours `ckpt_step`,
@@ -127,6 +129,7 @@ def load_checkpoint(parts: RunParts, *, args: argparse.Namespace, body_only: boo
     Args:
         body_only: leave the parts of a chunk that its `new_parts` name as they are, and those of its `optional_parts`
             that the checkpoint lacks; the model there may have another head.
+        say: told, on every rank, that the run goes on under another pipeline program than before.
 
     Returns:
         Where to go on; None if the directory holds no checkpoint at all (the run then starts from its initial weights).
@@ -142,6 +145,8 @@ def load_checkpoint(parts: RunParts, *, args: argparse.Namespace, body_only: boo
         arguments.check_same_model(args, common.get("args"), location.path, body_only=body_only)
     reader = CheckpointReader(location, common=common, fully_parallel=args.ckpt_fully_parallel_load)
     starts_anew = args.finetune or location.is_release
+    if not starts_anew and (line := arguments.other_program(args, common.get("args"))):
+        say(f"checkpoint {location.path} {line}")
     position = CheckpointPosition() if starts_anew else _position(common)
     new = new_parts(parts.chunks, reader.holds_prefix) if body_only else ()
     if new:

@@ -9,6 +9,7 @@ from megatron.placement.placement_report import PlacementReport
 from megatron.placement.placement_tables import tables
 from megatron.planner import GIB, RankMemory, Verdict, device_gib
 from megatron.planner.memory_table import memory_as_dict, memory_table
+from megatron.trainer.arguments.values.pipeline_choice import choice_of, schedule_text
 from megatron.trainer.dry_run import hosted
 from megatron.trainer.dry_run.changes import PlannedChange
 from megatron.trainer.dry_run.hosted import HostedRun
@@ -126,7 +127,7 @@ def _program_lines(result: DryRun) -> list[str]:
     report, counts = result.report, sorted(set(result.args.batch_sizes.all_num_microbatches()))
     sizes = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]} ({len(counts)} sizes)"
     lines = [
-        f"schedule {result.args.pipeline_schedule}, {report.num_stages} stages on {report.num_ranks} ranks, batches of "
+        f"{schedule_text(result.args)}, {report.num_stages} stages on {report.num_ranks} ranks, batches of "
         f"{sizes} microbatches: proved for any number of batches ({report.num_instructions} instructions in "
         f"{report.num_batches})",
         f"saved microbatches by rank: {', '.join(map(str, report.peak_saved_on_rank))}; live weight versions: "
@@ -197,7 +198,8 @@ def to_dict(result: DryRun) -> dict:
     report = result.report
     return {
         "world_size": result.args.world_size,
-        "schedule": result.args.pipeline_schedule,
+        "schedule": choice_of(result.args).name,
+        **({} if result.args.program is None else {"program_sha256": result.args.program.sha256}),
         "num_microbatches": sorted(set(result.args.batch_sizes.all_num_microbatches())),
         "program": {name: getattr(report, name) for name in sorted(vars(report))},
         "memory": [memory_as_dict(rank) for rank in result.memory],

@@ -6,12 +6,12 @@ import argparse
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from megatron.pipeline.schedules import PRESETS
 from megatron.planner import ActivationSetting, Architecture, Configuration, Recompute, TrainingState
 from megatron.planner.job.software import Software, has_flash_attention
 from megatron.planner.memory.hosted import Hosting
 from megatron.trainer.arguments.flags.bert import NUM_TOKEN_TYPES
 from megatron.trainer.arguments.flags.classification import CLASSIFIERS
+from megatron.trainer.arguments.values.pipeline_choice import choice_of
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -104,7 +104,7 @@ def _recompute(args: argparse.Namespace) -> Recompute:
     if args.recompute_granularity == "full":
         return Recompute(method=args.recompute_method, num_layers=args.recompute_num_layers)
     modules = frozenset(args.recompute_modules or ()) if args.recompute_granularity == "selective" else frozenset()
-    return Recompute(modules=modules, whole_stage=args.pipeline_recompute or PRESETS[args.pipeline_schedule].recompute)
+    return Recompute(modules=modules, whole_stage=args.pipeline_recompute or choice_of(args).recompute)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,6 +36,7 @@ from megatron.placement.topology import Bandwidth, Node, Topology, load_topology
 from megatron.placement.traffic import Traffic
 from megatron.planner.time.traffic import CutModel
 from megatron.trainer.arguments.values import vocabulary
+from megatron.trainer.arguments.values.pipeline_choice import choice_of
 from megatron.trainer.plan import from_flags
 from megatron.trainer.ranks.shared_errors import OnThisRank, SameEverywhere, wait_for_readers
 
@@ -214,8 +215,8 @@ def _describe(args: argparse.Namespace, mapping: Mapping, degrees: Degrees, slot
     if args.rank_mapping == "pair-adjacent":
         return [
             first,
-            f"note: --rank-mapping pair-adjacent brings pairs together, between which --pipeline-schedule "
-            f"{args.pipeline_schedule} moves no activations",
+            f"note: --rank-mapping pair-adjacent brings pairs together, between which "
+            f"{choice_of(args).flag} moves no activations",
         ]
     return [first]
 

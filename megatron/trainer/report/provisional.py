@@ -3,6 +3,7 @@
 import argparse
 
 from megatron.pipeline.program.weight_policies import TWO_BW
+from megatron.trainer.arguments.values.pipeline_choice import choice_of
 
 
 def description(args: argparse.Namespace, num_microbatches: int) -> str | None:
@@ -10,7 +11,7 @@ def description(args: argparse.Namespace, num_microbatches: int) -> str | None:
     schedule = args.schedule
     if schedule.weights == TWO_BW:
         return (
-            f"{args.pipeline_schedule} computes each batch at the weights of one update before; "
+            f"{choice_of(args).name} computes each batch at the weights of one update before; "
             "--2bw-provisional stage predicts the newest (docs/provisional.md)"
         )
     if not schedule.weights.predicts:
@@ -28,6 +29,6 @@ def description(args: argparse.Namespace, num_microbatches: int) -> str | None:
     else:
         replicas = ""
     return (
-        f"{args.pipeline_schedule} with provisional weights: {stages} {numbers} of {num_microbatches} microbatches"
+        f"{choice_of(args).name} with provisional weights: {stages} {numbers} of {num_microbatches} microbatches"
         f"{replicas}"
     )

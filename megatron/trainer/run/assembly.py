@@ -13,6 +13,7 @@ import torch
 from megatron import backend
 from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
 from megatron.trainer.arguments.flags.classification import CLASSIFIERS
+from megatron.trainer.arguments.values.pipeline_choice import schedule_text
 from megatron.trainer.changes.elasticity import Elasticity
 from megatron.trainer.changes.prefix_cache import PrefixCache, require_cache
 from megatron.trainer.checkpoint.checkpoint import CheckpointPosition, CheckpointWriter, load_checkpoint
@@ -39,6 +40,7 @@ def assemble(args: argparse.Namespace, program: TrainingProgram) -> Run:
     """
     owner_mark = prepare_outputs(args)
     try:
+        _require_one_program(args)
         return _build(args, program, owner_mark)
     except BaseException:
         if owner_mark is not None:
@@ -87,11 +89,25 @@ def _build(args: argparse.Namespace, program: TrainingProgram, owner_mark: Owner
     )  # fmt: skip
 
 
+def _require_one_program(args: argparse.Namespace) -> None:
+    """Raises ValueError where ranks have read different programs, each on its own host."""
+    if args.program is None:
+        return
+    found: list[str] = [""] * args.world_size
+    torch.distributed.all_gather_object(found, args.program.short_hash)
+    if len(set(found)) > 1:
+        other = next(rank for rank, digits in enumerate(found) if digits != found[0])
+        raise ValueError(
+            f"--pipeline-program {args.pipeline_program} is another program on rank {other} (sha256 {found[other]}) "
+            f"than on rank 0 ({found[0]}); give all hosts the same file"
+        )
+
+
 def _load(args: argparse.Namespace, built: ModelAndOptimizer, reporter: Reporter) -> CheckpointPosition | None:
     """Load `--load`, or where that holds nothing `--pretrained-checkpoint`'s weights; a classifier's head is new."""
     position = None
     if args.load is not None:
-        position = load_checkpoint(built, args=args)
+        position = load_checkpoint(built, args=args, say=reporter.say)
         if position is None and args.exit_on_missing_checkpoint:
             raise ValueError(f"--load {args.load} holds no checkpoint, and --exit-on-missing-checkpoint is given")
     if position is None and args.pretrained_checkpoint is not None:
@@ -123,7 +139,7 @@ def _describe(
     reporter.say(
         f"{args.world_size} ranks on {backend.device().type} ({args.distributed_backend}): tensor "
         f"{args.tensor_model_parallel_size} x pipeline {args.pipeline_model_parallel_size} x data "
-        f"{args.data_parallel_size}, schedule {args.pipeline_schedule}, "
+        f"{args.data_parallel_size}, {schedule_text(args)}, "
         f"{num_microbatches} microbatches of {args.micro_batch_size} a batch\n"
         + (f"{predictions}\n" if predictions else "")
         + f"parameters per stage (millions): {parts}; {flops_per_sample(args) / 1e9:.3g} GFLOP per sample"

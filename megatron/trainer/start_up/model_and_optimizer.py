@@ -24,7 +24,7 @@ from megatron.pipeline.runtime.stages.megatron.layers import LayersOfParameters
 from megatron.pipeline.runtime.stages.megatron.relay_update import MegatronRelayUpdate
 from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
 from megatron.pipeline.runtime.stages.megatron.update import MegatronWeightUpdate
-from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.schedules import AnySchedule
 from megatron.trainer.checkpoint.run_state import RunParts
 from megatron.trainer.models import core_config
 from megatron.trainer.models.gpt import build_chunks, wrap_for_training
@@ -44,7 +44,7 @@ class ModelAndOptimizer(RunParts):
     """What one rank has built: what has state, and the stages that compute with it. `memory`: of its activations, where
     they are counted or moved."""
 
-    schedule: Schedule
+    schedule: AnySchedule
     chunks: list[torch.nn.Module]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler

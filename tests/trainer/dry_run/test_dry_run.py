@@ -13,11 +13,13 @@ from megatron import backend
 
 backend.install()
 
+from megatron.pipeline.schedules import read_schedule
 from megatron.planner import estimate_memory
 from megatron.trainer.arguments import parse_args
 from megatron.trainer.dry_run.dry_run import check_job, prove, run_dry
 from megatron.trainer.models.core_config import transformer_config
 from megatron.trainer.plan import from_flags
+from tests.pipeline.brought_programs import FOLDED, written
 from tests.trainer.arguments.command_line import arguments, argv
 from tests.trainer.data.small_data import write_dataset
 from tests.trainer.run.run_case import BASE, train
@@ -251,3 +253,21 @@ def test_provisional_weights_are_named(dry):
     """With what each stage reads of the smallest batch."""
     _, out, _, _ = dry("--pipeline-schedule 2bw --2bw-provisional stage --pipeline-model-parallel-size 2 --dry-run 2")
     assert "2bw with provisional weights: stages read 7, 8 of 8 microbatches" in out
+
+
+def test_a_program_of_ones_own(dry, tmp_path):
+    """Its rows are proved, priced and named with their hash; what disagrees is refused as a run would."""
+    path = written(tmp_path, FOLDED)
+    flags = (
+        "--pipeline-model-parallel-size 2 --global-batch-size 8 --untie-embeddings-and-output-weights --dry-run 4 "
+        f"--pipeline-program {path}"
+    )
+    status, out, err, found = dry(flags)
+    digits = read_schedule(path, data_parallel=True).sha256
+    assert (status, err) == (0, "")
+    assert f"program {path} (sha256 {digits[:12]}), 4 stages on 2 ranks, batches of 4 microbatches" in " ".join(
+        out.split()
+    )
+    assert found["program_sha256"] == digits and found["program"]["live_versions"] == [2, 2, 2, 2]
+    status, _, err, _ = dry(flags.replace("size 8", "size 4"))
+    assert status == 1 and "has batches of 4 microbatches, not 2" in err

@@ -33,11 +33,14 @@ def single(flags: str) -> tuple[dict, dict]:
     return values(results), joined_weights(results)
 
 
-def check(num_ranks: int, model: str, layout: str, *, exact: bool, case: str = "train_case") -> None:
-    """`layout` (flags) on `num_ranks` ranks equals one process; exactly, or to rounding that six updates spread."""
+def check(num_ranks: int, model: str, layout: str, *, exact: bool, case: str = "train_case", without: str = "") -> None:
+    """`layout` (flags) on `num_ranks` ranks equals one process; exactly, or to rounding that six updates spread.
+
+    `without`: what of the model's flags is for the single process alone.
+    """
     model = model if exact else f"{model} {DAMPED}"
     expected, weights = single(model)
-    results = train(num_ranks, f"{model} {layout}", case=case)
+    results = train(num_ranks, f"{model.replace(without, '') if without else model} {layout}", case=case)
     found, found_weights = values(results), joined_weights(results)
     if "--untie" not in model:  # the last stage's copy of the embedding
         assert torch.equal(found_weights.pop("output_layer.weight"), found_weights["embedding.word_embeddings.weight"])

@@ -5,10 +5,11 @@ refresh they use the newest of their stage instead, and where policies look ahea
 predicted up to the version of its own batch, or stepped with the gradients that are there and that no STEP has taken.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron.pipeline.program.extent import Extent
-from megatron.pipeline.program.instruction import ENDS_BACKWARD, Instruction, Kind
+from megatron.pipeline.program.instruction import ENDS_BACKWARD, Instruction, Kind, Row, Rows
 from megatron.pipeline.program.weight_policies import Ahead
 from megatron.pipeline.schedules.passes import Segment, Segments
 
@@ -46,3 +47,13 @@ def set_versions(segments: Segments, extent: Extent) -> Segments:
             versioned.append(instruction)
         result.append(versioned)
     return result
+
+
+def without_versions(rows: Rows) -> Rows:
+    """The rows, with nothing said of the weights that computations use: that follows from the policy."""
+    return tuple(tuple(_bare(row)) for row in rows)
+
+
+def _bare(row: Row) -> Iterator[Instruction]:
+    for each in row:
+        yield Instruction(each.kind, each.stage, each.microbatch, peer=each.peer) if each.kind.is_computation else each

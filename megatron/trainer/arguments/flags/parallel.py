@@ -20,6 +20,14 @@ PIPELINE = Group(
             "the host, weights of few stages, each a layer, on the device; exact. docs/l2l.md.",
             choices=PRESETS.keys(),  # those that are registered later, too
         ),
+        option(
+            "--pipeline-program",
+            str,
+            None,
+            "Train with the rows of this CSV file, one of instructions for each rank, in place of a schedule. They run "
+            "for any number of batches: how they repeat is found, and proved. docs/programs.md.",
+            metavar="FILE",
+        ),
         switch(
             "--pipeline-extra-warmup",
             "Stage s starts with 2(p-s-1) forwards instead of p-s-1: hides the transfer latency, for more saved "

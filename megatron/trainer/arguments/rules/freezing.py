@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from megatron.elastic.freeze_rule import RULES as FREEZE_RULES
 from megatron.elastic.freeze_rule import FreezeRule, FreezeSettings
 from megatron.elastic.stages import Stages, stages_of
-from megatron.pipeline.schedules import PRESETS
 from megatron.trainer.arguments.flags.classification import CLASSIFIERS
 from megatron.trainer.arguments.flags.freezing import GROUP
 from megatron.trainer.arguments.rules.run import behind_frozen
+from megatron.trainer.arguments.values.pipeline_choice import choice_of
 from megatron.trainer.arguments.values.ranges import flag
 
 _OF_BOTH = ("freeze_interval", "freeze_start", "freeze_training", "elastic_pipeline")
@@ -130,7 +130,8 @@ def _grows(args: argparse.Namespace) -> None:
 
 def _embeddings_and_weights(args: argparse.Namespace, asked: str) -> None:
     """What cannot be combined, in the words of its flags."""
-    preset, name = PRESETS[args.pipeline_schedule], f"--pipeline-schedule {args.pipeline_schedule}"
+    preset = choice_of(args)
+    name = preset.flag
     v = args.virtual_pipeline_model_parallel_size
     if not args.untie_embeddings_and_output_weights:
         raise ValueError(

@@ -3,12 +3,12 @@
 import argparse
 
 from megatron.pipeline.program.lane_order import DEFERRED, EAGER, Residency
-from megatron.pipeline.schedules import PRESETS
+from megatron.trainer.arguments.values.pipeline_choice import choice_of
 
 
 def residency_of(args: argparse.Namespace) -> Residency | None:
     """Where the weights live that `args` ask for; None: on the device."""
-    if PRESETS[args.pipeline_schedule].residency is None:
+    if choice_of(args).residency is None:
         return None
     update = args.l2l_update
     if update == "auto":
@@ -18,8 +18,8 @@ def residency_of(args: argparse.Namespace) -> Residency | None:
 
 def relay(args: argparse.Namespace) -> None:
     """What the relay cannot do together, and its flags without it."""
-    schedule = f"--pipeline-schedule {args.pipeline_schedule}"
-    if PRESETS[args.pipeline_schedule].residency is None:
+    schedule = choice_of(args).flag
+    if choice_of(args).residency is None:
         for name in ("l2l_update", "l2l_resident_stages", "l2l_stash", "l2l_fetch"):
             if name in args.given:
                 raise ValueError(

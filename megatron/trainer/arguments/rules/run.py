@@ -4,13 +4,14 @@ import argparse
 
 from megatron.elastic.stages import Stages
 from megatron.pipeline.program.weight_policies import TWO_BW, WeightPolicy
-from megatron.pipeline.schedules import PRESETS, Schedule, TooManyRead
+from megatron.pipeline.schedules import ProgramSchedule, Schedule, TooManyRead
 from megatron.planner.job.devices import device_gib
 from megatron.trainer.arguments.flags.classification import CLASSIFIERS
 from megatron.trainer.arguments.rules.classification import num_samples as num_classified
 from megatron.trainer.arguments.rules.optimizer import whole_tensors
 from megatron.trainer.arguments.rules.relay import relay, residency_of
 from megatron.trainer.arguments.values.batch_sizes import BatchSizes, parse_steps
+from megatron.trainer.arguments.values.pipeline_choice import choice_of
 from megatron.trainer.arguments.values.ranges import flag
 
 _PATHS = ("save", "load", "pretrained_checkpoint", "pipeline_timeline", "metrics_file", "tensorboard_dir",
@@ -90,8 +91,9 @@ def _batch_size_steps(args: argparse.Namespace) -> tuple[tuple[int, int], ...]:
 
 def schedule(args: argparse.Namespace) -> list[str]:
     """The schedule accepts every batch size of the run. Fills `schedule` (a `Schedule`) and `moves_activations`."""
-    _stages_of_ranks(args)
-    weights = PRESETS[args.pipeline_schedule].policy
+    if args.program is None:
+        _stages_of_ranks(args)
+    weights = choice_of(args).policy
     if args.pipeline_2bw_single_gradient_buffer and weights.delay != 1:
         raise ValueError("--2bw-single-gradient-buffer needs --pipeline-schedule 2bw")
     _predictions(args, weights)
@@ -104,7 +106,7 @@ def schedule(args: argparse.Namespace) -> list[str]:
     smallest = min(args.batch_sizes.all_num_microbatches())
     if args.pipeline_2bw_single_gradient_buffer and args.schedule.build((smallest,) * 3).returns_to_batches:
         raise ValueError(
-            f"--pipeline-schedule {args.pipeline_schedule} comes back to a batch after a backward of the next one, for "
+            f"{choice_of(args).flag} comes back to a batch after a backward of the next one, for "
             "which a single gradient buffer has no room; leave out --2bw-single-gradient-buffer"
         )
     if args.schedule.balance and not args.moves_activations:
@@ -120,7 +122,7 @@ def _stages_of_ranks(args: argparse.Namespace) -> None:
     v, group = args.virtual_pipeline_model_parallel_size, args.microbatch_group_size_per_virtual_pipeline_stage
     if v is not None and "pipeline_schedule" not in args.given:
         args.pipeline_schedule = "interleaved"
-    interleaves, on_host = PRESETS[args.pipeline_schedule].interleaves, residency_of(args) is not None
+    interleaves, on_host = choice_of(args).interleaves, residency_of(args) is not None
     if v is None and interleaves and not on_host:
         raise ValueError(
             f"--pipeline-schedule {args.pipeline_schedule} needs several stages on each rank; add "
@@ -148,7 +150,9 @@ def settle_schedule(args: argparse.Namespace) -> None:
     args.moves_activations = any(args.schedule.evicting_ranks((num_microbatches,)) for num_microbatches in sizes)
 
 
-def _schedule_of_flags(args: argparse.Namespace) -> Schedule:
+def _schedule_of_flags(args: argparse.Namespace) -> Schedule | ProgramSchedule:
+    if args.program is not None:
+        return args.program
     num_virtual_stages = args.virtual_pipeline_model_parallel_size or 1
     residency, num_replicas = residency_of(args), args.data_parallel_size
     has_copies = args.pipeline_model_parallel_size > 1
@@ -218,17 +222,17 @@ def _updates_alone(args: argparse.Namespace) -> None:
     """What stages that update apart cannot do together."""
     if args.clip_grad > 0:
         raise ValueError(
-            f"--pipeline-schedule {args.pipeline_schedule} updates each stage by itself, so there is no global norm to "
+            f"{choice_of(args).flag} updates each stage by itself, so there is no global norm to "
             "clip with; add --clip-grad 0"
         )
     if args.fp16:
         raise ValueError(
-            f"--pipeline-schedule {args.pipeline_schedule} updates each stage by itself, so an overflow elsewhere "
+            f"{choice_of(args).flag} updates each stage by itself, so an overflow elsewhere "
             "would be seen too late for --fp16; use --bf16"
         )
     if not args.untie_embeddings_and_output_weights and args.pipeline_model_parallel_size > 1:
         raise ValueError(
-            f"--pipeline-schedule {args.pipeline_schedule} gives first and last stage different delays, so their "
+            f"{choice_of(args).flag} gives first and last stage different delays, so their "
             "embeddings cannot stay tied; add --untie-embeddings-and-output-weights"
         )
 
@@ -335,10 +339,10 @@ def dry_run(args: argparse.Namespace) -> None:
             if name in args.given:
                 raise ValueError(f"--{name.replace('_', '-')} needs --dry-run, the number of GPUs of the job")
         return
-    if args.dry_run_host_memory is not None and PRESETS[args.pipeline_schedule].residency is None:
+    if args.dry_run_host_memory is not None and choice_of(args).residency is None:
         raise ValueError(
-            f"--dry-run-host-memory {args.dry_run_host_memory:g} is for weights on the host, and --pipeline-schedule "
-            f"{args.pipeline_schedule} has them on the device; use l2l, or leave it out"
+            f"--dry-run-host-memory {args.dry_run_host_memory:g} is for weights on the host, and "
+            f"{choice_of(args).flag} has them on the device; use l2l, or leave it out"
         )
     if args.dry_run_gpu is not None:
         try:

@@ -2,8 +2,7 @@
 
 import argparse
 
-from megatron.pipeline.schedules import PRESETS
-from megatron.pipeline.schedules.placements import PLACEMENTS
+from megatron.trainer.arguments.values.pipeline_choice import choice_of
 from megatron.trainer.arguments.values.ranges import flag
 
 _WAYS = (
@@ -21,7 +20,10 @@ def virtual_stages(args: argparse.Namespace) -> None:
     given = [name for name in _WAYS if getattr(args, name) is not None]
     if len(given) > 1:
         raise ValueError(f"{' and '.join(map(flag, given))} exclude each other; keep one")
-    on_host = PRESETS[args.pipeline_schedule].residency is not None
+    on_host = choice_of(args).residency is not None
+    if args.program is not None:
+        _stages_of_program(args)
+        return
     num_stages = args.num_virtual_stages_per_pipeline_rank or 1
     if on_host and not given:
         num_stages = max(1, _counted_layers(args) // args.pipeline_model_parallel_size)
@@ -35,6 +37,21 @@ def virtual_stages(args: argparse.Namespace) -> None:
             "with --pipeline-model-parallel-size 1; raise the latter or leave the flag out"
         )
     args.virtual_pipeline_model_parallel_size = num_stages if num_stages > 1 else None
+
+
+def _stages_of_program(args: argparse.Namespace) -> None:
+    """The program says which rank has which stages; where ranks have different numbers, the most counts."""
+    schedule = args.program
+    if args.pipeline_model_parallel_layout is not None:
+        in_layout = _stages_in_layout(args) * args.pipeline_model_parallel_size
+        if in_layout != schedule.num_stages:
+            raise ValueError(
+                f"--pipeline-model-parallel-layout {args.pipeline_model_parallel_layout} has {in_layout} stages, and "
+                f"--pipeline-program {args.pipeline_program} has {schedule.num_stages}; write as many, or leave the "
+                "layout out"
+            )
+    most = schedule.num_virtual_stages
+    args.virtual_pipeline_model_parallel_size = most if most > 1 else None
 
 
 def _stages_of_equal_layers(args: argparse.Namespace) -> int:
@@ -65,7 +82,7 @@ def _stages_in_layout(args: argparse.Namespace) -> int:
         args.pipeline_model_parallel_layout,
         num_ranks=args.pipeline_model_parallel_size,
         num_layers=args.num_layers,
-        placement=PLACEMENTS[PRESETS[args.pipeline_schedule].placement],
+        placement=choice_of(args).placement,
     ).virtual_pipeline_model_parallel_size
 
 
@@ -77,9 +94,16 @@ def layer_split(args: argparse.Namespace) -> tuple[int, int | None]:
     megatron.core has several stages on a rank of several ranks only.
     """
     p, v = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
-    preset = PRESETS[args.pipeline_schedule]
-    is_megatrons = preset.placement == "round-robin" and preset.residency is None
-    return (p, v) if is_megatrons else (p * (v or 1), None)
+    choice = choice_of(args)
+    is_megatrons = choice.deals_out and choice.residency is None
+    return (p, v) if is_megatrons else (num_stages(args), None)
+
+
+def num_stages(args: argparse.Namespace) -> int:
+    """Stages of the whole pipeline."""
+    if args.program is not None:
+        return args.program.num_stages
+    return args.pipeline_model_parallel_size * (args.virtual_pipeline_model_parallel_size or 1)
 
 
 def layers(args: argparse.Namespace) -> None:
@@ -125,7 +149,7 @@ def _equal_ranks(args: argparse.Namespace) -> None:
     if counted % p:
         by = f"--pipeline-model-parallel-size {p}"
         if p > args.pipeline_model_parallel_size:
-            by = f"the {p} stages of --pipeline-schedule {args.pipeline_schedule}"
+            by = f"the {p} stages of {choice_of(args).flag}"
         raise ValueError(
             f"--num-layers {args.num_layers} is not divisible by {by}; change "
             f"one, or give --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers"

@@ -1,0 +1,177 @@
+"""A program that somebody brings, made complete: what its rows leave out is added by the passes.
+
+Rows with computations alone are an order, such as the compute-only files of torch.distributed.pipelining hold. They get
+what any order gets. Each concern is left alone where the rows have it already, so the places of what is written are the
+file's:
+
+    rows have no      added by
+    R                 recompute, where the program shall recompute and has no updates of its own
+    REDUCE, STEP      updates
+    @version          versions
+    SEND, RECV        communication
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import pairwise
+
+from megatron.pipeline.check import ProgramError, check
+from megatron.pipeline.check.compact import compact
+from megatron.pipeline.check.error import error_at
+from megatron.pipeline.program.edges import StageGraph
+from megatron.pipeline.program.instruction import ENDS_BACKWARD, RECEIVES, SENDS, UPDATES, Instruction, Kind, Rows
+from megatron.pipeline.program.program import Program, shifted_row
+from megatron.pipeline.program.weight_policies import WeightPolicy
+from megatron.pipeline.schedules.continuation import Continuation
+from megatron.pipeline.schedules.passes import Segments
+from megatron.pipeline.schedules.passes.communication import add_communication
+from megatron.pipeline.schedules.passes.recompute import add_recompute
+from megatron.pipeline.schedules.passes.updates import add_updates
+from megatron.pipeline.schedules.passes.versions import set_versions, without_versions
+from megatron.pipeline.schedules.repetition import cuts_of, find_repetition
+
+
+def completed(program: Program, *, fill: int | None = None, period: int | None = None) -> Program:
+    """The program with what its rows leave out.
+
+    Args:
+        program: rows from a drained state to a drained state.
+        fill, period: how they go on, where that is given (see `repetition`).
+
+    Raises:
+        ProgramError: rows that are wrong, as they are or completed.
+        ValueError: a program that evaluates, or one that only whole rows can say.
+    """
+    require_training(program)
+    compact(program)
+    kinds = {each.kind for row in program.rows for each in row}
+    adds_updates = not kinds & UPDATES
+    if program.weights.predicts and adds_updates:
+        raise ValueError(
+            f"weights {program.weights.name} are predicted where the rows say it; add the updates and PREDICT of each "
+            "batch, as `tools/schedule.py show --csv` writes them"
+        )
+    if program.recompute and Kind.RECOMPUTE not in kinds and adds_updates:
+        program = program.with_rows(tuple(tuple(add_recompute([list(row)], program)[0]) for row in program.rows))
+    if not adds_updates and not names_versions(program.rows):
+        program = program.with_rows(tuple(tuple(set_versions([list(row)], program)[0]) for row in program.rows))
+    check(program)
+    communicates = program.num_ranks == 1 or kinds & (SENDS | RECEIVES)
+    if communicates and not adds_updates:
+        return program
+    at_end = list(map(len, program.rows))
+    drains = _drains(program, fill, period)
+    if drains != at_end:
+        complete = _lowered(program, drains, adds_updates=adds_updates, communicates=bool(communicates))
+        with suppress(ProgramError):  # a STEP there may wait for what another rank does later; at the end none does
+            check(complete)
+            return complete
+    complete = _lowered(program, at_end, adds_updates=adds_updates, communicates=bool(communicates))
+    check(complete)
+    return complete
+
+
+def require_training(program: Program) -> None:
+    """Raises ValueError for a program that no run can train with, whatever is added to it."""
+    if program.forward_only:
+        raise ValueError("the rows have forwards alone, so they train nothing; add a backward for each")
+    if program.residency is not None:
+        raise ValueError("weights live on the host (residency), and a run with them follows the preset l2l; use that")
+    if not program.global_norm:
+        raise ValueError(
+            "there is no REDUCE_NORM (global_norm: no), and with it travel losses and requests to stop; add one to "
+            "each batch's chain, on every rank"
+        )
+
+
+def _lowered(program: Program, drains: Sequence[int], *, adds_updates: bool, communicates: bool) -> Program:
+    """With what is missing, where the rows drain from these positions on."""
+    segments = _segments(program, drains)
+    if adds_updates:
+        segments = [add_updates(each, rank, program) for rank, each in enumerate(segments)]
+        segments = [set_versions(each, program) for each in segments]
+    if not communicates:
+        segments = add_communication(segments, program)
+    return program.with_rows(tuple(tuple(each for part in parts for each in part) for parts in segments))
+
+
+def names_versions(rows: Rows) -> bool:
+    """Whether some computation says which weights it uses."""
+    return any(each.version is not None for row in rows for each in row if each.kind.is_computation)
+
+
+def _segments(program: Program, ends: Sequence[int]) -> list[Segments]:
+    """The rows, cut where each batch's first computation stands, and where the rank's drain begins."""
+    segments_of_rank = []
+    for row, end in zip(program.rows, ends, strict=True):
+        cuts, newest = [], program.first_batch
+        for position, each in enumerate(row):
+            if each.kind.is_computation and program.batch_of(each.microbatch) > newest:
+                cuts += [position] * (program.batch_of(each.microbatch) - newest)
+                newest = program.batch_of(each.microbatch)
+        cuts += [max([*cuts[-1:], end])] * (program.first_batch + len(program.batches) - newest)
+        segments_of_rank.append([list(row[begin:end]) for begin, end in pairwise((0, *cuts, len(row)))])
+    return segments_of_rank
+
+
+def _drains(program: Program, fill: int | None, period: int | None) -> list[int]:
+    """Where the drain of each rank begins: behind the last instruction that it also has where another batch follows,
+    and behind what the last STEP before that waits for.
+    """
+    ends = list(map(len, program.rows))
+    size, num_batches = program.batches[0], len(program.batches)
+    if program.weights.drains or num_batches == 1 or set(program.batches) != {size}:
+        return ends
+    begun = cuts_of(program)
+    has_updates = any(each.kind in UPDATES for row in program.rows for each in row)
+    settled = renumbered(program, first_settled_batch(program.weights)) if has_updates else program
+    repetition = find_repetition(settled, begun, fill=fill, period=period)
+    heads = Continuation(program, repetition).heads(num_batches - 1)
+    last = program.first_microbatch + size * (num_batches - (program.weights.delay or 0))
+    for rank, row in enumerate(program.rows):
+        needed = (at + 1 for at, each in enumerate(row) if each.kind in ENDS_BACKWARD and each.microbatch < last)
+        ends[rank] = max(begun[-2][rank] + heads[rank], max(needed, default=0))
+    return ends
+
+
+def require_equal_batches(program: Program) -> int:
+    """The number of microbatches of each batch. Raises ProgramError where batches differ."""
+    sizes = program.batches
+    if len(set(sizes)) == 1:
+        return sizes[0]
+    other = next(index for index, size in enumerate(sizes) if size != sizes[0])
+    first = program.first_microbatch + sum(sizes[:other])
+    row = program.rows[program.rank_of_stage[0]]
+    position = next(at for at, each in enumerate(row) if each.microbatch == first)
+    raise error_at(
+        program, program.rank_of_stage[0], position,
+        f"batches of {' '.join(map(str, sizes))} microbatches are not alike, so the rows say nothing of a run of any "
+        "number of them; write a file for each size",
+    )  # fmt: skip
+
+
+def first_settled_batch(weights: WeightPolicy) -> int:
+    """From this batch of a run on, the versions of all batches lie equally far behind."""
+    return weights.delay if weights.delay is not None else 1
+
+
+def renumbered(program: Program, first_batch: int) -> Program:
+    """A complete program, counted from microbatch 0 and `first_batch` on, with the versions that the policy gives."""
+    microbatches, versions = -program.first_microbatch, first_batch - program.first_batch
+    extent = replace(program, rows=(), first_batch=first_batch, first_microbatch=0)
+    bare = _without_needless_peers(without_versions(program.rows), program.graph)
+    rows = (shifted_row(row, microbatches=microbatches, versions=versions) for row in bare)
+    return extent.with_rows(tuple(tuple(set_versions([list(row)], extent)[0]) for row in rows))
+
+
+def _without_needless_peers(rows: Rows, graph: StageGraph) -> Rows:
+    """Each transfer names its other end where it has to, so that equal programs are equal texts."""
+    return tuple(tuple(_named_where_needed(each, graph) for each in row) for row in rows)
+
+
+def _named_where_needed(each: Instruction, graph: StageGraph) -> Instruction:
+    if each.peer is None:
+        return each
+    between_stages = each.kind in SENDS or each.kind in RECEIVES
+    return replace(each, peer=graph.named_peer(each, each.peer) if between_stages else None)

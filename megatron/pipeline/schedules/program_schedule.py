@@ -1,0 +1,354 @@
+"""A schedule that is a program which somebody brings: its rows run for any number of batches.
+
+How the rows go on is found, or given (`repetition`). What a run does in each batch, and how it stops behind it, is said
+in `continuation`. All of it is proved when the schedule is made, from the start of a run and from a drain in its midst:
+each small number of batches by itself, and each way to drain behind any number of periods by induction.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from megatron.pipeline.check import CheckReport, check, check_periodic
+from megatron.pipeline.program.edges import Edge, StageGraph
+from megatron.pipeline.program.instruction import Kind
+from megatron.pipeline.program.move_order import Pairs
+from megatron.pipeline.program.periodic import PeriodicProgram
+from megatron.pipeline.program.program import Program, shifted_row
+from megatron.pipeline.program.stages import stages_of
+from megatron.pipeline.program.weight_policies import WeightPolicy
+from megatron.pipeline.schedules.building import build_evaluation
+from megatron.pipeline.schedules.completion import completed, first_settled_batch, renumbered, require_equal_batches
+from megatron.pipeline.schedules.continuation import Continuation
+from megatron.pipeline.schedules.gpipe import GPipe
+from megatron.pipeline.schedules.merged import MergedGPipe
+from megatron.pipeline.schedules.order import Order
+from megatron.pipeline.schedules.repetition import Repetition, cuts_of, find_repetition
+from megatron.pipeline.schedules.segments import ProgramInSegments
+from megatron.pipeline.schedules.stream import ProgramStream
+
+_DIGITS = 12  # of a hash that is shown
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ProgramSchedule:
+    """A program over one or more equal batches, from a drained state to a drained state, as a schedule.
+
+    It answers what a `Schedule` does (see `AnySchedule`). Equal programs are equal schedules.
+
+    Attributes:
+        program: complete, counted from batch and microbatch 0.
+        repetition: how its rows go on.
+        name: what it is called in messages and logs, such as its file.
+
+    Raises:
+        ValueError: as `of`.
+    """
+
+    program: Program = field(repr=False)
+    repetition: Repetition
+    name: str = "program"
+    residency: None = field(default=None, init=False, repr=False)
+
+    @classmethod
+    def of(
+        cls, program: Program, *, name: str = "program", fill: int | None = None, period: int | None = None
+    ) -> ProgramSchedule:
+        """The schedule that a program is.
+
+        Args:
+            program: rows that are complete, or leave out what the passes add (see `completion`).
+            name: what to call it.
+            fill, period: batches before its rows repeat themselves, and after how many they do; None: found.
+
+        Raises:
+            ProgramError: with rank, position, instruction and reason: rows that are wrong, or do not go on.
+            ValueError: a program of which no schedule can be made at all.
+        """
+        whole = completed(program, fill=fill, period=period)
+        require_equal_batches(whole)
+        settled = renumbered(whole, first_settled_batch(whole.weights))
+        repetition = find_repetition(settled, cuts_of(settled), fill=fill, period=period)
+        made = cls(program=renumbered(whole, 0), repetition=repetition, name=name)
+        _ = made.proofs  # raises what does not hold
+        return made
+
+    # --- what it is
+
+    @cached_property
+    def sha256(self) -> str:
+        """The hash of what runs: the complete program's text, from batch 0 on, and how it goes on. 64 digits."""
+        fill, period = self.repetition.num_fill, self.repetition.num_period
+        text = f"# fill: {fill}\n# period: {period}\n{self.program.to_csv()}"
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def short_hash(self) -> str:
+        """The first digits of `sha256`, for logs."""
+        return self.sha256[:_DIGITS]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ProgramSchedule) and self.sha256 == other.sha256
+
+    def __hash__(self) -> int:
+        return int(self.short_hash, 16)
+
+    def __reduce__(self) -> tuple:
+        """For pickle: without what is worked out anew."""
+        return _made_of, (self.program, self.repetition, self.name)
+
+    @property
+    def drains_between_periods(self) -> bool:
+        """Whether the rows repeat as a whole only, so that the pipeline drains where its weights need not."""
+        repetition = self.repetition
+        return not self.weights.drains and repetition.num_fill + repetition.num_period == len(self.program.batches)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Of each batch."""
+        return self.program.batches[0]
+
+    @property
+    def weights(self) -> WeightPolicy:
+        return self.program.weights
+
+    @property
+    def name_of_weights(self) -> str:
+        return self.weights.name
+
+    @property
+    def num_stages(self) -> int:
+        return self.program.num_stages
+
+    @property
+    def rank_of_stage(self) -> tuple[int, ...]:
+        return self.program.rank_of_stage
+
+    @property
+    def num_ranks(self) -> int:
+        return self.program.num_ranks
+
+    @property
+    def num_virtual_stages(self) -> int:
+        """The most stages of any rank."""
+        return max(map(self.rank_of_stage.count, self.rank_of_stage))
+
+    @property
+    def edges(self) -> tuple[Edge, ...]:
+        return self.program.edges
+
+    @property
+    def graph(self) -> StageGraph:
+        return self.program.graph
+
+    @property
+    def pairs(self) -> Pairs:
+        return self.program.pairs
+
+    @property
+    def num_frozen(self) -> int:
+        """Stages in front that are frozen."""
+        return self.graph.num_frozen
+
+    @property
+    def recompute(self) -> bool:
+        return self.program.recompute
+
+    @property
+    def tied_embeddings(self) -> bool:
+        return self.program.tied_embeddings
+
+    @property
+    def data_parallel(self) -> bool:
+        return self.program.data_parallel
+
+    @property
+    def provisional_microbatches(self) -> int | None:
+        return self.program.provisional_microbatches
+
+    @property
+    def reduce_partial(self) -> bool:
+        return self.program.reduce_partial
+
+    @property
+    def balance(self) -> bool:
+        """Whether saved activations move between the stages of a pair."""
+        return any(self.program.num_evictions)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that live on a rank, ascending."""
+        return stages_of(self.rank_of_stage, rank)
+
+    def recomputes(self, stage: int) -> bool:
+        """Whether backwards at the stage are preceded by a recompute."""
+        return self.program.recomputes(stage)
+
+    # --- what it takes and demands
+
+    def validate(self, num_microbatches: int) -> None:
+        """Raises ValueError where a batch is not of the program's size."""
+        if num_microbatches != self.num_microbatches:
+            raise ValueError(
+                f"the program {self.name} has batches of {self.num_microbatches} microbatches, not {num_microbatches}; "
+                "give batches of its size, or a program for yours"
+            )
+
+    def runs(self, num_microbatches: int) -> bool:
+        """Whether `validate` takes a batch of this size."""
+        return num_microbatches == self.num_microbatches
+
+    @property
+    def max_in_flight(self) -> int | None:
+        """The most microbatches between forward and end of backward at any stage."""
+        return max(self._peaks[0])
+
+    def max_saved_microbatches(self, batches: Sequence[int]) -> tuple[int, ...]:
+        """For each stage, the most microbatches whose activations it holds at once, in any number of batches."""
+        return self._peaks[0]
+
+    def max_saved_on_rank(self, batches: Sequence[int]) -> tuple[int, ...]:
+        """The same for each rank, over all its stages."""
+        return self._peaks[1]
+
+    def evicting_ranks(self, batches: Sequence[int]) -> tuple[int, ...]:
+        """The ranks that move saved activations away."""
+        evictions = self.program.num_evictions
+        return tuple(sorted({self.rank_of_stage[stage] for stage, count in enumerate(evictions) if count}))
+
+    def unread(self, num_microbatches: int) -> tuple[int, ...]:
+        """For each stage, how many backwards of a batch stand behind the prediction from it; where weights predict."""
+        return self.program.unread
+
+    @property
+    def settling_batches(self) -> int:
+        """From so many batches behind a drain on, the rest of a run repeats what it has done."""
+        return self._most_unlike
+
+    @property
+    def first_settled_batch(self) -> int:
+        """From this batch of a run on, the versions of all batches lie equally far behind."""
+        return first_settled_batch(self.weights)
+
+    def window(self, batches: Sequence[int]) -> tuple[int, ...]:
+        """Batches that end as these do, which follow a drain: without whole periods of them."""
+        excess = max(0, len(batches) - self._most_unlike)
+        period = self.repetition.num_period
+        return tuple(batches[-(-excess // period) * period :])
+
+    @cached_property
+    def report_lag(self) -> int:
+        """By the end of batch i's segment every rank has stepped batch i - report_lag and posted its norm."""
+        num_batches, lag = self.repetition.num_fill + self.repetition.num_period, 0
+        built = self._continuation.build(num_batches)
+        stepped, posted = [0] * self.num_ranks, [0] * self.num_ranks
+        for batch in range(num_batches):
+            for rank, row in enumerate(built.segments(batch, batch + 1)):
+                for each in row:
+                    if each.kind is Kind.STEP:
+                        stepped[rank] = each.version
+                    elif each.kind is Kind.REDUCE_NORM:
+                        posted[rank] = each.version
+            lag = max(lag, batch + 1 - min(*stepped, *posted))
+        return lag
+
+    # --- programs
+
+    def build(self, batches: Sequence[int], *, first_batch: int = 0, first_microbatch: int = 0) -> Program:
+        """The program of so many batches, all of the program's size, from a drained state to a drained state.
+
+        Raises:
+            ValueError: no batches, or one of another size.
+        """
+        return self.build_in_segments(batches, first_batch=first_batch, first_microbatch=first_microbatch).program
+
+    def build_in_segments(
+        self, batches: Sequence[int], *, first_batch: int = 0, first_microbatch: int = 0
+    ) -> ProgramInSegments:
+        """What `build` builds, with the places at which a run could be drained."""
+        if not batches:
+            raise ValueError("a program needs a batch; give the number of microbatches of each")
+        for num_microbatches in batches:
+            self.validate(num_microbatches)
+        return self._continuation.build(len(batches), first_batch=first_batch, first_microbatch=first_microbatch)
+
+    def build_periodic(self, num_microbatches: int) -> PeriodicProgram:
+        """The run from batch 0 on of any number of periods, behind a fill."""
+        self.validate(num_microbatches)
+        return self._periodic(self._most_unlike, first_batch=0)
+
+    def build_evaluation(self, num_microbatches: int, *, version: int, first_microbatch: int = 0) -> Program:
+        """Forwards of one batch, of any size, with one weight version, the newest of a drained state.
+
+        Raises:
+            ValueError: no microbatches.
+        """
+        if num_microbatches < 1:
+            raise ValueError(f"an evaluation cannot have {num_microbatches} microbatches; give 1 and more")
+        return build_evaluation(self, self._forwards, num_microbatches, version, first_microbatch)
+
+    def stream(self, *, first_batch: int = 0, first_microbatch: int = 0) -> ProgramStream:
+        """The batches of a run one at a time, from a drained state before `first_batch` on."""
+        return ProgramStream(self, first_batch=first_batch, first_microbatch=first_microbatch)
+
+    # --- parts
+
+    @cached_property
+    def _continuation(self) -> Continuation:
+        return Continuation(self.program, self.repetition)
+
+    @property
+    def _forwards(self) -> Order:
+        """The order of an evaluation."""
+        order = GPipe if self.num_stages == self.num_ranks else MergedGPipe
+        return order(self.num_stages, rank_of_stage=self.rank_of_stage, edges=self.edges)
+
+    @property
+    def _most_unlike(self) -> int:
+        """The most batches behind a drain that end like no fewer: those of fill and period; as many as the first
+        versions live, which the first batches of a run share; and one more, since what a segment begins with is left
+        from the part before.
+        """
+        shared = self.first_settled_batch and self.first_settled_batch + self.report_lag
+        return self.repetition.num_fill + self.repetition.num_period + shared + 1
+
+    def _periodic(self, num_fill: int, *, first_batch: int) -> PeriodicProgram:
+        period, size = self.repetition.num_period, self.num_microbatches
+        built = self._continuation.build(num_fill + period, first_batch=first_batch)
+        return PeriodicProgram(
+            extent=replace(built.program, rows=(), batches=(size,) * num_fill),
+            fill=built.segments(0, num_fill),
+            period=built.segments(num_fill, num_fill + period),
+            drain=tuple(shifted_row(row, microbatches=-period * size, versions=-period) for row in built.drain),
+            num_microbatches=size,
+            num_batches=period,
+        )
+
+    @cached_property
+    def proofs(self) -> tuple[CheckReport, ...]:
+        """What was proved of everything that can be run: with the first use.
+
+        Raises:
+            ProgramError: a number of batches after which the run cannot drain, or go on.
+        """
+        last = self._most_unlike
+        found = []
+        for first_batch in {0, self.first_settled_batch}:
+            few = range(1, last - self.repetition.num_period + 1)
+            found += [check(self._continuation.build(num, first_batch=first_batch).program) for num in few]
+            many = range(few.stop, last + 1)
+            found += [check_periodic(self._periodic(num, first_batch=first_batch)) for num in many]
+        return tuple(found)
+
+    @cached_property
+    def _peaks(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The most saved microbatches, of each stage and of each rank, of everything that can be run."""
+        of_stages = zip(*(each.peak_saved_microbatches for each in self.proofs), strict=True)
+        of_ranks = zip(*(each.peak_saved_on_rank for each in self.proofs), strict=True)
+        return tuple(map(max, of_stages)), tuple(map(max, of_ranks))
+
+
+def _made_of(program: Program, repetition: Repetition, name: str) -> ProgramSchedule:
+    return ProgramSchedule(program=program, repetition=repetition, name=name)

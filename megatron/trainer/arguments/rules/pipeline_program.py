@@ -1,0 +1,104 @@
+"""Rules about `--pipeline-program`: the file is read, and what disagrees with the other flags is refused."""
+
+import argparse
+
+from megatron.pipeline.schedules import OtherRun, ProgramSchedule, read_schedule
+from megatron.trainer.arguments.flags.classification import CLASSIFIERS
+from megatron.trainer.arguments.values.ranges import flag
+
+_SAYS_ITSELF = {
+    "pipeline_schedule": "is what runs",
+    "num_layers_per_virtual_pipeline_stage": "says how many stages each rank has",
+    "num_virtual_stages_per_pipeline_rank": "says how many stages each rank has",
+    "microbatch_group_size_per_virtual_pipeline_stage": "says what each rank computes next",
+    "pipeline_extra_warmup": "says how far ahead each rank runs",
+    "balance_activations": "says which activations move",
+    "pipeline_2bw_provisional": "says which weights each computation uses",
+    "pipeline_2bw_provisional_microbatches": "says which weights each computation uses",
+    "pipeline_2bw_provisional_reduce": "says which weights each computation uses",
+    "l2l_update": "keeps weights on the device",
+    "l2l_resident_stages": "keeps weights on the device",
+    "l2l_stash": "keeps weights on the device",
+    "l2l_fetch": "keeps weights on the device",
+    "freeze_training": "is for the stages that it names, all trained to the end",
+    "elastic_pipeline": "is for the ranks that it has",
+    "activation_cache": "is for stages that are all trained",
+}
+"""Destination -> what the program does itself, or never does, about the subject of that flag."""
+
+_REMEDIES = {
+    ("recompute", True): "or leave out --pipeline-recompute",
+    ("recompute", False): "or add --pipeline-recompute",
+    ("tied_embeddings", True): "or add --untie-embeddings-and-output-weights",
+    ("tied_embeddings", False): "or leave out --untie-embeddings-and-output-weights",
+    ("data_parallel", True): "or use as many ranks as one replica takes",
+    ("data_parallel", False): "or give the job the ranks of several replicas",
+}
+
+
+def pipeline_program(args: argparse.Namespace) -> list[str]:
+    """Fills `program`: the schedule of the file, or None; and `pipeline_program_sha256`, its hash."""
+    args.program = args.pipeline_program_sha256 = None
+    if args.pipeline_program is None:
+        return []
+    named = f"--pipeline-program {args.pipeline_program}"
+    if not args.pipeline_program:
+        raise ValueError("--pipeline-program is empty; name a file or leave the flag out")
+    for name, what in _SAYS_ITSELF.items():
+        if name in args.given and getattr(args, name) not in (False, None, "off"):
+            value = getattr(args, name)
+            given = flag(name) if value is True else f"{flag(name)} {value}"
+            raise ValueError(f"{given}: the program of {named} {what}; leave one of the two out")
+    schedule = args.program = _read(args)
+    args.pipeline_program_sha256 = schedule.sha256
+    _require_ranks(args, schedule, named)
+    if not schedule.graph.is_chain:
+        raise ValueError(
+            f"{named}: its stages have the edges {' '.join(map(str, schedule.edges))}, and this program's models are a "
+            "chain; leave out the line # edges, or train with the library"
+        )
+    if schedule.weights.refreshes:
+        raise ValueError(
+            f"{named}: under weights {schedule.weights.name} each stage steps by itself, and this program's models "
+            "step as a whole; use weights flush, 2bw or stash"
+        )
+    return _notes(args, schedule)
+
+
+def _read(args: argparse.Namespace) -> ProgramSchedule:
+    ties = not args.untie_embeddings_and_output_weights and args.architecture not in CLASSIFIERS
+    try:
+        return read_schedule(
+            args.pipeline_program,
+            recompute=args.pipeline_recompute,
+            tied_embeddings=ties,
+            data_parallel=args.data_parallel_size > 1,
+            tensor=args.tensor_model_parallel_size,
+            data=args.data_parallel_size,
+        )
+    except OtherRun as error:
+        remedy = _REMEDIES.get((error.fact, error.is_asked))
+        raise ValueError(f"--pipeline-program {error}{f', {remedy}' if remedy else ''}") from error
+    except ValueError as error:
+        raise ValueError(f"--pipeline-program {error}") from error
+
+
+def _require_ranks(args: argparse.Namespace, schedule: ProgramSchedule, named: str) -> None:
+    p = args.pipeline_model_parallel_size
+    if schedule.num_ranks != p:
+        raise ValueError(
+            f"{named} has rows for {schedule.num_ranks} rank{'s' * (schedule.num_ranks > 1)}, and "
+            f"--pipeline-model-parallel-size is {p}; make it {schedule.num_ranks}, or bring a program for {p}"
+        )
+
+
+def _notes(args: argparse.Namespace, schedule: ProgramSchedule) -> list[str]:
+    """How the rows go on, which the user may have meant otherwise."""
+    fill, period = schedule.repetition.num_fill, schedule.repetition.num_period
+    which = "all batches" if period == 1 else f"every {period} batches"
+    behind = f" behind the first{f' {fill}' if fill > 1 else ''}" if fill else ""
+    drains = "; the pipeline drains with them, since the rows repeat as a whole only" * schedule.drains_between_periods
+    return [f"program {args.pipeline_program}, sha256 {schedule.short_hash}: {which}{behind} run alike{drains}"]
+
+
+RULES = (pipeline_program,)

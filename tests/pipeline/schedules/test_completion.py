@@ -1,0 +1,73 @@
+"""What a file leaves out is added by the passes, and what it has stays where it is."""
+
+import pytest
+
+from megatron.pipeline.check import ProgramError, check
+from megatron.pipeline.program.instruction import RECEIVES, SENDS, UPDATES, Kind
+from megatron.pipeline.program.program import Program
+from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.schedules.completion import completed
+from tests.pipeline.brought_programs import TORCH, WHOLE
+
+FLUSH = Schedule.preset("flush", num_stages=3, data_parallel=True).build((4, 4))
+TWO_BW = Schedule.preset("2bw", num_stages=3, tied_embeddings=True).build((4, 4, 4))
+
+
+def without(program: Program, kinds: frozenset[Kind] = frozenset(), *, versions: bool = False) -> Program:
+    """The program without these instructions, or without the versions of its computations."""
+    text = program.with_rows(tuple(tuple(each for each in row if each.kind not in kinds) for row in program.rows))
+    if not versions:
+        return text
+    lines = [line if line.startswith("#") else _unversioned(line) for line in text.to_csv().splitlines()]
+    return Program.from_csv("\n".join(lines))
+
+
+def _unversioned(line: str) -> str:
+    return ",".join(cell if "STEP" in cell or "REDUCE" in cell else cell.partition("@")[0] for cell in line.split(","))
+
+
+@pytest.mark.parametrize("program", [FLUSH, TWO_BW])
+@pytest.mark.parametrize(("kinds", "versions"), [
+    (frozenset(), False), (frozenset(), True), (SENDS | RECEIVES, False), (SENDS | RECEIVES, True),
+    (UPDATES, True), (UPDATES | SENDS | RECEIVES, True),
+])  # fmt: skip
+def test_each_concern_is_added_by_itself(program, kinds, versions):
+    """Transfers, updates or versions, whichever are missing: the result is proved, and has all of the file's rows."""
+    text = without(program, kinds, versions=versions)
+    complete = completed(text)
+    check(complete)
+    for own, row in zip(text.rows, complete.rows, strict=True):
+        words = iter([str(each).partition("@")[0] for each in row])
+        assert all(str(each).partition("@")[0] in words for each in own)
+    counts = [sum(each.kind in UPDATES for each in row) for row in program.rows]
+    assert [sum(each.kind in UPDATES for each in row) for row in complete.rows] == counts
+
+
+def test_a_complete_program_is_left_alone():
+    """Not one instruction moves."""
+    program = Program.from_csv(WHOLE)
+    assert completed(program) == program
+
+
+def test_halves_of_backwards_are_carried_through():
+    """I and W: the gradient leaves behind I, and the batch ends with its last W."""
+    complete = completed(Program.from_csv("0F0,0F1,0I0,0I1,0W0,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n"))
+    words = [str(each).partition("@")[0] for each in complete.rows[1]]
+    assert words.index("1SEND_B0") == words.index("1I0") + 1
+    assert words[-3:] == ["1W1", "1REDUCE_NORM", "1STEP"]
+
+
+@pytest.mark.parametrize(("text", "reason"), [
+    ("0F0,0F1\n", "forwards alone"),
+    ("# global_norm: no\n0F0,0B0\n", "no REDUCE_NORM"),
+    ("# weights: 2bw-provisional\n# batches: 1 1 1\n# unread: 0\n0F0,0B0,0F1,0B1,0F2,0B2\n",
+     "predicted where the rows say it"),
+    (TORCH.replace(",1F3", ""), "1B3: "),
+    (TORCH.replace("0B2,0B3", "0B3,0B2").replace("1F3,1B3", "1B3,1F3"), "rank 1, position 6, 1B3"),
+    ("# batches: 1 1\n0F0,0F1,0B0,0B1\n", "0STEP@1: batch 0, whose gradients it takes, has backwards to come"),
+    ("0F0,0B0\n1B0,1F0\n", "1B0"),
+])  # fmt: skip
+def test_what_cannot_be_completed_is_refused(text, reason):
+    """With the place in the rows, where there is one."""
+    with pytest.raises((ProgramError, ValueError), match=reason):
+        completed(Program.from_csv(text))

@@ -1,0 +1,163 @@
+"""Runs of programs that users bring: what they compute is what one process computes, however they are stopped."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.pipeline.schedules import Schedule, read_schedule
+from tests.pipeline.brought_programs import FOLDED, RHYTHM, TORCH, WHOLE, hurried_2bw, written
+from tests.trainer.arguments.bert_command_line import SMALL_BERT
+from tests.trainer.run.run_case import joined_weights, train
+from tests.trainer.run.test_bert import numbers, train_bert
+from tests.trainer.run.test_virtual_stages import CLIPPED, EXACT, FULL, TENSOR, TWO_BW, UNDROPPED, check, single, values
+
+FOUR = f"{EXACT} --global-batch-size 4"  # microbatches of one sample
+
+# name: (text, flags of the single process)
+PROGRAMS = {
+    "torch": (TORCH, FOUR),
+    "whole": (WHOLE, FOUR),
+    "rhythm": (RHYTHM, f"{FOUR} {TWO_BW}"),
+    "folded": (FOLDED, f"{FOUR} {TWO_BW}"),
+    "hurried": (hurried_2bw(), f"{FOUR} {TWO_BW}"),
+}
+
+
+def flags_of(model: str, path: Path) -> str:
+    """The same model, trained with the rows of a file."""
+    return f"{model.replace(TWO_BW, '')} --pipeline-program {path}"
+
+
+def validation_losses(results: list[dict]) -> dict[int, float]:
+    """By iteration."""
+    records = results[-1]["records"]
+    return {each["iteration"]: each["validation_loss"] for each in records if "validation_loss" in each}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_trains_what_one_process_trains(name, tmp_path):
+    """With dropout, untied and unclipped, each is another order than any preset's: losses and weights are bit-equal."""
+    text, model = PROGRAMS[name]
+    expected, weights = single(model)
+    results = train(2, flags_of(model, written(tmp_path, text)))
+    assert values(results)["lm_loss"] == expected["lm_loss"]
+    found = joined_weights(results)
+    assert found.keys() == weights.keys()
+    assert not [each for each, tensor in weights.items() if not torch.equal(found[each], tensor)]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[FULL] * (name not in ("rhythm", "folded"))) for name in PROGRAMS]
+)
+def test_a_run_that_is_stopped_goes_on_exactly(name, tmp_path):
+    """Evaluations, saves, a request to stop on one rank and a resume: losses and weights stay those of one process."""
+    text, model = PROGRAMS[name]
+    expected, weights = single(model)
+    flags = flags_of(model, written(tmp_path, text))
+    flags = f"{flags} --eval-iters 1 --eval-interval 2 --save {tmp_path}/saved --save-interval 2"
+    first = train(2, flags, stop_after={1: 3})
+    assert first[0]["iteration"] < 6 and first[0]["iteration"] == first[1]["iteration"]
+    rest = train(2, f"{flags} --load {tmp_path}/saved")
+    assert rest[0]["iteration"] == 6
+    losses = values(first)["lm_loss"] + values(rest)["lm_loss"]
+    assert losses == expected["lm_loss"]
+    found = joined_weights(rest)
+    assert not [each for each, tensor in weights.items() if not torch.equal(found[each], tensor)]
+    [alone] = train(1, f"{model} --eval-iters 1 --eval-interval 2")
+    by_one, evaluated = validation_losses([alone]), validation_losses(first)  # the rest has other samples
+    assert 2 in evaluated and all(by_one[iteration] == loss for iteration, loss in evaluated.items())
+
+
+# name: (number of ranks, text, flags of the single process, flags of the layout)
+CLOSE = {
+    "folded": (2, FOLDED, f"{CLIPPED} {TWO_BW}", ""),
+    "torch, d=2": (4, TORCH, CLIPPED, "--use-distributed-optimizer"),
+}
+CLOSE_MATRIX = {
+    "rhythm, t=2": (4, RHYTHM, f"{CLIPPED} {UNDROPPED} {TWO_BW}", TENSOR),
+    "folded, d=2": (4, FOLDED, f"{CLIPPED} {TWO_BW}", "--use-distributed-optimizer"),
+    "torch, recompute": (2, TORCH, CLIPPED, "--pipeline-recompute"),
+}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "text", "model", "layout"),
+    [pytest.param(*row, id=name) for name, row in CLOSE.items()]
+    + [pytest.param(*row, id=name, marks=FULL) for name, row in CLOSE_MATRIX.items()],
+)
+def test_a_program_agrees_with_one_process(num_ranks, text, model, layout, tmp_path):
+    """Tied embeddings, clipping, replicas and tensor ranks: what the rows leave to the run is added, and the result is
+    equal to rounding.
+    """
+    model = f"{model} --global-batch-size {4 * (num_ranks // 2 if 'distributed' in layout else 1)}"
+    pipeline = f"--pipeline-model-parallel-size 2 --pipeline-program {written(tmp_path, text)}"
+    check(num_ranks, model, f"{pipeline} {layout}", exact=False, without=TWO_BW)
+
+
+THREE = """\
+# rank_of_stage: 0 1 0
+0F0,0F1,2F0,2B0,0F2,2F1,2B1,0F3,0B0,2F2,0B1,2B2,2F3,2B3,0B2,0B3
+1F0,1F1,1B0,1B1,1F2,1F3,1B2,1B3
+"""
+ALONE = "0F0,1F0,1B0,0F1,0B0,1F1,1B1,0B1,0F2,0F3,1F2,1F3,1B2,0B2,1B3,0B3\n"
+BALANCED = Schedule.preset("bpipe", num_stages=4).build((8,)).to_csv()
+
+# name: (number of ranks, text, flags of the single process, flags of the layout)
+ELSEWHERE = {
+    "numbers of stages that differ": (2, THREE, f"{FOUR} --num-layers 3", ""),
+    "two stages on the only rank": (1, ALONE, FOUR, ""),
+    "activations that move": (4, BALANCED, EXACT, ""),
+    "a layout": (2, FOLDED, f"{FOUR} {TWO_BW}", "--pipeline-model-parallel-layout Et|t|t|tL"),
+    "one gradient buffer": (2, RHYTHM, f"{FOUR} {TWO_BW}", "--2bw-single-gradient-buffer"),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_stages_wherever_the_file_has_them(name, tmp_path):
+    """Uneven numbers of stages, one rank, moves of activations, a cut of one's own: bit-equal to one process."""
+    num_ranks, text, model, layout = ELSEWHERE[name]
+    layout += f" --pipeline-model-parallel-size {num_ranks} --pipeline-program {written(tmp_path, text)}"
+    check(num_ranks, model, layout, exact=True, without=TWO_BW)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("text", "flags"), [
+    (Schedule.preset("pipedream", num_stages=2).build((1,) * 8).to_csv(),
+     "--global-batch-size 1 --pipeline-schedule pipedream"),
+    (Schedule.preset("2bw", num_stages=2, predict=True).build((4,) * 5).to_csv(),
+     "--global-batch-size 4 --pipeline-schedule 2bw --2bw-provisional stage"),
+])  # fmt: skip
+def test_files_that_the_tool_writes_train_like_their_preset(text, flags, tmp_path):
+    """Weights that are stashed, and predicted ones, too."""
+    flags, path = f"{EXACT} --train-iters 12 {flags}", written(tmp_path, text)
+    alone = flags[: flags.index("--pipeline-schedule")]
+    preset, brought = train(2, flags), train(2, f"{alone} --pipeline-program {path}")
+    assert values(preset)["lm_loss"] == values(brought)["lm_loss"]
+
+
+@pytest.mark.full
+def test_bert(tmp_path):
+    """Its stages run the rows of a file as well: bit-equal."""
+    size = f"--global-batch-size {4 * int(SMALL_BERT.split('--micro-batch-size')[1].split()[0])}"
+    found = train_bert(2, f"{size} --pipeline-program {written(tmp_path, TORCH)}")
+    assert numbers(found) == numbers(train_bert(1, size))
+
+
+def test_logs_and_checkpoints_carry_the_hash(tmp_path):
+    """The first lines say which program runs and how it repeats; one that goes on from a checkpoint of another, or of a
+    preset, says so, and its numbers are those of a run that did not change."""
+    expected, _ = single(FOUR)
+    path, other = written(tmp_path, TORCH), tmp_path / "whole.csv"
+    other.write_text(WHOLE)
+    hashes = [read_schedule(each).sha256 for each in (path, other)]
+    saved = f"--save {tmp_path}/saved --save-interval 2"
+    first = train(2, f"{flags_of(FOUR, path)} {saved} --exit-interval 2")
+    second = train(2, f"{flags_of(FOUR, other)} {saved} --load {tmp_path}/saved --exit-interval 4")
+    third = train(2, f"{FOUR} --load {tmp_path}/saved")
+    assert [value for run in (first, second, third) for value in values(run)["lm_loss"]] == expected["lm_loss"]
+    said = ["\n".join(run[-1]["lines"]) for run in (first, second, third)]
+    assert f"program {path} (sha256 {hashes[0][:12]})" in said[0]
+    assert f"was saved under program {hashes[0][:12]}; the run goes on with program {hashes[1][:12]}" in said[1]
+    assert f"was saved under program {hashes[1][:12]}; the run goes on with schedule flush" in said[2]
