@@ -73,8 +73,9 @@ class Preset:
     @property
     def virtual_stages(self) -> int | None:
         """How many stages a rank has, where there is one number that the order takes."""
-        order = ORDERS[self.order]
-        return order.virtual_stages if order.interleaves else 1
+        if self.order not in ORDERS:
+            return None
+        return ORDERS[self.order].virtual_stages if self.interleaves else 1
 
 
 PRESETS: dict[str, Preset] = {
