@@ -25,7 +25,7 @@ class Order(ABC):
         interleaves: the order knows what to do with several stages on a rank.
         follows_edges: the order goes by the edges between stages, whichever these are.
         merges: the order is for the stages of any placement, one batch at a time.
-        virtual_stages: how many stages each rank has, where the order is for one number of them.
+        virtual_stages: how many stages each rank has, where the order is for one number of them (and for one stage).
         relays: a rank takes a whole batch through one of its stages before it turns to the next, up and down again.
         num_stages: of the whole pipeline.
         graph: the stages with their edges; default: a chain.

@@ -245,7 +245,7 @@ def _in_turn(schedule: Schedule) -> tuple[int, ...]:
 
 def _validate_virtual_stages(schedule: Schedule, order: Order) -> None:
     interleaves, group = order.interleaves, schedule.microbatch_group_size
-    if order.virtual_stages not in (None, schedule.num_virtual_stages):
+    if order.virtual_stages is not None and schedule.num_virtual_stages not in (1, order.virtual_stages):
         raise ValueError(
             f"{schedule.order} has {order.virtual_stages} stages on each rank, not {schedule.num_virtual_stages}; make "
             f"num_virtual_stages {order.virtual_stages}"
