@@ -88,6 +88,13 @@ class StageTime(_Record):
             raise ValueError("backward_input, backward_weight and deferred_bytes come together; give all or none")
         return self
 
+    @property
+    def halves(self) -> tuple[float, float] | None:
+        """Seconds of I and W; None: they were not measured."""
+        if self.backward_input is None or self.backward_weight is None:
+            return None
+        return self.backward_input.median, self.backward_weight.median
+
 
 class UpdateTime(_Record):
     """The time of what a stage does once a batch: gradients to zero, their norm, clipping and the optimizer's step.
