@@ -170,12 +170,11 @@ class LayerWork:
 
     @cached_property
     def head_halves(self) -> tuple[Work, Work]:
-        """I and W of the head's backward."""
+        """I and W of the head's backward. W has the output layer's product; BERT's dense layer is none that is split."""
         backward = self.head[1]
-        dense = self.shape.hidden_size**2 if self.shape.masked_head else 0
         width = self.shape.hidden_size * self.shape.output_rows / self.t
         weight = Work(
-            operations=backward.operations / 2, calls=1, traffic=self._accumulated(width + dense),
+            operations=2.0 * self.tokens * width, calls=1, traffic=self._accumulated(width),
             exchanged=self._all_reduce / 2 * self.sequence_parallel, collectives=float(self.sequence_parallel),
         )  # fmt: skip
         return _rest(backward, weight), weight
