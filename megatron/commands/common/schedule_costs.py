@@ -95,4 +95,6 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
         strict=True,
     ):
         default = None if name == "deferred_size" else 0.0
-        memory.add_argument(f"--{name.replace('_', '-')}", type=times, default=default, metavar="X[,X...]", help=meaning)
+        memory.add_argument(
+            f"--{name.replace('_', '-')}", type=times, default=default, metavar="X[,X...]", help=meaning
+        )

@@ -4,12 +4,12 @@ It is read off proved programs (proved_demand.py), follows from the schedule (cl
 the two is right and takes less (schedule_demand.py).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from operator import ge
 
+from megatron.pipeline.program.instruction import BEGINS_BACKWARD, ENDS_BACKWARD, Instruction, Kind
 from megatron.pipeline.program.stages import stages_of
-
 
 Moment = tuple[int, ...]
 """What a rank holds at once: of each of its stages, ascending, the microbatches between F and the end of B or I, and then
@@ -99,3 +99,23 @@ def largest_moments(moments: Iterable[Moment]) -> tuple[Moment, ...]:
             found = [other for other in found if not all(map(ge, moment, other))]
             found.append(moment)
     return tuple(sorted(found))
+
+
+def moments_of(row: Iterable[Instruction], stages: Sequence[int]) -> tuple[Moment, ...]:
+    """See `Demand.moments`: those of a rank with these stages. What a computation takes and frees counts on both sides of
+    it."""
+    count = len(stages)
+    whole = {stage: place for place, stage in enumerate(stages)}
+    held, found = [0] * (2 * count), []
+    for each in row:
+        if each.kind is Kind.FORWARD:
+            held[whole[each.stage]] += 1
+            continue
+        begins, ends = each.kind in BEGINS_BACKWARD, each.kind in ENDS_BACKWARD
+        if begins or ends:
+            found.append(tuple(held))
+        if begins:
+            held[whole[each.stage]] -= 1
+        if begins != ends:
+            held[whole[each.stage] + count] += 1 if begins else -1
+    return largest_moments(found)

@@ -10,7 +10,7 @@ from megatron.pipeline.check import CheckReport, check, check_periodic
 from megatron.pipeline.program.instruction import BEGINS_BACKWARD, ENDS_BACKWARD, Kind, Tensor
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules import Schedule
-from megatron.planner.memory.demand import Demand, Moment, largest_moments
+from megatron.planner.memory.demand import Demand, moments_of
 
 
 @lru_cache(maxsize=4096)
@@ -45,7 +45,9 @@ def demand_of(program: Program, report: CheckReport) -> Demand:
         evicts=tuple(evicts),
         accepts=tuple(any(evicts) and evicts[program.pairs.of_rank(rank)] for rank in ranks),
         boundaries=report.peak_boundaries_on_rank,
-        moments=tuple(_moments(program, rank) for rank in ranks) if any(report.peak_deferred_microbatches) else (),
+        moments=tuple(moments_of(program.rows[rank], program.stages_of(rank)) for rank in ranks)
+        if any(report.peak_deferred_microbatches)
+        else (),
         num_frozen=program.graph.num_frozen,
         unread=tuple(_unread(program, rank) for rank in ranks) if program.graph.num_frozen else (),
     )
@@ -61,26 +63,6 @@ def _own_microbatches(program: Program) -> tuple[int, ...]:
         elif instruction.kind in ENDS_BACKWARD:
             held[instruction.stage] -= 1
     return tuple(peaks)
-
-
-def _moments(program: Program, rank: int) -> tuple[Moment, ...]:
-    """See `Demand.moments`. What a computation takes and frees counts on both sides of it."""
-    stages = program.stages_of(rank)
-    count = len(stages)
-    whole, deferred = ({stage: base + at for at, stage in enumerate(stages)} for base in (0, count))
-    held, found = [0] * (2 * count), []
-    for each in program.rows[rank]:
-        if each.kind is Kind.FORWARD:
-            held[whole[each.stage]] += 1
-        elif each.kind in BEGINS_BACKWARD:
-            found.append(tuple(held))
-            held[whole[each.stage]] -= 1
-            if each.kind not in ENDS_BACKWARD:
-                held[deferred[each.stage]] += 1
-        elif each.kind in ENDS_BACKWARD:
-            found.append(tuple(held))
-            held[deferred[each.stage]] -= 1
-    return largest_moments(found)
 
 
 def _unread(program: Program, rank: int) -> int:
