@@ -12,8 +12,8 @@ from megatron.pipeline.program.instruction import BEGINS_BACKWARD, ENDS_BACKWARD
 from megatron.pipeline.program.stages import stages_of
 
 Moment = tuple[int, ...]
-"""What a rank holds at once: of each of its stages, ascending, the microbatches between F and the end of B or I, and then
-of each those between I and the end of W."""
+"""What a rank holds at once: of each of its stages, ascending, the microbatches between F and the end of B or I, and
+then of each those between I and the end of W."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +102,9 @@ def largest_moments(moments: Iterable[Moment]) -> tuple[Moment, ...]:
 
 
 def moments_of(row: Iterable[Instruction], stages: Sequence[int]) -> tuple[Moment, ...]:
-    """See `Demand.moments`: those of a rank with these stages. What a computation takes and frees counts on both sides of
-    it."""
+    """See `Demand.moments`: those of a rank with these stages. What a computation frees counts until its end, and what
+    it leaves from then on.
+    """
     count = len(stages)
     whole = {stage: place for place, stage in enumerate(stages)}
     held, found = [0] * (2 * count), []
