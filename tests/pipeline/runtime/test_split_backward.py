@@ -1,14 +1,12 @@
 """Programs whose backwards are split into I and W, on the real runtime: small modules against one process, and sleeping
 stages.
 
-The orders are in no table of the project: W at once behind its I, some microbatches later, behind another batch's I, all
-at the end, and only of some microbatches.
+The orders are in no table of the project: W at once behind its I, some microbatches later, behind another batch's I,
+all at the end, and only of some microbatches.
 """
 
 import pytest
-import torch
 
-from megatron.pipeline.schedules import Schedule
 from tests import workers
 from tests.pipeline.runtime.made_up_orders import SPLIT, registered
 from tests.pipeline.runtime.stages.module import reference
@@ -26,9 +24,7 @@ def run_module(preset, **options):
 
 
 def run(num_ranks, preset, training, **options):
-    return workers.run(
-        num_ranks, f"{__name__}:run_module", preset=preset, training=training, timeout=60, **options
-    )
+    return workers.run(num_ranks, f"{__name__}:run_module", preset=preset, training=training, timeout=60, **options)
 
 
 @pytest.mark.parametrize("preset", CHAINS)
