@@ -4,7 +4,8 @@ The checker proves peaks in microbatches and versions, for any timing. This mult
 a timeline, simulated or measured, so that one sees when memory is short and what fills it:
 
 - activations: of each microbatch from the start of its forward, or of its LOAD, ACCEPT or RELOAD, to the end of its
-  backward (of its weight half, where it is split), or of its EVICT, RETURN or OFFLOAD;
+  backward (of its input half, where it is split), or of its EVICT, RETURN or OFFLOAD;
+- deferred: where a backward is split, what the weight half needs, from the end of the input half to its own;
 - weights: a buffer for each version that the weight policy keeps. A STEP, or under a policy that predicts a PREDICT,
   writes its version into one that is free, or takes another; buffers are kept, as in the runtime. The true weights
   beside predicted ones are the optimizer's masters; where it has none, one more version belongs to its state;
@@ -39,7 +40,7 @@ from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.pipeline.simulate.costs import PerStage, spread
 from megatron.pipeline.simulate.timeline import Timeline
 
-PARTS = ("optimizer", "weights", "gradients", "activations", "transfers")
+PARTS = ("optimizer", "weights", "gradients", "activations", "deferred", "transfers")
 _Event = tuple[float, float]  # when, how many bytes more
 
 
@@ -49,6 +50,7 @@ class MemorySizes:
 
     Attributes:
         activations: that a stage saves of one microbatch.
+        deferred: that it holds of one between the halves of a split backward; by default as much as `activations`.
         weights: of one version of a stage's weights.
         gradients: of one buffer of a stage's gradients.
         tied_gradients: of the part of it that is the tied embeddings', at the first and the last stage.
@@ -57,6 +59,7 @@ class MemorySizes:
     """
 
     activations: PerStage = 0.0
+    deferred: PerStage | None = None
     weights: PerStage = 0.0
     gradients: PerStage = 0.0
     tied_gradients: PerStage = 0.0
@@ -96,7 +99,10 @@ def memory_curves(timeline: Timeline, sizes: MemorySizes, weights: WeightPolicy)
     """
     num_stages = timeline.num_stages
     counts = dict.fromkeys((*PARTS, "tied_gradients"), num_stages) | {"transfers": len(timeline.graph.edges)}
-    by_stage = {name: spread(name, getattr(sizes, name), count) for name, count in counts.items()}
+    given = {name: getattr(sizes, name) for name in counts}
+    if given["deferred"] is None:
+        given["deferred"] = sizes.activations
+    by_stage = {name: spread(name, given[name], count) for name, count in counts.items()}
     start = timeline.start  # it looks at all spans
     return tuple(_RankEvents(timeline, start, rank, by_stage, weights).curve() for rank in range(timeline.num_ranks))
 
@@ -122,6 +128,7 @@ class _RankEvents:
             }
         events = staying | {
             "activations": list(self._activations()),
+            "deferred": list(self._deferred()),
             "transfers": list(self._transfers()),
         }
         times = sorted({time for part in events.values() for time, _ in part})
@@ -223,12 +230,20 @@ class _RankEvents:
         return events
 
     def _activations(self) -> Iterator[_Event]:
-        sizes = self.sizes["activations"]
+        """Where a backward is split, I frees them, and W nothing more."""
+        sizes, freed = self.sizes["activations"], {Kind.BACKWARD_INPUT: -1, Kind.BACKWARD_WEIGHT: 0}
         for each, start, end in self.spans:
             word = WORDS[each.kind]
-            if word.saved and not self.timeline.graph.is_forward_only(each.stage):
+            saved = freed.get(each.kind, word.saved)
+            if saved and not self.timeline.graph.is_forward_only(each.stage):
                 stage = self.timeline.pairs.of_stage(each.stage) if word.of_pair else each.stage
-                yield start if word.saved > 0 else end, word.saved * sizes[stage]
+                yield start if saved > 0 else end, saved * sizes[stage]
+
+    def _deferred(self) -> Iterator[_Event]:
+        sizes, change = self.sizes["deferred"], {Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHT: -1}
+        for each, _, end in self.spans:
+            if each.kind in change:
+                yield end, change[each.kind] * sizes[each.stage]
 
     def _transfers(self) -> Iterator[_Event]:
         sizes, posted, now = self.sizes["transfers"], Counter(), self.start
