@@ -65,11 +65,6 @@ class Program(Extent):
                     newest = batch
         return False
 
-    @property
-    def splits_backward(self) -> bool:
-        """Whether some backward is in two halves, I and W."""
-        return any(instruction.kind is Kind.BACKWARD_WEIGHT for row in self.rows for instruction in row)
-
     def with_rows(self, rows: Rows) -> Program:
         """The same program with other rows."""
         return replace(self, rows=rows)

@@ -238,10 +238,6 @@ class PipelineEngine:
         """The most bytes that this rank kept at once between I and W, over all of its stages."""
         return self._saved.deferred_bytes_peak
 
-    def take_recent_deferred_peak(self) -> int:
-        """The same since the last call, or since the start."""
-        return self._saved.take_recent_deferred_peak()
-
     @property
     def saved_activation_bytes_peak(self) -> int | None:
         """The most bytes of activations that this rank saved at once; None where they are not counted."""

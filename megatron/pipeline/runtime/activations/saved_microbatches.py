@@ -28,7 +28,7 @@ class SavedMicrobatches:
         self.deferred_bytes_peak = 0
         self._counts = dict.fromkeys(self.peaks, 0)
         self._deferred: dict[tuple[int, int], int] = {}  # (stage, microbatch) -> bytes
-        self._deferred_bytes = self._recent_deferred_bytes_peak = 0
+        self._deferred_bytes = 0
         self._lock = threading.Lock()
 
     def add(self, stage: int) -> None:
@@ -52,15 +52,8 @@ class SavedMicrobatches:
             count = sum(each == stage for each, _ in self._deferred)
             self.deferred_peaks[stage] = max(self.deferred_peaks[stage], count)
             self.deferred_bytes_peak = max(self.deferred_bytes_peak, self._deferred_bytes)
-            self._recent_deferred_bytes_peak = max(self._recent_deferred_bytes_peak, self._deferred_bytes)
 
     def end_deferred(self, stage: int, microbatch: int) -> None:
         """Its W has ended."""
         with self._lock:
             self._deferred_bytes -= self._deferred.pop((stage, microbatch))
-
-    def take_recent_deferred_peak(self) -> int:
-        """The most bytes that were kept for W since the last call, or since the start."""
-        with self._lock:
-            peak, self._recent_deferred_bytes_peak = self._recent_deferred_bytes_peak, self._deferred_bytes
-        return peak

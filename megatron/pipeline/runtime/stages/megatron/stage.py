@@ -230,11 +230,14 @@ class MegatronStage:
         """As `backward`, but for the weight products of linears, which are left for `backward_weights`."""
         products = self._products[microbatch.index] = WeightProducts()
         with putting_off(products):
-            return self.backward(microbatch, output_grad)
+            input_grad = self.backward(microbatch, output_grad)
+        self._captured.defer(microbatch.index, products.num_bytes)
+        return input_grad
 
     def backward_weights(self, microbatch: Microbatch) -> None:
         """The weight products of the microbatch, into the gradient buffer that is shown."""
         self._products.pop(microbatch.index).compute()
+        self._captured.end_deferred(microbatch.index)
 
     def deferred_bytes(self, microbatch: Microbatch) -> int:
         """Bytes that are kept for the weight products of the microbatch."""

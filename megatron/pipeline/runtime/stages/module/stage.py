@@ -124,10 +124,13 @@ class ModuleStage:
         """As `backward`, but for the weight products of the module's plain ``nn.Linear``."""
         products = self._products[microbatch.index] = WeightProducts()
         with products.collect():
-            return self.backward(microbatch, output_grad)
+            input_grad = self.backward(microbatch, output_grad)
+        self._captured.defer(microbatch.index, products.num_bytes)
+        return input_grad
 
     def backward_weights(self, microbatch: Microbatch) -> None:
         self._products.pop(microbatch.index).compute()
+        self._captured.end_deferred(microbatch.index)
 
     def deferred_bytes(self, microbatch: Microbatch) -> int:
         products = self._products.get(microbatch.index)
