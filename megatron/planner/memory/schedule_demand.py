@@ -2,8 +2,8 @@
 
 The closed form is that of proved programs, which tests show for the orders that have one, but where moves balance saved
 activations: a batch that hardly fills the pipeline, or stages that share a rank, may stay below their bounds, as do
-small batches where backwards are split; and with two ranks receives may be used as soon as they are posted. What is held
-then is read off a proved program, and so is what an order without a closed form holds.
+small batches where backwards are split; and with two ranks receives may be used as soon as they are posted. What is
+held then is read off a proved program, and so is what an order without a closed form holds.
 """
 
 from megatron.pipeline.schedules import Schedule
