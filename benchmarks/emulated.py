@@ -152,7 +152,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--microbatches",
         type=int,
         nargs="+",
-        help="m; default p, 2p and 4p (chain, predictions: p, 2p; bubbles: 2p, 4p)",
+        help="m; default p, 2p and 4p; chain, predictions: p, 2p; bubbles: 2p, 4p",
     )
     parser.add_argument(
         "--batches", type=int, default=2, help="timed, of each contender in each repeat; twice as many at m < 2p"

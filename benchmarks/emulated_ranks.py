@@ -41,8 +41,9 @@ NUM_EXCHANGES = 12
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """A schedule as it is run: `name`, the preset, how many stages each rank has, and of its chain of reductions how many seconds it takes (None: the
-    chain has neither data-parallel nor embedding gradients). STEP, PREDICT and HOLD take `update_seconds` each."""
+    """A schedule as it is run: `name`, the preset, how many stages each rank has, and of its chain of reductions how
+    many seconds it takes (None: the chain has neither data-parallel nor embedding gradients). STEP, PREDICT and HOLD
+    take `update_seconds` each."""
 
     name: str
     preset: str
