@@ -2,14 +2,11 @@
 
 from functools import lru_cache
 
-from megatron.pipeline.program.instruction import BEGINS_BACKWARD, ENDS_BACKWARD
+from megatron.pipeline.program.instruction import HALVES
 from megatron.pipeline.program.stages import stages_by_rank
 from megatron.pipeline.schedules.order import Order
 
 _MOST_GROUPS = 8  # of p microbatches, among which a batch is looked for that the order takes
-
-HALVES = BEGINS_BACKWARD ^ ENDS_BACKWARD
-"""I and W: each does one of the two."""
 
 
 @lru_cache(maxsize=256)

@@ -24,18 +24,20 @@ stage of 1F1B holds. A batch of fewer than 2p-1 microbatches does not fill the V
 what is not there. With one stage on each rank this is ZB-H1.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import count
 
-from megatron.pipeline.program.instruction import Instruction, Kind
-from megatron.pipeline.schedules.order import Order
+from megatron.pipeline.program.instruction import Instruction
+from megatron.pipeline.schedules.order import Order, backward_input, backward_weight, forward
 from megatron.pipeline.schedules.passes import Segment, Segments
 from megatron.pipeline.schedules.placements import v
 from megatron.pipeline.schedules.zero_bubble_h1 import ZeroBubbleH1
 
-_F, _I, _W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 _LOWER, _UPPER = 0, 1  # a rank's stages, of which gradients come to the upper one first
+_COMPUTATIONS = forward, backward_input, backward_weight
+_Turn = tuple[Callable[[int, int], Instruction], int]
+"""What is computed, and at which of a rank's stages; each time with that stage's next microbatch."""
 
 
 class ZeroBubbleV(Order):
@@ -72,18 +74,17 @@ class ZeroBubbleV(Order):
         if self._flat is not None:
             return [each for segment in self._flat.segments(rank, [batch]) for each in segment]
         stages = rank, self.num_stages - 1 - rank
-        done = {(kind, chunk): count() for kind in (_F, _I, _W) for chunk in (_LOWER, _UPPER)}
+        done = {(compute, chunk): count() for compute in _COMPUTATIONS for chunk in (_LOWER, _UPPER)}
         segment = []
-        for kind, chunk in self._turns(rank, max(len(batch), 2 * self.num_ranks - 1)):
-            index = next(done[kind, chunk])
+        for compute, chunk in self._turns(rank, max(len(batch), 2 * self.num_ranks - 1)):
+            index = next(done[compute, chunk])
             if index < len(batch):
-                segment.append(Instruction(kind, stages[chunk], batch[index]))
+                segment.append(compute(stages[chunk], batch[index]))
         return segment
 
-    def _turns(self, rank: int, num_microbatches: int) -> list[tuple[Kind, int]]:
-        """What a rank does, and at which of its stages; each time with that stage's next microbatch."""
+    def _turns(self, rank: int, num_microbatches: int) -> list[_Turn]:
         p, from_turn = self.num_ranks, self.num_ranks - rank
-        fa, fb, ia, ib, wa, wb = ((kind, chunk) for kind in (_F, _I, _W) for chunk in (_LOWER, _UPPER))
+        fa, fb, ia, ib, wa, wb = ((compute, chunk) for compute in _COMPUTATIONS for chunk in (_LOWER, _UPPER))
         begun = 2 * p - 1 - rank  # microbatches, when backwards of the lower stage begin
         return [
             *[fa] * (2 * from_turn - 1),

@@ -4,8 +4,9 @@ The checker proves peaks in microbatches and versions, for any timing. This mult
 a timeline, simulated or measured, so that one sees when memory is short and what fills it:
 
 - activations: of each microbatch from the start of its forward, or of its LOAD, ACCEPT or RELOAD, to the end of its
-  backward (of its input half, where it is split), or of its EVICT, RETURN or OFFLOAD;
-- deferred: where a backward is split, what the weight half needs, from the end of the input half to its own;
+  backward (of its weight half, where it is split), or of its EVICT, RETURN or OFFLOAD;
+- deferred: where it is said how much the weight half of a split backward needs, that is held in place of the activations
+  from the end of the input half on;
 - weights: a buffer for each version that the weight policy keeps. A STEP, or under a policy that predicts a PREDICT,
   writes its version into one that is free, or takes another; buffers are kept, as in the runtime. The true weights
   beside predicted ones are the optimizer's masters; where it has none, one more version belongs to its state;
@@ -50,7 +51,7 @@ class MemorySizes:
 
     Attributes:
         activations: that a stage saves of one microbatch.
-        deferred: that it holds of one between the halves of a split backward; by default as much as `activations`.
+        deferred: that it holds of one between the halves of a split backward; None: its activations.
         weights: of one version of a stage's weights.
         gradients: of one buffer of a stage's gradients.
         tied_gradients: of the part of it that is the tied embeddings', at the first and the last stage.
@@ -69,7 +70,8 @@ class MemorySizes:
 
 @dataclass(frozen=True)
 class MemoryCurve:
-    """Bytes that a rank holds: `parts[name][i]` from `times[i]` on, for each name in `PARTS`. Times ascend."""
+    """Bytes that a rank holds: `parts[name][i]` from `times[i]` on, for each name in `PARTS`, of which `deferred` is there
+    where a size is. Times ascend."""
 
     times: tuple[float, ...]
     parts: dict[str, tuple[float, ...]]
@@ -99,10 +101,8 @@ def memory_curves(timeline: Timeline, sizes: MemorySizes, weights: WeightPolicy)
     """
     num_stages = timeline.num_stages
     counts = dict.fromkeys((*PARTS, "tied_gradients"), num_stages) | {"transfers": len(timeline.graph.edges)}
-    given = {name: getattr(sizes, name) for name in counts}
-    if given["deferred"] is None:
-        given["deferred"] = sizes.activations
-    by_stage = {name: spread(name, given[name], count) for name, count in counts.items()}
+    given = {name: value for name in counts if (value := getattr(sizes, name)) is not None}
+    by_stage = {name: spread(name, value, counts[name]) for name, value in given.items()}
     start = timeline.start  # it looks at all spans
     return tuple(_RankEvents(timeline, start, rank, by_stage, weights).curve() for rank in range(timeline.num_ranks))
 
@@ -128,12 +128,14 @@ class _RankEvents:
             }
         events = staying | {
             "activations": list(self._activations()),
-            "deferred": list(self._deferred()),
+            "deferred": list(self._deferred()) if "deferred" in self.sizes else [],
             "transfers": list(self._transfers()),
         }
         times = sorted({time for part in events.values() for time, _ in part})
         parts = {}
         for name in PARTS:
+            if name == "deferred" and name not in self.sizes:
+                continue
             changes = dict.fromkeys(times, 0.0)  # at one time, what is freed makes room for what is taken
             for time, change in events[name]:
                 changes[time] += change
@@ -230,20 +232,19 @@ class _RankEvents:
         return events
 
     def _activations(self) -> Iterator[_Event]:
-        """Where a backward is split, I frees them, and W nothing more."""
-        sizes, freed = self.sizes["activations"], {Kind.BACKWARD_INPUT: -1, Kind.BACKWARD_WEIGHT: 0}
+        """Where a backward is split, and it is said what is deferred, its first half frees them."""
+        sizes, defers = self.sizes["activations"], "deferred" in self.sizes
         for each, start, end in self.spans:
             word = WORDS[each.kind]
-            saved = freed.get(each.kind, word.saved)
+            saved = -max(word.deferred, 0) if word.deferred and defers else word.saved
             if saved and not self.timeline.graph.is_forward_only(each.stage):
                 stage = self.timeline.pairs.of_stage(each.stage) if word.of_pair else each.stage
                 yield start if saved > 0 else end, saved * sizes[stage]
 
     def _deferred(self) -> Iterator[_Event]:
-        sizes, change = self.sizes["deferred"], {Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHT: -1}
         for each, _, end in self.spans:
-            if each.kind in change:
-                yield end, change[each.kind] * sizes[each.stage]
+            if change := WORDS[each.kind].deferred:
+                yield end, change * self.sizes["deferred"][each.stage]
 
     def _transfers(self) -> Iterator[_Event]:
         sizes, posted, now = self.sizes["transfers"], Counter(), self.start

@@ -239,8 +239,8 @@ class Timeline:
 
     def peak_deferred_microbatches(self, stage: int) -> int:
         """The most that are between the halves of a split backward, from the start of I to the end of W."""
-        row, change = self.rows[self.rank_of_stage[stage]], {Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHT: -1}
-        return max(accumulate((change.get(each.kind, 0) for each in row if each.stage == stage), initial=0))
+        row = self.rows[self.rank_of_stage[stage]]
+        return max(accumulate((WORDS[each.kind].deferred for each in row if each.stage == stage), initial=0))
 
     def peak_saved_microbatches(self, stage: int) -> int:
         return max((count for _, count in self.saved_microbatches(stage)), default=0)
