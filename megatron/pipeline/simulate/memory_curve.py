@@ -5,8 +5,8 @@ a timeline, simulated or measured, so that one sees when memory is short and wha
 
 - activations: of each microbatch from the start of its forward, or of its LOAD, ACCEPT or RELOAD, to the end of its
   backward (of its weight half, where it is split), or of its EVICT, RETURN or OFFLOAD;
-- deferred: where it is said how much the weight half of a split backward needs, that is held in place of the activations
-  from the end of the input half on;
+- deferred: where it is said how much the weight half of a split backward needs, that is held in place of the
+  activations from the end of the input half on;
 - weights: a buffer for each version that the weight policy keeps. A STEP, or under a policy that predicts a PREDICT,
   writes its version into one that is free, or takes another; buffers are kept, as in the runtime. The true weights
   beside predicted ones are the optimizer's masters; where it has none, one more version belongs to its state;
@@ -70,8 +70,8 @@ class MemorySizes:
 
 @dataclass(frozen=True)
 class MemoryCurve:
-    """Bytes that a rank holds: `parts[name][i]` from `times[i]` on, for each name in `PARTS`, of which `deferred` is there
-    where a size is. Times ascend."""
+    """Bytes that a rank holds: `parts[name][i]` from `times[i]` on, for each name in `PARTS`; `deferred` only where it
+    has a size. Times ascend."""
 
     times: tuple[float, ...]
     parts: dict[str, tuple[float, ...]]
