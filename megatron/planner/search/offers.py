@@ -16,6 +16,7 @@ PLAIN = Preset("1f1b", "flush")
 """What others are compared with: no schedule saves less on one stage, and none drains with fewer bubbles there."""
 
 _BALANCED = "+balance"
+_FEW_RANKS = 4
 _MOST_RANKS = 16  # on which something has to be moved, if ever
 _MANY = (1 << 20,)  # microbatches, which fill any pipeline
 
@@ -53,6 +54,22 @@ def offer(name: str) -> Preset:
 def name_of(preset: Preset) -> str:
     """A name of such a preset; of one that has none, its order and weights."""
     return next((name for name, each in offered().items() if each == preset), f"{preset.order} with {preset.weights}")
+
+
+def splits(preset: Preset) -> bool:
+    """Whether such a schedule computes backwards in halves, I and W."""
+    return _splits(preset.order, ORDERS[preset.order], preset.policy, preset.placement)
+
+
+@lru_cache(maxsize=256)
+def _splits(order: str, meaning: type[Order], weights: WeightPolicy, placement: str) -> bool:
+    virtual = (meaning.virtual_stages or 2) if meaning.interleaves else 1
+    placed = rank_of_stage(placement, _FEW_RANKS, virtual)
+    try:
+        schedule = Schedule(order=order, weights=weights, num_stages=_FEW_RANKS * virtual, rank_of_stage=placed)
+    except ValueError:
+        return False
+    return schedule.splits_backward
 
 
 def can_move(preset: Preset) -> bool:

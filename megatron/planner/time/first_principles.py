@@ -45,14 +45,25 @@ class FirstPrinciples:
         self.constants = constants or default_constants()
         self._links: dict[tuple[Degrees, str, Traffic | None], Links] = {}
         self._works: dict[tuple[int, int, bool], LayerWork] = {}
+        self._others: dict[Software, FirstPrinciples] = {}
 
     def calibrated(self, constants: Constants) -> "FirstPrinciples":
         """The same with other constants."""
         other = copy(self)
-        other.constants = constants
+        other.constants, other._others = constants, {}
         return other
 
+    def _trained_by(self, software: Software) -> "FirstPrinciples":
+        """The same with other software."""
+        if software not in self._others:
+            other = FirstPrinciples(self.model, self.cluster, software, self.constants)
+            self._others[software] = other
+        return self._others[software]
+
     def costs(self, configuration: Configuration, layers: Sequence[int]) -> Costs:
+        software = self.software.of(configuration)
+        if software is not self.software:
+            return self._trained_by(software).costs(configuration, layers)
         work = self._work_of(configuration)
         schedule = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
         links = self._links_of(configuration, layers, schedule)
