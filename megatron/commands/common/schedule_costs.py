@@ -6,7 +6,8 @@ from megatron.commands.common.command_line import time, times
 from megatron.pipeline.simulate.costs import Costs
 from megatron.pipeline.simulate.memory_curve import PARTS, MemorySizes
 
-NAMES = ("forward", "backward", "backward_input", "backward_weight", "recompute_time", "step", "transfer", "latency", "no_overlap", "evict", "load",
+NAMES = ("forward", "backward", "backward_input", "backward_weight", "recompute_time", "step", "transfer",
+         "latency", "no_overlap", "evict", "load",
          "reduce_grad", "reduce_embed", "reduce_norm", "predict", "hold", "fetch", "store", "update",
          "offload", "reload")  # fmt: skip
 SIZES = tuple(f"{part}_size" for part in (*PARTS, "tied_gradients"))
@@ -95,4 +96,6 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
         strict=True,
     ):
         default = None if name == "deferred_size" else 0.0
-        memory.add_argument(f"--{name.replace('_', '-')}", type=times, default=default, metavar="X[,X...]", help=meaning)
+        memory.add_argument(
+            f"--{name.replace('_', '-')}", type=times, default=default, metavar="X[,X...]", help=meaning
+        )

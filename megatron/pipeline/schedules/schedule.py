@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from megatron.pipeline.program.edges import Edge, StageGraph
+from megatron.pipeline.program.instruction import Row
 from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.program.move_order import Pairs
 from megatron.pipeline.program.periodic import PeriodicProgram
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.program.stages import stages_by_rank, stages_of
 from megatron.pipeline.program.weight_policies import WeightPolicy, predicting, weight_policy
-from megatron.pipeline.schedules.building import build_evaluation, build_in_segments, build_periodic
+from megatron.pipeline.schedules.building import build_evaluation, build_in_segments, build_periodic, computations_of
 from megatron.pipeline.schedules.frozen import BehindFrozen, frozen_chain
 from megatron.pipeline.schedules.order import Order
 from megatron.pipeline.schedules.orders import MERGED, ORDERS, PRESETS
@@ -292,6 +293,10 @@ class Schedule:
         for num_microbatches in batches:
             self.validate(num_microbatches)
         return build_in_segments(self, self._order, batches, first_batch, first_microbatch)
+
+    def computations(self, rank: int, batches: Sequence[int]) -> Row:
+        """What a rank computes of batches of these sizes, in its order: the program without what the passes add."""
+        return computations_of(self, self._order, rank, batches)
 
     def build_periodic(self, num_microbatches: int) -> PeriodicProgram:
         """The run from batch 0 on of any number of batches of this size."""

@@ -8,9 +8,9 @@ nobody waits for before the batch ends. With one unit each for F, I and W:
     stage 2    .  . F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
 Stage s begins p-1-s forwards ahead, as in 1F1B, and its W stand s microbatches behind their I. So every stage holds p
-microbatches between forward and end of W, as many as the first stage of 1F1B. Gradients come back without the W of the stages behind, and at
-the end each stage computes the W that it has left while those before it still wait: a batch of p microbatches and more
-idles for (p-1)(f+i-w) where f = i = w. The turns go on across the borders of batches.
+microbatches between forward and end of W, as many as the first stage of 1F1B. Gradients come back without the W of the
+stages behind, and at the end each stage computes the W that it has left while those before it still wait: a batch of p
+microbatches and more idles for (p-1)(f+i-w) where f = i = w. The turns go on across the borders of batches.
 """
 
 from collections.abc import Sequence

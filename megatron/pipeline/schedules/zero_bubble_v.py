@@ -19,9 +19,9 @@ What rank r does with m microbatches:
     p - r         Ia Wa
     r             Wb, then r Wa        what is left
 
-A rank holds 2p microbatches at its two stages at most, as much as p at a stage of twice the layers: as much as the first
-stage of 1F1B. A batch of fewer than 2p-1 microbatches does not fill the V; its turns are those of 2p-1, without what is
-not there. With one stage on each rank this is ZB-H1.
+A rank holds 2p microbatches at its two stages at most, as much as p at a stage of twice the layers, which the first
+stage of 1F1B holds. A batch of fewer than 2p-1 microbatches does not fill the V; its turns are those of 2p-1, without
+what is not there. With one stage on each rank this is ZB-H1.
 """
 
 from collections.abc import Sequence

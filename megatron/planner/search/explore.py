@@ -142,7 +142,7 @@ class _Degrees:
         layers = self.model.num_layers // choice.pipeline
         virtual = self.space.stages_of_ranks(choice.schedule, layers)
         if not virtual:
-            yield Rejected(choice=choice, reason=self._no_stages(layers))
+            yield Rejected(choice=choice, reason=self._no_stages(choice.schedule, layers))
         for v in virtual:
             stages = replace(choice, virtual=v, **self._predictions(choice))
             batch = self._batch_size(stages)
@@ -162,13 +162,16 @@ class _Degrees:
             "provisional_reduce": space.provisional_reduce and choice.data > 1,
         }
 
-    def _no_stages(self, layers: int) -> str:
+    def _no_stages(self, schedule: str, layers: int) -> str:
         """Why a rank with so many layers has no v."""
         if layers == 1:
             return "the single layer of a rank makes no second stage"
-        wanted = " or ".join(str(v) for v in self.space.virtual if v > 1)
-        if not wanted:
+        only, asked = offer(schedule).virtual_stages, [v for v in self.space.virtual or () if v > 1]
+        if self.space.virtual is not None and not asked:
             return "interleaving takes 2 stages or more on a rank"
+        if only is not None and asked and only not in asked:
+            return f"{schedule} takes {only} stages on a rank"
+        wanted = " or ".join(map(str, asked if only is None else [only]))
         return f"{layers} layers of a rank do not divide into {wanted} stages"
 
     def _batch_size(self, choice: Choice) -> int | str:
@@ -186,7 +189,10 @@ class _Degrees:
             does = "does not divide" if least == most else "divides"
             return f"{wanted} {does} into {parts}{_on_replicas(choice.data)}"
         whole = replace(choice, global_batch_size=count * per_round, recompute=SCOPES[0])
-        schedule = self._configuration(whole).pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
+        try:
+            schedule = self._configuration(whole).pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
+        except ValueError as error:
+            return rules.clause(error)
         return rules.refuse_batch(schedule, count) or count * per_round
 
     def _try_scopes(

@@ -7,7 +7,9 @@ preset of that name that moves saved activations besides; those with weights on 
 from dataclasses import replace
 from functools import lru_cache
 
-from megatron.pipeline.schedules import PRESETS, Preset, Schedule
+from megatron.pipeline.program.weight_policies import WeightPolicy
+from megatron.pipeline.schedules import ORDERS, PRESETS, Preset, Schedule
+from megatron.pipeline.schedules.order import Order
 from megatron.pipeline.schedules.placements import rank_of_stage
 
 PLAIN = Preset("1f1b", "flush")
@@ -62,14 +64,19 @@ def fewest_ranks(preset: Preset) -> int | None:
     """From which number of ranks on those of a pair save too differently (BPipe, 3.3 and appendix A); None: never."""
     if preset.residency is not None:
         return None
-    virtual = 2 if preset.interleaves else 1
+    return _fewest_ranks(preset.order, ORDERS[preset.order], preset.policy, preset.placement)
+
+
+@lru_cache(maxsize=256)
+def _fewest_ranks(order: str, meaning: type[Order], weights: WeightPolicy, placement: str) -> int | None:
+    """`meaning`: what the order's name stands for now."""
+    virtual = (meaning.virtual_stages or 2) if meaning.interleaves else 1
     for ranks in range(2, _MOST_RANKS + 1):
         try:
-            placement = rank_of_stage(preset.placement, ranks, virtual)
+            placed = rank_of_stage(placement, ranks, virtual)
             schedule = Schedule(
-                order=preset.order, weights=preset.weights, num_stages=ranks * virtual, rank_of_stage=placement,
-                balance=True,
-            )  # fmt: skip
+                order=order, weights=weights, num_stages=ranks * virtual, rank_of_stage=placed, balance=True
+            )
         except ValueError:
             continue
         if _moves(schedule):

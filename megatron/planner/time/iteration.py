@@ -191,7 +191,8 @@ def _busy_with_halves(stages: StageTimes, costs: Costs, counts: _Counts) -> floa
     seconds = costs.seconds(stages.schedule.num_stages)
     by_rank = zip(counts, stages.by_rank(stages.step), strict=True)
     return max(
-        step + sum(seconds[kind][stage] * count for (kind, stage), count in of_rank.items()) for of_rank, step in by_rank
+        step + sum(seconds[kind][stage] * count for (kind, stage), count in of_rank.items())
+        for of_rank, step in by_rank
     )
 
 

@@ -24,10 +24,10 @@ These are 37 N bytes of 16-bit scores, and 41 N in the backward. Flash attention
 the speed of others. Norms, dropout and residuals are split over tensor ranks with sequence parallelism only. A backward
 adds the weights' gradients to their buffer.
 
-Where a backward is split, W has the products of the linears that give gradients of weights, and what adds these to their
-buffer; with split sequences it gathers the inputs for them. All else is in I: the other products, the attention's core,
-norms, activations, the embedding, and what is recomputed. So operations and bytes of both are those of the whole; but
-what tensor ranks send beside products of weights in a whole backward has none to hide behind in either half.
+Where a backward is split, W has the products of the linears that give gradients of weights, and what adds these to
+their buffer; with split sequences it gathers the inputs for them. All else is in I: the other products, the attention's
+core, norms, activations, the embedding, and what is recomputed. So operations and bytes of both are those of the whole;
+but what tensor ranks send beside products of weights in a whole backward has none to hide behind in either half.
 """
 
 from __future__ import annotations
@@ -170,12 +170,11 @@ class LayerWork:
 
     @cached_property
     def head_halves(self) -> tuple[Work, Work]:
-        """I and W of the head's backward."""
+        """I and W of the head's backward: W has the output layer's product, and not that of BERT's dense layer."""
         backward = self.head[1]
-        dense = self.shape.hidden_size**2 if self.shape.masked_head else 0
         width = self.shape.hidden_size * self.shape.output_rows / self.t
         weight = Work(
-            operations=backward.operations / 2, calls=1, traffic=self._accumulated(width + dense),
+            operations=2.0 * self.tokens * width, calls=1, traffic=self._accumulated(width),
             exchanged=self._all_reduce / 2 * self.sequence_parallel, collectives=float(self.sequence_parallel),
         )  # fmt: skip
         return _rest(backward, weight), weight

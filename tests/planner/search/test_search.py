@@ -7,6 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from megatron.pipeline.schedules import PRESETS
 from megatron.planner import Architecture, Cluster, Configuration, judge
 from megatron.planner.search import SCOPES, Space, Training, search
 from megatron.planner.search.offers import offer, preset_of
@@ -52,7 +53,7 @@ def every_combination(model: Architecture, machines: Cluster, batch: int, safe: 
             continue
         d = machines.num_gpus // (t * p)
         preset, balance = preset_of(name)
-        if (preset == "interleaved") != (v > 1) or (split and d == 1) or (p == 1 and preset not in ("flush", "2bw")):
+        if PRESETS[preset].interleaves != (v > 1) or (split and d == 1) or (p == 1 and preset not in ("flush", "2bw")):
             continue
         for size in range(1, (safe or batch) + 1):
             whole = batch_of(batch, safe, size, d, group=p if v > 1 else 1)
