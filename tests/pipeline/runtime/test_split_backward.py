@@ -9,13 +9,17 @@ import re
 
 import pytest
 
+from megatron.pipeline.program.edges import Edge
 from megatron.pipeline.runtime.stages.emulated.stage import EmulatedTimes
 from megatron.pipeline.schedules import Schedule
 from tests import workers
+from tests.pipeline.runtime import graph_cases
+from tests.pipeline.runtime.graph_cases import Shape
 from tests.pipeline.runtime.made_up_orders import SPLIT, registered
 from tests.pipeline.runtime.stages.module import reference
 from tests.pipeline.runtime.stages.module.reference import Training
 from tests.pipeline.runtime.stages.module.test_pipeline import assert_same
+from tests.pipeline.runtime.test_graph import assert_same as assert_same_graph
 
 CHAINS = [name for name in SPLIT if name != "split-interleaved"]
 
@@ -48,6 +52,22 @@ def test_halves_of_two_batches_alternate(preset):
     expected, exact = reference.train(training, delay=1), preset != "2bw-split-in-part"
     assert_same(run(2, preset, training), expected, exact=exact)
     assert_same(run(2, preset, training, drains=(1, 4)), expected, exact=exact)
+
+
+SKIPS = Shape((Edge(0, 1), Edge(0, 2), Edge(1, 2)), (0, 1, 2))
+
+
+def run_graph(shape, **options):
+    with registered():
+        return graph_cases.run(shape, **options)
+
+
+@pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_stages_of_a_graph_split_their_backwards(recompute):
+    """As in a chain; an I hands back gradients over several edges."""
+    options = {"preset": "split-late", "batches": (3, 2, 4), "recompute": recompute}
+    outcomes = workers.run(3, f"{__name__}:run_graph", shape=SKIPS, timeout=60, **options)
+    assert_same_graph(outcomes, graph_cases.in_one_process(SKIPS, options["batches"]))
 
 
 def run_emulated(preset, num_microbatches):
