@@ -44,3 +44,13 @@ def test_both_schedules_are_measured_and_simulated(tmp_path):
             halves = "input", "weight"
             parts = ("forward", *halves) if row["schedule"] == "zb-h1" else ("forward", "backward")
             assert simulated >= max(2 * sum(own[name][stage] for name in parts) for stage in (0, 1))
+
+
+@pytest.mark.full
+def test_modules_of_plain_torch(tmp_path):
+    """Both ways to split are timed in each repeat, and both keep something."""
+    rows = rows_of("modules", "--repeats 3", tmp_path)
+    names = ("whole", "input", "weight", "torch_input", "torch_weight")
+    for row in rows:
+        assert all(len(row[name]) == 3 and min(row[name]) >= 0 for name in names)
+        assert row["kept_bytes"] == 4 * 16 * 32 * (1 + 4 + 4 + 1) and row["torch_kept_bytes"] > 0
