@@ -33,18 +33,18 @@ CASES = {
         {"p": 2, "dtype": "float16", "tied": True, "clip": 1.0, "overflow_batches": (1,), "batches": (4,) * 5},
     ),
     "sequence parallel": ("flush", "split-late", {"t": 2, "sequence_parallel": True, "swiglu": True, "dropout": 0.1}),
-    "tensor parallel": ("flush", "split-late", {"t": 2, "normalization": "RMSNorm", "position": "rope"}),
     "distributed optimizer": (
         "flush",
         "split-late",
         {"d": 2, "distributed_optimizer": True, "dtype": "bfloat16", "clip": 0.5},
     ),
-    "recompute instructions": ("flush", "zb-h1", {"p": 2, "recompute": True, "dropout": 0.1}),
     "zbv, tied": ("whole-v", "zbv", {"p": 2, "v": 2, "tied": True}),
-    "interleaved": ("interleaved", "split-interleaved", {"p": 2, "v": 2, "dtype": "bfloat16"}),
-    "bert": ("flush", "zb-h1", {"p": 2, "bert": True, "tied": True}),
 }
 MORE = {
+    "tensor parallel": ("flush", "split-late", {"t": 2, "normalization": "RMSNorm", "position": "rope"}),
+    "recompute instructions": ("flush", "zb-h1", {"p": 2, "recompute": True, "dropout": 0.1}),
+    "interleaved": ("interleaved", "split-interleaved", {"p": 2, "v": 2, "dtype": "bfloat16"}),
+    "bert": ("flush", "zb-h1", {"p": 2, "bert": True, "tied": True}),
     "at once": ("flush", "split-at-once", {"p": 2, "token_form": True}),
     "selective recompute": ("flush", "zb-h1", {"p": 2, "recompute_granularity": "selective", "dropout": 0.1}),
     "selective recompute of norms": (

@@ -52,17 +52,7 @@ SELECTION = {
         {"schedule": "flush", "clip": 0.5, "tied": True}, layouts=((2, 2, 1),), allowed=SPREAD
     ),
     "interleaved": Row({"schedule": "interleaved", "v": 2, "drains": (1, 3)}, layouts=((2, 1, 1),)),
-    "zb-h1": Row({"schedule": "zb-h1"}, layouts=((1, 1, 1), (4, 1, 1))),
-    "zb-h1 sequence parallel": Row(
-        {"schedule": "zb-h1", "clip": 0.5, "tied": True, "sequence_parallel": True},
-        layouts=((2, 2, 1),),
-        allowed=SPREAD,
-    ),
-    "zb-h1 distributed optimizer": Row(
-        {"schedule": "zb-h1", "clip": 0.5, "tied": True, "distributed_optimizer": True},
-        layouts=((2, 1, 2),),
-        allowed=CLOSE,
-    ),
+    "zb-h1": Row({"schedule": "zb-h1"}, layouts=((4, 1, 1),)),
     "zbv": Row({"schedule": "zbv", "v": 2, "drains": (1, 3)}, layouts=((2, 1, 1),)),
     "2bw": Row(TWO_BW, layouts=((1, 1, 1), (4, 1, 1))),
     "2bw clipped, warm-up, ramp-up": Row(
