@@ -1,6 +1,7 @@
 """What splitting a backward costs on real chunks of a GPT, and what ZB-H1 makes of it on two cores.
 
     python benchmarks/zero_bubble.py halves     # about 3 minutes: B against I and W, one process of one thread
+    python benchmarks/zero_bubble.py modules    # a minute: the same on modules of plain torch, beside torch's own split
     python benchmarks/zero_bubble.py pipeline   # about 4 minutes: zb-h1 and flush on two processes, and simulated
 
 `halves` runs a stage of megatron.core as training does (DDP, FP32 gradients). In each repeat a microbatch has a whole
@@ -13,6 +14,10 @@ matrices of the same shapes; the order changes from repeat to repeat.
 
 The figures are medians over the repeats of the ratios within them. On a CPU times are the thread's CPU time, which
 other programs disturb least.
+
+`modules` does so with layers of plain torch. "torch" is torch.distributed.pipelining's split of a backward on the same
+module (stage_backward_input and stage_backward_weight); between its halves it keeps the graph, whose bytes are counted
+here, and gradients, which are not.
 
 `pipeline` trains a GPT on two stages with m = 2, by zb-h1 and by flush in turn. Before each round both stages measure
 their f, i, w and steps beside each other, without a word between them; the simulator executes the program on these.
@@ -39,8 +44,8 @@ SCHEDULES = ("zb-h1", "flush")
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = parser_of(__doc__, json="file for every measured time")
-    parser.add_argument("what", choices=("halves", "pipeline"))
-    parser.add_argument("--repeats", type=int, default=15, help="of halves")
+    parser.add_argument("what", choices=("halves", "modules", "pipeline"))
+    parser.add_argument("--repeats", type=int, default=15, help="of halves and modules")
     parser.add_argument("--rounds", type=int, default=9, help="of the pipeline")
     parser.add_argument("--batches", type=int, default=6, help="of the pipeline, timed in each round")
     parser.add_argument("--microbatches", type=int, default=2, help="of the pipeline: m")
@@ -59,14 +64,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     args = parse(arguments)
     set_environment()
-    from benchmarks.zero_bubble_ranks import measure_halves, measure_pipeline
+    from benchmarks import zero_bubble_modules, zero_bubble_ranks
 
-    if args.what == "halves":
-        rows = run_group(1, measure_halves, vars(args), installs_backend=True)
-        show_halves(rows, args)
-    else:
-        rows = run_group(2, measure_pipeline, vars(args), installs_backend=True)
-        show_pipeline(rows, args)
+    num_ranks, measure, show = {
+        "halves": (1, zero_bubble_ranks.measure_halves, show_halves),
+        "modules": (1, zero_bubble_modules.measure, show_modules),
+        "pipeline": (2, zero_bubble_ranks.measure_pipeline, show_pipeline),
+    }[args.what]
+    rows = run_group(num_ranks, measure, vars(args), installs_backend=True)
+    show(rows, args)
     save(args, rows, unsaved=("what",), what=args.what)
 
 
@@ -92,6 +98,30 @@ def show_halves(rows: Sequence[dict], args: argparse.Namespace) -> None:
     }
     title = f"milliseconds of a microbatch, {args.layers} layers a stage; medians of {args.repeats} repeats"
     show_table(title, columns, rows, left=("stage", "dtype", "recompute"))
+
+
+def show_modules(rows: Sequence[dict], args: argparse.Namespace) -> None:
+    def over_whole(row: dict, *names: str) -> str:
+        times = zip(*(row[name] for name in names), row["whole"], strict=True)
+        return spread([sum(parts) / whole for *parts, whole in times], 3)
+
+    def milliseconds(name: str):
+        return lambda row: f"{1e3 * statistics.median(row[name]):.1f}"
+
+    columns = {
+        "module": lambda row: row["module"],
+        "B": milliseconds("whole"),
+        "I": milliseconds("input"),
+        "W": milliseconds("weight"),
+        "(I+W)/B": lambda row: over_whole(row, "input", "weight"),
+        "kept": lambda row: f"{row['kept_bytes'] / 2**20:.1f}",
+        "torch I": milliseconds("torch_input"),
+        "torch W": milliseconds("torch_weight"),
+        "torch (I+W)/B": lambda row: over_whole(row, "torch_input", "torch_weight"),
+        "torch kept": lambda row: f"{row['torch_kept_bytes'] / 2**20:.1f}",
+    }
+    title = f"milliseconds of a microbatch, MiB; medians of {args.repeats} repeats"
+    show_table(title, columns, rows, left=("module",))
 
 
 def show_pipeline(rows: Sequence[dict], args: argparse.Namespace) -> None:

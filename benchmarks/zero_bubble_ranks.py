@@ -62,6 +62,7 @@ def _row(args: dict, place: str, dtype: str, scope: RecomputeScope) -> dict:
     plan = _plan(args, place, dtype, scope)
     flags = plan.arguments()
     flags.log_saved_activations = True
+    flags.num_workers = 0  # whoever loads data takes the core
     prepare(flags, None)
     lone = build_lone_stage(flags, training_program("gpt"), plan.place, plan.weights)
     try:

@@ -86,6 +86,7 @@ class Executor:
         self._with_forwards: set[int] = set()  # batches that have begun
         self._with_backwards: set[int] = set()  # batches whose gradients have begun to be added up
         self._num_backwards: Counter[int] = Counter()  # of each batch, those that have ended
+        self._splitting: set[int] = set()  # stages that know that backwards come in halves
         self._halfway: set[tuple[int, int]] = set()  # (stage, microbatch) between I and W
         self._accumulating: int | None = None  # the batch that the last backward belonged to
         self._outputs: dict[tuple[int, int], Tensor] = {}
@@ -160,8 +161,8 @@ class Executor:
             self._microbatches = training_microbatches
 
     def _announce_halves(self, row: Sequence[Instruction]) -> None:
-        """Tell the stages of the row whose backwards it splits, before their forwards."""
-        for index in {each.stage for each in row if each.kind in _HALVES}:
+        """Tell the stages of the row whose backwards it splits, before their forwards, once."""
+        for index in {each.stage for each in row if each.kind in _HALVES} - self._splitting:
             stage = self._stages[index]
             if not isinstance(stage, SplittingStage):
                 raise ValueError(
@@ -169,6 +170,7 @@ class Executor:
                     "whole ones; give a SplittingStage, such as ModuleStage, or a schedule without I and W"
                 )
             stage.split_backward()
+            self._splitting.add(index)
 
     def settle(self) -> None:
         """Nothing is in flight any more: let go of what was kept for later microbatches."""

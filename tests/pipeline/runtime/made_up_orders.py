@@ -118,9 +118,12 @@ SPLIT = {
 @contextmanager
 def registered():
     """In this block the tables have these orders, `2bw-entangled`, and of each split order its name as a preset with
-    weights `flush`, and `2bw-NAME`.
+    weights `flush`, and `2bw-NAME`; and `whole-v`, the stages of `zbv` with whole backwards.
     """
-    presets = {"2bw-entangled": Preset("entangled", "2bw")}
+    presets = {
+        "2bw-entangled": Preset("entangled", "2bw"),
+        "whole-v": Preset("merged-1f1b", "flush", placement="v"),
+    }
     for name in SPLIT:
         presets |= {name: Preset(name, "flush"), f"2bw-{name}": Preset(name, "2bw")}
     with mock.patch.dict(ORDERS, {"entangled": Entangled, **SPLIT}), mock.patch.dict(PRESETS, presets):

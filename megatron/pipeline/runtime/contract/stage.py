@@ -179,8 +179,8 @@ class SplittingStage(Protocol):
     """
 
     def split_backward(self) -> None:
-        """Backwards come in halves: called before the first row with one, and again before later ones. Of a microbatch
-        whose forward came before that, I may compute all.
+        """Backwards come in halves: called once, before the first row that has one. Of a microbatch whose forward came
+        before that, I may compute all.
         """
 
     def backward_input(self, microbatch: Microbatch, output_grad: Any) -> Any:

@@ -26,10 +26,14 @@ class _SplitLinear(nn.Linear):
         is_plain = type(weight) is nn.Parameter and weight.requires_grad and input.dim() > 1
         if not is_plain or not torch.is_grad_enabled() or torch.is_autocast_enabled(input.device.type):
             return F.linear(input, weight, self.bias)
-        return _Linear.apply(input, weight, self.bias)
+        # What a function returns may be changed in place only where it is no view, as the output of more dimensions is.
+        output = _Linear.apply(input.reshape(-1, input.shape[-1]), weight, self.bias)
+        return output.view(*input.shape[:-1], self.out_features)
 
 
 class _Linear(torch.autograd.Function):
+    """``F.linear`` of two dimensions."""
+
     @staticmethod
     def forward(ctx, input: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
         ctx.save_for_backward(input, weight)
@@ -41,7 +45,7 @@ class _Linear(torch.autograd.Function):
         input, weight = ctx.saved_tensors
         needs_input, _, needs_bias = ctx.needs_input_grad
         input_grad = output_grad @ weight if needs_input else None
-        bias_grad = _flat(output_grad).sum(0) if needs_bias else None
+        bias_grad = output_grad.sum(0) if needs_bias else None
         products = collecting()
         if products is None:
             return input_grad, _product(input, output_grad), bias_grad
@@ -50,8 +54,4 @@ class _Linear(torch.autograd.Function):
 
 
 def _product(input: Tensor, output_grad: Tensor) -> Tensor:
-    return _flat(output_grad).t() @ _flat(input)
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1, tensor.shape[-1])
+    return output_grad.t() @ input
