@@ -230,7 +230,7 @@ class PipelineEngine:
 
     @property
     def deferred_microbatches_peak(self) -> dict[int, int]:
-        """stage -> the most microbatches that were between I and W at once; saved ones are not among them."""
+        """stage -> the most microbatches that were between I and W at once; they are among the saved ones."""
         return dict(self._saved.deferred_peaks)
 
     @property
@@ -311,6 +311,7 @@ class PipelineEngine:
             batches=self.tracer.batches(),
             spans=self.tracer.spans(),
             edges=self.schedule.edges,
+            deferred_bytes=self.tracer.deferred_bytes(),
         )
 
     def close(self) -> None:

@@ -282,16 +282,17 @@ class Executor:
         stage, microbatch = self._begin_backward(instruction)
         self._finish_load(stage, instruction)
         input_grad = stage.backward(microbatch, self._output_grad_of(stage, instruction))
-        self._end_saved(instruction)
-        self._num_backwards[microbatch.batch] += 1
+        self._end_graph(instruction)
+        self._end_backward(stage.index, microbatch)
         self._hand_back(instruction, input_grad)
 
     def _backward_input(self, instruction: Instruction) -> None:
         stage, microbatch = self._begin_backward(instruction)
         self._finish_load(stage, instruction)
         input_grad = stage.backward_input(microbatch, self._output_grad_of(stage, instruction))
-        self._end_saved(instruction)
+        self._end_graph(instruction)
         self._saved.defer(stage.index, microbatch.index, stage.deferred_bytes(microbatch))
+        self._trace_deferred()
         self._halfway.add((stage.index, microbatch.index))
         self._hand_back(instruction, input_grad)
 
@@ -299,8 +300,9 @@ class Executor:
         stage, microbatch = self._begin_backward(instruction)
         stage.backward_weights(microbatch)
         self._saved.end_deferred(stage.index, microbatch.index)
+        self._trace_deferred()
         self._halfway.remove((stage.index, microbatch.index))
-        self._num_backwards[microbatch.batch] += 1
+        self._end_backward(stage.index, microbatch)
 
     def _begin_backward(self, instruction: Instruction) -> tuple[Stage | SplittingStage, Microbatch]:
         """The stage and the microbatch of a backward, whole or half, whose gradients and weights are shown now."""
@@ -312,11 +314,19 @@ class Executor:
         stage.load_version(instruction.version)
         return stage, microbatch
 
-    def _end_saved(self, instruction: Instruction) -> None:
-        """The stage saves the microbatch no longer, at least not in full."""
-        self._saved.remove(instruction.stage)
+    def _trace_deferred(self) -> None:
+        if self._tracer is not None:
+            self._tracer.record_deferred(self._saved.deferred_bytes)
+
+    def _end_graph(self, instruction: Instruction) -> None:
+        """What was saved in full is read no longer."""
         if self._transfers is not None:
             self._transfers.end_backward(instruction.stage, instruction.microbatch)
+
+    def _end_backward(self, stage: int, microbatch: Microbatch) -> None:
+        """A whole one, or both halves."""
+        self._saved.remove(stage)
+        self._num_backwards[microbatch.batch] += 1
 
     def _output_grad_of(self, stage: Stage, instruction: Instruction) -> Tensor | None:
         """What a backward needs, of the next stage."""

@@ -9,6 +9,7 @@ import re
 
 import pytest
 
+from megatron.pipeline.check import check
 from megatron.pipeline.program.edges import Edge
 from megatron.pipeline.runtime.stages.emulated.stage import EmulatedTimes
 from megatron.pipeline.schedules import Schedule
@@ -103,12 +104,15 @@ TIMES = EmulatedTimes(forward=0.004, backward=0.02, backward_input=0.012, backwa
 
 
 def test_sleeping_stages_take_the_time_of_each_half():
-    """And the engine counts: in full from F to the end of I, apart from there to the end of W."""
+    """And the engine counts: saved from F to the end of W, deferred from the end of I on, as the checker does."""
+    with registered():
+        proved = check(Schedule.preset("split-late", num_stages=2).build((6, 6)))
     for seconds, peaks in workers.run(2, f"{__name__}:run_emulated", preset="split-late", num_microbatches=6):
         for word, least in (("F", 0.004), ("I", 0.012), ("W", 0.008)):
             assert len(seconds[word]) == 12 and min(seconds[word]) >= least
         rank = min(peaks[0])
-        assert peaks == ({rank: 2 - rank}, {rank: 3}, 3000)
+        assert peaks == ({rank: proved.peak_saved_microbatches[rank]}, {rank: 3}, 3000)
+        assert proved.peak_deferred_microbatches[rank] == 3
 
 
 def test_the_times_of_halves_come_together():

@@ -2,8 +2,8 @@
 
 The compute thread counts forwards and backwards, the thread of the moves what is posted and complete, as
 `program.move_order` says. The checker proves the most that this can ever reach. A microbatch whose backward is split is
-saved in full until the end of its I; from there to the end of its W, where the stage keeps only what its weight
-gradients need, it counts apart, as deferred.
+saved until the end of its W. From the end of its I on, when the stage keeps only what its weight gradients need, it is
+deferred, which is counted beside that, with the bytes.
 """
 
 from __future__ import annotations
@@ -16,19 +16,18 @@ class SavedMicrobatches:
     """Per stage, and over all stages of the rank.
 
     Attributes:
-        peaks: stage -> the most that were saved in full at once; `peak_on_rank`: the most together.
-        deferred_peaks: stage -> the most that were between I and W at once.
-        deferred_bytes_peak: the most bytes that all stages kept together for the W to come.
+        peaks: stage -> the most that were saved at once; `peak_on_rank`: the most together.
+        deferred_peaks: stage -> the most of them that were between I and W at once.
+        deferred_bytes, deferred_bytes_peak: bytes that all stages keep together now for the W to come, and the most.
     """
 
     def __init__(self, stages: Iterable[int]) -> None:
         self.peaks = dict.fromkeys(stages, 0)
         self.peak_on_rank = 0
         self.deferred_peaks = dict.fromkeys(self.peaks, 0)
-        self.deferred_bytes_peak = 0
+        self.deferred_bytes = self.deferred_bytes_peak = 0
         self._counts = dict.fromkeys(self.peaks, 0)
         self._deferred: dict[tuple[int, int], int] = {}  # (stage, microbatch) -> bytes
-        self._deferred_bytes = 0
         self._lock = threading.Lock()
 
     def add(self, stage: int) -> None:
@@ -39,7 +38,7 @@ class SavedMicrobatches:
             self.peak_on_rank = max(self.peak_on_rank, sum(self._counts.values()))
 
     def remove(self, stage: int) -> None:
-        """A backward has ended (of a split one, I), or an EVICT or RETURN is complete."""
+        """A backward has ended (of a split one, W), or an EVICT or RETURN is complete."""
         with self._lock:
             self._counts[stage] -= 1
             assert self._counts[stage] >= 0
@@ -48,12 +47,12 @@ class SavedMicrobatches:
         """An I has ended, and so many bytes are kept for the W."""
         with self._lock:
             self._deferred[stage, microbatch] = num_bytes
-            self._deferred_bytes += num_bytes
+            self.deferred_bytes += num_bytes
             count = sum(each == stage for each, _ in self._deferred)
             self.deferred_peaks[stage] = max(self.deferred_peaks[stage], count)
-            self.deferred_bytes_peak = max(self.deferred_bytes_peak, self._deferred_bytes)
+            self.deferred_bytes_peak = max(self.deferred_bytes_peak, self.deferred_bytes)
 
     def end_deferred(self, stage: int, microbatch: int) -> None:
-        """Its W has ended."""
+        """Its W has ended, and keeps nothing."""
         with self._lock:
-            self._deferred_bytes -= self._deferred.pop((stage, microbatch))
+            self.deferred_bytes -= self._deferred.pop((stage, microbatch))
