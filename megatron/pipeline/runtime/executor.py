@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 from torch import Tensor
 
-from megatron.pipeline.program.instruction import Instruction, Kind
+from megatron.pipeline.program.instruction import HALVES, Instruction, Kind
 from megatron.pipeline.runtime.activations.saved_microbatches import SavedMicrobatches
 from megatron.pipeline.runtime.activations.transfers import ActivationTransfers
 from megatron.pipeline.runtime.contract.stage import (
@@ -36,8 +36,6 @@ from megatron.pipeline.runtime.relay.input_stash import InputStash
 from megatron.pipeline.runtime.relay.lanes import Lanes
 from megatron.pipeline.runtime.transport.channels import Channels
 from megatron.pipeline.runtime.update.chain import Chain
-
-_HALVES = frozenset({Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
 
 
 class Executor:
@@ -162,9 +160,9 @@ class Executor:
 
     def _announce_halves(self, row: Sequence[Instruction]) -> None:
         """Tell the stages of the row whose backwards it splits, before their forwards, once."""
-        for index in {each.stage for each in row if each.kind in _HALVES} - self._splitting:
+        for index in {each.stage for each in row if each.kind in HALVES} - self._splitting:
             stage = self._stages[index]
-            if not isinstance(stage, SplittingStage):
+            if not hasattr(stage, "split_backward"):
                 raise ValueError(
                     f"the program splits backwards of stage {index} into I and W, and {type(stage).__name__} computes "
                     "whole ones; give a SplittingStage, such as ModuleStage, or a schedule without I and W"

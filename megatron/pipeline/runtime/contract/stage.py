@@ -170,7 +170,6 @@ class Stage(Protocol):
         """
 
 
-@runtime_checkable
 class SplittingStage(Protocol):
     """A stage, of a chain or of a graph, whose backward can be computed in two halves: I, which the stage before waits
     for, and W, which nobody waits for but the update. Which weight gradients I computes and which are left for W is the
