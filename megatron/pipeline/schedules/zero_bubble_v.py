@@ -49,6 +49,8 @@ class ZeroBubbleV(Order):
         return [*(self._segment(rank, batch) for batch in batches), []]
 
     def validate_placement(self) -> None:
+        if self.microbatch_group_size is not None:
+            raise ValueError("zbv takes no groups of microbatches; drop microbatch_group_size")
         if self.rank_of_stage != v(self.num_ranks, self.num_virtual_stages):
             raise ValueError(
                 f"zbv takes stages that are placed there and back again, not {self.rank_of_stage}; use placement v, as "

@@ -185,6 +185,7 @@ def test_a_preset_deals_out_as_many_stages_as_its_order_is_for():
         ({"num_virtual_stages": 2}, "zb-h1 has one stage on each rank, not 2"),
         ({"order": "zbv", "num_virtual_stages": 4}, "zbv has 2 stages on each rank, not 4; make num_virtual_stages 2"),
         ({"order": "zbv", "num_virtual_stages": 2}, "zbv takes stages that are placed there and back again"),
+        ({"order": "zbv", "microbatch_group_size": 8}, "zbv takes no groups of microbatches; drop"),
         ({"order": "zbv", "weights": "2bw"}, "zbv drains in every batch, so the versions of 2bw would buy nothing"),
     ],
 )
