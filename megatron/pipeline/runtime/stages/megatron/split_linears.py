@@ -59,22 +59,19 @@ def require_splits(model: torch.nn.Module, config: TransformerConfig) -> None:
 
 
 def _require_own_linears(modules: Iterable[torch.nn.Module]) -> None:
-    """Raises ValueError where a module comes from Transformer Engine, whose backward computes both halves in one."""
-    foreign = sorted(
-        {type(each).__name__ for each in modules if type(each).__module__.startswith("transformer_engine")}
-        | {
-            base.__name__
-            for each in modules
-            for base in type(each).__mro__
-            if base.__module__.startswith("transformer_engine") and "Linear" in base.__name__
-        }
-    )
+    """Raises ValueError where one is a linear of Transformer Engine, or has some: its backward computes both halves."""
+    foreign = sorted({type(each).__name__ for each in modules if any(map(_is_foreign, type(each).__mro__))})
     if foreign:
         raise ValueError(
             f"the schedule splits backwards into I and W, and the model has {', '.join(foreign)} of Transformer "
-            "Engine, whose backward cannot be split here; build it with --transformer-impl local, or take a schedule "
+            "Engine, whose backward computes both; build it with --transformer-impl local, or take a schedule "
             "with whole backwards."
         )
+
+
+def _is_foreign(kind: type) -> bool:
+    """Whether it is Transformer Engine's Linear, GroupedLinear, LayerNormLinear, LayerNormMLP or the like."""
+    return kind.__module__.startswith("transformer_engine") and any(word in kind.__name__ for word in ("Linear", "MLP"))
 
 
 def _input_half(ctx, grad_output: Tensor, products: WeightProducts) -> tuple[Tensor | None, ...]:

@@ -78,9 +78,12 @@ def refusals() -> dict[str, str]:
             setattr(stage._config, name, True)
             said[name] = _refusal(stage)
             setattr(stage._config, name, False)
-        foreign = type("TELinear", (torch.nn.Linear,), {"__module__": "transformer_engine.pytorch"})
-        stage.model.module.decoder.extra = foreign(2, 2)
-        said["engine"] = _refusal(stage)
+        of_engine = type("LayerNormLinear", (torch.nn.Linear,), {"__module__": "transformer_engine.pytorch"})
+        of_core = type("TELayerNormColumnParallelLinear", (of_engine,), {"__module__": "megatron.core.extensions"})
+        norm = type("LayerNorm", (torch.nn.LayerNorm,), {"__module__": "transformer_engine.pytorch"})
+        for name, extra in (("engine", of_engine(2, 2)), ("core", of_core(2, 2)), ("norm", norm(2))):
+            stage.model.module.decoder.extra = extra
+            said[name] = _refusal(stage)
         del stage.model.module.decoder.extra
         stage.split_backward()
     return said

@@ -148,4 +148,6 @@ def test_what_cannot_be_split_is_refused():
     [said] = workers.run(1, f"{split_cases.__name__}:refusals")
     assert "turn it off" in said["defer_embedding_wgrad_compute"]
     assert "enable_autocast" in said["enable_autocast"]
-    assert "TELinear" in said["engine"] and "--transformer-impl local" in said["engine"]
+    assert "has LayerNormLinear of" in said["engine"] and "--transformer-impl local" in said["engine"]
+    assert "has TELayerNormColumnParallelLinear of" in said["core"]
+    assert said["norm"] == "nothing"  # it has no product to put off
