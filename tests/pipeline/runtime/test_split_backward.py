@@ -8,6 +8,7 @@ all at the end, and only of some microbatches.
 import re
 
 import pytest
+import torch
 
 from megatron.pipeline.check import check
 from megatron.pipeline.program.edges import Edge
@@ -53,6 +54,33 @@ def test_halves_of_two_batches_alternate(preset):
     expected, exact = reference.train(training, delay=1), preset != "2bw-split-in-part"
     assert_same(run(2, preset, training), expected, exact=exact)
     assert_same(run(2, preset, training, drains=(1, 4)), expected, exact=exact)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("num_ranks", "preset", "training", "options"),
+    [
+        (2, "split-late", Training(batches=(4,) * 4, tied=True, clip_grad=0.05), {}),
+        (4, "zb-h1", Training(batches=(2, 4, 4), num_replicas=2, clip_grad=0.05), {}),
+        (4, "zb-h1", Training(batches=(6, 8, 4)), {}),
+        (4, "zbv", Training(batches=(7, 8, 9), tied=True), {"num_virtual_stages": 2}),
+        (2, "split-interleaved", Training(batches=(4, 8)), {"num_virtual_stages": 2}),
+        (2, "split-at-the-end", Training(batches=(4, 4), same_dropout=0.2), {"recompute": True}),
+        (1, "2bw-split-late", Training(batches=(4,) * 5, poisoned_microbatch=5), {}),
+    ],
+)
+def test_split_backwards_with_all_else(num_ranks, preset, training, options):
+    """Tied weights, replicas, several stages a rank, recompute, a batch that overflows: as in one process."""
+    expected = reference.train(training, delay=int(preset.startswith("2bw")))
+    outcomes = run(num_ranks, preset, training, **options)
+    names = {name for outcome in outcomes for name in outcome.parameters}
+    for outcome in outcomes:
+        losses = [report.losses["loss"] for report in outcome.reports]
+        assert losses == pytest.approx(expected.losses, rel=1e-6, nan_ok=True)
+        for name, tensor in outcome.parameters.items():
+            of = reference.FIRST_WEIGHT if training.tied and name == reference.LAST_WEIGHT else name
+            torch.testing.assert_close(tensor, expected.parameters[of], rtol=1e-5, atol=1e-6)
+    assert names >= set(expected.parameters)
 
 
 SKIPS = Shape((Edge(0, 1), Edge(0, 2), Edge(1, 2)), (0, 1, 2))
