@@ -81,11 +81,11 @@ class WeightProducts:
         """Add the products to the gradients of their parameters, one parameter after another in the order of the I, and
         let go of the factors of each.
         """
-        while self._of:
-            parameter = next(iter(self._of))
-            with torch.enable_grad():
-                root = _GradientOf.apply(parameter, self._of.pop(parameter))
-            torch.autograd.backward(root)
+        with torch.enable_grad():  # made last to first, since autograd computes first what was made last
+            roots = [_GradientOf.apply(parameter, self._of[parameter]) for parameter in reversed(self._of)]
+        self._of.clear()
+        if roots:
+            torch.autograd.backward(roots)
 
 
 class _GradientOf(torch.autograd.Function):
