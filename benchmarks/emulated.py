@@ -23,6 +23,8 @@ predictions
           `2bw` with predicted weights over `2bw` without, at p=2 and the least p: from what each stage has done, and
           from one microbatch, whose gradients are kept. A STEP, a PREDICT and a HOLD take 5% of a forward each.
 speedup   `2bw` over `flush` at m=p: (2p-1)/p.
+bubbles   the idle part of a batch under `flush`, `interleaved` (two stages on each rank), `zb-h1`, `zbv` and `2bw`,
+          beside the simulator's. I and W take half of a backward each, two stages of a rank half of its times each.
 executor  microseconds of an instruction, with stages that take no time and send 4 bytes, tracing off and on: wall time
           (at p=2 it holds the waits for transfers) and what the executor's own thread computes.
 
@@ -43,7 +45,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common.results import parser_of, save, set_environment, status_of
 
-SECTIONS = ("ideal", "warmup", "chain", "predictions", "speedup", "executor")
+SECTIONS = ("ideal", "warmup", "chain", "predictions", "speedup", "bubbles", "executor")
+COMPARED = {"flush": 1, "interleaved": 2, "zb-h1": 1, "zbv": 2, "2bw": 1}  # stages on each rank
 CHAIN_SHARES = (0.25, 0.5, 0.9, 1.5)
 UPDATE_SHARE = 0.05  # of a forward
 EXECUTOR_MICROBATCHES = 64
@@ -103,6 +106,17 @@ def prediction_jobs(args: argparse.Namespace) -> list:
     ]
 
 
+def bubble_jobs(args: argparse.Namespace) -> list:
+    """What the schedules that compute the same, and 2bw, leave idle."""
+    from emulated_ranks import Contender, Job
+
+    contenders = tuple(Contender(name=name, preset=name, virtual=v) for name, v in COMPARED.items())
+    return [
+        Job(num_stages=p, entries=dict.fromkeys(args.microbatches or [2 * p, 4 * p], contenders), **timing(args))
+        for p in args.stages
+    ]
+
+
 def executor_jobs(args: argparse.Namespace) -> list:
     """Stages that take no time, traced and not."""
     from emulated_ranks import Contender, Job
@@ -135,7 +149,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = parser_of(__doc__, json="file for every measured time")
     parser.add_argument("--stages", type=int, nargs="+", default=[4, 8], help="p, at most 16; chain: 2p processes")
     parser.add_argument(
-        "--microbatches", type=int, nargs="+", help="m; default p, 2p and 4p (chain, predictions: p, 2p)"
+        "--microbatches",
+        type=int,
+        nargs="+",
+        help="m; default p, 2p and 4p; chain, predictions: p, 2p; bubbles: 2p, 4p",
     )
     parser.add_argument(
         "--batches", type=int, default=2, help="timed, of each contender in each repeat; twice as many at m < 2p"
@@ -169,6 +186,8 @@ def measure(args: argparse.Namespace, directory: Path) -> list[dict]:
         plan.append((chain_job(args), ["chain"]))
     if "predictions" in args.only:
         plan += [(job, ["predictions"]) for job in prediction_jobs(args)]
+    if "bubbles" in args.only:
+        plan += [(job, ["bubbles"]) for job in bubble_jobs(args)]
     if "executor" in args.only:
         plan += [(job, ["executor"]) for job in executor_jobs(args)]
     rows = []

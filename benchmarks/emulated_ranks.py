@@ -29,7 +29,7 @@ from megatron.pipeline.runtime.stages.emulated.stage import (
     sleep_for,
 )
 from megatron.pipeline.runtime.transport.links import GlooLink
-from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.schedules import PRESETS, Schedule
 
 TIMEOUT = timedelta(seconds=60)
 CHAIN_BYTES = 64 * 1024
@@ -41,11 +41,13 @@ NUM_EXCHANGES = 12
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """A schedule as it is run: `name`, the preset, and of its chain of reductions how many seconds it takes (None: the
-    chain has neither data-parallel nor embedding gradients). STEP, PREDICT and HOLD take `update_seconds` each."""
+    """A schedule as it is run: `name`, the preset, how many stages each rank has, and of its chain of reductions how
+    many seconds it takes (None: the chain has neither data-parallel nor embedding gradients). STEP, PREDICT and HOLD
+    take `update_seconds` each."""
 
     name: str
     preset: str
+    virtual: int = 1
     extra_warmup: bool = False
     chain_seconds: float | None = None
     predict: bool = False
@@ -56,13 +58,14 @@ class Contender:
     @property
     def settling_batches(self) -> int:
         """Batches outside of the clock: a pipeline that does not flush fills, and its stream proves a window of two."""
-        return 1 if self.preset == "flush" else 2
+        return 1 if PRESETS[self.preset].policy.drains else 2
 
-    def schedule(self, num_stages: int) -> Schedule:
+    def schedule(self, num_ranks: int) -> Schedule:
         reduces = self.chain_seconds is not None
         return Schedule.preset(
             self.preset,
-            num_stages=num_stages,
+            num_stages=num_ranks * self.virtual,
+            num_virtual_stages=self.virtual,
             extra_warmup=self.extra_warmup,
             predict=self.predict,
             provisional_microbatches=self.provisional_microbatches,
@@ -81,7 +84,8 @@ class Contender:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """`entries`: num_microbatches -> who runs it. `forward`, `backward` in seconds. `batches` are timed, `repeats`
+    """`num_stages`: of one on each rank; where a rank has several, they share its `forward` and `backward`, in seconds.
+    `entries`: num_microbatches -> who runs it. `batches` are timed, `repeats`
     times over."""
 
     num_stages: int
@@ -167,12 +171,16 @@ class Rank:
 
     def _engine(self, contender: Contender, num_microbatches: int) -> PipelineEngine:
         job = self.job
-        stage = EmulatedStage(
-            index=self.stage,
-            num_stages=job.num_stages,
-            times=EmulatedTimes(job.forward, job.backward),
-            payload_bytes=job.payload_bytes,
-        )
+        schedule, times = contender.schedule(job.num_stages), (job.forward, job.backward)
+        stages = [
+            EmulatedStage(
+                index=index,
+                num_stages=schedule.num_stages,
+                times=EmulatedTimes(*(seconds / contender.virtual for seconds in times)),
+                payload_bytes=job.payload_bytes,
+            )
+            for index in schedule.stages_of(self.stage)
+        ]
         grad = embed = None
         if contender.chain_seconds is not None:
             grad = EmulatedReduction(CHAIN_BYTES, self._grad_group, contender.grad_seconds)
@@ -180,8 +188,8 @@ class Rank:
         num_batches = contender.settling_batches + job.timed_batches(num_microbatches)
         first = self.replica * job.num_stages
         return PipelineEngine(
-            contender.schedule(job.num_stages),
-            stage,
+            schedule,
+            stages,
             EmulatedUpdate(
                 grad=grad,
                 embed=embed,

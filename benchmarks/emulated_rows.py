@@ -19,8 +19,8 @@ def predicted(job: Job, contender: Contender, num_microbatches: int, latency: fl
     settling, num_batches = contender.settling_batches, job.timed_batches(num_microbatches)
     program = contender.schedule(job.num_stages).build((num_microbatches,) * (settling + num_batches + 1))
     costs = Costs(
-        forward=job.forward,
-        backward=job.backward,
+        forward=job.forward / contender.virtual,
+        backward=job.backward / contender.virtual,
         latency=latency,
         reduce_grad=contender.grad_seconds,
         reduce_embed=contender.embed_seconds,
@@ -152,7 +152,17 @@ def executor_rows(found: Found) -> list[Row]:
     return rows
 
 
+def bubble_rows(found: Found) -> list[Row]:
+    """Of every contender, beside the least that a batch can take, in which no rank waits."""
+    rows = []
+    for m, contenders in found.job.entries.items():
+        work = m * (found.job.forward + found.job.backward)
+        rows += [{**found.row("bubbles", m, contender), "work": work} for contender in contenders]
+    return rows
+
+
 ROWS = {
+    "bubbles": bubble_rows,
     "ideal": ideal_rows,
     "warmup": warmup_rows,
     "chain": chain_rows,
@@ -204,6 +214,15 @@ OVER_IDEAL = {
     "over predicted": lambda row: over(row, row["predicted"]),
 }
 TABLES = {
+    "bubbles": (
+        "idle part of a batch",
+        COMMON
+        | {
+            "over predicted": lambda row: over(row, row["predicted"]),
+            "bubble, %": lambda row: spread([100 * (1 - row["work"] / seconds) for seconds in row["measured"]], 1),
+            "predicted, %": lambda row: f"{100 * (1 - row['work'] / row['predicted']):.1f}",
+        },
+    ),
     "ideal": ("time per batch over the ideal", COMMON | OVER_IDEAL),
     "warmup": (
         "extra warm-up: latency bought back with memory",

@@ -6,10 +6,13 @@
 A tiny GPT of megatron.core trains on 4 stages under each schedule. Counted on every rank while it runs:
 
 microbatches  from the start of a forward to the end of its backward (`PipelineEngine.saved_microbatches_peak`)
-bytes         that autograd saved for them, through torch's saved-tensor hooks: distinct storages, parameters excluded
+deferred      those of them between I and W, where backwards are split (`PipelineEngine.deferred_microbatches_peak`)
+bytes         that autograd saved for them, through torch's saved-tensor hooks: distinct storages, parameters excluded;
+              and between I and W what W needs (`MegatronStage.deferred_bytes`)
 versions      of the weights, alive at once (`WeightVersions.peak_live`)
 
-The checker knows microbatches and versions; its bytes are its microbatches times the bytes of one of them. All must be
+The checker knows microbatches and versions; the bytes beside it are the most that its program holds, counted along the
+row with the bytes of one microbatch in full and of one between I and W. All must be
 equal; a difference makes the exit status 1. Counts do not depend on the machine or its load.
 """
 
@@ -29,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common.processes import gathered, run_group
 from benchmarks.common.results import parser_of, set_environment, write
 from benchmarks.common.tables import terminal
+from megatron.pipeline.program.instruction import Instruction, Kind
 
 NUM_STAGES = 4
 HIDDEN, SEQUENCE, MICROBATCH_SIZE, VOCABULARY = 32, 16, 2, 64
@@ -37,18 +41,24 @@ RUNS: dict[str, tuple[str, bool, tuple[int, ...]]] = {
     "flush": ("flush", False, (8, 8, 8)),
     "2bw": ("2bw", False, (8, 8, 8, 8)),
     "2bw extra warm-up": ("2bw", True, (8, 8, 8, 8)),
+    "zb-h1": ("zb-h1", False, (8, 8, 8)),
     "pipedream": ("pipedream", False, (1,) * 16),
 }
 """name -> preset, extra warm-up, microbatches of each batch."""
+_COUNTED = ("microbatches", "deferred", "bytes", "versions")
 
 
 class CountedStage:
-    """A stage whose forwards are watched: `peak_bytes` at once, `microbatch_bytes` of each microbatch."""
+    """A stage whose forwards are watched: `peak_bytes` at once, `microbatch_bytes` of each microbatch in full and
+    `kept_bytes` of each between I and W.
+    """
 
     def __init__(self, stage) -> None:
         self._stage = stage
         self._saved: dict[int, dict[int, int]] = {}
+        self._kept: dict[int, int] = {}
         self.microbatch_bytes: set[int] = set()
+        self.kept_bytes: set[int] = set()
         self.peak_bytes = 0
 
     def __getattr__(self, name):
@@ -67,13 +77,29 @@ class CountedStage:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             output = self._stage.forward(microbatch, input)
         self.microbatch_bytes.add(sum(storages.values()))
-        self.peak_bytes = max(self.peak_bytes, sum(sum(each.values()) for each in self._saved.values()))
+        self._note_bytes()
         return output
+
+    def _note_bytes(self) -> None:
+        now = sum(sum(each.values()) for each in self._saved.values()) + sum(self._kept.values())
+        self.peak_bytes = max(self.peak_bytes, now)
 
     def backward(self, microbatch, output_grad):
         input_grad = self._stage.backward(microbatch, output_grad)
         del self._saved[microbatch.index]
         return input_grad
+
+    def backward_input(self, microbatch, output_grad):
+        input_grad = self._stage.backward_input(microbatch, output_grad)
+        del self._saved[microbatch.index]
+        kept = self._kept[microbatch.index] = self._stage.deferred_bytes(microbatch)
+        self.kept_bytes.add(kept)
+        self._note_bytes()
+        return input_grad
+
+    def backward_weights(self, microbatch):
+        self._stage.backward_weights(microbatch)
+        del self._kept[microbatch.index]
 
 
 def gpt_chunk():
@@ -165,6 +191,8 @@ def count(schedule, batches: Sequence[int]) -> dict:
         "versions": update.versions.peak_live,
         "bytes": stage.peak_bytes,
         "microbatch_bytes": sorted(stage.microbatch_bytes),
+        "deferred": engine.deferred_microbatches_peak[rank],
+        "kept_bytes": sorted(stage.kept_bytes),
     }
 
 
@@ -197,21 +225,35 @@ def rows_of(counts: dict[str, list[dict]]) -> list[dict]:
     rows = []
     for name, stages in counts.items():
         schedule, batches = schedule_of(name)
-        proved = check(schedule.build(batches))
-        counted = {key: [stage[key] for stage in stages] for key in ("microbatches", "bytes", "versions")}
+        program = schedule.build(batches)
+        proved = check(program)
+        counted = {key: [stage[key] for stage in stages] for key in _COUNTED}
         one = [stage["microbatch_bytes"][-1] for stage in stages]
+        kept = [max(stage["kept_bytes"], default=0) for stage in stages]
         expected = {
             "microbatches": list(proved.peak_saved_microbatches),
-            "bytes": [peak * size for peak, size in zip(proved.peak_saved_microbatches, one, strict=True)],
+            "bytes": [most_bytes(*each) for each in zip(program.rows, one, kept, strict=True)],
+            "deferred": list(proved.peak_deferred_microbatches),
             "versions": list(proved.live_versions),
         }
         rows.append({"schedule": name, "counted": counted, "checker": expected, "equal": counted == expected})
     return rows
 
 
+def most_bytes(row: Sequence[Instruction], one: int, kept: int) -> int:
+    """The most that a row of one stage holds: `one` for each microbatch in full, `kept` for each between I and W."""
+    changes = {
+        Kind.FORWARD: one,
+        Kind.BACKWARD: -one,
+        Kind.BACKWARD_INPUT: kept - one,
+        Kind.BACKWARD_WEIGHT: -kept,
+    }
+    return max(itertools.accumulate(changes.get(each.kind, 0) for each in row))
+
+
 def show(rows: list[dict]) -> None:
     table = Table(title=f"saved microbatches, their bytes and weight versions: peak of each of {NUM_STAGES} stages")
-    for column in ("schedule", "", "microbatches", "KiB saved", "versions"):
+    for column in ("schedule", "", "microbatches", "between I and W", "KiB saved", "versions"):
         table.add_column(column)
     for row in rows:
         for source in ("counted", "checker"):
@@ -220,6 +262,7 @@ def show(rows: list[dict]) -> None:
                 row["schedule"] if source == "counted" else "",
                 source,
                 " ".join(map(str, values["microbatches"])),
+                " ".join(map(str, values["deferred"])),
                 " ".join(f"{size / 1024:.1f}" for size in values["bytes"]),
                 " ".join(map(str, values["versions"])),
             )

@@ -35,6 +35,8 @@ SCHEDULES = {
     "2bw": {"schedule": "2bw"},
     "pipedream": {"schedule": "pipedream"},
     "interleaved": {"schedule": "interleaved", "num_virtual_stages": 2},
+    "zb-h1": {"schedule": "zb-h1"},
+    "zbv": {"schedule": "zbv", "num_virtual_stages": 2},
     "bpipe": {"schedule": "bpipe"},
     "2bw-balanced": {"schedule": "2bw", "balance": True},
     "interleaved-balanced": {"schedule": "interleaved", "num_virtual_stages": 2, "balance": True},

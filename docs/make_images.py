@@ -165,6 +165,27 @@ def interleaved() -> None:
     )
 
 
+def zero_bubble() -> None:
+    """Backwards in halves, beside whole ones, and two stages a rank in a V."""
+    draw_timeline(
+        [
+            timeline("flush", 4, (8,)).named("flush: 4 stages, a batch of 8"),
+            timeline("zb-h1", 4, (8,)).named("zb-h1"),
+        ],
+        IMAGES / "zb_h1.png",
+        saved_microbatches=True,
+        time_label=FORWARDS,
+    )
+    halves = Costs(forward=0.5, backward=1.0)
+    draw_timeline(
+        timeline("zbv", 8, (8,), costs=halves),
+        IMAGES / "zbv.png",
+        title="zbv: 4 ranks of 2 stages in a V, a batch of 8",
+        saved_microbatches=True,
+        time_label="time, in forwards of one microbatch through a rank's share of the model",
+    )
+
+
 def l2l() -> None:
     """Weights on the host: updates at once, and behind the step."""
     costs = Costs(fetch=2.0, store=2.0, update=8.0, reduce_norm=1.0)
@@ -200,7 +221,7 @@ def placement() -> None:
 
 DRAWINGS = (
     figure_1, figure_2, figure_3, bpipe, flush_and_2bw, provisional, extra_warmup, chain, recompute, critical,
-    interleaved, l2l, placement,
+    interleaved, zero_bubble, l2l, placement,
 )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from megatron.commands.common import command_line
 from megatron.commands.grid_search_commands.search_inputs import add_model_arguments, read_argv
 from megatron.pipeline.program.weight_policies import FLUSH, POLICIES, TWO_BW, WeightPolicy
 from megatron.planner.memory.activations import RecomputeScope
-from megatron.planner.time.profile import Profile, Spread
+from megatron.planner.time.profile import Profile, Spread, StageTime
 from megatron.trainer.plan.model_argv import model_argv
 from megatron.trainer.profile.session import Session
 
@@ -169,12 +169,14 @@ def _show(profile: Profile) -> None:
         f"{profile.dtype}, {profile.transformer_impl} layers"
     )
     table = Table(title="milliseconds: median (low-high, eight of ten)")
-    for column in ("stage", "layers", "t", "microbatch", "recompute", "at work", "forward", "backward"):
+    halves = ("I", "W", "kept between (MiB)") if any(each.halves for each in profile.stages) else ()
+    for column in ("stage", "layers", "t", "microbatch", "recompute", "at work", "forward", "backward", *halves):
         table.add_column(column, justify="left" if column in ("stage", "recompute") else "right")
     for each in profile.stages:
         table.add_row(
             each.place.value, str(each.num_layers), str(each.tensor), str(each.micro_batch_size),
             each.recompute.value, str(each.working), _milliseconds(each.forward), _milliseconds(each.backward),
+            *_halves(each),
         )  # fmt: skip
     console.print(table)
     table = Table(title="a batch's update, milliseconds")
@@ -209,6 +211,13 @@ def _show(profile: Profile) -> None:
     if profile.transfers:
         console.print(table)
     _show_host(profile, console)
+
+
+def _halves(stage: StageTime) -> tuple[str, ...]:
+    if stage.halves is None:
+        return ()
+    kept = f"{stage.deferred_bytes / 2**20:.3g}"
+    return _milliseconds(stage.backward_input), _milliseconds(stage.backward_weight), kept
 
 
 def _show_host(profile: Profile, console: Console) -> None:

@@ -106,6 +106,9 @@ def _simulate(options: argparse.Namespace) -> int:
         rows.append((f"rank {rank}: busy, idle", f"{timeline.busy(rank):g}, {timeline.idle(rank):g}"))
     for stage in range(timeline.num_stages):
         rows.append((f"stage {stage}: peak saved microbatches", str(timeline.peak_saved_microbatches(stage))))
+    for stage in range(timeline.num_stages):
+        if peak := timeline.peak_deferred_microbatches(stage):
+            rows.append((f"stage {stage}: of them between I and W", str(peak)))
     if timeline.num_stages > timeline.num_ranks:
         for rank in range(timeline.num_ranks):
             rows.append((f"rank {rank}: the same, over its stages", str(timeline.peak_saved_on_rank(rank))))
@@ -203,6 +206,9 @@ def _describe(report: CheckReport, program: Program) -> str:
     ]
     if report.num_stages > report.num_ranks:
         facts.insert(5, ("  of all stages of a rank", ", ".join(map(str, report.peak_saved_on_rank))))
+    if any(report.peak_deferred_microbatches):
+        saved = next(at for at, (name, _) in enumerate(facts) if name == "live weight versions")
+        facts.insert(saved, ("  of them between I and W", ", ".join(map(str, report.peak_deferred_microbatches))))
     if any(report.peak_waiting_on_rank):
         facts.append(("tensors between a rank's stages", ", ".join(map(str, report.peak_waiting_on_rank))))
     if report.num_fetches:

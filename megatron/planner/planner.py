@@ -80,10 +80,11 @@ class Planner:
         return self._memory(configuration, closed_form_demand(least, 1), layers)
 
     def _memory(self, configuration: Configuration, demand: Demand, layers: Sequence[int]) -> tuple[RankMemory, ...]:
+        software = self.software.of(configuration)
         return estimate_memory(
             self.model,
-            self.software.activation_setting(configuration),
-            self.software.training_state(configuration),
+            software.activation_setting(configuration),
+            software.training_state(configuration),
             demand,
             layers=layers,
             counts_communicators=self.software.own_communicators and not self.cluster.is_cpu,
@@ -120,7 +121,7 @@ class Planner:
 
     def judge(self, configuration: Configuration, memory: Sequence[RankMemory]) -> Verdict:
         """Whether GPUs have the memory, and whether the allocator is under pressure."""
-        reserve = reserve_gib(self.model, self.software.activation_setting(configuration))
+        reserve = reserve_gib(self.model, self.software.of(configuration).activation_setting(configuration))
         return judge(memory, self.cluster.device.memory_gib, reserve_gib=reserve)
 
     def judge_host(self, configuration: Configuration, memory: Sequence[RankMemory]) -> HostVerdict | None:

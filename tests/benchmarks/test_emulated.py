@@ -131,3 +131,17 @@ def test_memory_is_what_the_checker_proves():
 def test_memory_as_a_command(tmp_path):
     """The same in processes that it starts, as a user does."""
     assert_as_proved(rows_of("memory", "", tmp_path))
+
+
+@pytest.mark.full
+def test_emulated_bubbles(tmp_path):
+    """Each schedule runs as its program says, with one stage on each rank or two; the simulator idles as the papers say
+    but for what transfers add."""
+    rows = rows_of("emulated", f"--stages 2 --microbatches 4 --only bubbles {TINY}", tmp_path)
+    assert_measured(rows, 2)
+    found = {row["contender"]: row for row in rows if row["section"] == "bubbles"}
+    idle = {"flush": 3e-3, "interleaved": 1.5e-3, "zb-h1": 1e-3, "zbv": 0.5e-3, "2bw": 0.0}
+    assert list(found) == list(idle)
+    for name, seconds in idle.items():
+        assert math.isclose(found[name]["work"], 12e-3)
+        assert found[name]["predicted"] >= found[name]["work"] + seconds - 1e-9

@@ -11,7 +11,18 @@ from megatron.pipeline.simulate.timeline import Timeline
 from tests.benchmarks.test_emulated import BENCHMARKS, rows_of
 from tests.commands.in_process import runner
 
-SCHEDULES = ("gpipe", "flush", "2bw", "pipedream", "interleaved", "bpipe", "2bw-balanced", "2bw-recompute")
+SCHEDULES = (
+    "gpipe",
+    "flush",
+    "2bw",
+    "pipedream",
+    "interleaved",
+    "zb-h1",
+    "zbv",
+    "bpipe",
+    "2bw-balanced",
+    "2bw-recompute",
+)
 FORWARD = 0.004 / 2  # seconds of a mean virtual stage in the quick form
 
 

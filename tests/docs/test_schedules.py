@@ -52,4 +52,4 @@ def test_its_commands_run(tmp_path, monkeypatch, capsys):
             printed = capsys.readouterr().out
             assert shown in ("", printed)
             num_commands += 1
-    assert num_commands == 24
+    assert num_commands == 27

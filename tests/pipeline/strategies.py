@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from megatron.pipeline.program.instruction import Instruction, Kind, Row
 from megatron.pipeline.program.lane_order import DEFERRED, EAGER, Residency
 from megatron.pipeline.program.program import Program
-from megatron.pipeline.program.weight_policies import PROVISIONAL, STASH, WeightPolicy
+from megatron.pipeline.program.weight_policies import PROVISIONAL, STASH, TWO_BW, WeightPolicy
 from megatron.pipeline.schedules import Schedule
 
-PRESETS = ("gpipe", "flush", "2bw", "pipedream", "interleaved", "l2l")
+PRESETS = ("gpipe", "flush", "2bw", "pipedream", "interleaved", "zb-h1", "zbv", "l2l")
 DELAYED = (WeightPolicy("3bw", delay=2), WeightPolicy("4bw", delay=3))
 """Policies that no preset has, in place of 2bw's."""
 
@@ -37,6 +37,8 @@ def schedules(draw: st.DrawFn, *, max_stages: int = 8) -> Schedule:
         flags["residency"] = Residency(draw(st.integers(1, 3)), draw(st.sampled_from((EAGER, DEFERRED))))
     if name in ("interleaved", "l2l"):
         flags["num_virtual_stages"] = draw(st.sampled_from([v for v in (2, 3, 4, 1) if num_stages % v == 0]))
+    if name == "zbv":
+        flags["num_virtual_stages"] = draw(st.sampled_from([v for v in (2, 1) if num_stages % v == 0]))
     if name != "pipedream":
         flags["tied_embeddings"] = draw(st.booleans())
     if name in ("flush", "2bw"):
@@ -44,6 +46,8 @@ def schedules(draw: st.DrawFn, *, max_stages: int = 8) -> Schedule:
     if name in ("flush", "2bw", "interleaved"):
         flags["balance"] = draw(st.booleans())
     schedule = Schedule.preset(name, num_stages=num_stages, **flags)
+    if name == "zb-h1":
+        schedule = replace(schedule, weights=draw(st.sampled_from((schedule.weights, TWO_BW, *DELAYED))))
     if name == "2bw":
         schedule = replace(schedule, weights=draw(st.sampled_from((schedule.weights, PROVISIONAL, *DELAYED))))
     if schedule.weights is PROVISIONAL:

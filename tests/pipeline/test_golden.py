@@ -1,7 +1,8 @@
 """The programs of the papers' figures, instruction for instruction, and what the papers say about them.
 
-Figures 1 to 3 are those of PipeDream-2BW, which numbers inputs from 1, so its input k is microbatch k-1. Two programs
-more are 2bw's with predicted weights, and three have weights on the host, which no paper draws.
+Figures 1 to 3 are those of PipeDream-2BW, which numbers inputs from 1, so its input k is microbatch k-1. zb-h1 and zbv
+are those of Qi et al. 2023 for 4 devices and 8 microbatches. Two programs more are 2bw's with predicted weights, and
+three have weights on the host, which no paper draws.
 """
 
 from itertools import groupby
@@ -27,6 +28,8 @@ FILES = {
     "bpipe_figure10": ("interleaved", 8, (8,)),
     "provisional_p2_m4": ("2bw", 2, (4, 4, 4)),
     "provisional_uniform_p2_m4": ("2bw", 2, (4, 4, 4)),
+    "zb_h1_p4_m8": ("zb-h1", 4, (8,)),
+    "zbv_p4_m8": ("zbv", 8, (8,)),
     "l2l_p1_n4_m2": ("l2l", 4, (2, 2)),
     "l2l_eager_p1_n4_m2": ("l2l", 4, (2, 2)),
     "l2l_p2_n4_m2": ("l2l", 4, (2, 2)),
@@ -35,6 +38,7 @@ CHOICES = {
     "bpipe_figure10": {"num_virtual_stages": 2, "balance": True},
     "provisional_p2_m4": {"predict": True, "tied_embeddings": True},
     "provisional_uniform_p2_m4": {"predict": True, "tied_embeddings": True, "provisional_microbatches": 1},
+    "zbv_p4_m8": {"num_virtual_stages": 2},
     "l2l_p1_n4_m2": {"num_virtual_stages": 4},
     "l2l_eager_p1_n4_m2": {"num_virtual_stages": 4, "residency": Residency(2, "eager"), "tied_embeddings": True},
     "l2l_p2_n4_m2": {"num_virtual_stages": 2, "data_parallel": True},
@@ -56,7 +60,29 @@ FIGURES = {
         "1f 2f 1b 3f 2b 4f 3b 4b 5f 6f 5b 7f 6b 8f 7b 8b",
         "1f 1b 2f 2b 3f 3b 4f 4b 5f 5b 6f 6b 7f 7b 8f 8b",
     ],
+    # b is I and w is W; every device saves 4 microbatches
+    "zb_h1_p4_m8": [
+        "1f 2f 3f 4f 1b 1w 5f 2b 2w 6f 3b 3w 7f 4b 4w 8f 5b 5w 6b 6w 7b 7w 8b 8w",
+        "1f 2f 3f 1b 4f 2b 1w 5f 3b 2w 6f 4b 3w 7f 5b 4w 8f 6b 5w 7b 6w 8b 7w 8w",
+        "1f 2f 1b 3f 2b 4f 3b 1w 5f 4b 2w 6f 5b 3w 7f 6b 4w 8f 7b 5w 8b 6w 7w 8w",
+        "1f 1b 2f 2b 3f 3b 4f 4b 1w 5f 5b 2w 6f 6b 3w 7f 7b 4w 8f 8b 5w 6w 7w 8w",
+    ],
 }
+
+# Of two stages on each device, the lower one's words in capitals.
+ZBV = [
+    "1F 2F 3F 4F 5F 6F 7F 1f 1b 1w 2f 2b 2w 3f 3b 3w 4f 4b 4w 8F 1B 1W 5f 5b 5w 2B 2W 6f 6b 6w 3B 3W 7f 7b 7w 4B 4W "
+    "8f 8b 8w 5B 5W 6B 6W 7B 7W 8B 8W",
+    "1F 2F 3F 4F 5F 1f 6F 2f 1b 1w 3f 2b 2w 4f 3b 3w 7F 1B 1W 5f 4b 4w 8F 2B 2W 6f 5b 5w 3B 3W 7f 6b 6w 4B 4W 8f 7b "
+    "7w 5B 8b 6B 5W 7B 6W 8B 7W 8w 8W",
+    "1F 2F 3F 1f 4F 2f 5F 3f 1b 1w 4f 2b 2w 6F 1B 1W 5f 3b 3w 7F 2B 2W 6f 4b 4w 8F 3B 3W 7f 5b 5w 4B 4W 8f 6b 6w 5B "
+    "7b 6B 8b 7B 5W 8B 6W 7w 8w 7W 8W",
+    "1F 1f 2F 2f 3F 3f 4F 4f 1b 1w 5F 1B 1W 5f 2b 2w 6F 2B 2W 6f 3b 3w 7F 3B 3W 7f 4b 4w 8F 4B 4W 8f 5b 5w 5B 6b 6B "
+    "7b 7B 8b 8B 5W 6w 7w 8w 6W 7W 8W",
+]
+
+
+WORDS = {Kind.FORWARD: "f", Kind.BACKWARD: "b", Kind.BACKWARD_INPUT: "b", Kind.BACKWARD_WEIGHT: "w"}
 
 
 def golden(name: str) -> Program:
@@ -75,10 +101,25 @@ def test_golden_files(name: str):
 @pytest.mark.parametrize("name", FIGURES)
 def test_order_is_the_figures(name: str):
     """Every worker computes in the order of the figure."""
-    words = {Kind.FORWARD: "f", Kind.BACKWARD: "b"}
     for row, figure in zip(golden(name).rows, FIGURES[name], strict=True):
-        computations = kinds_of(row, Kind.FORWARD, Kind.BACKWARD)
-        assert " ".join(f"{each.microbatch + 1}{words[each.kind]}" for each in computations) == figure
+        computations = kinds_of(row, *WORDS)
+        assert " ".join(f"{each.microbatch + 1}{WORDS[each.kind]}" for each in computations) == figure
+
+
+def test_the_v_of_two_stages_on_each_device():
+    """ZB-V: every device computes in this order, and saves 8 microbatches of its stages of half the size."""
+    for row, figure in zip(golden("zbv_p4_m8").rows, ZBV, strict=True):
+        computations = [(each, WORDS[each.kind]) for each in kinds_of(row, *WORDS)]
+        found = [f"{each.microbatch + 1}{word.upper() if each.stage < 4 else word}" for each, word in computations]
+        assert " ".join(found) == figure
+    report = check(golden("zbv_p4_m8"), max_saved_on_rank=[8] * 4)
+    assert report.peak_saved_on_rank == (8,) * 4
+
+
+def test_h1_saves_as_much_on_every_device_as_1f1b_on_the_first():
+    report = check(golden("zb_h1_p4_m8"), max_saved=[4] * 4)
+    assert report.peak_saved_microbatches == (4,) * 4
+    assert report.peak_deferred_microbatches == (1, 2, 3, 4)
 
 
 def test_figure_2_first_use_of_new_weights():

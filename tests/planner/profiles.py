@@ -38,6 +38,18 @@ def forward(place: StagePosition, num_layers: int, size: int, working: int, tens
     return (OVERHEAD + size * (ends + LAYER * num_layers)) / tensor * (1 + CONTENTION * (working - 1))
 
 
+OF_INPUT, OF_WEIGHT, DEFERRED = 1.25, 0.9, 1000
+"""Seconds of I and W in those of a forward, and bytes of a layer between them."""
+
+
+def _halves(place: StagePosition, num_layers: int, size: int, working: int, tensor: int) -> dict[str, object]:
+    seconds = forward(place, num_layers, size, working, tensor)
+    return {
+        "backward_input": exactly(OF_INPUT * seconds), "backward_weight": exactly(OF_WEIGHT * seconds),
+        "deferred_bytes": DEFERRED * num_layers,
+    }  # fmt: skip
+
+
 def exactly(seconds: float) -> Spread:
     return Spread(median=seconds, low=seconds, high=seconds, count=100)
 
@@ -49,9 +61,10 @@ def profile(
     counts: tuple[int, ...] = (1, 2, 4),
     scopes: tuple[str, ...] = ("none",),
     shares_processor: bool = True,
+    halves: bool = False,
     **changes: object,
 ) -> Profile:
-    """A profile of the machine above."""
+    """A profile of the machine above. `halves`: with I and W, which take 1.25 and 0.9 of a forward."""
     cases = [
         (place, layers, tensor, working)
         for place, layers in (("middle", 1), ("middle", 3), ("only", 1), ("first", 1), ("last", 1))
@@ -64,6 +77,7 @@ def profile(
             place=place, num_layers=layers, tensor=tensor, micro_batch_size=size, recompute=RecomputeScope(scope),
             working=working, forward=exactly(forward(place, layers, size, working, tensor)),
             backward=exactly(2 * forward(place, layers, size, working, tensor)),
+            **(_halves(place, layers, size, working, tensor) if halves else {}),
         )
         for place, layers, tensor, working in cases
         for size in sizes

@@ -6,7 +6,8 @@ from megatron.commands.common.command_line import time, times
 from megatron.pipeline.simulate.costs import Costs
 from megatron.pipeline.simulate.memory_curve import PARTS, MemorySizes
 
-NAMES = ("forward", "backward", "recompute_time", "step", "transfer", "latency", "no_overlap", "evict", "load",
+NAMES = ("forward", "backward", "backward_input", "backward_weight", "recompute_time", "step", "transfer",
+         "latency", "no_overlap", "evict", "load",
          "reduce_grad", "reduce_embed", "reduce_norm", "predict", "hold", "fetch", "store", "update",
          "offload", "reload")  # fmt: skip
 SIZES = tuple(f"{part}_size" for part in (*PARTS, "tied_gradients"))
@@ -16,6 +17,8 @@ def costs(options: argparse.Namespace) -> Costs:
     return Costs(
         forward=options.forward,
         backward=options.backward,
+        backward_input=options.backward_input,
+        backward_weight=options.backward_weight,
         recompute=options.recompute_time,
         step=options.step,
         predict=options.predict,
@@ -48,6 +51,8 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
     for name, default, meaning in (
         ("--forward", 1.0, "of a microbatch through a stage (default: 1)"),
         ("--backward", 2.0, "likewise, without the recompute (default: 2)"),
+        ("--backward-input", None, "of I, where backwards are split (default: half of --backward)"),
+        ("--backward-weight", None, "of W (default: the rest of --backward)"),
         ("--recompute-time", None, "of a recompute (default: as --forward)"),
         ("--step", 0.0, "of the optimizer (default: 0, as all below)"),
         ("--predict", None, "of a prediction of weights (default: as --step)"),
@@ -84,9 +89,13 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
             "of one version of a stage's weights",
             "of one buffer of its gradients",
             "that it saves of one microbatch",
+            "that it holds of one between I and W (default: as --activations-size)",
             "of an activation or gradient between stages",
             "of the tied embeddings in a buffer of gradients, a copy of which a prediction reads",
         ),
         strict=True,
     ):
-        memory.add_argument(f"--{name.replace('_', '-')}", type=times, default=0.0, metavar="X[,X...]", help=meaning)
+        default = None if name == "deferred_size" else 0.0
+        memory.add_argument(
+            f"--{name.replace('_', '-')}", type=times, default=default, metavar="X[,X...]", help=meaning
+        )

@@ -210,6 +210,9 @@ def _require_effect(options: argparse.Namespace) -> None:
             del without["recompute_time"]
         if PRESETS[options.schedule].residency is None:
             ignored += [(name, "weights on the device; give --schedule l2l") for name in ("fetch", "store", "update")]
+        if not _splits_backward(options):
+            halves = [name for name in ("backward_input", "backward_weight", "deferred_size") if hasattr(options, name)]
+            ignored += [(name, "whole backwards; give --schedule zb-h1 or zbv") for name in halves]
         ignored += [
             (name, f"a program without it; add --{flag.replace('_', '-')}")
             for name, flag in without.items()
@@ -218,6 +221,14 @@ def _require_effect(options: argparse.Namespace) -> None:
     for name, where in ignored:
         if getattr(options, name) != parser.get_default(name):
             parser.error(f"--{name.replace('_', '-')} says nothing about {where}")
+
+
+def _splits_backward(options: argparse.Namespace) -> bool:
+    """Whether the preset computes backwards in halves; yes where its choices are refused, which is said later."""
+    try:
+        return schedule(options).splits_backward
+    except ValueError:
+        return True
 
 
 def _parser(description: str, run: dict[str, Command]) -> argparse.ArgumentParser:
@@ -318,7 +329,7 @@ def _add_program_options(parser: argparse.ArgumentParser) -> None:
         "--virtual-stages",
         type=count,
         metavar="V",
-        help="interleaved, l2l: cut each into V, dealt out in turn (default: 2)",
+        help="interleaved, zbv, l2l: cut each into V, which the schedule places (default: 2)",
     )
     preset.add_argument(
         "--microbatch-group-size", type=count, metavar="N", help="interleaved: microbatches in a row (default: P)"

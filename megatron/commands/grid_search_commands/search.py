@@ -125,6 +125,7 @@ def run(options: argparse.Namespace) -> int:
     training = Training(
         clips_gradients=job.clips_gradients, scales_loss=job.scales_loss, saves_scores=not job.software.flash_attention,
         fuses_softmax=job.software.fuses_softmax,
+        saves_scores_with_halves=not (job.software.with_halves or job.software).flash_attention,
     )  # fmt: skip
     for note in model.notes:
         print(f"note: {note}", file=sys.stderr)

@@ -16,7 +16,7 @@ proof a file:
     residency      where weights live on the host: each computation finds its own on the device; few are there
     host_updates   and each stage's gradients come to the host complete, and are applied there once
     stash          where inputs are stashed there: each comes back before its recompute; few are on the device
-    memory         saved activations stay within their bound
+    memory         saved activations stay within their bound; and what a split backward defers is counted
     waiting        and how many tensors wait between two stages of one rank
     progress       no deadlock, even where a send completes only once its receive is posted
     periods        the same for fill + n periods + drain, for every n
@@ -39,7 +39,7 @@ from megatron.pipeline.check.computations import prove_computations
 from megatron.pipeline.check.error import ProgramError
 from megatron.pipeline.check.horizons import prove_horizons
 from megatron.pipeline.check.host_updates import prove_host_updates
-from megatron.pipeline.check.memory import prove_memory
+from megatron.pipeline.check.memory import Peaks, prove_memory
 from megatron.pipeline.check.periods import Periodic, PeriodOrigin, prove_periods, prove_repetition
 from megatron.pipeline.check.predictions import prove_predictions
 from megatron.pipeline.check.progress import prove_progress
@@ -84,8 +84,8 @@ def _prove(
     """Every proof of one program. Each may rely on those before it."""
     evaluates = compacted.program.forward_only
     live_versions: tuple[int, ...] = ()
-    peak_saved = peak_recomputed = (0,) * compacted.num_stages
-    peak_on_rank = (0,) * len(compacted.codes)
+    nothing = (0,) * compacted.num_stages
+    peaks = Peaks(nothing, (0,) * len(compacted.codes), nothing, nothing)
     require_residency(compacted)
     prove_computations(compacted)
     prove_transfers(compacted)
@@ -101,7 +101,7 @@ def _prove(
     prove_stash(compacted)
     peak_boundaries = prove_boundaries(compacted)
     if not evaluates:
-        peak_saved, peak_recomputed, peak_on_rank = prove_memory(compacted, max_saved, max_saved_on_rank)
+        peaks = prove_memory(compacted, max_saved, max_saved_on_rank)
     prove_progress(compacted)
     return CheckReport(
         num_ranks=len(compacted.codes),
@@ -111,9 +111,10 @@ def _prove(
         num_instructions=compacted.num_instructions,
         communicates=compacted.communicates,
         versioned=compacted.versioned,
-        peak_saved_microbatches=peak_saved,
-        peak_saved_on_rank=peak_on_rank,
-        peak_recomputed_microbatches=peak_recomputed,
+        peak_saved_microbatches=peaks.saved,
+        peak_saved_on_rank=peaks.on_rank,
+        peak_recomputed_microbatches=peaks.recomputed,
+        peak_deferred_microbatches=peaks.deferred,
         peak_waiting_on_rank=count_waiting(compacted),
         live_versions=live_versions,
         num_fetches=num_fetches,
@@ -151,6 +152,6 @@ def check_periodic(
     prove_repetition(one, two, fill=fill, period=period, shift=shift)
     prove_periods(compacted, fill=fill, period=period, shift=shift)
     if compacted.moves:
-        peak_saved, _, peak_on_rank = prove_memory(compact(two), max_saved, max_saved_on_rank)
-        report = replace(report, peak_saved_microbatches=peak_saved, peak_saved_on_rank=peak_on_rank)
+        peaks = prove_memory(compact(two), max_saved, max_saved_on_rank)
+        report = replace(report, peak_saved_microbatches=peaks.saved, peak_saved_on_rank=peaks.on_rank)
     return report

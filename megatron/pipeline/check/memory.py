@@ -2,7 +2,8 @@
 
 A microbatch counts at a stage from the start of its forward to the end of its backward (of W, where the backward is
 split). That count changes in the row's own order and nowhere else. With recompute the microbatch counts just the same,
-for its stored input; what it saves in full between R and the end of its backward is counted apart.
+for its stored input; what it saves in full between R and the end of its backward (of I) is counted apart. So is what a
+split backward has deferred: microbatches between I and W, of which a stage holds no more than W needs.
 
 Moves change the count, too, in the background: a LOAD or an ACCEPT adds a microbatch when it is posted, an EVICT or a
 RETURN takes one away when it has completed. A rank's moves are carried out in order, so all that timing can change is
@@ -20,7 +21,18 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from megatron.pipeline.check.compact import FIRST_MOVE, FIRST_STASH, KIND_OF_CODE, RELOAD, B, CompactProgram, F, R, W
+from megatron.pipeline.check.compact import (
+    FIRST_MOVE,
+    FIRST_STASH,
+    KIND_OF_CODE,
+    RELOAD,
+    B,
+    CompactProgram,
+    F,
+    I,
+    R,
+    W,
+)
 from megatron.pipeline.check.stash import offloaded_before
 
 _CHANGE = {code: KIND_OF_CODE[code].row.saved for code in range(FIRST_MOVE, FIRST_STASH)}  # of moves
@@ -63,19 +75,30 @@ class _Count(NamedTuple):
     scope: str = ""
 
 
+class Peaks(NamedTuple):
+    """The most microbatches that are held at once.
+
+    Attributes:
+        saved, on_rank: by stage, and by rank over all its stages.
+        recomputed: by stage, between R and B or I.
+        deferred: by stage, between I and W.
+    """
+
+    saved: tuple[int, ...]
+    on_rank: tuple[int, ...]
+    recomputed: tuple[int, ...]
+    deferred: tuple[int, ...]
+
+
 def prove_memory(
     compact: CompactProgram, bounds: Sequence[int] | None, bounds_of_ranks: Sequence[int] | None = None
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+) -> Peaks:
     """Count saved microbatches at each stage and on each rank, and prove that they stay within the bounds.
 
     Args:
         compact: a program whose computations and moves are proved.
         bounds: the largest number of saved microbatches that each stage may hold; None to count only.
         bounds_of_ranks: the same for each rank, over all its stages, a microbatch once at each of them.
-
-    Returns:
-        The peak of saved microbatches at each stage; the peak of those that are recomputed and not yet through their
-        backward; the peak of saved microbatches on each rank.
 
     Raises:
         ProgramError: naming the first forward, LOAD, ACCEPT or RELOAD that may exceed a bound.
@@ -87,13 +110,15 @@ def prove_memory(
     by_rank = [
         _Count(f"rank {rank}", Held(), limit, [0], " over its stages") for rank, limit in enumerate(limits_of_ranks)
     ]
-    peaks_full = [0] * num_stages
+    recomputed, deferred = [0] * num_stages, [0] * num_stages
     for rank, codes in enumerate(compact.codes):
         _count(compact, rank, len(codes), by_stage, by_rank[rank])
         if compact.program.recompute:
-            _count_recomputed(compact, rank, peaks_full)
+            _count_between(compact, rank, (R,), (B, I), recomputed)
+        _count_between(compact, rank, (I,), (W,), deferred)
     assert not any(each.held.own or each.held.moved for each in by_stage.values()), "all have ended and are back"
-    return tuple(each.peak[0] for each in by_stage.values()), tuple(peaks_full), tuple(each.peak[0] for each in by_rank)
+    saved, on_rank = (tuple(each.peak[0] for each in counts) for counts in (by_stage.values(), by_rank))
+    return Peaks(saved, on_rank, tuple(recomputed), tuple(deferred))
 
 
 def hold(compact: CompactProgram, rank: int, end: int) -> dict[int, Held]:
@@ -142,13 +167,18 @@ def _count(compact: CompactProgram, rank: int, end: int, by_stage: Mapping[int, 
             num_moves += code in _CHANGE
 
 
-def _count_recomputed(compact: CompactProgram, rank: int, peaks: list[int]) -> None:
+def _count_between(
+    compact: CompactProgram, rank: int, begins: Sequence[int], ends: Sequence[int], peaks: list[int]
+) -> None:
+    """Raise the peak of each stage of a rank to how many microbatches are between two codes. A microbatch that ends
+    without having begun, as a B that is no I, does not count.
+    """
     width = compact.num_microbatches
-    full = dict.fromkeys(compact.stages_of(rank), 0)
+    between = {stage: set() for stage in compact.stages_of(rank)}
     for code, place in zip(compact.codes[rank], compact.places[rank], strict=True):
-        if code == R:
+        if code in begins:
             stage = place // width
-            full[stage] += 1
-            peaks[stage] = max(peaks[stage], full[stage])
-        elif code in (B, W):
-            full[place // width] -= 1
+            between[stage].add(place)
+            peaks[stage] = max(peaks[stage], len(between[stage]))
+        elif code in ends:
+            between[place // width].discard(place)

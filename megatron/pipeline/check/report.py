@@ -15,7 +15,9 @@ class CheckReport:
             their backward, less those evicted, more those accepted, at the worst timing.
         peak_saved_on_rank: per rank, the same over all its stages at once; a microbatch counts once at each of them.
         peak_recomputed_microbatches: per stage, the largest number between their recompute and the end of their
-            backward.
+            backward, or of its input half.
+        peak_deferred_microbatches: per stage, the largest number between the two halves of their backward, I and W, of
+            which a stage holds what W needs. They are among the saved ones.
         peak_waiting_on_rank: per rank, the most activations, or gradients of them, that one of its stages has made and
             another one has not taken yet.
         live_versions: per stage, the largest number of weight versions that are live at once; empty where the program
@@ -40,6 +42,7 @@ class CheckReport:
     peak_saved_microbatches: tuple[int, ...]
     peak_saved_on_rank: tuple[int, ...]
     peak_recomputed_microbatches: tuple[int, ...]
+    peak_deferred_microbatches: tuple[int, ...]
     peak_waiting_on_rank: tuple[int, ...]
     live_versions: tuple[int, ...]
     num_fetches: tuple[int, ...]

@@ -42,6 +42,7 @@ MEMORY = {  # by the part of a memory curve
     "weights": "#7c97c4",
     "gradients": "#8dbb86",
     "activations": "#f2b66d",
+    "deferred": "#cbdf7c",
     "transfers": "#c65b52",
 }
 MOVE_COLOURS = {-1: "#b3261e", +1: "#1456a0"}  # by what the move does to what the evictor saves

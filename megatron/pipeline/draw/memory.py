@@ -20,7 +20,7 @@ def draw_memory(axes: "Axes", timeline: Timeline, curves: Sequence[MemoryCurve])
         foot = rank + 0.45
         times = [*curve.times, max(timeline.end, curve.times[-1])]
         below = [0.0] * len(times)
-        for part in PARTS:
+        for part in (each for each in PARTS if each in curve.parts):
             values = [*curve.parts[part], curve.parts[part][-1]]
             top = [low + value for low, value in zip(below, values, strict=True)]
             if any(values):

@@ -116,6 +116,7 @@ class Word:
         uses_saved: it reads the saved activations of its microbatch, which so have to be at the stage.
         adds_gradients: it adds its microbatch to the gradients of the weights, and ends the backward with that.
         saved: what it does to the number of microbatches that the stage saves: +1 from its start on, -1 at its end.
+        deferred: what it does, at its end, to the number of microbatches between the halves of a split backward.
         of_pair: of a move, that what is saved belongs to the pair stage.
         sends, receives: what a transfer takes to, or from, another stage.
         other_end: of a transfer or a move, the word at the other stage.
@@ -134,6 +135,7 @@ class Word:
     uses_saved: bool = False
     adds_gradients: bool = False
     saved: int = 0
+    deferred: int = 0
     of_pair: bool = False
     sends: Tensor | None = None
     receives: Tensor | None = None
@@ -159,12 +161,12 @@ WORDS: dict[Kind, Word] = {
         awaits=(Kind.FETCH,), colour="green",
     ),
     Kind.BACKWARD_INPUT: Word(
-        name="backward, inputs", lane=Lane.COMPUTE, needs=_B, makes=_B, uses_saved=True, awaits=(Kind.FETCH,),
-        colour="green",
+        name="backward, inputs", lane=Lane.COMPUTE, needs=_B, makes=_B, uses_saved=True, deferred=+1,
+        awaits=(Kind.FETCH,), colour="green",
     ),
     Kind.BACKWARD_WEIGHT: Word(
-        name="backward, weights", lane=Lane.COMPUTE, adds_gradients=True, saved=-1, awaits=(Kind.FETCH,),
-        colour="olive",
+        name="backward, weights", lane=Lane.COMPUTE, adds_gradients=True, saved=-1, deferred=-1,
+        awaits=(Kind.FETCH,), colour="olive",
     ),
     Kind.RECOMPUTE: Word(
         name="recompute", lane=Lane.COMPUTE, uses_saved=True, awaits=(Kind.FETCH, Kind.RELOAD), colour="purple"
@@ -235,6 +237,7 @@ SHARED_REDUCTIONS = kinds(lambda word: word.members in (Members.ENDS, Members.AL
 USES_SAVED = kinds(lambda word: word.uses_saved)
 BEGINS_BACKWARD = kinds(lambda word: word.needs is Tensor.GRADIENT)
 ENDS_BACKWARD = kinds(lambda word: word.adds_gradients)
+HALVES = kinds(lambda word: word.deferred)  # of a split backward
 
 SEND_OF = {WORDS[kind].sends: kind for kind in SENDS}  # by the tensor that is sent
 RECEIVE_OF = {WORDS[kind].receives: kind for kind in RECEIVES}

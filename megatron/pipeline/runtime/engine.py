@@ -229,6 +229,16 @@ class PipelineEngine:
         return self._saved.peak_on_rank
 
     @property
+    def deferred_microbatches_peak(self) -> dict[int, int]:
+        """stage -> the most microbatches that were between I and W at once; they are among the saved ones."""
+        return dict(self._saved.deferred_peaks)
+
+    @property
+    def deferred_bytes_peak(self) -> int:
+        """The most bytes that this rank kept at once between I and W, over all of its stages."""
+        return self._saved.deferred_bytes_peak
+
+    @property
     def saved_activation_bytes_peak(self) -> int | None:
         """The most bytes of activations that this rank saved at once; None where they are not counted."""
         return None if self._activation_memory is None else self._activation_memory.peak_bytes
@@ -301,6 +311,7 @@ class PipelineEngine:
             batches=self.tracer.batches(),
             spans=self.tracer.spans(),
             edges=self.schedule.edges,
+            deferred_bytes=self.tracer.deferred_bytes(),
         )
 
     def close(self) -> None:

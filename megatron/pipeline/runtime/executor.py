@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 from torch import Tensor
 
-from megatron.pipeline.program.instruction import Instruction, Kind
+from megatron.pipeline.program.instruction import HALVES, Instruction, Kind
 from megatron.pipeline.runtime.activations.saved_microbatches import SavedMicrobatches
 from megatron.pipeline.runtime.activations.transfers import ActivationTransfers
 from megatron.pipeline.runtime.contract.stage import (
@@ -26,6 +26,7 @@ from megatron.pipeline.runtime.contract.stage import (
     Microbatch,
     PredictingUpdate,
     RelayUpdate,
+    SplittingStage,
     Stage,
     WeightUpdate,
 )
@@ -81,7 +82,10 @@ class Executor:
         self._batches: dict[int, BatchInfo] = {}
         self._microbatches: dict[int, Microbatch] = {}
         self._with_forwards: set[int] = set()  # batches that have begun
-        self._num_backwards: Counter[int] = Counter()  # of each batch
+        self._with_backwards: set[int] = set()  # batches whose gradients have begun to be added up
+        self._num_backwards: Counter[int] = Counter()  # of each batch, those that have ended
+        self._splitting: set[int] = set()  # stages that know that backwards come in halves
+        self._halfway: set[tuple[int, int]] = set()  # (stage, microbatch) between I and W
         self._accumulating: int | None = None  # the batch that the last backward belonged to
         self._outputs: dict[tuple[int, int], Tensor] = {}
         self._input_grads: dict[tuple[int, int], Tensor] = {}
@@ -97,6 +101,8 @@ class Executor:
             Kind.FORWARD: self._forward,
             Kind.RECOMPUTE: self._recompute,
             Kind.BACKWARD: self._backward,
+            Kind.BACKWARD_INPUT: self._backward_input,
+            Kind.BACKWARD_WEIGHT: self._backward_weights,
             Kind.SEND_B: self._send_input_grad,
             Kind.RECV_B: self._post_receive,
             Kind.REDUCE_GRAD: self._reduce_grad,
@@ -134,7 +140,12 @@ class Executor:
             self._microbatches[index] = Microbatch(index, info.index, position, info.num_microbatches)
 
     def run(self, row: Sequence[Instruction]) -> None:
-        """Execute a row of a training program. What an instruction raises carries that instruction (`annotate`)."""
+        """Execute a row of a training program. What an instruction raises carries that instruction (`annotate`).
+
+        Raises:
+            ValueError: before anything of the row is executed, where a backward is split and its stage cannot.
+        """
+        self._announce_halves(row)
         self._run(self._resolve(row, self._training), tracer=self._tracer)
 
     def run_evaluation(self, row: Sequence[Instruction]) -> None:
@@ -146,6 +157,18 @@ class Executor:
             self._run(self._resolve(row, self._evaluation), tracer=None)
         finally:
             self._microbatches = training_microbatches
+
+    def _announce_halves(self, row: Sequence[Instruction]) -> None:
+        """Tell the stages of the row whose backwards it splits, before their forwards, once."""
+        for index in {each.stage for each in row if each.kind in HALVES} - self._splitting:
+            stage = self._stages[index]
+            if not hasattr(stage, "split_backward"):
+                raise ValueError(
+                    f"the program splits backwards of stage {index} into I and W, and {type(stage).__name__} computes "
+                    "whole ones; give a SplittingStage, such as ModuleStage, or a schedule without I and W"
+                )
+            stage.split_backward()
+            self._splitting.add(index)
 
     def settle(self) -> None:
         """Nothing is in flight any more: let go of what was kept for later microbatches."""
@@ -254,22 +277,54 @@ class Executor:
         stage.recompute(self._microbatches[instruction.microbatch])
 
     def _backward(self, instruction: Instruction) -> None:
-        index = instruction.stage
-        stage = self._stages[index]
-        microbatch = self._microbatches[instruction.microbatch]
-        if microbatch.batch != self._accumulating:
-            self._accumulate_for(microbatch.batch)
+        stage, microbatch = self._begin_backward(instruction)
+        self._finish_load(stage, instruction)
+        input_grad = stage.backward(microbatch, self._output_grad_of(stage, instruction))
+        self._end_graph(instruction)
+        self._end_backward(stage.index, microbatch)
+        self._hand_back(instruction, input_grad)
+
+    def _backward_input(self, instruction: Instruction) -> None:
+        stage, microbatch = self._begin_backward(instruction)
+        self._finish_load(stage, instruction)
+        input_grad = stage.backward_input(microbatch, self._output_grad_of(stage, instruction))
+        self._end_graph(instruction)
+        self._saved.defer(stage.index, microbatch.index, stage.deferred_bytes(microbatch))
+        self._trace_deferred()
+        self._halfway.add((stage.index, microbatch.index))
+        self._hand_back(instruction, input_grad)
+
+    def _backward_weights(self, instruction: Instruction) -> None:
+        stage, microbatch = self._begin_backward(instruction)
+        stage.backward_weights(microbatch)
+        self._saved.end_deferred(stage.index, microbatch.index)
+        self._trace_deferred()
+        self._halfway.remove((stage.index, microbatch.index))
+        self._end_backward(stage.index, microbatch)
+
+    def _begin_backward(self, instruction: Instruction) -> tuple[Stage | SplittingStage, Microbatch]:
+        """The stage and the microbatch of a backward, whole or half, whose gradients and weights are shown now."""
+        stage, microbatch = self._stages[instruction.stage], self._microbatches[instruction.microbatch]
+        self._accumulate_for(stage.index, microbatch.batch)
         if self._lanes is not None:
             self._wait_for_lanes(instruction)
-            self._update.accumulate(index)
-        self._finish_load(stage, instruction)
+            self._update.accumulate(stage.index)
         stage.load_version(instruction.version)
-        input_grad = stage.backward(microbatch, self._output_grad_of(stage, instruction))
-        self._num_backwards[microbatch.batch] += 1
-        self._saved.remove(index)
+        return stage, microbatch
+
+    def _trace_deferred(self) -> None:
+        if self._tracer is not None:
+            self._tracer.record_deferred(self._saved.deferred_bytes)
+
+    def _end_graph(self, instruction: Instruction) -> None:
+        """What was saved in full is read no longer."""
         if self._transfers is not None:
-            self._transfers.end_backward(index, instruction.microbatch)
-        self._hand_back(instruction, input_grad)
+            self._transfers.end_backward(instruction.stage, instruction.microbatch)
+
+    def _end_backward(self, stage: int, microbatch: Microbatch) -> None:
+        """A whole one, or both halves."""
+        self._saved.remove(stage)
+        self._num_backwards[microbatch.batch] += 1
 
     def _output_grad_of(self, stage: Stage, instruction: Instruction) -> Tensor | None:
         """What a backward needs, of the next stage."""
@@ -289,11 +344,14 @@ class Executor:
         if input_grad is not None:
             self._input_grads[instruction.stage, instruction.microbatch] = input_grad
 
-    def _accumulate_for(self, batch: int) -> None:
+    def _accumulate_for(self, stage: int, batch: int) -> None:
         """Have the backwards that follow add to the gradients of `batch`, which others may have interrupted."""
-        if self._num_backwards[batch]:
+        if batch == self._accumulating:
+            return
+        if batch in self._with_backwards:
             self._update.resume_backward(self._batches[batch])
         else:
+            self._with_backwards.add(batch)
             self._update.begin_backward(self._batches[batch])
         self._accumulating = batch
 
@@ -395,7 +453,20 @@ class Executor:
 
     def _num_done(self, instruction: Instruction) -> int:
         """How many backwards are done of the batch that leads to the instruction's version."""
+        self._require_whole(instruction, instruction.version - 1)
         return self._num_backwards[instruction.version - 1]
+
+    def _require_whole(self, instruction: Instruction, batch: int) -> None:
+        """Gradients are read that some microbatches of the batch may have been added to in part."""
+        stage = instruction.stage
+        halfway = sorted(
+            index for at, index in self._halfway if at == stage and self._microbatches[index].batch == batch
+        )
+        if halfway:
+            raise ValueError(
+                f"{instruction} reads what microbatches have added to the gradients of batch {batch}, and of "
+                f"{', '.join(map(str, halfway))} there is I without W; place W before it"
+            )
 
     def _hold(self, instruction: Instruction) -> None:
         self._update.hold(instruction.version, self._num_done(instruction))
@@ -415,6 +486,7 @@ class Executor:
     def _forget_batch(self, batch: int) -> None:
         info = self._batches.pop(batch)
         self._with_forwards.discard(batch)
+        self._with_backwards.discard(batch)
         del self._num_backwards[batch]
         first = next(index for index, microbatch in self._microbatches.items() if microbatch.batch == batch)
         for index in range(first, first + info.num_microbatches):

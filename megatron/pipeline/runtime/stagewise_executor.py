@@ -16,6 +16,7 @@ class StagewiseExecutor(GraphExecutor):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._begun: dict[int, int] = {}  # stage -> the batch of its last backward
+        self._with_gradients: set[tuple[int, int]] = set()  # stages and batches whose gradients have begun
         self._begun_forward: dict[int, int] = {}  # the same of its last forward
         self._num_stepped: Counter[int] = Counter()  # version -> stages
 
@@ -23,6 +24,7 @@ class StagewiseExecutor(GraphExecutor):
         if instruction.horizon:
             stage.load_ahead(instruction.version, instruction.horizon)
         elif instruction.unstepped:
+            self._require_whole(instruction, instruction.version)
             stage.load_provisional(instruction.version, instruction.unstepped)
         else:
             stage.load_version(instruction.version)
@@ -31,18 +33,22 @@ class StagewiseExecutor(GraphExecutor):
             self._begun_forward[stage.index] = batch
             self._update.of_stage(stage.index).begin_forward(self._batches[batch], instruction.version)
 
-    def _backward(self, instruction: Instruction) -> None:
-        stage, batch = instruction.stage, self._microbatches[instruction.microbatch].batch
-        if self._begun.get(stage) != batch:
-            self._begun[stage] = batch
-            self._update.of_stage(stage).begin_backward(self._batches[batch])
-        self._accumulating = batch
-        super()._backward(instruction)
+    def _accumulate_for(self, stage: int, batch: int) -> None:
+        if self._begun.get(stage) == batch:
+            return
+        update, info = self._update.of_stage(stage), self._batches[batch]
+        if (stage, batch) in self._with_gradients:
+            update.resume_backward(info)
+        else:
+            self._with_gradients.add((stage, batch))
+            update.begin_backward(info)
+        self._begun[stage] = batch
 
     def _step(self, instruction: Instruction) -> None:
         stage, version = instruction.stage, instruction.version
         self._late_chain.raise_error()
         self._update.of_stage(stage).step(version)
+        self._with_gradients.discard((stage, version - 1))
         self._newest[stage] = version
         self._num_stepped[version] += 1
         if self._num_stepped[version] == len(self._stages):

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megatron.pipeline.program.extent import Extent
-from megatron.pipeline.program.instruction import Kind
+from megatron.pipeline.program.instruction import Kind, Row
 from megatron.pipeline.program.periodic import PeriodicProgram
 from megatron.pipeline.program.program import Program, shifted_row
 from megatron.pipeline.schedules.order import Order
@@ -78,6 +78,12 @@ def build_evaluation(
         segments = [forwards]
         segments_of_rank.append(add_residency(segments, extent) if extent.residency else segments)
     return ProgramInSegments.join(extent, add_communication(segments_of_rank, extent)).program
+
+
+def computations_of(schedule: Schedule, order: Order, rank: int, batches: Sequence[int]) -> Row:
+    """The order of a rank in a program of batches that the schedule takes."""
+    segments = _order_segments(order, rank, _extent(schedule, order, batches))
+    return tuple(each for segment in segments for each in segment)
 
 
 # --- parts

@@ -25,6 +25,7 @@ class Order(ABC):
         interleaves: the order knows what to do with several stages on a rank.
         follows_edges: the order goes by the edges between stages, whichever these are.
         merges: the order is for the stages of any placement, one batch at a time.
+        virtual_stages: how many stages each rank has, where the order is for one number of them (and for one stage).
         relays: a rank takes a whole batch through one of its stages before it turns to the next, up and down again.
         num_stages: of the whole pipeline.
         graph: the stages with their edges; default: a chain.
@@ -42,6 +43,7 @@ class Order(ABC):
     follows_edges: ClassVar[bool] = False
     merges: ClassVar[bool] = False
     relays: ClassVar[bool] = False
+    virtual_stages: ClassVar[int | None] = None
 
     def __init__(
         self,
@@ -117,3 +119,11 @@ def forward(stage: int, microbatch: int) -> Instruction:
 
 def backward(stage: int, microbatch: int) -> Instruction:
     return Instruction(Kind.BACKWARD, stage, microbatch)
+
+
+def backward_input(stage: int, microbatch: int) -> Instruction:
+    return Instruction(Kind.BACKWARD_INPUT, stage, microbatch)
+
+
+def backward_weight(stage: int, microbatch: int) -> Instruction:
+    return Instruction(Kind.BACKWARD_WEIGHT, stage, microbatch)

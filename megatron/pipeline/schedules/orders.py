@@ -12,12 +12,16 @@ from megatron.pipeline.schedules.one_f_one_b import OneForwardOneBackward
 from megatron.pipeline.schedules.order import Order
 from megatron.pipeline.schedules.placements import PLACEMENTS
 from megatron.pipeline.schedules.relay import Relay
+from megatron.pipeline.schedules.zero_bubble_h1 import ZeroBubbleH1
+from megatron.pipeline.schedules.zero_bubble_v import ZeroBubbleV
 
 ORDERS: dict[str, type[Order]] = {
     "gpipe": GPipe,
     "1f1b": OneForwardOneBackward,
     "interleaved": Interleaved,
     "relay": Relay,
+    "zb-h1": ZeroBubbleH1,
+    "zbv": ZeroBubbleV,
     "async": Asynchronous,
     "merged-gpipe": MergedGPipe,
     "merged-1f1b": MergedOneForwardOneBackward,
@@ -66,6 +70,13 @@ class Preset:
         """Whether ranks have several stages."""
         return ORDERS[self.order].interleaves
 
+    @property
+    def virtual_stages(self) -> int | None:
+        """How many stages a rank has, where there is one number that the order takes."""
+        if self.order not in ORDERS:
+            return None
+        return ORDERS[self.order].virtual_stages if self.interleaves else 1
+
 
 PRESETS: dict[str, Preset] = {
     "gpipe": Preset("gpipe", "flush"),
@@ -74,5 +85,7 @@ PRESETS: dict[str, Preset] = {
     "pipedream": Preset("1f1b", "stash"),
     "interleaved": Preset("interleaved", "flush"),
     "bpipe": Preset("1f1b", "flush", balance=True),
+    "zb-h1": Preset("zb-h1", "flush"),
+    "zbv": Preset("zbv", "flush", placement="v"),
     "l2l": Preset("relay", "flush", recompute=True, residency=Residency()),
 }

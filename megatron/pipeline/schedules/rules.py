@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from megatron.pipeline.schedules.order import Order
 from megatron.pipeline.schedules.orders import ORDERS
 from megatron.pipeline.schedules.placements import round_robin
+from megatron.pipeline.schedules.split import splits_backward
 
 if TYPE_CHECKING:
     from megatron.pipeline.schedules.schedule import Schedule
@@ -93,6 +94,7 @@ def validate_choices(schedule: Schedule, order: Order) -> None:
         )
     if schedule.residency is not None:
         _validate_residency(schedule, order)
+    _validate_halves(schedule, order)
     if not schedule.weights.predicts and (schedule.provisional_microbatches is not None or schedule.reduce_partial):
         raise ValueError(
             f"weights {schedule.weights.name} predict nothing, so nothing is read for it; drop "
@@ -221,12 +223,33 @@ def _validate_residency(schedule: Schedule, order: Order) -> None:
         )
 
 
+def _validate_halves(schedule: Schedule, order: Order) -> None:
+    """What does not go with backwards in halves; an order is asked for its rows only where it matters."""
+    weights = schedule.name_of_weights
+    for is_asked, what, why in (
+        (schedule.balance, "balance", "moves what a whole backward needs, of which an I leaves another part"),
+        (schedule.weights.updates_alone, weights, "steps at each stage right behind a microbatch's backward"),
+        (schedule.weights.predicts, weights, "reads gradients before a W that is late has added to them"),
+        (schedule.residency is not None, "weights on the host", "leave with their gradients, before a W that is late"),
+        (bool(schedule.num_frozen), "a frozen prefix", "is for backwards that are computed whole"),
+    ):
+        if is_asked and splits_backward(order):
+            raise ValueError(
+                f"{schedule.order} computes backwards in halves, I and W, and {what} {why}; drop it, or use order 1f1b"
+            )
+
+
 def _in_turn(schedule: Schedule) -> tuple[int, ...]:
     return round_robin(schedule.num_ranks, schedule.num_virtual_stages)
 
 
 def _validate_virtual_stages(schedule: Schedule, order: Order) -> None:
     interleaves, group = order.interleaves, schedule.microbatch_group_size
+    if order.virtual_stages is not None and schedule.num_virtual_stages not in (1, order.virtual_stages):
+        raise ValueError(
+            f"{schedule.order} has {order.virtual_stages} stages on each rank, not {schedule.num_virtual_stages}; make "
+            f"num_virtual_stages {order.virtual_stages}"
+        )
     if schedule.num_virtual_stages > 1 and not interleaves:
         raise ValueError(
             f"{schedule.order} has one stage on each rank, not {schedule.num_virtual_stages}; use order interleaved, "

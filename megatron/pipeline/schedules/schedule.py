@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from megatron.pipeline.program.edges import Edge, StageGraph
+from megatron.pipeline.program.instruction import Row
 from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.program.move_order import Pairs
 from megatron.pipeline.program.periodic import PeriodicProgram
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.program.stages import stages_by_rank, stages_of
 from megatron.pipeline.program.weight_policies import WeightPolicy, predicting, weight_policy
-from megatron.pipeline.schedules.building import build_evaluation, build_in_segments, build_periodic
+from megatron.pipeline.schedules.building import build_evaluation, build_in_segments, build_periodic, computations_of
 from megatron.pipeline.schedules.frozen import BehindFrozen, frozen_chain
 from megatron.pipeline.schedules.order import Order
 from megatron.pipeline.schedules.orders import MERGED, ORDERS, PRESETS
@@ -24,6 +25,7 @@ from megatron.pipeline.schedules.placements import rank_of_stage, round_robin, v
 from megatron.pipeline.schedules.rules import validate_choices, validate_frozen, validate_predictions
 from megatron.pipeline.schedules.saved import SavedBounds
 from megatron.pipeline.schedules.segments import ProgramInSegments
+from megatron.pipeline.schedules.split import splits_backward
 from megatron.pipeline.schedules.stream import ProgramStream
 from megatron.pipeline.schedules.unread import unread
 
@@ -33,7 +35,7 @@ class Schedule:
     """What to build programs from. Equal schedules build equal programs.
 
     Attributes:
-        order: a name in `ORDERS`: `gpipe`, `1f1b`, `interleaved` or `relay`.
+        order: a name in `ORDERS`: `gpipe`, `1f1b`, `interleaved`, `relay`, `zb-h1`, `zbv`, ...
         weights: the weight policy, or its name in `POLICIES`.
         num_stages: stages of the whole pipeline, over all ranks, as in `Program`.
         num_virtual_stages: stages on each rank, Megatron's v (orders that interleave only). Where `rank_of_stage` is
@@ -115,8 +117,8 @@ class Schedule:
 
     @classmethod
     def preset(cls, name: str, *, num_stages: int, predict: bool = False, **choices: object) -> "Schedule":
-        """The schedule of that name in `PRESETS`: gpipe, flush, 2bw, pipedream, interleaved, bpipe, l2l or a registered
-        one.
+        """The schedule of that name in `PRESETS`: gpipe, flush, 2bw, pipedream, interleaved, bpipe, zb-h1, zbv,
+        l2l or a registered one. Stages on a rank are as many as its order is for, if that is one number.
 
         `predict`: with predicted weights, which go with 2bw's and with stale ones.
 
@@ -125,7 +127,10 @@ class Schedule:
         """
         if name not in PRESETS:
             raise ValueError(f"there is no schedule {name!r}; choose from {', '.join(PRESETS)}")
-        preset, num_virtual_stages = PRESETS[name], choices.get("num_virtual_stages", 1)
+        preset = PRESETS[name]
+        if choices.get("rank_of_stage") is None and preset.virtual_stages is not None:
+            choices.setdefault("num_virtual_stages", preset.virtual_stages)
+        num_virtual_stages = choices.get("num_virtual_stages", 1)
         order = preset.order
         placement, num_frozen = choices.get("rank_of_stage"), choices.get("num_frozen")
         if placement and len(placement) > len(set(placement)) and not num_frozen:
@@ -223,6 +228,11 @@ class Schedule:
         """
         return self._saved.evicting_ranks(batches)
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether backwards are computed in halves, I and W."""
+        return splits_backward(self._order)
+
     def recomputes(self, stage: int) -> bool:
         """Whether backwards at the stage are preceded by a recompute."""
         return self.recompute and self._order.recomputes(stage)
@@ -287,6 +297,10 @@ class Schedule:
         for num_microbatches in batches:
             self.validate(num_microbatches)
         return build_in_segments(self, self._order, batches, first_batch, first_microbatch)
+
+    def computations(self, rank: int, batches: Sequence[int]) -> Row:
+        """What a rank computes of batches of these sizes, in its order: the program without what the passes add."""
+        return computations_of(self, self._order, rank, batches)
 
     def build_periodic(self, num_microbatches: int) -> PeriodicProgram:
         """The run from batch 0 on of any number of batches of this size."""

@@ -22,7 +22,8 @@ class Costs:
     Attributes:
         forward, backward: of one microbatch through one stage. The paper's figures take a backward for twice a
             forward.
-        backward_input: the input half of a split backward; default half of `backward`. The weight half is the rest.
+        backward_input, backward_weight: the halves of a split backward, I and W. By default the one is half of
+            `backward`, and the other the rest; both together may take longer than a whole one.
         recompute: default as long as a forward.
         step: the optimizer step of a stage; the STEP of a rank with several stages takes their sum.
         predict: the provisional step of a stage; default as long as `step`.
@@ -48,6 +49,7 @@ class Costs:
     forward: PerStage = 1.0
     backward: PerStage = 2.0
     backward_input: PerStage | None = None
+    backward_weight: PerStage | None = None
     recompute: PerStage | None = None
     step: PerStage = 0.0
     predict: PerStage | None = None
@@ -76,13 +78,7 @@ class Costs:
                 positive.
         """
         backward = spread("backward", self.backward, num_stages)
-        half = (
-            [time / 2 for time in backward]
-            if self.backward_input is None
-            else spread("backward_input", self.backward_input, num_stages)
-        )
-        if any(part > whole for part, whole in zip(half, backward, strict=True)):
-            raise ValueError("backward_input is a part of backward, so it cannot be longer; give a smaller one")
+        of_input, of_weight = self._halves(backward)
         forward = spread("forward", self.forward, num_stages)
         evict = spread("evict", self.evict, num_stages)
         load = evict if self.load is None else spread("load", self.load, num_stages)
@@ -90,8 +86,8 @@ class Costs:
         return {
             Kind.FORWARD: forward,
             Kind.BACKWARD: backward,
-            Kind.BACKWARD_INPUT: half,
-            Kind.BACKWARD_WEIGHT: [whole - part for part, whole in zip(half, backward, strict=True)],
+            Kind.BACKWARD_INPUT: of_input,
+            Kind.BACKWARD_WEIGHT: of_weight,
             Kind.RECOMPUTE: forward if self.recompute is None else spread("recompute", self.recompute, num_stages),
             Kind.EVICT: evict,
             Kind.LOAD: load,
@@ -110,6 +106,21 @@ class Costs:
             Kind.UPDATE: spread("update", self.update, num_stages),
             Kind.REDUCE_PARTIAL_EMBED: spread("reduce_embed", self.reduce_embed, num_stages),
         }
+
+    def _halves(self, backward: list[float]) -> tuple[list[float], list[float]]:
+        """What I and W take. One that is not given is the rest of the backward, and neither a half of it each."""
+        given = {
+            name: spread(name, value, len(backward))
+            for name in ("backward_input", "backward_weight")
+            if (value := getattr(self, name)) is not None
+        }
+        if len(given) == 2:
+            return given["backward_input"], given["backward_weight"]
+        name, part = next(iter(given.items()), ("backward_input", [time / 2 for time in backward]))
+        rest = [whole - each for each, whole in zip(part, backward, strict=True)]
+        if min(rest, default=0.0) < 0:
+            raise ValueError(f"{name} is a part of backward, so it cannot be longer; give a smaller one, or both parts")
+        return (part, rest) if name == "backward_input" else (rest, part)
 
     def edges(self, num_edges: int) -> tuple[list[float], list[float], list[float]]:
         """Per edge: seconds that an activation occupies it, that a gradient does, and latency. Raises as `seconds`."""

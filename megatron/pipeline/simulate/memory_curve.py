@@ -5,6 +5,8 @@ a timeline, simulated or measured, so that one sees when memory is short and wha
 
 - activations: of each microbatch from the start of its forward, or of its LOAD, ACCEPT or RELOAD, to the end of its
   backward (of its weight half, where it is split), or of its EVICT, RETURN or OFFLOAD;
+- deferred: where it is said how much the weight half of a split backward needs, that is held in place of the
+  activations from the end of the input half on;
 - weights: a buffer for each version that the weight policy keeps. A STEP, or under a policy that predicts a PREDICT,
   writes its version into one that is free, or takes another; buffers are kept, as in the runtime. The true weights
   beside predicted ones are the optimizer's masters; where it has none, one more version belongs to its state;
@@ -39,7 +41,7 @@ from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.pipeline.simulate.costs import PerStage, spread
 from megatron.pipeline.simulate.timeline import Timeline
 
-PARTS = ("optimizer", "weights", "gradients", "activations", "transfers")
+PARTS = ("optimizer", "weights", "gradients", "activations", "deferred", "transfers")
 _Event = tuple[float, float]  # when, how many bytes more
 
 
@@ -49,6 +51,7 @@ class MemorySizes:
 
     Attributes:
         activations: that a stage saves of one microbatch.
+        deferred: that it holds of one between the halves of a split backward; None: its activations.
         weights: of one version of a stage's weights.
         gradients: of one buffer of a stage's gradients.
         tied_gradients: of the part of it that is the tied embeddings', at the first and the last stage.
@@ -57,6 +60,7 @@ class MemorySizes:
     """
 
     activations: PerStage = 0.0
+    deferred: PerStage | None = None
     weights: PerStage = 0.0
     gradients: PerStage = 0.0
     tied_gradients: PerStage = 0.0
@@ -66,7 +70,8 @@ class MemorySizes:
 
 @dataclass(frozen=True)
 class MemoryCurve:
-    """Bytes that a rank holds: `parts[name][i]` from `times[i]` on, for each name in `PARTS`. Times ascend."""
+    """Bytes that a rank holds: `parts[name][i]` from `times[i]` on, for each name in `PARTS`; `deferred` only where it
+    has a size. Times ascend."""
 
     times: tuple[float, ...]
     parts: dict[str, tuple[float, ...]]
@@ -96,7 +101,8 @@ def memory_curves(timeline: Timeline, sizes: MemorySizes, weights: WeightPolicy)
     """
     num_stages = timeline.num_stages
     counts = dict.fromkeys((*PARTS, "tied_gradients"), num_stages) | {"transfers": len(timeline.graph.edges)}
-    by_stage = {name: spread(name, getattr(sizes, name), count) for name, count in counts.items()}
+    given = {name: value for name in counts if (value := getattr(sizes, name)) is not None}
+    by_stage = {name: spread(name, value, counts[name]) for name, value in given.items()}
     start = timeline.start  # it looks at all spans
     return tuple(_RankEvents(timeline, start, rank, by_stage, weights).curve() for rank in range(timeline.num_ranks))
 
@@ -122,11 +128,14 @@ class _RankEvents:
             }
         events = staying | {
             "activations": list(self._activations()),
+            "deferred": list(self._deferred()) if "deferred" in self.sizes else [],
             "transfers": list(self._transfers()),
         }
         times = sorted({time for part in events.values() for time, _ in part})
         parts = {}
         for name in PARTS:
+            if name == "deferred" and name not in self.sizes:
+                continue
             changes = dict.fromkeys(times, 0.0)  # at one time, what is freed makes room for what is taken
             for time, change in events[name]:
                 changes[time] += change
@@ -223,12 +232,19 @@ class _RankEvents:
         return events
 
     def _activations(self) -> Iterator[_Event]:
-        sizes = self.sizes["activations"]
+        """Where a backward is split, and it is said what is deferred, its first half frees them."""
+        sizes, defers = self.sizes["activations"], "deferred" in self.sizes
         for each, start, end in self.spans:
             word = WORDS[each.kind]
-            if word.saved and not self.timeline.graph.is_forward_only(each.stage):
+            saved = -max(word.deferred, 0) if word.deferred and defers else word.saved
+            if saved and not self.timeline.graph.is_forward_only(each.stage):
                 stage = self.timeline.pairs.of_stage(each.stage) if word.of_pair else each.stage
-                yield start if word.saved > 0 else end, word.saved * sizes[stage]
+                yield start if saved > 0 else end, saved * sizes[stage]
+
+    def _deferred(self) -> Iterator[_Event]:
+        for each, _, end in self.spans:
+            if change := WORDS[each.kind].deferred:
+                yield end, change * self.sizes["deferred"][each.stage]
 
     def _transfers(self) -> Iterator[_Event]:
         sizes, posted, now = self.sizes["transfers"], Counter(), self.start

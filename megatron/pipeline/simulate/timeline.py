@@ -237,6 +237,11 @@ class Timeline:
         """The same over all stages of a rank, or these of them; a microbatch counts once at each."""
         return self._saved(rank, set(self.stages_of(rank) if stages is None else stages))
 
+    def peak_deferred_microbatches(self, stage: int) -> int:
+        """The most that are between the halves of a split backward, from the start of I to the end of W."""
+        row = self.rows[self.rank_of_stage[stage]]
+        return max(accumulate((WORDS[each.kind].deferred for each in row if each.stage == stage), initial=0))
+
     def peak_saved_microbatches(self, stage: int) -> int:
         return max((count for _, count in self.saved_microbatches(stage)), default=0)
 

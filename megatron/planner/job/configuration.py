@@ -161,6 +161,11 @@ class Configuration:
         preset = PRESETS[self.schedule]
         return replace(preset, balance=True) if self.balance else preset
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the schedule computes backwards in halves. Raises ValueError as `pipeline_schedule`."""
+        return self.pipeline_schedule(tied_embeddings=False).splits_backward
+
     def pipeline_schedule(self, *, tied_embeddings: bool) -> Schedule:
         """The schedule whose programs would run. Raises ValueError where the choices do not go together."""
         return Schedule.preset(

@@ -51,6 +51,10 @@ class Software:
     overlaps_gradients: bool = False
     own_communicators: bool = False
 
+    def of(self, configuration: Configuration) -> "Software":
+        """What trains a configuration: this, unless its schedule takes other layers."""
+        return self
+
     def activation_setting(self, configuration: Configuration) -> ActivationSetting:
         return ActivationSetting(
             tensor=configuration.tensor,

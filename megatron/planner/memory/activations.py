@@ -143,6 +143,20 @@ class Activations:
             total = (full - self._layer(recompute.modules)) * (num_layers > 0)
         return total + is_last * self.logits_gradient
 
+    def deferred(self, num_layers: float, *, is_first: bool, is_last: bool) -> float:
+        """What a stage keeps of a microbatch between the halves of a split backward, for the weights' gradients: the
+        inputs of the linears of its layers and of the output layer, and the gradients of their outputs."""
+        shape, setting = self.shape, self.setting
+        h, e, gate = shape.hidden_size, setting.element_bytes, 2 if shape.gated else 1
+        shared = 2 * h  # inputs of the layers that are cut by columns, which W gathers
+        gathered = 2 * h  # gradients behind the layers that are cut by rows
+        split = (shape.query_width + shape.ffn_hidden_size) + (
+            shape.query_width + 2 * shape.key_width + gate * shape.ffn_hidden_size
+        )
+        layer = e * (shared / self._shared + gathered + split / setting.tensor)
+        head = e * (h / self._shared + shape.output_rows / setting.tensor)
+        return self.tokens * (num_layers * layer + is_last * head)
+
     # --- parts
 
     @property

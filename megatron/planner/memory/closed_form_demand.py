@@ -18,7 +18,9 @@ from megatron.pipeline.schedules.interleaved import Interleaved
 from megatron.pipeline.schedules.one_f_one_b import OneForwardOneBackward
 from megatron.pipeline.schedules.order import Order
 from megatron.pipeline.schedules.relay import Relay
-from megatron.planner.memory.demand import Demand
+from megatron.pipeline.schedules.zero_bubble_h1 import ZeroBubbleH1
+from megatron.pipeline.schedules.zero_bubble_v import ZeroBubbleV
+from megatron.planner.memory.demand import Demand, Moment, moments_of
 
 
 def _of_both(schedule: Schedule, rank: int) -> int:
@@ -34,10 +36,12 @@ def _of_turns(schedule: Schedule, rank: int) -> int:
 
 RECEIVES: dict[type[Order], Callable[[Schedule, int], int]] = {
     GPipe: _of_both, OneForwardOneBackward: _of_turns, Interleaved: _of_turns, Relay: _of_turns,
+    ZeroBubbleH1: _of_turns, ZeroBubbleV: _of_turns,
 }  # fmt: skip
 """Class of an order whose demand has a closed form -> how many receives a rank has posted ahead at once.
 
-The order's `max_in_flight` has to be reached. Others are read off proved programs (proved_demand.py).
+The order's `max_in_flight` has to be reached; where it splits backwards, what waits for W is read off its rows. Others
+are read off proved programs (proved_demand.py).
 """
 
 
@@ -105,7 +109,16 @@ def _demand(schedule: Schedule, num_microbatches: int, holds: tuple[bool, ...]) 
         evicts=tuple(rank in evicting for rank in range(num_ranks)),
         accepts=tuple(rank in accepting for rank in range(num_ranks)),
         boundaries=_boundaries(schedule, num_microbatches),
+        moments=_moments(schedule, num_microbatches),
     )
+
+
+def _moments(schedule: Schedule, num_microbatches: int) -> tuple[tuple[Moment, ...], ...]:
+    if not schedule.splits_backward:
+        return ()
+    batches = (num_microbatches,) * (1 if schedule.weights.drains else 3)
+    rows = (schedule.computations(rank, batches) for rank in range(schedule.num_ranks))
+    return tuple(moments_of(row, schedule.stages_of(rank)) for rank, row in enumerate(rows))
 
 
 def _boundaries(schedule: Schedule, num_microbatches: int) -> tuple[int, ...]:

@@ -4,10 +4,16 @@ It is read off proved programs (proved_demand.py), follows from the schedule (cl
 the two is right and takes less (schedule_demand.py).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from operator import ge
 
+from megatron.pipeline.program.instruction import BEGINS_BACKWARD, ENDS_BACKWARD, Instruction, Kind
 from megatron.pipeline.program.stages import stages_of
+
+Moment = tuple[int, ...]
+"""What a rank holds at once: of each of its stages, ascending, the microbatches between F and the end of B or I, and
+then of each those between I and the end of W."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +34,8 @@ class Demand:
         evicts, accepts: by rank, whether activations move away from it, or to it.
         boundaries: by rank, where weights live on the host: tensors between stages on the device, which wait for
             another stage of the rank or for their recompute; else empty.
+        moments: by rank, where backwards are split: the moments of which no other one holds at least as much of
+            everything. Else empty.
         num_frozen: stages in front that are frozen: they keep weights alone.
         unread: by rank: outputs of a frozen stage that the next rank has not read.
     """
@@ -45,6 +53,7 @@ class Demand:
     evicts: tuple[bool, ...]
     accepts: tuple[bool, ...]
     boundaries: tuple[int, ...] = ()
+    moments: tuple[tuple[Moment, ...], ...] = ()
     num_frozen: int = 0
     unread: tuple[int, ...] = ()
 
@@ -61,7 +70,53 @@ def most(demands: Iterable[Demand]) -> Demand:
     first, *others = demands
     for other in others:
         assert (other.rank_of_stage, other.num_frozen) == (first.rank_of_stage, first.num_frozen)
-        names = [field.name for field in fields(Demand) if field.name != "num_frozen"]
+        names = [field.name for field in fields(Demand) if field.name not in ("num_frozen", "moments")]
         largest = {name: tuple(map(max, getattr(first, name), getattr(other, name))) for name in names}
-        first = Demand(**largest, num_frozen=first.num_frozen)
+        first = Demand(**largest, moments=_moments_of_both(first, other), num_frozen=first.num_frozen)
     return first
+
+
+def _moments_of_both(first: Demand, other: Demand) -> tuple[tuple[Moment, ...], ...]:
+    """Of a demand without any, what its stages save, all at once."""
+    if not (first.moments or other.moments):
+        return ()
+    found = []
+    for rank in range(first.num_ranks):
+        of_rank: list[Moment] = []
+        for each in (first, other):
+            stages = each.stages_of(rank)
+            saved = *(each.saved_microbatches[stage] for stage in stages), *(0 for _ in stages)
+            of_rank += each.moments[rank] if each.moments else [saved]
+        found.append(largest_moments(of_rank))
+    return tuple(found)
+
+
+def largest_moments(moments: Iterable[Moment]) -> tuple[Moment, ...]:
+    """Those of which no other one holds at least as much of everything, in order."""
+    found: list[Moment] = []
+    for moment in dict.fromkeys(moments):
+        if not any(all(map(ge, other, moment)) for other in found):
+            found = [other for other in found if not all(map(ge, moment, other))]
+            found.append(moment)
+    return tuple(sorted(found))
+
+
+def moments_of(row: Iterable[Instruction], stages: Sequence[int]) -> tuple[Moment, ...]:
+    """See `Demand.moments`: those of a rank with these stages. What a computation frees counts until its end, and what
+    it leaves from then on.
+    """
+    count = len(stages)
+    whole = {stage: place for place, stage in enumerate(stages)}
+    held, found = [0] * (2 * count), []
+    for each in row:
+        if each.kind is Kind.FORWARD:
+            held[whole[each.stage]] += 1
+            continue
+        begins, ends = each.kind in BEGINS_BACKWARD, each.kind in ENDS_BACKWARD
+        if begins or ends:
+            found.append(tuple(held))
+        if begins:
+            held[whole[each.stage]] -= 1
+        if begins != ends:
+            held[whole[each.stage] + count] += 1 if begins else -1
+    return largest_moments(found)

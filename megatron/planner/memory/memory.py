@@ -9,6 +9,7 @@ context and other communicators hold, is not.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from operator import mul
 
 from megatron.pipeline.program.move_order import Pairs
 from megatron.pipeline.program.stages import stages_by_rank
@@ -39,6 +40,8 @@ class MemoryParts:
         gradients: all gradient buffers, and copies that predictions read.
         optimizer: masters, FP32 copies of gradients, moments.
         activations: saved microbatches, those accepted from the pair included; on the last stage with their logits.
+            Where backwards are split, at the moment at which these and `deferred` take most together.
+        deferred: of microbatches between I and W, what W needs; 0 where backwards are whole.
         workspace: what a backward recomputes, and the gradient of the logits; or what a prediction copies, if it is
             more.
         transfers: activations and gradients that arrive or leave, and one evicted microbatch while it is copied.
@@ -52,6 +55,7 @@ class MemoryParts:
     workspace: float
     transfers: float
     communicators: float = 0.0
+    deferred: float = 0.0
 
     @property
     def total(self) -> float:
@@ -110,6 +114,7 @@ def estimate_memory(
     activations = Activations(shape, setting)
     parameters = stage_parameters(shape, setting.tensor, layers)
     saved, workspace = by_stage(activations.saved, layers), by_stage(activations.workspace, layers)
+    deferred = by_stage(activations.deferred, layers)
     boundary = activations.boundary
     one_layer = activations.workspace(1, is_first=False, is_last=False)  # at once in a forward that saves nothing
     embedding = shape.vocabulary_size // setting.tensor * shape.hidden_size
@@ -135,13 +140,17 @@ def estimate_memory(
         if demand.predicts[rank]:
             ends = {"is_first": 0 in stages, "is_last": len(layers) - 1 in stages}
             copies = state.prediction(count, largest=largest_parameter(shape, setting.tensor, **ends))
+        whole, between = _saved_on_rank(rank, saved, demand), 0.0
+        if demand.moments:
+            whole, between = _together_on_rank(rank, saved, deferred, demand)
         parts = MemoryParts(
             weights=state.weights(count, num_versions=versions, predicts=demand.predicts[rank])
             + frozen * state.weight_bytes,
             gradients=state.gradients(count, num_buffers=buffers + demand.held_gradients[rank])
             + state.gradients(embedding, num_buffers=demand.held_embeddings[rank]),
             optimizer=state.optimizer(count, num_versions=versions),
-            activations=_saved_on_rank(rank, saved, demand),
+            activations=whole,
+            deferred=between,
             workspace=max(copies, in_a_forward, *(workspace[stage] for stage in trained)),
             transfers=(demand.receives_ahead[rank] + sides + unread) * boundary + moving,
             communicators=communicators[rank],
@@ -211,3 +220,15 @@ def _saved_on_rank(rank: int, saved: Sequence[float], demand: Demand) -> float:
         taken = min(peak, left)
         total, left = total + taken * size, left - taken
     return total
+
+
+def _together_on_rank(
+    rank: int, saved: Sequence[float], deferred: Sequence[float], demand: Demand
+) -> tuple[float, float]:
+    """Bytes that wait for an I, and for a W, at the moment at which they are most together."""
+    sizes = [saved[stage] for stage in demand.stages_of(rank)], [deferred[stage] for stage in demand.stages_of(rank)]
+    count, found = len(sizes[0]), []
+    for moment in demand.moments[rank]:
+        parts = zip((moment[:count], moment[count:]), sizes, strict=True)
+        found.append(tuple(sum(map(mul, numbers, of_stages)) for numbers, of_stages in parts))
+    return max(found, key=sum)

@@ -10,7 +10,7 @@ from megatron.pipeline.check import CheckReport, check, check_periodic
 from megatron.pipeline.program.instruction import BEGINS_BACKWARD, ENDS_BACKWARD, Kind, Tensor
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules import AnySchedule
-from megatron.planner.memory.demand import Demand
+from megatron.planner.memory.demand import Demand, moments_of
 
 
 @lru_cache(maxsize=4096)
@@ -45,6 +45,9 @@ def demand_of(program: Program, report: CheckReport) -> Demand:
         evicts=tuple(evicts),
         accepts=tuple(any(evicts) and evicts[program.pairs.of_rank(rank)] for rank in ranks),
         boundaries=report.peak_boundaries_on_rank,
+        moments=tuple(moments_of(program.rows[rank], program.stages_of(rank)) for rank in ranks)
+        if any(report.peak_deferred_microbatches)
+        else (),
         num_frozen=program.graph.num_frozen,
         unread=tuple(_unread(program, rank) for rank in ranks) if program.graph.num_frozen else (),
     )

@@ -1,9 +1,9 @@
 """The demand of a schedule, without building programs of thousands of microbatches.
 
 The closed form is that of proved programs, which tests show for the orders that have one, but where moves balance saved
-activations: a batch that hardly fills the pipeline, or stages that share a rank, may stay below their bounds; and with
-two ranks receives may be used as soon as they are posted. What is held then is read off a proved program, and so is
-what an order without a closed form holds.
+activations: a batch that hardly fills the pipeline, or stages that share a rank, may stay below their bounds, as do
+small batches where backwards are split; and with two ranks receives may be used as soon as they are posted. What is
+held then is read off a proved program, and so is what an order without a closed form holds.
 """
 
 from megatron.pipeline.schedules import Schedule
@@ -39,6 +39,8 @@ def _may_stay_below(schedule: Schedule, num_microbatches: int) -> bool:
     """Whether programs may hold less than the closed form says."""
     if schedule.max_in_flight is None:
         return False
+    if schedule.splits_backward and num_microbatches < 2 * schedule.num_ranks:
+        return True
     is_tight = schedule.num_virtual_stages == 1 and num_microbatches >= 2 * schedule.num_ranks
     return schedule.num_ranks == 2 or (schedule.balance and not is_tight)
 

@@ -13,6 +13,7 @@ move, since over a slow link fewer of them may save more time than it takes to r
 
 import math
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,7 @@ from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.planner import Planner
 from megatron.planner.search import delay, relayed, rules
-from megatron.planner.search.offers import offer, offered
+from megatron.planner.search.offers import offer, splits
 from megatron.planner.search.outcome import Choice, Kept, Rejected
 from megatron.planner.search.rules import Training
 from megatron.planner.search.space import RANK_MAPPINGS, SCOPES, Space
@@ -83,7 +84,15 @@ class _Degrees:
 
     def explore(self, schedules: list[str]) -> Iterator[Kept | Rejected]:
         hosted = [schedule for schedule in schedules if relayed.is_hosted(schedule)]
-        yield from self._explore([schedule for schedule in schedules if schedule not in hosted])
+        whole = [schedule for schedule in schedules if schedule not in hosted]
+        split = [schedule for schedule in whole if splits(offer(schedule))]
+        if self.training.with_halves == self.training:
+            yield from self._explore(whole)
+        else:
+            yield from self._explore([schedule for schedule in whole if schedule not in split])
+            other = copy(self)
+            other.training = self.training.with_halves
+            yield from other._explore(split)
         for schedule in hosted:
             yield from self._hosted(replace(self.choice, schedule=schedule))
 
@@ -103,6 +112,8 @@ class _Degrees:
                 yield from self._schedule(trial, [SCOPES[0]], missed, slow)
 
     def _explore(self, schedules: list[str]) -> Iterator[Kept | Rejected]:
+        if not schedules:
+            return
         too_large: dict[RecomputeScope, str] = {}  # what a smaller microbatch missed
         missed: dict[tuple, str] = {}  # the same by schedule, v and scope
         for size in self.space.microbatches(self.choice.data):
@@ -114,7 +125,7 @@ class _Degrees:
             scopes = []
             for scope in self._scopes():
                 trial = replace(choice, recompute=scope)
-                rejected = _again(trial, too_large.get(scope)) or self._floor(trial)
+                rejected = _again(trial, too_large.get(scope)) or self._floor(trial, schedules[0])
                 if rejected:
                     too_large.setdefault(scope, f"with microbatches of {size} {rejected.reason}")
                     yield rejected
@@ -128,9 +139,9 @@ class _Degrees:
         saves = self.training.saves_scores
         return [each for each in self.space.scopes if saves or each is not SCOPES[1]]
 
-    def _floor(self, choice: Choice) -> Rejected | None:
+    def _floor(self, choice: Choice, some: str) -> Rejected | None:
         """What every schedule misses: memory of a single microbatch on one weight version."""
-        some, batch = next(iter(offered())), choice.micro_batch_size * self.choice.data
+        batch = choice.micro_batch_size * self.choice.data
         single = replace(choice, schedule=some, virtual=1, global_batch_size=batch)
         configuration = self._configuration(single)
         verdict = self.planner.judge(configuration, self.planner.least_memory(configuration))
@@ -142,7 +153,7 @@ class _Degrees:
         layers = self.model.num_layers // choice.pipeline
         virtual = self.space.stages_of_ranks(choice.schedule, layers)
         if not virtual:
-            yield Rejected(choice=choice, reason=self._no_stages(layers))
+            yield Rejected(choice=choice, reason=self._no_stages(choice.schedule, layers))
         for v in virtual:
             stages = replace(choice, virtual=v, **self._predictions(choice))
             batch = self._batch_size(stages)
@@ -162,13 +173,16 @@ class _Degrees:
             "provisional_reduce": space.provisional_reduce and choice.data > 1,
         }
 
-    def _no_stages(self, layers: int) -> str:
+    def _no_stages(self, schedule: str, layers: int) -> str:
         """Why a rank with so many layers has no v."""
         if layers == 1:
             return "the single layer of a rank makes no second stage"
-        wanted = " or ".join(str(v) for v in self.space.virtual if v > 1)
-        if not wanted:
+        only, asked = offer(schedule).virtual_stages, [v for v in self.space.virtual or () if v > 1]
+        if self.space.virtual is not None and not asked:
             return "interleaving takes 2 stages or more on a rank"
+        if only is not None and asked and only not in asked:
+            return f"{schedule} takes {only} stages on a rank"
+        wanted = " or ".join(map(str, asked if only is None else [only]))
         return f"{layers} layers of a rank do not divide into {wanted} stages"
 
     def _batch_size(self, choice: Choice) -> int | str:
@@ -186,7 +200,10 @@ class _Degrees:
             does = "does not divide" if least == most else "divides"
             return f"{wanted} {does} into {parts}{_on_replicas(choice.data)}"
         whole = replace(choice, global_batch_size=count * per_round, recompute=SCOPES[0])
-        schedule = self._configuration(whole).pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
+        try:
+            schedule = self._configuration(whole).pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
+        except ValueError as error:
+            return rules.clause(error)
         return rules.refuse_batch(schedule, count) or count * per_round
 
     def _try_scopes(

@@ -4,16 +4,20 @@ A name stands for a `Preset`, and all that a search has to know of a schedule fo
 preset of that name that moves saved activations besides; those with weights on the host have nothing to move.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
-from megatron.pipeline.schedules import PRESETS, Preset, Schedule
-from megatron.pipeline.schedules.placements import rank_of_stage
+from megatron.pipeline.program.weight_policies import WeightPolicy
+from megatron.pipeline.schedules import ORDERS, PRESETS, Preset, Schedule
+from megatron.pipeline.schedules.order import Order
+from megatron.pipeline.schedules.placements import PLACEMENTS, rank_of_stage
 
 PLAIN = Preset("1f1b", "flush")
 """What others are compared with: no schedule saves less on one stage, and none drains with fewer bubbles there."""
 
 _BALANCED = "+balance"
+_FEW_RANKS = 4
 _MOST_RANKS = 16  # on which something has to be moved, if ever
 _MANY = (1 << 20,)  # microbatches, which fill any pipeline
 
@@ -53,6 +57,27 @@ def name_of(preset: Preset) -> str:
     return next((name for name, each in offered().items() if each == preset), f"{preset.order} with {preset.weights}")
 
 
+def _meaning(preset: Preset) -> tuple[str, type[Order], WeightPolicy, str, Callable]:
+    """What a preset is made of, and what the names of its order and its placement stand for now."""
+    return preset.order, ORDERS[preset.order], preset.policy, preset.placement, PLACEMENTS[preset.placement]
+
+
+def splits(preset: Preset) -> bool:
+    """Whether such a schedule computes backwards in halves, I and W."""
+    return _splits(*_meaning(preset))
+
+
+@lru_cache(maxsize=256)
+def _splits(order: str, meaning: type[Order], weights: WeightPolicy, placement: str, _: Callable) -> bool:
+    virtual = (meaning.virtual_stages or 2) if meaning.interleaves else 1
+    placed = rank_of_stage(placement, _FEW_RANKS, virtual)
+    try:
+        schedule = Schedule(order=order, weights=weights, num_stages=_FEW_RANKS * virtual, rank_of_stage=placed)
+    except ValueError:
+        return False
+    return schedule.splits_backward
+
+
 def can_move(preset: Preset) -> bool:
     """Whether there are numbers of ranks on which such a schedule moves activations, and it is not refused."""
     return fewest_ranks(preset) is not None
@@ -62,14 +87,18 @@ def fewest_ranks(preset: Preset) -> int | None:
     """From which number of ranks on those of a pair save too differently (BPipe, 3.3 and appendix A); None: never."""
     if preset.residency is not None:
         return None
-    virtual = 2 if preset.interleaves else 1
+    return _fewest_ranks(*_meaning(preset))
+
+
+@lru_cache(maxsize=256)
+def _fewest_ranks(order: str, meaning: type[Order], weights: WeightPolicy, placement: str, _: Callable) -> int | None:
+    virtual = (meaning.virtual_stages or 2) if meaning.interleaves else 1
     for ranks in range(2, _MOST_RANKS + 1):
         try:
-            placement = rank_of_stage(preset.placement, ranks, virtual)
+            placed = rank_of_stage(placement, ranks, virtual)
             schedule = Schedule(
-                order=preset.order, weights=preset.weights, num_stages=ranks * virtual, rank_of_stage=placement,
-                balance=True,
-            )  # fmt: skip
+                order=order, weights=weights, num_stages=ranks * virtual, rank_of_stage=placed, balance=True
+            )
         except ValueError:
             continue
         if _moves(schedule):

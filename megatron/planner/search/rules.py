@@ -4,7 +4,7 @@ The constraints are BPipe's (section 4.2), PipeDream-2BW's (section 4.3) and tho
 refuse in their own words (`megatron/trainer/arguments`, `Schedule`); a test compares with them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.pipeline.schedules import Schedule
 from megatron.planner.memory.architecture import Architecture
@@ -23,12 +23,20 @@ class Training:
         scales_loss: FP16.
         saves_scores: unfused attention; flash attention has no scores that could be recomputed.
         fuses_softmax: unfused attention has Megatron's fused softmax, where a number is divisible by 4.
+        saves_scores_with_halves: the same of the layers that schedules with I and W take; None: these.
     """
 
     clips_gradients: bool = True
     scales_loss: bool = False
     saves_scores: bool = True
     fuses_softmax: bool = True
+    saves_scores_with_halves: bool | None = None
+
+    @property
+    def with_halves(self) -> "Training":
+        """What it says of schedules that split backwards."""
+        saves = self.saves_scores if self.saves_scores_with_halves is None else self.saves_scores_with_halves
+        return replace(self, saves_scores=saves)
 
 
 def refuse_tensor(model: Architecture, space: Space, t: int) -> str | None:

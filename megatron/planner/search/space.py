@@ -111,7 +111,8 @@ class Space:
             return [1]
         if offer(schedule).residency is not None:
             return [layers_of_rank] if self.virtual is None or layers_of_rank in self.virtual else []
-        virtual = [v for v in divisors(layers_of_rank) if v > 1]
+        only = offer(schedule).virtual_stages
+        virtual = [v for v in divisors(layers_of_rank) if v > 1 and only in (None, v)]
         return virtual if self.virtual is None else [v for v in virtual if v in self.virtual]
 
 

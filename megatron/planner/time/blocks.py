@@ -18,19 +18,24 @@ from megatron.planner.time.profile import Profile, StagePosition, UpdateTime
 
 @dataclass(frozen=True)
 class Seconds:
-    """The times of a microbatch."""
+    """The times of a microbatch. `halves`: of I and W, where the profile has them for all that was looked up."""
 
     forward: float
     backward: float
+    halves: tuple[float, float] | None = None
 
     def __add__(self, other: "Seconds") -> "Seconds":
-        return Seconds(self.forward + other.forward, self.backward + other.backward)
+        halves = None
+        if self.halves is not None and other.halves is not None:
+            halves = self.halves[0] + other.halves[0], self.halves[1] + other.halves[1]
+        return Seconds(self.forward + other.forward, self.backward + other.backward, halves)
 
     def __sub__(self, other: "Seconds") -> "Seconds":
         return self + other * -1.0
 
     def __mul__(self, factor: float) -> "Seconds":
-        return Seconds(self.forward * factor, self.backward * factor)
+        halves = None if self.halves is None else (self.halves[0] * factor, self.halves[1] * factor)
+        return Seconds(self.forward * factor, self.backward * factor, halves)
 
 
 class Blocks:
@@ -63,7 +68,7 @@ class Blocks:
         found: dict[int, dict[int, Seconds]] = {}
         for each in self.profile.stages:
             if (each.place, each.num_layers, each.tensor, each.recompute) == (place, num_layers, tensor, recompute):
-                times = Seconds(each.forward.median, each.backward.median)
+                times = Seconds(each.forward.median, each.backward.median, each.halves)
                 found.setdefault(each.micro_batch_size, {})[each.working] = times
         if not found:
             raise ValueError(f"the profile has no {asked}; add it (--tensor-sizes, --recompute)")

@@ -45,14 +45,25 @@ class FirstPrinciples:
         self.constants = constants or default_constants()
         self._links: dict[tuple[Degrees, str, Traffic | None], Links] = {}
         self._works: dict[tuple[int, int, bool], LayerWork] = {}
+        self._others: dict[Software, FirstPrinciples] = {}
 
     def calibrated(self, constants: Constants) -> "FirstPrinciples":
         """The same with other constants."""
         other = copy(self)
-        other.constants = constants
+        other.constants, other._others = constants, {}
         return other
 
+    def _trained_by(self, software: Software) -> "FirstPrinciples":
+        """The same with other software."""
+        if software not in self._others:
+            other = FirstPrinciples(self.model, self.cluster, software, self.constants)
+            self._others[software] = other
+        return self._others[software]
+
     def costs(self, configuration: Configuration, layers: Sequence[int]) -> Costs:
+        software = self.software.of(configuration)
+        if software is not self.software:
+            return self._trained_by(software).costs(configuration, layers)
         work = self._work_of(configuration)
         schedule = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
         links = self._links_of(configuration, layers, schedule)
@@ -63,6 +74,7 @@ class FirstPrinciples:
         for stage, ends in ((0, work.embedding), (len(layers) - 1, work.head)):
             forward[stage] += self._seconds(ends[0], links)
             backward[stage] += self._seconds(ends[1], links)
+        halves = self._halves(configuration, layers, work, links) if schedule.splits_backward else {}
         boundary = self._boundary(configuration)
         rates = [self._rate(*ends, links) for ends in pairwise(schedule.rank_of_stage)]
         if not self.software.overlaps_transfers:
@@ -70,12 +82,14 @@ class FirstPrinciples:
                 for stage in (edge, edge + 1):
                     forward[stage] += boundary / rate / 2
                     backward[stage] += boundary / rate / 2
+                    if halves:
+                        halves["backward_input"][stage] += boundary / rate / 2
         step, reduce = self._updates(configuration, layers, links)
         if configuration.is_hosted:
             step = [0.0] * len(layers)  # the host's optimizer steps
         predict, hold = self._predictions(configuration, layers, links)
         return Costs(
-            forward=forward, backward=backward, step=step, predict=predict, hold=hold, reduce_grad=reduce,
+            forward=forward, backward=backward, **halves, step=step, predict=predict, hold=hold, reduce_grad=reduce,
             bandwidth=rates,
             forward_bytes=boundary if self.software.overlaps_transfers else 0.0,
             **self._hosted(configuration, layers),
@@ -84,6 +98,21 @@ class FirstPrinciples:
         )  # fmt: skip
 
     # --- seconds
+
+    def _halves(
+        self, configuration: Configuration, layers: Sequence[int], work: LayerWork, links: Links
+    ) -> dict[str, list[float]]:
+        """I and W of each stage, by what is in them."""
+        of_input = self._seconds(work.backward_input + work.recomputed(configuration.recompute), links)
+        of_weight = self._seconds(work.backward_weight, links)
+        found = {
+            "backward_input": [count * of_input for count in layers],
+            "backward_weight": [count * of_weight for count in layers],
+        }
+        found["backward_input"][0] += self._seconds(work.embedding[1], links)
+        for name, half in zip(found, work.head_halves, strict=True):
+            found[name][-1] += self._seconds(half, links)
+        return found
 
     def _seconds(self, work: Work, links: Links) -> float:
         constants, device = self.constants, self.cluster.device

@@ -4,11 +4,13 @@
 is simulated has the last word from the beginning, with fewer microbatches where a batch is long.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
 
+from megatron.pipeline.program.instruction import COMPUTATIONS, Kind
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
@@ -166,16 +168,42 @@ def _time(seconds: float, busy: float) -> IterationTime:
 def _simulate(costs: Costs, schedule: Schedule, num_microbatches: int) -> tuple[float, float]:
     """Seconds of a batch, and those in which the busiest rank computes."""
     is_small = num_microbatches * schedule.num_stages <= _MOST_PRICED
-    programs, periods = (_small_programs if is_small else _programs)(schedule, num_microbatches)
+    programs, periods, counts = (_small_programs if is_small else _programs)(schedule, num_microbatches)
     ends = [_end(simulate(program, costs)) for program in programs]
     seconds = ends[0] if len(ends) == 1 else (ends[1] - ends[0]) / periods
-    return seconds, _busy(StageTimes(costs, schedule), num_microbatches)
+    stages = StageTimes(costs, schedule)
+    if counts is None:
+        return seconds, _busy(stages, num_microbatches)
+    return seconds, _busy_with_halves(stages, costs, counts)
 
 
 def _busy(stages: StageTimes, num_microbatches: int) -> float:
     """Seconds of a batch in which the rank that computes most computes or steps."""
     by_rank = zip(stages.by_rank(stages.work), stages.by_rank(stages.step), strict=True)
     return max(num_microbatches * work + step for work, step in by_rank)
+
+
+_Counts = tuple[Mapping[tuple[Kind, int], float], ...]  # by rank, how often a batch has a computation of a stage
+
+
+def _busy_with_halves(stages: StageTimes, costs: Costs, counts: _Counts) -> float:
+    """The same where some backwards are split: by what stands in the program."""
+    seconds = costs.seconds(stages.schedule.num_stages)
+    by_rank = zip(counts, stages.by_rank(stages.step), strict=True)
+    return max(
+        step + sum(seconds[kind][stage] * count for (kind, stage), count in of_rank.items())
+        for of_rank, step in by_rank
+    )
+
+
+def _counts(programs: Sequence[Program], periods: int) -> _Counts:
+    """What the last of some programs computes more than the first, by period; or what the only one does."""
+    counts = [
+        [Counter((each.kind, each.stage) for each in row if each.kind in COMPUTATIONS) for row in program.rows]
+        for program in programs
+    ]
+    of_rank = counts[0] if len(counts) == 1 else [last - first for first, last in zip(*counts, strict=True)]
+    return tuple({key: count / periods for key, count in each.items()} for each in of_rank)
 
 
 def _end(timeline: Timeline) -> float:
@@ -186,8 +214,15 @@ def _end(timeline: Timeline) -> float:
     return max(ends)
 
 
-def _build(schedule: Schedule, num_microbatches: int) -> tuple[tuple[Program, ...], int]:
-    """A batch; or two runs of several that do not drain, and by how many periods the second is longer."""
+def _build(schedule: Schedule, num_microbatches: int) -> tuple[tuple[Program, ...], int, _Counts | None]:
+    """A batch; or two runs of several that do not drain, and by how many periods the second is longer. And where some
+    backwards are split, how often a batch has each computation.
+    """
+    programs, periods = _build_programs(schedule, num_microbatches)
+    return programs, periods, _counts(programs, periods) if schedule.splits_backward else None
+
+
+def _build_programs(schedule: Schedule, num_microbatches: int) -> tuple[tuple[Program, ...], int]:
     if schedule.residency:  # the first batch's weights are there, and later ones wait for updates
         return tuple(schedule.build((num_microbatches,) * count) for count in (2, 3)), 1
     if schedule.weights.drains:

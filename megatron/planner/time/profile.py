@@ -16,7 +16,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from megatron.documents.writing import write_whole
 from megatron.planner.memory.activations import RecomputeScope
@@ -61,7 +61,13 @@ class Spread(_Record):
 
 class StageTime(_Record):
     """Times of a microbatch in a stage of `num_layers` layers, on average over those of a batch; `backward` holds what
-    is recomputed in it."""
+    is recomputed in it.
+
+    Attributes:
+        backward_input, backward_weight: of its backward in halves, I and W; what is recomputed is in I. Profiles from
+            before these were measured have none.
+        deferred_bytes: that a microbatch holds at the stage between its I and its W; likewise.
+    """
 
     place: StagePosition
     num_layers: _Count
@@ -71,6 +77,23 @@ class StageTime(_Record):
     working: _Count
     forward: Spread
     backward: Spread
+    backward_input: Spread | None = None
+    backward_weight: Spread | None = None
+    deferred_bytes: Annotated[int, Field(ge=0)] | None = None
+
+    @model_validator(mode="after")
+    def _has_both_halves(self) -> "StageTime":
+        halves = (self.backward_input, self.backward_weight, self.deferred_bytes)
+        if any(each is None for each in halves) and any(each is not None for each in halves):
+            raise ValueError("backward_input, backward_weight and deferred_bytes come together; give all or none")
+        return self
+
+    @property
+    def halves(self) -> tuple[float, float] | None:
+        """Seconds of I and W; None: they were not measured."""
+        if self.backward_input is None or self.backward_weight is None:
+            return None
+        return self.backward_input.median, self.backward_weight.median
 
 
 class UpdateTime(_Record):

@@ -106,6 +106,7 @@ class ProfiledCosts:
 
     def _times(self, configuration: Configuration, layers: Sequence[int], working: int) -> Times:
         """What work takes while `working` processes work throughout."""
+        splits = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings).splits_backward
         times = {}
         for stage, count in enumerate(layers):
             seconds = self._blocks.stage(
@@ -114,6 +115,13 @@ class ProfiledCosts:
             )  # fmt: skip
             times[Kind.FORWARD, stage] = seconds.forward
             times[Kind.BACKWARD, stage] = seconds.backward
+            if splits:
+                if seconds.halves is None:
+                    raise ValueError(
+                        f"{configuration.schedule} computes backwards in halves, and the profile has no times of I and "
+                        "W, of which half a backward is no price; write it anew with tools/profile_model.py"
+                    )
+                times[Kind.BACKWARD_INPUT, stage], times[Kind.BACKWARD_WEIGHT, stage] = seconds.halves
             if not configuration.is_hosted:  # where the host's optimizer steps
                 times[Kind.STEP, stage] = self._update(configuration, layers, stage, working)
             if configuration.predicts:
@@ -181,8 +189,13 @@ class ProfiledCosts:
             kind: [times.get((kind, stage), 0.0) for stage in range(len(layers))]
             for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.STEP, Kind.PREDICT, Kind.HOLD)
         }
+        halves = {
+            name: [times[kind, stage] for stage in range(len(layers))]
+            for name, kind in (("backward_input", Kind.BACKWARD_INPUT), ("backward_weight", Kind.BACKWARD_WEIGHT))
+            if (kind, 0) in times
+        }
         return Costs(
-            forward=by_kind[Kind.FORWARD], backward=by_kind[Kind.BACKWARD], step=by_kind[Kind.STEP],
+            forward=by_kind[Kind.FORWARD], backward=by_kind[Kind.BACKWARD], **halves, step=by_kind[Kind.STEP],
             predict=by_kind[Kind.PREDICT], hold=by_kind[Kind.HOLD], **self._hosted(configuration, layers),
             evict=self._moves(configuration, layers), **self._edges(configuration), **self._reductions(configuration,
                                                                                                        layers),

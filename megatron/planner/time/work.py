@@ -23,11 +23,16 @@ Without the fused kernel the softmax widens scores to FP32, scales, masks, norma
 These are 37 N bytes of 16-bit scores, and 41 N in the backward. Flash attention leaves no scores; its products run at
 the speed of others. Norms, dropout and residuals are split over tensor ranks with sequence parallelism only. A backward
 adds the weights' gradients to their buffer.
+
+Where a backward is split, W has the products of the linears that give gradients of weights, and what adds these to
+their buffer; with split sequences it gathers the inputs for them. All else is in I: the other products, the attention's
+core, norms, activations, the embedding, and what is recomputed. So operations and bytes of both are those of the whole;
+but what tensor ranks send beside products of weights in a whole backward has none to hide behind in either half.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron.planner.job.software import Software
@@ -108,6 +113,20 @@ class LayerWork:
             )
         )
 
+    @cached_property
+    def backward_weight(self) -> Work:
+        """W of a backward in halves."""
+        gathered = self._all_reduce * self.sequence_parallel
+        return self._linear(1) + Work(
+            traffic=self._accumulated(self.shape.layer_matrices / self.t), exchanged=gathered,
+            collectives=2.0 * self.sequence_parallel,
+        )  # fmt: skip
+
+    @cached_property
+    def backward_input(self) -> Work:
+        """I of a backward in halves, without what is recomputed."""
+        return _rest(self.backward, self.backward_weight)
+
     def recomputed(self, scope: RecomputeScope) -> Work:
         if scope is RecomputeScope.LAYER:
             return self.forward
@@ -148,6 +167,17 @@ class LayerWork:
             kernels=8, overlapped=self._all_reduce, collectives=float(t > 1),
         )  # fmt: skip
         return forward, backward
+
+    @cached_property
+    def head_halves(self) -> tuple[Work, Work]:
+        """I and W of the head's backward: W has the output layer's product, and not that of BERT's dense layer."""
+        backward = self.head[1]
+        width = self.shape.hidden_size * self.shape.output_rows / self.t
+        weight = Work(
+            operations=2.0 * self.tokens * width, calls=1, traffic=self._accumulated(width),
+            exchanged=self._all_reduce / 2 * self.sequence_parallel, collectives=float(self.sequence_parallel),
+        )  # fmt: skip
+        return _rest(backward, weight), weight
 
     # --- parts
 
@@ -213,3 +243,10 @@ class LayerWork:
         softmax = 3 * e if self.softmax_is_fused else 7 * _FP32 + 1 + self._widening
         dropout = 2 * e + 1 if self.shape.attention_dropout else 0
         return self._core_products(2) + Work(traffic=(5 * e + softmax + dropout) * self._scores, kernels=8)
+
+
+def _rest(whole: Work, weight: Work) -> Work:
+    """I, where W is `weight`. What a whole backward sends under products, and W does not, I sends by itself."""
+    exchanged = whole.exchanged + whole.overlapped - weight.exchanged
+    left = whole + weight * -1.0
+    return replace(left, exchanged=exchanged, overlapped=0.0, collectives=whole.collectives)

@@ -5,6 +5,7 @@ Pure: the machine is described by a record, so that the CUDA cases are tested wi
 """
 
 import argparse
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from packaging.version import Version
@@ -41,8 +42,7 @@ def resolve_platform(args: argparse.Namespace, platform: Platform) -> list[str]:
 
     Raises ValueError for a flag that the user gave and the machine cannot serve.
     """
-    notes: list[str] = []
-    _choose_implementation(args, platform)
+    notes = [*_choose_implementation(args, platform)]
     uses_engine = args.transformer_impl == "transformer_engine"
     where = "Transformer Engine" if platform.is_cuda else "CUDA"
     for flag, is_asked in {
@@ -98,10 +98,22 @@ def _keeps_several_gradient_buffers(args: argparse.Namespace) -> bool:
     return weights.overlaps_updates and not args.pipeline_2bw_single_gradient_buffer
 
 
-def _choose_implementation(args: argparse.Namespace, platform: Platform) -> None:
+def _choose_implementation(args: argparse.Namespace, platform: Platform) -> Iterable[str]:
+    """Yields a note where the schedule decides."""
     can_use_engine = platform.is_cuda and platform.has_transformer_engine
+    splits = args.schedule.splits_backward
     if args.transformer_impl is None:
-        args.transformer_impl = "transformer_engine" if can_use_engine else "local"
+        args.transformer_impl = "transformer_engine" if can_use_engine and not splits else "local"
+        if can_use_engine and splits:
+            yield (
+                f"transformer_impl is local: {args.pipeline_schedule} splits backwards into I and W, which Transformer "
+                "Engine's layers compute in one"
+            )
+    elif args.transformer_impl == "transformer_engine" and splits:
+        raise ValueError(
+            f"--transformer-impl transformer_engine computes a backward in one, and --pipeline-schedule "
+            f"{args.pipeline_schedule} splits it into I and W; use --transformer-impl local, or another schedule"
+        )
     elif args.transformer_impl == "transformer_engine" and not can_use_engine:
         missing = "the transformer_engine package, which is not installed" if platform.is_cuda else "CUDA"
         raise ValueError(f"--transformer-impl transformer_engine needs {missing}; use --transformer-impl local")

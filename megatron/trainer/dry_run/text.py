@@ -135,6 +135,9 @@ def _program_lines(result: DryRun) -> list[str]:
     ]
     if predictions := provisional.description(result.args, counts[0]):
         lines.append(predictions)
+    if any(report.peak_deferred_microbatches):
+        deferred = ", ".join(map(str, report.peak_deferred_microbatches))
+        lines.append(f"of them between the halves of their backward, I and W, by stage: {deferred}")
     if any(report.evicted_microbatches):
         lines.append(
             f"evicted microbatches by stage, in {report.num_batches} batches: "

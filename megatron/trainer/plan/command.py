@@ -118,7 +118,12 @@ class Job:
 
     @cached_property
     def software(self) -> from_flags.RunSoftware:
-        return from_flags.software(self._alone)
+        """What trains; where schedules split backwards, with the layers that the program takes for them."""
+        whole = from_flags.software(self._alone)
+        if self._given.transformer_impl is not None or self._alone.transformer_impl == "local":
+            return whole
+        args = argparse.Namespace(**{**vars(self._alone), "transformer_impl": "local"})
+        return replace(whole, with_halves=from_flags.software(args))
 
     @property
     def clips_gradients(self) -> bool:

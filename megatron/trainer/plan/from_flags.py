@@ -109,10 +109,19 @@ def _recompute(args: argparse.Namespace) -> Recompute:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSoftware(Software):
-    """What a run's flags say of its software, whatever the degrees. `setting`, `state`: of any configuration of it."""
+    """What a run's flags say of its software, whatever the degrees.
+
+    Attributes:
+        setting, state: of any configuration of it.
+        with_halves: what trains where backwards are split, if that takes other layers; None: the same.
+    """
 
     setting: ActivationSetting
     state: TrainingState
+    with_halves: RunSoftware | None = None
+
+    def of(self, configuration: Configuration) -> RunSoftware:
+        return self if self.with_halves is None or not configuration.splits_backward else self.with_halves
 
     def activation_setting(self, configuration: Configuration) -> ActivationSetting:
         return replace(

@@ -40,7 +40,7 @@ _STAGE_OF_POSITION = {
 
 @dataclass
 class LoneStage:
-    """A stage, with what it is fed."""
+    """A stage, with what it is fed. `deferred_bytes`: what a microbatch keeps between I and W, once it is measured."""
 
     stage: MegatronStage
     update: Update
@@ -48,6 +48,7 @@ class LoneStage:
     input: Tensor | None
     output_grad: Tensor | None
     num_parameters: int
+    deferred_bytes: int = 0
 
     def close(self) -> None:
         """End the processes that load samples."""

@@ -80,12 +80,14 @@ class Session:
             blocks = list(self._blocks(description["shares_processor"]))
             samples: dict[object, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
             num_parameters: dict[object, int] = {}
+            deferred_bytes: dict[object, int] = {}
             total = self.rounds * len(blocks)
             for done, (_, (plan, working)) in enumerate(itertools.product(range(self.rounds), blocks)):
                 progress(done, total, _describe(plan, working))
                 task = MeasuringTask(num_ranks=plan.tensor, num_jobs=working // plan.tensor, run=plan.time)
-                for found, count in _done(pool, task, what=_describe(plan, working)):
+                for found, count, deferred in _done(pool, task, what=_describe(plan, working)):
                     num_parameters[plan, working] = max(count, num_parameters.get((plan, working), 0))
+                    deferred_bytes[plan, working] = max(deferred, deferred_bytes.get((plan, working), 0))
                     for name, values in found.items():
                         samples[plan, working][name] += values
             progress(total, total, "transfers, all-reduces and the host")
@@ -98,7 +100,7 @@ class Session:
             sequence_parallel=self.sequence_parallel,
             processes=self.processes,
             stages=tuple(
-                _stage_time(plan, working, found)
+                _stage_time(plan, working, found, deferred_bytes[plan, working])
                 for (plan, working), found in samples.items()
                 if plan.weights is self.weights[0]
             ),
@@ -205,7 +207,11 @@ def _describe(plan: StagePlan, working: int) -> str:
     )
 
 
-def _stage_time(plan: StagePlan, working: int, found: dict[str, list[float]]) -> StageTime:
+def _stage_time(plan: StagePlan, working: int, found: dict[str, list[float]], deferred_bytes: int) -> StageTime:
+    halves = {}
+    if "backward_input" in found:
+        halves = {name: Spread.of(found[name]) for name in ("backward_input", "backward_weight")}
+        halves["deferred_bytes"] = deferred_bytes
     return StageTime(
         place=plan.place,
         num_layers=plan.num_layers,
@@ -215,6 +221,7 @@ def _stage_time(plan: StagePlan, working: int, found: dict[str, list[float]]) ->
         working=working,
         forward=Spread.of(found["forward"]),
         backward=Spread.of(found["backward"]),
+        **halves,
     )
 
 

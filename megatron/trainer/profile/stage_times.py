@@ -1,4 +1,4 @@
-"""Times a stage alone: forward and backward of microbatches, and what a batch's update takes.
+"""Times a stage alone: forward and backward of microbatches, whole or in halves, and what a batch's update takes.
 
 The calls are those of the executor, in the order of its instructions (`runtime.stage`), batch by batch, so a forward
 meets caches that a backward and an optimizer step have left. A batch counts with the mean over its microbatches: an
@@ -17,21 +17,39 @@ from megatron.pipeline.runtime.contract.trace import CudaClock, HostClock
 from megatron.trainer.profile.lone_stage import LoneStage
 
 Samples = dict[str, list[float]]
-"""What was timed -> seconds in each batch: forward, backward (of a microbatch, the mean), zero, norm, step."""
+"""What was timed -> seconds in each batch: forward, backward (of a microbatch, the mean), zero, norm, step; with halves
+also backward_input and backward_weight."""
 
 
 def time_stage(
-    lone: LoneStage, *, num_microbatches: int, num_batches: int, num_warmup: int, start: Callable[[], None]
+    lone: LoneStage,
+    *,
+    num_microbatches: int,
+    num_batches: int,
+    num_warmup: int,
+    start: Callable[[], None],
+    halves: bool = False,
 ) -> Samples:
     """Run batches of `num_microbatches` and time the last `num_batches` of them.
 
     Args:
         num_warmup: batches before those that count.
         start: called before the first; where others are to work at the same time, it waits for them.
+        halves: behind each batch comes one more whose backwards are in halves, each W behind its I, of which these are
+            timed. So both meet the same machine. Sets `deferred_bytes` of `lone`.
     """
     clock = CudaClock() if backend.is_cuda() else HostClock()
+    if halves:
+        lone.stage.split_backward()
     start()
-    batches = [_run_batch(lone, batch, num_microbatches, clock.now) for batch in range(num_warmup + num_batches)]
+    batches = []
+    for batch in range(num_warmup + num_batches):
+        if halves:
+            whole = _run_batch(lone, 2 * batch, num_microbatches, clock.now)
+            split = _run_batch(lone, 2 * batch + 1, num_microbatches, clock.now, split=True)
+            batches.append([*whole, *(mark for mark in split if mark[0] in _HALVES)])
+        else:
+            batches.append(_run_batch(lone, batch, num_microbatches, clock.now))
     seconds_at = clock.reader()
     samples: Samples = defaultdict(list)
     for marks in batches[num_warmup:]:
@@ -43,7 +61,12 @@ def time_stage(
     return dict(samples)
 
 
-def _run_batch(lone: LoneStage, batch: int, num_microbatches: int, now: Callable) -> list[tuple]:
+_HALVES = ("backward_input", "backward_weight")
+
+
+def _run_batch(
+    lone: LoneStage, batch: int, num_microbatches: int, now: Callable, *, split: bool = False
+) -> list[tuple]:
     """What was done, and the clock's marks before and after."""
     marks = []
     stage, update = lone.stage, lone.update
@@ -63,8 +86,17 @@ def _run_batch(lone: LoneStage, batch: int, num_microbatches: int, now: Callable
             marks.append(("zero", begin, now()))
         begin = now()
         stage.load_version(version)
-        stage.backward(microbatch, lone.output_grad)
-        marks.append(("backward", begin, now()))
+        if split:
+            stage.backward_input(microbatch, lone.output_grad)
+            marks.append(("backward_input", begin, now()))
+            lone.deferred_bytes = stage.deferred_bytes(microbatch)
+            begin = now()
+            stage.load_version(version)
+            stage.backward_weights(microbatch)
+            marks.append(("backward_weight", begin, now()))
+        else:
+            stage.backward(microbatch, lone.output_grad)
+            marks.append(("backward", begin, now()))
     begin = now()
     update.reduce_norm(batch + 1, 0, stage.take_losses(batch))
     middle = now()

@@ -55,8 +55,10 @@ class StagePlan:
             defaults=PROGRAMS[self.architecture][1],
         )
 
-    def time(self, *, store: object, start: Callable[[], None]) -> tuple[dict[str, list[float]], int]:
-        """Run by each rank: seconds of each thing that was timed, and how many parameters the rank has."""
+    def time(self, *, store: object, start: Callable[[], None]) -> tuple[dict[str, list[float]], int, int]:
+        """Run by each rank: seconds of each thing that was timed, how many parameters the rank has, and how many bytes
+        a microbatch keeps between the halves of its backward. Layers of Transformer Engine have no halves.
+        """
         from megatron.trainer.profile.lone_stage import build_lone_stage
         from megatron.trainer.profile.stage_times import time_stage
 
@@ -66,11 +68,11 @@ class StagePlan:
         try:
             samples = time_stage(
                 lone, num_microbatches=self.num_microbatches, num_batches=self.num_batches,
-                num_warmup=self.num_warmup, start=start,
+                num_warmup=self.num_warmup, start=start, halves=args.transformer_impl == "local",
             )  # fmt: skip
         finally:
             lone.close()
-        return samples, lone.num_parameters
+        return samples, lone.num_parameters, lone.deferred_bytes
 
     def describe(self, *, store: object, start: Callable[[], None]) -> dict:
         """Run by one rank: what the profile says of the model and the machine."""

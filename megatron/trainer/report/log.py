@@ -22,7 +22,7 @@ from megatron.pipeline.runtime.contract.stage import BatchReport
 from megatron.pipeline.runtime.relay.ledger import DEVICE_PEAK, HOST_PEAK
 from megatron.trainer.report.by_products import ByProduct
 from megatron.trainer.report.metrics import MetricsFile
-from megatron.trainer.report.names import CLASS_LOSS, LOSS, SAVED_ACTIVATIONS
+from megatron.trainer.report.names import CLASS_LOSS, DEFERRED, LOSS, SAVED_ACTIVATIONS
 from megatron.trainer.report.throughput import flops_per_sample
 
 if TYPE_CHECKING:
@@ -53,9 +53,15 @@ class Interval:
     seconds: float = 0.0
     tokens: int = 0
     saved_activation_bytes: Sequence[int] = ()  # peaks by pipeline rank, where they are counted
+    deferred_bytes: Sequence[int] = ()  # the same of what is kept between I and W
 
     def add(
-        self, report: BatchReport, progress: Progress, seq_length: int, saved_activation_bytes: Sequence[int] = ()
+        self,
+        report: BatchReport,
+        progress: Progress,
+        seq_length: int,
+        saved_activation_bytes: Sequence[int] = (),
+        deferred_bytes: Sequence[int] = (),
     ) -> None:
         self.iterations += 1
         self.seconds += progress.seconds
@@ -66,12 +72,17 @@ class Interval:
             for name, loss in report.losses.items():
                 self.losses[name] = self.losses.get(name, 0.0) + loss
             self.num_losses += 1
-        before = self.saved_activation_bytes or saved_activation_bytes
-        self.saved_activation_bytes = [max(pair) for pair in zip(before, saved_activation_bytes, strict=True)]
+        self.saved_activation_bytes = _larger(self.saved_activation_bytes, saved_activation_bytes)
+        self.deferred_bytes = _larger(self.deferred_bytes, deferred_bytes)
 
     def means(self) -> dict[str, float]:
         """Mean of each loss over the batches that had finite ones."""
         return {name: total / self.num_losses for name, total in self.losses.items()} or {LOSS: math.nan}
+
+
+def _larger(before: Sequence[int], now: Sequence[int]) -> list[int]:
+    """Of each rank; before the first count there is nothing to compare with."""
+    return [max(pair) for pair in zip(before or now, now, strict=True)]
 
 
 def main_loss(losses: Mapping[str, float]) -> str:
@@ -115,9 +126,12 @@ def log_line(
         parts.insert(3, f"throughput per GPU (TFLOP/s/GPU): {rate:.1f}")
     if report.grad_norm is not None:
         parts.append(f"grad norm: {report.grad_norm:.3f}")
-    if interval.saved_activation_bytes:
-        peaks = " ".join(f"{each / 2**20:.1f}" for each in interval.saved_activation_bytes)
-        parts.append(f"saved activations (MiB): {peaks}")
+    for what, num_bytes in (
+        ("saved activations", interval.saved_activation_bytes),
+        ("between I and W", interval.deferred_bytes),
+    ):
+        if num_bytes:
+            parts.append(f"{what} (MiB): {' '.join(f'{each / 2**20:.1f}' for each in num_bytes)}")
     parts += [
         f"number of skipped iterations: {interval.skipped:3d}",
         f"number of nan iterations: {interval.nan:3d}",
@@ -179,7 +193,8 @@ class Reporter:
             name: by_pipeline_rank(values, self.args.pipeline_model_parallel_size)
             for name, values in report.rank_metrics.items()
         }
-        self._interval.add(report, progress, self.args.seq_length, peaks.get(SAVED_ACTIVATIONS, ()))
+        counted = (peaks.get(name, ()) for name in (SAVED_ACTIVATIONS, DEFERRED))
+        self._interval.add(report, progress, self.args.seq_length, *counted)
         if self.writes:
             self._begin(progress)
             self._record(report, progress, peaks)
@@ -227,7 +242,7 @@ class Reporter:
             named["iteration-time"] = progress.seconds
         if args.log_memory_to_tensorboard:
             named["mem-max-allocated-bytes"] = values["peak_memory_bytes"]
-            for name in (SAVED_ACTIVATIONS, DEVICE_PEAK, HOST_PEAK):
+            for name in (SAVED_ACTIVATIONS, DEFERRED, DEVICE_PEAK, HOST_PEAK):
                 if name in values:
                     named[f"{name.replace('_', '-')}-max"] = max(values[name])
         if args.log_world_size_to_tensorboard:
@@ -286,7 +301,7 @@ class Reporter:
 
     def change(self, iteration: int, change: Change, outlook: Outlook | None) -> None:
         """Record that the pipeline has changed behind an iteration, and what was expected of it."""
-        self._interval.saved_activation_bytes = ()  # of other ranks than those to come
+        self._interval.saved_activation_bytes = self._interval.deferred_bytes = ()  # of other ranks than those to come
         self.say(f" pipeline changed at iteration {iteration} | {change.describe(outlook)} |")
         if not self.writes:
             return

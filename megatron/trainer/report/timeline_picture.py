@@ -38,6 +38,8 @@ def measured_costs(measured: Timeline) -> Costs:
     return Costs(
         forward=mean(Kind.FORWARD),
         backward=mean(Kind.BACKWARD),
+        backward_input=mean(Kind.BACKWARD_INPUT),
+        backward_weight=mean(Kind.BACKWARD_WEIGHT),
         recompute=mean(Kind.RECOMPUTE),
         step=mean(Kind.STEP),
         predict=mean(Kind.PREDICT),

@@ -32,7 +32,7 @@ from megatron.trainer.optimizer.optimizer import build_optimizer
 from megatron.trainer.plan import from_flags
 from megatron.trainer.plan.rank_mapping import this_process
 from megatron.trainer.ranks.agreement import AgreedError
-from megatron.trainer.report.names import ALLOCATED, SAVED_ACTIVATIONS
+from megatron.trainer.report.names import ALLOCATED, DEFERRED, SAVED_ACTIVATIONS
 from megatron.trainer.start_up.host_room import require_room
 from megatron.trainer.start_up.program import TrainingProgram
 
@@ -96,7 +96,7 @@ def setup_model_and_optimizer(
     memory = ActivationMemory(backend.device()) if counts else None
     options = {
         "loss_names": program.loss_names(args),
-        "rank_metrics": _rank_metrics(memory),
+        "rank_metrics": _rank_metrics(memory, splits_backward=schedule.splits_backward),
         "timeout": timedelta(minutes=args.distributed_timeout_minutes),
     }
     if trained:
@@ -166,9 +166,10 @@ def _make_update(
     )  # fmt: skip
 
 
-def _rank_metrics(memory: ActivationMemory | None) -> dict[str, Callable[[], float]]:
+def _rank_metrics(memory: ActivationMemory | None, *, splits_backward: bool) -> dict[str, Callable[[], float]]:
     """What every rank measures for the report of a batch, by name."""
     if memory is None:
         return {}
     allocated = {ALLOCATED: backend.peak_memory_bytes} if backend.is_cuda() else {}
-    return {SAVED_ACTIVATIONS: memory.take_recent_peak, **allocated}
+    deferred = {DEFERRED: memory.take_recent_deferred_peak} if splits_backward else {}
+    return {SAVED_ACTIVATIONS: memory.take_recent_peak, **deferred, **allocated}

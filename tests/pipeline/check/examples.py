@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from megatron.pipeline.program.instruction import Instruction
 from megatron.pipeline.program.program import Program
-from megatron.pipeline.program.weight_policies import FLUSH, PROVISIONAL, STASH, weight_policy
+from megatron.pipeline.program.weight_policies import FLUSH, PROVISIONAL, STASH, TWO_BW, weight_policy
 from megatron.pipeline.schedules import Schedule
 from tests.pipeline.strategies import DELAYED, fewest_microbatches
 
@@ -31,6 +31,12 @@ def saved_bounds(schedule: Schedule, batches: tuple[int, ...]) -> list[int]:
     p, largest = schedule.num_stages, max(batches)
     if schedule.order == "gpipe":
         return [largest] * p
+    if schedule.order == "zb-h1":
+        return [min(p, largest) if schedule.weights is FLUSH else p] * p
+    if schedule.order == "zbv":
+        ranks = schedule.num_ranks
+        own = [*range(2 * ranks, ranks, -1), *range(ranks, 0, -1)] if schedule.num_virtual_stages == 2 else [ranks] * p
+        return [min(each, largest) for each in own]
     if schedule.num_virtual_stages > 1:
         return interleaved_bounds(schedule.num_ranks, schedule.num_virtual_stages, largest)
     bounds = [2 * (p - stage) - 1 if schedule.extra_warmup else p - stage for stage in range(p)]
@@ -55,15 +61,19 @@ def interleaved_bounds(p: int, v: int, m: int) -> list[int]:
 def schedules(draw: st.DrawFn, max_stages: int = 8) -> Schedule:
     """Any schedule: order, policy, and what its chain contains."""
     num_stages = draw(st.integers(1, max_stages))
-    name = draw(st.sampled_from(["gpipe", "flush", "2bw", "pipedream", "interleaved"]))
+    name = draw(st.sampled_from(["gpipe", "flush", "2bw", "pipedream", "interleaved", "zb-h1", "zbv"]))
     flags = {"recompute": draw(st.booleans()), "data_parallel": draw(st.booleans())}
     if name == "interleaved":
         flags["num_virtual_stages"] = draw(st.sampled_from([v for v in (2, 3, 4, 1) if num_stages % v == 0]))
+    if name == "zbv":
+        flags["num_virtual_stages"] = draw(st.sampled_from([v for v in (2, 1) if num_stages % v == 0]))
     if name != "pipedream":
         flags["tied_embeddings"] = draw(st.booleans())
     if name in ("flush", "2bw"):
         flags["extra_warmup"] = draw(st.booleans())
     schedule = Schedule.preset(name, num_stages=num_stages, **flags)
+    if name == "zb-h1":
+        schedule = replace(schedule, weights=draw(st.sampled_from((schedule.weights, TWO_BW, *DELAYED))))
     if name == "2bw":
         schedule = replace(schedule, weights=draw(st.sampled_from((schedule.weights, PROVISIONAL, *DELAYED))))
     if schedule.weights is PROVISIONAL:
@@ -83,7 +93,7 @@ def cases(
     elif schedule.weights.delay:
         fewest = fewest_microbatches(schedule)
         sizes = st.integers(fewest, max(fewest, max_microbatches))
-    elif schedule.num_virtual_stages > 1:
+    elif schedule.order == "interleaved" and schedule.num_virtual_stages > 1:
         sizes = st.integers(1, max(1, max_microbatches // schedule.num_ranks)).map(lambda n: n * schedule.num_ranks)
     else:
         sizes = st.integers(1, max_microbatches)

@@ -274,6 +274,7 @@ class StageMachine:
         self.outputs: dict[int, int] = {}
         self.input_gradients: dict[int, int] = {}
         self.forwarded: set[int] = set()
+        self.halfway: dict[int, int] = {}  # microbatch -> what its backward has found, and its W will add up
         self.sums: dict[int, Counter] = {}
 
     def try_to_execute(self, instruction: Instruction) -> bool:
@@ -281,8 +282,10 @@ class StageMachine:
         kind, microbatch, version = instruction.kind, instruction.microbatch, instruction.version
         if kind is Kind.FORWARD:
             return self.forward(microbatch, version)
-        if kind is Kind.BACKWARD:
-            return self.backward(microbatch, version)
+        if kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+            return self.backward(microbatch, version, whole=kind is Kind.BACKWARD)
+        if kind is Kind.BACKWARD_WEIGHT:
+            self.add_gradient(microbatch, version)
         if kind is Kind.HOLD:
             require(version == self.newest_predicted + 1 and version not in self.held, "it keeps what nothing reads")
             require(version not in self.rank.reduced, "the chain has changed the gradients")
@@ -321,8 +324,10 @@ class StageMachine:
         self.outputs[microbatch] = self.symbols("F", microbatch, self.weights[version], value)
         return True
 
-    def backward(self, microbatch: int, version: int) -> bool:
+    def backward(self, microbatch: int, version: int, *, whole: bool) -> bool:
+        """Of inputs, and if it is whole of weights."""
         require(microbatch in self.saved, "a backward without forward")
+        require(microbatch not in self.halfway, "a backward twice")
         recomputes = self.program.recompute and self.stage not in self.program.not_recomputed
         require((microbatch in self.recomputed) == recomputes, "nothing recomputed")
         require(version in self.weights, "weights are not there")
@@ -337,15 +342,22 @@ class StageMachine:
             if gradient is None:
                 return False
             del self.gradients[microbatch]
-        _, value = self.saved.pop(microbatch)
+        value = self.saved[microbatch][1]
+        self.halfway[microbatch] = self.symbols("B", microbatch, self.weights[version], value, gradient)
+        if not self.is_first:
+            self.input_gradients[microbatch] = self.halfway[microbatch]
+        if whole:
+            self.add_gradient(microbatch, version)
+        return True
+
+    def add_gradient(self, microbatch: int, version: int) -> None:
+        require(microbatch in self.halfway, "a gradient of weights without that of the input")
+        used, _ = self.saved.pop(microbatch)
+        require(version == used, "a gradient of weights that its forward did not use")
         batch = self.program.batch_of(microbatch)
         reduced = batch + 1 in self.rank.position_of_version or batch + 1 in self.rank.reduced
         require(not reduced or self.rank.host is not None, "a gradient comes after its reduction")
-        result = self.symbols("B", microbatch, self.weights[version], value, gradient)
-        self.sums.setdefault(batch, Counter())[result] += 1
-        if not self.is_first:
-            self.input_gradients[microbatch] = result
-        return True
+        self.sums.setdefault(batch, Counter())[self.halfway.pop(microbatch)] += 1
 
     @property
     def newest_predicted(self) -> int:

@@ -35,7 +35,19 @@ def test_a_swap_is_judged_as_the_oracle_judges_it(data: st.DataObject):
     assert_judged(mutant, bounds, wrong, what)
 
 
-NAMES = ["gpipe", "flush", "2bw", "pipedream", "interleaved", "stage", "uniform", "reduced"]
+NAMES = [
+    "gpipe",
+    "flush",
+    "2bw",
+    "pipedream",
+    "interleaved",
+    "zb-h1",
+    "2bw-zb-h1",
+    "zbv",
+    "stage",
+    "uniform",
+    "reduced",
+]
 PREDICTIONS = {
     "stage": {},
     "uniform": {"provisional_microbatches": 1},
@@ -82,11 +94,13 @@ def full_schedule(name: str) -> Schedule:
     if name in PREDICTIONS:
         flags |= {"num_stages": 3, "recompute": True, "data_parallel": True, **PREDICTIONS[name]}
         return Schedule(order="1f1b", weights=PROVISIONAL, **flags)
-    if name == "interleaved":
+    if name in ("interleaved", "zbv"):
         return Schedule.preset(name, num_stages=4, num_virtual_stages=2, recompute=True, data_parallel=True, **flags)
+    if name == "2bw-zb-h1":
+        return Schedule(order="zb-h1", weights="2bw", num_stages=3, recompute=True, data_parallel=True, **flags)
     return Schedule.preset(name, num_stages=3, recompute=True, data_parallel=True, **flags)
 
 
 def full_program(name: str) -> Program:
-    batches = {"pipedream": (1,) * 7, "interleaved": (4, 2)}
+    batches = {"pipedream": (1,) * 7, "interleaved": (4, 2), "zbv": (4, 2)}
     return full_schedule(name).build(batches.get(name, (3, 4, 5)))

@@ -1,18 +1,18 @@
 """Built programs: every order and policy, over p, m, ramp-ups and places of a run."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.pipeline.check import check
-from megatron.pipeline.program.instruction import Kind
+from megatron.pipeline.program.instruction import COMPUTATIONS, Kind
 from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.program.program import shifted_row
 from megatron.pipeline.program.weight_policies import FLUSH, STASH, TWO_BW, WeightPolicy
 from megatron.pipeline.schedules import PRESETS, Schedule
 from tests.pipeline.strategies import Run, kinds_of, runs, text
-
-COMPUTATIONS = (Kind.FORWARD, Kind.BACKWARD)
 
 
 @settings(max_examples=60, deadline=None)
@@ -26,16 +26,21 @@ def test_every_program_is_proved(run: Run):
 @settings(max_examples=60, deadline=None)
 @given(runs())
 def test_every_microbatch_passes_every_stage_in_order(run: Run):
-    """Each stage runs every forward and every backward once, in ascending order, a backward after its forward."""
+    """Each stage runs every forward and every backward once, in ascending order, a backward after its forward; or both
+    of its halves, the one for weights after the other.
+    """
     program = run.build()
     expected = list(range(run.first_microbatch, run.first_microbatch + sum(run.batches)))
     for stage, rank in enumerate(program.rank_of_stage):
         position = {}
-        for kind in COMPUTATIONS:
+        halves = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+        backwards = halves if run.schedule.order in ("zb-h1", "zbv") else (Kind.BACKWARD,)
+        for kind in (Kind.FORWARD, *backwards):
             places = [(index, each) for index, each in enumerate(program.rows[rank]) if each.kind is kind]
             position[kind] = {each.microbatch: index for index, each in places if each.stage == stage}
             assert list(position[kind]) == expected
-        assert all(position[Kind.FORWARD][each] < position[Kind.BACKWARD][each] for each in expected)
+        for before, after in pairwise((Kind.FORWARD, *backwards)):
+            assert all(position[before][each] < position[after][each] for each in expected)
 
 
 @settings(max_examples=80, deadline=None)
@@ -46,7 +51,7 @@ def test_versions_are_the_policys_formula(run: Run):
     """
     program, num_stages = run.build(), run.schedule.num_stages
     for row in program.rows:
-        for each in kinds_of(row, Kind.FORWARD, Kind.BACKWARD, Kind.RECOMPUTE):
+        for each in kinds_of(row, *COMPUTATIONS):
             batch = program.batch_of(each.microbatch)
             formula = {
                 "flush": batch,
@@ -67,7 +72,7 @@ def test_flush_and_gpipe_drain_between_batches(run: Run):
     for stage, row in enumerate(program.rows):
         in_flight, drained = 0, 0
         for instruction in row:
-            in_flight += {Kind.FORWARD: 1, Kind.BACKWARD: -1}.get(instruction.kind, 0)
+            in_flight += {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_WEIGHT: -1}.get(instruction.kind, 0)
             if instruction.kind is Kind.STEP:
                 drained += in_flight == 0
         if program.weights is FLUSH:

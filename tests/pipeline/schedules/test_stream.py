@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.pipeline.program.instruction import REDUCTIONS, Instruction, Kind
+from megatron.pipeline.program.instruction import BEGINS_BACKWARD, REDUCTIONS, Instruction, Kind
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.schedules import stream as stream_module
 from tests.pipeline.strategies import Run, kinds_of, runs, schedules, sizes
@@ -62,12 +62,12 @@ def test_borders(run: Run):
     for index, size in enumerate(run.batches):
         microbatches = list(range(stream.next_microbatch, stream.next_microbatch + size))
         for rank, row in enumerate(stream.start_batch(size)):
-            for stage in range(rank, run.schedule.num_stages, run.schedule.num_ranks):
+            for stage in run.schedule.stages_of(rank):
                 forwards = [each.microbatch for each in kinds_of(row, Kind.FORWARD) if each.stage == stage]
                 assert forwards == microbatches
-            for receive, need in ((Kind.RECV_F, Kind.FORWARD), (Kind.RECV_B, Kind.BACKWARD)):
+            for receive, needs in ((Kind.RECV_F, {Kind.FORWARD}), (Kind.RECV_B, BEGINS_BACKWARD)):
                 received = {each.microbatch for each in kinds_of(row, receive)}
-                assert received <= {each.microbatch for each in kinds_of(row, need)}
+                assert received <= {each.microbatch for each in kinds_of(row, *needs)}
             steps = kinds_of(row, Kind.STEP)
             if delay := run.schedule.weights.delay:
                 due = run.first_batch + index + 1 - delay

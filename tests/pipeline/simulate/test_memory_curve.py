@@ -163,3 +163,16 @@ def test_wrong_sizes_are_refused():
         memory_curves(timeline, MemorySizes(weights=(1, 2, 3)), FLUSH)
     with pytest.raises(ValueError, match="transfers has 2 numbers; give one for all, or one for each of 1"):
         memory_curves(timeline, MemorySizes(transfers=(1, 2)), FLUSH)
+
+
+def test_what_a_split_backward_defers_has_a_size_of_its_own():
+    """The input half frees the activations, and what the weight half needs stays up to its end: 3 each, then 1."""
+    split = program("0F0 0F1 0I0 0I1 0W0 0W1", batches=(2,))
+    (curve,) = memory_curves(simulate(split), MemorySizes(activations=3, deferred=1), FLUSH)
+    held = {name: dict(zip(curve.times, values, strict=True)) for name, values in curve.parts.items()}
+    assert held["activations"] == {0: 3, 1: 6, 2: 6, 3: 3, 4: 0, 5: 0, 6: 0}
+    assert held["deferred"] == {0: 0, 1: 0, 2: 0, 3: 1, 4: 2, 5: 1, 6: 0}
+    assert curve.peak == 6 and check(split).peak_deferred_microbatches == (2,)
+    (whole,) = memory_curves(simulate(split), MemorySizes(activations=3), FLUSH)
+    assert "deferred" not in whole.parts and max(whole.parts["activations"]) == 6
+    assert dict(zip(whole.times, whole.parts["activations"], strict=True))[5] == 3

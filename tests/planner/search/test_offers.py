@@ -5,7 +5,10 @@ from megatron.planner.search import Space, offered
 from megatron.planner.search.offers import fewest_ranks, name_of, offer, preset_of
 from tests.planner import made_up
 
-KNOWN = ("gpipe", "flush", "2bw", "pipedream", "interleaved", "bpipe", "2bw+balance", "interleaved+balance", "l2l")
+KNOWN = (
+    "gpipe", "flush", "2bw", "pipedream", "interleaved", "bpipe", "zb-h1", "zbv", "2bw+balance", "interleaved+balance",
+    "l2l",
+)  # fmt: skip
 
 
 def test_presets_come_first_and_then_what_can_be_balanced_besides():
@@ -26,9 +29,10 @@ def test_what_is_registered_is_offered_from_then_on():
 
 
 def test_ranks_from_which_on_something_moves():
-    """1F1B: 4, since of 3 stages the pair saves 3 and 1, two each. Two stages on each rank: 3."""
+    """1F1B: 4, since of 3 stages the pair saves 3 and 1, two each. Two stages on each rank: 3. Halves of backwards
+    move nowhere."""
     found = {name: fewest_ranks(preset) for name, preset in offered().items()}
-    assert found == dict(zip(KNOWN, (None, 4, 4, None, 3, 4, 4, 3, None), strict=True))
+    assert found == dict(zip(KNOWN, (None, 4, 4, None, 3, 4, None, None, 4, 3, None), strict=True))
 
 
 def test_weights_on_the_host_come_last():

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from megatron.pipeline.schedules import PRESETS
 from megatron.planner import Architecture, Cluster, Configuration, judge
 from megatron.planner.search import SCOPES, Space, Training, search
 from megatron.planner.search.offers import offer, preset_of
@@ -52,7 +53,7 @@ def every_combination(model: Architecture, machines: Cluster, batch: int, safe: 
             continue
         d = machines.num_gpus // (t * p)
         preset, balance = preset_of(name)
-        if (preset == "interleaved") != (v > 1) or (split and d == 1) or (p == 1 and preset not in ("flush", "2bw")):
+        if PRESETS[preset].interleaves != (v > 1) or (split and d == 1) or (p == 1 and preset not in ("flush", "2bw")):
             continue
         for size in range(1, (safe or batch) + 1):
             whole = batch_of(batch, safe, size, d, group=p if v > 1 else 1)
@@ -353,3 +354,21 @@ def test_a_search_says_how_far_it_is():
 def test_refusals(changes, reason):
     with pytest.raises(ValueError, match=reason):
         Space(num_gpus=8, gpus_per_node=8, global_batch_size=8, **changes)
+
+
+def test_halves_are_searched_by_the_layers_that_train_them():
+    """Where other layers train split backwards, these keep scores that the scope attention recomputes, and whole ones
+    do not: so that scope is tried for zb-h1 and zbv alone, and floors of memory are of each."""
+    training = Training(saves_scores=False, saves_scores_with_halves=True)
+    found = run(
+        SMALL, cluster(0.6), training=training, global_batch_size=24, num_simulated=0, early_stopping=False,
+        schedules=("flush", "interleaved", "zb-h1", "zbv"), rank_mappings=("standard",),
+    )  # fmt: skip
+    attention = {each.choice.schedule for each in found.kept if each.choice.recompute is SCOPES[1]}
+    assert attention == {"zb-h1", "zbv"}
+    assert {each.choice.virtual for each in found.kept if each.choice.schedule == "zbv"} == {2}
+    same = run(
+        SMALL, cluster(0.6), global_batch_size=24, num_simulated=0, early_stopping=False, schedules=("flush", "zb-h1"),
+        rank_mappings=("standard",),
+    )  # fmt: skip
+    assert {each.choice.schedule for each in same.kept if each.choice.recompute is SCOPES[1]} == {"flush", "zb-h1"}

@@ -71,3 +71,17 @@ def test_a_spread_has_median_and_deciles(samples):
 def test_nothing_timed_is_no_spread():
     with pytest.raises(ValueError, match="one iteration or more"):
         Spread.of([])
+
+
+def test_halves_come_together(tmp_path):
+    """I, W and what is held between them, of a stage: all are there or none, and a file has them again."""
+    whole = profile(halves=True)
+    whole.save(tmp_path / "profile.json")
+    loaded = load_profile(tmp_path / "profile.json")
+    assert loaded == whole and loaded.stages[0].halves is not None
+    assert profile().stages[0].halves is None
+    content = json.loads((tmp_path / "profile.json").read_text())
+    del content["stages"][0]["deferred_bytes"]
+    (tmp_path / "profile.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="backward_input, backward_weight and deferred_bytes come together"):
+        load_profile(tmp_path / "profile.json")

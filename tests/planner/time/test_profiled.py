@@ -244,3 +244,33 @@ def test_flash_attention_is_that_of_the_profiled_program():
     assert not software_of(profiles.profile(**engine, flags=("--attention-backend", "unfused"))).flash_attention
     assert not software_of(profiles.profile(**engine | {"dtype": "float32"})).flash_attention
     assert not software_of(profiles.profile(dtype="bfloat16")).flash_attention
+
+
+def test_halves_of_a_backward_are_those_that_were_measured():
+    """I and W of each stage from the profile's, together longer than a backward here; the whole one beside them."""
+    costs = ProfiledCosts(profiles.profile(halves=True, shares_processor=False), MODEL)
+    asked = configuration(pipeline=2, schedule="zb-h1")
+    found, plain = costs.costs(asked, (3, 1)), costs.costs(replace(asked, schedule="flush"), (3, 1))
+    expected = [forward(place, layers, 2, 4) for place, layers in ((StagePosition.FIRST, 3), (StagePosition.LAST, 1))]
+    assert found.forward == plain.forward == pytest.approx(expected)
+    assert found.backward_input == pytest.approx([profiles.OF_INPUT * each for each in expected])
+    assert found.backward_weight == pytest.approx([profiles.OF_WEIGHT * each for each in expected])
+    assert plain.backward_input is None and plain.backward_weight is None
+
+
+def test_halves_slow_each_other_down_as_whole_ones_do():
+    """On a CPU, too, I and W are blended by who works beside them: between one process at work and two."""
+    costs = ProfiledCosts(profiles.profile(halves=True), MODEL)
+    found = costs.costs(configuration(pipeline=2, schedule="zb-h1"), (2, 2))
+    for stage, place in enumerate((StagePosition.FIRST, StagePosition.LAST)):
+        for values, factor in (
+            (found.backward_input, profiles.OF_INPUT), (found.backward_weight, profiles.OF_WEIGHT)
+        ):  # fmt: skip
+            alone, beside = (factor * forward(place, 2, 2, working) for working in (1, 2))
+            assert alone <= values[stage] <= beside
+
+
+def test_a_profile_without_halves_prices_none():
+    """Half of a backward is no price."""
+    with pytest.raises(ValueError, match="zb-h1 computes backwards in halves, and the profile has no times of I and W"):
+        COSTS.costs(configuration(pipeline=2, schedule="zb-h1"), (2, 2))

@@ -84,3 +84,29 @@ def test_gated_layers_and_grouped_queries():
     each = work(2, shape=shape)
     matrices = H * (H + 2 * H // 4) + H * H + 3 * H * 11008
     assert each.forward.operations == pytest.approx((2 * S * matrices + 4 * S * S * H) / 2)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("tensor", [1, 4])
+def test_halves_do_what_the_whole_does(tensor, split):
+    """Operations, calls, bytes and kernels of I and W are the whole backward's, of a layer and of the head. W has the
+    linears' products alone, as many as a forward has; the attention's core is in I."""
+    each = work(tensor, 2, split=split, software=MEGATRON_CORE)
+    pairs = ((each.backward, each.backward_input, each.backward_weight), (each.head[1], *each.head_halves))
+    for whole, of_input, of_weight in pairs:
+        both = of_input + of_weight
+        for name in ("operations", "calls", "traffic", "kernels"):
+            assert getattr(both, name) == pytest.approx(getattr(whole, name)), name
+        assert both.exchanged == pytest.approx(whole.exchanged + whole.overlapped) and both.overlapped == 0
+    linears = 2 * 2 * S * SHAPE.layer_matrices / tensor
+    assert each.backward_weight.operations == pytest.approx(linears)
+    assert each.backward_input.operations - linears == pytest.approx(4 * 2 * 2 * S * S * H / tensor)
+
+
+def test_what_halves_send_by_themselves():
+    """Of 8 ranks: without split sequences W sends nothing; with them it gathers the inputs that a whole backward
+    gathers under products, as many bytes as half of what is hidden there."""
+    plain, split = (work(8, split=split, software=MEGATRON_CORE) for split in (False, True))
+    assert plain.backward_weight.exchanged == 0 and plain.backward_input.exchanged == plain.backward.overlapped
+    assert split.backward_weight.exchanged == pytest.approx(split.backward.overlapped / 2)
+    assert split.backward_weight.collectives > plain.backward_weight.collectives == 0

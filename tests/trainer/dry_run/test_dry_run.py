@@ -192,6 +192,17 @@ def test_schedules_that_stash(dry):
     assert [rank["weights_bytes"] / rank["num_parameters"] for rank in found["memory"]] == [16, 12, 8, 4]
 
 
+def test_backwards_in_halves(dry):
+    """What waits for W is counted apart: in the program's lines, and where it adds to the peak in the memory's."""
+    base = GPT3_96B.replace("--recompute-activations ", "")
+    status, out, _, found = dry(f"{base} --pipeline-schedule zb-h1 --transformer-impl local")
+    assert status == 0
+    assert "saved microbatches by rank: 8, 8, 8, 8, 8, 8, 8, 8" in out
+    assert "of them between the halves of their backward, I and W, by stage: 1, 2, 3, 4, 5, 6, 7, 8" in out
+    deferred = [rank["deferred_bytes"] for rank in found["memory"]]
+    assert deferred[0] == 0 and deferred == sorted(deferred) and deferred[-1] > 0
+
+
 def test_predicted_weights(dry):
     """In FP32 without the distributed optimizer the true weights are a copy more; what is held is counted."""
     common = "--pipeline-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 8 --pipeline-schedule 2bw "

@@ -48,3 +48,25 @@ def test_no_namespace_changes_another():
     args = job.arguments(configuration)
     assert args.world_size == 2 and args.batch_sizes.global_batch_size == 8
     assert vars(job.namespace(configuration)) == before
+
+
+ENGINE = Platform(is_cuda=True, has_transformer_engine=True, has_apex=True)
+
+
+def test_halves_are_trained_by_other_layers():
+    """Where Transformer Engine trains whole backwards, megatron.core's own layers train split ones, which keep scores:
+    in the program's namespace and in what the planner takes for it. Who asks for the engine is refused."""
+    words = WORDS.replace("BertWordPieceLowerCase --vocab-file v", "NullTokenizer --vocab-size 100").split()
+    job = Job.read(words, architecture="gpt", platform=ENGINE)
+    whole, split = (
+        Configuration(pipeline=2, micro_batch_size=1, global_batch_size=8, schedule=name) for name in ("flush", "zb-h1")
+    )
+    assert job.arguments(whole).transformer_impl == "transformer_engine"
+    assert job.arguments(split).transformer_impl == "local" and job.refusal(split) is None
+    assert job.software.of(whole) is job.software and job.software.flash_attention
+    other = job.software.of(split)
+    assert not other.flash_attention and other.activation_setting(split).saves_scores
+    local = Job.read([*words, "--transformer-impl", "local"], architecture="gpt", platform=ENGINE)
+    assert local.software.of(split) is local.software
+    asked = Job.read([*words, "--transformer-impl", "transformer_engine"], architecture="gpt", platform=ENGINE)
+    assert "--transformer-impl transformer_engine computes a backward in one" in asked.refusal(split)

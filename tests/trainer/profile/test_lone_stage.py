@@ -26,7 +26,7 @@ def stage_plan(place: StagePosition = StagePosition.MIDDLE, flags: str = "", **c
     return StagePlan(**values | changes)
 
 
-def time_case(plans: list[StagePlan]) -> list[dict]:
+def time_case(plans: list[StagePlan], halves: bool = False) -> list[dict]:
     """What each plan yields on this rank, which is one of a job of tensor ranks."""
     from megatron.core import parallel_state
     from megatron.trainer.plan import from_flags as planner_records
@@ -41,7 +41,7 @@ def time_case(plans: list[StagePlan]) -> list[dict]:
         lone = build_lone_stage(args, training_program("gpt"), plan.place, plan.weights)
         samples = time_stage(
             lone, num_microbatches=plan.num_microbatches, num_batches=plan.num_batches, num_warmup=plan.num_warmup,
-            start=lambda starts=starts: starts.append(1),
+            start=lambda starts=starts: starts.append(1), halves=halves,
         )  # fmt: skip
         lone.close()
         from megatron.trainer.data.tokenizer import build_tokenizer, padded_vocab_size
@@ -53,6 +53,7 @@ def time_case(plans: list[StagePlan]) -> list[dict]:
                 "num_parameters": lone.num_parameters,
                 "num_starts": len(starts),
                 "num_saved": lone.stage.num_saved,
+                "deferred_bytes": lone.deferred_bytes,
                 "model": planner_records.architecture(args),
             }
         )
@@ -60,8 +61,8 @@ def time_case(plans: list[StagePlan]) -> list[dict]:
     return found
 
 
-def run(plans: list[StagePlan]) -> list[dict]:
-    return workers.run(plans[0].tensor, "tests.trainer.profile.test_lone_stage:time_case", plans=plans)[0]
+def run(plans: list[StagePlan], **options) -> list[dict]:
+    return workers.run(plans[0].tensor, "tests.trainer.profile.test_lone_stage:time_case", plans=plans, **options)[0]
 
 
 @pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.full)])
@@ -85,6 +86,19 @@ def test_every_position_is_that_of_a_pipeline(tensor):
         assert counts == dict.fromkeys(("forward", "backward", "zero", "norm", "step"), NUM_BATCHES), plan
         assert all(value > 0 for values in result["samples"].values() for value in values)
         assert (result["num_starts"], result["num_saved"]) == (1, 0)
+
+
+def test_halves_are_timed_beside_whole_backwards():
+    """Each batch is timed twice, with B and with I and W; what is kept between these grows with the layers."""
+    results = run([stage_plan(num_layers=layers) for layers in (1, 3)], halves=True)
+    names = ("forward", "backward", "backward_input", "backward_weight", "zero", "norm", "step")
+    for result in results:
+        assert {name: len(values) for name, values in result["samples"].items()} == dict.fromkeys(names, NUM_BATCHES)
+        assert all(value > 0 for values in result["samples"].values() for value in values)
+        assert result["num_saved"] == 0
+    tokens, hidden = 2 * 16, 32
+    of_layer = 4 * tokens * hidden * ((1 + 3) + (1 + 1) + (1 + 4) + (4 + 1))
+    assert [result["deferred_bytes"] for result in results] == [of_layer, 3 * of_layer]
 
 
 @pytest.mark.full

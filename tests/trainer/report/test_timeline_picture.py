@@ -56,6 +56,17 @@ def test_plan_and_measurement_agree_on_predictions():
     assert abs(plan.makespan - shown.makespan) < 1e-9
 
 
+def test_plan_and_measurement_agree_on_halves():
+    """What I and W took is in the plan, stage by stage, and so the two are as long."""
+    schedule = Schedule.preset("zb-h1", num_stages=2)
+    costs = Costs(forward=[1.0, 1.5], backward=0.0, backward_input=[1.25, 1.0], backward_weight=[0.5, 0.75], step=0.25)
+    timeline = simulate(schedule.build((3, 3, 3, 3), first_batch=4, first_microbatch=12), costs)
+    plan = planned_timeline(schedule, timeline, range(5, 7), [4, 8])
+    shown = timeline.of_batches(5, 2)
+    assert plan.rows == shown.rows and shown.makespan > 2 * 3 * (1.0 + 1.25 + 0.5)
+    assert abs(plan.makespan - shown.makespan) < 1e-9
+
+
 def test_plan_and_measurement_agree_on_the_lanes():
     """What weights, gradients, inputs and updates took on their way is in the plan of a relay, stage by stage."""
     schedule = Schedule.preset("l2l", num_stages=4, num_virtual_stages=4, residency=Residency(2, "deferred", "host"))

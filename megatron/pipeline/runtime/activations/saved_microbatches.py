@@ -1,7 +1,9 @@
 """How many microbatches a rank saves at once, counted where it happens.
 
 The compute thread counts forwards and backwards, the thread of the moves what is posted and complete, as
-`program.move_order` says. The checker proves the most that this can ever reach.
+`program.move_order` says. The checker proves the most that this can ever reach. A microbatch whose backward is split is
+saved until the end of its W. From the end of its I on, when the stage keeps only what its weight gradients need, it is
+deferred, which is counted beside that, with the bytes.
 """
 
 from __future__ import annotations
@@ -11,12 +13,21 @@ from collections.abc import Iterable
 
 
 class SavedMicrobatches:
-    """Per stage, and over all stages of the rank. `peaks`: stage -> most at once; `peak_on_rank`: most together."""
+    """Per stage, and over all stages of the rank.
+
+    Attributes:
+        peaks: stage -> the most that were saved at once; `peak_on_rank`: the most together.
+        deferred_peaks: stage -> the most of them that were between I and W at once.
+        deferred_bytes, deferred_bytes_peak: bytes that all stages keep together now for the W to come, and the most.
+    """
 
     def __init__(self, stages: Iterable[int]) -> None:
         self.peaks = dict.fromkeys(stages, 0)
         self.peak_on_rank = 0
+        self.deferred_peaks = dict.fromkeys(self.peaks, 0)
+        self.deferred_bytes = self.deferred_bytes_peak = 0
         self._counts = dict.fromkeys(self.peaks, 0)
+        self._deferred: dict[tuple[int, int], int] = {}  # (stage, microbatch) -> bytes
         self._lock = threading.Lock()
 
     def add(self, stage: int) -> None:
@@ -27,7 +38,21 @@ class SavedMicrobatches:
             self.peak_on_rank = max(self.peak_on_rank, sum(self._counts.values()))
 
     def remove(self, stage: int) -> None:
-        """A backward has ended, or an EVICT or RETURN is complete."""
+        """A backward has ended (of a split one, W), or an EVICT or RETURN is complete."""
         with self._lock:
             self._counts[stage] -= 1
             assert self._counts[stage] >= 0
+
+    def defer(self, stage: int, microbatch: int, num_bytes: int) -> None:
+        """An I has ended, and so many bytes are kept for the W."""
+        with self._lock:
+            self._deferred[stage, microbatch] = num_bytes
+            self.deferred_bytes += num_bytes
+            count = sum(each == stage for each, _ in self._deferred)
+            self.deferred_peaks[stage] = max(self.deferred_peaks[stage], count)
+            self.deferred_bytes_peak = max(self.deferred_bytes_peak, self.deferred_bytes)
+
+    def end_deferred(self, stage: int, microbatch: int) -> None:
+        """Its W has ended, and keeps nothing."""
+        with self._lock:
+            self.deferred_bytes -= self._deferred.pop((stage, microbatch))

@@ -1,15 +1,15 @@
 """What the executor asks of a stage and of its weight update.
 
 A schedule must not know what it drives: a megatron.core chunk, any ``nn.Module`` or a stage that only sleeps. So the
-executor speaks two small protocols. A `Stage` computes: forward, recompute, backward, and which weight version its
-parameters show. A `WeightUpdate` owns what lies between a batch's last backward and the weights made from it: the
-reductions, which run on a background thread, and the optimizer step.
+executor speaks two small protocols. A `Stage` computes: forward, recompute, backward (whole, or in two halves where it
+is a `SplittingStage`), and which weight version its parameters show. A `WeightUpdate` owns what lies between a batch's
+last backward and the weights made from it: the reductions, which run on a background thread, and the optimizer step.
 
 Order of the calls on one rank, for one batch::
 
     begin_batch(info)        before the batch's first forward: choose its loss scale
-    begin_backward(info)     before its first backward: choose its gradient buffer
-    resume_backward(info)    before any other that follows a backward of another batch: show that buffer again
+    begin_backward(info)     before its first backward, whole or half: choose its gradient buffer
+    resume_backward(info)    before any other that follows one of another batch: show that buffer again
     reduce_grad(version, s)  chain thread, after its last backward   (only if data parallel)
     reduce_embed(version)    chain thread                            (only tied embeddings, where the first and the last
                              stage are on two ranks; on one rank reduce_norm adds up their gradients first)
@@ -30,7 +30,7 @@ come to the word, and return what its lane then carries out::
 
     fetch(stage, version)       before the stage's forwards, and again before its backwards
     free(stage)                 after them: from the call on, nothing uses the weights
-    accumulate(stage)           no word: before each of its backwards
+    accumulate(stage)           no word: before each of its backwards, whole or half
     store_grad(stage, version)  after its last backward, and what reduce_grad(version, stage) posted before it
     update(stage, version)      after step(version), or where updates are eager after store_grad
 
@@ -41,7 +41,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -170,6 +170,28 @@ class Stage(Protocol):
         """
 
 
+class SplittingStage(Protocol):
+    """A stage, of a chain or of a graph, whose backward can be computed in two halves: I, which the stage before waits
+    for, and W, which nobody waits for but the update. Which weight gradients I computes and which are left for W is the
+    stage's choice; after W all are added to those of the microbatch's batch. Some microbatches may have a whole
+    backward, and others I and then W.
+    """
+
+    def split_backward(self) -> None:
+        """Backwards come in halves: called once, before the first row that has one. Of a microbatch whose forward came
+        before that, I may compute all.
+        """
+
+    def backward_input(self, microbatch: Microbatch, output_grad: Any) -> Any:
+        """As `backward`, but for what is left for `backward_weights`, which keeps what it needs and nothing more."""
+
+    def backward_weights(self, microbatch: Microbatch) -> None:
+        """Accumulate the weight gradients that `backward_input` has left, and drop what they were kept for."""
+
+    def deferred_bytes(self, microbatch: Microbatch) -> int:
+        """Bytes that are kept of `microbatch` between its two halves; 0 before and behind."""
+
+
 @runtime_checkable
 class GraphStage(Protocol):
     """A stage of a graph: what it gets and hands on are several tensors for each stage that it has an edge with. The
@@ -279,6 +301,8 @@ class StageUpdate(Protocol):
         """The first forward of the batch at the stage follows, with `version`: the parameters show its weights."""
 
     def begin_backward(self, info: BatchInfo) -> None: ...
+
+    def resume_backward(self, info: BatchInfo) -> None: ...
 
     def step(self, version: int) -> BatchReport: ...
 

@@ -3,7 +3,8 @@
 A rank records its tracks: `compute` (an instruction without its waiting), `wait` (how long it waited for a transfer
 or for the chain before that), `chain` (the reductions on their background thread), `moves` (moves of saved
 activations on theirs, from when they are posted until they are complete) and, where weights live on the host, one for
-each lane to and from it (from when a word begins there until it is complete). Only the last batches are kept.
+each lane to and from it (from when a word begins there until it is complete). Beside them it notes the bytes that it
+keeps between I and W, where backwards are split. Only the last batches are kept.
 The tracks of all ranks are gathered on one rank and written in Chrome's trace-event format, which Perfetto reads, or
 turned into the Timeline that the simulator yields, so that the same drawing shows the plan and the measured run.
 """
@@ -50,7 +51,8 @@ class TraceSpan:
 @dataclass(frozen=True)
 class RankTrace:
     """What one rank traced: its global rank, the global ranks of its pipeline, of which batches every span is there,
-    and the edges between stages (none: a chain).
+    the edges between stages (none: a chain), and (seconds since the epoch, bytes) whenever what it keeps between I and
+    W has changed.
     """
 
     rank: int
@@ -59,6 +61,7 @@ class RankTrace:
     batches: tuple[BatchExtent, ...]
     spans: tuple[TraceSpan, ...]
     edges: tuple[Edge, ...] = ()
+    deferred_bytes: tuple[tuple[float, int], ...] = ()
 
 
 class HostClock:
@@ -101,17 +104,28 @@ class Tracer:
         self.now = self._clock.now
         self._segments: deque[tuple[BatchExtent, list[tuple[Instruction, Any, Any, Any]]]] = deque(maxlen=num_batches)
         self._background: deque[list[tuple[str, Instruction, Any, Any]]] = deque(maxlen=num_batches)  # by where it ends
+        self._deferred: deque[list[tuple[Any, int]]] = deque(maxlen=num_batches)
 
     def begin_batch(self, extent: BatchExtent) -> None:
         """What follows belongs to the segment of this batch; the oldest batch beyond the bound is forgotten."""
         segment: list[tuple[Instruction, Any, Any, Any]] = []
         self._segments.append((extent, segment))
         self._background.append([])
+        self._deferred.append([])
         self.record = segment.append  # the hot loop calls this with (instruction, start, ready, end)
 
     def record_background(self, track: str, instruction: Instruction, start: Any, end: Any) -> None:
         """What another thread has done; it belongs to the segment that the rank is in by then."""
         self._background[-1].append((track, instruction, start, end))
+
+    def record_deferred(self, num_bytes: int) -> None:
+        """So much is kept between I and W from now on."""
+        self._deferred[-1].append((self.now(), num_bytes))
+
+    def deferred_bytes(self) -> tuple[tuple[float, int], ...]:
+        """What was recorded so; times as those of the spans."""
+        seconds, offset = self._clock.reader(), time.time() - time.perf_counter()
+        return tuple((offset + seconds(mark), num_bytes) for noted in self._deferred for mark, num_bytes in noted)
 
     def batches(self) -> tuple[BatchExtent, ...]:
         return tuple(extent for extent, _ in self._segments)
@@ -265,6 +279,9 @@ def chrome_trace(traces: Iterable[RankTrace]) -> dict[str, Any]:
                     "args": {name: value for name, value in fields.items() if value is not None},
                 }
             )
+        for moment, num_bytes in trace.deferred_bytes:
+            counter = {"ph": "C", "name": "bytes between I and W", "pid": trace.rank, "args": {"bytes": num_bytes}}
+            events.append(counter | {"ts": (moment - origin) * 1e6})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 

@@ -35,7 +35,7 @@ def set_versions(segments: Segments, extent: Extent) -> Segments:
             elif rule.refreshes and kind.is_computation:
                 version_of[stage, microbatch] = newest[stage]
             if kind.is_computation:
-                version = version_of[stage, microbatch]
+                version = version_of.get((stage, microbatch))  # none: its forward is to come, which the checker says
                 instruction = Instruction(kind, stage, microbatch, version)
                 if rule.looks_ahead:
                     horizon = extent.batch_of(microbatch) - version if kind is Kind.FORWARD else 0

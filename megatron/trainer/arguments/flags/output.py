@@ -76,7 +76,8 @@ LOGGING = Group(
         switch("--log-throughput", "Print TFLOP/s per GPU."),
         switch(
             "--log-saved-activations",
-            "Count the bytes of saved activations: peak per pipeline rank in the log line and the metrics file. "
+            "Count the bytes of saved activations: peak per pipeline rank in the log line and the metrics file; where "
+            "the schedule splits backwards, also what is kept between I and W. "
             "Schedules that move activations always do; others then run forwards under saved-tensor hooks.",
         ),
         switch("--log-progress", "Append progress to progress.txt in --save."),
@@ -86,9 +87,9 @@ LOGGING = Group(
             str,
             None,
             "JSON lines with full-precision values per iteration and evaluation; a resumed run appends. The last rank "
-            "writes it, and peak_memory_bytes is its own; saved_activation_bytes and, on CUDA, the allocator's "
-            "peak_allocated_bytes are lists by pipeline rank, of the fullest tensor and data rank; so are "
-            "device_peak_bytes and host_peak_bytes of --pipeline-schedule l2l. "
+            "writes it, and peak_memory_bytes is its own; saved_activation_bytes, deferred_bytes (between I and W) "
+            "and, on CUDA, the allocator's peak_allocated_bytes are lists by pipeline rank, of the fullest tensor and "
+            "data rank; so are device_peak_bytes and host_peak_bytes of --pipeline-schedule l2l. "
             "On a full disk training goes on with a warning, and the lines are written once there is room.",
             metavar="FILE",
         ),

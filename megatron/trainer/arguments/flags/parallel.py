@@ -16,8 +16,10 @@ PIPELINE = Group(
             "without flushes on two weight versions, a batch uses the weights of the batch before. pipedream: weight "
             "stashing, one update a microbatch. interleaved: Megatron-LM's order for several stages on each rank, "
             "exact; the default where the flags ask for several. bpipe: flush with saved activations balanced over "
-            "pairs of stages, as --balance-activations does. l2l: weights, gradients and optimizer state on "
-            "the host, weights of few stages, each a layer, on the device; exact. docs/l2l.md.",
+            "pairs of stages, as --balance-activations does. zb-h1: flush whose backwards are split, so that weight "
+            "gradients fill bubbles; exact. zbv: the same with two stages on each rank in a V, which leaves next to no "
+            "bubble. docs/zero_bubble.md. l2l: weights, gradients and optimizer state on the host, weights of few "
+            "stages, each a layer, on the device; exact. docs/l2l.md.",
             choices=PRESETS.keys(),  # those that are registered later, too
         ),
         option(

@@ -124,9 +124,10 @@ def _stages_of_ranks(args: argparse.Namespace) -> None:
         args.pipeline_schedule = "interleaved"
     interleaves, on_host = choice_of(args).interleaves, residency_of(args) is not None
     if v is None and interleaves and not on_host:
+        count = PRESETS[args.pipeline_schedule].virtual_stages or "2 or more"
         raise ValueError(
             f"--pipeline-schedule {args.pipeline_schedule} needs several stages on each rank; add "
-            "--num-virtual-stages-per-pipeline-rank 2 or more, or use flush"
+            f"--num-virtual-stages-per-pipeline-rank {count}, or use flush"
         )
     if v is not None and not interleaves:
         raise ValueError(

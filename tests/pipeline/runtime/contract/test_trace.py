@@ -100,6 +100,21 @@ def test_marks_of_a_device_are_exact_after_days(monkeypatch):
     assert computed.end - computed.start == pytest.approx(2.75e-3, abs=1e-6)
 
 
+def test_what_is_kept_between_halves_is_a_counter():
+    """Of the last batches, at the moments at which it changes, in microseconds from the first span."""
+    tracer = trace.Tracer(num_batches=1)
+    for batch, bytes_kept in enumerate(((7,), (100, 300, 0))):
+        tracer.begin_batch(trace.BatchExtent(batch, batch, 1))
+        tracer.record((Instruction.parse(f"0I{batch}@0"), tracer.now(), tracer.now(), tracer.now()))
+        for each in bytes_kept:
+            tracer.record_deferred(each)
+    rank = trace.RankTrace(3, (3,), (0,), tracer.batches(), tracer.spans(), deferred_bytes=tracer.deferred_bytes())
+    counters = [event for event in trace.chrome_trace([rank])["traceEvents"] if event["ph"] == "C"]
+    assert [event["args"]["bytes"] for event in counters] == [100, 300, 0]
+    assert {(event["name"], event["pid"]) for event in counters} == {("bytes between I and W", 3)}
+    assert 0 <= counters[0]["ts"] <= counters[-1]["ts"] < 1e6
+
+
 def test_only_the_last_batches_are_kept():
     """Memory is bounded; of the batch before the first kept one, the tail does not reach the timeline."""
     tracer = trace.Tracer(num_batches=2)

@@ -26,7 +26,7 @@ def assert_like_the_reference(outcomes, *, delay):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("preset", "delay"), [("gpipe", 0), ("flush", 0), ("2bw", 1)])
+@pytest.mark.parametrize(("preset", "delay"), [("gpipe", 0), ("flush", 0), ("zb-h1", 0), ("2bw", 1)])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_ranks_that_share_a_gpu_go_through_host_memory(preset, delay, num_ranks):
     """Several ranks on one GPU, staged through pinned memory with gloo, train as one process on the CPU does."""

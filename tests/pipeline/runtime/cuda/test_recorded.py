@@ -115,6 +115,8 @@ def assert_in_order(accounts, *, moves=False):
         ),
         (2, {"schedule": "pipedream", "p": 2, "batches": (1,) * 6}),
         (2, {"schedule": "interleaved", "p": 2, "v": 2, "tied": True}),
+        (2, {"schedule": "zb-h1", "p": 2, "clip": 1.0, "tied": True, "drains": (1,)}),
+        pytest.param(2, {"schedule": "zb-h1", "t": 2, "sequence_parallel": True}, marks=FULL),
         pytest.param(
             4,
             {"schedule": "2bw", "p": 2, "d": 2, "dtype": "float16", "distributed_optimizer": True, "drains": (1,)},

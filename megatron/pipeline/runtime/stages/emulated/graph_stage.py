@@ -56,6 +56,19 @@ class EmulatedGraphStage:
         sleep_for(self._times.backward)
         return self._grads
 
+    def split_backward(self) -> None:
+        """Nothing to prepare."""
+
+    def backward_input(self, microbatch: Microbatch, output_grads: _Tensors) -> _Tensors:
+        sleep_for(self._times.halves[0])
+        return self._grads
+
+    def backward_weights(self, microbatch: Microbatch) -> None:
+        sleep_for(self._times.halves[1])
+
+    def deferred_bytes(self, microbatch: Microbatch) -> int:
+        return 0
+
     def forward_only(self, microbatch: Microbatch, inputs: _Tensors) -> _Tensors:
         sleep_for(self._times.forward)
         return self._outputs

@@ -50,17 +50,39 @@ def sleep_for(seconds: float) -> None:
 
 @dataclass(frozen=True)
 class EmulatedTimes:
-    """Seconds that a microbatch takes at a stage; `recompute` defaults to nothing being recomputed."""
+    """Seconds that a microbatch takes at a stage; `recompute` defaults to nothing being recomputed, the halves of a
+    split backward, which come together, to half of a whole one each.
+
+    Raises:
+        ValueError: one of the halves alone.
+    """
 
     forward: float
     backward: float
     recompute: float = 0.0
+    backward_input: float | None = None
+    backward_weight: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.backward_input is None) != (self.backward_weight is None):
+            raise ValueError(
+                f"backward_input is {self.backward_input} and backward_weight {self.backward_weight}; give seconds "
+                "for both halves of a backward, or for none"
+            )
+
+    @property
+    def halves(self) -> tuple[float, float]:
+        """Seconds of I and of W."""
+        if self.backward_input is None:
+            return self.backward / 2, self.backward / 2
+        return self.backward_input, self.backward_weight
 
 
 class EmulatedStage:
     """Stage `index` of `num_stages` that takes `times` and sends `payload_bytes` per microbatch in both directions.
 
     It counts `activation_bytes` for each microbatch that it saves, and moves as many if it has an `activation_memory`.
+    Between the halves of a backward it counts `deferred_bytes`.
     """
 
     loss_names = ("loss",)
@@ -73,6 +95,7 @@ class EmulatedStage:
         times: EmulatedTimes,
         payload_bytes: int,
         activation_bytes: int = 0,
+        deferred_bytes: int = 0,
         activation_memory: ActivationMemory | None = None,
     ) -> None:
         spec = TensorSpec((max(1, payload_bytes // 4),), torch.float32)
@@ -89,6 +112,8 @@ class EmulatedStage:
         self._activation_bytes = activation_bytes
         self._memory = activation_memory
         self._saved: dict[int, Tensor | None] = {}  # microbatch -> the buffer that it was loaded into
+        self._deferred_bytes = deferred_bytes
+        self._halfway: set[int] = set()  # microbatches between I and W
         sharpen_sleep()
 
     def load_version(self, version: int) -> None:
@@ -105,7 +130,31 @@ class EmulatedStage:
         sleep_for(self._times.recompute)
 
     def backward(self, microbatch: Microbatch, output_grad: Tensor | None) -> Tensor | None:
-        sleep_for(self._times.backward)
+        return self._backward(microbatch, self._times.backward)
+
+    def split_backward(self) -> None:
+        """Nothing to prepare."""
+
+    def backward_input(self, microbatch: Microbatch, output_grad: Tensor | None) -> Tensor | None:
+        self._halfway.add(microbatch.index)
+        input_grad = self._backward(microbatch, self._times.halves[0])
+        if self._memory is not None:
+            self._memory.defer(self.index, microbatch.index, self._deferred_bytes)
+        return input_grad
+
+    def backward_weights(self, microbatch: Microbatch) -> None:
+        """Raises KeyError where the microbatch has had no I, or its W already."""
+        self._halfway.remove(microbatch.index)
+        sleep_for(self._times.halves[1])
+        if self._memory is not None:
+            self._memory.end_deferred(self.index, microbatch.index)
+
+    def deferred_bytes(self, microbatch: Microbatch) -> int:
+        return self._deferred_bytes if microbatch.index in self._halfway else 0
+
+    def _backward(self, microbatch: Microbatch, seconds: float) -> Tensor | None:
+        """What ends what is saved in full."""
+        sleep_for(seconds)
         if self._memory is not None:
             del self._saved[microbatch.index]
             self._memory.drop(self.index, microbatch.index)

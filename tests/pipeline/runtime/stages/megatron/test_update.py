@@ -52,6 +52,8 @@ SELECTION = {
         {"schedule": "flush", "clip": 0.5, "tied": True}, layouts=((2, 2, 1),), allowed=SPREAD
     ),
     "interleaved": Row({"schedule": "interleaved", "v": 2, "drains": (1, 3)}, layouts=((2, 1, 1),)),
+    "zb-h1": Row({"schedule": "zb-h1"}, layouts=((4, 1, 1),)),
+    "zbv": Row({"schedule": "zbv", "v": 2, "drains": (1, 3)}, layouts=((2, 1, 1),)),
     "2bw": Row(TWO_BW, layouts=((1, 1, 1), (4, 1, 1))),
     "2bw clipped, warm-up, ramp-up": Row(
         {"schedule": "2bw", "batches": (4, 4, 5, 5, 6, 6, 8, 8), "clip": 0.5, "warmup": 24, "weight_decay": 0.1},

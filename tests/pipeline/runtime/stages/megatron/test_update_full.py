@@ -28,7 +28,7 @@ TENSORS = ((1, 2, 1), (2, 2, 1))
 
 def grid() -> dict[str, Row]:
     table = {}
-    for schedule in ("gpipe", "flush", "2bw"):
+    for schedule in ("gpipe", "flush", "zb-h1", "2bw"):
         base = {"schedule": schedule, "batches": EIGHT}
         # gpipe runs backwards in ascending order too, so it adds up gradients as the others do.
         table |= {
