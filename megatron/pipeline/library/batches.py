@@ -28,8 +28,8 @@ class MicrobatchData:
 
 @dataclass(frozen=True)
 class BatchData:
-    """A batch in microbatches. `num_samples`: of this pipeline. `signature`: of a microbatch's inputs; equal ones make
-    equal shapes.
+    """A batch in microbatches. `num_samples`: of this pipeline. `signature`: of a microbatch's inputs, where this rank has
+    them; equal ones make equal shapes.
     """
 
     microbatches: tuple[MicrobatchData, ...]
@@ -69,11 +69,9 @@ def split_batch(
             f"{num_microbatches}"
         )
     of_each = size // num_microbatches
-    parts = [
-        (None,) * num_microbatches if leaf is None else leaf.detach().to(device).split(of_each) for leaf in leaves
-    ]
+    parts = [(None,) * num_microbatches if leaf is None else leaf.detach().to(device).split(of_each) for leaf in leaves]
     microbatches = [MicrobatchData(**tree_unflatten(list(each), structure)) for each in zip(*parts, strict=True)]
-    return BatchData(tuple(microbatches), size, _signature(microbatches[0].inputs))
+    return BatchData(tuple(microbatches), size, _signature(microbatches[0].inputs) if has_inputs else ())
 
 
 def _parts(batch: Any) -> tuple[Any, Any]:
@@ -82,7 +80,9 @@ def _parts(batch: Any) -> tuple[Any, Any]:
     if isinstance(batch, Sequence) and len(batch) == 2:
         return batch[0], batch[1]
     if isinstance(batch, Sequence):
-        raise ValueError(f"a batch of {len(batch)} parts is not (inputs, targets); give a pair of tensors, tuples or dicts")
+        raise ValueError(
+            f"a batch of {len(batch)} parts is not (inputs, targets); give a pair of tensors, tuples or dicts"
+        )
     return batch, batch
 
 

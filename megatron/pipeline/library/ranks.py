@@ -69,7 +69,9 @@ def find_ranks(group: Any, data_parallel_group: Any, replicas: int) -> Ranks:
 def _beside_replicas(own: int, group: Any, peers: Sequence[int], replicas: int) -> Ranks:
     """A pipeline is `group`, or else the ranks of one place in each group of replicas."""
     if replicas not in (1, len(peers)):
-        raise ValueError(f"replicas is {replicas}, and data_parallel_group has {len(peers)} ranks; leave one of them out")
+        raise ValueError(
+            f"replicas is {replicas}, and data_parallel_group has {len(peers)} ranks; leave one of them out"
+        )
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, list(peers), group=group)
     columns = list(dict.fromkeys(map(tuple, found)))
@@ -78,7 +80,9 @@ def _beside_replicas(own: int, group: Any, peers: Sequence[int], replicas: int) 
     else:
         columns.sort()
         if len({len(column) for column in columns}) > 1:
-            raise ValueError(f"the groups of replicas {columns} have different sizes; give each pipeline one rank of each")
+            raise ValueError(
+                f"the groups of replicas {columns} have different sizes; give each pipeline one rank of each"
+            )
         pipeline = tuple(column[peers.index(own)] for column in columns)
     job = tuple(sorted(rank for column in columns for rank in column))
     if len(job) != len(set(job)) or len(job) != len(pipeline) * len(peers):
@@ -92,25 +96,24 @@ def _beside_replicas(own: int, group: Any, peers: Sequence[int], replicas: int) 
 class Groups:
     """The pipeline's own groups, so that nobody else's traffic meets theirs. Collective over the job.
 
-    `reductions`: all ranks of the job, for the chain. `replicas`: this rank's, for the chain; None with one replica.
-    `job`, `pipeline`: gloo groups for the thread that computes. All are None for a single rank.
+    `reductions`: all ranks of the job, for the chain. `replicas`: this rank's, for the chain. Both are None for a
+    single rank. `job`, `pipeline`: gloo groups for the thread that computes; None without torch.distributed.
     """
 
     def __init__(self, ranks: Ranks, timeout: timedelta) -> None:
         self._made: list[Any] = []
         self._timeout = timeout
-        self.reductions = self._group(ranks.job)
-        self.replicas = self._group(ranks.replicas)
-        self.job = self._group(ranks.job, backend="gloo")
-        alone = len(ranks.replicas) == 1
-        self.pipeline = self.job if alone else self._group(ranks.pipeline, backend="gloo")
+        self.reductions = self.of(ranks.job)
+        self.replicas = self.of(ranks.replicas)
+        self.job = self._group(ranks.job, "gloo")
+        self.pipeline = self.job if len(ranks.replicas) == 1 else self._group(ranks.pipeline, "gloo")
 
     def of(self, ranks: Sequence[int]) -> Any:
-        """Another one; collective over these ranks. None for a single rank."""
-        return self._group(tuple(sorted(set(ranks))))
+        """Another one, for the chain; collective over these ranks. None for a single rank."""
+        return self._group(ranks, None) if len(ranks) > 1 else None
 
-    def _group(self, ranks: Sequence[int], backend: str | None = None) -> Any:
-        if len(ranks) == 1:
+    def _group(self, ranks: Sequence[int], backend: str | None) -> Any:
+        if not dist.is_initialized():
             return None
         group = dist.new_group(list(ranks), timeout=self._timeout, backend=backend, use_local_synchronization=True)
         self._made.append(group)
