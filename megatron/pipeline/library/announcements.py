@@ -35,11 +35,10 @@ class Announcements:
         self._new: Hashable = None
 
     def exchange(self, data: BatchData | None, problem: ValueError | None, *, evaluates: bool) -> Announcement:
-        """What is to be known of the batch; `data` and `problem` count on the source alone, which raises its problem
-        itself.
+        """What is to be known of the batch; `data` and `problem` count on the source alone.
 
         Raises:
-            ValueError: on the others, where the source has a problem.
+            ValueError: on all ranks, where the source has a problem.
         """
         number = num_samples = 0
         if self._is_source and problem is None:
@@ -55,6 +54,8 @@ class Announcements:
                 dist.broadcast_object_list(box, self._source, group=self._group)
                 if not self._is_source:
                     raise ValueError(box[0])
+        if self._is_source and problem is not None:
+            raise problem
         return Announcement(number, num_samples)
 
     def confirm(self) -> None:

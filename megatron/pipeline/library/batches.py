@@ -28,8 +28,8 @@ class MicrobatchData:
 
 @dataclass(frozen=True)
 class BatchData:
-    """A batch in microbatches. `num_samples`: of this pipeline. `signature`: of a microbatch's inputs, where this rank has
-    them; equal ones make equal shapes.
+    """A batch in microbatches. `num_samples`: of this pipeline. `signature`: of a microbatch's inputs, where this rank
+    has them; equal ones make equal shapes.
     """
 
     microbatches: tuple[MicrobatchData, ...]

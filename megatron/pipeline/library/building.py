@@ -68,18 +68,19 @@ def trained(modules: Mapping[int, nn.Module], *, stepping_alone: bool) -> dict[i
 
 @dataclass(frozen=True)
 class Tie:
-    """A parameter that the first and the last stage share: `name` on this rank, None where it has no copy; `ranks`:
-    the global ones that have.
+    """A parameter that the first and the last stage share: `name` on this rank, None where it has no copy; `ends`: the
+    global ranks that have, of each pipeline.
     """
 
     name: str | None
-    ranks: tuple[int, int]
+    ends: tuple[tuple[int, int], ...]
     is_first: bool
 
     @staticmethod
     def of(tied: nn.Parameter | None, of_stage: OfStage, schedule: Any, ranks: Ranks) -> Tie:
         """Raises ValueError where this rank has to say which parameter it is, or cannot have one."""
-        ends = ranks.pipeline[schedule.rank_of_stage[0]], ranks.pipeline[schedule.rank_of_stage[-1]]
+        first, last = schedule.rank_of_stage[0], schedule.rank_of_stage[-1]
+        ends = ranks.pipeline[first], ranks.pipeline[last]
         if ends[0] == ends[1]:
             raise ValueError(
                 "the first and the last stage are on one rank; give both modules the same parameter, and leave tied out"
@@ -90,13 +91,13 @@ class Tie:
         names = [name for name, each in of_stage.get(index, {}).items() if each is tied]
         if tied is not None and not names:
             raise ValueError(f"the tied parameter is not one of stage {index} that require gradients; give one of it")
-        return Tie(names[0] if names else None, ends, ranks.own == ends[0])
+        of_pipelines = tuple((pipeline[first], pipeline[last]) for pipeline in ranks.pipelines)
+        return Tie(names[0] if names else None, of_pipelines, ranks.own == ends[0])
 
     def parameter(self, groups: Groups) -> TiedParameter | None:
-        """As an update wants it. Collective over the ranks that have a copy."""
-        if self.name is None:
-            return None
-        return TiedParameter((self.name,), groups.of(self.ranks), counts_in_norm=self.is_first)
+        """As an update wants it; None where this rank has no copy. Collective."""
+        group = groups.of(self.ends)
+        return None if self.name is None else TiedParameter((self.name,), group, counts_in_norm=self.is_first)
 
 
 def stage_module(

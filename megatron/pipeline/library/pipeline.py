@@ -7,8 +7,8 @@ each batch's reductions and its step stand. The user brings modules, a loss and 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -114,7 +114,7 @@ class Pipeline:
         in_pipeline = [found[self._ranks.job.index(rank)] for rank in self._ranks.pipeline]
         choices = Choices(
             modules_of_rank=[each["modules"] for each in in_pipeline], num_microbatches=num_microbatches,
-            data_parallel=len(self._ranks.replicas) > 1, norm_decides=clip_grad > 0,
+            data_parallel=len(self._ranks.pipelines) > 1, norm_decides=clip_grad > 0,
             tied=any(each["ties"] for each in found), recompute=recompute, provisional=provisional,
         )  # fmt: skip
 
@@ -172,6 +172,7 @@ class Pipeline:
         self._travelling: int | None = None  # its number
         self._reports: deque[BatchReport] = deque()  # that no call has returned yet
         self._has_failed = self._is_closed = False
+        self._refusal: Exception | None = None  # the last ValueError that all ranks of the job have raised alike
         self._guard = ExitStack()
 
     # --- training
@@ -197,7 +198,7 @@ class Pipeline:
         if data is not None:
             self._feed.add(number, engine.next_microbatch, data)
         with self._failing():
-            self._take(engine.run_batch(self.num_microbatches, head.num_samples * len(self._ranks.replicas)))
+            self._take(engine.run_batch(self.num_microbatches, head.num_samples * len(self._ranks.pipelines)))
         is_due = self._reports and self._reports[0].batch <= number - self.schedule.report_lag
         return self._reports.popleft() if is_due else None
 
@@ -223,7 +224,7 @@ class Pipeline:
         self._feed.evaluate(None)
         self._update.show_newest()
         means = {name: total / count for name, (total, count) in losses.items() if count}
-        num_samples = head.num_samples * len(self._ranks.replicas)
+        num_samples = head.num_samples * len(self._ranks.pipelines)
         return BatchReport(batch=EVALUATION_BATCH, losses=means, num_samples=num_samples)
 
     # --- where a run stands
@@ -295,7 +296,10 @@ class Pipeline:
         self._groups.close()
 
     def __enter__(self) -> Pipeline:
-        """Within the block a rank that fails, or is killed, ends the whole job in seconds, and every rank says why."""
+        """Within the block a rank that fails, or is killed, ends the whole job in seconds, and every rank says why.
+
+        What all ranks refuse alike, such as a batch that cannot be split, leaves the block as an exception.
+        """
         if failure_guard.active() is None and self._ranks.is_whole_world:
             self._guard.enter_context(failure_guard.guard(timeout=self._timeout))
         return self
@@ -303,7 +307,7 @@ class Pipeline:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is not None:
+        if error is not None and error is not self._refusal:
             self._has_failed = self._is_closed = True
             self._guard.__exit__(kind, error, traceback)
             return
@@ -323,7 +327,8 @@ class Pipeline:
                                    has_targets=self._has_last, device=self._device)  # fmt: skip
             except ValueError as error:
                 problem = error
-        head = self._announcements.exchange(data, problem, evaluates=evaluates)
+        with self._refusing():
+            head = self._announcements.exchange(data, problem, evaluates=evaluates)
         if problem is not None:
             raise problem
         if data is not None and data.num_samples != head.num_samples:
@@ -340,8 +345,9 @@ class Pipeline:
         self._settle()
         if number == len(self._specs):
             first = None if data is None else data.microbatches[0]
-            specs = find_specs(self._stage_modules, self.schedule, self._ranks, self._groups.pipeline, data=first,
-                               evaluates=evaluates, device=self._device)  # fmt: skip
+            with self._refusing():
+                specs = find_specs(self._stage_modules, self.schedule, self._ranks, self._groups.pipeline, data=first,
+                                   evaluates=evaluates, device=self._device)  # fmt: skip
             self._specs.append(specs)
             self._announcements.confirm()
         if self._engine is not None:
@@ -398,7 +404,7 @@ class Pipeline:
         schedule = self.schedule
         return {
             "weights": schedule.weights.name, "rank_of_stage": tuple(schedule.rank_of_stage), "stages": self.stages,
-            "microbatches": self.num_microbatches, "replicas": len(self._ranks.replicas),
+            "microbatches": self.num_microbatches, "replicas": len(self._ranks.pipelines),
             "program": getattr(schedule, "sha256", None),
         }  # fmt: skip
 
@@ -418,26 +424,27 @@ class Pipeline:
         except Exception as error:
             problem = error
         problems = self._gathered(None if problem is None else f"{problem}")
-        if problem is not None:
-            raise problem
         for rank, text in zip(self._ranks.job, problems, strict=True):
             if text is not None:
-                raise ValueError(f"rank {rank}: {text}")
+                self._refusal = problem or ValueError(f"rank {rank}: {text}")
+                raise self._refusal
         return result
 
-    def _failing(self) -> _Failing:
-        return _Failing(self)
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """A block whose ValueErrors all ranks of the pipeline raise."""
+        try:
+            yield
+        except ValueError as error:
+            if len(self._ranks.pipelines) == 1:
+                self._refusal = error
+            raise
 
-
-class _Failing:
-    """A block behind whose failure nothing is known of what is under way."""
-
-    def __init__(self, pipeline: Pipeline) -> None:
-        self._pipeline = pipeline
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if error is not None:
-            self._pipeline._has_failed = True
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """A block behind whose failure nothing is known of what is under way."""
+        try:
+            yield
+        except BaseException:
+            self._has_failed = True
+            raise

@@ -12,14 +12,19 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Ranks:
-    """Global ranks. `pipeline`: of this rank's pipeline, in its order. `replicas`: those that have this rank's stages,
-    itself among them, by replica. `job`: of all pipelines. `own`: this one.
-    """
+    """Global ranks. `pipelines`: of each replica's pipeline, in its order. `own`: this one."""
 
-    pipeline: tuple[int, ...]
-    replicas: tuple[int, ...]
-    job: tuple[int, ...]
+    pipelines: tuple[tuple[int, ...], ...]
     own: int
+
+    @property
+    def replica(self) -> int:
+        return next(index for index, pipeline in enumerate(self.pipelines) if self.own in pipeline)
+
+    @property
+    def pipeline(self) -> tuple[int, ...]:
+        """This rank's."""
+        return self.pipelines[self.replica]
 
     @property
     def rank(self) -> int:
@@ -27,8 +32,14 @@ class Ranks:
         return self.pipeline.index(self.own)
 
     @property
-    def replica(self) -> int:
-        return self.replicas.index(self.own)
+    def columns(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks that have the same stages."""
+        return tuple(zip(*self.pipelines, strict=True))
+
+    @property
+    def job(self) -> tuple[int, ...]:
+        """Those of all pipelines, ascending."""
+        return tuple(sorted(rank for pipeline in self.pipelines for rank in pipeline))
 
     @property
     def is_whole_world(self) -> bool:
@@ -46,7 +57,7 @@ def find_ranks(group: Any, data_parallel_group: Any, replicas: int) -> Ranks:
     if not dist.is_initialized():
         if group is not None or data_parallel_group is not None or replicas > 1:
             raise ValueError("there are several ranks, and no process group; call torch.distributed.init_process_group")
-        return Ranks((0,), (0,), (0,), 0)
+        return Ranks(((0,),), 0)
     own = dist.get_rank()
     if data_parallel_group is not None:
         return _beside_replicas(own, group, dist.get_process_group_ranks(data_parallel_group), replicas)
@@ -56,18 +67,16 @@ def find_ranks(group: Any, data_parallel_group: Any, replicas: int) -> Ranks:
                 f"group says which ranks are one pipeline, and replicas={replicas} how often there is one among all "
                 "ranks; give data_parallel_group in its place"
             )
-        pipeline = tuple(dist.get_process_group_ranks(group))
-        return Ranks(pipeline, (own,), pipeline, own)
+        return Ranks((tuple(dist.get_process_group_ranks(group)),), own)
     world = dist.get_world_size()
     if world % replicas:
         raise ValueError(f"{world} ranks cannot be {replicas} equal pipelines; make replicas a divisor of {world}")
     size = world // replicas
-    first = own // size * size
-    return Ranks(tuple(range(first, first + size)), tuple(range(own % size, world, size)), tuple(range(world)), own)
+    return Ranks(tuple(tuple(range(first, first + size)) for first in range(0, world, size)), own)
 
 
 def _beside_replicas(own: int, group: Any, peers: Sequence[int], replicas: int) -> Ranks:
-    """A pipeline is `group`, or else the ranks of one place in each group of replicas."""
+    """The pipeline is `group`; or else each consists of the ranks of one place in the groups of replicas."""
     if replicas not in (1, len(peers)):
         raise ValueError(
             f"replicas is {replicas}, and data_parallel_group has {len(peers)} ranks; leave one of them out"
@@ -75,22 +84,15 @@ def _beside_replicas(own: int, group: Any, peers: Sequence[int], replicas: int) 
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, list(peers), group=group)
     columns = list(dict.fromkeys(map(tuple, found)))
-    if group is not None:
-        pipeline = tuple(dist.get_process_group_ranks(group))
-    else:
+    if group is None:
         columns.sort()
-        if len({len(column) for column in columns}) > 1:
-            raise ValueError(
-                f"the groups of replicas {columns} have different sizes; give each pipeline one rank of each"
-            )
-        pipeline = tuple(column[peers.index(own)] for column in columns)
-    job = tuple(sorted(rank for column in columns for rank in column))
-    if len(job) != len(set(job)) or len(job) != len(pipeline) * len(peers):
+    ranks = [rank for column in columns for rank in column]
+    is_grid = len({len(column) for column in columns}) == 1 and len(set(ranks)) == len(ranks)
+    if not is_grid or (group is not None and len(columns) != len(found)):
         raise ValueError(
-            f"pipeline {list(pipeline)} does not have one rank of each of the groups of replicas {columns}; give "
-            "groups that form a grid"
+            f"the groups of replicas {columns} form no grid; let each pipeline have one rank of each, and all as many"
         )
-    return Ranks(pipeline, tuple(peers), job, own)
+    return Ranks(tuple(zip(*columns, strict=True)), own)
 
 
 class Groups:
@@ -101,23 +103,35 @@ class Groups:
     """
 
     def __init__(self, ranks: Ranks, timeout: timedelta) -> None:
+        self._ranks, self._timeout = ranks, timeout
         self._made: list[Any] = []
-        self._timeout = timeout
-        self.reductions = self.of(ranks.job)
-        self.replicas = self.of(ranks.replicas)
-        self.job = self._group(ranks.job, "gloo")
-        self.pipeline = self.job if len(ranks.replicas) == 1 else self._group(ranks.pipeline, "gloo")
+        self.reductions = self.of([ranks.job])
+        self.replicas = self.of(ranks.columns)
+        self.job = self._group([ranks.job], "gloo")
+        self.pipeline = self.job if len(ranks.pipelines) == 1 else self._group(ranks.pipelines, "gloo")
 
-    def of(self, ranks: Sequence[int]) -> Any:
-        """Another one, for the chain; collective over these ranks. None for a single rank."""
-        return self._group(ranks, None) if len(ranks) > 1 else None
+    def of(self, sets: Sequence[Sequence[int]]) -> Any:
+        """A group for the chain, of the one of these sets of ranks in which this one is; None where it is alone or in
+        none. Collective over the job.
+        """
+        return self._group(sets, None) if len(sets[0]) > 1 else None
 
-    def _group(self, ranks: Sequence[int], backend: str | None) -> Any:
+    def _group(self, sets: Sequence[Sequence[int]], backend: str | None) -> Any:
         if not dist.is_initialized():
             return None
-        group = dist.new_group(list(ranks), timeout=self._timeout, backend=backend, use_local_synchronization=True)
-        self._made.append(group)
-        return group
+        found = None
+        for ranks in sets:
+            is_member, whole = self._ranks.own in ranks, self._ranks.is_whole_world
+            if not (is_member or whole):
+                continue
+            group = dist.new_group(
+                list(ranks), timeout=self._timeout, backend=backend, use_local_synchronization=not whole
+            )
+            if is_member:
+                found = group
+            if is_member and whole:  # others have a name that follows from their ranks, which must not come again
+                self._made.append(group)
+        return found
 
     def close(self) -> None:
         while self._made:

@@ -420,9 +420,7 @@ def graph_modules() -> list[nn.Module]:
 
 def over_a_graph(schedule: Any) -> Outcome:
     outcome, chosen = Outcome(), Run(num_stages=3, plain=True)
-    with Pipeline(
-        graph_modules()[dist.get_rank()], schedule, 4, loss=loss_of, optimizer=make_optimizer
-    ) as pipeline:
+    with Pipeline(graph_modules()[dist.get_rank()], schedule, 4, loss=loss_of, optimizer=make_optimizer) as pipeline:
         train(pipeline, chosen, outcome, range(6))
         outcome.values = values_of(pipeline.modules)
     return outcome

@@ -25,7 +25,9 @@ def test_a_resumed_run_is_the_run_without_interruption(schedule, reads_first):
     """
     settings = Run(num_stages=3, dropout=0.3, scheduled=True)
     expected = workers.run(3, f"{CASES}:run", run=settings, schedule=schedule)
-    found = workers.run(3, f"{CASES}:resumed", run=settings, schedule=schedule, at=3, reads_first=reads_first)
+    found = workers.run(
+        3, f"{CASES}:resumed", run=settings, schedule=schedule, at=3, reads_first=reads_first, timeout=20
+    )
     assert_equal(expected, found)
     if not reads_first:
         assert found[0].returned == expected[0].returned
