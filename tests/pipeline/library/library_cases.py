@@ -463,3 +463,22 @@ def in_a_part_of_the_world() -> list[float]:
     train(pipeline, run, outcome, range(6))
     pipeline.close()
     return outcome.losses
+
+
+class Failing(nn.Linear):
+    """Raises in its ninth forward in training: in the third batch of four microbatches, or before."""
+
+    count = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.count += torch.is_grad_enabled()
+        if self.count == 9:
+            raise RuntimeError("the ninth is too many")
+        return super().forward(inputs)
+
+
+def with_a_failing_module() -> None:
+    module = (nn.Linear if dist.get_rank() == 0 else Failing)(WIDTH, WIDTH)
+    with Pipeline(module, "2bw", 4, loss=loss_of, optimizer=make_optimizer) as pipeline:
+        for index in range(100):
+            pipeline.step(given(pipeline, data(index, plain=True)))
