@@ -208,7 +208,11 @@ class Library(Contender):
             if self._pipeline is not None:
                 self._pipeline.close()
             self._pipeline = Pipeline(
-                self._module, self._preset, num_microbatches, loss=self._module.loss, optimizer=lambda _: self._optimizer
+                self._module,
+                self._preset,
+                num_microbatches,
+                loss=self._module.loss,
+                optimizer=lambda _: self._optimizer,
             )
         batch = list(itertools.islice(self._data, num_microbatches))
         tokens, labels = (torch.cat([getattr(data, name) for data in batch]) for name in ("tokens", "labels"))

@@ -6,9 +6,11 @@ each batch's reductions and its step stand. The user brings modules, a loss and 
 
 from __future__ import annotations
 
+import atexit
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -34,6 +36,19 @@ from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.failure import failure_guard
 from megatron.pipeline.runtime.stages.module.rank_update import make_updates, make_versions, steps_of
 from megatron.pipeline.simulate.timeline import Timeline
+
+_open: set[Pipeline] = set()
+"""Those whose threads run: one that wakes up while the interpreter shuts down would abort the process."""
+
+
+@atexit.register
+def _close_all() -> None:
+    """At the end of a script that does not close; behind an uncaught exception others may not come here."""
+    if getattr(sys, "last_value", None) is None:
+        for pipeline in [each for each in _open if each._groups.job is None or dist.is_initialized()]:
+            with suppress(Exception):
+                pipeline.close()
+
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 MakeScheduler = Callable[[torch.optim.Optimizer], Any]
@@ -281,13 +296,15 @@ class Pipeline:
 
     def close(self) -> None:
         """End the run on all ranks: what is under way is finished, the modules hold the newest weights, threads and
-        groups end. Reports that no call has returned are lost.
+        groups end. Reports that no call has returned are lost. A script that ends without it is closed at its end, if
+        the process group is still there.
         """
         if self._is_closed:
             return
         if not self._has_failed:
             self._settle()
         self._is_closed = True
+        _open.discard(self)
         if self._has_failed:
             return
         self._stop()
@@ -309,6 +326,7 @@ class Pipeline:
     ) -> None:
         if error is not None and error is not self._refusal:
             self._has_failed = self._is_closed = True
+            _open.discard(self)
             self._guard.__exit__(kind, error, traceback)
             return
         with self._guard:
@@ -372,6 +390,7 @@ class Pipeline:
             ]  # fmt: skip
             has_nccl = self._device.type == "cuda" and dist.is_initialized() and "nccl" in dist.get_backend_config()
             backend = "nccl" if has_nccl else "gloo"
+            _open.add(self)
             self._engine = PipelineEngine(
                 self.schedule, stages, self._update, ranks=self._ranks.pipeline, timeout=self._timeout,
                 backend=backend, device=self._device, metrics_group=self._groups.job, tracer=self._tracer,

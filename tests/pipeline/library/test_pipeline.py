@@ -51,7 +51,10 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+LONG = {"gpipe", "gpipe-merged", "recompute", "2bw-of-two", "other-weights"}
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.full if way in LONG else ()) for way in WAYS])
 def test_it_is_training_in_one_process(way):
     """Losses, parameters and running means are bit-equal, with frozen and with unused parameters and integers that
     travel; under 2bw gradients are those of the weights before.
