@@ -47,7 +47,10 @@ from thread_times import MAIN, ThreadTimes, thread_times
 from benchmarks.common.processes import gathered, run_group
 from benchmarks.common.results import parser_of, write
 
-CONTENDERS = ("limit", "2bw", "2bw provisional", "flush", "megatron.core 1F1B", "torch 1F1B", "torch GPipe")
+CONTENDERS = (
+    "limit", "2bw", "2bw provisional", "flush", "library 2bw", "library flush", "megatron.core 1F1B", "torch 1F1B",
+    "torch GPipe",
+)  # fmt: skip
 
 BALANCE = 0.03
 """Largest relative difference of the stages' own times."""
@@ -91,7 +94,7 @@ def progress(text: str) -> None:
 def measure(contender, num_microbatches: int, num_batches: int) -> tuple[float, list[ThreadTimes]]:
     """Seconds per batch in a steady state, on the rank that took longer; what both ranks' threads took for it."""
     dist.barrier()
-    for _ in range(3 if contender.name == "2bw" else 1):
+    for _ in range(3 if contender.name.endswith("2bw") else 1):
         contender.run(num_microbatches)
     before, start = thread_times(), time.perf_counter()
     for _ in range(num_batches):

@@ -28,6 +28,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.schedules import custom_backward, deallocate_output_tensor
 from megatron.core.utils import get_attr_wrapped_model
+from megatron.pipeline import Pipeline
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
 from megatron.pipeline.runtime.stages.megatron.update import MegatronWeightUpdate
@@ -191,11 +192,56 @@ class _TorchStage(torch.nn.Module):
         return apply(self.gpt, self._model, Data(labels, labels))
 
 
+class Library(Contender):
+    """`megatron.pipeline.Pipeline`, over the module that torch.distributed.pipelining gets, with torch's AdamW."""
+
+    def __init__(self, model: Model, preset: str) -> None:
+        super().__init__(model)
+        self.name = f"library {preset}"
+        self._module, self._preset, self._data = _LibraryStage(model), preset, self.data()
+        parameters = list(self._module.parameters())
+        self._optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, eps=1e-8)
+        self._pipeline: Pipeline | None = None
+
+    def run(self, num_microbatches: int) -> None:
+        if self._pipeline is None or self._pipeline.num_microbatches != num_microbatches:
+            if self._pipeline is not None:
+                self._pipeline.close()
+            self._pipeline = Pipeline(
+                self._module,
+                self._preset,
+                num_microbatches,
+                loss=self._module.loss,
+                optimizer=lambda _: self._optimizer,
+            )
+        batch = list(itertools.islice(self._data, num_microbatches))
+        tokens, labels = (torch.cat([getattr(data, name) for data in batch]) for name in ("tokens", "labels"))
+        self._take([self._pipeline.step((tokens, labels))])
+
+    def finish(self) -> None:
+        self._take(self._pipeline.drain())
+
+    def _take(self, reports: list) -> None:
+        self.losses += [report.loss for report in reports if report is not None]
+
+
+class _LibraryStage(_TorchStage):
+    """The same for `Pipeline`: the chunk computes the loss itself, so the last stage's output is what it receives."""
+
+    def forward(self, received: torch.Tensor) -> torch.Tensor:
+        return received if is_last_stage() else super().forward(received)
+
+    def loss(self, received: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return super().forward(received, labels).mean()
+
+
 CONTENDERS: dict[str, Callable[[Model], Contender]] = {
     "limit": StageAlone,
     "2bw": lambda model: Engine(model, "2bw"),
     "2bw provisional": lambda model: Engine(model, "2bw", predict=True),
     "flush": lambda model: Engine(model, "flush"),
+    "library 2bw": lambda model: Library(model, "2bw"),
+    "library flush": lambda model: Library(model, "flush"),
     "megatron.core 1F1B": MegatronCore,
     "torch 1F1B": lambda model: TorchPipelining(model, Schedule1F1B),
     "torch GPipe": lambda model: TorchPipelining(model, ScheduleGPipe),

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,10 +24,9 @@ from megatron.pipeline.runtime.contract.tensors import TensorSpec
 from megatron.pipeline.runtime.contract.trace import Tracer
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.stages.module.graph_stage import GraphModuleStage
-from megatron.pipeline.runtime.stages.module.stage_updates import StageUpdates
+from megatron.pipeline.runtime.stages.module.rank_update import make_updates, make_versions, steps_of
 from megatron.pipeline.runtime.stages.module.update import ModuleUpdate
 from megatron.pipeline.runtime.transport.edge_tensors import EdgeTensors
-from megatron.pipeline.runtime.update.ahead_versions import AheadVersions
 from megatron.pipeline.runtime.update.gap_aware import GapAware
 from megatron.pipeline.runtime.update.master_weights import GapAwareMasters, MasterWeights
 from megatron.pipeline.runtime.update.versions import WeightVersions
@@ -50,10 +48,6 @@ class BuiltPipeline:
     results: Results
     made: tuple[str, ...]
     exact: dict[str, Tensor]
-
-
-TOGETHER = -1
-"""The key of the update of a rank whose stages step together."""
 
 
 def build_pipeline(
@@ -86,7 +80,9 @@ def build_pipeline(
             )  # fmt: skip
             modules[index] = StageModule(stage.to(device), results)
     of_stage = {index: module.parameters_by_name() for index, module in modules.items()}
-    versions = _versions(plan, of_stage, first_batch)
+    versions = make_versions(
+        plan.schedule.weights, of_stage, num_stages=plan.schedule.num_stages, first_version=first_batch
+    )
     stages = [
         GraphModuleStage(
             modules[index], index=index, graph=plan.schedule.graph, edges=_edges(plan, cut_stages[index]),
@@ -106,22 +102,10 @@ def build_pipeline(
     return BuiltPipeline(engine, modules, versions, updates, feed, results, tuple(made), exact)
 
 
-def _versions(plan: RunPlan, of_stage, first_batch: int) -> dict[int, WeightVersions]:
-    weights, num_stages = plan.schedule.weights, plan.schedule.num_stages
-    if weights.refreshes:
-        plain = partial(WeightVersions, window=1)
-        make = partial(AheadVersions, ahead=weights.ahead) if weights.looks_ahead else plain
-        return {index: make(own, first_version=first_batch) for index, own in of_stage.items()}
-    together = {name: each for own in of_stage.values() for name, each in own.items()}
-    window = max(weights.max_live_versions(index, num_stages) for index in of_stage)
-    return dict.fromkeys(of_stage, WeightVersions(together, window=window, first_version=first_batch))
-
-
 def _updates(plan: RunPlan, args, of_stage, versions, exact, num_steps, job, device):
     """(what the engine takes, the updates that step)."""
-    common = {"num_grad_buffers": plan.schedule.weights.max_gradient_buffers, "device": device}
 
-    def stepping(parameters: dict, depth: int = 0) -> dict:
+    def stepping(parameters: Mapping[str, torch.nn.Parameter], depth: int) -> dict:
         masters = {name: torch.nn.Parameter(exact[name]) for name in parameters} if args.bf16 else {}
         optimizer = make_optimizer(masters or parameters, args, decays=plan.decays)
         scheduler = make_scheduler(optimizer, args, num_steps=num_steps)
@@ -131,20 +115,11 @@ def _updates(plan: RunPlan, args, of_stage, versions, exact, num_steps, job, dev
             return {"optimizer": GapAwareMasters(wrapped) if is_aware else wrapped, "scheduler": scheduler}
         return {"optimizer": GapAware(optimizer) if is_aware else optimizer, "scheduler": scheduler}
 
-    if plan.schedule.weights.refreshes:
-        updates = {
-            index: ModuleUpdate(
-                own, versions=versions[index], **stepping(own, plan.schedule.graph.depth(index)), **common
-            )
-            for index, own in of_stage.items()
-        }
-        return StageUpdates(updates, job_group=job, device=device), updates
-    together = {name: each for own in of_stage.values() for name, each in own.items()}
-    update = ModuleUpdate(
-        together, versions=next(iter(versions.values())), clip_grad=args.max_grad_norm, job_group=job,
-        **stepping(together), **common,
-    )  # fmt: skip
-    return update, {TOGETHER: update}
+    weights = plan.schedule.weights
+    steps, graph = steps_of(weights, of_stage), plan.schedule.graph
+    made = {key: stepping(own, graph.depth(key) if weights.refreshes else 0) for key, own in steps.items()}
+    options = {} if weights.refreshes else {"clip_grad": args.max_grad_norm}
+    return make_updates(steps, versions, made, weights=weights, job_group=job, device=device, **options)
 
 
 def _edges(plan: RunPlan, stage: CapturedStage) -> dict[int, EdgeTensors]:

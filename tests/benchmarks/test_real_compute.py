@@ -24,7 +24,8 @@ def test_contenders_compute_the_same(tmp_path):
     subprocess.run(command, check=True, timeout=300)
     measured = json.loads(result.read_text())["result"]
     first, last = measured["first_losses"], measured["last_losses"]
-    assert set(first) == {"2bw", "2bw provisional", "flush", "megatron.core 1F1B", "torch 1F1B", "torch GPipe"}
+    peers = {"library 2bw", "library flush", "megatron.core 1F1B", "torch 1F1B", "torch GPipe"}
+    assert set(first) == {"2bw", "2bw provisional", "flush", *peers}
     assert all(math.isclose(loss, first["flush"], rel_tol=1e-6) for loss in first.values())
     assert all(math.isclose(loss, last["flush"], rel_tol=1e-5) for name, loss in last.items() if "2bw" not in name)
     for seconds in measured["seconds"].values():

@@ -7,9 +7,9 @@ late, on all ranks alike. A drain executes what is pending; evaluation and check
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed import Store, distributed_c10d
@@ -43,6 +43,9 @@ from megatron.pipeline.runtime.transport.channels import Channels
 from megatron.pipeline.runtime.transport.move_queue import MoveQueue
 from megatron.pipeline.runtime.update.chain import Chain
 from megatron.pipeline.schedules import AnySchedule
+
+if TYPE_CHECKING:
+    from megatron.pipeline.runtime.transport.edge_tensors import EdgeTensors
 
 
 class PipelineEngine:
@@ -299,6 +302,15 @@ class PipelineEngine:
         for stage in self._stages:
             losses.update(stage.take_losses(EVALUATION_BATCH))
         return self._sum_losses(losses)
+
+    def change_edges(self, edges: Mapping[int, Mapping[int, EdgeTensors]]) -> None:
+        """Have other tensors travel from here on: of each stage of this rank, which is one of a graph, the other stage
+        -> what goes between them. Only drained, at the same batch on all ranks.
+        """
+        assert self._drained, "what is in flight has the shapes of before"
+        for stage in self._stages:
+            stage.edges = dict(edges[stage.index])
+        self._channels.change_specs(self._stages)
 
     def trace(self) -> RankTrace:
         """What this rank traced of the last batches (needs a tracer); see `trace.gather_traces`, `trace.timeline`."""

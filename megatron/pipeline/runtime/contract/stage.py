@@ -93,6 +93,13 @@ class BatchReport:
     rank_metrics: dict[str, tuple[float, ...]] = field(default_factory=dict)
     """What each rank of the job measured of itself for this report: name -> values in rank order."""
 
+    @property
+    def loss(self) -> float:
+        """The mean loss, where there is one. Raises ValueError where there are several or none."""
+        if len(self.losses) != 1:
+            raise ValueError(f"batch {self.batch} has the losses {sorted(self.losses)}; ask `losses` for one of them")
+        return next(iter(self.losses.values()))
+
 
 @dataclass(frozen=True, slots=True)
 class Eviction:

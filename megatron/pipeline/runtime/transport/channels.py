@@ -164,6 +164,14 @@ class Channels:
         self._links[key] = link, spec
         self._peers[key] = peer
 
+    def change_specs(self, stages: Sequence[GraphStage]) -> None:
+        """What this rank's stages say now of what a transfer carries. Only while none is under way."""
+        own = {stage.index: stage for stage in stages}
+        for key, (link, _) in self._links.items():
+            kind, stage, _ = key
+            letter = "F" if kind in (Kind.SEND_F, Kind.RECV_F) else "B"
+            self._links[key] = link, _spec_of(own[stage], self._peers[key], letter)
+
     @property
     def waiting(self) -> Instruction | None:
         """The receive that this rank waits for, or the send that too much unread stands before."""

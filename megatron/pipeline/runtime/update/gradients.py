@@ -10,7 +10,8 @@ all-reduce.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ class GradientBuffer:
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         self.flat: list[Tensor] = []
         self.views: dict[str, Tensor] = {}
+        self.written: set[str] = set()  # those that a backward has added to, where that is noted
         by_dtype: dict[torch.dtype, list[str]] = {}
         for name, parameter in parameters.items():
             by_dtype.setdefault(parameter.dtype, []).append(name)
@@ -33,8 +35,14 @@ class GradientBuffer:
             self.flat.append(flat)
 
     def zero(self) -> None:
+        self.written.clear()
         for flat in self.flat:
             flat.zero_()
+
+    def untouched(self) -> list[str]:
+        """The names of those that no backward was seen to write, and that hold nothing."""
+        rest = (name for name in self.views if name not in self.written)
+        return [name for name in rest if not self.views[name].count_nonzero()]
 
     def norm_squared(self, *, leave_out: frozenset[str] = frozenset()) -> Tensor:
         """Sum of squares in float64, a scalar on the device: nobody has waited for it."""
@@ -51,11 +59,22 @@ class GradientBuffer:
 
 
 class GradientBuffers:
-    """A fixed number of buffers that are taken and given back."""
+    """A fixed number of buffers that are taken and given back. `notes_writes`: note which gradients are `written`."""
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], *, num_buffers: int) -> None:
+    def __init__(
+        self, parameters: Mapping[str, torch.nn.Parameter], *, num_buffers: int, notes_writes: bool = False
+    ) -> None:
         self._parameters = dict(parameters)
         self._free = [GradientBuffer(self._parameters) for _ in range(num_buffers)]
+        self._shown: GradientBuffer | None = None
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._note, name))
+            for name, parameter in (self._parameters.items() if notes_writes else ())
+        ]
+
+    def _note(self, name: str, parameter: torch.nn.Parameter) -> None:
+        if self._shown is not None:
+            self._shown.written.add(name)
 
     def take(self) -> GradientBuffer:
         """A free buffer, zeroed, with every parameter's ``grad`` pointed at it."""
@@ -65,9 +84,17 @@ class GradientBuffers:
         self.show(buffer)
         return buffer
 
-    def show(self, buffer: GradientBuffer | None) -> None:
+    def show(self, buffer: GradientBuffer | None, *, without: Collection[str] = ()) -> None:
+        """Point every parameter's ``grad`` at a buffer. `without`: of these there is none."""
+        self._shown = buffer
         for name, parameter in self._parameters.items():
-            parameter.grad = None if buffer is None else buffer.views[name]
+            parameter.grad = None if buffer is None or name in without else buffer.views[name]
 
     def give_back(self, buffer: GradientBuffer) -> None:
         self._free.append(buffer)
+
+    def close(self) -> None:
+        """Nothing is noted any more, and no parameter has a gradient."""
+        self.show(None)
+        while self._hooks:
+            self._hooks.pop().remove()

@@ -4,7 +4,7 @@ import argparse
 
 from megatron.elastic.stages import Stages
 from megatron.pipeline.program.weight_policies import TWO_BW, WeightPolicy
-from megatron.pipeline.schedules import ProgramSchedule, Schedule, TooManyRead
+from megatron.pipeline.schedules import PRESETS, ProgramSchedule, Schedule, TooManyRead
 from megatron.planner.job.devices import device_gib
 from megatron.trainer.arguments.flags.classification import CLASSIFIERS
 from megatron.trainer.arguments.rules.classification import num_samples as num_classified

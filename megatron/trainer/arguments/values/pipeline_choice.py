@@ -11,15 +11,17 @@ from megatron.pipeline.schedules import PLACEMENTS, PRESETS
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineChoice:
-    """Attributes:
-    flag: as on the command line, for messages: `--pipeline-schedule 2bw`.
-    name: what logs call it.
-    policy: which weights a batch uses.
-    residency: where they live, if on the host.
-    interleaves: ranks have several stages.
-    recompute: backwards are preceded by a recompute whatever the flags say.
-    placement: (ranks, stages on each) -> the rank of each stage.
-    deals_out: whether that is in turn, as megatron.core does.
+    """What a run needs to know of its pipeline before the schedule is built.
+
+    Attributes:
+        flag: as on the command line, for messages: `--pipeline-schedule 2bw`.
+        name: what logs call it.
+        policy: which weights a batch uses.
+        residency: where they live, if on the host.
+        interleaves: ranks have several stages.
+        recompute: backwards are preceded by a recompute whatever the flags say.
+        placement: (ranks, stages on each) -> the rank of each stage.
+        deals_out: whether that is in turn, as megatron.core does.
     """
 
     flag: str

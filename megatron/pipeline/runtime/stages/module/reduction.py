@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron.backend.streams import streams_of
 from megatron.pipeline.runtime.contract.stage import BatchReport
+from megatron.pipeline.runtime.update.gradients import GradientBuffer
 from megatron.pipeline.runtime.update.norm_reduction import all_reduce_norm
 
 
@@ -65,6 +66,16 @@ class ModuleReduction:
         for gradient in gradients if self.data_parallel_group is not None else ():
             torch.distributed.all_reduce(gradient, group=self.data_parallel_group)
             gradient.div_(torch.distributed.get_world_size(self.data_parallel_group))
+
+    def unused_everywhere(self, buffer: GradientBuffer) -> list[str]:
+        """The names of the gradients that no replica has written."""
+        untouched = set(buffer.untouched())
+        names = list(buffer.views)
+        if self.data_parallel_group is not None and names:
+            used = torch.tensor([name not in untouched for name in names], dtype=torch.int32, device=self.device)
+            torch.distributed.all_reduce(used, group=self.data_parallel_group)
+            untouched = {name for name, count in zip(names, used.tolist(), strict=True) if not count}
+        return [name for name in names if name in untouched]
 
     def add_copies(self, views: Mapping[str, Tensor]) -> None:
         """Give all copies of the tied parameter the sum of their gradients."""

@@ -46,6 +46,7 @@ class _PendingReport:
     info: BatchInfo
     report: BatchReport
     buffer: GradientBuffer | None = None
+    unused: list[str] | None = None  # over all replicas
     norm_squared: Tensor | None = None  # of a batch that is stepped before its norm is reduced
     partial: _Partial | None = None  # what a prediction reads, where that is not the buffer
     partial_embed: _Partial | None = None
@@ -65,7 +66,8 @@ class ModuleUpdate:
     over `optimizer`, or over what is in it where that is `GapAware`. `reduce_partial`: of the schedule, whose weights
     are predicted; `versions` are `PredictedVersions` then. `uniform`: predictions are to be equal over cuts into
     stages, so each clips as the step before did, and not by what its stage's own gradients ask for. `AheadVersions` get
-    what makes their weights here, of their kind.
+    what makes their weights here, of their kind. `skips_unused`: parameters that no microbatch of a batch has used, on
+    any replica, have no gradient when it steps, so that the optimizer passes over them, as it does in one process.
 
     Raises ValueError for `AheadVersions` with an optimizer that cannot make them.
     """
@@ -86,13 +88,14 @@ class ModuleUpdate:
         loss_names: tuple[str, ...] = ("loss",),
         reduce_partial: bool = False,
         uniform: bool = False,
+        skips_unused: bool = False,
         device: torch.device | str = "cpu",
     ) -> None:
         self.versions = versions
         self.optimizer = optimizer
         self.scheduler = scheduler
         self._clip_grad = clip_grad
-        self._buffers = GradientBuffers(parameters, num_buffers=num_grad_buffers)
+        self._buffers = GradientBuffers(parameters, num_buffers=num_grad_buffers, notes_writes=skips_unused)
         self._accumulating: GradientBuffer | None = None
         self._tied = tied
         self._reduction = ModuleReduction(
@@ -105,6 +108,7 @@ class ModuleUpdate:
         )
         self._reduces_partial = reduce_partial
         self._uniform = uniform
+        self._skips_unused = skips_unused
         self._pending: dict[int, _PendingReport] = {}  # by the version that the batch leads to
         self._predicts = isinstance(versions, PredictedVersions)
         self._provisional = ProvisionalStep(optimizer)
@@ -147,7 +151,10 @@ class ModuleUpdate:
         self._buffers.show(self._accumulating)
 
     def reduce_grad(self, version: int, stage: int) -> None:
-        self._reduction.average(self._pending[version].buffer.flat)
+        pending = self._pending[version]
+        if self._skips_unused:
+            pending.unused = self._reduction.unused_everywhere(pending.buffer)
+        self._reduction.average(pending.buffer.flat)
 
     def reduce_embed(self, version: int) -> None:
         if self._tied is not None and self._tied.group is not None:
@@ -196,7 +203,10 @@ class ModuleUpdate:
             self.clip_factor = clip_factor(self._clip_grad, pending.report.grad_norm)
             if self.clip_factor < 1.0:
                 pending.buffer.scale(self.clip_factor)
-        self._buffers.show(pending.buffer)
+        unused = pending.unused
+        if self._skips_unused and unused is None:  # one replica
+            unused = pending.buffer.untouched()
+        self._buffers.show(pending.buffer, without=unused or ())
         with self.versions.true_weights() if self._predicts else self.versions.making(version):
             if isinstance(self.optimizer, GapAware):
                 self.optimizer.step_of(version - 1)
@@ -211,6 +221,11 @@ class ModuleUpdate:
 
     def show_newest(self) -> None:
         self.versions.show_newest()
+
+    def close(self) -> None:
+        """Drained: let go of the parameters, which show the newest weights."""
+        self.versions.show_newest()
+        self._buffers.close()
 
     # --- predictions
 

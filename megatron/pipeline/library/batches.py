@@ -1,0 +1,126 @@
+"""Batches as a user gives them, and their microbatches as the stages take them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from megatron.pipeline.runtime.contract.stage import EVALUATION_BATCH, Microbatch
+from megatron.pipeline.runtime.contract.tensors import TensorSpec
+
+_NAMES = frozenset({"inputs", "targets"})
+
+
+@dataclass(frozen=True)
+class MicrobatchData:
+    """What the first and the last stage take of a microbatch, each where this rank has it: tensors, or tuples, lists
+    and dicts of them.
+    """
+
+    inputs: Any = None
+    targets: Any = None
+
+
+@dataclass(frozen=True)
+class BatchData:
+    """A batch in microbatches. `num_samples`: of this pipeline. `signature`: of a microbatch's inputs, where this rank
+    has them; equal ones make equal shapes.
+    """
+
+    microbatches: tuple[MicrobatchData, ...]
+    num_samples: int
+    signature: tuple
+
+
+def split_batch(
+    batch: Any, num_microbatches: int, *, has_inputs: bool, has_targets: bool, device: torch.device
+) -> BatchData:
+    """Split a batch on dimension 0 into equal parts, on `device`.
+
+    Args:
+        batch: a pair (inputs, targets), or a dict of `inputs` and `targets`; anything else is both, so that the first
+            rank may be given inputs and the last one targets alone. Each is a tensor, or a tuple, list or dict of them.
+        has_inputs, has_targets: what this rank takes of it.
+
+    Raises:
+        ValueError: nothing is given, or it cannot be split.
+    """
+    if batch is None:
+        what = "inputs" if has_inputs else "targets"
+        raise ValueError(f"this rank takes the {what} of each batch, and none is given; call step(batch) on it")
+    inputs, targets = _parts(batch)
+    wanted = {"inputs": (inputs if has_inputs else None), "targets": (targets if has_targets else None)}
+    for name, has in (("inputs", has_inputs), ("targets", has_targets)):
+        if has and wanted[name] is None:
+            raise ValueError(f"the batch has no {name}, which this rank takes; give (inputs, targets)")
+    leaves, structure = tree_flatten(wanted)
+    sizes = {_size(leaf) for leaf in leaves if leaf is not None}
+    if len(sizes) != 1:
+        raise ValueError(f"the tensors of a batch have {sorted(sizes)} samples; give as many of each in dimension 0")
+    (size,) = sizes
+    if size == 0 or size % num_microbatches:
+        raise ValueError(
+            f"a batch of {size} samples cannot be split into {num_microbatches} equal microbatches; give a multiple of "
+            f"{num_microbatches}"
+        )
+    of_each = size // num_microbatches
+    parts = [(None,) * num_microbatches if leaf is None else leaf.detach().to(device).split(of_each) for leaf in leaves]
+    microbatches = [MicrobatchData(**tree_unflatten(list(each), structure)) for each in zip(*parts, strict=True)]
+    return BatchData(tuple(microbatches), size, _signature(microbatches[0].inputs) if has_inputs else ())
+
+
+def _parts(batch: Any) -> tuple[Any, Any]:
+    if isinstance(batch, Mapping) and set(batch) <= _NAMES:
+        return batch.get("inputs"), batch.get("targets")
+    if isinstance(batch, Sequence) and len(batch) == 2:
+        return batch[0], batch[1]
+    if isinstance(batch, Sequence):
+        raise ValueError(
+            f"a batch of {len(batch)} parts is not (inputs, targets); give a pair of tensors, tuples or dicts"
+        )
+    return batch, batch
+
+
+def _size(leaf: Any) -> int:
+    if not isinstance(leaf, Tensor) or not leaf.dim():
+        what = "a scalar" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
+        raise ValueError(f"a batch holds {what}, which cannot be split; give tensors with the samples in dimension 0")
+    return len(leaf)
+
+
+def _signature(inputs: Any) -> tuple:
+    leaves, structure = tree_flatten(inputs)
+    return str(structure), *(TensorSpec(tuple(leaf.shape), leaf.dtype) for leaf in leaves)
+
+
+class MicrobatchFeed:
+    """Called with a microbatch, returns what a stage takes of it. It is kept until its batch is through: a recompute
+    asks for it again.
+    """
+
+    def __init__(self) -> None:
+        self._training: dict[int, MicrobatchData] = {}
+        self._of_batch: dict[int, range] = {}
+        self._evaluated: Sequence[MicrobatchData] = ()
+
+    def add(self, batch: int, first_microbatch: int, data: BatchData) -> None:
+        self._of_batch[batch] = range(first_microbatch, first_microbatch + len(data.microbatches))
+        self._training.update(zip(self._of_batch[batch], data.microbatches, strict=True))
+
+    def forget(self, batch: int) -> None:
+        for index in self._of_batch.pop(batch, ()):
+            del self._training[index]
+
+    def evaluate(self, data: BatchData | None) -> None:
+        """An evaluation of this batch follows; None: it is over."""
+        self._evaluated = () if data is None else data.microbatches
+
+    def __call__(self, microbatch: Microbatch) -> MicrobatchData | None:
+        if microbatch.batch == EVALUATION_BATCH:
+            return self._evaluated[microbatch.position] if self._evaluated else None
+        return self._training.get(microbatch.index)

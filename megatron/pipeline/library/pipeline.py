@@ -1,0 +1,469 @@
+"""Train any ``nn.Module`` as a pipeline: a program, and nothing else of this project, around modules of plain torch.
+
+What a schedule demands is derived: how many weight versions and gradient buffers there are, which tensors travel, where
+each batch's reductions and its step stand. The user brings modules, a loss and an optimizer, and batches.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.pipeline.library.announcements import Announcement, Announcements
+from megatron.pipeline.library.batches import BatchData, MicrobatchFeed, split_batch
+from megatron.pipeline.library.building import Tie, build_stage, device_of, modules_of, stage_module, trained
+from megatron.pipeline.library.choice import Choices, choose_schedule, microbatches_of
+from megatron.pipeline.library.ranks import Groups, find_ranks
+from megatron.pipeline.library.shapes import Specs, edges_of, find_specs
+from megatron.pipeline.library.stages import Loss
+from megatron.pipeline.library.state import load_state, require_loadable, state_of
+from megatron.pipeline.runtime.activations.activation_memory import ActivationMemory
+from megatron.pipeline.runtime.contract.stage import EVALUATION_BATCH, BatchReport
+from megatron.pipeline.runtime.contract.trace import CudaClock, RankTrace, Tracer, gather_traces
+from megatron.pipeline.runtime.contract.trace import timeline as timeline_of
+from megatron.pipeline.runtime.engine import PipelineEngine
+from megatron.pipeline.runtime.failure import failure_guard
+from megatron.pipeline.runtime.stages.module.rank_update import make_updates, make_versions, steps_of
+from megatron.pipeline.simulate.timeline import Timeline
+
+_open: set[Pipeline] = set()
+"""Those whose threads run: one that wakes up while the interpreter shuts down would abort the process."""
+
+
+@atexit.register
+def _close_all() -> None:
+    """At the end of a script that does not close; behind an uncaught exception others may not come here."""
+    if getattr(sys, "last_value", None) is None:
+        for pipeline in [each for each in _open if each._groups.job is None or dist.is_initialized()]:
+            with suppress(Exception):
+                pipeline.close()
+
+
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+MakeScheduler = Callable[[torch.optim.Optimizer], Any]
+
+
+class Pipeline:
+    """This rank's part of a pipeline. Every rank of the job makes one; all calls but `step` are collective.
+
+    Args:
+        module: this rank's stage; or several, in ascending order of their stages. On one device, the same for all.
+        schedule: a name in `PRESETS`, a schedule, or the path of a CSV file with a program.
+        num_microbatches: of each batch. None: as the file says.
+        loss: (output of the last stage, targets) of a microbatch -> its mean loss, a scalar. Needed on the rank of the
+            last stage. A batch's loss and gradient are the means over its microbatches.
+        optimizer: makes a torch optimizer of a list of parameters: those of this rank that require gradients. Under
+            `ftpipe`'s stale weights it is called for each stage.
+        scheduler: makes a learning-rate scheduler of that optimizer; it steps with each step.
+        group: the ranks of this pipeline, in its order; default: all, or the part that `replicas` says.
+        data_parallel_group: the ranks that hold the same stages in other pipelines, and this one.
+        replicas: how many pipelines there are, each of successive ranks, where no group says it.
+        clip_grad: the largest norm of all gradients together; 0: they are not clipped.
+        recompute: keep the inputs of each stage alone, and compute its activations again for the backward.
+        provisional: predict the weights (of 2bw).
+        autocast: the dtype in which modules and loss compute under ``torch.autocast``: bfloat16, or None.
+        tied: this rank's copy of a parameter that the first and the last stage share; None on the other ranks. The
+            copies have to begin equal.
+        device: where the modules are; None: where their parameters are.
+        timeout: how long a transfer, or another rank, may take.
+        traced_batches: how many of the last batches `timeline` shows; 0: nothing is traced.
+
+    Attributes:
+        schedule: the schedule that is run.
+        num_microbatches: of each batch.
+        stages: the indices of this rank's stages.
+        takes_batch: whether this rank has the first or the last stage, and so is given batches.
+
+    Raises:
+        ValueError: on all ranks: what does not go together.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | Sequence[nn.Module],
+        schedule: str | Path | Any,
+        num_microbatches: int | None = None,
+        *,
+        loss: Loss | None = None,
+        optimizer: MakeOptimizer,
+        scheduler: MakeScheduler | None = None,
+        group: Any = None,
+        data_parallel_group: Any = None,
+        replicas: int = 1,
+        clip_grad: float = 0.0,
+        recompute: bool = False,
+        provisional: bool = False,
+        autocast: torch.dtype | None = None,
+        tied: nn.Parameter | None = None,
+        device: torch.device | str | None = None,
+        timeout: timedelta = timedelta(minutes=10),
+        traced_batches: int = 4,
+    ) -> None:
+        self._ranks = find_ranks(group, data_parallel_group, replicas)
+        self._groups = Groups(self._ranks, timeout)
+        self._timeout = timeout
+        facts = {"num_microbatches": num_microbatches, "clip_grad": clip_grad, "recompute": recompute,
+                 "provisional": provisional, "autocast": autocast}  # fmt: skip
+
+        def prepare() -> tuple[list[nn.Module], torch.device]:
+            if clip_grad < 0:
+                raise ValueError(f"clip_grad is {clip_grad}; give the largest norm, or 0 to clip nothing")
+            if autocast not in (None, torch.bfloat16):
+                raise ValueError(f"autocast to {autocast} would need a scaled loss; use torch.bfloat16, or None")
+            own = modules_of(module)
+            return own, device_of(own, device)
+
+        modules, self._device = self._agreed(prepare)
+        found = self._gathered({**facts, "modules": len(modules), "ties": tied is not None})
+        in_pipeline = [found[self._ranks.job.index(rank)] for rank in self._ranks.pipeline]
+        choices = Choices(
+            modules_of_rank=[each["modules"] for each in in_pipeline], num_microbatches=num_microbatches,
+            data_parallel=len(self._ranks.pipelines) > 1, norm_decides=clip_grad > 0,
+            tied=any(each["ties"] for each in found), recompute=recompute, provisional=provisional,
+        )  # fmt: skip
+
+        def choose() -> tuple[Any, int]:
+            for name, value in facts.items():
+                if others := [each[name] for each in found if each[name] != value]:
+                    raise ValueError(f"{name} is {value} on one rank and {others[0]} on another; give the same to all")
+            chosen = choose_schedule(schedule, choices)
+            last = chosen.num_stages - 1
+            if loss is None and last in chosen.stages_of(self._ranks.rank):
+                raise ValueError(f"this rank has the last stage, {last}, and no loss; give it")
+            return chosen, microbatches_of(chosen, choices)
+
+        self.schedule, self.num_microbatches = self._agreed(choose)
+        self.stages: tuple[int, ...] = self.schedule.stages_of(self._ranks.rank)
+        self._has_first, self._has_last = 0 in self.stages, self.schedule.num_stages - 1 in self.stages
+        self.takes_batch = self._has_first or self._has_last
+        self.modules = dict(zip(self.stages, modules, strict=True))
+        self._feed = MicrobatchFeed()
+        weights = self.schedule.weights
+        of_stage = self._agreed(lambda: trained(self.modules, stepping_alone=weights.refreshes))
+        tie = self._agreed(lambda: Tie.of(tied, of_stage, self.schedule, self._ranks) if choices.tied else None)
+        self._versions = make_versions(weights, of_stage, num_stages=self.schedule.num_stages, first_version=0)
+
+        def stepping(parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+            # a rank that trains nothing has a learning rate to report, too
+            made = optimizer(list(parameters.values()) or [nn.Parameter(torch.zeros(0, device=self._device))])
+            return {"optimizer": made, "scheduler": None if scheduler is None else scheduler(made)}
+
+        steps = steps_of(weights, of_stage)
+        made = self._agreed(lambda: {key: stepping(parameters) for key, parameters in steps.items()})
+        options = {} if weights.refreshes else {
+            "clip_grad": clip_grad, "data_parallel_group": self._groups.replicas,
+            "counts_in_norm": self._ranks.replica == 0, "skips_unused": True,
+            "reduce_partial": self.schedule.reduce_partial,
+            "uniform": self.schedule.provisional_microbatches is not None,
+            "tied": None if tie is None else tie.parameter(self._groups),
+        }  # fmt: skip
+        self._update, self._updates = make_updates(
+            steps, self._versions, made, weights=weights, job_group=self._groups.reductions, device=self._device,
+            **options,
+        )  # fmt: skip
+        self._stage_modules = {
+            index: stage_module(module, index, self.schedule, loss=loss, autocast=autocast, device=self._device)
+            for index, module in self.modules.items()
+        }
+        self._announcements = Announcements(self._ranks.pipeline[self.schedule.rank_of_stage[0]], self._groups.pipeline)
+        self._tracer = None
+        if traced_batches:
+            clock = CudaClock() if self._device.type == "cuda" else None
+            self._tracer = Tracer(num_batches=traced_batches, clock=clock)
+        self._engine: PipelineEngine | None = None
+        self._start = 0, 0  # batch and microbatch where the run goes on
+        self._specs: list[Specs] = []  # by the number of what first stages announce
+        self._travelling: int | None = None  # its number
+        self._reports: deque[BatchReport] = deque()  # that no call has returned yet
+        self._has_failed = self._is_closed = False
+        self._refusal: Exception | None = None  # the last ValueError that all ranks of the job have raised alike
+        self._guard = ExitStack()
+
+    # --- training
+
+    def step(self, batch: Any = None) -> BatchReport | None:
+        """Train on one batch.
+
+        Args:
+            batch: on the ranks of the first and the last stage: (inputs, targets), split on dimension 0 into
+                microbatches; see `split_batch`. A rank that has one of these stages alone may be given its part alone.
+
+        Returns:
+            The report of the newest batch that is through on all ranks, equal on all: with flushes this one's, under
+            2bw that of the batch before, or None.
+
+        Raises:
+            ValueError: a batch that is missing or cannot be split. Where the first stage's rank sees it, on all ranks
+                of the pipeline, and nothing has begun.
+        """
+        data, head = self._receive(batch, evaluates=False)
+        engine = self._running()
+        number = engine.next_batch
+        if data is not None:
+            self._feed.add(number, engine.next_microbatch, data)
+        with self._failing():
+            self._take(engine.run_batch(self.num_microbatches, head.num_samples * len(self._ranks.pipelines)))
+        is_due = self._reports and self._reports[0].batch <= number - self.schedule.report_lag
+        return self._reports.popleft() if is_due else None
+
+    def drain(self) -> list[BatchReport]:
+        """Finish what is under way. Returns the reports that no call has returned, oldest first; the modules then hold
+        the newest weights.
+        """
+        self._settle()
+        reports = list(self._reports)
+        self._reports.clear()
+        return reports
+
+    def evaluate(self, batch: Any = None) -> BatchReport:
+        """Forwards alone, of one batch, with the newest weights and all modules in evaluation mode; `batch` as in
+        `step`. The pipeline is drained before. Returns a report with the mean loss over all replicas.
+        """
+        self._settle()
+        data, head = self._receive(batch, evaluates=True)
+        engine = self._running()
+        self._feed.evaluate(data)
+        with self._failing():
+            losses = engine.evaluate(self.num_microbatches)
+        self._feed.evaluate(None)
+        self._update.show_newest()
+        means = {name: total / count for name, (total, count) in losses.items() if count}
+        num_samples = head.num_samples * len(self._ranks.pipelines)
+        return BatchReport(batch=EVALUATION_BATCH, losses=means, num_samples=num_samples)
+
+    # --- where a run stands
+
+    @property
+    def next_batch(self) -> int:
+        """How many batches the run has begun, over restarts."""
+        return self._start[0] if self._engine is None else self._engine.next_batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank needs to go on exactly here: a copy, on the CPU, for ``torch.save`` in a file of its own.
+
+        The pipeline is drained before. `state["modules"][stage]` is the state dict of a stage's module.
+        """
+        self._settle()
+        if self._engine is not None:
+            self._start = self._engine.next_batch, self._engine.next_microbatch
+        return state_of(
+            self.modules, self._updates, description=self._description(), progress=self._start,
+            reports=list(self._reports), device=self._device,
+        )  # fmt: skip
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was called, with this rank's part of it: the same schedule, modules and optimizer.
+
+        Raises:
+            ValueError: on all ranks: the state of another rank, schedule or module.
+        """
+        self._settle()
+        self._agreed(lambda: require_loadable(state, self._description()))
+        start, reports = self._agreed(lambda: load_state(state, self.modules, self._updates, device=self._device))
+        self._stop()
+        self._start, self._reports = start, deque(reports)
+
+    # --- what it did
+
+    def trace(self) -> RankTrace:
+        """What this rank traced of the last batches."""
+        if self._engine is None or self._tracer is None:
+            raise ValueError("nothing was traced; give traced_batches, and run a batch")
+        return self._engine.trace()
+
+    def timeline(self) -> Timeline | None:
+        """The last batches as they ran, on the first rank; None on all others. Collective over the pipeline.
+
+        `draw.draw_timeline` makes a picture of it, `write_chrome_trace` of `trace` a file for Perfetto.
+        """
+        self._settle()
+        trace = self.trace()
+        traces = [trace] if len(self._ranks.pipeline) == 1 else gather_traces(trace, group=self._groups.pipeline)
+        return None if traces is None else timeline_of(traces)
+
+    # --- the end
+
+    def close(self) -> None:
+        """End the run on all ranks: what is under way is finished, the modules hold the newest weights, threads and
+        groups end. Reports that no call has returned are lost. A script that ends without it is closed at its end, if
+        the process group is still there.
+        """
+        if self._is_closed:
+            return
+        if not self._has_failed:
+            self._settle()
+        self._is_closed = True
+        _open.discard(self)
+        if self._has_failed:
+            return
+        self._stop()
+        for update in self._updates.values():
+            update.close()
+        self._groups.close()
+
+    def __enter__(self) -> Pipeline:
+        """Within the block a rank that fails, or is killed, ends the whole job in seconds, and every rank says why.
+
+        What all ranks refuse alike, such as a batch that cannot be split, leaves the block as an exception.
+        """
+        if failure_guard.active() is None and self._ranks.is_whole_world:
+            self._guard.enter_context(failure_guard.guard(timeout=self._timeout))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None and error is not self._refusal:
+            self._has_failed = self._is_closed = True
+            _open.discard(self)
+            self._guard.__exit__(kind, error, traceback)
+            return
+        with self._guard:
+            self.close()
+
+    # --- parts
+
+    def _receive(self, batch: Any, *, evaluates: bool) -> tuple[BatchData | None, Announcement]:
+        """A batch, with what its first stage says of it; tensors of its shapes can travel."""
+        if self._is_closed or self._has_failed:
+            raise RuntimeError("the pipeline is closed, or has failed; make another")
+        data, problem = None, None
+        if self.takes_batch:
+            try:
+                data = split_batch(batch, self.num_microbatches, has_inputs=self._has_first,
+                                   has_targets=self._has_last, device=self._device)  # fmt: skip
+            except ValueError as error:
+                problem = error
+        with self._refusing():
+            head = self._announcements.exchange(data, problem, evaluates=evaluates)
+        if problem is not None:
+            raise problem
+        if data is not None and data.num_samples != head.num_samples:
+            raise ValueError(
+                f"this rank's batch has {data.num_samples} samples, and that of the first stage {head.num_samples}; "
+                "give both the same batch"
+            )
+        if head.number != self._travelling:
+            self._change_shapes(head.number, data, evaluates=evaluates)
+        return data, head
+
+    def _change_shapes(self, number: int, data: BatchData | None, *, evaluates: bool) -> None:
+        """Have tensors of other shapes travel; they are found where they are new."""
+        self._settle()
+        if number == len(self._specs):
+            first = None if data is None else data.microbatches[0]
+            with self._refusing():
+                specs = find_specs(self._stage_modules, self.schedule, self._ranks, self._groups.pipeline, data=first,
+                                   evaluates=evaluates, device=self._device)  # fmt: skip
+            self._specs.append(specs)
+            self._announcements.confirm()
+        if self._engine is not None:
+            if self.schedule.balance and self._specs[number] != self._specs[self._travelling]:
+                raise ValueError(
+                    "the shapes of a batch have changed, and activations that move between ranks have one size; give "
+                    "equal batches, or use a schedule without balance"
+                )
+            if not self.schedule.balance:
+                self._engine.change_edges(edges_of(self._specs[number], self.stages))
+        self._travelling = number
+
+    def _running(self) -> PipelineEngine:
+        if self._engine is None:
+            memory = ActivationMemory(self._device) if self.schedule.balance else None
+            stages = [
+                build_stage(
+                    self._stage_modules[index], index, self.schedule, versions=self._versions[index],
+                    specs=self._specs[self._travelling], feed=self._feed, memory=memory, device=self._device,
+                )
+                for index in self.stages
+            ]  # fmt: skip
+            has_nccl = self._device.type == "cuda" and dist.is_initialized() and "nccl" in dist.get_backend_config()
+            backend = "nccl" if has_nccl else "gloo"
+            _open.add(self)
+            self._engine = PipelineEngine(
+                self.schedule, stages, self._update, ranks=self._ranks.pipeline, timeout=self._timeout,
+                backend=backend, device=self._device, metrics_group=self._groups.job, tracer=self._tracer,
+                first_batch=self._start[0], first_microbatch=self._start[1], activation_memory=memory,
+            )  # fmt: skip
+        return self._engine
+
+    def _take(self, reports: Iterable[BatchReport]) -> None:
+        for report in reports:
+            self._feed.forget(report.batch)
+            self._reports.append(report)
+
+    def _settle(self) -> None:
+        if self._is_closed or self._has_failed:
+            raise RuntimeError("the pipeline is closed, or has failed; make another")
+        if self._engine is not None and not self._engine.is_drained:
+            with self._failing():
+                self._take(self._engine.drain())
+        self._update.show_newest()
+
+    def _stop(self) -> None:
+        """End the engine, drained; the next batch begins with another."""
+        if self._engine is not None:
+            self._start = self._engine.next_batch, self._engine.next_microbatch
+            self._engine.close()
+            self._engine = None
+
+    def _description(self) -> dict[str, Any]:
+        """What has to be alike where a run goes on."""
+        schedule = self.schedule
+        return {
+            "weights": schedule.weights.name, "rank_of_stage": tuple(schedule.rank_of_stage), "stages": self.stages,
+            "microbatches": self.num_microbatches, "replicas": len(self._ranks.pipelines),
+            "program": getattr(schedule, "sha256", None),
+        }  # fmt: skip
+
+    def _gathered(self, value: Any) -> list[Any]:
+        """What every rank of the job has, in the order of their global ranks."""
+        if self._groups.job is None:
+            return [value]
+        found: list[Any] = [None] * len(self._ranks.job)
+        dist.all_gather_object(found, value, group=self._groups.job)
+        return found
+
+    def _agreed(self, function: Callable[[], Any]) -> Any:
+        """What a function without collectives returns; where it raises on one rank, all ranks raise ValueError."""
+        result, problem = None, None
+        try:
+            result = function()
+        except Exception as error:
+            problem = error
+        problems = self._gathered(None if problem is None else f"{problem}")
+        for rank, text in zip(self._ranks.job, problems, strict=True):
+            if text is not None:
+                self._refusal = problem or ValueError(f"rank {rank}: {text}")
+                raise self._refusal
+        return result
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """A block whose ValueErrors all ranks of the pipeline raise."""
+        try:
+            yield
+        except ValueError as error:
+            if len(self._ranks.pipelines) == 1:
+                self._refusal = error
+            raise
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """A block behind whose failure nothing is known of what is under way."""
+        try:
+            yield
+        except BaseException:
+            self._has_failed = True
+            raise

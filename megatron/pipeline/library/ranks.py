@@ -1,0 +1,138 @@
+"""Where a rank stands in a job of one or more pipelines, and the groups that it is in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Global ranks. `pipelines`: of each replica's pipeline, in its order. `own`: this one."""
+
+    pipelines: tuple[tuple[int, ...], ...]
+    own: int
+
+    @property
+    def replica(self) -> int:
+        return next(index for index, pipeline in enumerate(self.pipelines) if self.own in pipeline)
+
+    @property
+    def pipeline(self) -> tuple[int, ...]:
+        """This rank's."""
+        return self.pipelines[self.replica]
+
+    @property
+    def rank(self) -> int:
+        """In the pipeline."""
+        return self.pipeline.index(self.own)
+
+    @property
+    def columns(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks that have the same stages."""
+        return tuple(zip(*self.pipelines, strict=True))
+
+    @property
+    def job(self) -> tuple[int, ...]:
+        """Those of all pipelines, ascending."""
+        return tuple(sorted(rank for pipeline in self.pipelines for rank in pipeline))
+
+    @property
+    def is_whole_world(self) -> bool:
+        return not dist.is_initialized() or len(self.job) == dist.get_world_size()
+
+
+def find_ranks(group: Any, data_parallel_group: Any, replicas: int) -> Ranks:
+    """Where this rank stands; collective where groups of replicas are given.
+
+    Raises:
+        ValueError: groups without a process group, or that do not go together.
+    """
+    if replicas < 1:
+        raise ValueError(f"a job cannot have {replicas} replicas; give 1 and more")
+    if not dist.is_initialized():
+        if group is not None or data_parallel_group is not None or replicas > 1:
+            raise ValueError("there are several ranks, and no process group; call torch.distributed.init_process_group")
+        return Ranks(((0,),), 0)
+    own = dist.get_rank()
+    if data_parallel_group is not None:
+        return _beside_replicas(own, group, dist.get_process_group_ranks(data_parallel_group), replicas)
+    if group is not None:
+        if replicas > 1:
+            raise ValueError(
+                f"group says which ranks are one pipeline, and replicas={replicas} how often there is one among all "
+                "ranks; give data_parallel_group in its place"
+            )
+        return Ranks((tuple(dist.get_process_group_ranks(group)),), own)
+    world = dist.get_world_size()
+    if world % replicas:
+        raise ValueError(f"{world} ranks cannot be {replicas} equal pipelines; make replicas a divisor of {world}")
+    size = world // replicas
+    return Ranks(tuple(tuple(range(first, first + size)) for first in range(0, world, size)), own)
+
+
+def _beside_replicas(own: int, group: Any, peers: Sequence[int], replicas: int) -> Ranks:
+    """The pipeline is `group`; or else each consists of the ranks of one place in the groups of replicas."""
+    if replicas not in (1, len(peers)):
+        raise ValueError(
+            f"replicas is {replicas}, and data_parallel_group has {len(peers)} ranks; leave one of them out"
+        )
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, list(peers), group=group)
+    columns = list(dict.fromkeys(map(tuple, found)))
+    if group is None:
+        columns.sort()
+    ranks = [rank for column in columns for rank in column]
+    is_grid = len({len(column) for column in columns}) == 1 and len(set(ranks)) == len(ranks)
+    if not is_grid or (group is not None and len(columns) != len(found)):
+        raise ValueError(
+            f"the groups of replicas {columns} form no grid; let each pipeline have one rank of each, and all as many"
+        )
+    return Ranks(tuple(zip(*columns, strict=True)), own)
+
+
+class Groups:
+    """The pipeline's own groups, so that nobody else's traffic meets theirs. Collective over the job.
+
+    `reductions`: all ranks of the job, for the chain. `replicas`: this rank's, for the chain. Both are None for a
+    single rank. `job`, `pipeline`: gloo groups for the thread that computes; None without torch.distributed.
+    """
+
+    def __init__(self, ranks: Ranks, timeout: timedelta) -> None:
+        self._ranks, self._timeout = ranks, timeout
+        self._made: list[Any] = []
+        self.reductions = self.of([ranks.job])
+        self.replicas = self.of(ranks.columns)
+        self.job = self._group([ranks.job], "gloo")
+        self.pipeline = self.job if len(ranks.pipelines) == 1 else self._group(ranks.pipelines, "gloo")
+
+    def of(self, sets: Sequence[Sequence[int]]) -> Any:
+        """A group for the chain, of the one of these sets of ranks in which this one is; None where it is alone or in
+        none. Collective over the job.
+        """
+        return self._group(sets, None) if len(sets[0]) > 1 else None
+
+    def _group(self, sets: Sequence[Sequence[int]], backend: str | None) -> Any:
+        if not dist.is_initialized():
+            return None
+        found = None
+        for ranks in sets:
+            is_member, whole = self._ranks.own in ranks, self._ranks.is_whole_world
+            if not (is_member or whole):
+                continue
+            group = dist.new_group(
+                list(ranks), timeout=self._timeout, backend=backend, use_local_synchronization=not whole
+            )
+            if is_member:
+                found = group
+            if is_member and whole:  # others have a name that follows from their ranks, which must not come again
+                self._made.append(group)
+        return found
+
+    def close(self) -> None:
+        while self._made:
+            dist.destroy_process_group(self._made.pop())

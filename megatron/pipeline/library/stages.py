@@ -1,0 +1,160 @@
+"""A user's module as a stage: called with tensors, not with the runtime's tables.
+
+The first stage's module is called with the inputs of a microbatch: a tensor as it is, a tuple or list as arguments, a
+dict as keywords. Every other module gets what the stages before it hand to it, in their order, and hands on a tensor,
+a tuple or list of tensors, or, where several stages take something of it, a dict from the stage to either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.pipeline.library.batches import MicrobatchData
+from megatron.pipeline.runtime.contract.stage import Microbatch
+from megatron.pipeline.runtime.stages.module.graph_stage import GraphModuleStage
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+class StageModule(nn.Module):
+    """`module` as `GraphModuleStage` calls it.
+
+    Args:
+        index: of the stage.
+        targets: the stages that take what it makes; none: it has the `loss`.
+        with_gradients: those of them that give a gradient back.
+        autocast: the dtype in which module and loss compute under ``torch.autocast``; None: as they are.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        index: int,
+        targets: Sequence[int],
+        with_gradients: Sequence[int],
+        loss: Loss | None,
+        autocast: torch.dtype | None,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self._index, self._targets, self._loss = index, tuple(targets), loss
+        self._with_gradients = frozenset(with_gradients)
+        self._autocast, self._device = autocast, device
+        self._modes: list[tuple[nn.Module, bool]] = []
+
+    def forward(
+        self, data: MicrobatchData | None, inputs: Mapping[int, tuple[Tensor, ...]]
+    ) -> tuple[dict[int, tuple[Tensor, ...]], Tensor | None]:
+        received = [tensor for source in sorted(inputs) for tensor in inputs[source]]
+        output = self.output_of(received if inputs else data.inputs)
+        return (self._handed_on(output), None) if self._targets else ({}, self.loss_of(output, data.targets))
+
+    def output_of(self, inputs: Any) -> Any:
+        """What the module makes of inputs."""
+        with self._precision():
+            if isinstance(inputs, Mapping):
+                return self.module(**inputs)
+            return self.module(*inputs) if isinstance(inputs, (tuple, list)) else self.module(inputs)
+
+    def loss_of(self, output: Any, targets: Any) -> Tensor:
+        """The scalar mean loss of a microbatch."""
+        with self._precision():
+            return self._scalar(self._loss(output, targets))
+
+    def _precision(self) -> AbstractContextManager:
+        return nullcontext() if self._autocast is None else torch.autocast(self._device.type, self._autocast)
+
+    def _handed_on(self, output: Any) -> dict[int, tuple[Tensor, ...]]:
+        if isinstance(output, Mapping):
+            if set(output) != set(self._targets):
+                raise ValueError(
+                    f"the module of stage {self._index} hands something to stages {sorted(output)}, and the schedule's "
+                    f"edges go to {list(self._targets)}; return a dict with these keys"
+                )
+            return {target: self._tensors(output[target], target) for target in self._targets}
+        return {target: self._tensors(output, target) for target in self._targets}
+
+    def _tensors(self, output: Any, target: int) -> tuple[Tensor, ...]:
+        tensors = (
+            (output,) if isinstance(output, Tensor) else tuple(output) if isinstance(output, (tuple, list)) else ()
+        )
+        if not tensors or not all(isinstance(each, Tensor) for each in tensors):
+            raise ValueError(
+                f"the module of stage {self._index} returns a {type(output).__name__}; hand on a tensor, or a tuple of "
+                "tensors"
+            )
+        if target in self._with_gradients and not any(each.is_floating_point() for each in tensors):
+            raise ValueError(
+                f"the module of stage {self._index} hands on no tensor of floating dtype, so no gradient can come "
+                "back; move its last layers to the next stage"
+            )
+        return tensors
+
+    def _scalar(self, loss: Any) -> Tensor:
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise ValueError(f"the loss is {found}; return its mean over the microbatch, a scalar tensor")
+        return loss.reshape(())
+
+    # An evaluation leaves each module in the mode in which it was; `train` would give all of them one.
+
+    def eval(self) -> StageModule:
+        self._modes = [(each, each.training) for each in self.module.modules()]
+        self.module.eval()
+        self.training = False
+        return self
+
+    def train(self, mode: bool = True) -> StageModule:
+        for each, was_training in self._modes:
+            each.training = was_training
+        self._modes, self.training = [], mode
+        return self
+
+
+@contextmanager
+def spare_buffers(module: nn.Module) -> Iterator[None]:
+    """A block that computes on copies of the module's buffers, such as running means, which it may change."""
+    kept = [(each, name, buffer) for each in module.modules() for name, buffer in each._buffers.items()]
+    for each, name, buffer in kept:
+        each._buffers[name] = None if buffer is None else buffer.clone()
+    try:
+        yield
+    finally:
+        for each, name, buffer in kept:
+            each._buffers[name] = buffer
+
+
+class LibraryStage(GraphModuleStage):
+    """As `GraphModuleStage`; a recompute changes no buffer, which the forward has changed before."""
+
+    def recompute(self, microbatch: Microbatch) -> None:
+        with spare_buffers(self.module):
+            super().recompute(microbatch)
+
+
+class ChainModule(nn.Module):
+    """A `StageModule` of a chain as `ModuleStage` calls it."""
+
+    def __init__(self, stage: StageModule) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, received: Tensor | MicrobatchData) -> Any:
+        return self.stage.output_of(received.inputs if isinstance(received, MicrobatchData) else received)
+
+    def eval(self) -> ChainModule:
+        self.stage.eval()
+        self.training = False
+        return self
+
+    def train(self, mode: bool = True) -> ChainModule:
+        self.stage.train(mode)
+        self.training = mode
+        return self

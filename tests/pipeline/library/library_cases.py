@@ -1,0 +1,484 @@
+"""What the ranks of the library's tests run, and the same in one process."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.pipeline import Pipeline
+from megatron.pipeline.runtime.contract.stage import BatchReport
+from tests import open_tables
+from tests.pipeline.runtime import made_up_orders
+
+WIDTH, WORDS = 6, 11
+
+
+class Words(nn.Module):
+    """A first stage: ids in, hidden states and the ids out. Some of it is frozen, some is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.unused = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        return self.frozen(self.embedding(ids)), ids
+
+
+class Layer(nn.Module):
+    """Stages in the middle: a running mean of their own."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.linear, self.dropout = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(dropout)
+
+    def forward(self, hidden: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        normed = self.norm(hidden.flatten(0, 1)).view_as(hidden)
+        return hidden + self.dropout(torch.tanh(self.linear(normed))), ids
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        return self.linear(hidden * (ids > 2).unsqueeze(-1))
+
+
+def build(num_stages: int, *, seed: int = 1, dropout: float = 0.0, plain: bool = False) -> list[nn.Module]:
+    """The stages of a model; `plain`: one tensor between two of them."""
+    torch.manual_seed(seed)
+    if plain:
+        return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(dropout)) for _ in range(num_stages)]
+    return [Words(), *(Layer(dropout) for _ in range(num_stages - 2)), Head()]
+
+
+def data(batch: int, *, size: int = 8, length: int = 5, plain: bool = False) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(batch)
+    if plain:
+        return torch.randn(size, WIDTH, generator=generator), torch.randn(size, WIDTH, generator=generator)
+    return tuple(torch.randint(WORDS, (size, length), generator=generator) for _ in range(2))
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    if target.is_floating_point():
+        return nn.functional.mse_loss(output, target)
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def make_optimizer(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.02, weight_decay=0.1)
+
+
+def make_scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 3))
+
+
+@dataclass
+class Outcome:
+    """`values`: of the newest parameters and buffers, `stage.name` -> value."""
+
+    losses: list[float] = field(default_factory=list)
+    values: dict[str, Tensor] = field(default_factory=dict)
+    norms: list[float] = field(default_factory=list)
+    returned: list[int | None] = field(default_factory=list)  # by step, the batch whose report it gave
+    rates: list[float] = field(default_factory=list)
+    evaluations: list[float] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
+    timeline: Any = None
+
+    def add(self, report: BatchReport) -> None:
+        self.losses.append(report.loss)
+        self.norms.append(report.grad_norm)
+        self.rates.append(report.learning_rate)
+        self.samples.append(report.num_samples)
+
+
+@dataclass(frozen=True)
+class Run:
+    """`sizes`: of each batch. `lengths`: of its sequences. `evaluate`: after which batches. `settings`: of Pipeline."""
+
+    num_stages: int = 4
+    sizes: tuple[int, ...] = (8,) * 6
+    lengths: tuple[int, ...] = (5,) * 6
+    num_microbatches: int = 4
+    plain: bool = False
+    dropout: float = 0.0
+    clip_grad: float = 0.0
+    scheduled: bool = False
+    evaluate: tuple[int, ...] = ()
+    recompute: bool = False
+
+    def batch(self, index: int) -> tuple[Tensor, Tensor]:
+        return data(index, size=self.sizes[index], length=self.lengths[index], plain=self.plain)
+
+
+EVALUATED = {"size": 16, "length": 3}
+
+
+def single_process(run: Run, *, delay: int) -> Outcome:
+    """Batch j's gradients are taken at version max(j - delay, 0) and applied to version j."""
+    modules = build(run.num_stages, plain=run.plain)
+    trained = [each for module in modules for each in module.parameters() if each.requires_grad]
+    optimizer = make_optimizer(trained)
+    scheduler = make_scheduler(optimizer) if run.scheduled else None
+    versions, outcome = [[each.detach().clone() for each in trained]], Outcome()
+
+    def show(version: int) -> None:
+        for parameter, value in zip(trained, versions[version], strict=True):
+            parameter.data = value.clone()
+
+    def through(inputs: Tensor) -> Tensor:
+        values: Any = inputs
+        for module in modules:
+            values = module(*values) if isinstance(values, tuple) else module(values)
+        return values
+
+    for batch in range(len(run.sizes)):
+        show(max(batch - delay, 0))
+        optimizer.zero_grad()
+        total = 0.0
+        for inputs, targets in zip(*(each.chunk(run.num_microbatches) for each in run.batch(batch)), strict=True):
+            loss = loss_of(through(inputs), targets)
+            (loss / run.num_microbatches).backward()
+            total += loss.item()
+        outcome.losses.append(total / run.num_microbatches)
+        outcome.rates.append(optimizer.param_groups[0]["lr"])
+        grads = [each.grad for each in trained if each.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads)
+        outcome.norms.append(norm.item())
+        show(batch)
+        if run.clip_grad:
+            torch.nn.utils.clip_grads_with_norm_(trained, run.clip_grad, norm)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        versions.append([each.detach().clone() for each in trained])
+        if batch in run.evaluate:
+            for module in modules:
+                module.eval()
+            pairs = zip(*(each.chunk(run.num_microbatches) for each in data(99, plain=run.plain, **EVALUATED)),
+                        strict=True)  # fmt: skip
+            with torch.no_grad():
+                losses = [loss_of(through(inputs), targets).item() for inputs, targets in pairs]
+            outcome.evaluations.append(sum(losses) / len(losses))
+            for module in modules:
+                module.train()
+    outcome.values = values_of(dict(enumerate(modules)))
+    return outcome
+
+
+def values_of(modules: dict[int, nn.Module]) -> dict[str, Tensor]:
+    return {
+        f"{index}.{name}": value.detach().clone()
+        for index, module in modules.items()
+        for name, value in (*module.named_parameters(), *module.named_buffers())
+    }
+
+
+def make(run: Run, schedule: Any, *, seed: int = 1, order: Sequence[int] | None = None, **settings: Any) -> Pipeline:
+    """A pipeline over all ranks, with stages dealt out in turn unless `order` says the rank of each."""
+    modules = build(run.num_stages, seed=seed, dropout=run.dropout, plain=run.plain)
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    size //= settings.get("replicas", 1)
+    placed = order or [stage % size for stage in range(run.num_stages)]
+    own = [module for module, at in zip(modules, placed, strict=True) if at == rank % size]
+    return Pipeline(
+        own if len(own) > 1 else own[0], schedule=schedule, num_microbatches=run.num_microbatches, loss=loss_of,
+        optimizer=make_optimizer, clip_grad=run.clip_grad, recompute=run.recompute,
+        scheduler=make_scheduler if run.scheduled else None, **settings,
+    )  # fmt: skip
+
+
+def given(pipeline: Pipeline, batch: Any) -> Any:
+    return batch if pipeline.takes_batch else None
+
+
+def train(pipeline: Pipeline, run: Run, outcome: Outcome, batches: Sequence[int]) -> None:
+    for index in batches:
+        report = pipeline.step(given(pipeline, run.batch(index)))
+        outcome.returned.append(None if report is None else report.batch)
+        if report is not None:
+            outcome.add(report)
+        if index in run.evaluate:
+            evaluated = given(pipeline, data(99, plain=run.plain, **EVALUATED))
+            outcome.evaluations.append(pipeline.evaluate(evaluated).loss)
+
+
+def tables(registered: bool) -> Any:
+    """With orders, policies and placements of somebody's own, where that is so."""
+    stack = ExitStack()
+    if registered:
+        stack.enter_context(made_up_orders.registered())
+        stack.enter_context(open_tables.registered())
+    return stack
+
+
+def run(run: Run, schedule: Any, *, registered: bool = False, timeline: bool = False, **settings: Any) -> Outcome:
+    """Train; what this rank has in the end."""
+    outcome = Outcome()
+    with tables(registered), make(run, schedule, **settings) as pipeline:
+        train(pipeline, run, outcome, range(len(run.sizes)))
+        for report in pipeline.drain():
+            outcome.add(report)
+        outcome.values = values_of(pipeline.modules)
+        outcome.timeline = pipeline.timeline() if timeline else None
+    return outcome
+
+
+def resumed(run: Run, schedule: Any, *, at: int, reads_first: bool, stops: bool = True, **settings: Any) -> Outcome:
+    """Train in two pieces: the second is another pipeline, with other weights until it loads. Where it does not stop,
+    it drains there. `reads_first`: take the reports of the first piece before its state.
+    """
+    outcome = Outcome()
+    pipeline = make(run, schedule, **settings)
+    train(pipeline, run, outcome, range(at))
+    if reads_first:
+        for report in pipeline.drain():
+            outcome.add(report)
+    file = io.BytesIO()
+    torch.save(pipeline.state_dict(), file)
+    if stops:
+        pipeline.close()
+        torch.manual_seed(99)
+        file.seek(0)
+        pipeline = make(run, schedule, seed=7, **settings)
+        pipeline.load_state_dict(torch.load(file, weights_only=True))
+    train(pipeline, run, outcome, range(at, len(run.sizes)))
+    for report in pipeline.drain():
+        outcome.add(report)
+    outcome.values = values_of(pipeline.modules)
+    pipeline.close()
+    return outcome
+
+
+def went_back(run: Run, schedule: Any, *, at: int) -> tuple[Outcome, Outcome]:
+    """A run, and the same pipeline again from a state in its midst."""
+    pipeline, first = make(run, schedule), Outcome()
+    train(pipeline, run, first, range(at))
+    state, second = pipeline.state_dict(), copy.deepcopy(first)
+    for outcome in (first, second):
+        if outcome is second:
+            pipeline.load_state_dict(state)
+        train(pipeline, run, outcome, range(at, len(run.sizes)))
+        for report in pipeline.drain():
+            outcome.add(report)
+        outcome.values = values_of(pipeline.modules)
+    pipeline.close()
+    return first, second
+
+
+def message(make_error: str) -> str:
+    """The ValueError of a case by name, as this rank has it; behind one in a step the pipeline goes on."""
+    case: Callable[[], None] = globals()[make_error]
+    try:
+        case()
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def in_a_step(batch_of: Callable[[Pipeline], Any]) -> None:
+    run = Run(num_stages=dist.get_world_size(), plain=True)
+    with make(run, "2bw") as pipeline:
+        pipeline.step(given(pipeline, run.batch(0)))
+        try:
+            pipeline.step(given(pipeline, batch_of(pipeline)))
+        finally:
+            pipeline.step(given(pipeline, run.batch(1)))
+            assert [report.batch for report in pipeline.drain()] == [1]
+
+
+def unsplittable() -> None:
+    in_a_step(lambda pipeline: data(1, size=7, plain=True))
+
+
+def missing() -> None:
+    in_a_step(lambda pipeline: None)
+
+
+def triple() -> None:
+    in_a_step(lambda pipeline: (*data(1, plain=True), torch.zeros(8)))
+
+
+def uneven() -> None:
+    in_a_step(lambda pipeline: (torch.zeros(8, WIDTH), torch.zeros(4, WIDTH)))
+
+
+def broken_module() -> None:
+    in_a_step(lambda pipeline: (torch.zeros(8, WIDTH + 1), torch.zeros(8, WIDTH)))
+
+
+def different_numbers() -> None:
+    make(Run(num_stages=dist.get_world_size(), plain=True, num_microbatches=4 + dist.get_rank()), "flush").close()
+
+
+def uneven_modules() -> None:
+    make(Run(num_stages=3, plain=True), "interleaved").close()
+
+
+def no_optimizer() -> None:
+    def refuse(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+        raise ValueError("no optimizer today")
+
+    wanted = refuse if dist.get_rank() == 0 else make_optimizer
+    Pipeline(build(2, plain=True)[0], "flush", 4, loss=loss_of, optimizer=wanted).close()
+
+
+def of_another_rank() -> None:
+    run = Run(num_stages=2, plain=True)
+    with make(run, "2bw") as pipeline:
+        box: list[Any] = [None, None]
+        dist.all_gather_object(box, pipeline.state_dict())
+        pipeline.load_state_dict(box[1 - dist.get_rank()])
+
+
+def l2l() -> None:
+    make(Run(num_stages=2, plain=True), "l2l").close()
+
+
+def pipedream_in_microbatches() -> None:
+    make(Run(num_stages=2, plain=True), "pipedream").close()
+
+
+def clipped_pipedream() -> None:
+    make(Run(num_stages=2, plain=True, num_microbatches=1, clip_grad=1.0), "pipedream").close()
+
+
+def unknown() -> None:
+    make(Run(num_stages=2, plain=True), "1f1b-of-mine").close()
+
+
+def in_groups(run: Run, schedule: Any) -> Outcome:
+    """Two replicas of two stages, whose groups say so: rank 0 and 1 have the first stage."""
+    rank = dist.get_rank()
+    replicas = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    outcome = Outcome()
+    pipeline = Pipeline(
+        build(2, plain=run.plain)[rank // 2], schedule, run.num_microbatches, loss=loss_of, optimizer=make_optimizer,
+        data_parallel_group=replicas,
+    )  # fmt: skip
+    train_replica(pipeline, run, outcome, rank % 2)
+    return outcome
+
+
+def in_replicas(run: Run, schedule: Any) -> Outcome:
+    outcome = Outcome()
+    pipeline = make(run, schedule, replicas=2)
+    train_replica(pipeline, run, outcome, dist.get_rank() // 2)
+    return outcome
+
+
+def train_replica(pipeline: Pipeline, run: Run, outcome: Outcome, replica: int) -> None:
+    """Each replica takes every second microbatch, so one process would take them in another order."""
+    with nullcontext(pipeline):
+        for index in range(len(run.sizes)):
+            halves = [each.chunk(2)[replica] for each in run.batch(index)]
+            if (report := pipeline.step(given(pipeline, halves))) is not None:
+                outcome.add(report)
+        for report in pipeline.drain():
+            outcome.add(report)
+        outcome.values = values_of(pipeline.modules)
+        pipeline.close()
+
+
+class Fork(nn.Module):
+    """Hands one half of what it makes to stage 1 and the other to stage 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, inputs: Tensor) -> dict[int, Tensor]:
+        first, second = self.linear(inputs).chunk(2, dim=-1)
+        return {1: first, 2: second}
+
+
+class Join(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, skipped: Tensor, through: Tensor) -> Tensor:
+        return self.linear(skipped + through)
+
+
+def graph_modules() -> list[nn.Module]:
+    torch.manual_seed(1)
+    return [Fork(), nn.Linear(WIDTH, WIDTH), Join()]
+
+
+def over_a_graph(schedule: Any) -> Outcome:
+    outcome, chosen = Outcome(), Run(num_stages=3, plain=True)
+    with Pipeline(graph_modules()[dist.get_rank()], schedule, 4, loss=loss_of, optimizer=make_optimizer) as pipeline:
+        train(pipeline, chosen, outcome, range(6))
+        outcome.values = values_of(pipeline.modules)
+    return outcome
+
+
+class Tied(nn.Module):
+    """The first or the last stage of a model whose output layer is its embedding."""
+
+    def __init__(self, *, is_first: bool) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.weight = nn.Parameter(torch.randn(WORDS, WIDTH))
+        self.is_first = is_first
+
+    def forward(self, received: Tensor) -> Tensor:
+        if self.is_first:
+            return nn.functional.embedding(received, self.weight)
+        return nn.functional.linear(received, self.weight)
+
+
+def with_tie(schedule: str) -> Outcome:
+    outcome, chosen = Outcome(), Run(num_stages=2)
+    module = Tied(is_first=dist.get_rank() == 0)
+    with Pipeline(module, schedule, 4, loss=loss_of, optimizer=make_optimizer, tied=module.weight) as pipeline:
+        train(pipeline, chosen, outcome, range(6))
+        for report in pipeline.drain():
+            outcome.add(report)
+        outcome.values = values_of(pipeline.modules)
+    return outcome
+
+
+def in_a_part_of_the_world() -> list[float]:
+    """Ranks 1 and 2 of four are a pipeline of their own; the others have none."""
+    group = dist.new_group([1, 2])
+    if dist.get_rank() not in (1, 2):
+        return []
+    run, outcome = Run(num_stages=2, plain=True), Outcome()
+    module = build(2, plain=True)[dist.get_rank() - 1]
+    pipeline = Pipeline(module, "flush", 4, loss=loss_of, optimizer=make_optimizer, group=group)
+    train(pipeline, run, outcome, range(6))
+    pipeline.close()
+    return outcome.losses
+
+
+class Failing(nn.Linear):
+    """Raises in its ninth forward in training: in the third batch of four microbatches, or before."""
+
+    count = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.count += torch.is_grad_enabled()
+        if self.count == 9:
+            raise RuntimeError("the ninth is too many")
+        return super().forward(inputs)
+
+
+def with_a_failing_module() -> None:
+    module = (nn.Linear if dist.get_rank() == 0 else Failing)(WIDTH, WIDTH)
+    with Pipeline(module, "2bw", 4, loss=loss_of, optimizer=make_optimizer) as pipeline:
+        for index in range(100):
+            pipeline.step(given(pipeline, data(index, plain=True)))

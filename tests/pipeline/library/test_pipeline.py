@@ -1,0 +1,254 @@
+"""`Pipeline` over plain modules: what it computes is what one process computes, under any schedule."""
+
+import pytest
+import torch
+
+from megatron.pipeline.schedules import Schedule
+from tests import open_tables, workers
+from tests.pipeline.brought_programs import FOLDED, RHYTHM, TORCH, written
+from tests.pipeline.library import library_cases as cases
+from tests.pipeline.library.library_cases import Run, single_process
+
+CASES = "tests.pipeline.library.library_cases"
+
+
+def run(num_ranks, settings, schedule, **options):
+    return workers.run(num_ranks, f"{CASES}:run", run=settings, schedule=schedule, timeout=20, **options)
+
+
+def assert_same(ranks, expected, *, exact=True, with_values=True):
+    """Every rank has the reference's reports, and together they hold its parameters and buffers."""
+    close = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-5, "atol": 1e-6}
+    for outcome in ranks:
+        assert outcome.losses == (expected.losses if exact else pytest.approx(expected.losses, rel=1e-5))
+        assert outcome.norms == pytest.approx(expected.norms, rel=1e-5)
+        assert outcome.rates == expected.rates
+        assert outcome.evaluations == pytest.approx(expected.evaluations, rel=1e-6)
+    for outcome in ranks if with_values else ():
+        for name, value in outcome.values.items():
+            torch.testing.assert_close(value, expected.values[name], **close)
+    if with_values:
+        assert {name for outcome in ranks for name in outcome.values} == set(expected.values)
+
+
+WAYS = {
+    "gpipe": ("gpipe", 4, Run(), 0),
+    "flush": ("flush", 4, Run(scheduled=True), 0),
+    "2bw": ("2bw", 4, Run(scheduled=True), 1),
+    "2bw-of-two": ("2bw", 2, Run(num_stages=2), 1),
+    "flush-merged": ("flush", 2, Run(), 0),
+    "gpipe-merged": ("gpipe", 2, Run(num_stages=6), 0),
+    "interleaved": ("interleaved", 2, Run(), 0),
+    "bpipe": ("bpipe", 4, Run(plain=True), 0),
+    "recompute": ("2bw", 2, Run(num_stages=2, recompute=True), 1),
+    "recompute-of-norms": ("flush", 4, Run(recompute=True), 0),
+    "other-weights": (
+        Schedule(order="1f1b", weights="2bw", num_stages=2, extra_warmup=True),
+        2,
+        Run(num_stages=2, plain=True),
+        1,
+    ),
+}
+
+
+LONG = {"gpipe", "gpipe-merged", "recompute", "2bw-of-two", "other-weights"}
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.full if way in LONG else ()) for way in WAYS])
+def test_it_is_training_in_one_process(way):
+    """Losses, parameters and running means are bit-equal, with frozen and with unused parameters and integers that
+    travel; under 2bw gradients are those of the weights before.
+    """
+    schedule, num_ranks, settings, delay = WAYS[way]
+    assert_same(run(num_ranks, settings, schedule), single_process(settings, delay=delay))
+
+
+def test_a_single_process_needs_no_group():
+    """Without torch.distributed there is a pipeline of one rank, also of several modules."""
+    assert_same([cases.run(Run(), "flush")], single_process(Run(), delay=0))
+    whole = Run(num_stages=1, plain=True)
+    assert_same([cases.run(whole, "2bw")], single_process(whole, delay=1))
+
+
+def test_reports_come_as_the_weights_allow():
+    """With flushes step returns its own batch's report, under 2bw that of the batch before; all ranks have the same."""
+    settings = Run(num_stages=2, plain=True)
+    for schedule, returned in (("flush", [0, 1, 2, 3, 4, 5]), ("2bw", [None, 0, 1, 2, 3, 4])):
+        outcomes = run(2, settings, schedule)
+        assert [outcome.returned for outcome in outcomes] == [returned] * 2
+        assert outcomes[0].samples == [8] * 6
+
+
+@pytest.mark.parametrize(("schedule", "delay"), [("flush", 0), ("2bw", 1)])
+def test_clipping_takes_the_norm_of_all_stages(schedule, delay):
+    """As clip_grad_norm_ over all parameters does; no schedule adds up in the order of one process."""
+    settings = Run(clip_grad=0.2)
+    expected = single_process(settings, delay=delay)
+    assert min(expected.norms) > settings.clip_grad
+    assert_same(run(4, settings, schedule), expected, exact=False)
+
+
+@pytest.mark.parametrize("schedule", ["flush", "2bw"])
+def test_shapes_may_change(schedule):
+    """A smaller last batch, longer sequences and an evaluation with others are found out, and nothing is rounded
+    differently for it.
+    """
+    settings = Run(sizes=(8, 8, 4, 8, 12, 4), lengths=(5, 5, 5, 9, 5, 5), evaluate=(1, 4))
+    outcomes = run(4, settings, schedule)
+    assert_same(outcomes, single_process(settings, delay=int(schedule == "2bw")))
+    assert outcomes[0].samples == [8, 8, 4, 8, 12, 4]
+
+
+@pytest.mark.parametrize("case", ["in_replicas", "in_groups"])
+@pytest.mark.parametrize(("schedule", "delay"), [("flush", 0), ("2bw", 1)])
+def test_replicas_average_their_gradients(case, schedule, delay):
+    """Two pipelines of two stages train on half of each batch; they hold the same weights."""
+    settings = Run(num_stages=2, plain=True, num_microbatches=2)
+    outcomes = workers.run(4, f"{CASES}:{case}", run=settings, schedule=schedule, timeout=20)
+    expected = single_process(Run(num_stages=2, plain=True, num_microbatches=4), delay=delay)
+    assert_same(outcomes, expected, exact=False)
+    twins = ((0, 2), (1, 3)) if case == "in_replicas" else ((0, 1), (2, 3))
+    for one, other in twins:
+        for name, value in outcomes[one].values.items():
+            assert torch.equal(value, outcomes[other].values[name])
+    assert outcomes[0].samples == [8] * 6
+
+
+def test_unused_parameters_are_left_alone_by_replicas():
+    """Weight decay does not touch a parameter that no replica has used."""
+    settings = Run(num_stages=2, num_microbatches=2)
+    outcomes = workers.run(4, f"{CASES}:in_replicas", run=settings, schedule="flush", timeout=20)
+    began = cases.values_of(dict(enumerate(cases.build(2))))
+    assert torch.equal(outcomes[0].values["0.unused.weight"], began["0.unused.weight"])
+    assert not torch.equal(outcomes[0].values["0.embedding.weight"], began["0.embedding.weight"])
+
+
+@pytest.mark.parametrize(
+    ("text", "delay", "order"), [(TORCH, 0, [0, 1]), (RHYTHM, 1, [0, 1]), (FOLDED, 1, [1, 0, 0, 1])]
+)
+def test_it_runs_the_rows_of_a_file(text, delay, order, tmp_path):
+    """Programs that no preset has, computations alone, one of them with the first stage on the second rank."""
+    settings = Run(num_stages=len(order), plain=True)
+    outcomes = run(2, settings, str(written(tmp_path, text)), order=order)
+    assert_same(outcomes, single_process(settings, delay=delay))
+
+
+def test_it_runs_orders_that_users_register():
+    """By the name of a preset of somebody's own: batches of three whose rows are entangled, and a zigzag under a policy
+    of three versions.
+    """
+    settings = Run(num_stages=1, plain=True, num_microbatches=3, sizes=(6,) * 6)
+    assert_same(run(1, settings, "2bw-entangled", registered=True), single_process(settings, delay=1))
+    settings = Run(plain=True, num_microbatches=2)
+    outcomes = run(2, settings, open_tables.PRESET, registered=True, order=[1, 0, 0, 1])
+    assert_same(outcomes, single_process(settings, delay=2))
+
+
+def test_stages_may_be_a_graph():
+    """A module that hands different tensors to two stages returns a dict; the other one gets them as arguments, by the
+    order of their stages. The loss falls as in one process.
+    """
+    from megatron.pipeline.program.edges import Edge
+
+    edges = tuple(map(Edge.parse, ("0>1", "0>2", "1>2")))
+    outcomes = workers.run(
+        3, f"{CASES}:over_a_graph", schedule=Schedule(order="1f1b", weights="flush", num_stages=3, edges=edges)
+    )
+    fork, middle, join = modules = cases.graph_modules()
+    optimizer = cases.make_optimizer([each for module in modules for each in module.parameters()])
+    losses = []
+    for index in range(6):
+        optimizer.zero_grad()
+        pairs = zip(*(each.chunk(4) for each in cases.data(index, plain=True)), strict=True)
+        losses.append(0.0)
+        for inputs, targets in pairs:
+            made = fork(inputs)
+            loss = cases.loss_of(join(made[2], middle(made[1])), targets)
+            (loss / 4).backward()
+            losses[-1] += loss.item() / 4
+        optimizer.step()
+    for outcome in outcomes:
+        assert outcome.losses == pytest.approx(losses, rel=1e-6)
+
+
+@pytest.mark.parametrize(("schedule", "delay"), [("flush", 0), ("2bw", 1)])
+def test_two_stages_may_tie_a_parameter(schedule, delay):
+    """An embedding that is the output layer, too, on two ranks: both copies stay equal, and the loss is that of one."""
+    first, last = workers.run(2, f"{CASES}:with_tie", schedule=schedule)
+    assert torch.equal(first.values["0.weight"], last.values["1.weight"])
+    assert first.losses == last.losses and first.losses[-1] != first.losses[0]
+    weight = cases.Tied(is_first=True).weight
+    optimizer, versions, losses = cases.make_optimizer([weight]), [weight.detach().clone()], []
+    for index in range(6):
+        weight.data = versions[max(index - delay, 0)].clone()
+        optimizer.zero_grad()
+        losses.append(0.0)
+        for ids, targets in zip(*(each.chunk(4) for each in cases.data(index)), strict=True):
+            output = torch.nn.functional.linear(torch.nn.functional.embedding(ids, weight), weight)
+            loss = cases.loss_of(output, targets)
+            (loss / 4).backward()
+            losses[-1] += loss.item() / 4
+        weight.data = versions[index].clone()
+        optimizer.step()
+        versions.append(weight.detach().clone())
+    assert first.losses == pytest.approx(losses, rel=1e-5)
+    torch.testing.assert_close(first.values["0.weight"], versions[-1])
+
+
+def test_bfloat16_is_autocast():
+    """Transfers have the dtype that the modules make, and the loss is near that of FP32."""
+    settings = Run(num_stages=2, plain=True)
+    outcomes = run(2, settings, "flush", autocast=torch.bfloat16)
+    expected = single_process(settings, delay=0)
+    assert outcomes[0].losses == outcomes[1].losses
+    assert outcomes[0].losses != expected.losses
+    assert outcomes[0].losses == pytest.approx(expected.losses, rel=0.02)
+    assert all(value.dtype is torch.float32 for value in outcomes[0].values.values())
+
+
+def test_a_pipeline_may_be_a_part_of_the_world():
+    """Two ranks of four, by their group."""
+    outcomes = workers.run(4, f"{CASES}:in_a_part_of_the_world", timeout=20)
+    expected = single_process(Run(num_stages=2, plain=True), delay=0)
+    assert outcomes == [[], expected.losses, expected.losses, []]
+
+
+def test_the_timeline_shows_the_last_batches():
+    """On the first rank: the batches that are kept, each with its forwards and backwards on all stages."""
+    first, second = run(2, Run(num_stages=2, plain=True), "2bw", timeline=True, traced_batches=3)
+    assert second.timeline is None
+    assert (first.timeline.first_batch, first.timeline.batches) == (3, (4, 4, 4))
+    forwards = [span for span in first.timeline.spans if span.instruction.kind.value == "F"]
+    assert len(forwards) == 2 * 3 * 4
+
+
+@pytest.mark.parametrize("provisional", [False, True])
+def test_predicted_weights(provisional):
+    """2bw with and without prediction differ, and both learn."""
+    outcomes = run(2, Run(num_stages=2, plain=True), "2bw", provisional=provisional)
+    assert outcomes[0].losses == outcomes[1].losses
+    assert (outcomes[0].losses == single_process(Run(num_stages=2, plain=True), delay=1).losses) != provisional
+
+
+REFUSALS = {
+    "unsplittable": (2, "a batch of 7 samples cannot be split into 4 equal microbatches; give a multiple of 4"),
+    "missing": (2, "none is given; call step(batch) on it"),
+    "triple": (2, "a batch of 3 parts is not (inputs, targets)"),
+    "broken_module": (2, "stage 0 cannot compute a microbatch"),
+    "different_numbers": (2, "num_microbatches is"),
+    "uneven_modules": (2, "the ranks bring [2, 1] modules"),
+    "no_optimizer": (2, "no optimizer today"),
+    "of_another_rank": (2, "was saved with stages"),
+    "l2l": (2, "keeps weights on the host"),
+    "pipedream_in_microbatches": (2, "updates after every microbatch"),
+    "clipped_pipedream": (2, "every stage steps before the norm"),
+    "unknown": (2, "there is no schedule '1f1b-of-mine'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_cannot_be_is_said_on_all_ranks(case):
+    """In one sentence, as a ValueError; behind one in a step the pipeline goes on as if it had not been called."""
+    num_ranks, sentence = REFUSALS[case]
+    for message in workers.run(num_ranks, f"{CASES}:message", make_error=case, timeout=20):
+        assert sentence in message
