@@ -52,6 +52,9 @@ def completed(program: Program, *, fill: int | None = None, period: int | None =
             f"weights {program.weights.name} are predicted where the rows say it; add the updates and PREDICT of each "
             "batch, as `tools/schedule.py show --csv` writes them"
         )
+    if adds_updates and names_versions(program.rows):
+        bare = program.with_rows(without_versions(program.rows))
+        return _with_versions_of(program, completed(bare, fill=fill, period=period))
     if program.recompute and Kind.RECOMPUTE not in kinds and adds_updates:
         program = program.with_rows(tuple(tuple(add_recompute([list(row)], program)[0]) for row in program.rows))
     if not adds_updates and not names_versions(program.rows):
@@ -69,6 +72,20 @@ def completed(program: Program, *, fill: int | None = None, period: int | None =
             return complete
     complete = _lowered(program, at_end, adds_updates=adds_updates, communicates=bool(communicates))
     check(complete)
+    return complete
+
+
+def _with_versions_of(stated: Program, complete: Program) -> Program:
+    """The completed program. Raises ProgramError where its computations use other versions than are stated."""
+    for rank, (row, own) in enumerate(zip(complete.rows, stated.rows, strict=True)):
+        says = {(each.kind, each.stage, each.microbatch): each.version for each in own if each.kind.is_computation}
+        for position, each in enumerate(row):
+            version = says.get((each.kind, each.stage, each.microbatch))
+            if version is not None and version != each.version:
+                raise error_at(
+                    complete, rank, position,
+                    f"the rows say version {version}, and {complete.weights.name} gives it {each.version}",
+                )  # fmt: skip
     return complete
 
 

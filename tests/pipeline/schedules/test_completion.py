@@ -29,7 +29,7 @@ def _unversioned(line: str) -> str:
 @pytest.mark.parametrize("program", [FLUSH, TWO_BW])
 @pytest.mark.parametrize(("kinds", "versions"), [
     (frozenset(), False), (frozenset(), True), (SENDS | RECEIVES, False), (SENDS | RECEIVES, True),
-    (UPDATES, True), (UPDATES | SENDS | RECEIVES, True),
+    (UPDATES, True), (UPDATES, False), (UPDATES | SENDS | RECEIVES, True),
 ])  # fmt: skip
 def test_each_concern_is_added_by_itself(program, kinds, versions):
     """Transfers, updates or versions, whichever are missing: the result is proved, and has all of the file's rows."""
@@ -66,6 +66,8 @@ def test_halves_of_backwards_are_carried_through():
     (TORCH.replace("0B2,0B3", "0B3,0B2").replace("1F3,1B3", "1B3,1F3"), "rank 1, position 6, 1B3"),
     ("# batches: 1 1\n0F0,0F1,0B0,0B1\n", "0STEP@1: batch 0, whose gradients it takes, has backwards to come"),
     ("0F0,0B0\n1B0,1F0\n", "1B0"),
+    ("# weights: flush\n# batches: 1 1\n0F0@0,0B0@0,0F1@0,0B1@0\n",
+     "0F1@1: the rows say version 0, and flush gives it 1"),
 ])  # fmt: skip
 def test_what_cannot_be_completed_is_refused(text, reason):
     """With the place in the rows, where there is one."""
