@@ -40,6 +40,7 @@ WAYS = {
     "gpipe-merged": ("gpipe", 2, Run(num_stages=6), 0),
     "interleaved": ("interleaved", 2, Run(), 0),
     "bpipe": ("bpipe", 4, Run(plain=True), 0),
+    "zb-h1": ("zb-h1", 4, Run(), 0),
     "recompute": ("2bw", 2, Run(num_stages=2, recompute=True), 1),
     "recompute-of-norms": ("flush", 4, Run(recompute=True), 0),
     "other-weights": (
@@ -61,6 +62,12 @@ def test_it_is_training_in_one_process(way):
     """
     schedule, num_ranks, settings, delay = WAYS[way]
     assert_same(run(num_ranks, settings, schedule), single_process(settings, delay=delay))
+
+
+def test_stages_in_a_v():
+    """Under zbv the first and the last stage share a rank, which brings both modules."""
+    settings = Run()
+    assert_same(run(2, settings, "zbv", order=[0, 1, 1, 0]), single_process(settings, delay=0))
 
 
 def test_a_single_process_needs_no_group():
