@@ -25,12 +25,14 @@ NUM_RUN = 8  # batches
 
 
 def made_up(seed: int, delay: int) -> Program:
-    """Computations of a few batches, in an order drawn from the seed; gradients are summed in ascending order."""
+    """Computations of a few batches, in an order drawn from the seed, a third with backwards in halves; gradients are
+    summed in ascending order.
+    """
     draw = random.Random(seed)
     placement, size = draw.choice(PLACEMENTS), draw.randint(1, 4)
     batches = (size,) * (1 if delay == 0 and draw.random() < 0.5 else draw.randint(3, 6))
     most = tuple(draw.randint(1, 4) for _ in placement)
-    habits = Habits(seed, most, tuple(range(size)), splits=False, rhythm=draw.randint(1, 2))
+    habits = Habits(seed, most, tuple(range(size)), splits=seed % 3 == 0, rhythm=draw.randint(1, 2))
     extent = Extent(rank_of_stage=placement, batches=batches, weights=POLICIES[delay], recompute=draw.random() < 0.3)
     return Program.of(extent, rows_of(placement, batches, delay, habits))
 
