@@ -20,10 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron.pipeline.library.agreement import Agreement
 from megatron.pipeline.library.announcements import Announcement, Announcements
 from megatron.pipeline.library.batches import BatchData, MicrobatchFeed, split_batch
-from megatron.pipeline.library.building import Tie, build_stage, device_of, modules_of, stage_module, trained
-from megatron.pipeline.library.choice import Choices, choose_schedule, microbatches_of
+from megatron.pipeline.library.building import Tie, build_stage, stage_module, trained
+from megatron.pipeline.library.placing import place
 from megatron.pipeline.library.ranks import Groups, find_ranks
 from megatron.pipeline.library.shapes import Specs, edges_of, find_specs
 from megatron.pipeline.library.stages import Loss
@@ -113,45 +114,21 @@ class Pipeline:
         self._ranks = find_ranks(group, data_parallel_group, replicas)
         self._groups = Groups(self._ranks, timeout)
         self._timeout = timeout
-        facts = {"num_microbatches": num_microbatches, "clip_grad": clip_grad, "recompute": recompute,
-                 "provisional": provisional, "autocast": autocast}  # fmt: skip
-
-        def prepare() -> tuple[list[nn.Module], torch.device]:
-            if clip_grad < 0:
-                raise ValueError(f"clip_grad is {clip_grad}; give the largest norm, or 0 to clip nothing")
-            if autocast not in (None, torch.bfloat16):
-                raise ValueError(f"autocast to {autocast} would need a scaled loss; use torch.bfloat16, or None")
-            own = modules_of(module)
-            return own, device_of(own, device)
-
-        modules, self._device = self._agreed(prepare)
-        found = self._gathered({**facts, "modules": len(modules), "ties": tied is not None})
-        in_pipeline = [found[self._ranks.job.index(rank)] for rank in self._ranks.pipeline]
-        choices = Choices(
-            modules_of_rank=[each["modules"] for each in in_pipeline], num_microbatches=num_microbatches,
-            data_parallel=len(self._ranks.pipelines) > 1, norm_decides=clip_grad > 0,
-            tied=any(each["ties"] for each in found), recompute=recompute, provisional=provisional,
+        self._agreement = Agreement(self._ranks, self._groups.job)
+        placed = place(
+            module, schedule, self._agreement, self._ranks, has_loss=loss is not None, has_tied=tied is not None,
+            device=device, num_microbatches=num_microbatches, clip_grad=clip_grad, recompute=recompute,
+            provisional=provisional, autocast=autocast,
         )  # fmt: skip
-
-        def choose() -> tuple[Any, int]:
-            for name, value in facts.items():
-                if others := [each[name] for each in found if each[name] != value]:
-                    raise ValueError(f"{name} is {value} on one rank and {others[0]} on another; give the same to all")
-            chosen = choose_schedule(schedule, choices)
-            last = chosen.num_stages - 1
-            if loss is None and last in chosen.stages_of(self._ranks.rank):
-                raise ValueError(f"this rank has the last stage, {last}, and no loss; give it")
-            return chosen, microbatches_of(chosen, choices)
-
-        self.schedule, self.num_microbatches = self._agreed(choose)
+        self.schedule, self.num_microbatches, self._device = placed.schedule, placed.num_microbatches, placed.device
         self.stages: tuple[int, ...] = self.schedule.stages_of(self._ranks.rank)
         self._has_first, self._has_last = 0 in self.stages, self.schedule.num_stages - 1 in self.stages
         self.takes_batch = self._has_first or self._has_last
-        self.modules = dict(zip(self.stages, modules, strict=True))
+        self.modules = dict(zip(self.stages, placed.modules, strict=True))
         self._feed = MicrobatchFeed()
         weights = self.schedule.weights
-        of_stage = self._agreed(lambda: trained(self.modules, stepping_alone=weights.refreshes))
-        tie = self._agreed(lambda: Tie.of(tied, of_stage, self.schedule, self._ranks) if choices.tied else None)
+        of_stage = self._agreement.on(lambda: trained(self.modules, stepping_alone=weights.refreshes))
+        tie = self._agreement.on(lambda: Tie.of(tied, of_stage, self.schedule, self._ranks) if placed.is_tied else None)
         self._versions = make_versions(weights, of_stage, num_stages=self.schedule.num_stages, first_version=0)
 
         def stepping(parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
@@ -160,7 +137,7 @@ class Pipeline:
             return {"optimizer": made, "scheduler": None if scheduler is None else scheduler(made)}
 
         steps = steps_of(weights, of_stage)
-        made = self._agreed(lambda: {key: stepping(parameters) for key, parameters in steps.items()})
+        made = self._agreement.on(lambda: {key: stepping(parameters) for key, parameters in steps.items()})
         options = {} if weights.refreshes else {
             "clip_grad": clip_grad, "data_parallel_group": self._groups.replicas,
             "counts_in_norm": self._ranks.replica == 0, "skips_unused": True,
@@ -187,7 +164,6 @@ class Pipeline:
         self._travelling: int | None = None  # its number
         self._reports: deque[BatchReport] = deque()  # that no call has returned yet
         self._has_failed = self._is_closed = False
-        self._refusal: Exception | None = None  # the last ValueError that all ranks of the job have raised alike
         self._guard = ExitStack()
 
     # --- training
@@ -269,8 +245,8 @@ class Pipeline:
             ValueError: on all ranks: the state of another rank, schedule or module.
         """
         self._settle()
-        self._agreed(lambda: require_loadable(state, self._description()))
-        start, reports = self._agreed(lambda: load_state(state, self.modules, self._updates, device=self._device))
+        self._agreement.on(lambda: require_loadable(state, self._description()))
+        start, reports = self._agreement.on(lambda: load_state(state, self.modules, self._updates, device=self._device))
         self._stop()
         self._start, self._reports = start, deque(reports)
 
@@ -324,7 +300,7 @@ class Pipeline:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is not None and error is not self._refusal:
+        if error is not None and error is not self._agreement.refusal:
             self._has_failed = self._is_closed = True
             _open.discard(self)
             self._guard.__exit__(kind, error, traceback)
@@ -345,7 +321,7 @@ class Pipeline:
                                    has_targets=self._has_last, device=self._device)  # fmt: skip
             except ValueError as error:
                 problem = error
-        with self._refusing():
+        with self._agreement.refusing():
             head = self._announcements.exchange(data, problem, evaluates=evaluates)
         if problem is not None:
             raise problem
@@ -363,7 +339,7 @@ class Pipeline:
         self._settle()
         if number == len(self._specs):
             first = None if data is None else data.microbatches[0]
-            with self._refusing():
+            with self._agreement.refusing():
                 specs = find_specs(self._stage_modules, self.schedule, self._ranks, self._groups.pipeline, data=first,
                                    evaluates=evaluates, device=self._device)  # fmt: skip
             self._specs.append(specs)
@@ -426,38 +402,6 @@ class Pipeline:
             "microbatches": self.num_microbatches, "replicas": len(self._ranks.pipelines),
             "program": getattr(schedule, "sha256", None),
         }  # fmt: skip
-
-    def _gathered(self, value: Any) -> list[Any]:
-        """What every rank of the job has, in the order of their global ranks."""
-        if self._groups.job is None:
-            return [value]
-        found: list[Any] = [None] * len(self._ranks.job)
-        dist.all_gather_object(found, value, group=self._groups.job)
-        return found
-
-    def _agreed(self, function: Callable[[], Any]) -> Any:
-        """What a function without collectives returns; where it raises on one rank, all ranks raise ValueError."""
-        result, problem = None, None
-        try:
-            result = function()
-        except Exception as error:
-            problem = error
-        problems = self._gathered(None if problem is None else f"{problem}")
-        for rank, text in zip(self._ranks.job, problems, strict=True):
-            if text is not None:
-                self._refusal = problem or ValueError(f"rank {rank}: {text}")
-                raise self._refusal
-        return result
-
-    @contextmanager
-    def _refusing(self) -> Iterator[None]:
-        """A block whose ValueErrors all ranks of the pipeline raise."""
-        try:
-            yield
-        except ValueError as error:
-            if len(self._ranks.pipelines) == 1:
-                self._refusal = error
-            raise
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
