@@ -66,6 +66,9 @@ class AnySchedule(Protocol):
     def balance(self) -> bool: ...
 
     @property
+    def splits_backward(self) -> bool: ...
+
+    @property
     def tied_embeddings(self) -> bool: ...
 
     @property

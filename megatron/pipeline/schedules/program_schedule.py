@@ -14,7 +14,7 @@ from functools import cached_property
 
 from megatron.pipeline.check import CheckReport, check, check_periodic
 from megatron.pipeline.program.edges import Edge, StageGraph
-from megatron.pipeline.program.instruction import Kind
+from megatron.pipeline.program.instruction import HALVES, Kind
 from megatron.pipeline.program.move_order import Pairs
 from megatron.pipeline.program.periodic import PeriodicProgram
 from megatron.pipeline.program.program import Program, shifted_row
@@ -177,6 +177,11 @@ class ProgramSchedule:
     def balance(self) -> bool:
         """Whether saved activations move between the stages of a pair."""
         return any(self.program.num_evictions)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether backwards are computed in halves, I and W."""
+        return any(each.kind in HALVES for row in self.program.rows for each in row)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that live on a rank, ascending."""

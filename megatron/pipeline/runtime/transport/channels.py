@@ -169,8 +169,7 @@ class Channels:
         own = {stage.index: stage for stage in stages}
         for key, (link, _) in self._links.items():
             kind, stage, _ = key
-            letter = "F" if kind in (Kind.SEND_F, Kind.RECV_F) else "B"
-            self._links[key] = link, _spec_of(own[stage], self._peers[key], letter)
+            self._links[key] = link, _spec_of(own[stage], self._peers[key], kind.value[-1])
 
     @property
     def waiting(self) -> Instruction | None:
