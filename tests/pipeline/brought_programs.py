@@ -12,6 +12,12 @@ TORCH = """\
 """
 """Two ranks, backwards in pairs; with torch's bubbles, and nothing but computations."""
 
+HALVES = """\
+0F0,0F1,0F2,0I0,0I1,0W0,0F3,0W1,0I2,0I3,0W2,0W3
+1F0,1I0,1F1,1I1,1W0,1F2,1I2,1W1,1F3,1I3,1W2,1W3
+"""
+"""Two ranks, backwards in halves."""
+
 WHOLE = """\
 0RECV_B0,0RECV_B1,0F0@0,0F1@0,0SEND_F0,0SEND_F1,0F2@0,0SEND_F2,0B0@0,0RECV_B2,0RECV_B3,0B1@0,0F3@0,0SEND_F3,0B2@0,\
 0B3@0,0REDUCE_NORM@1,0STEP@1

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.pipeline.schedules import Schedule, read_schedule
-from tests.pipeline.brought_programs import FOLDED, RHYTHM, TORCH, WHOLE, hurried_2bw, written
+from tests.pipeline.brought_programs import FOLDED, HALVES, RHYTHM, TORCH, WHOLE, hurried_2bw, written
 from tests.trainer.arguments.bert_command_line import SMALL_BERT
 from tests.trainer.run.run_case import joined_weights, train
 from tests.trainer.run.test_bert import numbers, train_bert
@@ -17,6 +17,7 @@ FOUR = f"{EXACT} --global-batch-size 4"  # microbatches of one sample
 # name: (text, flags of the single process)
 PROGRAMS = {
     "torch": (TORCH, FOUR),
+    "halves": (HALVES, FOUR),
     "whole": (WHOLE, FOUR),
     "rhythm": (RHYTHM, f"{FOUR} {TWO_BW}"),
     "folded": (FOLDED, f"{FOUR} {TWO_BW}"),
