@@ -1,5 +1,6 @@
 """Train a small model of plain torch as a pipeline, with any schedule. Nothing here is this project's but `Pipeline`.
 
+    pip install .    # once, in the checkout
     torchrun --nproc-per-node 2 examples/library/train.py --schedule 2bw
     torchrun --nproc-per-node 2 examples/library/train.py --schedule interleaved --modules-per-rank 2
     torchrun --nproc-per-node 2 examples/library/train.py --schedule my_program.csv
@@ -63,7 +64,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--schedule", default="2bw", help="a name, or the path of a CSV file with a program")
     parser.add_argument("--modules-per-rank", type=int, default=1, help="stages on each rank, dealt out in turn")
-    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--microbatches", type=int, help="of a batch; default: 8, or as the file says")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--lr", type=float, default=2e-3)
@@ -88,7 +89,7 @@ def main() -> None:
     with Pipeline(
         modules,
         schedule=args.schedule,
-        num_microbatches=args.microbatches,
+        num_microbatches=args.microbatches or (None if args.schedule.endswith(".csv") else 8),
         loss=cross_entropy,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=args.lr),
         clip_grad=1.0,
