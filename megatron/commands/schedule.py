@@ -43,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _show(options: argparse.Namespace) -> int:
     program = meaning.program(options)
     if options.complete:
-        program = completed(program)
+        notes = meaning.notes(options)
+        program = completed(program, fill=notes.get("fill"), period=notes.get("period"))
     if options.csv:
         _write(options.csv, meaning.degrees_text(options) + program.to_csv())
     if options.torch_csv:

@@ -115,7 +115,8 @@ def prove_memory(
         _count(compact, rank, len(codes), by_stage, by_rank[rank])
         if compact.program.recompute:
             _count_between(compact, rank, (R,), (B, I), recomputed)
-        _count_between(compact, rank, (I,), (W,), deferred)
+        if I in codes:
+            _count_between(compact, rank, (I,), (W,), deferred)
     assert not any(each.held.own or each.held.moved for each in by_stage.values()), "all have ended and are back"
     saved, on_rank = (tuple(each.peak[0] for each in counts) for counts in (by_stage.values(), by_rank))
     return Peaks(saved, on_rank, tuple(recomputed), tuple(deferred))

@@ -10,6 +10,7 @@ from typing import Any
 from megatron.pipeline.schedules import PRESETS, Schedule, read_schedule
 from megatron.pipeline.schedules.orders import MERGED
 from megatron.pipeline.schedules.placements import rank_of_stage
+from megatron.pipeline.schedules.rules import require_known_norm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +91,7 @@ def _of_user(schedule: Any, choices: Choices) -> Any:
     }
     if isinstance(schedule, Schedule):
         return replace(schedule, **asked, norm_decides=choices.norm_decides or schedule.norm_decides)
+    require_known_norm(schedule.weights, schedule.name_of_weights, norm_decides=choices.norm_decides)
     for name, wanted in asked.items():
         if (says := getattr(schedule, name)) != wanted:
             raise ValueError(f"the schedule says {name}={says}, and the run {wanted}; make a schedule for this run")
@@ -117,11 +119,6 @@ def _validate(schedule: Any, choices: Choices) -> None:
         raise ValueError(
             f"the schedule has {schedule.num_frozen} frozen stages, whose backwards are left out; freeze parameters by "
             "requires_grad_(False) in a schedule without"
-        )
-    if schedule.weights.updates_alone and choices.norm_decides:
-        raise ValueError(
-            f"under {schedule.weights.name} stages step before the norm is known; leave clip_grad out, or use flush or "
-            "2bw"
         )
     if schedule.weights.refreshes and choices.data_parallel:
         raise ValueError(f"under {schedule.weights.name} each stage steps by itself; use one replica, or flush or 2bw")

@@ -6,7 +6,6 @@ state, and hands on what it makes. So any module may be a stage, also one whose 
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -120,16 +119,10 @@ def _broadcast(value: Any, source: int, group: Any) -> Any:
 
 
 def _send(tensors: tuple[Tensor, ...], to: int, group: Any) -> None:
-    buffer = io.BytesIO()
-    torch.save([each.cpu().clone() for each in tensors], buffer)
-    packed = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
-    dist.send(torch.tensor([len(packed)]), to, group=group)
-    dist.send(packed, to, group=group)
+    dist.send_object_list([tuple(each.cpu().clone() for each in tensors)], to, group=group)
 
 
 def _receive(source: int, group: Any, device: torch.device) -> tuple[Tensor, ...]:
-    length = torch.empty(1, dtype=torch.int64)
-    dist.recv(length, source, group=group)
-    packed = torch.empty(int(length), dtype=torch.uint8)
-    dist.recv(packed, source, group=group)
-    return tuple(torch.load(io.BytesIO(packed.numpy().tobytes()), map_location=device, weights_only=True))
+    box: list[Any] = [None]
+    dist.recv_object_list(box, source, group=group)
+    return tuple(each.to(device) for each in box[0])

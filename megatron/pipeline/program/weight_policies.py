@@ -148,6 +148,11 @@ class WeightPolicy:
             return batch
         return newest if self.delay is None else max(batch - self.delay, 0)
 
+    @property
+    def first_settled_batch(self) -> int:
+        """From this batch of a run on, the versions of all batches lie equally far behind."""
+        return self.delay if self.delay is not None else 1
+
     def entry_versions(self, first_batch: int) -> tuple[int, ...]:
         """The versions alive in a drained state before `first_batch`, ascending; all updates so far have been made.
 

@@ -18,7 +18,7 @@ from megatron.pipeline.program.instruction import AWAITS_REDUCTIONS, Instruction
 from megatron.pipeline.program.lane_order import LaneOrder, Residency
 from megatron.pipeline.program.move_order import MoveOrder
 from megatron.pipeline.runtime.activations.activation_memory import ActivationMemory
-from megatron.pipeline.runtime.activations.saved_microbatches import SavedMicrobatches
+from megatron.pipeline.runtime.activations.saved_microbatches import DeferredBytes, SavedMicrobatches
 from megatron.pipeline.runtime.activations.transfers import ActivationTransfers
 from megatron.pipeline.runtime.contract.stage import (
     EVALUATION_BATCH,
@@ -57,7 +57,8 @@ class PipelineEngine:
     evaluation sums losses (default: all ranks of the job); used from the main thread only. `first_batch` and
     `first_microbatch`: where the run goes on after a checkpoint, else 0. `activation_memory`: the one that this rank's
     stages were built with, if their activations are to be counted and moved between pairs. `ledger`: the update's,
-    where weights live on the host and bytes are counted.
+    where weights live on the host and bytes are counted. `deferred_bytes`: where others read what is kept between I and
+    W.
 
     Read `next_batch` and `next_microbatch` for a checkpoint (drained). Set `stop_requests` (bits) to have them travel
     with the next norm reduction; `BatchReport.stop_requests` is their union over all ranks.
@@ -80,6 +81,7 @@ class PipelineEngine:
         first_microbatch: int = 0,
         activation_memory: ActivationMemory | None = None,
         ledger: RelayLedger | None = None,
+        deferred_bytes: DeferredBytes | None = None,
     ) -> None:
         self.schedule = schedule
         self.tracer = tracer
@@ -137,7 +139,7 @@ class PipelineEngine:
         )
         self._activation_memory = activation_memory
         own = self._channels.name_of(self._stages[0].index)
-        self._saved = SavedMicrobatches(due)
+        self._saved = SavedMicrobatches(due, deferred_bytes)
         self._lanes = self._stash = None
         if schedule.residency is not None:
             if schedule.residency.stashes_on_host:
@@ -239,7 +241,7 @@ class PipelineEngine:
     @property
     def deferred_bytes_peak(self) -> int:
         """The most bytes that this rank kept at once between I and W, over all of its stages."""
-        return self._saved.deferred_bytes_peak
+        return self._saved.deferred_bytes.peak
 
     @property
     def saved_activation_bytes_peak(self) -> int | None:

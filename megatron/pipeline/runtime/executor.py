@@ -85,7 +85,6 @@ class Executor:
         self._with_backwards: set[int] = set()  # batches whose gradients have begun to be added up
         self._num_backwards: Counter[int] = Counter()  # of each batch, those that have ended
         self._splitting: set[int] = set()  # stages that know that backwards come in halves
-        self._halfway: set[tuple[int, int]] = set()  # (stage, microbatch) between I and W
         self._accumulating: int | None = None  # the batch that the last backward belonged to
         self._outputs: dict[tuple[int, int], Tensor] = {}
         self._input_grads: dict[tuple[int, int], Tensor] = {}
@@ -291,7 +290,6 @@ class Executor:
         self._end_graph(instruction)
         self._saved.defer(stage.index, microbatch.index, stage.deferred_bytes(microbatch))
         self._trace_deferred()
-        self._halfway.add((stage.index, microbatch.index))
         self._hand_back(instruction, input_grad)
 
     def _backward_weights(self, instruction: Instruction) -> None:
@@ -299,7 +297,6 @@ class Executor:
         stage.backward_weights(microbatch)
         self._saved.end_deferred(stage.index, microbatch.index)
         self._trace_deferred()
-        self._halfway.remove((stage.index, microbatch.index))
         self._end_backward(stage.index, microbatch)
 
     def _begin_backward(self, instruction: Instruction) -> tuple[Stage | SplittingStage, Microbatch]:
@@ -314,7 +311,7 @@ class Executor:
 
     def _trace_deferred(self) -> None:
         if self._tracer is not None:
-            self._tracer.record_deferred(self._saved.deferred_bytes)
+            self._tracer.record_deferred(self._saved.deferred_bytes.now)
 
     def _end_graph(self, instruction: Instruction) -> None:
         """What was saved in full is read no longer."""
@@ -458,10 +455,8 @@ class Executor:
 
     def _require_whole(self, instruction: Instruction, batch: int) -> None:
         """Gradients are read that some microbatches of the batch may have been added to in part."""
-        stage = instruction.stage
-        halfway = sorted(
-            index for at, index in self._halfway if at == stage and self._microbatches[index].batch == batch
-        )
+        halfway = self._saved.deferred_of(instruction.stage)
+        halfway = [index for index in halfway if self._microbatches[index].batch == batch]
         if halfway:
             raise ValueError(
                 f"{instruction} reads what microbatches have added to the gradients of batch {batch}, and of "

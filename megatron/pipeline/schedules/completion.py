@@ -22,7 +22,6 @@ from megatron.pipeline.check.error import error_at
 from megatron.pipeline.program.edges import StageGraph
 from megatron.pipeline.program.instruction import ENDS_BACKWARD, RECEIVES, SENDS, UPDATES, Instruction, Kind, Rows
 from megatron.pipeline.program.program import Program, shifted_row
-from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.pipeline.schedules.continuation import Continuation
 from megatron.pipeline.schedules.passes import Segments
 from megatron.pipeline.schedules.passes.communication import add_communication
@@ -142,7 +141,7 @@ def _drains(program: Program, fill: int | None, period: int | None) -> list[int]
         return ends
     begun = cuts_of(program)
     has_updates = any(each.kind in UPDATES for row in program.rows for each in row)
-    settled = renumbered(program, first_settled_batch(program.weights)) if has_updates else program
+    settled = renumbered(program, program.weights.first_settled_batch) if has_updates else program
     repetition = find_repetition(settled, begun, fill=fill, period=period)
     heads = Continuation(program, repetition).heads(num_batches - 1)
     last = program.first_microbatch + size * (num_batches - (program.weights.delay or 0))
@@ -166,11 +165,6 @@ def require_equal_batches(program: Program) -> int:
         f"batches of {' '.join(map(str, sizes))} microbatches are not alike, so the rows say nothing of a run of any "
         "number of them; write a file for each size",
     )  # fmt: skip
-
-
-def first_settled_batch(weights: WeightPolicy) -> int:
-    """From this batch of a run on, the versions of all batches lie equally far behind."""
-    return weights.delay if weights.delay is not None else 1
 
 
 def renumbered(program: Program, first_batch: int) -> Program:

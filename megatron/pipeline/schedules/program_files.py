@@ -15,6 +15,7 @@ from megatron.pipeline.program.instruction import UPDATES
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules.completion import require_training
 from megatron.pipeline.schedules.program_schedule import ProgramSchedule
+from megatron.pipeline.schedules.rules import require_known_norm
 
 _SAYS = {
     "recompute": (
@@ -82,12 +83,7 @@ def read_schedule(
         program = Program.from_csv(text)
         require_training(program)
         program = _agreed(program, names_stated(text), asked)
-        if norm_decides and program.weights.updates_alone:
-            raise ValueError(
-                f"under weights {program.weights.name} every stage steps before the norm of all gradients and any "
-                "overflow are known, and here they decide about it; use a program of other weights, or neither clip by "
-                "the norm nor scale the loss"
-            )
+        require_known_norm(program.weights, f"weights {program.weights.name}", norm_decides=norm_decides)
         return ProgramSchedule.of(program, name=str(path), fill=notes.get("fill"), period=notes.get("period"))
     except ValueError as error:
         error.args = (f"{path}: {error}",)

@@ -18,23 +18,21 @@ from megatron.pipeline.program.instruction import HALVES, Kind
 from megatron.pipeline.program.move_order import Pairs
 from megatron.pipeline.program.periodic import PeriodicProgram
 from megatron.pipeline.program.program import Program, shifted_row
-from megatron.pipeline.program.stages import stages_of
 from megatron.pipeline.program.weight_policies import WeightPolicy
-from megatron.pipeline.schedules.building import build_evaluation
-from megatron.pipeline.schedules.completion import completed, first_settled_batch, renumbered, require_equal_batches
+from megatron.pipeline.schedules.builds_programs import BuildsPrograms
+from megatron.pipeline.schedules.completion import completed, renumbered, require_equal_batches
 from megatron.pipeline.schedules.continuation import Continuation
 from megatron.pipeline.schedules.gpipe import GPipe
 from megatron.pipeline.schedules.merged import MergedGPipe
 from megatron.pipeline.schedules.order import Order
 from megatron.pipeline.schedules.repetition import Repetition, cuts_of, find_repetition
 from megatron.pipeline.schedules.segments import ProgramInSegments
-from megatron.pipeline.schedules.stream import ProgramStream
 
 _DIGITS = 12  # of a hash that is shown
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ProgramSchedule:
+class ProgramSchedule(BuildsPrograms):
     """A program over one or more equal batches, from a drained state to a drained state, as a schedule.
 
     It answers what a `Schedule` does (see `AnySchedule`). Equal programs are equal schedules.
@@ -70,7 +68,7 @@ class ProgramSchedule:
         """
         whole = completed(program, fill=fill, period=period)
         require_equal_batches(whole)
-        settled = renumbered(whole, first_settled_batch(whole.weights))
+        settled = renumbered(whole, whole.weights.first_settled_batch)
         repetition = find_repetition(settled, cuts_of(settled), fill=fill, period=period)
         made = cls(program=renumbered(whole, 0), repetition=repetition, name=name)
         _ = made.proofs  # raises what does not hold
@@ -183,10 +181,6 @@ class ProgramSchedule:
         """Whether backwards are computed in halves, I and W."""
         return any(each.kind in HALVES for row in self.program.rows for each in row)
 
-    def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that live on a rank, ascending."""
-        return stages_of(self.rank_of_stage, rank)
-
     def recomputes(self, stage: int) -> bool:
         """Whether backwards at the stage are preceded by a recompute."""
         return self.program.recomputes(stage)
@@ -200,10 +194,6 @@ class ProgramSchedule:
                 f"the program {self.name} has batches of {self.num_microbatches} microbatches, not {num_microbatches}; "
                 "give batches of its size, or a program for yours"
             )
-
-    def runs(self, num_microbatches: int) -> bool:
-        """Whether `validate` takes a batch of this size."""
-        return num_microbatches == self.num_microbatches
 
     @property
     def max_in_flight(self) -> int | None:
@@ -232,11 +222,6 @@ class ProgramSchedule:
         """From so many batches behind a drain on, the rest of a run repeats what it has done."""
         return self._most_unlike
 
-    @property
-    def first_settled_batch(self) -> int:
-        """From this batch of a run on, the versions of all batches lie equally far behind."""
-        return first_settled_batch(self.weights)
-
     def window(self, batches: Sequence[int]) -> tuple[int, ...]:
         """Batches that end as these do, which follow a drain: without whole periods of them."""
         excess = max(0, len(batches) - self._most_unlike)
@@ -261,52 +246,22 @@ class ProgramSchedule:
 
     # --- programs
 
-    def build(self, batches: Sequence[int], *, first_batch: int = 0, first_microbatch: int = 0) -> Program:
-        """The program of so many batches, all of the program's size, from a drained state to a drained state.
-
-        Raises:
-            ValueError: no batches, or one of another size.
-        """
-        return self.build_in_segments(batches, first_batch=first_batch, first_microbatch=first_microbatch).program
-
-    def build_in_segments(
-        self, batches: Sequence[int], *, first_batch: int = 0, first_microbatch: int = 0
-    ) -> ProgramInSegments:
-        """What `build` builds, with the places at which a run could be drained."""
-        if not batches:
-            raise ValueError("a program needs a batch; give the number of microbatches of each")
-        for num_microbatches in batches:
-            self.validate(num_microbatches)
-        return self._continuation.build(len(batches), first_batch=first_batch, first_microbatch=first_microbatch)
-
     def build_periodic(self, num_microbatches: int) -> PeriodicProgram:
         """The run from batch 0 on of any number of periods, behind a fill."""
         self.validate(num_microbatches)
         return self._periodic(self._most_unlike, first_batch=0)
 
-    def build_evaluation(self, num_microbatches: int, *, version: int, first_microbatch: int = 0) -> Program:
-        """Forwards of one batch, of any size, with one weight version, the newest of a drained state.
-
-        Raises:
-            ValueError: no microbatches.
-        """
-        if num_microbatches < 1:
-            raise ValueError(f"an evaluation cannot have {num_microbatches} microbatches; give 1 and more")
-        return build_evaluation(self, self._forwards, num_microbatches, version, first_microbatch)
-
-    def stream(self, *, first_batch: int = 0, first_microbatch: int = 0) -> ProgramStream:
-        """The batches of a run one at a time, from a drained state before `first_batch` on."""
-        return ProgramStream(self, first_batch=first_batch, first_microbatch=first_microbatch)
-
     # --- parts
+
+    def _build(self, batches: Sequence[int], first_batch: int, first_microbatch: int) -> ProgramInSegments:
+        return self._continuation.build(len(batches), first_batch=first_batch, first_microbatch=first_microbatch)
 
     @cached_property
     def _continuation(self) -> Continuation:
         return Continuation(self.program, self.repetition)
 
     @property
-    def _forwards(self) -> Order:
-        """The order of an evaluation."""
+    def _evaluation_order(self) -> Order:
         order = GPipe if self.num_stages == self.num_ranks else MergedGPipe
         return order(self.num_stages, rank_of_stage=self.rank_of_stage, edges=self.edges)
 

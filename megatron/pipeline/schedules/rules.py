@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.pipeline.schedules.order import Order
 from megatron.pipeline.schedules.orders import ORDERS
 from megatron.pipeline.schedules.placements import round_robin
@@ -68,11 +69,7 @@ def validate_choices(schedule: Schedule, order: Order) -> None:
             f"{schedule.order} does not say how many microbatches are in flight, and {schedule.name_of_weights} keeps "
             "a weight version for each; use an order that says it, or weights flush"
         )
-    if schedule.weights.updates_alone and schedule.norm_decides:
-        raise ValueError(
-            f"under {schedule.name_of_weights} every stage steps before the norm of all gradients and any overflow are "
-            "known, and here they decide about it; use flush or 2bw, or neither clip by the norm nor scale the loss"
-        )
+    require_known_norm(schedule.weights, schedule.name_of_weights, norm_decides=schedule.norm_decides)
     if schedule.weights.updates_alone and schedule.extra_warmup:
         raise ValueError(
             f"{schedule.name_of_weights} keeps at most p-s weight versions at stage s; extra_warmup needs more, drop it"
@@ -237,6 +234,15 @@ def _validate_halves(schedule: Schedule, order: Order) -> None:
             raise ValueError(
                 f"{schedule.order} computes backwards in halves, I and W, and {what} {why}; drop it, or use order 1f1b"
             )
+
+
+def require_known_norm(weights: WeightPolicy, name: str, *, norm_decides: bool) -> None:
+    """Raises ValueError where stages step before the norm of all gradients is known that decides about it."""
+    if weights.updates_alone and norm_decides:
+        raise ValueError(
+            f"under {name} every stage steps before the norm of all gradients and any overflow are known, and here "
+            "they decide about it; use flush or 2bw, or neither clip by the norm nor scale the loss"
+        )
 
 
 def _in_turn(schedule: Schedule) -> tuple[int, ...]:

@@ -14,10 +14,10 @@ from megatron.pipeline.program.instruction import Row
 from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.program.move_order import Pairs
 from megatron.pipeline.program.periodic import PeriodicProgram
-from megatron.pipeline.program.program import Program
-from megatron.pipeline.program.stages import stages_by_rank, stages_of
+from megatron.pipeline.program.stages import stages_by_rank
 from megatron.pipeline.program.weight_policies import WeightPolicy, predicting, weight_policy
-from megatron.pipeline.schedules.building import build_evaluation, build_in_segments, build_periodic, computations_of
+from megatron.pipeline.schedules.building import build_in_segments, build_periodic, computations_of
+from megatron.pipeline.schedules.builds_programs import BuildsPrograms
 from megatron.pipeline.schedules.frozen import BehindFrozen, frozen_chain
 from megatron.pipeline.schedules.order import Order
 from megatron.pipeline.schedules.orders import MERGED, ORDERS, PRESETS
@@ -26,12 +26,11 @@ from megatron.pipeline.schedules.rules import validate_choices, validate_frozen,
 from megatron.pipeline.schedules.saved import SavedBounds
 from megatron.pipeline.schedules.segments import ProgramInSegments
 from megatron.pipeline.schedules.split import splits_backward
-from megatron.pipeline.schedules.stream import ProgramStream
 from megatron.pipeline.schedules.unread import unread
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class Schedule(BuildsPrograms):
     """What to build programs from. Equal schedules build equal programs.
 
     Attributes:
@@ -162,10 +161,6 @@ class Schedule:
         """Which stages exchange saved activations, where it balances them."""
         return self._order.pairs
 
-    def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that live on a rank, ascending."""
-        return stages_of(self.rank_of_stage, rank)
-
     @property
     def name_of_weights(self) -> str:
         """The weight policy, behind the preset's name where that is another: `pipedream (stash)`."""
@@ -198,14 +193,6 @@ class Schedule:
         self._order.validate(num_microbatches)
         if rule.predicts:
             validate_predictions(self, num_microbatches)
-
-    def runs(self, num_microbatches: int) -> bool:
-        """Whether `validate` takes a batch of this size."""
-        try:
-            self.validate(num_microbatches)
-        except ValueError:
-            return False
-        return True
 
     @property
     def max_in_flight(self) -> int | None:
@@ -273,30 +260,7 @@ class Schedule:
         """Of batches that follow a drain, the last ones, behind which a run goes on or drains as behind all of them."""
         return tuple(batches[-self.settling_batches - 1 :])
 
-    @property
-    def first_settled_batch(self) -> int:
-        """From this batch of a run on, the versions of all batches lie equally far behind."""
-        return self.weights.delay if self.weights.delay is not None else 1
-
     # --- programs
-
-    def build(self, batches: Sequence[int], *, first_batch: int = 0, first_microbatch: int = 0) -> Program:
-        """The program of `batches`, the number of microbatches of each, from a drained state to a drained state.
-
-        Raises:
-            ValueError: no batches, or a batch that the schedule cannot run.
-        """
-        return self.build_in_segments(batches, first_batch=first_batch, first_microbatch=first_microbatch).program
-
-    def build_in_segments(
-        self, batches: Sequence[int], *, first_batch: int = 0, first_microbatch: int = 0
-    ) -> ProgramInSegments:
-        """What `build` builds, with the places at which a run could be drained."""
-        if not batches:
-            raise ValueError("a program needs a batch; give the number of microbatches of each")
-        for num_microbatches in batches:
-            self.validate(num_microbatches)
-        return build_in_segments(self, self._order, batches, first_batch, first_microbatch)
 
     def computations(self, rank: int, batches: Sequence[int]) -> Row:
         """What a rank computes of batches of these sizes, in its order: the program without what the passes add."""
@@ -306,21 +270,14 @@ class Schedule:
         """The run from batch 0 on of any number of batches of this size."""
         return build_periodic(self, self._order, num_microbatches)
 
-    def build_evaluation(self, num_microbatches: int, *, version: int, first_microbatch: int = 0) -> Program:
-        """Forwards of one batch with one weight version, the newest of a drained state.
-
-        Raises:
-            ValueError: no microbatches.
-        """
-        if num_microbatches < 1:
-            raise ValueError(f"an evaluation cannot have {num_microbatches} microbatches; give 1 and more")
-        return build_evaluation(self, self._order, num_microbatches, version, first_microbatch)
-
-    def stream(self, *, first_batch: int = 0, first_microbatch: int = 0) -> ProgramStream:
-        """The batches of a run one at a time, from a drained state before `first_batch` on."""
-        return ProgramStream(self, first_batch=first_batch, first_microbatch=first_microbatch)
-
     # --- parts
+
+    def _build(self, batches: Sequence[int], first_batch: int, first_microbatch: int) -> ProgramInSegments:
+        return build_in_segments(self, self._order, batches, first_batch, first_microbatch)
+
+    @property
+    def _evaluation_order(self) -> Order:
+        return self._order
 
     @property
     def _order(self) -> Order:

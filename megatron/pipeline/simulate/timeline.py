@@ -238,7 +238,7 @@ class Timeline:
         return self._saved(rank, set(self.stages_of(rank) if stages is None else stages))
 
     def peak_deferred_microbatches(self, stage: int) -> int:
-        """The most that are between the halves of a split backward, from the start of I to the end of W."""
+        """The most that are between the halves of a split backward, from the end of I to the end of W."""
         row = self.rows[self.rank_of_stage[stage]]
         return max(accumulate((WORDS[each.kind].deferred for each in row if each.stage == stage), initial=0))
 

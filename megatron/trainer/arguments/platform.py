@@ -106,13 +106,13 @@ def _choose_implementation(args: argparse.Namespace, platform: Platform) -> Iter
         args.transformer_impl = "transformer_engine" if can_use_engine and not splits else "local"
         if can_use_engine and splits:
             yield (
-                f"transformer_impl is local: {args.pipeline_schedule} splits backwards into I and W, which Transformer "
+                f"transformer_impl is local: {choice_of(args).name} splits backwards into I and W, which Transformer "
                 "Engine's layers compute in one"
             )
     elif args.transformer_impl == "transformer_engine" and splits:
         raise ValueError(
-            f"--transformer-impl transformer_engine computes a backward in one, and --pipeline-schedule "
-            f"{args.pipeline_schedule} splits it into I and W; use --transformer-impl local, or another schedule"
+            f"--transformer-impl transformer_engine computes a backward in one, and "
+            f"{choice_of(args).flag} splits it into I and W; use --transformer-impl local, or another schedule"
         )
     elif args.transformer_impl == "transformer_engine" and not can_use_engine:
         missing = "the transformer_engine package, which is not installed" if platform.is_cuda else "CUDA"

@@ -36,5 +36,6 @@ def build_engine(args: argparse.Namespace, built: ModelAndOptimizer, position: C
         first_batch=position.iteration,
         first_microbatch=position.consumed_train_samples // args.batch_sizes.samples_per_microbatch,
         activation_memory=built.memory if args.moves_activations else None,
+        deferred_bytes=built.deferred_bytes,
         ledger=built.update.ledger if built.schedule.residency is not None else None,
     )  # fmt: skip

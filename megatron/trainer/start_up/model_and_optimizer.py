@@ -19,6 +19,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.pipeline.runtime.activations.activation_memory import ActivationMemory
+from megatron.pipeline.runtime.activations.saved_microbatches import DeferredBytes
 from megatron.pipeline.runtime.stages.megatron.frozen_update import MegatronFrozenUpdate
 from megatron.pipeline.runtime.stages.megatron.layers import LayersOfParameters
 from megatron.pipeline.runtime.stages.megatron.relay_update import MegatronRelayUpdate
@@ -42,7 +43,7 @@ Update = MegatronWeightUpdate | MegatronRelayUpdate | MegatronFrozenUpdate
 @dataclass(frozen=True, kw_only=True)
 class ModelAndOptimizer(RunParts):
     """What one rank has built: what has state, and the stages that compute with it. `memory`: of its activations, where
-    they are counted or moved."""
+    they are counted or moved. `deferred_bytes`: what the engine counts between I and W."""
 
     schedule: AnySchedule
     chunks: list[torch.nn.Module]
@@ -51,6 +52,7 @@ class ModelAndOptimizer(RunParts):
     update: Update
     stages: list[MegatronStage]
     memory: ActivationMemory | None
+    deferred_bytes: DeferredBytes
 
 
 def setup_model_and_optimizer(
@@ -93,10 +95,10 @@ def setup_model_and_optimizer(
         optimizer = build_optimizer(args, trained or chunks, on_host=on_host)
         scheduler = core_config.param_scheduler(args, optimizer)
     counts = args.moves_activations or args.log_saved_activations
-    memory = ActivationMemory(backend.device()) if counts else None
+    memory, deferred_bytes = ActivationMemory(backend.device()) if counts else None, DeferredBytes()
     options = {
         "loss_names": program.loss_names(args),
-        "rank_metrics": _rank_metrics(memory, splits_backward=schedule.splits_backward),
+        "rank_metrics": _rank_metrics(memory, deferred_bytes if schedule.splits_backward else None),
         "timeout": timedelta(minutes=args.distributed_timeout_minutes),
     }
     if trained:
@@ -127,6 +129,7 @@ def setup_model_and_optimizer(
     return ModelAndOptimizer(
         schedule=schedule, chunks=chunks, optimizer=optimizer, scheduler=scheduler, update=update, stages=stages,
         memory=memory,
+        deferred_bytes=deferred_bytes,
     )  # fmt: skip
 
 
@@ -166,10 +169,12 @@ def _make_update(
     )  # fmt: skip
 
 
-def _rank_metrics(memory: ActivationMemory | None, *, splits_backward: bool) -> dict[str, Callable[[], float]]:
-    """What every rank measures for the report of a batch, by name."""
+def _rank_metrics(
+    memory: ActivationMemory | None, deferred_bytes: DeferredBytes | None
+) -> dict[str, Callable[[], float]]:
+    """What every rank measures for the report of a batch, by name; of what is not given, nothing."""
     if memory is None:
         return {}
     allocated = {ALLOCATED: backend.peak_memory_bytes} if backend.is_cuda() else {}
-    deferred = {DEFERRED: memory.take_recent_deferred_peak} if splits_backward else {}
+    deferred = {} if deferred_bytes is None else {DEFERRED: deferred_bytes.take_recent_peak}
     return {SAVED_ACTIVATIONS: memory.take_recent_peak, **deferred, **allocated}

@@ -1,7 +1,5 @@
 """Buffers for moved activations, and the count of the bytes that a rank saves.
 
-What a stage keeps of a microbatch between I and W, where backwards are split, counts apart.
-
 Problem: activations are moved at every microbatch. Allocating their memory each time fragments it and costs time, but
 when a buffer may be used again depends on who still reads it: a backward, a gradient that happens to be a view of a
 saved tensor, on CUDA kernels that the host has only queued.
@@ -91,7 +89,7 @@ class ActivationMemory:
     """What one rank saves, over all of its stages, in bytes: in graphs, and in buffers that are in use.
 
     `peak_bytes` is the most over the run so far, looked at when a forward has ended or a buffer is taken, the only
-    moments at which it grows. `deferred_peak_bytes` is the most that was kept between I and W, beside these.
+    moments at which it grows. What is kept between I and W is beside these (`DeferredBytes`).
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -99,10 +97,8 @@ class ActivationMemory:
         assert num_holders(probe) == 1, "this torch counts the holders of a storage in another way"
         self.device = probe.device  # "cuda" with the number of the current one
         self.pool = BufferPool(self.device)
-        self.peak_bytes = self.deferred_peak_bytes = 0
-        self._recent_peak_bytes = self._recent_deferred_peak_bytes = 0
+        self.peak_bytes = self._recent_peak_bytes = 0
         self._in_graphs: dict[tuple[int, int], int] = {}
-        self._deferred: dict[tuple[int, int], int] = {}
         self._lock = threading.Lock()  # buffers are taken by the thread of the moves, too
 
     @property
@@ -126,25 +122,6 @@ class ActivationMemory:
         """It does no longer: its backward has ended."""
         with self._lock:
             self._in_graphs.pop((stage, microbatch), None)
-
-    def defer(self, stage: int, microbatch: int, num_bytes: int) -> None:
-        """Its I has ended, and the stage keeps so many bytes for its W."""
-        with self._lock:
-            self._deferred[stage, microbatch] = num_bytes
-            now = sum(self._deferred.values())
-            self.deferred_peak_bytes = max(self.deferred_peak_bytes, now)
-            self._recent_deferred_peak_bytes = max(self._recent_deferred_peak_bytes, now)
-
-    def end_deferred(self, stage: int, microbatch: int) -> None:
-        """Its W has ended."""
-        with self._lock:
-            self._deferred.pop((stage, microbatch), None)
-
-    def take_recent_deferred_peak(self) -> int:
-        """The most bytes between I and W since the last call, or since the start."""
-        with self._lock:
-            peak, self._recent_deferred_peak_bytes = self._recent_deferred_peak_bytes, sum(self._deferred.values())
-        return peak
 
     def take_buffer(self, num_bytes: int, *, instead_of: tuple[int, int] | None = None) -> Tensor:
         """A buffer for a microbatch that is to arrive, or to leave: it counts instead of the graph of that (stage,

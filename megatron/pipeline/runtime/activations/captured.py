@@ -47,12 +47,6 @@ class NotCaptured:
     def drop(self, microbatch: int) -> None:
         """Nothing to do."""
 
-    def defer(self, microbatch: int, num_bytes: int) -> None:
-        """Nothing to do."""
-
-    def end_deferred(self, microbatch: int) -> None:
-        """Nothing to do."""
-
     def saved_bytes(self, microbatch: int) -> int:
         raise self._refusal()
 
@@ -135,14 +129,6 @@ class CapturedActivations:
         """The backward has ended."""
         del self._saved[microbatch]
         self._memory.drop(self._stage, microbatch)
-
-    def defer(self, microbatch: int, num_bytes: int) -> None:
-        """It was an I, and so many bytes are kept for W."""
-        self._memory.defer(self._stage, microbatch, num_bytes)
-
-    def end_deferred(self, microbatch: int) -> None:
-        """W has ended."""
-        self._memory.end_deferred(self._stage, microbatch)
 
     def saved_bytes(self, microbatch: int) -> int:
         """Bytes that the graph of `microbatch` saves now: 0 while they are elsewhere."""

@@ -12,20 +12,42 @@ import threading
 from collections.abc import Iterable
 
 
+class DeferredBytes:
+    """Bytes that the stages of a rank keep together between I and W.
+
+    Attributes:
+        now, peak: at present, and the most so far.
+    """
+
+    def __init__(self) -> None:
+        self.now = self.peak = self._recent_peak = 0
+
+    def add(self, num_bytes: int) -> None:
+        """So many more, or fewer, are kept from now on."""
+        self.now += num_bytes
+        self.peak = max(self.peak, self.now)
+        self._recent_peak = max(self._recent_peak, self.now)
+
+    def take_recent_peak(self) -> int:
+        """The most since the last call, or since the start."""
+        peak, self._recent_peak = self._recent_peak, self.now
+        return peak
+
+
 class SavedMicrobatches:
     """Per stage, and over all stages of the rank.
 
     Attributes:
         peaks: stage -> the most that were saved at once; `peak_on_rank`: the most together.
         deferred_peaks: stage -> the most of them that were between I and W at once.
-        deferred_bytes, deferred_bytes_peak: bytes that all stages keep together now for the W to come, and the most.
+        deferred_bytes: what they keep for it.
     """
 
-    def __init__(self, stages: Iterable[int]) -> None:
+    def __init__(self, stages: Iterable[int], deferred_bytes: DeferredBytes | None = None) -> None:
         self.peaks = dict.fromkeys(stages, 0)
         self.peak_on_rank = 0
         self.deferred_peaks = dict.fromkeys(self.peaks, 0)
-        self.deferred_bytes = self.deferred_bytes_peak = 0
+        self.deferred_bytes = deferred_bytes or DeferredBytes()
         self._counts = dict.fromkeys(self.peaks, 0)
         self._deferred: dict[tuple[int, int], int] = {}  # (stage, microbatch) -> bytes
         self._lock = threading.Lock()
@@ -47,12 +69,15 @@ class SavedMicrobatches:
         """An I has ended, and so many bytes are kept for the W."""
         with self._lock:
             self._deferred[stage, microbatch] = num_bytes
-            self.deferred_bytes += num_bytes
+            self.deferred_bytes.add(num_bytes)
             count = sum(each == stage for each, _ in self._deferred)
             self.deferred_peaks[stage] = max(self.deferred_peaks[stage], count)
-            self.deferred_bytes_peak = max(self.deferred_bytes_peak, self.deferred_bytes)
 
     def end_deferred(self, stage: int, microbatch: int) -> None:
         """Its W has ended, and keeps nothing."""
         with self._lock:
-            self.deferred_bytes -= self._deferred.pop((stage, microbatch))
+            self.deferred_bytes.add(-self._deferred.pop((stage, microbatch)))
+
+    def deferred_of(self, stage: int) -> list[int]:
+        """The microbatches that are between I and W at a stage, ascending."""
+        return sorted(microbatch for at, microbatch in self._deferred if at == stage)

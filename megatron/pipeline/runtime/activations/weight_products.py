@@ -88,6 +88,26 @@ class WeightProducts:
             torch.autograd.backward(roots)
 
 
+class DeferredProducts:
+    """The products of a stage's microbatches that are between I and W."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, WeightProducts] = {}
+
+    def begin(self, microbatch: int) -> WeightProducts:
+        """For the I of a microbatch."""
+        products = self._of[microbatch] = WeightProducts()
+        return products
+
+    def compute(self, microbatch: int) -> None:
+        """Its W."""
+        self._of.pop(microbatch).compute()
+
+    def num_bytes(self, microbatch: int) -> int:
+        """What is kept for its W; 0 before its I and behind its W."""
+        return self._of[microbatch].num_bytes if microbatch in self._of else 0
+
+
 class _GradientOf(torch.autograd.Function):
     """A root whose backward yields the sum of the products as the gradient of a parameter.
 

@@ -202,7 +202,7 @@ def _predictions(args: argparse.Namespace, weights: WeightPolicy) -> None:
         return
     if weights != TWO_BW:
         raise ValueError(
-            f"{flag} goes with the weights of --pipeline-schedule 2bw, not {args.pipeline_schedule}: leave it out, or "
+            f"{flag} goes with the weights of --pipeline-schedule 2bw, not {choice_of(args).name}: leave it out, or "
             "use 2bw"
         )
     if (mode == "uniform") != (number is not None):

@@ -137,17 +137,12 @@ class EmulatedStage:
 
     def backward_input(self, microbatch: Microbatch, output_grad: Tensor | None) -> Tensor | None:
         self._halfway.add(microbatch.index)
-        input_grad = self._backward(microbatch, self._times.halves[0])
-        if self._memory is not None:
-            self._memory.defer(self.index, microbatch.index, self._deferred_bytes)
-        return input_grad
+        return self._backward(microbatch, self._times.halves[0])
 
     def backward_weights(self, microbatch: Microbatch) -> None:
         """Raises KeyError where the microbatch has had no I, or its W already."""
         self._halfway.remove(microbatch.index)
         sleep_for(self._times.halves[1])
-        if self._memory is not None:
-            self._memory.end_deferred(self.index, microbatch.index)
 
     def deferred_bytes(self, microbatch: Microbatch) -> int:
         return self._deferred_bytes if microbatch.index in self._halfway else 0

@@ -27,7 +27,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron.pipeline.runtime.activations.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.activations.captured import CapturedActivations, NotCaptured
 from megatron.pipeline.runtime.activations.dropout import SeededDropout
-from megatron.pipeline.runtime.activations.weight_products import WeightProducts
+from megatron.pipeline.runtime.activations.weight_products import DeferredProducts
 from megatron.pipeline.runtime.contract.stage import EVALUATION_BATCH, Eviction, Microbatch
 from megatron.pipeline.runtime.contract.tensors import TensorSpec
 from megatron.pipeline.runtime.stages.megatron.frozen_update import MegatronFrozenUpdate
@@ -147,7 +147,7 @@ class MegatronStage:
         self.input_spec = None if self.index == 0 else spec
         self.output_spec = None if self._is_last else spec
         self._saved: dict[int, _SavedMicrobatch] = {}
-        self._products: dict[int, WeightProducts] = {}  # of the microbatches between I and W
+        self._products = DeferredProducts()
         self._captured = self._capture_in(None if self.is_frozen else activation_memory)
         self._losses: dict[int, list[dict[str, Tensor]]] = defaultdict(list)
 
@@ -228,21 +228,16 @@ class MegatronStage:
 
     def backward_input(self, microbatch: Microbatch, output_grad: Tensor | None) -> Tensor | None:
         """As `backward`, but for the weight products of linears, which are left for `backward_weights`."""
-        products = self._products[microbatch.index] = WeightProducts()
-        with putting_off(products):
-            input_grad = self.backward(microbatch, output_grad)
-        self._captured.defer(microbatch.index, products.num_bytes)
-        return input_grad
+        with putting_off(self._products.begin(microbatch.index)):
+            return self.backward(microbatch, output_grad)
 
     def backward_weights(self, microbatch: Microbatch) -> None:
         """The weight products of the microbatch, into the gradient buffer that is shown."""
-        self._products.pop(microbatch.index).compute()
-        self._captured.end_deferred(microbatch.index)
+        self._products.compute(microbatch.index)
 
     def deferred_bytes(self, microbatch: Microbatch) -> int:
         """Bytes that are kept for the weight products of the microbatch."""
-        products = self._products.get(microbatch.index)
-        return 0 if products is None else products.num_bytes
+        return self._products.num_bytes(microbatch.index)
 
     def free_output(self, microbatch: Microbatch) -> None:
         """Drop the storage of the output; its graph stays."""

@@ -17,7 +17,7 @@ from megatron.pipeline.program.edges import StageGraph
 from megatron.pipeline.program.instruction import Tensor as Travelling
 from megatron.pipeline.program.weight_policies import Ahead
 from megatron.pipeline.runtime.activations.kept import ActivationStore, RandomState
-from megatron.pipeline.runtime.activations.weight_products import WeightProducts
+from megatron.pipeline.runtime.activations.weight_products import DeferredProducts
 from megatron.pipeline.runtime.contract.stage import Microbatch
 from megatron.pipeline.runtime.stages.module.split_linears import split_linears
 from megatron.pipeline.runtime.transport.edge_tensors import EdgeTensors
@@ -93,7 +93,7 @@ class GraphModuleStage:
         self._recompute = recompute
         self._device = torch.device(device)
         self._losses: dict[int, tuple[Tensor, int]] = {}
-        self._products: dict[int, WeightProducts] = {}  # of the microbatches between I and W
+        self._products = DeferredProducts()
         self._shared_gradients: dict[int, list[Tensor]] = {}  # source -> of the shared parameters it gave, so far
 
     def load_version(self, version: int) -> None:
@@ -153,16 +153,14 @@ class GraphModuleStage:
 
     def backward_input(self, microbatch: Microbatch, output_grads: _Tensors) -> _Tensors:
         """As `backward`, but for the weight products of the module's plain ``nn.Linear``."""
-        products = self._products[microbatch.index] = WeightProducts()
-        with products.collect():
+        with self._products.begin(microbatch.index).collect():
             return self.backward(microbatch, output_grads)
 
     def backward_weights(self, microbatch: Microbatch) -> None:
-        self._products.pop(microbatch.index).compute()
+        self._products.compute(microbatch.index)
 
     def deferred_bytes(self, microbatch: Microbatch) -> int:
-        products = self._products.get(microbatch.index)
-        return 0 if products is None else products.num_bytes
+        return self._products.num_bytes(microbatch.index)
 
     def forward_only(self, microbatch: Microbatch, inputs: _Tensors) -> _Tensors:
         was_training = self.module.training

@@ -17,7 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 from megatron.pipeline.runtime.activations.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.activations.captured import CapturedActivations, NotCaptured
 from megatron.pipeline.runtime.activations.kept import ActivationStore, RandomState, SavedActivations
-from megatron.pipeline.runtime.activations.weight_products import WeightProducts
+from megatron.pipeline.runtime.activations.weight_products import DeferredProducts
 from megatron.pipeline.runtime.contract.stage import Eviction, Microbatch
 from megatron.pipeline.runtime.contract.tensors import TensorSpec
 from megatron.pipeline.runtime.relay.resident_weights import StageWeights
@@ -76,7 +76,7 @@ class ModuleStage:
             NotCaptured(index) if activation_memory is None else CapturedActivations(index, module, activation_memory)
         )
         self._losses: dict[int, tuple[Tensor, int]] = {}
-        self._products: dict[int, WeightProducts] = {}  # of the microbatches between I and W
+        self._products = DeferredProducts()
 
     def load_version(self, version: int) -> None:
         self._versions.load(version)
@@ -122,19 +122,14 @@ class ModuleStage:
 
     def backward_input(self, microbatch: Microbatch, output_grad: Tensor | None) -> Tensor | None:
         """As `backward`, but for the weight products of the module's plain ``nn.Linear``."""
-        products = self._products[microbatch.index] = WeightProducts()
-        with products.collect():
-            input_grad = self.backward(microbatch, output_grad)
-        self._captured.defer(microbatch.index, products.num_bytes)
-        return input_grad
+        with self._products.begin(microbatch.index).collect():
+            return self.backward(microbatch, output_grad)
 
     def backward_weights(self, microbatch: Microbatch) -> None:
-        self._products.pop(microbatch.index).compute()
-        self._captured.end_deferred(microbatch.index)
+        self._products.compute(microbatch.index)
 
     def deferred_bytes(self, microbatch: Microbatch) -> int:
-        products = self._products.get(microbatch.index)
-        return 0 if products is None else products.num_bytes
+        return self._products.num_bytes(microbatch.index)
 
     def free_output(self, microbatch: Microbatch) -> None:
         """Nothing to do: only the graph's edge is kept."""
