@@ -149,7 +149,11 @@ def steady_batches(run: Timeline) -> list[float]:
 
 
 def row_of(section: str, case: Case, run: dict) -> Row:
-    """A row of the table: times in seconds; `measured` has one entry a batch, the others are of one batch."""
+    """A row of the table: times in seconds; `measured` has one entry a batch, the others are of one batch.
+
+    A steady batch that follows a late one measures short. The whole run cannot: `least` is what the simulator says of
+    it, `whole` what it took.
+    """
     measured = Timeline.from_dict(run["measured"])
     batches = (case.num_microbatches,) * len(measured.batches)
     simulated = simulate(case.schedule.build(batches), case.costs)
@@ -163,6 +167,8 @@ def row_of(section: str, case: Case, run: dict) -> Row:
         "update": case.update,
         "measured": steady_batches(measured),
         "simulated": statistics.fmean(steady_batches(simulated)),
+        "whole": measured.makespan,
+        "least": simulated.makespan,
         "ideal": case.ideal,
         "formula": formula.batch if formula else None,
         "paper": formula.paper if formula else None,
