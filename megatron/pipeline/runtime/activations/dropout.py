@@ -13,7 +13,7 @@ after each microbatch, so nothing else that draws notices. Without dropout, no h
 
 import hashlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -111,6 +111,13 @@ class SeededDropout:
         rank = 0 if common else self._tensor_rank
         key = f"{self._seed}/{self._sample}/{stack}/{number}/{state_name}/{rank}"
         return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1
+
+
+class UnseededDropout:
+    """Leaves the generators alone: what a microbatch draws follows from what was drawn before it."""
+
+    def microbatch(self, sample: int) -> AbstractContextManager:
+        return nullcontext()
 
 
 def _draws(model: nn.Module) -> bool:

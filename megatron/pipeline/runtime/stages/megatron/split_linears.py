@@ -77,6 +77,7 @@ def _is_foreign(kind: type) -> bool:
 def _input_half(ctx, grad_output: Tensor, products: WeightProducts) -> tuple[Tensor | None, ...]:
     """As megatron.core's backward, but for the weight."""
     input, weight = ctx.saved_tensors
+    grad_output = grad_output.to(input.dtype)  # newer versions of megatron.core have logits in another
     grad_input = grad_output.matmul(weight)
     handle = None
     if ctx.allreduce_dgrad:
@@ -89,7 +90,7 @@ def _input_half(ctx, grad_output: Tensor, products: WeightProducts) -> tuple[Ten
     grad_bias = _flat(grad_output).sum(dim=0) if ctx.use_bias else None
     if handle is not None:
         handle.wait()
-    return grad_input, None, grad_bias, None, None, None, None, None, None
+    return grad_input, None, grad_bias, *[None] * (len(ctx.needs_input_grad) - 3)
 
 
 def _flat(grad_output: Tensor) -> Tensor:

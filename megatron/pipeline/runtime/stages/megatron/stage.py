@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -26,7 +27,7 @@ from megatron.core.pipeline_parallel.schedules import custom_backward, deallocat
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron.pipeline.runtime.activations.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.activations.captured import CapturedActivations, NotCaptured
-from megatron.pipeline.runtime.activations.dropout import SeededDropout
+from megatron.pipeline.runtime.activations.dropout import SeededDropout, UnseededDropout
 from megatron.pipeline.runtime.activations.weight_products import DeferredProducts
 from megatron.pipeline.runtime.contract.stage import EVALUATION_BATCH, Eviction, Microbatch
 from megatron.pipeline.runtime.contract.tensors import TensorSpec
@@ -95,7 +96,9 @@ class MegatronStage:
         data_iterator: training data, or None where this rank reads none; may be replaced between batches.
         evaluation_iterator: the same for `forward_only`.
         recompute: the schedule recomputes: forwards keep their input and data only, no graph.
-        seed: the run's seed, for dropout.
+        seed: the run's seed, for dropout; None: random numbers go on as they come, so no forward is computed twice.
+        is_at_own_place: `parallel_state` gives the stage already, because a rank's place is its stage's, or because the
+            chunks were built by whoever places chunks themselves.
         loss_names: names of the reported numbers, the same on all ranks.
         activation_memory: the rank's, if activations are to be counted and moved; None: they stay in the graph.
         first_trained: stages before this one are frozen. A stage that is frozen itself is asked for `forward_only`
@@ -118,7 +121,8 @@ class MegatronStage:
         data_iterator: Iterator | None = None,
         evaluation_iterator: Iterator | None = None,
         recompute: bool = False,
-        seed: int = 1234,
+        seed: int | None = 1234,
+        is_at_own_place: bool = False,
         loss_names: tuple[str, ...] = ("lm loss",),
         activation_memory: ActivationMemory | None = None,
         first_trained: int = 0,
@@ -139,7 +143,9 @@ class MegatronStage:
         self._returns_gradient = self.index > first_trained
         self._versions = None if self.is_frozen else update.versions_of(self.index)
         self._recompute = recompute
-        self._dropout = SeededDropout(model, seed=seed)
+        assert seed is not None or not recompute, "a recomputed forward draws the same random numbers by the seed"
+        self._dropout = SeededDropout(model, seed=seed) if seed is not None else UnseededDropout()
+        self._place = nullcontext if is_at_own_place else partial(at_stage, self.index, self.num_stages)
         self._samples_per_microbatch = micro_batch_size * parallel_state.get_data_parallel_world_size()
         self._first_sample = micro_batch_size * parallel_state.get_data_parallel_rank()
         self._is_last = self.index == self.num_stages - 1
@@ -208,7 +214,7 @@ class MegatronStage:
         assert saved.output is not None, f"backward of microbatch {microbatch.index} without its graph"
         scale = self._update.loss_scale(microbatch.batch)
         if self._config.num_moe_experts is not None:
-            _scale_auxiliary_loss(scale / microbatch.num_microbatches)
+            _scale_auxiliary_loss(scale / self._parts(microbatch))
         with self._dropout.microbatch(self._sample(microbatch)):
             if self._is_last:
                 torch.autograd.backward(saved.output, grad_tensors=torch.full_like(saved.output, scale))
@@ -328,7 +334,7 @@ class MegatronStage:
     def _run(self, microbatch: Microbatch, saved: _SavedMicrobatch, data: Iterator | None, *, record: bool) -> Tensor:
         """The chunk's forward; returns its output, on the last stage the loss to differentiate."""
         self._set_input_tensor(saved.input)
-        with at_stage(self.index, self.num_stages):
+        with self._place():
             with self._dropout.microbatch(self._sample(microbatch)), self._autocast():
                 output, loss_function = self._forward_step(data, self.model)
             self._set_input_tensor(None)  # the chunk would keep it alive beyond its backward
@@ -342,13 +348,20 @@ class MegatronStage:
     def _loss(self, microbatch: Microbatch, outputs: tuple, record: bool) -> Tensor:
         if len(outputs) == 3:
             loss, num_tokens, numbers = outputs
-            loss = loss / (num_tokens.clamp(min=1) if isinstance(num_tokens, Tensor) else max(num_tokens, 1))
+            if not self._config.calculate_per_token_loss:
+                loss = loss / (num_tokens.clamp(min=1) if isinstance(num_tokens, Tensor) else max(num_tokens, 1))
         else:
             loss, numbers = outputs
         if record:
             pairs = {name: _pair(value) for name, value in numbers.items() if name in self.loss_names}
             self._losses[microbatch.batch].append(pairs)
-        return loss / microbatch.num_microbatches
+        return loss / self._parts(microbatch)
+
+    def _parts(self, microbatch: Microbatch) -> int:
+        """What a microbatch's loss is divided by; where all tokens of the batch count alike, whoever has them all
+        divides the gradients.
+        """
+        return 1 if self._config.calculate_per_token_loss else microbatch.num_microbatches
 
 
 class _Recorder:
