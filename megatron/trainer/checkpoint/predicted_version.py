@@ -13,9 +13,11 @@ import torch
 
 from megatron.core import parallel_state
 from megatron.pipeline.program.weight_policies import WeightPolicy
+from megatron.pipeline.runtime.stages.megatron.older_versions import OlderVersions, version_state
 from megatron.pipeline.runtime.update.predicted_versions import PredictedVersions
-from megatron.trainer.checkpoint.older_versions import PREDICTED_VERSION, OlderVersions
-from megatron.trainer.checkpoint.state import version_state
+
+PREDICTED_VERSION = "provisional_version"
+"""How the keys of all of them begin."""
 
 
 class PredictedVersion(OlderVersions):

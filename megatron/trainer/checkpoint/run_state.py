@@ -16,9 +16,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import unwrap_model
 from megatron.pipeline.program.weight_policies import WeightPolicy
+from megatron.pipeline.runtime.stages.megatron.older_versions import OlderVersions, SavedVersions
 from megatron.trainer.checkpoint import optimizer_formats
 from megatron.trainer.checkpoint.frozen_ranks import trains_nothing, with_what_is_empty
-from megatron.trainer.checkpoint.older_versions import OlderVersions, SavedVersions
 from megatron.trainer.checkpoint.predicted_version import PredictedVersion
 from megatron.trainer.checkpoint.random_state import restore_random_state
 from megatron.trainer.checkpoint.state import model_state, optimizer_state, without_parts

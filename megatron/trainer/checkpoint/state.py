@@ -6,7 +6,8 @@ other: 'args', 'checkpoint_version', 'iteration', 'model', 'optimizer', 'opt_par
 
 - 'previous_version': under the 2bw policy two weight versions are alive between two batches, and the next batch still
   uses the older one. It is stored tensor by tensor like the model, every key prefixed with 'previous_version.'.
-  Policies with longer delays have more of them (see `older_versions`).
+  Policies with longer delays have more of them (see
+  `megatron.pipeline.runtime.stages.megatron.older_versions`).
 - 'pipeline': what the weight update keeps beyond the optimizer (the table of loss scales).
 - 'changes': what has become of the pipeline where it changes while it trains: frozen layers, ranks, what decided.
 """
@@ -14,12 +15,11 @@ other: 'args', 'checkpoint_version', 'iteration', 'model', 'optimizer', 'opt_par
 import argparse
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 
 from megatron.backend.fixes import complete_optimizer_state
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import unwrap_model
 from megatron.trainer.checkpoint.element_ranges import ELEMENT_RANGES, ranged_optimizer_state
@@ -91,30 +91,6 @@ def without_parts(model: dict[str, ShardedStateDict], names: Sequence[str]) -> d
         entry: {key: value for key, value in state.items() if key.split(".")[0] not in names}
         for entry, state in model.items()
     }
-
-
-def version_state(
-    model: dict[str, ShardedStateDict], tensors: dict[int, torch.Tensor], *, prefix: str
-) -> dict[str, ShardedStateDict]:
-    """The model's entries with the data of another weight version.
-
-    Args:
-        model: what `model_state` returned.
-        tensors: id of a parameter -> its data in that version, of the parameter's shape.
-        prefix: of every key.
-    """
-    result: dict[str, ShardedStateDict] = {}
-    for entry, chunk_state in model.items():
-        result[entry] = {
-            name: replace(
-                sharded,
-                key=prefix + sharded.key,
-                data=tensors[id(sharded.data)].detach().view(sharded.data.shape),
-            )
-            for name, sharded in chunk_state.items()
-            if isinstance(sharded, (ShardedTensor, ShardedTensorFactory)) and id(sharded.data) in tensors
-        }
-    return result
 
 
 def optimizer_state(

@@ -15,6 +15,7 @@ import torch
 
 from megatron import backend
 from megatron.pipeline.runtime.contract.stage import BatchReport
+from megatron.pipeline.runtime.timeline_files import write_timeline
 from megatron.trainer.changes.transition.change import change_arrangement
 from megatron.trainer.checkpoint.checkpoint import save_checkpoint
 from megatron.trainer.data.microbatches import MicrobatchIterator
@@ -25,7 +26,6 @@ from megatron.trainer.report.by_products import ByProduct
 from megatron.trainer.report.log import Progress, main_loss
 from megatron.trainer.report.profiler import Profiler
 from megatron.trainer.report.throughput import flops_per_sample
-from megatron.trainer.report.timeline_picture import write_timeline
 from megatron.trainer.run.evaluation import evaluate, evaluation_samples
 from megatron.trainer.start_up.run import Run
 

@@ -1,4 +1,4 @@
-"""`--pipeline-timeline`: the last batches of a run as a picture, planned above measured, and as a trace for Perfetto.
+"""The last batches of a run as a picture, planned above measured, and as a trace for Perfetto.
 
 The plan is the simulation of the very program that ran, with each stage's mean measured times and transfers that cost
 nothing; so what differs between the two is transfer, waiting and noise.

@@ -1,4 +1,4 @@
-"""--pipeline-timeline: which batches are shown, and that the plan shows the same ones."""
+"""The files of --pipeline-timeline: which batches are shown, and that the plan shows the same ones."""
 
 from megatron import backend
 
@@ -7,11 +7,11 @@ backend.install()
 import json
 
 from megatron.pipeline.program.lane_order import Residency
+from megatron.pipeline.runtime.timeline_files import last_stretch, measured_costs, planned_timeline
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
 from megatron.pipeline.simulate.timeline import Timeline
-from megatron.trainer.report.timeline_picture import last_stretch, measured_costs, planned_timeline
 from tests.trainer.run.run_case import train
 
 SCHEDULE = Schedule.preset("2bw", num_stages=2)

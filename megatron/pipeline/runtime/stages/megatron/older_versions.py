@@ -7,16 +7,15 @@ it: its step was skipped, or the checkpoint is of a policy that needs fewer.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
 from megatron.pipeline.program.weight_policies import WeightPolicy
-from megatron.trainer.checkpoint.state import version_state
 
 OLDER_VERSIONS = "previous_version"  # how all their keys begin
-PREDICTED_VERSION = "provisional_version"  # how those of predicted_version.py begin
 
 
 class SavedVersions(Protocol):
@@ -40,6 +39,30 @@ class SavedVersions(Protocol):
 
 
 _Model = dict[str, ShardedStateDict]
+
+
+def version_state(
+    model: dict[str, ShardedStateDict], tensors: dict[int, torch.Tensor], *, prefix: str
+) -> dict[str, ShardedStateDict]:
+    """The model's entries with the data of another weight version.
+
+    Args:
+        model: name of an entry -> sharded state of a chunk, whose data are the parameters themselves.
+        tensors: id of a parameter -> its data in that version, of the parameter's shape.
+        prefix: of every key.
+    """
+    result: dict[str, ShardedStateDict] = {}
+    for entry, chunk_state in model.items():
+        result[entry] = {
+            name: replace(
+                sharded,
+                key=prefix + sharded.key,
+                data=tensors[id(sharded.data)].detach().view(sharded.data.shape),
+            )
+            for name, sharded in chunk_state.items()
+            if isinstance(sharded, (ShardedTensor, ShardedTensorFactory)) and id(sharded.data) in tensors
+        }
+    return result
 
 
 class OlderVersions:
