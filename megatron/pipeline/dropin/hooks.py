@@ -1,0 +1,217 @@
+"""What is put in place in `megatron.training`: our flags, our schedule, and a drain before whatever reads weights.
+
+Megatron-LM has no place to extend it. Its modules call one another by names at their top, so these are replaced,
+wherever a module has imported one. Each replacement calls the original; without `--pipeline-schedule` it does nothing
+else.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import ModuleType
+from typing import Any
+
+from megatron.pipeline.dropin.flags import add_flags, options_of
+from megatron.pipeline.dropin.sentences import errors_end_the_job
+
+_session = None  # of this process, if its arguments name a schedule
+
+
+def install_hooks() -> None:
+    """Import `megatron.training` and put our functions in place."""
+    from megatron.training import arguments, checkpointing, training
+
+    for module, name, around in (
+        (arguments, "add_megatron_arguments", _with_our_flags),
+        (arguments, "validate_args", _with_our_rules),
+        (training, "get_forward_backward_func", _with_our_schedule),
+        (training, "setup_model_and_optimizer", _with_our_update),
+        (training, "load_checkpoint", _with_both_versions_loaded),
+        (training, "save_checkpoint", _drained_and_saved),
+        (training, "train", _to_the_end),
+        (checkpointing, "generate_state_dict", _with_both_versions),
+        (checkpointing, "_load_base_checkpoint", _asking_for_both_versions),
+        (training, "logical_and_across_model_parallel_group", _known_on_all_ranks),
+        (training, "reduce_max_stat_across_model_parallel_group", _known_on_all_ranks),
+    ):
+        replace(module, name, around)
+
+
+def replace(module: ModuleType, name: str, around: Callable[[Callable], Callable]) -> None:
+    """Put ``around(original)`` in the place of a function wherever Megatron-LM's modules, or the script, hold it.
+
+    Raises:
+        ValueError: there is no such function.
+    """
+    original = getattr(module, name, None)
+    if original is None:
+        raise ValueError(
+            f"{module.__file__} has no {name}, which the schedules replace; use a Megatron-LM of core 0.12 or newer, or "
+            "a fork that keeps the name"
+        )
+    replacement = functools.wraps(original)(around(original))
+    for holder_name, holder in list(sys.modules.items()):
+        if holder_name == "__main__" or holder_name.split(".")[:2] == ["megatron", "training"]:
+            for key, value in list(vars(holder).items()):
+                if value is original:
+                    setattr(holder, key, replacement)
+
+
+def _with_our_flags(original: Callable) -> Callable:
+    def add_megatron_arguments(parser):
+        return add_flags(original(parser))
+
+    return add_megatron_arguments
+
+
+def _with_our_rules(original: Callable) -> Callable:
+    """What does not go together is refused here: the arguments are complete, and there is no process group yet."""
+
+    def validate_args(args, *further, **named):
+        validated = original(args, *further, **named)
+        _prepare(args if validated is None else validated)
+        return validated
+
+    return validate_args
+
+
+def _prepare(args) -> None:
+    global _session
+    from megatron.pipeline.dropin.refusals import require_supported
+
+    with errors_end_the_job():
+        require_supported(args)
+        options = options_of(args)
+        if options is None:
+            _session = None
+            return
+        from megatron.pipeline.dropin.session import Session
+        from megatron.pipeline.dropin.start import prepare
+
+        prepare(args, options)
+        _session = Session(args, options)
+
+
+def _with_our_schedule(original: Callable) -> Callable:
+    def get_forward_backward_func(*which, **named):
+        theirs, session = original(*which, **named), _session
+        if session is None:
+            return theirs
+
+        def run(**call: Any) -> list:
+            if call.get("forward_only"):
+                session.drain()
+                return theirs(**call)
+            return session.run_batch(call)
+
+        return run
+
+    return get_forward_backward_func
+
+
+def _with_our_update(original: Callable) -> Callable:
+    def setup_model_and_optimizer(*args: Any, **named: Any):
+        chunks, optimizer, scheduler = built = original(*args, **named)
+        if _session is not None:
+            with errors_end_the_job():
+                _session.take_parts(chunks, optimizer, scheduler)
+                _session.begin()
+        return built
+
+    return setup_model_and_optimizer
+
+
+def _with_both_versions_loaded(original: Callable) -> Callable:
+    def load_checkpoint(chunks, optimizer, scheduler, *args: Any, **named: Any):
+        if _session is None:
+            return original(chunks, optimizer, scheduler, *args, **named)
+        with errors_end_the_job():
+            _session.take_parts(chunks, optimizer, scheduler)
+        iteration, *rest = original(chunks, optimizer, scheduler, *args, **named)
+        _session.loaded(iteration)
+        return (iteration, *rest)
+
+    return load_checkpoint
+
+
+def _asking_for_both_versions(original: Callable) -> Callable:
+    def _load_base_checkpoint(load_dir, args, rank0=False, sharded_state_dict=None, **named: Any):
+        checkpoints = None if _session is None else _session.checkpoints
+        if checkpoints is not None and not rank0 and sharded_state_dict is not None:
+            checkpoints.ask_for(sharded_state_dict, starts_anew=args.finetune)
+        found = original(load_dir, args, rank0=rank0, sharded_state_dict=sharded_state_dict, **named)
+        if checkpoints is not None and found[0] is not None:
+            if rank0:
+                checkpoints.note_common(found[1], found[0])
+            else:
+                checkpoints.note_loaded(found[0])
+        return found
+
+    return _load_base_checkpoint
+
+
+def _with_both_versions(original: Callable) -> Callable:
+    def generate_state_dict(*args: Any, **named: Any):
+        state = original(*args, **named)
+        if _session is not None:
+            _session.add_to_checkpoint(state)
+        return state
+
+    return generate_state_dict
+
+
+def _drained_and_saved(original: Callable) -> Callable:
+    def save_checkpoint(*args: Any, **named: Any):
+        session = _session
+        if session is None:
+            return original(*args, **named)
+        session.drain()
+        session.is_saving = True
+        try:
+            return original(*args, **named)
+        finally:
+            session.is_saving = False
+
+    return save_checkpoint
+
+
+def _to_the_end(original: Callable) -> Callable:
+    """The loop ends by returning, or by SystemExit when it was asked to stop; either way the pipeline is drained. After
+    any other error it cannot be, and the guard ends all ranks."""
+
+    def train(*args: Any, **named: Any):
+        session = _session
+        if session is None:
+            return original(*args, **named)
+        with _guarded(session):
+            try:
+                result = original(*args, **named)
+            except SystemExit:
+                session.finish()
+                raise
+            session.finish()
+            return result
+
+    return train
+
+
+def _guarded(session):
+    import torch
+
+    from megatron.pipeline.runtime.failure import failure_guard
+
+    if not torch.distributed.is_initialized():
+        return nullcontext()
+    return failure_guard.guard(timeout=session.timeout)
+
+
+def _known_on_all_ranks(original: Callable) -> Callable:
+    """What the engine's report says is the same on all ranks, and to ask them would have them wait for each other."""
+
+    def reduce(value, *args: Any, **named: Any):
+        if _session is not None and _session.steps_itself:
+            return value
+        return original(value, *args, **named)
+
+    return reduce

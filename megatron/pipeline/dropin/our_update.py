@@ -1,0 +1,90 @@
+"""The update under 2bw: the engine's, within Megatron-LM's training step.
+
+Megatron-LM's step of a batch zeroes gradients, runs the batch, steps the optimizer and the learning rate. Under 2bw the
+last batch's step is made while this one runs, so the engine makes it, and the four calls are answered for it: the
+objects that Megatron-LM holds keep their methods for the engine, and say to everybody else what the engine's newest
+report says. So the gradient's norm, whether a batch was skipped and the learning rate come one iteration late; losses
+do not, for the last stage has run all forwards of a batch when its segment ends.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megatron.pipeline.program.weight_policies import WeightPolicy
+from megatron.pipeline.runtime.contract.stage import BatchReport
+from megatron.pipeline.runtime.stages.megatron.update import MegatronWeightUpdate
+
+
+class OurUpdate:
+    """The weight update of a rank's chunks, with Megatron-LM's optimizer and scheduler in its hands.
+
+    Args:
+        chunks, optimizer, scheduler: Megatron-LM's; their methods are replaced on these objects alone.
+        weights: the policy of the schedule.
+        timeout: of the chain's reductions.
+
+    Attributes:
+        update: what stages and engine are given.
+        newest: the report of the newest batch that has been stepped; None before the first.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        optimizer: Any,
+        scheduler: Any,
+        *,
+        weights: WeightPolicy,
+        num_stages: int,
+        stage: int,
+        timeout: timedelta,
+    ) -> None:
+        self._engine_acts = False
+        self._chunks, self._optimizer, self._scheduler = chunks, optimizer, scheduler
+        self.newest: BatchReport | None = None
+        self.update = MegatronWeightUpdate(
+            list(chunks), optimizer, SimpleNamespace(step=scheduler.step), weights=weights, num_stages=num_stages,
+            stage=stage, loss_names=(), timeout=timeout,
+        )  # fmt: skip
+
+    def take_over(self) -> None:
+        """From here on the engine steps. Behind the loading of a checkpoint, which uses the methods."""
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer = self._only_for_engine(chunk.zero_grad_buffer)
+        self._optimizer.zero_grad = self._only_for_engine(self._optimizer.zero_grad)
+        self._optimizer.step = self._outcome
+        self._scheduler.step = self._nothing
+
+    @contextmanager
+    def engine_acts(self) -> Iterator[None]:
+        """In this block the engine calls, and methods are what they were."""
+        self._engine_acts = True
+        try:
+            yield
+        finally:
+            self._engine_acts = False
+
+    def note(self, reports: Sequence[BatchReport]) -> None:
+        """Take the reports that the engine has returned, oldest first."""
+        if reports:
+            self.newest = reports[-1]
+
+    def _only_for_engine(self, method: Callable) -> Callable:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return method(*args, **kwargs) if self._engine_acts else None
+
+        return call
+
+    def _outcome(self) -> tuple[bool, float | None, None]:
+        """(stepped, gradient norm, zeros in the gradient), as Megatron-LM's optimizers return them."""
+        if self.newest is None:
+            return True, None, None
+        return not self.newest.skipped, self.newest.grad_norm, None
+
+    def _nothing(self, *args: Any, **kwargs: Any) -> None:
+        """The engine steps the learning rate."""

@@ -1,0 +1,212 @@
+"""What of Megatron-LM's settings a schedule of ours does not go with: each by its flag, with the reason and the remedy.
+
+Read off the arguments when Megatron-LM has validated them, which is before any process group. A version that lacks an
+argument has it off.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.pipeline.dropin.flags import STANDARD
+from megatron.pipeline.program.weight_policies import FLUSH
+from megatron.pipeline.schedules import PRESETS, Preset
+
+
+def _is_set(value: Any) -> bool:
+    return bool(value)
+
+
+def _above_one(value: Any) -> bool:
+    return isinstance(value, int) and value > 1
+
+
+def _is_other_than(*off: Any) -> Callable[[Any], bool]:
+    return lambda value: value is not None and value not in off
+
+
+def _names_muon(value: Any) -> bool:
+    return "muon" in str(value) or str(value).startswith("dist_")
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """One argument, when it is refused, and why: `reason` goes on after the flag, `remedy` after a semicolon."""
+
+    argument: str
+    flag: str
+    reason: str
+    remedy: str
+    is_refused: Callable[[Any], bool] = _is_set
+
+
+OF_ALL = (
+    Refusal("overlap_grad_reduce", "--overlap-grad-reduce",
+            "reduces gradients from within backwards, which the schedule's program does not know", "leave it out"),
+    Refusal("overlap_param_gather", "--overlap-param-gather",
+            "gathers weights within forwards, which the schedule's program does not know", "leave it out"),
+    Refusal("overlap_param_gather_with_optimizer_step", "--overlap-param-gather-with-optimizer-step",
+            "gathers weights beside the schedule's program", "leave it out"),
+    Refusal("use_megatron_fsdp", "--use-megatron-fsdp", "shards weights that schedules take to be whole",
+            "use --use-distributed-optimizer"),
+    Refusal("use_custom_fsdp", "--use-custom-fsdp", "shards weights that schedules take to be whole",
+            "use --use-distributed-optimizer"),
+    Refusal("use_torch_fsdp2", "--use-torch-fsdp2", "shards weights that schedules take to be whole",
+            "use --use-distributed-optimizer"),
+    Refusal("cuda_graph_impl", "--cuda-graph-impl", "records launches in the order of Megatron-LM's own schedule",
+            "use none", _is_other_than("none")),
+    Refusal("enable_cuda_graph", "--enable-cuda-graph", "records launches in the order of Megatron-LM's own schedule",
+            "leave it out"),
+    Refusal("external_cuda_graph", "--external-cuda-graph",
+            "records launches in the order of Megatron-LM's own schedule", "leave it out"),
+    Refusal("variable_seq_lengths", "--variable-seq-lengths",
+            "has transfers say their shapes first, and the schedule's channels know them in advance",
+            "pad to --seq-length"),
+    Refusal("decoder_seq_length", "--decoder-seq-length",
+            "has stages of an encoder and of a decoder, between which two tensors travel",
+            "use a model with one stack of layers"),
+    Refusal("context_parallel_size", "--context-parallel-size", "cuts the sequence, which is not supported",
+            "use 1, with --sequence-parallel", _above_one),
+    Refusal("mtp_num_layers", "--mtp-num-layers", "adds losses that are scaled outside of the schedule",
+            "leave it out"),
+    Refusal("overlap_moe_expert_parallel_comm", "--overlap-moe-expert-parallel-comm",
+            "interleaves the forward of one microbatch with the backward of another by itself", "leave it out"),
+    Refusal("delay_wgrad_compute", "--delay-wgrad-compute", "puts off weight gradients by itself",
+            "leave it out, and use --pipeline-schedule zb-h1"),
+    Refusal("defer_embedding_wgrad_compute", "--defer-embedding-wgrad-compute",
+            "puts off weight gradients by itself", "leave it out"),
+    Refusal("fine_grained_activation_offloading", "--fine-grained-activation-offloading",
+            "moves activations beside the schedule's program", "leave it out"),
+    Refusal("num_microbatches_with_partial_activation_checkpoints",
+            "--num-microbatches-with-partial-activation-checkpoints",
+            "recomputes by a microbatch's place in Megatron-LM's own schedule", "leave it out", lambda v: v is not None),
+    Refusal("gtp_weight_remat_size", "--gtp-weight-remat-size", "shards weights that schedules take to be whole",
+            "use 1", _above_one),
+    Refusal("perform_rl_step", "--perform-rl-step", "generates between batches with the weights that are trained",
+            "train without the drop-in"),
+    Refusal("inprocess_restart", "--inprocess-restart", "restarts with communicators of ours left open",
+            "leave it out, and let the launcher restart"),
+    Refusal("modelopt_enabled", "--modelopt-enabled", "changes what stages hand on", "leave it out"),
+)  # fmt: skip
+
+OF_DELAYED_WEIGHTS = (
+    Refusal("rerun_mode", "--rerun-mode", "computes a batch again where a result looks wrong, and the next has begun "
+            "by then", "give --rerun-mode disabled", _is_other_than("disabled")),
+    Refusal("save_wgrads_interval", "--save-wgrads-interval", "saves gradients between batches, where there are those "
+            "of two", "leave it out"),
+    Refusal("save_dgrads_interval", "--save-dgrads-interval", "saves gradients of one batch, and two are computed at "
+            "once", "leave it out"),
+    Refusal("save_params_interval", "--save-params-interval", "saves weights between batches, where there are two "
+            "versions", "save checkpoints instead"),
+    Refusal("save_activations_interval", "--save-activations-interval", "saves activations of one batch, and two are "
+            "computed at once", "leave it out"),
+    Refusal("log_params_norm", "--log-params-norm", "reads weights between batches, where there are two versions",
+            "leave it out"),
+    Refusal("log_num_zeros_in_grad", "--log-num-zeros-in-grad", "reads gradients between batches, where there are "
+            "those of two", "leave it out"),
+    Refusal("qk_clip", "--qk-clip", "changes weights behind the optimizer's step", "leave it out"),
+    Refusal("log_max_attention_logit", "--log-max-attention-logit", "reduces over all ranks between batches",
+            "leave it out"),
+    Refusal("optimizer", "--optimizer", "steps weights in a way that two versions cannot follow", "use adam or sgd",
+            _names_muon),
+    Refusal("expert_model_parallel_size", "--expert-model-parallel-size",
+            "has gradient buffers of their own for experts", "use 1", _above_one),
+    Refusal("moe_router_enable_expert_bias", "--moe-router-enable-expert-bias",
+            "changes weights behind the optimizer's step", "leave it out"),
+    Refusal("calculate_per_token_loss", "--calculate-per-token-loss",
+            "divides gradients by a number that is known when all microbatches are done", "leave it out"),
+    Refusal("ddp_average_in_collective", "--ddp-average-in-collective",
+            "averages within the reduction, and the chain's sums", "leave it out"),
+    Refusal("num_distributed_optimizer_instances", "--num-distributed-optimizer-instances",
+            "reduces gradients in two steps", "use 1", _above_one),
+    Refusal("use_precision_aware_optimizer", "--use-precision-aware-optimizer",
+            "keeps its state in a form that two versions cannot follow", "leave it out"),
+    Refusal("optimizer_cpu_offload", "--optimizer-cpu-offload", "steps weights on the host by itself", "leave it out"),
+    Refusal("fp8", "--fp8-format", "casts weights once a batch, and two batches use different ones", "use bf16"),
+    Refusal("fp4", "--fp4-format", "casts weights once a batch, and two batches use different ones", "use bf16"),
+    Refusal("adlr_autoresume", "--adlr-autoresume", "saves checkpoints on a path where the pipeline is not drained",
+            "use --exit-signal-handler"),
+    Refusal("non_persistent_ckpt_type", "--non-persistent-ckpt-type", "keeps one version of the weights",
+            "use --save-interval alone", _is_other_than("global")),
+)  # fmt: skip
+
+_NOT_HERE = {
+    "zbv": "places two stages on each rank, there and back again, and Megatron-LM's model providers deal them out in "
+    "turn; use zb-h1",
+    "pipedream": "keeps a version of the weights for each microbatch in flight, which Megatron-LM's optimizers and "
+    "checkpoints do not; use 2bw",
+    "l2l": "keeps weights on the host, and Megatron-LM's optimizers have theirs on the device; use this project's own "
+    "pretrain_gpt.py",
+}
+
+
+def require_supported(args: argparse.Namespace) -> None:
+    """Raises ValueError where the validated `args` ask for what does not go together."""
+    if args.pipeline_schedule is None:
+        _require_no_flag_without(args)
+        return
+    preset = PRESETS[args.pipeline_schedule]
+    _require_schedule(args, preset)
+    delayed = preset.weights != FLUSH.name
+    for refusal in (*OF_ALL, *(OF_DELAYED_WEIGHTS if delayed else ())):
+        value = getattr(args, refusal.argument, None)
+        if refusal.is_refused(value):
+            shown = refusal.flag if value is True else f"{refusal.flag} {value}"
+            raise ValueError(
+                f"{shown} {refusal.reason}, so it does not go with --pipeline-schedule {args.pipeline_schedule}; "
+                f"{refusal.remedy}"
+            )
+    if delayed:
+        _require_format_for_two_versions(args)
+    if args.pipeline_timeline is not None and args.pipeline_timeline_iterations < 1:
+        raise ValueError(
+            f"--pipeline-timeline-iterations {args.pipeline_timeline_iterations} shows nothing; give 1 or more"
+        )
+
+
+def _require_no_flag_without(args: argparse.Namespace) -> None:
+    """Flags of ours that mean nothing without a schedule."""
+    for flag in _given_without_schedule(args):
+        raise ValueError(f"{flag} is for a pipeline schedule; give --pipeline-schedule, or leave it out")
+
+
+def _given_without_schedule(args: argparse.Namespace) -> Iterator[str]:
+    if args.pipeline_timeline is not None:
+        yield f"--pipeline-timeline {args.pipeline_timeline}"
+    if args.log_saved_activations:
+        yield "--log-saved-activations"
+    if args.rank_mapping != STANDARD:
+        yield f"--rank-mapping {args.rank_mapping}"
+
+
+def _require_schedule(args: argparse.Namespace, preset: Preset) -> None:
+    name, stages = args.pipeline_schedule, args.virtual_pipeline_model_parallel_size or 1
+    if name in _NOT_HERE or preset.residency is not None or preset.placement != "round-robin":
+        reason = _NOT_HERE.get(name, "is not for Megatron-LM's models; use flush, gpipe, bpipe, interleaved, zb-h1 or 2bw")
+        raise ValueError(f"--pipeline-schedule {name} {reason}")
+    if preset.policy.refreshes or preset.policy.delay is None:
+        raise ValueError(
+            f"--pipeline-schedule {name} has each stage step by itself, and Megatron-LM's optimizers step all together; "
+            "use 2bw"
+        )
+    if preset.interleaves and stages == 1:
+        raise ValueError(
+            f"--pipeline-schedule {name} is for several stages on each rank, and there is one; give "
+            "--num-virtual-stages-per-pipeline-rank, or use flush"
+        )
+    if not preset.interleaves and stages > 1:
+        raise ValueError(
+            f"--pipeline-schedule {name} is for one stage on each rank, and there are {stages}; leave "
+            "--num-virtual-stages-per-pipeline-rank and --num-layers-per-virtual-pipeline-stage out, or use interleaved"
+        )
+
+
+def _require_format_for_two_versions(args: argparse.Namespace) -> None:
+    saves = getattr(args, "save", None) is not None or getattr(args, "load", None) is not None
+    checkpoint_format = getattr(args, "ckpt_format", "torch")
+    if saves and checkpoint_format != "torch_dist":
+        raise ValueError(
+            f"--ckpt-format {checkpoint_format} has no place for the two weight versions of --pipeline-schedule "
+            f"{args.pipeline_schedule}; use torch_dist"
+        )

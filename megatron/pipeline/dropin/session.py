@@ -1,0 +1,204 @@
+"""One run of Megatron-LM's training under a schedule of ours: what its hooked functions call, in the order of a run.
+
+Megatron-LM builds model and optimizer and loads a checkpoint; then its loop calls its schedule once a batch, evaluates
+and saves in between, and ends. Here a batch runs through the engine, and before anything reads weights, or the loop
+ends, the pipeline is drained. All ranks come to the same calls in the same order, so all drain after the same batch.
+"""
+
+import argparse
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
+from megatron.pipeline.dropin.checkpoints import VersionsInCheckpoints
+from megatron.pipeline.dropin.choice import batches_of, prove, schedule_of
+from megatron.pipeline.dropin.flags import Options
+from megatron.pipeline.dropin.our_update import OurUpdate
+from megatron.pipeline.dropin.sentences import say
+from megatron.pipeline.dropin.stages import RankStages, build_stages
+from megatron.pipeline.dropin.their_update import TheirUpdate
+from megatron.pipeline.runtime.contract.stage import BatchReport
+from megatron.pipeline.runtime.stages.megatron.pipeline_position import tied_embeddings
+from megatron.pipeline.runtime.timeline_files import write_timeline
+from megatron.pipeline.schedules import Schedule
+
+
+class Session:
+    """One rank's part of the run.
+
+    Args:
+        args: Megatron-LM's, validated.
+        options: what our flags say.
+
+    Attributes:
+        checkpoints: where they hold more than Megatron-LM saves; None where they don't, and before the model is built.
+        is_saving: Megatron-LM makes the state of a checkpoint that it saves.
+    """
+
+    def __init__(self, args: argparse.Namespace, options: Options) -> None:
+        self._args = args
+        self._options = options
+        self._schedule: Schedule | None = None
+        self._chunks: Sequence[torch.nn.Module] = ()
+        self._theirs: TheirUpdate | None = None
+        self._ours: OurUpdate | None = None
+        self._rank: RankStages | None = None
+        self._drains: deque[int] = deque(maxlen=64)
+        self.checkpoints: VersionsInCheckpoints | None = None
+        self.is_saving = False
+
+    @property
+    def steps_itself(self) -> bool:
+        """The engine makes the optimizer's steps; then what Megatron-LM reduces over ranks behind its own is known."""
+        return self._ours is not None
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long a transfer or a reduction may take."""
+        return timedelta(minutes=self._args.distributed_timeout_minutes)
+
+    # --- building
+
+    def take_parts(self, chunks: Sequence[torch.nn.Module], optimizer: Any, scheduler: Any) -> None:
+        """Model and optimizer are built, and no checkpoint is loaded yet; again is free. Collective."""
+        if self._schedule is not None or optimizer is None:
+            return
+        self._chunks = list(chunks)
+        self._schedule = schedule_of(self._args, tied_embeddings=_any_rank_ties(self._chunks))
+        prove(self._schedule, batches_of(self._args))
+        if self._schedule.weights.drains:
+            self._theirs = TheirUpdate(self._chunks, get_model_config(self._chunks[0]))
+        else:
+            self._ours = OurUpdate(
+                self._chunks, optimizer, scheduler, weights=self._schedule.weights,
+                num_stages=self._schedule.num_stages, stage=parallel_state.get_pipeline_model_parallel_rank(),
+                timeout=self.timeout,
+            )  # fmt: skip
+            self.checkpoints = VersionsInCheckpoints(self._chunks, self._ours.update)
+
+    def loaded(self, iteration: int) -> None:
+        """A checkpoint of so many batches has been loaded, or none (0)."""
+        if self.checkpoints is not None:
+            self.checkpoints.complete(iteration)
+
+    def begin(self) -> None:
+        """Model and optimizer are as the run begins with them."""
+        if self._ours is not None:
+            self._ours.take_over()
+        if self._schedule is not None:
+            say(self._description())
+
+    def _description(self) -> str:
+        schedule, sizes = self._schedule, batches_of(self._args)
+        counts = f"{min(sizes)} to {sizes[-1]}" if min(sizes) != sizes[-1] else f"{sizes[-1]}"
+        who = "the engine steps the optimizer" if self.steps_itself else "Megatron-LM reduces gradients and steps"
+        return (
+            f"--pipeline-schedule {self._options.schedule}: {schedule.num_stages} stages on {schedule.num_ranks} ranks, "
+            f"{counts} microbatches a batch, proved; {who}"
+        )
+
+    # --- batches
+
+    def run_batch(self, call: Mapping[str, Any]) -> list[Any]:
+        """Train one batch, as Megatron-LM calls its schedule; returns each microbatch's losses on the last stage."""
+        if self._rank is None:
+            update = self._theirs or self._ours.update
+            self._rank = build_stages(self._args, self._options, self._schedule, self._chunks, update, call)
+        rank, num_microbatches = self._rank, call["num_microbatches"]
+        rank.feed(call)
+        num_samples = num_microbatches * call["micro_batch_size"] * self._args.data_parallel_size
+        with self._timed(), self._engine_acts():
+            reports = rank.engine.run_batch(num_microbatches, num_samples)
+            if self._theirs is not None:
+                rank.engine.drain()
+                self._theirs.finish_batch(rank.forward_steps, call)
+        self._note(reports)
+        return rank.losses
+
+    def drain(self) -> None:
+        """Have all batches stepped, and the newest weights shown."""
+        if self._rank is None or self._rank.engine.is_drained:
+            return
+        with self._engine_acts():
+            reports = self._rank.engine.drain()
+            self._ours.update.show_newest()
+        self._drains.append(self._rank.engine.next_batch)
+        self._note(reports)
+
+    def add_to_checkpoint(self, state: dict[str, Any]) -> None:
+        """Add to the state of a checkpoint what the run needs besides."""
+        if self.is_saving and self.checkpoints is not None:
+            done = self._args.iteration if self._rank is None else self._rank.engine.next_batch
+            self.checkpoints.add_to(state, num_batches=done)
+
+    def finish(self) -> None:
+        """The loop has ended in order: drain, write the timeline, close what is open. Collective."""
+        if self._rank is None:
+            return
+        self.drain()
+        engine, options = self._rank.engine, self._options
+        if self.steps_itself and self._ours.newest is not None:
+            say(f"the last iteration: {_outcome(self._ours.newest)}")
+        if options.counts_activations:
+            self._say_saved()
+        if options.timeline is not None:
+            write_timeline(engine, options.timeline, drains=self._drains, most=options.timeline_iterations)
+        engine.close()
+        if self._ours is not None:
+            self._ours.update.close()
+
+    def _say_saved(self) -> None:
+        mine = {stage: count for stage, count in self._rank.engine.saved_microbatches_peak.items()}
+        peaks = [None] * parallel_state.get_pipeline_model_parallel_world_size()
+        torch.distributed.all_gather_object(
+            peaks, (mine, self._rank.memory.peak_bytes), group=parallel_state.get_pipeline_model_parallel_group()
+        )
+        for rank, (counts, num_bytes) in enumerate(peaks):
+            stages = ", ".join(f"{count} microbatches at stage {stage}" for stage, count in counts.items())
+            say(f"pipeline rank {rank} saved at most {num_bytes / 2**20:.2f} MiB of activations, {stages}")
+
+    def _note(self, reports: Sequence[BatchReport]) -> None:
+        if self._ours is None:
+            return
+        self._ours.note(reports)
+        for report in reports:
+            if report.nan and getattr(self._args, "check_for_nan_in_loss_and_grad", False):
+                raise ValueError(
+                    f"the gradient of iteration {report.batch + 1} is not finite (norm {report.grad_norm}); lower --lr, "
+                    "or go on regardless with --no-check-for-nan-in-loss-and-grad"
+                )
+
+    def _engine_acts(self):
+        return nullcontext() if self._ours is None else self._ours.engine_acts()
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """As Megatron-LM's own schedules time themselves; where batches overlap, ranks do not wait for one another."""
+        config = get_model_config(self._chunks[0])
+        if config.timers is None:
+            yield
+            return
+        timer = config.timers("forward-backward", log_level=1)
+        timer.start(barrier=config.barrier_with_L1_time and self._theirs is not None)
+        yield
+        timer.stop()
+
+
+def _any_rank_ties(chunks: Sequence[torch.nn.Module]) -> bool:
+    """Whether the model's first and last stage share an embedding; the ranks between them do not see it. Collective."""
+    found = [False] * parallel_state.get_pipeline_model_parallel_world_size()
+    group = parallel_state.get_pipeline_model_parallel_group()
+    torch.distributed.all_gather_object(found, bool(tied_embeddings(chunks)), group=group)
+    return any(found)
+
+
+def _outcome(report: BatchReport) -> str:
+    if report.skipped:
+        return f"skipped, the loss scale {report.loss_scale:g} overflowed"
+    return f"gradient norm {report.grad_norm:.6g}, learning rate {report.learning_rate:.6g}"

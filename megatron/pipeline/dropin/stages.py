@@ -1,0 +1,93 @@
+"""The engine of a run over the chunks that Megatron-LM has built: its stages, its memory of activations, its tracer."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from megatron import backend
+from megatron.core import parallel_state
+from megatron.pipeline.dropin.choice import batches_of
+from megatron.pipeline.dropin.flags import Options
+from megatron.pipeline.dropin.forward_step import ForwardStep
+from megatron.pipeline.dropin.their_update import TheirUpdate
+from megatron.pipeline.runtime.activations.activation_memory import ActivationMemory
+from megatron.pipeline.runtime.contract.trace import CudaClock, HostClock, Tracer
+from megatron.pipeline.runtime.engine import PipelineEngine
+from megatron.pipeline.runtime.stages.megatron.groups import uses_nccl
+from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
+from megatron.pipeline.runtime.stages.megatron.update import MegatronWeightUpdate
+from megatron.pipeline.schedules import Schedule
+
+_TRACED_EXTRA = 8  # segments beyond those that a timeline shows: drains, and batches cut by them
+
+
+@dataclass
+class RankStages:
+    """What computes on one rank."""
+
+    engine: PipelineEngine
+    stages: Sequence[MegatronStage]
+    forward_steps: Sequence[ForwardStep]
+    memory: ActivationMemory | None
+
+    def feed(self, call: Mapping[str, Any]) -> None:
+        """Have the next batch computed by what Megatron-LM called its schedule with."""
+        iterators = call["data_iterator"]
+        if not isinstance(iterators, list):
+            iterators = [iterators] * len(self.stages)
+        for stage, step, data in zip(self.stages, self.forward_steps, iterators, strict=True):
+            stage.data_iterator = data
+            step.begin_batch(call["forward_step_func"])
+
+    @property
+    def losses(self) -> list[Any]:
+        """What the loss function said of each microbatch of the batch; [] but on the last stage."""
+        return self.forward_steps[-1].losses
+
+
+def build_stages(
+    args: argparse.Namespace,
+    options: Options,
+    schedule: Schedule,
+    chunks: Sequence[torch.nn.Module],
+    update: TheirUpdate | MegatronWeightUpdate,
+    call: Mapping[str, Any],
+) -> RankStages:
+    """Build them for the shapes of `call`, what Megatron-LM calls its schedule with. Collective."""
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    own = list(schedule.stages_of(rank))
+    steps = [
+        ForwardStep(
+            chunk, chunk=number if len(own) > 1 else None, is_last=stage == schedule.num_stages - 1
+        )
+        for number, (stage, chunk) in enumerate(zip(own, chunks, strict=True))
+    ]  # fmt: skip
+    moves = bool(schedule.evicting_ranks((max(batches_of(args)),)))
+    memory = ActivationMemory(backend.device()) if moves or options.counts_activations else None
+    stages = [
+        MegatronStage(
+            chunk, step, update, index=stage, num_stages=schedule.num_stages, seq_length=call["seq_length"],
+            micro_batch_size=call["micro_batch_size"], seed=None, is_at_own_place=True, loss_names=(),
+            activation_memory=memory,
+        )
+        for stage, chunk, step in zip(own, chunks, steps, strict=True)
+    ]  # fmt: skip
+    clock = CudaClock() if backend.is_cuda() else HostClock()
+    traced = 0 if options.timeline is None else 2 * options.timeline_iterations + _TRACED_EXTRA
+    engine = PipelineEngine(
+        schedule, stages, update,
+        ranks=torch.distributed.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group()),
+        timeout=timedelta(minutes=args.distributed_timeout_minutes),
+        backend="nccl" if uses_nccl() else "gloo",
+        device=backend.device(),
+        tracer=Tracer(num_batches=traced, clock=clock) if traced else None,
+        first_batch=args.iteration,
+        activation_memory=memory if moves else None,
+    )  # fmt: skip
+    return RankStages(engine, stages, steps, memory)
