@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from megatron.documents.flag_files import FlagFileParser
 from megatron.finetuning import intervals
-from megatron.trainer.ranks.shared_errors import environment_ranks
+from megatron.pipeline.start_up.shared_errors import environment_ranks
 
 SCHEDULES = ("ftpipe", "flush", "gpipe", "2bw", "pipedream")
 OPTIMIZERS = ("adamw", "adam", "sgd", "adafactor")

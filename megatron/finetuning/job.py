@@ -27,8 +27,8 @@ from megatron.finetuning.trainer import Trainer, checkpoint_saver
 from megatron.pipeline.runtime.contract.trace import gather_traces
 from megatron.pipeline.runtime.failure import failure_guard
 from megatron.pipeline.runtime.timeline_files import write_pictures
+from megatron.pipeline.start_up.shared_errors import OnThisRank, agree_to_start, told_once
 from megatron.trainer.ranks import agreement
-from megatron.trainer.ranks.shared_errors import OnThisRank, agree_to_start, told_once
 from megatron.trainer.ranks.signals import StopSignal
 from megatron.trainer.report.by_products import ByProduct
 from megatron.trainer.report.log import configure_logging

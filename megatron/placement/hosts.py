@@ -5,11 +5,16 @@ Hosts are taken in the order of the topology, or without one in the order of the
 host, in the order of LOCAL_RANK. Where a launcher sets no LOCAL_RANK, a host's processes are counted by physical rank.
 """
 
+import os
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.placement.mapping import Mapping
 from megatron.placement.topology import Topology
+
+HOST_NAME = "PIPELINE_HOST_NAME"
+"""Environment variable that names the host where host names do not tell nodes apart, as in some containers."""
 
 
 @dataclass(frozen=True)
@@ -18,6 +23,12 @@ class Process:
 
     host: str
     local_rank: int | None
+
+
+def this_process() -> Process:
+    """Host and LOCAL_RANK of this process."""
+    local_rank = os.environ.get("LOCAL_RANK")
+    return Process(os.environ.get(HOST_NAME) or socket.gethostname(), int(local_rank) if local_rank else None)
 
 
 @dataclass(frozen=True)
@@ -56,7 +67,7 @@ def find_slots(processes: Sequence[Process], topology: Topology | None = None) -
             shown = ", ".join("none" if each is None else str(each) for each in local[:8])
             raise ValueError(
                 f"the {len(ranks)} processes on host {host} have LOCAL_RANK {shown}; give each its own (under Slurm: "
-                "LOCAL_RANK=$SLURM_LOCALID), or tell hosts of one name apart by PIPELINE_HOST_NAME"
+                f"LOCAL_RANK=$SLURM_LOCALID), or tell hosts of one name apart by {HOST_NAME}"
             )
         ranks.sort(key=lambda rank: processes[rank].local_rank)
     order = list(by_host)

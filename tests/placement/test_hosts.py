@@ -1,8 +1,10 @@
 """Slots of a job, whatever the launcher's counting."""
 
+import socket
+
 import pytest
 
-from megatron.placement.hosts import Process, find_slots
+from megatron.placement.hosts import HOST_NAME, Process, find_slots, this_process
 from tests.placement.examples import machine
 
 
@@ -48,3 +50,13 @@ def test_host_that_the_topology_lacks():
     """A stranger is named."""
     with pytest.raises(ValueError, match="host c of the job is not among the topology's nodes"):
         find_slots(processes(("node0", 0), ("c", 0)), machine(1, 1))
+
+
+def test_this_process_tells_its_host_by_the_name_that_it_is_given(monkeypatch):
+    """By the host's own name otherwise; without LOCAL_RANK it has no place there."""
+    monkeypatch.setenv(HOST_NAME, "left")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert this_process() == Process("left", 3)
+    monkeypatch.delenv(HOST_NAME)
+    monkeypatch.delenv("LOCAL_RANK")
+    assert this_process() == Process(socket.gethostname(), None)

@@ -21,10 +21,11 @@ proof a file:
     progress       no deadlock, even where a send completes only once its receive is posted
     periods        the same for fill + n periods + drain, for every n
 
-Every proof is one pass over the rows: the time grows linearly with the number of instructions. A further one asks about
-a job and its GPUs, so it is called by itself:
+Every proof is one pass over the rows: the time grows linearly with the number of instructions. Two more ask about a job
+and its GPUs, so they are called by themselves:
 
-    hardware_queues   no deadlock where streams share FIFO hardware queues, at given tensor and data parallel degrees
+    hardware_queues     no deadlock where streams share FIFO hardware queues, at given tensor and data parallel degrees
+    queue_environment   the environment gives a job over NCCL as many of these queues as it needs
 
 What is not proved: that the tensors are those that the stages expect, that the replicas of a pipeline run the same
 program, and anything about a rank that fails.

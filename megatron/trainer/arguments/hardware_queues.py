@@ -1,101 +1,27 @@
-"""The hardware queues that a job needs: CUDA_DEVICE_MAX_CONNECTIONS.
-
-Problem: Megatron's scripts export 1. Where reductions or moves of activations run beside computations, streams that
-share a hardware queue block one another, and the job may hang (see `megatron.pipeline.check.hardware_queues`).
-
-Solution: 1 is refused for such a schedule, and so is any number below that of a rank's streams where the job may hang.
-Where weights come and go it has to be CUDA's most.
-Which schedules these are is read off the program. Pure: the environment is handed in.
-"""
+"""CUDA_DEVICE_MAX_CONNECTIONS, judged for the job that the flags describe."""
 
 import argparse
 from collections.abc import Mapping
 
-from megatron.pipeline.check.hardware_queues import launches_beside, may_deadlock, num_streams
-from megatron.pipeline.program.program import Program
+from megatron.pipeline.check import queue_environment
 from megatron.trainer.arguments.values.pipeline_choice import choice_of
-
-VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
-IMPLICIT_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
-MOST = 32  # that CUDA gives
-_DEFAULT = 8  # CUDA's, where the variable is not set
-_LOSS = (
-    "Megatron's scripts set 1 to have tensor-parallel communication launched ahead of the GEMM that it overlaps, and "
-    "some of that overlap is lost"
-)
 
 
 def require_hardware_queues(args: argparse.Namespace, environment: Mapping[str, str]) -> None:
-    """Refuse an environment with too few hardware queues for a job over NCCL.
+    """Refuse an environment with too few hardware queues for a job over NCCL. Raises ValueError.
 
     Args:
         args: validated.
-        environment: what `VARIABLE` and `IMPLICIT_ORDER` say there.
-
-    Raises:
-        ValueError: with reason and remedy.
+        environment: see `queue_environment`.
     """
-    degrees = {
-        "tensor": args.tensor_model_parallel_size,
-        "data": args.data_parallel_size,
-        "distributed_optimizer": args.use_distributed_optimizer,
-    }
-    if args.pipeline_model_parallel_size * degrees["tensor"] * degrees["data"] == 1:
-        return
-    num_queues = _number(environment[VARIABLE]) if VARIABLE in environment else _DEFAULT
-    implicit_order = environment.get(IMPLICIT_ORDER, "0")
-    in_one_order = (
-        f"{IMPLICIT_ORDER} is {implicit_order}, so that NCCL orders all communication as it is launched, but ranks "
-        "of this job launch it in different orders and may hang; unset it"
+    queue_environment.require_hardware_queues(
+        args.schedule,
+        environment,
+        flag=choice_of(args).flag,
+        tensor=args.tensor_model_parallel_size,
+        data=args.data_parallel_size,
+        pipeline=args.pipeline_model_parallel_size,
+        distributed_optimizer=args.use_distributed_optimizer,
+        max_microbatches=max(args.batch_sizes.all_num_microbatches()),
+        moves_activations=args.moves_activations,
     )
-    if args.schedule.residency is not None:
-        # Nothing proves which queues copies between device and host may share with reductions and transfers.
-        if implicit_order != "0":
-            raise ValueError(in_one_order)
-        if num_queues < MOST:
-            raise ValueError(
-                f"{VARIABLE} is {num_queues}, but {choice_of(args).flag} copies weights and "
-                "gradients beside computations, and streams that share a hardware queue block each other; export "
-                f"{MOST} ({_LOSS})"
-            )
-        return
-    program = _smallest_program(args)
-    if implicit_order != "0" and (program.num_ranks > 1 or may_deadlock(program, **degrees)):
-        raise ValueError(in_one_order)
-    if not launches_beside(program):
-        return
-    beside = "moves of activations" if any(program.num_evictions) else "reductions"
-    why = f"{choice_of(args).flag} runs {beside} beside computations"
-    needed = max(num_streams(program, **degrees))
-    if num_queues == 1:
-        raise ValueError(
-            f"{VARIABLE} is 1, but {why}: streams that share one hardware queue block each other, and the job may "
-            f"hang; export {MOST} ({_LOSS})"
-        )
-    if num_queues < needed and may_deadlock(program, **degrees):
-        remedy = f"export {MOST}" if needed <= MOST else "CUDA gives at most 32, so put fewer stages on each rank"
-        raise ValueError(
-            f"{VARIABLE} is {num_queues}, but {why}, and a rank has {needed} streams: those that share a hardware "
-            f"queue block each other, and the job may hang; {remedy}"
-        )
-
-
-def _number(text: str) -> int:
-    if not text.isdigit() or not 1 <= int(text) <= MOST:
-        raise ValueError(f"{VARIABLE} is '{text}', not a whole number from 1 to {MOST}; export {MOST}")
-    return int(text)
-
-
-def _smallest_program(args: argparse.Namespace) -> Program:
-    """A short program that launches what the job's do: two batches, as small as the schedule takes them.
-
-    They move activations if those of the job do.
-    """
-    for num_microbatches in range(1, max(args.batch_sizes.all_num_microbatches()) + 1):
-        try:
-            args.schedule.validate(num_microbatches)
-        except ValueError:
-            continue
-        if bool(args.schedule.evicting_ranks((num_microbatches,))) == args.moves_activations:
-            return args.schedule.build((num_microbatches,) * 2)
-    raise AssertionError("the job's own batches are among them")

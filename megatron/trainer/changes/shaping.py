@@ -21,7 +21,7 @@ from megatron.elastic.cut import cut_exactly, cut_greedily, cut_that_fits
 from megatron.elastic.pipelines import Layers, most_saved, pipelines
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.schedules import PRESETS
-from megatron.placement.hosts import Process
+from megatron.placement.hosts import Process, this_process
 from megatron.planner.memory.activations import Activations
 from megatron.planner.memory.memory import RankMemory, estimate_memory
 from megatron.planner.memory.parameters import embedding_parameters, head_parameters, layer_parameters
@@ -32,7 +32,7 @@ from megatron.trainer.changes.link_times import LinkTimes, measure_links
 from megatron.trainer.plan import from_flags
 from megatron.trainer.plan.arrangement import Arrangement, arrange, batch_size
 from megatron.trainer.plan.proving import prove
-from megatron.trainer.plan.rank_mapping import degrees_of, pipelines_in_a_row, this_process
+from megatron.trainer.plan.rank_mapping import degrees_of, pipelines_in_a_row
 from megatron.trainer.ranks.agreement import control_group
 
 if TYPE_CHECKING:

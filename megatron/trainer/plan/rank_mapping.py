@@ -1,28 +1,27 @@
 """Which process becomes which rank: `--rank-mapping`, applied before the process group forms.
 
-Every process tells its host and LOCAL_RANK through the job's store. The process with physical rank 0 reads the files,
-decides and answers, so that all follow one decision whatever their nodes see. Then each process rewrites its RANK;
-LOCAL_RANK, and with it the device, stays. The store stays where it is, with torchrun's agent or the process of physical
-rank 0, wherever logical rank 0 goes.
+The process with physical rank 0 reads the files and decides for all (`megatron.pipeline.start_up.rank_exchange`). Then
+each process rewrites its RANK; LOCAL_RANK, and with it the device, stays. The store stays where it is, with torchrun's
+agent or the process of physical rank 0, wherever logical rank 0 goes.
 
 Where the pipeline changes while it trains, processes keep these ranks, and `pipelines_in_a_row` decides anew what they
 stand for: whether the ranks of a pipeline stand in a row or the replicas of a stage.
 """
 
 import argparse
-import json
 import os
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 
-from torch.distributed import PrefixStore, Store
+from torch.distributed import Store
 
+from megatron.pipeline.start_up.rank_exchange import exchange_ranks
 from megatron.placement.cost import placement_cost
 from megatron.placement.counts import count_transfers
 from megatron.placement.degrees import Degrees
-from megatron.placement.hosts import JobSlots, Process, find_slots
+from megatron.placement.hosts import JobSlots, Process, find_slots, this_process
 from megatron.placement.mapping import Mapping, load_mapping, pair_adjacent, standard
 from megatron.placement.optimize import optimized
 from megatron.placement.pairs import (
@@ -38,10 +37,6 @@ from megatron.planner.time.traffic import CutModel
 from megatron.trainer.arguments.values import vocabulary
 from megatron.trainer.arguments.values.pipeline_choice import choice_of
 from megatron.trainer.plan import from_flags
-from megatron.trainer.ranks.shared_errors import OnThisRank, SameEverywhere, wait_for_readers
-
-HOST_NAME = "PIPELINE_HOST_NAME"
-"""Environment variable that names the host where host names do not tell nodes apart, as in some containers."""
 
 _NOTHING_BUT_THE_NETWORK = Bandwidth(within_node=1e12, between_nodes=1.0)
 _ROUNDING = 1e-9
@@ -54,12 +49,6 @@ class RankAssignment:
     rank: int
     store_host: int
     lines: tuple[str, ...] = ()
-
-
-def this_process() -> Process:
-    """Host and LOCAL_RANK of this process."""
-    local_rank = os.environ.get("LOCAL_RANK")
-    return Process(os.environ.get(HOST_NAME) or socket.gethostname(), int(local_rank) if local_rank else None)
 
 
 def assign_rank(
@@ -75,34 +64,12 @@ def assign_rank(
     """
     if args.rank_mapping == "standard" and args.rank_topology is None:
         return RankAssignment(rank, 0, tuple(_advice_without_hosts(args)))
-    store = PrefixStore("placement", store)
-    try:
-        process = this_process()
-        store.set(f"process/{rank}", json.dumps([process.host, process.local_rank]))
-        if rank == 0:
-            store.set("answer", json.dumps(_answer(args, store, world_size, timeout)))
-        store.wait(["answer"], timeout)
-        answer = json.loads(store.get("answer"))
-    except RuntimeError as error:
-        raise OnThisRank(f"--rank-mapping: another process ended before ranks were given ({error})") from error
-    wait_for_readers(store, rank, world_size)
-    if "problem" in answer:
-        raise SameEverywhere(answer["problem"])
-    ranks = answer["ranks"]
-    args.rank = ranks[rank]
+    decision = exchange_ranks(
+        store, this_process(), partial(decide, args), rank=rank, world_size=world_size, timeout=timeout
+    )
+    args.rank = decision.ranks[rank]
     os.environ["RANK"] = str(args.rank)
-    return RankAssignment(args.rank, ranks[0], tuple(answer["lines"]))
-
-
-def _answer(args: argparse.Namespace, store: Store, world_size: int, timeout: timedelta) -> dict:
-    keys = [f"process/{each}" for each in range(world_size)]
-    store.wait(keys, timeout)
-    processes = [Process(*json.loads(text)) for text in store.multi_get(keys)]
-    try:
-        ranks, lines = decide(args, processes)
-    except ValueError as error:
-        return {"problem": str(error)}
-    return {"ranks": ranks, "lines": lines}
+    return RankAssignment(args.rank, decision.ranks[0], decision.lines)
 
 
 def decide(args: argparse.Namespace, processes: Sequence[Process]) -> tuple[list[int], list[str]]:

@@ -389,6 +389,6 @@ def _weights_and_biases(args: argparse.Namespace):
 def configure_logging(level: int | None) -> None:
     """Python's logging: warnings, or what `--logging-level` says."""
     # megatron.core wants 1 wherever there is tensor parallelism, which hangs a job whose reductions run beside
-    # computations (arguments/hardware_queues.py); docs/gpu.md says who may set it.
+    # computations (pipeline/check/queue_environment.py); docs/gpu.md says who may set it.
     warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS")
     logging.basicConfig(level=logging.WARNING if level is None else level, format="%(name)s: %(message)s")

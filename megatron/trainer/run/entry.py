@@ -18,8 +18,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megatron.pipeline.runtime.failure.error_file import write_error_file
+from megatron.pipeline.start_up.shared_errors import PATIENCE, OnThisRank, SameEverywhere, number_of
 from megatron.trainer.arguments import parse_args, validate_args
-from megatron.trainer.ranks.shared_errors import PATIENCE, OnThisRank, SameEverywhere, number_of
 from megatron.trainer.ranks.signals import StopSignal
 
 if TYPE_CHECKING:

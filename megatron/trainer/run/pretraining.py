@@ -8,14 +8,15 @@ from datetime import timedelta
 
 from megatron.pipeline import interrupt
 from megatron.pipeline.runtime.failure import failure_guard
+from megatron.pipeline.start_up.shared_errors import OnThisRank, agree_to_start, told_once
+from megatron.placement.hosts import this_process
 from megatron.trainer.arguments import notes_on_overridden, resolve_platform, validate_args
 from megatron.trainer.arguments.flags.parser import destinations
 from megatron.trainer.arguments.flags.specification import Role
 from megatron.trainer.arguments.hardware_queues import require_hardware_queues
 from megatron.trainer.checkpoint.checkpoint import apply_checkpoint_arguments
 from megatron.trainer.checkpoint.ownership import release_all
-from megatron.trainer.plan.rank_mapping import RankAssignment, assign_rank, this_process
-from megatron.trainer.ranks.shared_errors import OnThisRank, agree_to_start, told_once
+from megatron.trainer.plan.rank_mapping import RankAssignment, assign_rank
 from megatron.trainer.ranks.signals import StopSignal
 from megatron.trainer.report.log import configure_logging
 from megatron.trainer.run.assembly import assemble

@@ -15,11 +15,11 @@ import torch
 
 from megatron import backend
 from megatron.core import parallel_state
+from megatron.placement.hosts import this_process
 from megatron.planner import GIB, Activations
 from megatron.planner.memory.hosted import Hosting, host_parts
 from megatron.planner.memory.parameters import stage_parameters
 from megatron.trainer.plan import from_flags
-from megatron.trainer.plan.rank_mapping import this_process
 
 
 @dataclass(frozen=True)

@@ -26,12 +26,12 @@ from megatron.pipeline.runtime.stages.megatron.relay_update import MegatronRelay
 from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
 from megatron.pipeline.runtime.stages.megatron.update import MegatronWeightUpdate
 from megatron.pipeline.schedules import AnySchedule
+from megatron.placement.hosts import this_process
 from megatron.trainer.checkpoint.run_state import RunParts
 from megatron.trainer.models import core_config
 from megatron.trainer.models.gpt import build_chunks, wrap_for_training
 from megatron.trainer.optimizer.optimizer import build_optimizer
 from megatron.trainer.plan import from_flags
-from megatron.trainer.plan.rank_mapping import this_process
 from megatron.trainer.ranks.agreement import AgreedError
 from megatron.trainer.report.names import ALLOCATED, DEFERRED, SAVED_ACTIVATIONS
 from megatron.trainer.start_up.host_room import require_room

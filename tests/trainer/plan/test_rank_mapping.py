@@ -7,10 +7,10 @@ from datetime import timedelta
 
 import pytest
 
+from megatron.pipeline.start_up.shared_errors import SameEverywhere
 from megatron.placement import Degrees, pair_adjacent
 from megatron.placement.hosts import Process
 from megatron.trainer.plan import rank_mapping
-from megatron.trainer.ranks.shared_errors import SameEverywhere
 from tests.trainer.arguments.command_line import arguments
 
 TWO_HOSTS = [Process("a", 0), Process("a", 1), Process("b", 0), Process("b", 1)]

@@ -1,0 +1,72 @@
+"""Ranks that one process gives to all: one decision, and one sentence where there is none."""
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+
+pytest.importorskip("torch")
+
+from torch.distributed import HashStore
+
+from megatron.pipeline.start_up.rank_exchange import RankDecision, exchange_ranks
+from megatron.pipeline.start_up.shared_errors import OnThisRank, SameEverywhere
+from megatron.placement.hosts import Process
+
+PROCESSES = [Process("a", 0), Process("b", None), Process("a", 1)]
+
+
+def exchange(decide, *, absent: int = 0, timeout: float = 30.0) -> list:
+    """What each process gets or raises, in threads over one store; `absent` more processes never come."""
+    store, found = HashStore(), [None] * len(PROCESSES)
+
+    def run(rank: int) -> None:
+        try:
+            found[rank] = exchange_ranks(
+                store, PROCESSES[rank], decide, rank=rank, world_size=len(PROCESSES) + absent,
+                timeout=timedelta(seconds=timeout),
+            )  # fmt: skip
+        except (SameEverywhere, OnThisRank) as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(PROCESSES))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_one_decision_is_everyones():
+    """The first process alone decides, knowing all by physical rank; each gets all ranks and the lines."""
+    asked = []
+
+    def decide(processes):
+        asked.append(list(processes))
+        return [2, 0, 1], ["moved"]
+
+    assert exchange(decide) == [RankDecision((2, 0, 1), ("moved",))] * 3
+    assert asked == [PROCESSES]
+
+
+def test_a_refusal_is_the_same_sentence_everywhere():
+    """What the first process refuses, every process raises."""
+
+    def decide(processes):
+        raise ValueError(f"host {processes[1].host} is not listed")
+
+    found = exchange(decide)
+    assert [str(error) for error in found] == ["host b is not listed"] * 3
+    assert all(isinstance(error, SameEverywhere) for error in found)
+
+
+def test_processes_do_not_wait_for_ever():
+    """Where one does not come, nothing is decided, and each says so by itself."""
+    asked, started = [], time.monotonic()
+    found = exchange(asked.append, absent=1, timeout=1.0)
+    assert all(isinstance(error, OnThisRank) for error in found) and not asked
+    assert all(
+        str(error).startswith("--rank-mapping: another process ended before ranks were given") for error in found
+    )
+    assert time.monotonic() - started < 20
