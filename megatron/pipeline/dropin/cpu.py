@@ -1,7 +1,7 @@
 """Their unmodified training on a machine without CUDA.
 
-Problem: Megatron-LM's training asks for CUDA, NCCL, compiled kernels and, in newer versions, triton. So nobody could try
-a job, or a schedule, without a GPU.
+Problem: Megatron-LM's training asks for CUDA, NCCL, compiled kernels and triton. So nobody could try a job, or a
+schedule, without a GPU.
 
 Solution: `megatron.backend` makes megatron.core usable there. What their training asks for beyond that is put in place
 here, in the process only: no file of theirs is changed. With CUDA nothing of this file is used.
@@ -21,6 +21,9 @@ from megatron.pipeline.dropin.sentences import say
 def install(*, quiet: bool = False) -> None:
     """Without CUDA: make their training usable on the CPU, with gloo, and import it. With CUDA: nothing.
 
+    Args:
+        quiet: no line on rank 0.
+
     Raises:
         ValueError: megatron.core was imported before.
     """
@@ -36,7 +39,7 @@ def install(*, quiet: bool = False) -> None:
     _take_gloo()
     backend.install()
     import megatron.training.initialize
-    import megatron.training.training  # noqa: F401
+    import megatron.training.training
 
     megatron.training.initialize._compile_dependencies = dataset_helpers.provide
     _allow_no_cuda(megatron.training.initialize.initialize_megatron)

@@ -4,8 +4,8 @@ Problem: `megatron` is a namespace package. Its parts may come from a checkout, 
 packages `megatron.training` from 0.17 on, and from this project, and Python merges them in silence. Training of one
 version on the core of another fails late and obscurely, or trains something else.
 
-Solution: ask the import system where `megatron.training` and `megatron.core` would come from, and read in their sources,
-without running them, whether what we replace is there.
+Solution: ask the import system where `megatron.training` and `megatron.core` would come from, and read in their
+sources, without running them, whether what we replace is there.
 """
 
 import ast
@@ -74,8 +74,8 @@ def check(origin: Origin) -> None:
         missing = [name for name in names if name not in _names_at_top(origin.training / file)]
         if missing:
             raise ValueError(
-                f"megatron.training in {origin.training} is not Megatron-LM's: {file} has no {', '.join(missing)}, which "
-                "the schedules replace; use a Megatron-LM of core 0.12 or newer, or a fork that keeps these names"
+                f"megatron.training in {origin.training} is not Megatron-LM's: {file} has no {', '.join(missing)}, "
+                "which the schedules replace; use a Megatron-LM of core 0.12 or newer, or a fork that keeps these names"
             )
     its_own = origin.training.with_name("core")
     if its_own != origin.core and (its_own / "__init__.py").is_file():

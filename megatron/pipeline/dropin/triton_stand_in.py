@@ -1,15 +1,18 @@
-"""What newer megatron.core needs of triton while it is imported, where there is none.
+"""What Megatron-LM needs of triton while it is imported, where there is none.
 
-Problem: from 0.18.2 on some modules import triton outright. On a CPU there is none, and none of their kernels runs.
+Problem: some modules that their training always imports, import triton outright (one in 0.16.1, more in newer
+versions). On a CPU there is none, and none of their kernels runs.
 
 Solution: a module in which every name exists, and decorates a kernel or describes one. Whoever launches a kernel is
-told.
+told. torch has made up its mind before, and goes on without triton.
 """
 
 import importlib.util
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+
+from torch.utils._triton import has_triton_package
 
 MODULES = ("triton", "triton.language", "triton.language.extra", "triton.language.extra.libdevice", "triton.runtime")
 
@@ -18,6 +21,7 @@ def install() -> None:
     """Put the stand-in in place, unless there is a triton."""
     if "triton" in sys.modules or importlib.util.find_spec("triton") is not None:
         return
+    assert not has_triton_package()  # which torch remembers: the stand-in would not do for its compiler
     for name in MODULES:
         module = sys.modules[name] = StandIn(name)
         parent, _, last = name.rpartition(".")
