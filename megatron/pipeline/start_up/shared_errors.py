@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 
-PATIENCE = 3.0
-"""Seconds that ranks wait for each other's same error, and others for rank 0 to print."""
+from megatron.pipeline.runtime.failure.user_error import PATIENCE
 
 
 class SameEverywhere(Exception):
@@ -16,12 +15,6 @@ class SameEverywhere(Exception):
 
 class OnThisRank(Exception):
     """An error of a rank that cannot reach the others to tell them; its text is for the user."""
-
-
-def number_of(name: str, default: int) -> int:
-    """The whole number that a variable of the environment holds; `default` where it holds none."""
-    text = os.environ.get(name, "")
-    return int(text) if text.isdigit() else default
 
 
 def environment_ranks() -> tuple[int, int, int]:

@@ -18,14 +18,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megatron.pipeline.runtime.failure.error_file import write_error_file
-from megatron.pipeline.start_up.shared_errors import PATIENCE, OnThisRank, SameEverywhere, number_of
+from megatron.pipeline.runtime.failure.user_error import PATIENCE, USER_ERROR, end, number_of
+from megatron.pipeline.start_up.shared_errors import OnThisRank, SameEverywhere
 from megatron.trainer.arguments import parse_args, validate_args
 from megatron.trainer.ranks.signals import StopSignal
 
 if TYPE_CHECKING:
     from megatron.trainer.start_up.program import TrainingProgram
-
-USER_ERROR = 2
 
 
 def run(prog: str, program: Callable[[], TrainingProgram], *, defaults: dict | None = None) -> int:
@@ -76,19 +75,6 @@ def _dry_run(args: argparse.Namespace, prog: str) -> int:
     from megatron.trainer.dry_run.dry_run import run_dry
 
     return run_dry(args, prog)
-
-
-def end(prog: str, error: Exception) -> int:
-    """Print the error once in the job: rank 0 prints and ends first, and the launcher then ends the others. Each host's
-    launcher is told by one rank."""
-    if number_of("LOCAL_RANK", 0) == 0:
-        write_error_file(f"{prog}: error: {error}")
-    if number_of("RANK", 0) == 0:
-        sys.stderr.write(f"{prog}: error: {error}\n")
-        sys.stderr.flush()
-    else:
-        time.sleep(PATIENCE)
-    return USER_ERROR
 
 
 def _end_alone(prog: str, error: Exception, stop: StopSignal) -> int:

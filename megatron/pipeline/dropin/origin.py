@@ -1,0 +1,166 @@
+"""Which Megatron-LM a job would train with, found before anything of it is imported.
+
+Problem: `megatron` is a namespace package. Its parts may come from a checkout, from the wheel of megatron-core, which
+packages `megatron.training` from 0.17 on, and from this project, and Python merges them in silence. Training of one
+version on the core of another fails late and obscurely, or trains something else.
+
+Solution: ask the import system where `megatron.training` and `megatron.core` would come from, and read in their
+sources, without running them, whether what we replace is there.
+"""
+
+import ast
+import importlib.util
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+HOOKED = {
+    "arguments.py": ("add_megatron_arguments",),
+    "training.py": ("get_forward_backward_func", "setup_model_and_optimizer", "save_checkpoint", "train"),
+}
+"""File of `megatron.training` -> the names at its top that are replaced."""
+
+OLDEST = (0, 12)
+"""The first version of megatron.core whose training has all of `HOOKED`."""
+
+RUN = ((0, 16), (0, 20))
+"""Versions of megatron.core that these schedules have trained on."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a job's Megatron-LM comes from."""
+
+    training: Path
+    """The folder of `megatron.training`."""
+    core: Path
+    """The folder of `megatron.core`."""
+    version: tuple[int, ...] | None
+    """Of the core; None where it does not say."""
+
+    @property
+    def root(self) -> Path:
+        """The folder that holds `megatron/training`: a checkout, or site-packages."""
+        return self.training.parents[1]
+
+    def __str__(self) -> str:
+        return f"megatron.training of {self.root}, megatron.core {_dotted(self.version)} of {self.core.parents[1]}"
+
+
+def find() -> Origin:
+    """The Megatron-LM that `sys.path` leads to. Imports nothing of it.
+
+    Raises:
+        ValueError: there is no `megatron.training`, or no `megatron.core`.
+    """
+    training = _package("megatron.training")
+    if training is None:
+        raise ValueError(
+            f"there is no Megatron-LM: megatron.training is neither beside the script nor on Python's path; {_remedy()}"
+        )
+    core = _package("megatron.core")
+    if core is None:
+        raise ValueError(
+            f"megatron.training is in {training}, but there is no megatron.core; take a whole checkout of Megatron-LM, "
+            "or pip install megatron-core"
+        )
+    return Origin(training, core, _version(core))
+
+
+def check(origin: Origin) -> None:
+    """Raises ValueError where the schedules could not be put in place, or core and training don't belong together."""
+    for file, names in HOOKED.items():
+        missing = [name for name in names if name not in _names_at_top(origin.training / file)]
+        if missing:
+            raise ValueError(
+                f"megatron.training in {origin.training} is not Megatron-LM's: {file} has no {', '.join(missing)}, "
+                "which the schedules replace; use a Megatron-LM of core 0.12 or newer, or a fork that keeps these names"
+            )
+    its_own = origin.training.with_name("core")
+    if its_own != origin.core and (its_own / "__init__.py").is_file():
+        raise ValueError(
+            f"megatron.training comes from {origin.root}, but megatron.core from {origin.core.parents[1]}, although "
+            f"{origin.root} has one; put that folder first: PYTHONPATH={origin.root}"
+        )
+
+
+def notes(origin: Origin) -> Iterator[str]:
+    """What is unusual about it, a sentence each."""
+    if origin.version is None or origin.version[:2] not in RUN:
+        run = " and ".join(_dotted(version) for version in RUN)
+        old = f", and is older than {_dotted(OLDEST)}" if (origin.version or OLDEST) < OLDEST else ""
+        yield (
+            f"megatron.core {_dotted(origin.version)} has not been run with these schedules ({run} have){old}; compare "
+            "the first losses with and without --pipeline-schedule"
+        )
+
+
+def _package(name: str) -> Path | None:
+    """The folder of a package that has an `__init__.py`, found as an import would; None where there is none."""
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        return None
+    return Path(spec.origin).resolve().parent
+
+
+def _remedy() -> str:
+    script = Path(sys.argv[0]).resolve()
+    for folder in script.parents:
+        if (folder / "megatron" / "training" / "__init__.py").is_file():
+            return f"put the checkout that the script lies in on the path: PYTHONPATH={folder}"
+    return (
+        "start a script that lies in a checkout of Megatron-LM, or put one on the path: PYTHONPATH=/path/to/Megatron-LM"
+    )
+
+
+def _names_at_top(file: Path) -> set[str]:
+    """What a module defines, assigns or imports at its top, also within `if`, `try` and `with`."""
+    try:
+        module = ast.parse(file.read_bytes())
+    except OSError:
+        return set()
+    except SyntaxError as error:
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        raise ValueError(
+            f"Python {version} cannot read {file}: {error.msg} in line {error.lineno}; use the Python that this "
+            "Megatron-LM asks for"
+        ) from error
+    return set(_bound(module.body))
+
+
+def _bound(statements: list[ast.stmt]) -> Iterator[str]:
+    for statement in statements:
+        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield statement.name
+        elif isinstance(statement, (ast.Import, ast.ImportFrom)):
+            yield from (alias.asname or alias.name.partition(".")[0] for alias in statement.names)
+        elif isinstance(statement, ast.Assign):
+            yield from (target.id for target in statement.targets if isinstance(target, ast.Name))
+        elif isinstance(statement, (ast.If, ast.Try, ast.With)):
+            yield from _bound(statement.body)
+            yield from _bound(getattr(statement, "orelse", []))
+            yield from _bound(getattr(statement, "finalbody", []))
+            for handler in getattr(statement, "handlers", []):
+                yield from _bound(handler.body)
+
+
+def _version(core: Path) -> tuple[int, ...] | None:
+    """Of megatron.core, read in its sources."""
+    try:
+        module = ast.parse((core / "package_info.py").read_bytes())
+    except (OSError, SyntaxError):
+        return None
+    numbers = {
+        statement.targets[0].id: statement.value.value
+        for statement in module.body
+        if isinstance(statement, ast.Assign)
+        and isinstance(statement.targets[0], ast.Name)
+        and isinstance(statement.value, ast.Constant)
+    }
+    parts = [numbers.get(name) for name in ("MAJOR", "MINOR", "PATCH")]
+    return tuple(parts) if all(isinstance(part, int) for part in parts) else None
+
+
+def _dotted(version: tuple[int, ...] | None) -> str:
+    return ".".join(map(str, version)) if version else "of unknown version"

@@ -1,0 +1,32 @@
+"""What users read of this room: lines on rank 0, and errors that end the job with one sentence.
+
+Problem: their training has no place where an error of ours could be caught, and a traceback from every rank hides what
+is wrong.
+
+Solution: a block in which a ValueError is the user's to mend. Whether the launcher or one import has put the schedules
+in place, it ends every rank with status 2, and rank 0 prints the sentence.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from megatron.pipeline.runtime.failure.user_error import end, number_of
+
+PROG = "megatron.pipeline.dropin"
+
+
+def say(line: str) -> None:
+    """Write a line on rank 0."""
+    if number_of("RANK", 0) == 0:
+        sys.stdout.write(f"{PROG}: {line}\n")
+        sys.stdout.flush()
+
+
+@contextmanager
+def errors_end_the_job() -> Iterator[None]:
+    """A ValueError in the block, the same on every rank, is printed once and ends each with status 2 (SystemExit)."""
+    try:
+        yield
+    except ValueError as error:
+        raise SystemExit(end(PROG, error)) from None
