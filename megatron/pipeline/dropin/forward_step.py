@@ -1,4 +1,4 @@
-"""The user's forward step, as Megatron-LM calls it: what it does around each microbatch, and the losses it hands back."""
+"""The user's forward step, as Megatron-LM calls it: what is done around each microbatch, and the losses that go back."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -57,4 +57,3 @@ class ForwardStep:
             return outputs
 
         return record
-

@@ -47,8 +47,8 @@ def replace(module: ModuleType, name: str, around: Callable[[Callable], Callable
     original = getattr(module, name, None)
     if original is None:
         raise ValueError(
-            f"{module.__file__} has no {name}, which the schedules replace; use a Megatron-LM of core 0.12 or newer, or "
-            "a fork that keeps the name"
+            f"{module.__file__} has no {name}, which the schedules replace; use a Megatron-LM of core 0.12 or newer, "
+            "or a fork that keeps the name"
         )
     replacement = functools.wraps(original)(around(original))
     for holder_name, holder in list(sys.modules.items()):

@@ -80,7 +80,8 @@ OF_ALL = (
             "moves activations beside the schedule's program", "leave it out"),
     Refusal("num_microbatches_with_partial_activation_checkpoints",
             "--num-microbatches-with-partial-activation-checkpoints",
-            "recomputes by a microbatch's place in Megatron-LM's own schedule", "leave it out", lambda v: v is not None),
+            "recomputes by a microbatch's place in Megatron-LM's own schedule", "leave it out",
+            _is_other_than()),
     Refusal("gtp_weight_remat_size", "--gtp-weight-remat-size", "shards weights that schedules take to be whole",
             "use 1", _above_one),
     Refusal("perform_rl_step", "--perform-rl-step", "generates between batches with the weights that are trained",
@@ -183,12 +184,14 @@ def _given_without_schedule(args: argparse.Namespace) -> Iterator[str]:
 def _require_schedule(args: argparse.Namespace, preset: Preset) -> None:
     name, stages = args.pipeline_schedule, args.virtual_pipeline_model_parallel_size or 1
     if name in _NOT_HERE or preset.residency is not None or preset.placement != "round-robin":
-        reason = _NOT_HERE.get(name, "is not for Megatron-LM's models; use flush, gpipe, bpipe, interleaved, zb-h1 or 2bw")
+        reason = _NOT_HERE.get(
+            name, "is not for Megatron-LM's models; use flush, gpipe, bpipe, interleaved, zb-h1 or 2bw"
+        )
         raise ValueError(f"--pipeline-schedule {name} {reason}")
     if preset.policy.refreshes or preset.policy.delay is None:
         raise ValueError(
-            f"--pipeline-schedule {name} has each stage step by itself, and Megatron-LM's optimizers step all together; "
-            "use 2bw"
+            f"--pipeline-schedule {name} has each stage step by itself, and Megatron-LM's optimizers step all "
+            "together; use 2bw"
         )
     if preset.interleaves and stages == 1:
         raise ValueError(

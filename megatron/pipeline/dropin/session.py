@@ -99,8 +99,8 @@ class Session:
         counts = f"{min(sizes)} to {sizes[-1]}" if min(sizes) != sizes[-1] else f"{sizes[-1]}"
         who = "the engine steps the optimizer" if self.steps_itself else "Megatron-LM reduces gradients and steps"
         return (
-            f"--pipeline-schedule {self._options.schedule}: {schedule.num_stages} stages on {schedule.num_ranks} ranks, "
-            f"{counts} microbatches a batch, proved; {who}"
+            f"--pipeline-schedule {self._options.schedule}: {schedule.num_stages} stages on {schedule.num_ranks} "
+            f"ranks, {counts} microbatches a batch, proved; {who}"
         )
 
     # --- batches
@@ -170,8 +170,8 @@ class Session:
         for report in reports:
             if report.nan and getattr(self._args, "check_for_nan_in_loss_and_grad", False):
                 raise ValueError(
-                    f"the gradient of iteration {report.batch + 1} is not finite (norm {report.grad_norm}); lower --lr, "
-                    "or go on regardless with --no-check-for-nan-in-loss-and-grad"
+                    f"the gradient of iteration {report.batch + 1} is not finite (norm {report.grad_norm}); lower "
+                    "--lr, or go on regardless with --no-check-for-nan-in-loss-and-grad"
                 )
 
     def _engine_acts(self):

@@ -1,0 +1,92 @@
+"""Before the process group forms: whether the schedule can run here, and which process becomes which rank."""
+
+import argparse
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, TCPStore
+
+from megatron import backend
+from megatron.pipeline.check.queue_environment import require_hardware_queues
+from megatron.pipeline.dropin.choice import batches_of, prove, schedule_of
+from megatron.pipeline.dropin.flags import PAIR_ADJACENT, STANDARD, Options
+from megatron.pipeline.dropin.sentences import say
+from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.start_up.rank_exchange import exchange_ranks
+from megatron.pipeline.start_up.shared_errors import OnThisRank, SameEverywhere
+from megatron.placement.degrees import Degrees
+from megatron.placement.hosts import Process, find_slots, this_process
+from megatron.placement.mapping import load_mapping, pair_adjacent
+from megatron.placement.pairs import describe_crossing
+
+_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+"""torchrun says `True` here where its agent hosts the job's store, which stays wherever ranks go."""
+
+
+def prepare(args: argparse.Namespace, options: Options) -> None:
+    """Raises ValueError where the schedule cannot run; gives this process its rank. Collective where ranks change."""
+    schedule = schedule_of(args, tied_embeddings=not getattr(args, "untie_embeddings_and_output_weights", False))
+    batches = batches_of(args)
+    prove(schedule, batches)
+    if backend.is_cuda() and getattr(args, "distributed_backend", "nccl") == "nccl":
+        _require_queues(args, options, schedule, max(batches))
+    if options.rank_mapping != STANDARD:
+        _map_ranks(args, options, schedule, max(batches))
+
+
+def _require_queues(args: argparse.Namespace, options: Options, schedule: Schedule, max_microbatches: int) -> None:
+    require_hardware_queues(
+        schedule,
+        os.environ,
+        flag=f"--pipeline-schedule {options.schedule}",
+        tensor=args.tensor_model_parallel_size,
+        data=args.data_parallel_size,
+        pipeline=args.pipeline_model_parallel_size,
+        distributed_optimizer=args.use_distributed_optimizer,
+        max_microbatches=max_microbatches,
+        moves_activations=bool(schedule.evicting_ranks((max_microbatches,))),
+    )
+
+
+def _map_ranks(args: argparse.Namespace, options: Options, schedule: Schedule, max_microbatches: int) -> None:
+    degrees = Degrees(
+        tensor=args.tensor_model_parallel_size, pipeline=args.pipeline_model_parallel_size,
+        data=args.data_parallel_size, pipelines_in_a_row=getattr(args, "use_tp_pp_dp_mapping", False),
+    )  # fmt: skip
+    evicting = schedule.evicting_ranks((max_microbatches,))
+
+    def decide(processes: Sequence[Process]) -> tuple[list[int], list[str]]:
+        slots = find_slots(processes)
+        if options.rank_mapping == PAIR_ADJACENT:
+            mapping = pair_adjacent(degrees)
+        else:
+            mapping = load_mapping(options.rank_mapping, degrees.world_size)
+        nodes = len(slots.nodes)
+        line = f"--rank-mapping {options.rank_mapping} on {nodes} node{'s' * (nodes > 1)}"
+        if evicting:
+            line += f": {describe_crossing(mapping, degrees, slots.node_sizes, evicting)}"
+        return list(slots.logical_ranks(mapping)), [line]
+
+    if os.environ.get(_AGENT_STORE) != str(True):
+        raise ValueError(
+            f"--rank-mapping {options.rank_mapping} gives processes other ranks over torchrun's store, and this job "
+            "has none; start it through torchrun"
+        )
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    store = TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False,
+        timeout=timeout,
+    )  # fmt: skip
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    try:
+        decision = exchange_ranks(
+            PrefixStore(f"dropin/{attempt}", store), this_process(), decide, rank=args.rank, world_size=args.world_size,
+            timeout=timeout,
+        )  # fmt: skip
+    except (SameEverywhere, OnThisRank) as error:
+        raise ValueError(str(error)) from error
+    args.rank = decision.ranks[args.rank]
+    os.environ["RANK"] = str(args.rank)
+    for line in decision.lines:
+        say(line)
