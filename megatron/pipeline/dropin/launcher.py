@@ -5,10 +5,9 @@ be found than `python SCRIPT` would find, in silence. And processes that the scr
 module again: the launcher's, unless it says otherwise.
 
 Solution: the script's folder takes the working directory's place, the schedules are installed, and the script's code
-runs in a module of its own that is `__main__`. That module names `spawned` as what children import in its stead.
+runs in a module of its own that is `__main__`. Its spec is that of `spawned`, which children import in its stead.
 """
 
-import importlib.util
 import os
 import sys
 from importlib.machinery import SourceFileLoader
@@ -16,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 from megatron.pipeline import dropin
+from megatron.pipeline.dropin import spawned
 from megatron.pipeline.dropin.sentences import errors_end_the_job
 
 USAGE = """\
@@ -28,7 +28,6 @@ pipeline schedules of this project among its arguments:
 
 `SCRIPT --help` in place of SCRIPT shows all arguments.
 """
-SPAWNED = "megatron.pipeline.dropin.spawned"
 OUR_ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -78,7 +77,8 @@ def run(script: Path) -> None:
     module = ModuleType("__main__")
     module.__file__ = os.path.abspath(script)
     module.__loader__ = SourceFileLoader("__main__", module.__file__)
-    module.__spec__ = importlib.util.find_spec(SPAWNED)
+    module.__spec__ = spawned.__spec__
+    os.environ[spawned.SCRIPT_VARIABLE] = module.__file__
     sys.modules["__main__"] = module
     execute(script, vars(module))
 

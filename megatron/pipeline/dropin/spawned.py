@@ -4,11 +4,13 @@ Problem: `multiprocessing` has a spawned child import the parent's main module, 
 classes there. The script alone would be imported without the schedules, and without the layer that a CPU needs.
 
 Solution: the child imports this module as `__mp_main__`. It does what the launcher does, without the lines, and then
-runs the script's code under that name, with what stands under `if __name__ == "__main__"` left out.
+runs the script's code under that name, with what stands under `if __name__ == "__main__"` left out. The environment
+says which script, since Python puts this file's name into `sys.argv[0]` for the time being.
 """
 
 import os
-import sys
+
+SCRIPT_VARIABLE = "MEGATRON_PIPELINE_DROPIN_SCRIPT"
 
 if __name__ == "__mp_main__":
     from pathlib import Path
@@ -17,5 +19,5 @@ if __name__ == "__mp_main__":
     from megatron.pipeline.dropin.launcher import execute
 
     dropin.install(quiet=True)
-    __file__ = os.path.abspath(sys.argv[0])
+    __file__ = os.environ[SCRIPT_VARIABLE]
     execute(Path(__file__), globals())
