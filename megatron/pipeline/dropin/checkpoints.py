@@ -23,8 +23,8 @@ PIPELINE = "pipeline"
 
 @dataclass
 class _Found:
-    """What is known of the checkpoint that is being loaded. `common`: what it has beside tensors. `loaded`: our tensors,
-    for which `versions` asked."""
+    """What is known of the checkpoint that is being loaded. `common`: what it has beside tensors. `loaded`: our
+    tensors, for which `versions` asked."""
 
     folder: str = ""
     common: dict[str, Any] = field(default_factory=dict)

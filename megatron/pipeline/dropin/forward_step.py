@@ -1,4 +1,4 @@
-"""The user's forward step, as Megatron-LM calls it: what is done around each microbatch, and the losses that go back."""
+"""The user's forward step, as Megatron-LM calls it: what is done around a microbatch, and the losses that go back."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -11,7 +11,7 @@ gradient is reduced over the tensor ranks in I.
 """
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -27,12 +27,14 @@ _LINEAR = layers.LinearWithGradAccumulationAndAsyncCommunication
 
 
 @contextmanager
-def putting_off(products: WeightProducts) -> Iterator[None]:
-    """Backwards of linears in this context, on whichever thread, put their weight products off to `products`."""
+def putting_off(products: WeightProducts, *, but: Collection[torch.nn.Parameter] = ()) -> Iterator[None]:
+    """Backwards of linears in this context, on whichever thread, put their weight products off to `products`; those of
+    the weights in `but` compute them.
+    """
     whole = _LINEAR.__dict__["backward"]
 
     def backward(ctx, grad_output):
-        if not ctx.parameter.is_leaf or not ctx.needs_input_grad[1]:
+        if not ctx.parameter.is_leaf or not ctx.needs_input_grad[1] or ctx.parameter in but:
             return whole.__func__(ctx, grad_output)
         return _input_half(ctx, grad_output, products)
 
@@ -41,6 +43,19 @@ def putting_off(products: WeightProducts) -> Iterator[None]:
         yield
     finally:
         _LINEAR.backward = whole
+
+
+def weights_of_both_ends(model: torch.nn.Module) -> frozenset[torch.nn.Parameter]:
+    """The embedding that is also the output layer of one and the same stage, if `model` has that.
+
+    A whole backward adds up its two parts before it adds them to the gradient of the batch, and so does an I that
+    computes both: its sum is the same, to the last bit.
+    """
+    inner = unwrap_model(model)
+    has_both = all(getattr(inner, name, False) for name in ("pre_process", "post_process"))
+    if not has_both or not getattr(inner, "share_embeddings_and_output_weights", False):
+        return frozenset()
+    return frozenset((inner.shared_embedding_or_output_weight(),))
 
 
 def require_splits(model: torch.nn.Module, config: TransformerConfig) -> None:

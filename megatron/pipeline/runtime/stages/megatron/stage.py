@@ -35,7 +35,11 @@ from megatron.pipeline.runtime.stages.megatron.frozen_update import MegatronFroz
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import at_stage
 from megatron.pipeline.runtime.stages.megatron.prefix import without_first_layers
 from megatron.pipeline.runtime.stages.megatron.relay_update import MegatronRelayUpdate
-from megatron.pipeline.runtime.stages.megatron.split_linears import putting_off, require_splits
+from megatron.pipeline.runtime.stages.megatron.split_linears import (
+    putting_off,
+    require_splits,
+    weights_of_both_ends,
+)
 from megatron.pipeline.runtime.stages.megatron.update import MegatronWeightUpdate
 
 ForwardStep = Callable[[Iterator | None, torch.nn.Module], tuple[Tensor, Callable[[Tensor], tuple]]]
@@ -154,6 +158,7 @@ class MegatronStage:
         self.output_spec = None if self._is_last else spec
         self._saved: dict[int, _SavedMicrobatch] = {}
         self._products = DeferredProducts()
+        self._not_put_off = weights_of_both_ends(model)
         self._captured = self._capture_in(None if self.is_frozen else activation_memory)
         self._losses: dict[int, list[dict[str, Tensor]]] = defaultdict(list)
 
@@ -234,7 +239,7 @@ class MegatronStage:
 
     def backward_input(self, microbatch: Microbatch, output_grad: Tensor | None) -> Tensor | None:
         """As `backward`, but for the weight products of linears, which are left for `backward_weights`."""
-        with putting_off(self._products.begin(microbatch.index)):
+        with putting_off(self._products.begin(microbatch.index), but=self._not_put_off):
             return self.backward(microbatch, output_grad)
 
     def backward_weights(self, microbatch: Microbatch) -> None:

@@ -1,0 +1,116 @@
+"""Runs of a real checkout of Megatron-LM, named by MEGATRON_LM, and what they leave to compare."""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as torch_checkpoint
+
+CHECKOUT = os.environ.get("MEGATRON_LM")
+ROOT = Path(__file__).resolve().parents[3]
+PATIENCE = 400  # seconds for a job
+
+needs_checkout = pytest.mark.skipif(CHECKOUT is None, reason="MEGATRON_LM names no checkout of Megatron-LM")
+
+MODEL = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 128 --transformer-impl local --no-persist-layer-norm "
+    "--no-gradient-accumulation-fusion"
+).split()
+RUN = (
+    "--micro-batch-size 2 --lr 1e-3 --min-lr 1e-4 --lr-decay-style linear --lr-decay-iters 20 --clip-grad 1.0 "
+    "--log-interval 1 --eval-iters 1 --eval-interval 1000"
+).split()
+
+
+@dataclass(frozen=True)
+class Scalars:
+    """By iteration, as TensorBoard has them: FP32."""
+
+    losses: dict[int, float]
+    norms: dict[int, float]
+    scales: dict[int, float]
+
+
+@dataclass(frozen=True)
+class RealRun:
+    """One job that has ended. `save`: where its checkpoints are, by iteration."""
+
+    output: str
+    scalars: Scalars
+    save: Path
+    status: int = 0
+
+    def tensors(self, iteration: int) -> dict[str, torch.Tensor]:
+        """Every tensor of a checkpoint, by its key: weights, optimizer's state, versions."""
+        return checkpoint_tensors(self.save / f"iter_{iteration:07d}")
+
+
+def train(
+    folder: Path, flags: str, *, ranks: int, iterations: int = 10, schedule: str | None = None, batch: int = 16,
+    expect: int = 0, environment: dict[str, str] | None = None,
+) -> RealRun:  # fmt: skip
+    """Train in the checkout, natively where no schedule is named; saves at the end."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save, board = folder / "save", folder / "board"
+    command = [
+        sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--rdzv-backend=c10d",
+        "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "-m", "megatron.pipeline.dropin", "pretrain_gpt.py",
+        *MODEL, *RUN, f"--global-batch-size={batch}", f"--train-iters={iterations}", f"--save={save}",
+        "--save-interval=1000", f"--tensorboard-dir={board}", "--tensorboard-log-interval=1",
+        *flags.split(),
+    ]  # fmt: skip
+    if "--hidden-dropout" not in flags:
+        command += ["--hidden-dropout=0", "--attention-dropout=0"]
+    if schedule is not None:
+        command += [f"--pipeline-schedule={schedule}"]
+        command += ["--rerun-mode=disabled"] if schedule == "2bw" and "--rerun-mode" not in flags else []
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    ended = subprocess.run(
+        command, cwd=CHECKOUT, timeout=PATIENCE, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1",
+             **(environment or {})},
+    )  # fmt: skip
+    (folder / "output.txt").write_text(ended.stdout)
+    assert (ended.returncode == 0) == (expect == 0), ended.stdout[-6000:]
+    return RealRun(ended.stdout, read_scalars(board), save, ended.returncode)
+
+
+def read_scalars(board: Path) -> Scalars:
+    """What the job wrote for TensorBoard."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(board), size_guidance={"scalars": 0})
+    events.Reload()
+    names = events.Tags()["scalars"]
+
+    def series(name: str) -> dict[int, float]:
+        return {event.step: event.value for event in events.Scalars(name)} if name in names else {}
+
+    return Scalars(series("lm loss"), series("grad-norm"), series("loss-scale"))
+
+
+def checkpoint_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a torch_dist checkpoint, by its key."""
+    reader = torch_checkpoint.FileSystemReader(str(folder))
+    entries = reader.read_metadata().state_dict_metadata
+    state = {
+        key: torch.zeros(entry.size, dtype=entry.properties.dtype)
+        for key, entry in entries.items()
+        if hasattr(entry, "size")
+    }
+    torch_checkpoint.load(state, storage_reader=reader, no_dist=True)
+    return state
+
+
+def different(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> list[str]:
+    """Keys that one lacks, or under which they have other bits."""
+    return sorted(
+        key
+        for key in first.keys() | second.keys()
+        if key not in first or key not in second or not torch.equal(first[key], second[key])
+    )
