@@ -39,7 +39,7 @@ def batches_of(args: argparse.Namespace) -> Sequence[int]:
     if args.rampup_batch_size is not None:
         start, increment = (int(each) for each in args.rampup_batch_size[:2])
         sizes = [*range(start, args.global_batch_size, increment), args.global_batch_size]
-    return [size // per_microbatch for size in sizes if size >= per_microbatch]
+    return [size // per_microbatch for size in sizes]
 
 
 def prove(schedule: Schedule, batches: Sequence[int]) -> None:

@@ -9,7 +9,7 @@ import functools
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from megatron.pipeline.dropin.flags import add_flags, options_of
@@ -22,7 +22,7 @@ def install_hooks() -> None:
     """Import `megatron.training` and put our functions in place."""
     from megatron.training import arguments, checkpointing, training
 
-    for module, name, around in (
+    needed = (
         (arguments, "add_megatron_arguments", _with_our_flags),
         (arguments, "validate_args", _with_our_rules),
         (training, "get_forward_backward_func", _with_our_schedule),
@@ -32,9 +32,13 @@ def install_hooks() -> None:
         (training, "train", _to_the_end),
         (checkpointing, "generate_state_dict", _with_both_versions),
         (checkpointing, "_load_base_checkpoint", _asking_for_both_versions),
+    )
+    where_there = (  # all ranks wait for each other in these
         (training, "logical_and_across_model_parallel_group", _known_on_all_ranks),
         (training, "reduce_max_stat_across_model_parallel_group", _known_on_all_ranks),
-    ):
+        (training, "get_signal_handler", _with_agreed_requests),
+    )
+    for module, name, around in (*needed, *(each for each in where_there if hasattr(each[0], each[1]))):
         replace(module, name, around)
 
 
@@ -215,3 +219,15 @@ def _known_on_all_ranks(original: Callable) -> Callable:
         return original(value, *args, **named)
 
     return reduce
+
+
+def _with_agreed_requests(original: Callable) -> Callable:
+    """Whether a rank was asked to stop travels with the engine's reductions, and all ranks read it off one report."""
+
+    def get_signal_handler():
+        handler, session = original(), _session
+        if session is None or not session.steps_itself or not hasattr(handler, "_signal_received"):
+            return handler
+        return SimpleNamespace(signals_received=lambda: [session.agrees_to_stop(handler._signal_received)])
+
+    return get_signal_handler

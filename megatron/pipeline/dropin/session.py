@@ -131,6 +131,14 @@ class Session:
         self._drains.append(self._rank.engine.next_batch)
         self._note(reports)
 
+    def agrees_to_stop(self, is_asked: bool) -> bool:
+        """Whether some rank was asked to stop, the same on all; `is_asked`: whether this one was. Where the engine
+        steps.
+        """
+        if self._rank is not None and is_asked:
+            self._rank.engine.stop_requests |= 1
+        return self._ours.newest is not None and bool(self._ours.newest.stop_requests)
+
     def add_to_checkpoint(self, state: dict[str, Any]) -> None:
         """Add to the state of a checkpoint what the run needs besides."""
         if self.is_saving and self.checkpoints is not None:

@@ -1,0 +1,89 @@
+"""What does not go together is refused by name, with a reason and a remedy; what does is not."""
+
+import pytest
+
+from megatron.pipeline.dropin.refusals import OF_ALL, OF_DELAYED_WEIGHTS, require_supported
+from megatron.pipeline.schedules import PRESETS
+from tests.pipeline.dropin.arguments import arguments
+
+HERE = ("flush", "gpipe", "bpipe", "zb-h1", "2bw")
+VALUES = {
+    "cuda_graph_impl": "local", "context_parallel_size": 2, "num_microbatches_with_partial_activation_checkpoints": 0,
+    "gtp_weight_remat_size": 2, "rerun_mode": "validate_results", "save_wgrads_interval": 5, "save_dgrads_interval": 5,
+    "save_params_interval": 5, "save_activations_interval": 5, "optimizer": "dist_muon",
+    "expert_model_parallel_size": 2, "num_distributed_optimizer_instances": 2, "fp8": "e4m3", "fp4": "e2m1",
+    "non_persistent_ckpt_type": "local", "mtp_num_layers": 1, "decoder_seq_length": 128,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", HERE)
+def test_an_ordinary_run_goes_with_every_schedule(schedule):
+    """Also where a version has none of the arguments that are asked for."""
+    require_supported(arguments(f"--pipeline-schedule {schedule}"))
+
+
+def test_interleaved_takes_several_stages():
+    """And the others one."""
+    two = {"virtual_pipeline_model_parallel_size": 2}
+    require_supported(arguments("--pipeline-schedule interleaved", **two))
+    with pytest.raises(ValueError, match="several stages on each rank, and there is one; give --num-virtual"):
+        require_supported(arguments("--pipeline-schedule interleaved"))
+    with pytest.raises(ValueError, match="one stage on each rank, and there are 2; leave .*, or use interleaved"):
+        require_supported(arguments("--pipeline-schedule 2bw", **two))
+
+
+@pytest.mark.parametrize("refusal", OF_ALL, ids=lambda each: each.argument)
+@pytest.mark.parametrize("schedule", ["flush", "2bw"])
+def test_what_no_schedule_goes_with(refusal, schedule):
+    """Under each, in one sentence that names flag, schedule and remedy."""
+    args = arguments(f"--pipeline-schedule {schedule}", **{refusal.argument: VALUES.get(refusal.argument, True)})
+    with pytest.raises(ValueError) as raised:
+        require_supported(args)
+    sentence = str(raised.value)
+    assert sentence.startswith(refusal.flag) and f"--pipeline-schedule {schedule}; {refusal.remedy}" in sentence
+    assert refusal.reason in sentence and "\n" not in sentence
+
+
+@pytest.mark.parametrize("refusal", OF_DELAYED_WEIGHTS, ids=lambda each: each.argument)
+def test_what_2bw_does_not_go_with(refusal):
+    """And flush does."""
+    value = {refusal.argument: VALUES.get(refusal.argument, True)}
+    require_supported(arguments("--pipeline-schedule flush", **value))
+    with pytest.raises(ValueError, match=refusal.flag):
+        require_supported(arguments("--pipeline-schedule 2bw", **value))
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS.keys() - {*HERE, "interleaved"}))
+def test_schedules_that_are_not_for_their_models(name):
+    """zbv, pipedream and l2l, each with what to use; so is whatever preset a later one adds."""
+    with pytest.raises(ValueError, match=f"--pipeline-schedule {name} .*; use "):
+        require_supported(arguments(f"--pipeline-schedule {name}"))
+
+
+def test_two_versions_need_a_format_that_has_room_for_them():
+    """Only where checkpoints are saved or loaded."""
+    require_supported(arguments("--pipeline-schedule 2bw", ckpt_format="torch"))
+    for name in ("save", "load"):
+        with pytest.raises(ValueError, match="--ckpt-format torch has no place .*; use torch_dist"):
+            require_supported(arguments("--pipeline-schedule 2bw", ckpt_format="torch", **{name: "somewhere"}))
+
+
+@pytest.mark.parametrize(
+    "flags", ["--pipeline-timeline here", "--rank-mapping pair-adjacent", "--log-saved-activations"]
+)
+def test_our_flags_without_a_schedule(flags):
+    """They would do nothing in silence."""
+    with pytest.raises(ValueError, match=f"{flags} is for a pipeline schedule; give --pipeline-schedule"):
+        require_supported(arguments(flags))
+
+
+def test_without_our_flags_nothing_is_refused():
+    """Whatever Megatron-LM is asked for."""
+    require_supported(arguments("", overlap_grad_reduce=True, use_torch_fsdp2=True))
+
+
+def test_a_timeline_of_nothing():
+    with pytest.raises(ValueError, match="--pipeline-timeline-iterations 0 shows nothing"):
+        require_supported(
+            arguments("--pipeline-schedule 2bw --pipeline-timeline here --pipeline-timeline-iterations 0")
+        )
