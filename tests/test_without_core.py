@@ -42,7 +42,14 @@ def pretrain(folder: Path) -> list[str]:
 
 
 def dry_run(folder: Path) -> list[str]:
-    return [*pretrain(folder), "--dry-run"]
+    return [*pretrain(folder), "--dry-run", "1"]
+
+
+def finetune(folder: Path) -> list[str]:
+    return [
+        str(ROOT / "finetune.py"), "--model_name_or_path", str(folder), "--task", "sequence-classification",
+        "--train_file", str(folder / "text.jsonl"), "--do_train", "--output_dir", str(folder / "tuned"),
+    ]  # fmt: skip
 
 
 def preprocess(folder: Path) -> list[str]:
@@ -60,7 +67,7 @@ def profile(folder: Path) -> list[str]:
 def measure(folder: Path) -> list[str]:
     return [
         "-m", "megatron.commands", "grid_search", "measure", "--output", str(folder / "measured"),
-        "--configuration", "pipeline=1,tensor=1,data=1,schedule=flush,micro_batch_size=1", *map(str, GPT),
+        "--configuration", "pipeline=1,tensor=1,data=1,schedule=flush,micro_batch_size=1,global_batch_size=8", *map(str, GPT),
     ]  # fmt: skip
 
 
@@ -73,10 +80,11 @@ def generate(folder: Path) -> list[str]:
     [
         (pretrain, 2, "pretrain_gpt.py: error: "),
         (dry_run, 2, "pretrain_gpt.py: error: "),
-        (preprocess, 1, "error: "),
+        (finetune, 2, "finetune.py: error: "),
+        (preprocess, 2, "preprocess_data.py: error: "),
         (profile, 1, "error: "),
         (measure, 1, "error: "),
-        (generate, 1, "error: "),
+        (generate, 2, "text_generation.py: error: "),
     ],
 )
 def test_what_needs_it_says_so(packages, tmp_path, command, status, begins):
