@@ -15,7 +15,7 @@ stages="${STAGES:-8}"
 microbatches="${MICROBATCHES:-32}"
 read -ra extra_flags <<<"${EXTRA_FLAGS:-}"
 
-prepare_environment
+prepare_environment core
 install_project
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 mkdir -p "$output"

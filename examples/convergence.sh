@@ -29,7 +29,7 @@ iterations="${ITERATIONS:-$iterations}"
 learning_rate="${LEARNING_RATE:-$learning_rate}"
 warmup_fraction="${WARMUP_FRACTION:-0.2}"
 
-prepare_environment
+prepare_environment core
 install_project
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 bash "examples/quickstart/$prepare" "$data"

@@ -29,7 +29,7 @@ esac
 output="${OUTPUT:-outputs/$name}"
 data="$output/data"
 
-prepare_environment
+prepare_environment core
 install_project
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 bash "examples/quickstart/$prepare" "$data"

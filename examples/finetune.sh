@@ -15,7 +15,7 @@ output="${OUTPUT:-outputs/finetune}"
 data="$output/data"
 archive="vaderSentiment-3.3.2.tar.gz"
 
-prepare_environment tokenizers
+prepare_environment core tokenizers
 install_project
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" CUDA_VISIBLE_DEVICES=""
 mkdir -p "$output"

@@ -18,7 +18,7 @@ iterations="${ITERATIONS:-3}"
 limit=$((${LIMIT:-1600} * 1024 * 1024))
 deepest="${depths[${#depths[@]} - 1]}"
 
-prepare_environment
+prepare_environment core
 install_project
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" CUDA_VISIBLE_DEVICES=""
 

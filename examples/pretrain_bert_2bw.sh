@@ -12,7 +12,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [ "$#" -eq 0 ]; then
     . tools/environment.sh
-    prepare_environment
+    prepare_environment core
     install_project
     output="${OUTPUT:-outputs/bert}"
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"

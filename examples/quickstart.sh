@@ -15,7 +15,7 @@ data="$output/data"
 iterations="${ITERATIONS:-600}"
 checkpoints="$output/checkpoints"
 
-prepare_environment
+prepare_environment core
 install_project
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 

@@ -12,7 +12,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . tools/environment.sh
 
 output="${OUTPUT:-outputs/two_hosts}"
-prepare_environment
+prepare_environment core
 install_project
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 mkdir -p "$output"

@@ -1,6 +1,6 @@
 # Sourced by tests/run.sh and examples/quickstart.sh: a Python environment with the project's requirements.
 #
-#   prepare_environment test        # requirements/{runtime,pinned,test}.txt are met afterwards
+#   prepare_environment core test   # requirements/{pinned,runtime,core,test}.txt are met afterwards
 #   install_project                 # `import megatron.pipeline` works anywhere in that environment
 #
 # Uses the active virtual (or conda) environment; if none is active, the repository's own .venv, made on first use.

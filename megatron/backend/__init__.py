@@ -9,6 +9,7 @@ the wheel has where neither Transformer Engine nor Apex is installed (`fixes.py`
 asks this module for its device, its process-group backend, its memory and its random numbers.
 """
 
+from megatron.backend.core_wheel import require_core
 from megatron.backend.device import (
     device,
     device_bytes,
@@ -36,6 +37,7 @@ __all__ = [
     "manual_seed",
     "peak_memory_bytes",
     "process_group_backend",
+    "require_core",
     "reset_peak_memory",
     "set_device_rng_state",
     "synchronize",

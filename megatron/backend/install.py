@@ -5,6 +5,7 @@ import sys
 
 import torch
 
+from megatron.backend.core_wheel import require_core
 from megatron.backend.device import is_cuda
 
 _installed = False
@@ -19,12 +20,14 @@ def install() -> None:
     """Make megatron.core usable in this process. Call before the first `import megatron.core`; again is free.
 
     Raises:
+        ValueError: megatron.core is not installed.
         RuntimeError: on a machine without CUDA, if megatron.core was imported earlier: it has then bound names of
             `torch.cuda` that nobody can replace any more.
     """
     global _installed
     if _installed:
         return
+    require_core()
     from megatron.backend import cpu
 
     if not torch.cuda.is_initialized():  # CUDA reads it when it begins; a later value would say what is not so

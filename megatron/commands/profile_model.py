@@ -94,8 +94,11 @@ def _listed(kind: type[Enum]) -> Callable[[str], tuple]:
 
 
 def _run(options: argparse.Namespace) -> int:
+    from megatron import backend  # imports torch
+
     session = _session(options)
     _refuse_output(options.output)  # now, and not when all is measured
+    backend.require_core()  # the processes that measure need it
     with command_line.unwinding("no profile is written"):
         profile = _measure(session)
     profile.save(options.output)

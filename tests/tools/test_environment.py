@@ -23,10 +23,10 @@ def copy(tmp_path):
 
 
 def prepare(repository: Path, *, path: str, **environment: str) -> subprocess.CompletedProcess:
-    """`prepare_environment test`, with pip cut off from any index."""
+    """`prepare_environment core test`, with pip cut off from any index."""
     kept = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "CONDA_PREFIX")}
     offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(repository), "PATH": path, **environment}
-    command = ["bash", "-c", f". {repository}/tools/environment.sh; prepare_environment test"]
+    command = ["bash", "-c", f". {repository}/tools/environment.sh; prepare_environment core test"]
     return subprocess.run(command, env={**kept, **offline}, capture_output=True, text=True, timeout=250)
 
 

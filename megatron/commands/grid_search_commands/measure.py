@@ -96,6 +96,7 @@ def run(options: argparse.Namespace) -> int:
         for entry in collect(runs, entries, results):
             print(f"note: {entry.name} has not trained to its end", file=sys.stderr)
     else:
+        _refuse_without_core()
         _refuse_too_large(entries, options.processes or _num_places())
         again = frozenset(Status) - {Status.DONE} if options.again else frozenset()
         with command_line.unwinding("the same command goes on"):
@@ -181,6 +182,12 @@ def _refuse_other_profile(profile: Profile, path: Path, runs: Runs) -> None:
             continue  # scripts may be written where nothing is trained
         if now != then:
             print(f"note: {path} was taken with {name} {then}, and here is {now}", file=sys.stderr)
+
+
+def _refuse_without_core() -> None:
+    from megatron import backend  # imports torch
+
+    backend.require_core()
 
 
 def _is_cuda() -> bool:

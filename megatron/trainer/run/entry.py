@@ -53,7 +53,10 @@ def start(prog: str, main: Callable[[], None], stop: StopSignal) -> int:
     """Install the device layer and run `main`, whose command line is right; returns the exit status."""
     from megatron import backend  # imports torch
 
-    backend.install()
+    try:
+        backend.install()
+    except ValueError as error:
+        return end(prog, error)
     backend.keep_freed_memory()
     try:
         main()

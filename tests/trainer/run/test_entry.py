@@ -84,6 +84,8 @@ def test_signal_is_a_stop_request():
 def test_what_is_freed_is_kept_before_training_begins(monkeypatch):
     """The C library is told so before anything is built."""
     from megatron import backend
+
+    backend.install()  # before what imports megatron.core
     from megatron.trainer.run import pretraining
 
     happened = []
