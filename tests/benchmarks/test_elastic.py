@@ -221,6 +221,7 @@ def test_one_rank(tmp_path, capsys):
     assert all(row["measured"] > 0 for row in json.loads(path.read_text())["rows"])
 
 
+@pytest.mark.full  # the command: test_one_rank; ranks that come and go: test_ranks_without_a_pipeline_wait
 def test_all_arms_run(tmp_path, capsys):
     """Two ranks, a few milliseconds a layer: every phase of every arm has run, and no batch is faster than its stages
     allow; the picture is drawn.

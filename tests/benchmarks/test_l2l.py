@@ -74,10 +74,13 @@ def test_emulated_lanes_run_the_program(tmp_path):
 
 @pytest.mark.full
 def test_emulated_lanes_of_four_ranks(tmp_path):
-    """The same on four ranks, whose computation is that of one without the last stage."""
+    """The same on four ranks, whose computation is that of one without the last stage, with short copies and long."""
     rows = rows_of("l2l", "lanes --only ranks --forward 1", tmp_path, statuses=(0, 1))
-    assert [(row["ranks"], row["stages"], row["formula"]) for row in rows] == [(4, 16, None)] * 2
+    assert [(row["case"], row["update"]) for row in rows] == [
+        (f"4 ranks, copies of {share}", update) for share in ("0.125", "0.5") for update in ("eager", "deferred")
+    ]
     for row in rows:
+        assert (row["ranks"], row["stages"], row["formula"]) == (4, 16, None)
         assert row["executed_is_program"] and row["ideal"] == pytest.approx(0.128)
         assert row["whole"] >= 0.999 * row["least"]
 
@@ -183,16 +186,21 @@ def test_the_limit_of_the_hosts_optimizer():
 
 @pytest.mark.full
 def test_real_computation_beside_flush(tmp_path):
-    """Both relays train in processes of their own, in turns with flush: the same losses, far fewer bytes of state on
-    the device, and as many moved as 2N - 2 fetches and N gradients have. (How fast depends on the machine.)
+    """The relay trains in a process of its own, in turns with flush, and so does one whose batch is one microbatch: the
+    same losses, far fewer bytes of state on the device, and as many moved as 2N - 2 fetches and N gradients have, with
+    however many microbatches. (How fast depends on the machine.)
     """
     arguments = (
         "compute --contenders l2l\\ eager --cores 1 --rounds 1 --layers 6 --hidden 32 --sequence 8 --microbatches 2"
     )
     rows = rows_of("l2l", arguments, tmp_path, statuses=(0, 1))
-    flush, relay = rows
-    assert (flush["contender"], relay["contender"]) == ("flush", "l2l eager")
+    flush, relay, at_once = rows
+    assert [(row["contender"], row["microbatches"]) for row in rows] == [
+        ("flush", 2), ("l2l eager", 2), ("l2l eager, one microbatch", 1)
+    ]  # fmt: skip
     assert relay["losses"] == flush["losses"] and len(flush["losses"]) == 2
+    assert at_once["losses"] == pytest.approx(flush["losses"], rel=1e-6)  # other sums of the same samples
+    assert at_once["state"] == relay["state"] and at_once["moved"] == relay["moved"]
     model = module("l2l_model").Model(layers=6, hidden=32, sequence=8)
     assert flush["state"] == 16 * model.num_parameters
     assert relay["state"] < flush["state"] / 2

@@ -139,13 +139,10 @@ def _halve(path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
+@pytest.mark.full  # without a launcher: tests/trainer/checkpoint/test_checkpoint.py; its last lines: test_last_lines.py
 @pytest.mark.parametrize(
     ("damage", "word"),
-    [
-        (_flip, "is damaged"),
-        pytest.param(_halve, "is truncated", marks=pytest.mark.full),
-        pytest.param(lambda path: path.unlink(), "is missing", marks=pytest.mark.full),
-    ],
+    [(_flip, "is damaged"), (_halve, "is truncated"), (lambda path: path.unlink(), "is missing")],
     ids=["flipped bit", "truncated", "missing"],
 )
 def test_damaged_checkpoint(tmp_path, saving, damage, word):
@@ -207,8 +204,9 @@ def test_disk_full_while_saving(tmp_path, schedule):
     assert_only_whole_checkpoints(tmp_path / "after")
 
 
+@pytest.mark.full  # in seconds, and named: tests/pipeline/runtime/failure; what is left of a killed job: test_resume.py
 @pytest.mark.alone
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.full)])
+@pytest.mark.parametrize("rank", [1, 0])
 def test_one_rank_killed_in_the_middle_of_training(tmp_path, rank):
     """The others end within 10 s and name it, also in the launcher's last lines, whichever of them it takes for the
     first; the checkpoints before are whole; no process is left, of those that load samples neither."""

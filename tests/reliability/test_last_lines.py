@@ -3,12 +3,9 @@
 import os
 import signal
 
-import pytest
-
 from tests.reliability import launch
 
 
-@pytest.mark.full  # another error of all ranks: test_damaged_checkpoint in tests/reliability/test_bad_input.py
 def test_an_error_of_all_ranks_is_the_root_cause(tmp_path):
     """The sentence stands once where it is found, and once in the launcher's summary, which has nothing else to say."""
     outcome = launch.train(

@@ -20,6 +20,7 @@ def test_loss_that_is_no_number_ends_the_job(tmp_path):
     assert not list(tmp_path.glob("checkpoints/iter_*"))
 
 
+@pytest.mark.full  # in one process: test_ranks_agree_before_they_form_a_group in tests/trainer/run/test_entry.py
 def test_problem_of_one_rank_at_the_start_is_told_with_its_rank(tmp_path, saving):
     """Rank 1 does not see the checkpoint, as on a node without the shared disk: both ranks end at once, and rank 0
     says whose problem it is."""

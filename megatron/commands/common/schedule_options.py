@@ -17,6 +17,7 @@ from megatron.pipeline.schedules.orders import PRESETS
 FLAGS = ("recompute", "extra_warmup", "balance", "tied_embeddings", "data_parallel")
 _PREDICTIONS = ("provisional_microbatches", "reduce_partial")
 _HOST = ("resident_stages", "host_update", "stash")
+_HALVES = ("backward_input", "backward_weight", "deferred_size")
 _PRESET_ONLY = (
     "provisional", *_PREDICTIONS, "stages", "virtual_stages", "microbatch_group_size", "batches", *_HOST, *FLAGS
 )  # fmt: skip
@@ -210,8 +211,8 @@ def _require_effect(options: argparse.Namespace) -> None:
             del without["recompute_time"]
         if PRESETS[options.schedule].residency is None:
             ignored += [(name, "weights on the device; give --schedule l2l") for name in ("fetch", "store", "update")]
-        if not _splits_backward(options):
-            halves = [name for name in ("backward_input", "backward_weight", "deferred_size") if hasattr(options, name)]
+        halves = [name for name in _HALVES if getattr(options, name, None) != parser.get_default(name)]
+        if halves and not _splits_backward(options):  # in this order: of a thousand ranks the second takes seconds
             ignored += [(name, "whole backwards; give --schedule zb-h1 or zbv") for name in halves]
         ignored += [
             (name, f"a program without it; add --{flag.replace('_', '-')}")

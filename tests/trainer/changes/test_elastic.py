@@ -23,6 +23,12 @@ def changes(results: list[dict]) -> list[tuple[int, int, int]]:
     return [(each["frozen_layers"], each["pipeline_ranks"], each["replicas"]) for each in records]
 
 
+@functools.cache
+def shrunk(flags: str = "") -> list[dict]:
+    """Of a run that logs what saved activations took, which changes no number."""
+    return train(4, f"{ELASTIC} {SHRINKS} --log-saved-activations --log-interval 3 {flags}")
+
+
 def batches(results: list[dict]) -> list[dict]:
     return [each for each in results[-1]["records"] if "lm_loss" in each]
 
@@ -68,7 +74,7 @@ def test_equals_a_pipeline_that_stays(flags, bounds):
     other, which Adam makes steps of (weights: 1.2e-5 measured). Sums in FP16 itself have 11 bits, 4.9e-4 (norms: 4e-5,
     weights: half of a step of 1e-3).
     """
-    stays, shrinks = train(4, f"{ELASTIC} {flags}"), train(4, f"{ELASTIC} {SHRINKS} {flags}")
+    stays, shrinks = train(4, f"{ELASTIC} {flags}"), shrunk(flags)
     assert changes(stays) == [(1, 4, 1), (2, 4, 1), (3, 4, 1)]
     assert changes(shrinks) == [(1, 4, 1), (2, 2, 2), (3, 1, 4)]
     nearly_equal(stays, shrinks, **bounds)
@@ -105,11 +111,12 @@ def test_with_tensor_ranks(flags):
     nearly_equal(stays, shrinks)
 
 
-def test_a_stop_between_changes_goes_on_as_if_there_was_none(tmp_path):
+@pytest.mark.parametrize("stops", [(4, 8), pytest.param((3, 4, 7, 8), marks=pytest.mark.full)])
+def test_a_stop_between_changes_goes_on_as_if_there_was_none(stops, tmp_path):
     """Also where it stops right behind a decision, before the change."""
-    whole = train(4, f"{ELASTIC} {SHRINKS}")
+    whole = shrunk()
     parts, save = [], f"--save {tmp_path} --load {tmp_path} --save-interval 100"
-    for last in (3, 4, 7, 8):
+    for last in stops:
         parts += batches(train(4, f"{ELASTIC} {SHRINKS} {save} --exit-interval {last}"))
     numbers = [(each["iteration"], each["lm_loss"], each["grad_norm"]) for each in parts]
     assert numbers == [(each["iteration"], each["lm_loss"], each["grad_norm"]) for each in batches(whole)]
@@ -167,13 +174,13 @@ TWO_BW = "--pipeline-schedule 2bw --use-distributed-optimizer --bf16"
         ("no_files_for_groups", r"OSError: \[Errno 24\] Too many open files", ""),
         pytest.param("no_files_for_groups", r"OSError: \[Errno 24\]", TWO_BW, marks=pytest.mark.full),
         pytest.param("a_model_that_cannot_be", "no such model", "", marks=pytest.mark.full),
-        ("no_memory_for_chunks", "OutOfMemoryError: tried to allocate 80 GiB", ""),
+        pytest.param("no_memory_for_chunks", "OutOfMemoryError: tried to allocate 80 GiB", "", marks=pytest.mark.full),
         pytest.param("no_memory_for_gradients", "OutOfMemoryError: 80 GiB", "", marks=pytest.mark.full),
         pytest.param("no_files_for_the_chain", "RuntimeError: no sockets", "", marks=pytest.mark.full),
         pytest.param("a_stage_that_cannot_be", "no such stage", "", marks=pytest.mark.full),
         pytest.param("another_program", "2 different programs", "", marks=pytest.mark.full),
-        pytest.param("a_late_fault", "RuntimeError: no kernel", "", marks=pytest.mark.full),
-        ("a_late_fault", "RuntimeError: no kernel", TWO_BW),
+        ("a_late_fault", "RuntimeError: no kernel", ""),
+        pytest.param("a_late_fault", "RuntimeError: no kernel", TWO_BW, marks=pytest.mark.full),
     ],
 )
 def test_after_a_fault_in_a_change_the_run_goes_on(fault, error, flags):
@@ -218,8 +225,7 @@ def test_resumed_by_other_flags(tmp_path):
 
 def test_peaks_of_activations_over_a_change():
     """A line of the log that begins with four ranks and ends with two."""
-    flags = f"{ELASTIC} {SHRINKS} --log-saved-activations --log-interval 3"
-    found = train(4, flags)
+    found = shrunk()
     assert len(batches(found)) == 8 and changes(found)[-1] == (3, 1, 4)
 
 
@@ -252,14 +258,18 @@ def test_many_changes_leave_nothing_behind(pipelines, watch, num_changes, num_fa
     ("batch", "flags", "pipelines"),
     [
         (16, "", [[0, 2], [1, 3]]),
-        (256, "", [[0, 1], [2, 3]]),
+        (128, "", [[0, 1], [2, 3]]),
+        pytest.param(256, "", [[0, 1], [2, 3]], marks=pytest.mark.full),
         pytest.param(256, "--pipeline-schedule 2bw --use-distributed-optimizer", [[0, 1], [2, 3]],
                      marks=pytest.mark.full),
     ],
 )  # fmt: skip
 def test_on_two_hosts(batch, flags, pipelines, tmp_path):
     """Two pipelines of 4 ranks: with few microbatches gradients are more than what stages send, so replicas stay on a
-    host; with many a pipeline does. Either way nothing else is another; and stopped and resumed."""
+    host; with many a pipeline does. Either way nothing else is another; and stopped and resumed.
+
+    Under the distributed optimizer each rank has a part of the squares of the norm, and these are added up in the order
+    of ranks."""
     flags = f"{ELASTIC} --elastic-pipeline --elastic-schedule 2 --global-batch-size {batch} --train-iters 5 {flags}"
     flags += " --micro-batch-size 4"
     expected, hosts = train(4, flags), {"watch": "tests.trainer.changes.elastic_hosts:two_hosts"}
@@ -267,13 +277,13 @@ def test_on_two_hosts(batch, flags, pipelines, tmp_path):
     assert changes(found) == changes(expected) == [(1, 2, 2), (2, 2, 2)]
     assert sorted({tuple(each["watched"]) for each in found}) == [tuple(each) for each in pipelines]
     told = [line for line in found[-1]["lines"] if "pipeline changed" in line]
-    assert all(("| the ranks of a pipeline in a row |" in line) == (batch == 256) for line in told)
+    assert all(("| the ranks of a pipeline in a row |" in line) == (batch > 16) for line in told)
     save = f"--save {tmp_path} --load {tmp_path} --save-interval 100"
     parts = [*batches(train(4, f"{flags} {save} --exit-interval 3", **hosts)), *batches(train(4, f"{flags} {save}"))]
-
-    def numbers(records: list[dict]) -> list[tuple]:
-        return [(each["iteration"], each["lm_loss"], each["grad_norm"]) for each in records]
-
-    assert numbers(batches(found)) == numbers(batches(expected)) == numbers(parts)
+    rounding = 1e-14 if "distributed" in flags else 0
+    for others in (batches(found), parts):
+        for one, other in zip(batches(expected), others, strict=True):
+            assert (other["iteration"], other["lm_loss"]) == (one["iteration"], one["lm_loss"])
+            assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=rounding, abs=0)
     weights = joined_weights(expected)
     assert all(torch.equal(value, weights[name]) for name, value in joined_weights(found).items())

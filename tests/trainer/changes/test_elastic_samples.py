@@ -18,22 +18,24 @@ def samples(results: list[dict]) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize(
-    ("epochs", "flags"),
+    ("epochs", "flags", "stops"),
     [
-        (4, "--epochs 4"),
-        pytest.param(4, "--epochs 4 --activation-cache {folder} --activation-cache-use always", marks=pytest.mark.full),
-        pytest.param(8, f"--train-samples {8 * NUM_TRAINING} --elastic-batch grow", marks=pytest.mark.full),
+        (4, "--epochs 4", (7,)),
+        pytest.param(4, "--epochs 4", (3, 4, 7), marks=pytest.mark.full),
+        pytest.param(4, "--epochs 4 --activation-cache {folder} --activation-cache-use always", (3, 4, 7),
+                     marks=pytest.mark.full),
+        pytest.param(8, f"--train-samples {8 * NUM_TRAINING} --elastic-batch grow", (3, 4, 7), marks=pytest.mark.full),
     ],
-)
-def test_none_twice_and_none_lost(tmp_path, epochs, flags):
-    """Over three changes, and over four runs each of which goes on from where the one before has stopped: right behind
-    a decision, between two, and in the middle of an epoch. Each batch has the same samples, and so has each part of a
+)  # fmt: skip
+def test_none_twice_and_none_lost(tmp_path, epochs, flags, stops):
+    """Over three changes, and over runs each of which goes on from where the one before has stopped: right behind a
+    decision, between two, and in the middle of an epoch. Each batch has the same samples, and so has each part of a
     batch that has grown."""
     flags = f"{FLAGS} {flags.format(folder=tmp_path / 'cache')}"
     watch = "tests.trainer.run.read_samples:sample_ids"
     whole = samples(train_vision(4, flags, watch=watch))
     parts, save = [], f"--save {tmp_path / 'checkpoints'} --load {tmp_path / 'checkpoints'} --save-interval 100"
-    for last in (3, 4, 7, 100):
+    for last in (*stops, 100):
         parts += samples(train_vision(4, f"{flags} {save} --exit-interval {last}", watch=watch))
     assert Counter(whole) == Counter(parts)
     batches = epochs * NUM_TRAINING // BATCH

@@ -95,7 +95,8 @@ def test_stopped_and_resumed(tmp_path, name, stop):
     assert_goes_on(train_watched(2, f"{flags} --load {tmp_path}"), whole(flags))
 
 
-@pytest.mark.parametrize("schedule", ["flush", pytest.param("2bw", marks=pytest.mark.full)])
+@pytest.mark.full  # one without frozen layers: tests/trainer/run/test_loop.py
+@pytest.mark.parametrize("schedule", ["flush", "2bw"])
 def test_a_stop_request_to_stop(tmp_path, schedule):
     """SIGTERM within an interval, or at its end: one checkpoint, which goes on as if nothing had been."""
     flags = f"--pipeline-schedule {schedule} --freeze-schedule 1,2,3"
@@ -118,7 +119,8 @@ def test_saved_at_every_iteration_beside_training(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "stop"), [(2, 1, 4), (1, 2, 4), pytest.param(4, 2, 5, marks=pytest.mark.full)]
+    ("before", "after", "stop"),
+    [(2, 1, 4), pytest.param(1, 2, 4, marks=pytest.mark.full), pytest.param(4, 2, 5, marks=pytest.mark.full)],
 )
 @pytest.mark.parametrize("name", ["flush", pytest.param("2bw, bf16", marks=pytest.mark.full)])
 def test_another_depth(tmp_path, name, before, after, stop):
