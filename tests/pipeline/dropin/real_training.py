@@ -1,10 +1,12 @@
 """Runs of a real checkout of Megatron-LM, named by MEGATRON_LM, and what they leave to compare."""
 
 import os
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,15 +18,15 @@ PATIENCE = 400  # seconds for a job
 
 needs_checkout = pytest.mark.skipif(CHECKOUT is None, reason="MEGATRON_LM names no checkout of Megatron-LM")
 
-MODEL = (
+MODEL = shlex.split(
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --mock-data "
     "--tokenizer-type NullTokenizer --vocab-size 128 --transformer-impl local --no-persist-layer-norm "
     "--no-gradient-accumulation-fusion"
-).split()
-RUN = (
+)
+RUN = shlex.split(
     "--micro-batch-size 2 --lr 1e-3 --min-lr 1e-4 --lr-decay-style linear --lr-decay-iters 20 --clip-grad 1.0 "
     "--log-interval 1 --eval-iters 1 --eval-interval 1000"
-).split()
+)
 
 
 @dataclass(frozen=True)
@@ -43,41 +45,51 @@ class RealRun:
     output: str
     scalars: Scalars
     save: Path
-    status: int = 0
 
     def tensors(self, iteration: int) -> dict[str, torch.Tensor]:
         """Every tensor of a checkpoint, by its key: weights, optimizer's state, versions."""
         return checkpoint_tensors(self.save / f"iter_{iteration:07d}")
 
 
-def train(
-    folder: Path, flags: str, *, ranks: int, iterations: int = 10, schedule: str | None = None, batch: int = 16,
-    expect: int = 0, environment: dict[str, str] | None = None,
-) -> RealRun:  # fmt: skip
-    """Train in the checkout, natively where no schedule is named; saves at the end."""
-    folder.mkdir(parents=True, exist_ok=True)
+def command_of(
+    folder: Path, flags: str, *, ranks: int, iterations: int = 10, schedule: str | None = None, own: bool = False
+) -> list[str]:
+    """Of a job that saves and writes for TensorBoard in `folder`: in the checkout, natively where no schedule is named,
+    or by this project's `own` program.
+    """
     save, board = folder / "save", folder / "board"
+    program = [str(ROOT / "pretrain_gpt.py")] if own else ["-m", "megatron.pipeline.dropin", "pretrain_gpt.py"]
     command = [
         sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--rdzv-backend=c10d",
-        "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "-m", "megatron.pipeline.dropin", "pretrain_gpt.py",
-        *MODEL, *RUN, f"--global-batch-size={batch}", f"--train-iters={iterations}", f"--save={save}",
-        "--save-interval=1000", f"--tensorboard-dir={board}", "--tensorboard-log-interval=1",
+        "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", *program, *MODEL, *RUN, f"--train-iters={iterations}",
+        f"--save={save}", f"--tensorboard-dir={board}", "--tensorboard-log-interval=1",
         *flags.split(),
     ]  # fmt: skip
-    if "--hidden-dropout" not in flags:
-        command += ["--hidden-dropout=0", "--attention-dropout=0"]
+    for name, value in (("--hidden-dropout", 0), ("--attention-dropout", 0), ("--global-batch-size", 16),
+                        ("--save-interval", 1000)):  # fmt: skip
+        command += [f"{name}={value}"] if name not in flags else []
     if schedule is not None:
         command += [f"--pipeline-schedule={schedule}"]
-        command += ["--rerun-mode=disabled"] if schedule == "2bw" and "--rerun-mode" not in flags else []
+        command += ["--rerun-mode=disabled"] if schedule == "2bw" and not own else []
+    return command
+
+
+def environment_of_job() -> dict[str, str]:
+    """With this project, and with what the checkout needs beside it, on the path."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def train(folder: Path, flags: str, *, ends: bool = True, **options: Any) -> RealRun:
+    """Run the job of `command_of` to its end; `ends`: in order, else it is refused."""
+    folder.mkdir(parents=True, exist_ok=True)
     ended = subprocess.run(
-        command, cwd=CHECKOUT, timeout=PATIENCE, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1",
-             **(environment or {})},
+        command_of(folder, flags, **options), cwd=folder if options.get("own") else CHECKOUT, timeout=PATIENCE,
+        text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment_of_job(),
     )  # fmt: skip
     (folder / "output.txt").write_text(ended.stdout)
-    assert (ended.returncode == 0) == (expect == 0), ended.stdout[-6000:]
-    return RealRun(ended.stdout, read_scalars(board), save, ended.returncode)
+    assert (ended.returncode == 0) is ends, ended.stdout[-6000:]
+    return RealRun(ended.stdout, read_scalars(folder / "board") if ends else Scalars({}, {}, {}), folder / "save")
 
 
 def read_scalars(board: Path) -> Scalars:

@@ -28,7 +28,7 @@ def test_interleaved_takes_several_stages():
     require_supported(arguments("--pipeline-schedule interleaved", **two))
     with pytest.raises(ValueError, match="several stages on each rank, and there is one; give --num-virtual"):
         require_supported(arguments("--pipeline-schedule interleaved"))
-    with pytest.raises(ValueError, match="one stage on each rank, and there are 2; leave .*, or use interleaved"):
+    with pytest.raises(ValueError, match=r"one stage on each rank, and there are 2; leave .*, or use interleaved"):
         require_supported(arguments("--pipeline-schedule 2bw", **two))
 
 
@@ -64,7 +64,7 @@ def test_two_versions_need_a_format_that_has_room_for_them():
     """Only where checkpoints are saved or loaded."""
     require_supported(arguments("--pipeline-schedule 2bw", ckpt_format="torch"))
     for name in ("save", "load"):
-        with pytest.raises(ValueError, match="--ckpt-format torch has no place .*; use torch_dist"):
+        with pytest.raises(ValueError, match=r"--ckpt-format torch has no place .*; use torch_dist"):
             require_supported(arguments("--pipeline-schedule 2bw", ckpt_format="torch", **{name: "somewhere"}))
 
 
