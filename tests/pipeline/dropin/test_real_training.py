@@ -92,7 +92,7 @@ def test_bit_equal_to_their_own_schedule(case, schedule, native, tmp_path):
 
 
 def test_interleaved_is_flush_from_one_checkpoint(start, tmp_path):
-    """Their own is wrong on gloo. Without clipping, which sums the norm in another order where ranks have two chunks."""
+    """Their own is wrong on gloo. Without clipping: the norm of two chunks is summed in another order."""
     flush = train(tmp_path / "flush", f"{start} --clip-grad 0", ranks=2, schedule="flush")
     ours = train(
         tmp_path / "interleaved", f"{start} --clip-grad 0 --num-virtual-stages-per-pipeline-rank 2", ranks=2,
