@@ -80,6 +80,7 @@ def run(script: Path) -> None:
     module.__spec__ = spawned.__spec__
     os.environ[spawned.SCRIPT_VARIABLE] = module.__file__
     sys.modules["__main__"] = module
+    sys.modules["__mp_main__"] = module  # what children call it when they send something of it back
     execute(script, vars(module))
 
 

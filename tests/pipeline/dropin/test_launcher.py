@@ -1,0 +1,218 @@
+"""How a job starts: the path, the main module, what children import, and errors that are said once."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.pipeline.dropin import launcher
+from tests.pipeline.dropin import fake_training
+from tests.pipeline.dropin.fake_training import launch
+
+CPU = {"CUDA_VISIBLE_DEVICES": ""}
+"""The same everywhere, also on a machine with a GPU."""
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory) -> Path:
+    return fake_training.write(tmp_path_factory.mktemp("megatron") / "checkout")
+
+
+def write(checkout: Path, name: str, text: str) -> str:
+    (checkout / name).write_text(text)
+    return name
+
+
+def test_usage(tmp_path):
+    """Without a script to ask, -h says how to name one; behind a script it is the script's."""
+    done = launch("-h", cwd=tmp_path, **CPU)
+    assert done.returncode == 0 and done.stdout.startswith("usage: ") and not done.stderr
+
+
+def test_help_of_the_script(checkout):
+    """-h behind the script reaches it."""
+    done = launch("pretrain_small.py", "-h", cwd=checkout, **CPU)
+    assert done.returncode == 0 and "usage: pretrain_small.py" in done.stdout and "--num-layers" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "no script is named; name one"),
+        (["--save", "x"], "--save stands before the script; name the script first"),
+        (["absent.py"], "there is no file absent.py in "),
+        (["."], "there is no file . in "),
+    ],
+)
+def test_command_line_without_a_script(arguments, sentence):
+    """Each way of naming none has its sentence."""
+    with pytest.raises(ValueError, match=sentence):
+        launcher.script_of(arguments)
+
+
+def test_path_is_the_scripts(tmp_path):
+    """The script's folder takes the place of the working directory, links followed, and the rest stays in its order."""
+    (tmp_path / "real").mkdir()
+    script = tmp_path / "real" / "train.py"
+    script.touch()
+    (tmp_path / "linked.py").symlink_to(script)
+    here, root = Path("/somewhere"), str(launcher.OUR_ROOT)
+    folder = str(script.parent)
+    for first in ("", "/somewhere"):
+        assert launcher.path_for(tmp_path / "linked.py", [first, "/a", root, "/b"], here) == [folder, "/a", root, "/b"]
+    assert launcher.path_for(script, ["/a", root, "/somewhere"], here) == [folder, "/a", root, "/somewhere"]
+
+
+def test_path_keeps_this_project_where_only_the_working_directory_had_it(tmp_path):
+    """Started from this repository, with nothing installed: last, so that nothing of the user's is hidden."""
+    script = tmp_path / "train.py"
+    root = str(launcher.OUR_ROOT)
+    assert launcher.path_for(script, [root, "/a"], launcher.OUR_ROOT) == [str(tmp_path), "/a", root]
+    assert launcher.path_for(script, ["", "/a"], launcher.OUR_ROOT) == [str(tmp_path), "/a", root]
+
+
+def test_script_is_the_main_module(checkout, tmp_path):
+    """Started from elsewhere, it is `__main__` with its own arguments, file, folder and names, and
+    none of the launcher's."""
+    script = write(
+        checkout,
+        "asks.py",
+        "import inspect, json, os, pickle, sys\n"
+        "def function(): ...\n"
+        "main = sys.modules['__main__']\n"
+        "print(json.dumps([__name__, __file__, sys.argv, sys.path[0], main.function is function,\n"
+        "    pickle.loads(pickle.dumps(function)) is function, inspect.getsource(function), os.getcwd(),\n"
+        "    sorted(name for name in vars(main) if not name.startswith('__'))]))\n",
+    )
+    done = launch(checkout / script, "--a", "-h", "b c", cwd=tmp_path, **CPU)
+    assert done.returncode == 0, done.stderr
+    name, file, argv, path, *same, source, cwd, names = json.loads(done.stdout.splitlines()[-1])
+    assert name == "__main__" and file == str(checkout / script) and path == str(checkout)
+    assert argv == [str(checkout / script), "--a", "-h", "b c"] and cwd == str(tmp_path)
+    assert all(same) and source == "def function(): ...\n"
+    assert names == ["function", "inspect", "json", "main", "os", "pickle", "sys"]
+
+
+def test_spawned_child_knows_the_script(checkout):
+    """A child that is spawned finds the script's classes, with the layer in place, and does not run its main part."""
+    script = write(
+        checkout,
+        "spawns.py",
+        "import multiprocessing, os, sys\n"
+        "import torch\n"
+        "print('top of', __name__, flush=True)\n"
+        "class Answer:\n"
+        "    def __init__(self): self.devices = torch.cuda.device_count()\n"
+        "def ask(connection): connection.send(Answer())\n"
+        "if __name__ == '__main__':\n"
+        "    context = multiprocessing.get_context('spawn')\n"
+        "    ours, its = context.Pipe()\n"
+        "    child = context.Process(target=ask, args=(its,)); child.start()\n"
+        "    print('devices', ours.recv().devices, type(Answer()).__module__); child.join()\n"
+        "    print('status', child.exitcode)\n",
+    )
+    done = launch(script, cwd=checkout, **CPU)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("megatron.pipeline.dropin: ")]
+    assert lines == ["top of __main__", "top of __mp_main__", "devices 1 __main__", "status 0"]
+    assert done.stdout.count("the CPU layer is installed") == 1  # the child says nothing
+
+
+def test_scripts_own_error_is_its_own(checkout):
+    """An exit status and a traceback pass through; a ValueError of the script is not taken for one of ours."""
+    assert launch(write(checkout, "exits.py", "raise SystemExit(7)\n"), cwd=checkout, **CPU).returncode == 7
+    done = launch(write(checkout, "raises.py", "x = 1\nraise ValueError('its own')\n"), cwd=checkout, **CPU)
+    assert done.returncode == 1 and 'raises.py", line 2, in <module>' in done.stderr
+    assert done.stderr.rstrip().endswith("ValueError: its own")
+
+
+def test_error_is_said_once(tmp_path):
+    """Two ranks without a Megatron-LM: one sentence, status 2 of both, and no process group."""
+    script = write(tmp_path, "train.py", "raise SystemExit('ran')\n")
+    done = launch(script, num_ranks=2, cwd=tmp_path, **CPU)
+    assert done.returncode != 0 and "exitcode  : 2" in done.stderr and "exitcode  : 1" not in done.stderr
+    sentences = [line for line in done.stderr.splitlines() if line.startswith("megatron.pipeline.dropin: error: ")]
+    assert len(sentences) == 1 and "there is no Megatron-LM" in sentences[0]
+    assert "launcher.py" not in done.stderr  # no traceback of ours
+
+
+def test_installed_by_an_import(checkout):
+    """Two lines at the top of the script do the same without the launcher; a second call does and says nothing."""
+    text = (checkout / "pretrain_small.py").read_text()
+    importing = "import megatron.pipeline.dropin\nfor _ in range(2):\n    megatron.pipeline.dropin.install()\n"
+    script = write(checkout, "imports.py", importing + text.partition('"""\n\n')[2])
+    done = fake_training.start(script, "--train-iters", 2, num_ranks=1, cwd=checkout, **CPU)
+    assert done.returncode == 0, done.stderr
+    assert len(fake_training.losses(done.stdout)) == 2
+    assert done.stdout.count("megatron.pipeline.dropin: megatron.training of ") == 1
+
+
+def test_import_that_comes_too_late_for_a_cpu(checkout):
+    """megatron.core has bound names of torch.cuda by then: a sentence says what to do."""
+    text = "import megatron.core\nimport megatron.pipeline.dropin as dropin\ndropin.install()\n"
+    done = fake_training.start(write(checkout, "late.py", text), cwd=checkout, **CPU)
+    assert "ValueError: megatron.core was imported before megatron.pipeline.dropin.install()" in done.stderr
+
+
+def test_training_on_a_cpu(checkout, tmp_path):
+    """Their training, which asks for CUDA, nccl and a compiler, trains, evaluates and saves on two stages, and goes on
+    from there."""
+    arguments = ("pretrain_small.py", "--pipeline-model-parallel-size", 2, "--eval-interval", 2)
+    whole = launch(*arguments, "--save", tmp_path, "--save-interval", 2, num_ranks=2, cwd=checkout, **CPU)
+    assert whole.returncode == 0, whole.stderr
+    assert whole.stdout.count("CPU layer is installed") == 1
+    assert whole.stdout.count("validation loss") == 3
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    rest = launch(*arguments, "--load", tmp_path, num_ranks=2, cwd=checkout, **CPU)
+    assert rest.returncode == 0, rest.stderr
+    expected = fake_training.losses(whole.stdout)
+    assert [iteration for iteration, *_ in expected] == [1, 2, 3, 4]
+    assert fake_training.losses(rest.stdout) == expected[2:]
+
+
+def test_environment_is_left_alone(checkout):
+    """With CUDA, install() neither changes the environment nor installs anything of the CPU layer."""
+    script = write(
+        checkout,
+        "unchanged.py",
+        "import os, sys, torch\n"
+        "before = dict(os.environ)\n"
+        "torch.cuda.is_available = lambda: True\n"
+        "count = torch.cuda.device_count\n"
+        "from megatron import backend\n"
+        "import megatron.pipeline.dropin as dropin\n"
+        "torch.compile = lambda function=None, **_: function or (lambda each: each)\n"  # seconds each, and not run here
+        "dropin.install()\n"
+        "import megatron.training.initialize as theirs\n"
+        "assert os.environ == before and torch.cuda.device_count is count and not backend.is_installed()\n"
+        "assert theirs._compile_dependencies.__module__ == theirs.__name__\n"
+        "print('unchanged')\n",
+    )
+    done = fake_training.start(script, cwd=checkout, **CPU)
+    assert done.stdout.splitlines()[-1:] == ["unchanged"], done.stderr
+
+
+REAL = (
+    *("--num-layers", 4, "--hidden-size", 64, "--num-attention-heads", 4, "--seq-length", 32),
+    *("--max-position-embeddings", 32, "--micro-batch-size", 2, "--global-batch-size", 8, "--train-iters", 4),
+    *("--lr", 1e-3, "--min-lr", 1e-4, "--lr-decay-style", "linear", "--lr-decay-iters", 20, "--mock-data"),
+    *("--tokenizer-type", "NullTokenizer", "--vocab-size", 128, "--transformer-impl", "local"),
+    *("--hidden-dropout", 0, "--attention-dropout", 0, "--pipeline-model-parallel-size", 2, "--log-interval", 1),
+    *("--eval-iters", 1, "--eval-interval", 1000, "--no-persist-layer-norm", "--no-gradient-accumulation-fusion"),
+)
+"""A job for the `pretrain_gpt.py` of Megatron-LM that needs no GPU, no kernels and no files."""
+
+
+def test_real_training_on_a_cpu(tmp_path):
+    """Megatron-LM's own pretrain_gpt.py, unchanged: it trains on two stages, saves, and goes on from there."""
+    checkout = fake_training.real_checkout()
+    whole = launch("pretrain_gpt.py", *REAL, "--save", tmp_path, "--save-interval", 2, num_ranks=2, cwd=checkout, **CPU)
+    assert whole.returncode == 0, whole.stderr
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    rest = launch("pretrain_gpt.py", *REAL, "--load", tmp_path, num_ranks=2, cwd=checkout, **CPU)
+    assert rest.returncode == 0, rest.stderr
+    expected = fake_training.losses(whole.stdout)
+    assert [iteration for iteration, *_ in expected] == [1, 2, 3, 4]
+    # Their log's second line behind a start averages two iterations' losses; the norm is its own iteration's.
+    resumed = fake_training.losses(rest.stdout)
+    assert resumed[0] == expected[2] and resumed[1][2] == expected[3][2]

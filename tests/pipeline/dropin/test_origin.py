@@ -1,0 +1,206 @@
+"""Where a job's Megatron-LM comes from: read in files that stand for it, with nothing of them run."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from megatron.pipeline.dropin import origin
+from megatron.pipeline.dropin.origin import Origin
+from tests.pipeline.dropin import fake_training
+
+
+def package(folder: Path, *, version: str | None = None, text: str = "raise SystemExit('imported')\n") -> Path:
+    """A package that ends whoever imports it."""
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text(text)
+    if version is not None:
+        names = zip(("MAJOR", "MINOR", "PATCH"), version.split("."), strict=True)
+        (folder / "package_info.py").write_text("".join(f"{name} = {number}\n" for name, number in names))
+    return folder
+
+
+def training(root: Path, **files: str) -> Path:
+    """A `megatron.training` that has what is replaced; `files` gives others their text."""
+    folder = package(root / "megatron" / "training")
+    texts = {
+        "arguments": "def add_megatron_arguments(parser): ...\n",
+        "training": "import os\nfrom x import get_forward_backward_func, save_checkpoint\n"
+        "def setup_model_and_optimizer(): ...\ndef train(): ...\n",
+        **files,
+    }
+    for name, text in texts.items():
+        (folder / f"{name}.py").write_text(text)
+    return folder
+
+
+def found(*roots: Path) -> list[str]:
+    """What `find`, `check` and `notes` say in a process whose path begins with these folders."""
+    program = textwrap.dedent(
+        """
+        import sys
+        from megatron.pipeline.dropin import origin
+        try:
+            it = origin.find()
+            origin.check(it)
+            print(it.training, it.core, it.version, *origin.notes(it), sep="\\n")
+        except ValueError as error:
+            print(error)
+        print(sorted(name for name in sys.modules if name.startswith(("megatron.core", "megatron.training", "torch"))))
+        """
+    )
+    path = os.pathsep.join(map(str, (*roots, fake_training.ROOT)))
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    *lines, loaded = done.stdout.splitlines()
+    assert loaded == "[]"
+    return lines
+
+
+def test_checkout_is_found_and_nothing_of_it_imported(tmp_path):
+    """Training and core come from the folder that is first on the path, in a Python that has a megatron-core, too."""
+    package(tmp_path / "megatron" / "core", version="0.16.3")
+    training(tmp_path)
+    home = tmp_path / "megatron"
+    assert found(tmp_path) == [str(home / "training"), str(home / "core"), "(0, 16, 3)"]
+
+
+def test_training_beside_the_wheels_core(tmp_path):
+    """A folder with training only takes the core that is installed; a wheel's training lies beside its core."""
+    training(tmp_path)
+    lines = found(tmp_path)
+    assert lines[0] == str(tmp_path / "megatron" / "training")
+    assert "site-packages" in lines[1] and lines[2].startswith("(0, ")
+
+
+def test_without_training(tmp_path):
+    """Where nothing has it, where a folder of that name is no package, and where it is found in no path entry."""
+    (tmp_path / "megatron" / "training").mkdir(parents=True)
+    for roots in ((), (tmp_path,)):
+        (line,) = found(*roots)
+        assert line.startswith("there is no Megatron-LM: ") and "PYTHONPATH=/path/to/Megatron-LM" in line
+
+
+def test_remedy_names_the_checkout_that_the_script_lies_in(tmp_path, monkeypatch):
+    """As for a script in examples/, which would append its checkout to the path only when it runs."""
+    training(tmp_path)
+    script = tmp_path / "examples" / "vision" / "train.py"
+    monkeypatch.setattr(sys, "argv", [str(script)])
+    with pytest.raises(ValueError, match=f"PYTHONPATH={tmp_path}$"):
+        origin.find()
+
+
+def test_training_of_someone_else(tmp_path):
+    """A megatron.training without the functions that are replaced is refused, with their names."""
+    training(tmp_path, training="def train(): ...\n")
+    (line,) = found(tmp_path)
+    assert "training.py has no get_forward_backward_func, setup_model_and_optimizer, save_checkpoint, which" in line
+    training(tmp_path / "other", arguments="")
+    (line,) = found(tmp_path / "other")
+    assert "arguments.py has no add_megatron_arguments, which" in line
+
+
+def test_missing_file_is_missing_names(tmp_path):
+    """A package of that name that has no training.py."""
+    (training(tmp_path) / "training.py").unlink()
+    (line,) = found(tmp_path)
+    assert "training.py has no get_forward_backward_func" in line
+
+
+def test_names_are_seen_where_they_are_bound(tmp_path):
+    """Imports, also under another name or in a `try`, assignments and definitions in an `if`; not what is inside a
+    function or imported as something else."""
+    text = """
+        import a.b
+        from c import d as e, f
+        try:
+            from g import h
+        except ImportError:
+            h = None
+            i = j = 1
+        else:
+            k = 2
+        finally:
+            l = 3
+        if a:
+            def m():
+                n = 1
+        else:
+            class o: p = 1
+        with a as q:
+            async def r(): ...
+    """
+    file = tmp_path / "module.py"
+    file.write_text(textwrap.dedent(text))
+    assert origin._names_at_top(file) == set(["a", "e", "f", "h", "i", "j", "k", "l", "m", "o", "r"])
+
+
+def test_source_that_this_python_cannot_read(tmp_path):
+    """As of a Megatron-LM that asks for a newer Python."""
+    training(tmp_path, training="def train(:\n")
+    (line,) = found(tmp_path)
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    assert line.startswith(f"Python {version} cannot read ") and "in line 1; use the Python" in line
+
+
+def test_core_from_another_root(tmp_path):
+    """A checkout whose own core lies behind another one on the path is refused; PYTHONPATH mends it."""
+    package(tmp_path / "first" / "megatron" / "core", version="0.20.0")
+    package(tmp_path / "checkout" / "megatron" / "core", version="0.16.1")
+    training(tmp_path / "checkout")
+    (line,) = found(tmp_path / "first", tmp_path / "checkout")
+    assert f"megatron.core from {tmp_path / 'first'}, although {tmp_path / 'checkout'} has one" in line
+    assert line.endswith(f"PYTHONPATH={tmp_path / 'checkout'}")
+    assert len(found(tmp_path / "checkout", tmp_path / "first")) == 3
+
+
+def test_without_core(tmp_path, monkeypatch):
+    """A checkout of which only training was copied, in a Python without megatron-core."""
+    folders = {"megatron.training": tmp_path, "megatron.core": None}
+    monkeypatch.setattr(origin, "_package", folders.get)
+    with pytest.raises(ValueError, match=r"there is no megatron\.core; take a whole checkout"):
+        origin.find()
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        ((0, 16, 1), []),
+        ((0, 20, 3), []),
+        ((0, 18, 0), ["megatron.core 0.18.0 has not been run with these schedules (0.16 and 0.20 have); compare"]),
+        ((0, 11, 2), ["megatron.core 0.11.2 has not been run", ", and is older than 0.12; compare"]),
+        (None, ["megatron.core of unknown version has not been run"]),
+    ],
+)
+def test_versions_that_were_not_run_are_noted(version, said):
+    """Those that were run are not; an old one is, and is not refused."""
+    notes = list(origin.notes(Origin(Path("/x/megatron/training"), Path("/x/megatron/core"), version)))
+    assert len(notes) == bool(said)
+    assert all(part in notes[0] for part in said)
+
+
+def test_version_that_does_not_say(tmp_path):
+    """No file, another file's text, or a number that is computed: unknown."""
+    assert origin._version(tmp_path) is None
+    file = tmp_path / "package_info.py"
+    for text in ("MAJOR = 0\nMINOR = 16\n", "MAJOR = 0\nMINOR = 8 + 8\nPATCH = 1\n", "MAJOR = (\n"):
+        file.write_text(text)
+        assert origin._version(tmp_path) is None
+    file.write_text("MAJOR = 0\nMINOR = 16\nPATCH = 1\nPRE_RELEASE = 'rc0'\n")
+    assert origin._version(tmp_path) == (0, 16, 1)
+
+
+def test_real_checkout():
+    """The user's Megatron-LM is one whose functions can be replaced, and all of it is its own."""
+    checkout = fake_training.real_checkout().resolve()
+    home = checkout / "megatron"
+    assert found(checkout)[:2] == [str(home / "training"), str(home / "core")]
