@@ -22,7 +22,7 @@ def schedule_of(args: argparse.Namespace, *, tied_embeddings: bool) -> Schedule:
         choices = {
             "data_parallel": args.data_parallel_size > 1,
             "tied_embeddings": tied_embeddings and args.pipeline_model_parallel_size > 1,
-            "norm_decides": args.clip_grad > 0.0 or args.fp16,
+            "norm_decides": args.clip_grad > 0.0 or getattr(args, "fp16", False),
         }
     if preset.interleaves:
         choices["microbatch_group_size"] = getattr(args, "microbatch_group_size_per_vp_stage", None)
@@ -36,7 +36,7 @@ def batches_of(args: argparse.Namespace) -> Sequence[int]:
     """How many microbatches of a pipeline the batches of the run have, in the order in which they come."""
     per_microbatch = args.micro_batch_size * args.data_parallel_size
     sizes = [args.global_batch_size]
-    if args.rampup_batch_size is not None:
+    if getattr(args, "rampup_batch_size", None) is not None:
         start, increment = (int(each) for each in args.rampup_batch_size[:2])
         sizes = [*range(start, args.global_batch_size, increment), args.global_batch_size]
     return [size // per_microbatch for size in sizes]

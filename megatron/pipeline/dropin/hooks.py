@@ -22,17 +22,8 @@ def install_hooks() -> None:
     """Import `megatron.training` and put our functions in place."""
     from megatron.training import arguments, checkpointing, training
 
-    needed = (
-        (arguments, "add_megatron_arguments", _with_our_flags),
-        (arguments, "validate_args", _with_our_rules),
-        (training, "get_forward_backward_func", _with_our_schedule),
-        (training, "setup_model_and_optimizer", _with_our_update),
-        (training, "load_checkpoint", _with_both_versions_loaded),
-        (training, "save_checkpoint", _drained_and_saved),
-        (training, "train", _to_the_end),
-        (checkpointing, "generate_state_dict", _with_both_versions),
-        (checkpointing, "_load_base_checkpoint", _asking_for_both_versions),
-    )
+    modules = {"arguments.py": arguments, "checkpointing.py": checkpointing, "training.py": training}
+    needed = [(modules[file], name, around) for file, names in NEEDED.items() for name, around in names.items()]
     where_there = (  # all ranks wait for each other in these
         (training, "logical_and_across_model_parallel_group", _known_on_all_ranks),
         (training, "reduce_max_stat_across_model_parallel_group", _known_on_all_ranks),
@@ -143,7 +134,7 @@ def _asking_for_both_versions(original: Callable) -> Callable:
     def _load_base_checkpoint(load_dir, args, rank0=False, sharded_state_dict=None, **named: Any):
         checkpoints = None if _session is None else _session.checkpoints
         if checkpoints is not None and not rank0 and sharded_state_dict is not None:
-            checkpoints.ask_for(sharded_state_dict, starts_anew=args.finetune)
+            checkpoints.ask_for(sharded_state_dict, starts_anew=getattr(args, "finetune", False))
         found = original(load_dir, args, rank0=rank0, sharded_state_dict=sharded_state_dict, **named)
         if checkpoints is not None and found[0] is not None:
             if rank0:
@@ -231,3 +222,22 @@ def _with_agreed_requests(original: Callable) -> Callable:
         return SimpleNamespace(signals_received=lambda: [session.agrees_to_stop(handler._signal_received)])
 
     return get_signal_handler
+
+
+NEEDED = {
+    "arguments.py": {"add_megatron_arguments": _with_our_flags, "validate_args": _with_our_rules},
+    "checkpointing.py": {
+        "generate_state_dict": _with_both_versions,
+        "_load_base_checkpoint": _asking_for_both_versions,
+    },
+    "training.py": {
+        "get_forward_backward_func": _with_our_schedule,
+        "setup_model_and_optimizer": _with_our_update,
+        "load_checkpoint": _with_both_versions_loaded,
+        "save_checkpoint": _drained_and_saved,
+        "train": _to_the_end,
+    },
+}
+"""File of `megatron.training` -> the names at its top that are replaced, and by what. `origin` looks for them before
+anything is imported.
+"""

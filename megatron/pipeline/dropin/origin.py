@@ -15,14 +15,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-HOOKED = {
-    "arguments.py": ("add_megatron_arguments",),
-    "training.py": ("get_forward_backward_func", "setup_model_and_optimizer", "save_checkpoint", "train"),
-}
-"""File of `megatron.training` -> the names at its top that are replaced."""
+from megatron.pipeline.dropin.hooks import NEEDED
 
 OLDEST = (0, 12)
-"""The first version of megatron.core whose training has all of `HOOKED`."""
+"""The first version of megatron.core whose training has all of `NEEDED`."""
 
 RUN = ((0, 16), (0, 20))
 """Versions of megatron.core that these schedules have trained on."""
@@ -70,7 +66,7 @@ def find() -> Origin:
 
 def check(origin: Origin) -> None:
     """Raises ValueError where the schedules could not be put in place, or core and training don't belong together."""
-    for file, names in HOOKED.items():
+    for file, names in NEEDED.items():
         missing = [name for name in names if name not in _names_at_top(origin.training / file)]
         if missing:
             raise ValueError(

@@ -28,10 +28,13 @@ def add_megatron_arguments(parser):
         ("load", str, None),
         ("exit-interval", int, 0),
         ("distributed-backend", str, "nccl"),
+        ("distributed-timeout-minutes", int, 10),
+        ("ckpt-format", str, "torch_dist"),
     ):
         group.add_argument(f"--{name}", type=kind, default=default)
     group.add_argument("--untie-embeddings-and-output-weights", action="store_true")
     group.add_argument("--skip-train", action="store_true")
+    group.add_argument("--overlap-grad-reduce", action="store_true")
     return parser
 
 

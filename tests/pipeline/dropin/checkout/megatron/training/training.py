@@ -172,10 +172,10 @@ def train(
         args.consumed_train_samples += args.data_parallel_size * args.micro_batch_size * get_num_microbatches()
         loss_scale = optimizer.get_loss_scale().item()
         learning_rate = optimizer.param_groups[0]["lr"]
-        losses = "".join(f" {key}: {value.item():.6E} |" for key, value in loss_dict.items())
+        losses = "".join(f" {key}: {value.item():.9E} |" for key, value in loss_dict.items())
         print_rank_last(
             f" iteration {iteration:8d}/{args.train_iters:8d} | consumed samples: {args.consumed_train_samples:12d} | "
-            f"learning rate: {learning_rate:.6E} |{losses} loss scale: {loss_scale:.1f} | grad norm: {grad_norm:.3f} | "
+            f"learning rate: {learning_rate:.6E} |{losses} loss scale: {loss_scale:.1f} | grad norm: {grad_norm} | "
             f"number of skipped iterations: {skipped_iter:3d} |"
         )
         if args.eval_interval and iteration % args.eval_interval == 0:
@@ -233,5 +233,5 @@ def evaluate(forward_step_func, data_iterator, model, config):
 
 def evaluate_and_print_results(prefix, forward_step_func, data_iterator, model, iteration, config):
     losses = evaluate(forward_step_func, data_iterator, model, config)
-    text = "".join(f" {key} value: {value.item():.6E} |" for key, value in losses.items())
+    text = "".join(f" {key} value: {value.item():.9E} |" for key, value in losses.items())
     print_rank_last(f" validation loss at {prefix} |{text}")
