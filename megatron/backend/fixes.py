@@ -17,7 +17,7 @@ def apply() -> None:
     # megatron.core calls collectives by names that newer torch has renamed; its users cannot change that.
     warnings.filterwarnings("ignore", message=r"`torch.distributed.\w+` is deprecated", category=FutureWarning)
     from megatron.core.optimizer import distrib_optimizer, optimizer
-    from megatron.core.tensor_parallel import layers, random
+    from megatron.core.tensor_parallel import random
     from megatron.core.transformer import torch_norm
 
     if not distrib_optimizer.HAVE_APEX_OR_TE:
@@ -27,7 +27,19 @@ def apply() -> None:
     if not random.HAVE_TE:
         _repair_checkpoint_without_output(random.CheckpointWithoutOutput)
     _repair_torch_norm(torch_norm.WrappedTorchNorm)
-    _repair_fused_accumulation(layers.LinearWithGradAccumulationAndAsyncCommunication)
+    follow_shown_gradients()
+
+
+def follow_shown_gradients() -> None:
+    """Have megatron.core's linears add to the gradient that a weight shows in the backward, and remember the weight;
+    again is free. Weights of two batches, and backwards in halves, need it on every installation.
+    """
+    from megatron.core.tensor_parallel import layers
+
+    linear = layers.LinearWithGradAccumulationAndAsyncCommunication
+    if not getattr(linear, "follows_shown_gradients", False):
+        _repair_fused_accumulation(linear)
+        linear.follows_shown_gradients = True
 
 
 def complete_optimizer_state(optimizer: torch.optim.Optimizer) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from megatron.backend.fixes import follow_shown_gradients
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 from megatron.pipeline.dropin.checkpoints import VersionsInCheckpoints
@@ -25,6 +26,7 @@ from megatron.pipeline.dropin.stages import RankStages, build_stages
 from megatron.pipeline.dropin.their_update import TheirUpdate
 from megatron.pipeline.runtime.contract.stage import BatchReport
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import tied_embeddings
+from megatron.pipeline.runtime.stages.megatron.split_linears import require_splits
 from megatron.pipeline.runtime.timeline_files import write_timeline
 from megatron.pipeline.schedules import Schedule
 
@@ -72,6 +74,11 @@ class Session:
         self._chunks = list(chunks)
         self._schedule = schedule_of(self._args, tied_embeddings=_any_rank_ties(self._chunks))
         prove(self._schedule, batches_of(self._args))
+        if self._schedule.splits_backward or not self._schedule.weights.drains:
+            follow_shown_gradients()
+        if self._schedule.splits_backward:
+            for chunk in self._chunks:
+                require_splits(chunk, get_model_config(chunk))
         if self._schedule.weights.drains:
             self._theirs = TheirUpdate(self._chunks, get_model_config(self._chunks[0]))
         else:

@@ -15,6 +15,11 @@ from megatron.pipeline.dropin.sentences import say
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.start_up.rank_exchange import exchange_ranks
 from megatron.pipeline.start_up.shared_errors import OnThisRank, SameEverywhere
+from megatron.pipeline.start_up.transformer_engine import (
+    LOOKS_UP_GRADIENTS,
+    engine_keeps_main_grad,
+    installed_version,
+)
 from megatron.placement.degrees import Degrees
 from megatron.placement.hosts import Process, find_slots, this_process
 from megatron.placement.mapping import load_mapping, pair_adjacent
@@ -31,6 +36,8 @@ def prepare(args: argparse.Namespace, options: Options) -> None:
     prove(schedule, batches)
     if backend.is_cuda() and getattr(args, "distributed_backend", "nccl") == "nccl":
         _require_queues(args, options, schedule, max(batches))
+    if not schedule.weights.drains:
+        _require_engine_that_follows(args, options)
     if options.rank_mapping != STANDARD:
         _map_ranks(args, options, schedule, max(batches))
 
@@ -47,6 +54,20 @@ def _require_queues(args: argparse.Namespace, options: Options, schedule: Schedu
         max_microbatches=max_microbatches,
         moves_activations=bool(schedule.evicting_ranks((max_microbatches,))),
     )
+
+
+def _require_engine_that_follows(args: argparse.Namespace, options: Options) -> None:
+    """Two batches have gradient buffers of their own, and some Transformer Engines add to the one of their forward."""
+    fuses = getattr(args, "gradient_accumulation_fusion", False)
+    if getattr(args, "transformer_impl", None) != "transformer_engine" or not fuses:
+        return
+    version = installed_version()
+    if engine_keeps_main_grad(version):
+        raise ValueError(
+            f"Transformer Engine {version} adds to the gradient buffer of its forward's time, and --pipeline-schedule "
+            f"{options.schedule} has two; install {LOOKS_UP_GRADIENTS} or later, or give "
+            "--no-gradient-accumulation-fusion"
+        )
 
 
 def _map_ranks(args: argparse.Namespace, options: Options, schedule: Schedule, max_microbatches: int) -> None:

@@ -8,14 +8,8 @@ import argparse
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from packaging.version import Version
-
+from megatron.pipeline.start_up.transformer_engine import LOOKS_UP_GRADIENTS
 from megatron.trainer.arguments.values.pipeline_choice import choice_of
-
-_LOOKS_UP_GRADIENTS = "2.6.0"
-"""The first Transformer Engine whose linear layers (`Linear`, `LayerNormLinear`, `LayerNormMLP`) look up a weight's
-`main_grad` in the backward. Older ones take it in the forward (2.0 to 2.5), or from the weight that the graph has
-saved, which need not be the parameter (1.x)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +24,6 @@ class Platform:
     has_transformer_engine: bool
     has_apex: bool
     engine_keeps_main_grad: bool = False
-
-
-def engine_keeps_main_grad(version: str) -> bool:
-    """Whether this version of Transformer Engine ("2.5.0+a1b2c3") adds to the gradient buffer of its forward's time."""
-    return Version(version) < Version(_LOOKS_UP_GRADIENTS)
 
 
 def resolve_platform(args: argparse.Namespace, platform: Platform) -> list[str]:
@@ -77,7 +66,7 @@ def resolve_platform(args: argparse.Namespace, platform: Platform) -> list[str]:
         "gradient_accumulation_fusion",
         not (uses_engine and platform.engine_keeps_main_grad and _keeps_several_gradient_buffers(args)),
         f"with the gradient buffers of {choice_of(args).name} it needs Transformer Engine "
-        f"{_LOOKS_UP_GRADIENTS} or later; the installed one adds to the buffer of its forward's time",
+        f"{LOOKS_UP_GRADIENTS} or later; the installed one adds to the buffer of its forward's time",
     )
     turn_off(
         "gradient_accumulation_fusion",

@@ -5,7 +5,6 @@ and `join` plan/rank_mapping.py may give them anew. A single process needs no la
 """
 
 import argparse
-import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -18,8 +17,8 @@ from megatron import backend
 from megatron.core import parallel_state
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import embedding_ranks
 from megatron.pipeline.start_up.shared_errors import environment_ranks
+from megatron.pipeline.start_up.transformer_engine import engine_keeps_main_grad, installed_version
 from megatron.trainer.arguments import Platform
-from megatron.trainer.arguments.platform import engine_keeps_main_grad
 from megatron.trainer.checkpoint.checkpoint import recorded_changes
 from megatron.trainer.plan.arrangement import arrange, arrangement_to_begin_with, first_arrangement
 from megatron.trainer.ranks import agreement
@@ -35,16 +34,8 @@ def this_platform() -> Platform:
         is_cuda=backend.is_cuda(),
         has_transformer_engine=importlib.util.find_spec("transformer_engine") is not None,
         has_apex=importlib.util.find_spec("apex") is not None and has_kernel,
-        engine_keeps_main_grad=engine_keeps_main_grad(_engine_version()),
+        engine_keeps_main_grad=engine_keeps_main_grad(installed_version()),
     )
-
-
-def _engine_version() -> str:
-    """Transformer Engine's version; one that never was where it is not installed, or cannot say (built from source)."""
-    try:
-        return importlib.metadata.version("transformer_engine")
-    except importlib.metadata.PackageNotFoundError:
-        return "0.0"
 
 
 def initialize(args: argparse.Namespace) -> None:
