@@ -22,12 +22,12 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common.results import parser_of, save, set_environment
 from benchmarks.common.tables import show_table, spread
 
+ROOT = Path(__file__).resolve().parent.parent
 NATIVE = "native 1F1B"
 CONTENDERS = (NATIVE, "flush", "2bw")
 _ELAPSED = re.compile(r"elapsed time per iteration \(ms\): ([0-9.]+)")
