@@ -118,12 +118,13 @@ def _with_our_update(original: Callable) -> Callable:
 
 
 def _with_both_versions_loaded(original: Callable) -> Callable:
-    def load_checkpoint(chunks, optimizer, scheduler, *args: Any, **named: Any):
-        if _session is None:
-            return original(chunks, optimizer, scheduler, *args, **named)
+    def load_checkpoint(*args: Any, **named: Any):
+        is_of_the_run = len(args) >= 3 and args[1] is not None  # (chunks, optimizer, scheduler); others are read, too
+        if _session is None or not is_of_the_run:
+            return original(*args, **named)
         with errors_end_the_job():
-            _session.take_parts(chunks, optimizer, scheduler)
-        iteration, *rest = original(chunks, optimizer, scheduler, *args, **named)
+            _session.take_parts(*args[:3])
+        iteration, *rest = original(*args, **named)
         _session.loaded(iteration)
         return (iteration, *rest)
 

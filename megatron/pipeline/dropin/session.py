@@ -98,8 +98,7 @@ class Session:
         """Model and optimizer are as the run begins with them."""
         if self._ours is not None:
             self._ours.take_over()
-        if self._schedule is not None:
-            say(self._description())
+        say(self._description() if self._schedule is not None else "--skip-train: no schedule has anything to do")
 
     def _description(self) -> str:
         schedule, sizes = self._schedule, batches_of(self._args)
