@@ -1,21 +1,17 @@
 """Start a user's script with the schedules in place: `-m megatron.pipeline.dropin SCRIPT [its arguments]`.
 
 Problem: `python -m` puts the working directory first on the path and not the script's, so that another Megatron-LM may
-be found than `python SCRIPT` would find, in silence. And processes that the script spawns import the parent's main
-module again: the launcher's, unless it says otherwise.
+be found than `python SCRIPT` would find, in silence.
 
-Solution: the script's folder takes the working directory's place, the schedules are installed, and the script's code
-runs in a module of its own that is `__main__`. Its spec is that of `spawned`, which children import in its stead.
+Solution: the script's folder takes the working directory's place, then the schedules are installed, then the script
+runs (`main_module.py`).
 """
 
-import os
 import sys
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
 
 from megatron.pipeline import dropin
-from megatron.pipeline.dropin import spawned
+from megatron.pipeline.dropin.main_module import run
 from megatron.pipeline.dropin.sentences import errors_end_the_job
 
 USAGE = """\
@@ -70,21 +66,3 @@ def path_for(script: Path, path: list[str], working_directory: Path) -> list[str
     if OUR_ROOT not in (Path(entry).resolve() for entry in rest if entry):
         rest.append(str(OUR_ROOT))
     return [str(script.resolve().parent), *rest]
-
-
-def run(script: Path) -> None:
-    """Run the script's code as this process's main module."""
-    module = ModuleType("__main__")
-    module.__file__ = os.path.abspath(script)
-    module.__loader__ = SourceFileLoader("__main__", module.__file__)
-    module.__spec__ = spawned.__spec__
-    os.environ[spawned.SCRIPT_VARIABLE] = module.__file__
-    sys.modules["__main__"] = module
-    sys.modules["__mp_main__"] = module  # what children call it when they send something of it back
-    execute(script, vars(module))
-
-
-def execute(script: Path, namespace: dict) -> None:
-    """Run the script's code in `namespace`. Not by runpy: it takes the module away again that children would import."""
-    code = compile(script.read_bytes(), os.path.abspath(script), "exec", dont_inherit=True)
-    exec(code, namespace)

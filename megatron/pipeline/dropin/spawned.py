@@ -8,15 +8,12 @@ runs the script's code under that name, with what stands under `if __name__ == "
 says which script, since Python puts this file's name into `sys.argv[0]` for the time being.
 """
 
-import os
-
-SCRIPT_VARIABLE = "MEGATRON_PIPELINE_DROPIN_SCRIPT"
-
 if __name__ == "__mp_main__":
+    import os
     from pathlib import Path
 
     from megatron.pipeline import dropin
-    from megatron.pipeline.dropin.launcher import execute
+    from megatron.pipeline.dropin.main_module import SCRIPT_VARIABLE, execute
 
     dropin.install(quiet=True)
     __file__ = os.environ[SCRIPT_VARIABLE]
