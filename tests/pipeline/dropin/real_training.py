@@ -21,7 +21,7 @@ needs_checkout = pytest.mark.skipif(CHECKOUT is None, reason="MEGATRON_LM names 
 MODEL = shlex.split(
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --mock-data "
     "--tokenizer-type NullTokenizer --vocab-size 128 --transformer-impl local --no-persist-layer-norm "
-    "--no-gradient-accumulation-fusion"
+    "--no-gradient-accumulation-fusion --no-masked-softmax-fusion"
 )
 RUN = shlex.split(
     "--micro-batch-size 2 --lr 1e-3 --min-lr 1e-4 --lr-decay-style linear --lr-decay-iters 20 --clip-grad 1.0 "
