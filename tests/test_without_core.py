@@ -67,7 +67,8 @@ def profile(folder: Path) -> list[str]:
 def measure(folder: Path) -> list[str]:
     return [
         "-m", "megatron.commands", "grid_search", "measure", "--output", str(folder / "measured"),
-        "--configuration", "pipeline=1,tensor=1,data=1,schedule=flush,micro_batch_size=1,global_batch_size=8", *map(str, GPT),
+        "--configuration", "pipeline=1,tensor=1,data=1,schedule=flush,micro_batch_size=1,global_batch_size=8",
+        *map(str, GPT),
     ]  # fmt: skip
 
 
