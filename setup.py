@@ -2,10 +2,11 @@
 
 `megatron` is a namespace package: `megatron.core` comes from the wheel of megatron-core, or from a user's checkout of
 Megatron-LM, the subpackages here lie beside it, and none has a `megatron/__init__.py`. So the wheel is an extra: where
-there is a checkout, installing this package must not bring another megatron.core. For an editable install the root is
-named as package directory and `megatron` itself as a package: setuptools then takes the layout for a simple one and
-puts the repository on `sys.path`, where Python merges the two folders by itself. Otherwise it would write an import
-hook with a fixed list of today's subpackages.
+there is a checkout, installing this package must not bring another megatron.core.
+
+For an editable install the root is named as package directory and `megatron` itself as a package: setuptools then takes
+the layout for a simple one and puts the repository on `sys.path`, where Python merges the folders by itself. Otherwise
+it would write an import hook with a fixed list of today's subpackages.
 """
 
 from pathlib import Path
