@@ -24,7 +24,7 @@ MODEL = shlex.split(
     "--no-gradient-accumulation-fusion --no-masked-softmax-fusion"
 )
 RUN = shlex.split(
-    "--micro-batch-size 2 --lr 1e-3 --min-lr 1e-4 --lr-decay-style linear --lr-decay-iters 20 --clip-grad 1.0 "
+    "--micro-batch-size 2 --lr 1e-3 --min-lr 1e-4 --lr-decay-style linear --clip-grad 1.0 "
     "--log-interval 1 --eval-iters 1 --eval-interval 1000"
 )
 
@@ -46,8 +46,9 @@ class RealRun:
     scalars: Scalars
     save: Path
 
-    def tensors(self, iteration: int) -> dict[str, torch.Tensor]:
-        """Every tensor of a checkpoint, by its key: weights, optimizer's state, versions."""
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor of the last checkpoint, by its key: weights, optimizer's state, versions."""
+        iteration = int((self.save / "latest_checkpointed_iteration.txt").read_text())
         return checkpoint_tensors(self.save / f"iter_{iteration:07d}")
 
 
@@ -61,10 +62,14 @@ def command_of(
     program = [str(ROOT / "pretrain_gpt.py")] if own else ["-m", "megatron.pipeline.dropin", "pretrain_gpt.py"]
     command = [
         sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--rdzv-backend=c10d",
-        "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", *program, *MODEL, *RUN, f"--train-iters={iterations}",
+        "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", *program, *MODEL, *RUN,
         f"--save={save}", f"--tensorboard-dir={board}", "--tensorboard-log-interval=1",
         *flags.split(),
     ]  # fmt: skip
+    if "--rampup-batch-size" in flags:  # which goes by samples
+        command += [f"--train-samples={iterations * 10}", "--lr-decay-samples=300"]
+    else:
+        command += [f"--train-iters={iterations}", "--lr-decay-iters=20"]
     for name, value in (("--hidden-dropout", 0), ("--attention-dropout", 0), ("--global-batch-size", 16),
                         ("--save-interval", 1000)):  # fmt: skip
         command += [f"{name}={value}"] if name not in flags else []

@@ -86,7 +86,7 @@ def test_bit_equal_to_their_own_schedule(case, schedule, native, tmp_path):
     ranks, flags, _ = CASES[case]
     ours = train(tmp_path, flags, ranks=ranks, schedule=schedule)
     assert ours.scalars == native(case).scalars and len(ours.scalars.losses) >= 5
-    assert not different(ours.tensors(10), native(case).tensors(10))
+    assert not different(ours.tensors(), native(case).tensors())
     if "overflows" in case:
         assert len(set(ours.scalars.scales.values())) > 2
 
@@ -99,7 +99,7 @@ def test_interleaved_is_flush_from_one_checkpoint(start, tmp_path):
         schedule="interleaved",
     )  # fmt: skip
     assert ours.scalars.losses == flush.scalars.losses
-    assert not different(ours.tensors(10), flush.tensors(10))
+    assert not different(ours.tensors(), flush.tensors())
 
 
 @pytest.mark.parametrize("further", ["", "--rampup-batch-size 4 4 60", "--use-distributed-optimizer --bf16"])
@@ -108,12 +108,12 @@ def test_2bw_is_this_projects_own(further, start, twobw, tmp_path):
     ranks = 4 if further.startswith("--use") else 2
     own = train(tmp_path / "own", f"{start} {further}", ranks=ranks, schedule="2bw", own=True)
     theirs = train(tmp_path / "theirs", f"{start} {further}", ranks=ranks, schedule="2bw") if further else twobw
-    saved = theirs.tensors(10)
+    saved = theirs.tensors()
     assert any(key.startswith("previous_version.") for key in saved)
-    assert not different(saved, own.tensors(10))
+    assert not different(saved, own.tensors())
     assert theirs.scalars.losses == pytest.approx(own.scalars.losses, rel=2e-7)
     assert {step - 1: norm for step, norm in theirs.scalars.norms.items()} == {
-        step: norm for step, norm in own.scalars.norms.items() if step < 10
+        step: norm for step, norm in own.scalars.norms.items() if step < max(own.scalars.norms)
     }
 
 
@@ -121,7 +121,7 @@ def test_2bw_does_not_mind_evaluations_and_saves(start, twobw, tmp_path):
     """The pipeline is drained for both, and goes on as if it had not been."""
     disturbed = train(tmp_path, f"{start} --eval-interval 3 --save-interval 4", ranks=2, schedule="2bw")
     assert disturbed.scalars.losses == twobw.scalars.losses
-    assert not different(disturbed.tensors(10), twobw.tensors(10))
+    assert not different(disturbed.tensors(), twobw.tensors())
 
 
 def test_2bw_resumes_exactly(start, twobw, tmp_path):
@@ -132,7 +132,7 @@ def test_2bw_resumes_exactly(start, twobw, tmp_path):
             tmp_path / f"resumed-{own}", f"{STAGES} 2 --load {stopped.save}", ranks=2, schedule="2bw", own=own
         )
         assert "has one weight version" not in resumed.output
-        assert not different(resumed.tensors(10), twobw.tensors(10))
+        assert not different(resumed.tensors(), twobw.tensors())
 
 
 def test_2bw_resumes_exactly_after_sigterm(start, twobw, tmp_path):
@@ -155,7 +155,7 @@ def test_2bw_resumes_exactly_after_sigterm(start, twobw, tmp_path):
         tmp_path / "resumed", f"{STAGES} 2 --load {tmp_path}/stopped/save --override-opt-param-scheduler", ranks=2,
         schedule="2bw",
     )  # fmt: skip
-    assert 3 < int(saved.name[5:]) < 10 and not different(resumed.tensors(10), twobw.tensors(10))
+    assert 3 < int(saved.name[5:]) < 10 and not different(resumed.tensors(), twobw.tensors())
 
 
 def test_checkpoints_go_both_ways(native, twobw, tmp_path):
@@ -169,7 +169,7 @@ def test_checkpoints_go_both_ways(native, twobw, tmp_path):
         for name in (None, "flush")
     ]
     assert runs[0].scalars == runs[1].scalars and sorted(runs[0].scalars.losses) == [11, 12]
-    assert not different(runs[0].tensors(12), runs[1].tensors(12))
+    assert not different(runs[0].tensors(), runs[1].tensors())
 
 
 @pytest.mark.parametrize(
@@ -217,4 +217,4 @@ def test_read_scalars_reads_what_was_written(native):
     """The comparison is of numbers, not of nothing."""
     run = native("p=2")
     assert sorted(run.scalars.losses) == sorted(run.scalars.norms) == list(range(1, 11))
-    assert len(run.tensors(10)) > 40 and read_scalars(run.save.parent / "board") == run.scalars
+    assert len(run.tensors()) > 40 and read_scalars(run.save.parent / "board") == run.scalars
