@@ -158,18 +158,22 @@ def test_2bw_resumes_exactly_after_sigterm(start, twobw, tmp_path):
     assert 3 < int(saved.name[5:]) < 10 and not different(resumed.tensors(), twobw.tensors())
 
 
-def test_checkpoints_go_both_ways(native, twobw, tmp_path):
-    """Theirs under 2bw with a warning, 2bw's under their own schedule and under flush alike."""
-    from_theirs = train(
-        tmp_path / "2bw", f"{STAGES} 2 --load {native('p=2').save}", ranks=2, schedule="2bw", iterations=12
-    )
+def test_checkpoints_go_both_ways(native, twobw, start, tmp_path):
+    """Theirs under 2bw with a warning; 2bw's, and that of this project's own program, under their own schedule and
+    under flush alike.
+    """
+    longer = f"{STAGES} 2 --override-opt-param-scheduler --load"
+    from_theirs = train(tmp_path / "2bw", f"{longer} {native('p=2').save}", ranks=2, schedule="2bw", iterations=12)
     assert "iteration 10 was saved under a schedule of Megatron-LM and has one weight version" in from_theirs.output
+    own = train(tmp_path / "own", start, ranks=2, schedule="2bw", own=True)
     runs = [
-        train(tmp_path / str(name), f"{STAGES} 2 --load {twobw.save}", ranks=2, schedule=name, iterations=12)
+        train(tmp_path / f"{number}-{name}", f"{longer} {save}", ranks=2, schedule=name, iterations=12)
+        for number, save in enumerate((twobw.save, own.save))
         for name in (None, "flush")
     ]
-    assert runs[0].scalars == runs[1].scalars and sorted(runs[0].scalars.losses) == [11, 12]
-    assert not different(runs[0].tensors(), runs[1].tensors())
+    assert sorted(runs[0].scalars.losses) == [11, 12]
+    for run in runs[1:]:
+        assert run.scalars == runs[0].scalars and not different(run.tensors(), runs[0].tensors())
 
 
 @pytest.mark.parametrize(
