@@ -16,23 +16,28 @@ from pathlib import Path
 
 import torch
 
+from megatron.pipeline.dropin.sentences import errors_end_the_job
+from megatron.pipeline.runtime.failure.user_error import number_of
+
 NAME = "megatron.core.datasets.helpers_cpp"
 
 
 def provide() -> None:
-    """Have the helpers importable on every rank. Collective.
-
-    Raises:
-        ValueError: they would have to be compiled, and cannot be.
-    """
+    """Have the helpers importable on every rank. Collective. Where a host has to compile them and cannot, the job ends
+    with one sentence."""
+    problem = None
+    if importlib.util.find_spec(NAME) is None and number_of("LOCAL_RANK", 0) == 0 and not cached().exists():
+        try:
+            compile_into(cached())
+        except ValueError as error:
+            problem = str(error)
+    problems: list[str | None] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(problems, problem)
+    with errors_end_the_job():
+        for each in filter(None, problems):
+            raise ValueError(each)
     if importlib.util.find_spec(NAME) is None:
-        library = _cached()
-        if int(os.environ.get("LOCAL_RANK", "0")) == 0 and not library.exists():
-            compile_into(library)
-        torch.distributed.barrier()
-        _load(library)
-    else:
-        torch.distributed.barrier()
+        load(cached())
 
 
 def source() -> Path:
@@ -62,16 +67,20 @@ def compile_into(library: Path) -> None:
     os.replace(unfinished, library)  # whoever reads it meanwhile has all of it
 
 
-def _cached() -> Path:
+def cached() -> Path:
+    """Where this host keeps what this Python and torch have compiled of this source."""
     version = f"{sys.version} {torch.__version__}".encode()
     digest = hashlib.sha256(source().read_bytes() + version).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "megatron-pipeline" / digest / f"helpers_cpp{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 
-def _load(library: Path) -> None:
+def load(library: Path) -> None:
+    """Import the compiled helpers under their name."""
+    import megatron.core.datasets
+
     spec = importlib.util.spec_from_file_location(NAME, library)
     module = importlib.util.module_from_spec(spec)
     sys.modules[NAME] = module
     spec.loader.exec_module(module)
-    sys.modules["megatron.core.datasets"].helpers_cpp = module
+    megatron.core.datasets.helpers_cpp = module
