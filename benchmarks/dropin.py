@@ -8,8 +8,8 @@
 iterations each, without the first. "of native" is the median over the rounds of the ratio within them.
 
 `memory` trains a few iterations on four processes under flush and under bpipe, and shows how many microbatches and
-bytes of activations each rank of the pipeline has saved at most, as `--log-saved-activations` says it. Megatron-LM's
-own 1F1B saves as many microbatches as flush and counts no bytes.
+bytes of activations each rank of the pipeline has saved at most, as `--pipeline-log-saved-activations` says it.
+Megatron-LM's own 1F1B saves as many microbatches as flush and counts no bytes.
 """
 
 import argparse
@@ -93,7 +93,7 @@ def measure_memory(args: argparse.Namespace) -> list[dict]:
     """What each rank has saved at most, under flush and under bpipe."""
     rows = []
     for name in ("flush", "bpipe"):
-        output = train(args, name, ranks=4, iterations=3, further=["--log-saved-activations"])
+        output = train(args, name, ranks=4, iterations=3, further=["--pipeline-log-saved-activations"])
         for rank, mebibytes, count in _SAVED.findall(output):
             rows.append(
                 {"schedule": name, "rank": int(rank), "mebibytes": float(mebibytes), "microbatches": int(count)}

@@ -24,7 +24,7 @@ def started(dropin, monkeypatch):
     def run(command, **options):
         commands.append(command)
         log = "elapsed time per iteration (ms): 900.0 |\n" + "elapsed time per iteration (ms): 200.0 |\n" * 3
-        if "--log-saved-activations" in command:
+        if "--pipeline-log-saved-activations" in command:
             count = 2 if "bpipe" in command else 4
             log += f"megatron.pipeline.dropin: pipeline rank 0 saved at most {count}.50 MiB of activations, "
             log += f"{count} microbatches at stage 0\n"

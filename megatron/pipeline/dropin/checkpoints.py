@@ -77,15 +77,18 @@ class VersionsInCheckpoints:
         if PIPELINE in state:
             self._found.common[PIPELINE] = state.pop(PIPELINE)
 
-    def complete(self, iteration: int) -> None:
-        """Megatron-LM has loaded weights and optimizer, of so many batches: the older version and the rest follow.
+    def complete(self, iteration: int, *, takes_state: bool) -> None:
+        """Megatron-LM has loaded weights, of so many batches: the older version and the rest follow.
 
-        `iteration`: 0 also where it found no checkpoint, or took its weights alone.
+        Args:
+            iteration: 0 also where it found no checkpoint, or took its weights alone.
+            takes_state: it has loaded the optimizer, too.
         """
         found, self._found = self._found, _Found()
-        versions = found.versions or self._older(iteration)
-        versions.restore(found.loaded)
-        self._update.load_state_dict((found.common.get(PIPELINE) or {}).get("update"))
+        older = found.versions.counted_from(iteration) if found.versions else self._older(iteration)
+        older.restore(found.loaded if iteration else {})
+        state = found.common.get(PIPELINE) or {}
+        self._update.load_state_dict(state.get("update") if takes_state else None)
         saved_under = getattr(found.common.get("args"), "pipeline_schedule", None)
         if iteration and not found.loaded and saved_under != self._update.weights.name:
             say(

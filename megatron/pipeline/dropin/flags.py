@@ -1,4 +1,7 @@
-"""Our flags, in a group of their own behind those of Megatron-LM, and what they say."""
+"""Our flags, in a group of their own behind those of Megatron-LM, and what they say.
+
+All begin with `--pipeline-`, so that they meet no flag of a fork.
+"""
 
 import argparse
 from dataclasses import dataclass
@@ -50,12 +53,12 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="How many iterations --pipeline-timeline shows.",
     )
     group.add_argument(
-        "--log-saved-activations",
+        "--pipeline-log-saved-activations",
         action="store_true",
         help="Say at the end how many bytes of activations each stage has saved at most.",
     )
     group.add_argument(
-        "--rank-mapping",
+        "--pipeline-rank-mapping",
         metavar="MAPPING",
         default=STANDARD,
         help=f"Which GPU runs which rank. {STANDARD}: as the launcher counts. {PAIR_ADJACENT}: tensor ranks together, "
@@ -73,6 +76,6 @@ def options_of(args: argparse.Namespace) -> Options | None:
         schedule=args.pipeline_schedule,
         timeline=None if args.pipeline_timeline is None else Path(args.pipeline_timeline),
         timeline_iterations=args.pipeline_timeline_iterations,
-        rank_mapping=args.rank_mapping,
-        counts_activations=args.log_saved_activations,
+        rank_mapping=args.pipeline_rank_mapping,
+        counts_activations=args.pipeline_log_saved_activations,
     )

@@ -7,14 +7,15 @@ else.
 
 import functools
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from megatron.pipeline.dropin.flags import add_flags, options_of
 from megatron.pipeline.dropin.sentences import errors_end_the_job
 
+_BLACKWELL = 10
 _session = None  # of this process, if its arguments name a schedule
 
 
@@ -60,19 +61,56 @@ def _with_our_flags(original: Callable) -> Callable:
     return add_megatron_arguments
 
 
+def _with_no_other_file(original: Callable) -> Callable:
+    """A file of arguments takes the place of the whole command line, our flags included."""
+
+    def parse_args(*args: Any, **named: Any):
+        parsed = original(*args, **named)
+        file = getattr(parsed, "yaml_cfg", None)
+        with errors_end_the_job():
+            if any(word.split("=")[0] == "--pipeline-schedule" for word in sys.argv) and file is not None:
+                raise ValueError(
+                    f"--yaml-cfg {file} takes the place of the command line, with --pipeline-schedule in it; give "
+                    "flags instead of the file"
+                )
+        return parsed
+
+    return parse_args
+
+
 def _with_our_rules(original: Callable) -> Callable:
     """What does not go together is refused here: the arguments are complete, and there is no process group yet."""
 
     def validate_args(args, *further, **named):
-        validated = original(args, *further, **named)
+        with _any_number_of_queues(original, args):
+            validated = original(args, *further, **named)
         _prepare(args if validated is None else validated)
         return validated
 
     return validate_args
 
 
+@contextmanager
+def _any_number_of_queues(validate: Callable, args) -> Iterator[None]:
+    """Before Blackwell, Megatron-LM wants one hardware queue for tensor parallelism, for an overlap; the schedule says
+    by itself how many it needs (`start.py`). With Blackwell it leaves the number open, and so it is asked as if there.
+    """
+    names = vars(sys.modules[validate.__module__])
+    generation = names.get("get_device_arch_version")
+    if getattr(args, "pipeline_schedule", None) is None or generation is None:
+        yield
+        return
+    names["get_device_arch_version"] = lambda: _BLACKWELL
+    try:
+        yield
+    finally:
+        names["get_device_arch_version"] = generation
+
+
 def _prepare(args) -> None:
     global _session
+    if _session is not None and _session.is_of(args):
+        return
     from megatron.pipeline.dropin.refusals import require_supported
 
     with errors_end_the_job():
@@ -107,10 +145,10 @@ def _with_our_schedule(original: Callable) -> Callable:
 
 def _with_our_update(original: Callable) -> Callable:
     def setup_model_and_optimizer(*args: Any, **named: Any):
-        chunks, optimizer, scheduler = built = original(*args, **named)
+        built = original(*args, **named)
         if _session is not None:
             with errors_end_the_job():
-                _session.take_parts(chunks, optimizer, scheduler)
+                _session.take_parts(*built)
                 _session.begin()
         return built
 
@@ -180,14 +218,16 @@ def _to_the_end(original: Callable) -> Callable:
         session = _session
         if session is None:
             return original(*args, **named)
+        result, leaves = None, None
         with _guarded(session):
             try:
                 result = original(*args, **named)
-            except SystemExit:
-                session.finish()
-                raise
+            except SystemExit as error:
+                leaves = error
             session.finish()
-            return result
+        if leaves is not None:  # behind the guard, to which a status other than 0 is a failure: launchers read it
+            raise leaves
+        return result
 
     return train
 
@@ -226,7 +266,11 @@ def _with_agreed_requests(original: Callable) -> Callable:
 
 
 NEEDED = {
-    "arguments.py": {"add_megatron_arguments": _with_our_flags, "validate_args": _with_our_rules},
+    "arguments.py": {
+        "add_megatron_arguments": _with_our_flags,
+        "parse_args": _with_no_other_file,
+        "validate_args": _with_our_rules,
+    },
     "checkpointing.py": {
         "generate_state_dict": _with_both_versions,
         "_load_base_checkpoint": _asking_for_both_versions,

@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 
+from megatron import backend
+from megatron.backend.streams import streams_of
+from megatron.core import parallel_state
 from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.pipeline.runtime.contract.stage import BatchReport
 from megatron.pipeline.runtime.stages.megatron.update import MegatronWeightUpdate
@@ -52,8 +55,14 @@ class OurUpdate:
             stage=stage, loss_names=(), timeout=timeout,
         )  # fmt: skip
 
-    def take_over(self) -> None:
-        """From here on the engine steps. Behind the loading of a checkpoint, which uses the methods."""
+    def begin(self, iteration: int) -> None:
+        """After so many batches the engine steps. Behind the loading of a checkpoint, which uses the methods, and which
+        may count batches as it likes. Collective.
+        """
+        versions = self.update.versions
+        if versions.newest != iteration:
+            versions.reset(*self.update.weights.entry_versions(iteration))
+        _warm_up()
         for chunk in self._chunks:
             chunk.zero_grad_buffer = self._only_for_engine(chunk.zero_grad_buffer)
         self._optimizer.zero_grad = self._only_for_engine(self._optimizer.zero_grad)
@@ -88,3 +97,13 @@ class OurUpdate:
 
     def _nothing(self, *args: Any, **kwargs: Any) -> None:
         """The engine steps the learning rate."""
+
+
+def _warm_up() -> None:
+    """Use the groups that Megatron-LM's loop uses between batches, while nothing else runs (`warm_up.py` says why)."""
+    number = torch.zeros(2, device=backend.device())
+    torch.distributed.all_reduce(number, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    torch.distributed.all_reduce(number, group=parallel_state.get_pipeline_model_parallel_group())
+    torch.distributed.all_reduce(number, op=torch.distributed.ReduceOp.MAX)
+    streams = streams_of(backend.device())
+    streams.finish(streams.record())

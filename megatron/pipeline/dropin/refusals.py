@@ -5,7 +5,7 @@ argument has it off.
 """
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +24,6 @@ def _above_one(value: Any) -> bool:
 
 def _is_other_than(*off: Any) -> Callable[[Any], bool]:
     return lambda value: value is not None and value not in off
-
-
-def _names_muon(value: Any) -> bool:
-    return "muon" in str(value) or str(value).startswith("dist_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +80,20 @@ OF_ALL = (
             _is_other_than()),
     Refusal("gtp_weight_remat_size", "--gtp-weight-remat-size", "shards weights that schedules take to be whole",
             "use 1", _above_one),
+    Refusal("experimental_attention_variant", "--experimental-attention-variant",
+            "has losses that Megatron-LM's own schedule scales", "use another attention",
+            lambda value: "dsa" in str(value)),
+    Refusal("moe_grad_scale_func", "moe_grad_scale_func", "scales the experts' losses by itself", "leave it None"),
+    Refusal("moe_paged_stash", "--moe-paged-stash", "may run a batch twice", "leave it out"),
+    Refusal("moe_expert_rank_capacity_factor", "--moe-expert-rank-capacity-factor", "may run a batch twice",
+            "leave it out", _is_other_than()),
+    Refusal("cpu_offloading", "--cpu-offloading-num-layers", "moves activations beside the schedule's program",
+            "leave it out"),
+    Refusal("step_batch_size_schedule", "--step-batch-size-schedule",
+            "says later how large batches become, and all are proved at the start",
+            "use --rampup-batch-size, or --global-batch-size alone"),
+    Refusal("freeze_all_layers", "--freeze-all-layers", "computes no backwards, so there is nothing to schedule",
+            "leave it out"),
     Refusal("perform_rl_step", "--perform-rl-step", "generates between batches with the weights that are trained",
             "train without the drop-in"),
     Refusal("inprocess_restart", "--inprocess-restart", "restarts with communicators of ours left open",
@@ -110,7 +120,23 @@ OF_DELAYED_WEIGHTS = (
     Refusal("log_max_attention_logit", "--log-max-attention-logit", "reduces over all ranks between batches",
             "leave it out"),
     Refusal("optimizer", "--optimizer", "steps weights in a way that two versions cannot follow", "use adam or sgd",
-            _names_muon),
+            _is_other_than("adam", "sgd")),
+    Refusal("optimizer_cuda_graph", "--optimizer-cuda-graph", "records a step that the engine makes", "leave it out"),
+    Refusal("vision_pretraining_type", "--vision-pretraining-type", "changes weights between batches",
+            "use classify, or flush", lambda value: value == "dino"),
+    Refusal("moe_router_load_balancing_type", "--moe-router-load-balancing-type",
+            "is balanced behind Megatron-LM's reductions", "use aux_loss", lambda value: "quantile" in str(value)),
+    Refusal("ddp_param_name_patterns_for_fp32_local_accumulation",
+            "--ddp-param-name-patterns-for-fp32-local-accumulation",
+            "keeps gradients outside of their buffer, of which there are two", "leave it out"),
+    Refusal("ddp_reduce_scatter_with_fp32_accumulation", "--ddp-reduce-scatter-with-fp32-accumulation",
+            "reduces gradients in another way than the chain", "leave it out"),
+    Refusal("iterations_to_skip", "--iterations-to-skip",
+            "leaves out batches by whose numbers weight versions are counted", "use flush"),
+    Refusal("ckpt_convert_format", "--ckpt-convert-format", "saves one version of the weights and ends",
+            "convert without --pipeline-schedule"),
+    Refusal("ckpt_assume_constant_structure", "--ckpt-assume-constant-structure",
+            "takes checkpoints to be alike, and one version less is saved behind a skipped step", "leave it out"),
     Refusal("expert_model_parallel_size", "--expert-model-parallel-size",
             "has gradient buffers of their own for experts", "use 1", _above_one),
     Refusal("moe_router_enable_expert_bias", "--moe-router-enable-expert-bias",
@@ -150,14 +176,7 @@ def require_supported(args: argparse.Namespace) -> None:
     preset = PRESETS[args.pipeline_schedule]
     _require_schedule(args, preset)
     delayed = preset.weights != FLUSH.name
-    for refusal in (*OF_ALL, *(OF_DELAYED_WEIGHTS if delayed else ())):
-        value = getattr(args, refusal.argument, None)
-        if refusal.is_refused(value):
-            shown = refusal.flag if value is True else f"{refusal.flag} {value}"
-            raise ValueError(
-                f"{shown} {refusal.reason}, so it does not go with --pipeline-schedule {args.pipeline_schedule}; "
-                f"{refusal.remedy}"
-            )
+    _require_none_of(args, args.pipeline_schedule, delayed=delayed)
     if delayed:
         _require_format_for_two_versions(args)
     if args.pipeline_timeline is not None and args.pipeline_timeline_iterations < 1:
@@ -166,19 +185,38 @@ def require_supported(args: argparse.Namespace) -> None:
         )
 
 
+def require_supported_model(args: argparse.Namespace, config: Any) -> None:
+    """The same of what a model provider has set by itself: `config` is the built model's, and `args` may have changed.
+
+    Raises:
+        ValueError: as before.
+    """
+    for settings in (args, config):
+        _require_none_of(
+            settings, args.pipeline_schedule, delayed=PRESETS[args.pipeline_schedule].weights != FLUSH.name
+        )
+
+
+def _require_none_of(settings: Any, schedule: str, *, delayed: bool) -> None:
+    for refusal in (*OF_ALL, *(OF_DELAYED_WEIGHTS if delayed else ())):
+        value = getattr(settings, refusal.argument, None)
+        if refusal.is_refused(value):
+            shown = refusal.flag if value is True else f"{refusal.flag} {value}"
+            raise ValueError(
+                f"{shown} {refusal.reason}, so it does not go with --pipeline-schedule {schedule}; {refusal.remedy}"
+            )
+
+
 def _require_no_flag_without(args: argparse.Namespace) -> None:
     """Flags of ours that mean nothing without a schedule."""
-    for flag in _given_without_schedule(args):
+    given = {
+        f"--pipeline-timeline {args.pipeline_timeline}": args.pipeline_timeline is not None,
+        "--pipeline-log-saved-activations": args.pipeline_log_saved_activations,
+        f"--pipeline-rank-mapping {args.pipeline_rank_mapping}": args.pipeline_rank_mapping != STANDARD,
+    }
+    flag = next((flag for flag, is_given in given.items() if is_given), None)
+    if flag is not None:
         raise ValueError(f"{flag} is for a pipeline schedule; give --pipeline-schedule, or leave it out")
-
-
-def _given_without_schedule(args: argparse.Namespace) -> Iterator[str]:
-    if args.pipeline_timeline is not None:
-        yield f"--pipeline-timeline {args.pipeline_timeline}"
-    if args.log_saved_activations:
-        yield "--log-saved-activations"
-    if args.rank_mapping != STANDARD:
-        yield f"--rank-mapping {args.rank_mapping}"
 
 
 def _require_schedule(args: argparse.Namespace, preset: Preset) -> None:

@@ -21,8 +21,9 @@ from megatron.pipeline.dropin.checkpoints import VersionsInCheckpoints
 from megatron.pipeline.dropin.choice import batches_of, prove, schedule_of
 from megatron.pipeline.dropin.flags import Options
 from megatron.pipeline.dropin.our_update import OurUpdate
-from megatron.pipeline.dropin.sentences import say
-from megatron.pipeline.dropin.stages import RankStages, build_stages
+from megatron.pipeline.dropin.refusals import require_supported_model
+from megatron.pipeline.dropin.sentences import errors_end_the_job, say
+from megatron.pipeline.dropin.stages import RankStages, build_stages, require_ordinary_call
 from megatron.pipeline.dropin.their_update import TheirUpdate
 from megatron.pipeline.runtime.contract.stage import BatchReport
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import tied_embeddings
@@ -52,8 +53,15 @@ class Session:
         self._ours: OurUpdate | None = None
         self._rank: RankStages | None = None
         self._drains: deque[int] = deque(maxlen=64)
+        self._num_batches = 0  # of the whole run
+        self._began = False
+        self._is_refused = False
         self.checkpoints: VersionsInCheckpoints | None = None
         self.is_saving = False
+
+    def is_of(self, args: argparse.Namespace) -> bool:
+        """Whether these arguments were seen before; some programs validate them twice."""
+        return self._args is args
 
     @property
     def steps_itself(self) -> bool:
@@ -72,6 +80,7 @@ class Session:
         if self._schedule is not None or optimizer is None:
             return
         self._chunks = list(chunks)
+        require_supported_model(self._args, get_model_config(chunks[0]))
         self._schedule = schedule_of(self._args, tied_embeddings=_any_rank_ties(self._chunks))
         prove(self._schedule, batches_of(self._args))
         if self._schedule.splits_backward or not self._schedule.weights.drains:
@@ -92,12 +101,16 @@ class Session:
     def loaded(self, iteration: int) -> None:
         """A checkpoint of so many batches has been loaded, or none (0)."""
         if self.checkpoints is not None:
-            self.checkpoints.complete(iteration)
+            takes_state = iteration > 0 and not getattr(self._args, "no_load_optim", False)
+            self.checkpoints.complete(iteration, takes_state=takes_state)
 
     def begin(self) -> None:
-        """Model and optimizer are as the run begins with them."""
+        """Model and optimizer are as the run begins with them, after `args.iteration` batches; again is free."""
+        if self._began:
+            return
+        self._began = True
         if self._ours is not None:
-            self._ours.take_over()
+            self._ours.begin(self._args.iteration)
         say(self._description() if self._schedule is not None else "--skip-train: no schedule has anything to do")
 
     def _description(self) -> str:
@@ -114,8 +127,10 @@ class Session:
     def run_batch(self, call: Mapping[str, Any]) -> list[Any]:
         """Train one batch, as Megatron-LM calls its schedule; returns each microbatch's losses on the last stage."""
         if self._rank is None:
-            update = self._theirs or self._ours.update
-            self._rank = build_stages(self._args, self._options, self._schedule, self._chunks, update, call)
+            with self._refusing():
+                require_ordinary_call(call)
+                update = self._theirs or self._ours.update
+                self._rank = build_stages(self._args, self._options, self._schedule, self._chunks, update, call)
         rank, num_microbatches = self._rank, call["num_microbatches"]
         rank.feed(call)
         num_samples = num_microbatches * call["micro_batch_size"] * self._args.data_parallel_size
@@ -124,16 +139,24 @@ class Session:
             if self._theirs is not None:
                 rank.engine.drain()
                 self._theirs.finish_batch(rank.forward_steps, call)
+        self._num_batches = rank.engine.next_batch
         self._note(reports)
         return rank.losses
 
     def drain(self) -> None:
-        """Have all batches stepped, and the newest weights shown."""
+        """Have all batches stepped, and the newest weights shown. Whatever mode the model is in, what is left of the
+        batches is training.
+        """
         if self._rank is None or self._rank.engine.is_drained:
             return
+        was_training = [chunk.training for chunk in self._chunks]
+        for chunk in self._chunks:
+            chunk.train()
         with self._engine_acts():
             reports = self._rank.engine.drain()
             self._ours.update.show_newest()
+        for chunk, training in zip(self._chunks, was_training, strict=True):
+            chunk.train(training)
         self._drains.append(self._rank.engine.next_batch)
         self._note(reports)
 
@@ -148,12 +171,14 @@ class Session:
     def add_to_checkpoint(self, state: dict[str, Any]) -> None:
         """Add to the state of a checkpoint what the run needs besides."""
         if self.is_saving and self.checkpoints is not None:
-            done = self._args.iteration if self._rank is None else self._rank.engine.next_batch
-            self.checkpoints.add_to(state, num_batches=done)
+            self.checkpoints.add_to(state, num_batches=self._num_batches or self._args.iteration)
 
     def finish(self) -> None:
-        """The loop has ended in order: drain, write the timeline, close what is open. Collective."""
-        if self._rank is None:
+        """The loop has ended in order: drain, write the timeline, close what is open. Collective.
+
+        Nothing of the loop is held any more: who loads its samples in other processes ends them when nobody has them.
+        """
+        if self._rank is None or self._is_refused:
             return
         self.drain()
         engine, options = self._rank.engine, self._options
@@ -166,6 +191,7 @@ class Session:
         engine.close()
         if self._ours is not None:
             self._ours.update.close()
+        self._rank = None
 
     def _say_saved(self) -> None:
         mine = {stage: count for stage, count in self._rank.engine.saved_microbatches_peak.items()}
@@ -183,10 +209,21 @@ class Session:
         self._ours.note(reports)
         for report in reports:
             if report.nan and getattr(self._args, "check_for_nan_in_loss_and_grad", False):
-                raise ValueError(
-                    f"the gradient of iteration {report.batch + 1} is not finite (norm {report.grad_norm}); lower "
-                    "--lr, or go on regardless with --no-check-for-nan-in-loss-and-grad"
-                )
+                with self._refusing():
+                    raise ValueError(
+                        f"the gradient of iteration {report.batch + 1} is not finite (norm {report.grad_norm}); lower "
+                        "--lr, or go on regardless with --no-check-for-nan-in-loss-and-grad"
+                    )
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """A ValueError in the block, which all ranks have alike, ends the job with one sentence, as it stands."""
+        with errors_end_the_job():
+            try:
+                yield
+            except ValueError:
+                self._is_refused = True
+                raise
 
     def _engine_acts(self):
         return nullcontext() if self._ours is None else self._ours.engine_acts()

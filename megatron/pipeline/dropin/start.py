@@ -36,6 +36,11 @@ def prepare(args: argparse.Namespace, options: Options) -> None:
     prove(schedule, batches)
     if backend.is_cuda() and getattr(args, "distributed_backend", "nccl") == "nccl":
         _require_queues(args, options, schedule, max(batches))
+    if schedule.splits_backward and getattr(args, "transformer_impl", "local") == "transformer_engine":
+        raise ValueError(
+            f"--pipeline-schedule {options.schedule} splits backwards, and the linears of --transformer-impl "
+            "transformer_engine compute both halves at once; give --transformer-impl local, or use flush"
+        )
     if not schedule.weights.drains:
         _require_engine_that_follows(args, options)
     if options.rank_mapping != STANDARD:
@@ -84,15 +89,15 @@ def _map_ranks(args: argparse.Namespace, options: Options, schedule: Schedule, m
         else:
             mapping = load_mapping(options.rank_mapping, degrees.world_size)
         nodes = len(slots.nodes)
-        line = f"--rank-mapping {options.rank_mapping} on {nodes} node{'s' * (nodes > 1)}"
+        line = f"--pipeline-rank-mapping {options.rank_mapping} on {nodes} node{'s' * (nodes > 1)}"
         if evicting:
             line += f": {describe_crossing(mapping, degrees, slots.node_sizes, evicting)}"
         return list(slots.logical_ranks(mapping)), [line]
 
     if os.environ.get(_AGENT_STORE) != str(True):
         raise ValueError(
-            f"--rank-mapping {options.rank_mapping} gives processes other ranks over torchrun's store, and this job "
-            "has none; start it through torchrun"
+            f"--pipeline-rank-mapping {options.rank_mapping} gives processes other ranks over torchrun's store, and "
+            "this job has none; start it through torchrun"
         )
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     store = TCPStore(

@@ -27,7 +27,7 @@ def training(root: Path, **files: str) -> Path:
     """A `megatron.training` that has what is replaced; `files` gives others their text."""
     folder = package(root / "megatron" / "training")
     texts = {
-        "arguments": "def add_megatron_arguments(parser): ...\ndef validate_args(args): ...\n",
+        "arguments": "def add_megatron_arguments(parser): ...\ndef parse_args(): ...\ndef validate_args(args): ...\n",
         "checkpointing": "def generate_state_dict(): ...\ndef _load_base_checkpoint(): ...\n",
         "training": "import os\nfrom x import get_forward_backward_func, load_checkpoint, save_checkpoint\n"
         "def setup_model_and_optimizer(): ...\ndef train(): ...\n",
@@ -108,7 +108,7 @@ def test_training_of_someone_else(tmp_path):
     assert f"training.py has no {missing}, which" in line
     training(tmp_path / "other", arguments="")
     (line,) = found(tmp_path / "other")
-    assert "arguments.py has no add_megatron_arguments, validate_args, which" in line
+    assert "arguments.py has no add_megatron_arguments, parse_args, validate_args, which" in line
 
 
 def test_missing_file_is_missing_names(tmp_path):

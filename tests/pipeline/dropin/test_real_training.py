@@ -211,7 +211,9 @@ def test_a_rank_that_dies_ends_the_job(start, tmp_path):
 
 def test_timeline_and_saved_activations(start, tmp_path):
     """bpipe's picture is drawn, and stage 0 saves fewer microbatches than under flush."""
-    flags = f"{STAGES} 4 --log-saved-activations --global-batch-size 16 --pipeline-timeline {tmp_path}/timeline"
+    flags = (
+        f"{STAGES} 4 --pipeline-log-saved-activations --global-batch-size 16 --pipeline-timeline {tmp_path}/timeline"
+    )
     run = train(tmp_path, flags, ranks=4, schedule="bpipe", iterations=4)
     assert (tmp_path / "timeline" / "timeline.png").is_file() and (tmp_path / "timeline" / "trace.json").is_file()
     assert "pipeline rank 0 saved at most" in run.output and "3 microbatches at stage 0" in run.output

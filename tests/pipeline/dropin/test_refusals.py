@@ -1,8 +1,15 @@
 """What does not go together is refused by name, with a reason and a remedy; what does is not."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from megatron.pipeline.dropin.refusals import OF_ALL, OF_DELAYED_WEIGHTS, require_supported
+from megatron.pipeline.dropin.refusals import (
+    OF_ALL,
+    OF_DELAYED_WEIGHTS,
+    require_supported,
+    require_supported_model,
+)
 from megatron.pipeline.schedules import PRESETS
 from tests.pipeline.dropin.arguments import arguments
 
@@ -12,6 +19,10 @@ VALUES = {
     "gtp_weight_remat_size": 2, "rerun_mode": "validate_results", "save_wgrads_interval": 5, "save_dgrads_interval": 5,
     "save_params_interval": 5, "save_activations_interval": 5, "optimizer": "dist_muon",
     "expert_model_parallel_size": 2, "num_distributed_optimizer_instances": 2, "fp8": "e4m3", "fp4": "e2m1",
+    "experimental_attention_variant": "dsa", "vision_pretraining_type": "dino",
+    "moe_router_load_balancing_type": "quantile_balancing", "moe_expert_rank_capacity_factor": 1.0,
+    "moe_grad_scale_func": max, "step_batch_size_schedule": "0:8 1B:16", "iterations_to_skip": [3],
+    "ckpt_convert_format": "torch", "ddp_param_name_patterns_for_fp32_local_accumulation": ["router"],
     "non_persistent_ckpt_type": "local", "mtp_num_layers": 1, "decoder_seq_length": 128,
 }  # fmt: skip
 
@@ -49,8 +60,29 @@ def test_what_2bw_does_not_go_with(refusal):
     """And flush does."""
     value = {refusal.argument: VALUES.get(refusal.argument, True)}
     require_supported(arguments("--pipeline-schedule flush", **value))
-    with pytest.raises(ValueError, match=refusal.flag):
+    with pytest.raises(ValueError) as raised:
         require_supported(arguments("--pipeline-schedule 2bw", **value))
+    sentence = str(raised.value)
+    assert sentence.startswith(refusal.flag) and refusal.reason in sentence and refusal.remedy in sentence
+
+
+@pytest.mark.parametrize("optimizer", ["dist_muon", "soap", "lion"])
+def test_2bw_goes_with_two_optimizers(optimizer):
+    """All others step in ways of their own."""
+    require_supported(arguments("--pipeline-schedule 2bw", optimizer="sgd"))
+    with pytest.raises(ValueError, match=f"--optimizer {optimizer} .*; use adam or sgd"):
+        require_supported(arguments("--pipeline-schedule 2bw", optimizer=optimizer))
+
+
+def test_what_a_model_provider_sets_is_asked_again():
+    """Of the built model's configuration, which validation has not seen, and of arguments that building changed."""
+    args = arguments("--pipeline-schedule flush", variable_seq_lengths=False)
+    require_supported_model(args, SimpleNamespace(variable_seq_lengths=False))
+    with pytest.raises(ValueError, match="--variable-seq-lengths has transfers say their shapes first"):
+        require_supported_model(args, SimpleNamespace(variable_seq_lengths=True))
+    args.modelopt_enabled = True
+    with pytest.raises(ValueError, match="--modelopt-enabled changes what stages hand on"):
+        require_supported_model(args, SimpleNamespace())
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS.keys() - {*HERE, "interleaved"}))
@@ -69,7 +101,7 @@ def test_two_versions_need_a_format_that_has_room_for_them():
 
 
 @pytest.mark.parametrize(
-    "flags", ["--pipeline-timeline here", "--rank-mapping pair-adjacent", "--log-saved-activations"]
+    "flags", ["--pipeline-timeline here", "--pipeline-rank-mapping pair-adjacent", "--pipeline-log-saved-activations"]
 )
 def test_our_flags_without_a_schedule(flags):
     """They would do nothing in silence."""

@@ -40,8 +40,8 @@ def test_an_engine_that_adds_to_an_older_buffer(version, refused, monkeypatch):
 
 def test_ranks_need_torchruns_store(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    with pytest.raises(ValueError, match=r"--rank-mapping pair-adjacent gives .*; start it through torchrun"):
-        prepare(arguments("--pipeline-schedule bpipe --rank-mapping pair-adjacent"))
+    with pytest.raises(ValueError, match=r"--pipeline-rank-mapping pair-adjacent gives .*; start it through torchrun"):
+        prepare(arguments("--pipeline-schedule bpipe --pipeline-rank-mapping pair-adjacent"))
 
 
 def test_batches_are_tried_before_anything_starts():

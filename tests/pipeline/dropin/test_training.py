@@ -122,7 +122,11 @@ def test_a_tuple_of_seven(tmp_path):
             "--overlap-grad-reduce reduces gradients from within",
             marks=FULL,
         ),
-        pytest.param("--log-saved-activations", "--log-saved-activations is for a pipeline schedule", marks=FULL),
+        pytest.param(
+            "--pipeline-log-saved-activations",
+            "--pipeline-log-saved-activations is for a pipeline schedule",
+            marks=FULL,
+        ),
     ],
 )
 def test_refused_before_any_process_group(flags, sentence, checkout):
@@ -136,6 +140,6 @@ def test_refused_before_any_process_group(flags, sentence, checkout):
 def test_ranks_are_mapped_before_the_process_group(run):
     """pair-adjacent on one node: stages 0 and 3 lie side by side, and training is what it was."""
     shared = f"{P} 4 --pipeline-schedule bpipe"
-    mapped = run(f"{shared} --rank-mapping pair-adjacent", ranks=4)
-    assert "--rank-mapping pair-adjacent on 1 node" in mapped
+    mapped = run(f"{shared} --pipeline-rank-mapping pair-adjacent", ranks=4)
+    assert "--pipeline-rank-mapping pair-adjacent on 1 node" in mapped
     assert losses(mapped) == losses(run(shared, ranks=4))

@@ -6,7 +6,10 @@ the model, 'previous_version_2' two, and so on. A version that a checkpoint lack
 it: its step was skipped, or the checkpoint is of a policy that needs fewer.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Protocol
 
@@ -76,6 +79,7 @@ class OlderVersions:
         self, chunks: Sequence[torch.nn.Module], versions: SavedVersions, weights: WeightPolicy, iteration: int
     ) -> None:
         self._versions = versions
+        self._weights = weights
         self._entry = weights.entry_versions(iteration)
         self._parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
         self._names = self._names_of_parameters() if len(self._entry) > 1 or weights.predicts else {}
@@ -100,6 +104,12 @@ class OlderVersions:
                 empty = {id(each): torch.empty_like(each.data) for each in self._parameters if id(each) in self._names}
                 entries[_entry(age)] = version_state(model, empty, prefix=_prefix(age))
         return entries
+
+    def counted_from(self, iteration: int) -> OlderVersions:
+        """The same of a run that counts so many batches before it."""
+        other = copy(self)
+        other._entry = self._weights.entry_versions(iteration)
+        return other
 
     def restore(self, loaded: dict) -> None:
         """The weights shown become the newest version; `loaded` has the older ones, as `to_load` named them."""
