@@ -75,7 +75,7 @@ def command_of(
         command += [f"{name}={value}"] if name not in flags else []
     if schedule is not None:
         command += [f"--pipeline-schedule={schedule}"]
-        command += ["--rerun-mode=disabled"] if schedule == "2bw" and not own else []
+        command += ["--rerun-mode=disabled"] if schedule == "2bw" and not own and "--rerun-mode" not in flags else []
     return command
 
 
