@@ -1,6 +1,8 @@
 """Runs of a real checkout of Megatron-LM, named by MEGATRON_LM, and what they leave to compare."""
 
+import importlib.metadata
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -17,6 +19,22 @@ ROOT = Path(__file__).resolve().parents[3]
 PATIENCE = 400  # seconds for a job
 
 needs_checkout = pytest.mark.skipif(CHECKOUT is None, reason="MEGATRON_LM names no checkout of Megatron-LM")
+
+
+def _is_of_the_wheels_version() -> bool:
+    """Whether the checkout has the megatron.core that this project's own programs run on here."""
+    if CHECKOUT is None:
+        return False
+    text = (Path(CHECKOUT) / "megatron" / "core" / "package_info.py").read_text()
+    numbers = dict(re.findall(r"^(MAJOR|MINOR|PATCH) = (\d+)$", text, flags=re.MULTILINE))
+    of_checkout = ".".join(numbers[name] for name in ("MAJOR", "MINOR", "PATCH"))
+    return of_checkout == importlib.metadata.version("megatron-core")
+
+
+beside_own_program = pytest.mark.skipif(
+    not _is_of_the_wheels_version(),
+    reason="this project's own programs run on another megatron.core, with other mock data and checkpoints",
+)
 
 MODEL = shlex.split(
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --mock-data "

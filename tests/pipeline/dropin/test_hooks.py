@@ -65,10 +65,13 @@ def test_without_a_schedule_each_wrapper_is_the_original(monkeypatch):
     monkeypatch.setattr(hooks, "_session", None)
     wrappers = [around for names in hooks.NEEDED.values() for around in names.values()]
     wrappers += [hooks._known_on_all_ranks, hooks._with_agreed_requests]
-    others = {hooks._with_our_flags, hooks._with_our_rules, hooks._with_no_other_file, hooks._with_agreed_requests}
+    others = {hooks._with_our_flags, hooks._with_our_rules, hooks._with_no_other_file, hooks._with_agreed_requests,
+              hooks._asking_for_both_versions}  # fmt: skip
     for around in set(wrappers) - others:
         assert around(lambda *args, **named: (args, named))(1, 2, key=3) == ((1, 2), {"key": 3}), around
     assert hooks._with_agreed_requests(lambda: "handler")() == "handler"
+    load = hooks._asking_for_both_versions(lambda *args, **named: (args, named))
+    assert load("folder", "args", rank0=True) == (("folder", "args"), {"rank0": True, "sharded_state_dict": None})
 
 
 def test_evaluation_drains_and_is_theirs(session):

@@ -13,6 +13,7 @@ import pytest
 
 from tests.pipeline.dropin.real_training import (
     CHECKOUT,
+    beside_own_program,
     checkpoint_tensors,
     command_of,
     different,
@@ -111,6 +112,7 @@ TWO_BW = {
 }
 
 
+@beside_own_program
 @pytest.mark.parametrize("further", TWO_BW)
 def test_2bw_is_this_projects_own(further, start, twobw, tmp_path):
     """From one checkpoint: every tensor of what is saved, both weight versions among them; norms one iteration late.
@@ -152,15 +154,13 @@ def test_2bw_recomputes_with_its_dropout_while_it_is_drained(start, tmp_path):
         assert not different(saved, checkpoint_tensors(drained.save / "iter_0000009"))
 
 
-def test_2bw_resumes_exactly(start, twobw, tmp_path):
+@pytest.mark.parametrize("own", [False, pytest.param(True, marks=beside_own_program)])
+def test_2bw_resumes_exactly(own, start, twobw, tmp_path):
     """After --exit-interval, from both versions; and under this project's own program."""
     stopped = train(tmp_path / "stopped", f"{start} --exit-interval 6", ranks=2, schedule="2bw")
-    for own in (False, True):
-        resumed = train(
-            tmp_path / f"resumed-{own}", f"{STAGES} 2 --load {stopped.save}", ranks=2, schedule="2bw", own=own
-        )
-        assert "has one weight version" not in resumed.output
-        assert not different(resumed.tensors(), twobw.tensors())
+    resumed = train(tmp_path / "resumed", f"{STAGES} 2 --load {stopped.save}", ranks=2, schedule="2bw", own=own)
+    assert "has one weight version" not in resumed.output
+    assert not different(resumed.tensors(), twobw.tensors())
 
 
 def test_2bw_resumes_exactly_after_sigterm(start, twobw, tmp_path):
@@ -186,22 +186,25 @@ def test_2bw_resumes_exactly_after_sigterm(start, twobw, tmp_path):
     assert 3 < int(saved.name[5:]) < 10 and not different(resumed.tensors(), twobw.tensors())
 
 
-def test_checkpoints_go_both_ways(native, twobw, start, tmp_path):
-    """Theirs under 2bw with a warning; 2bw's, and that of this project's own program, under their own schedule and
-    under flush alike.
-    """
-    longer = f"{STAGES} 2 --override-opt-param-scheduler --load"
-    from_theirs = train(tmp_path / "2bw", f"{longer} {native('p=2').save}", ranks=2, schedule="2bw", iterations=12)
-    assert "iteration 10 was saved under a schedule of Megatron-LM and has one weight version" in from_theirs.output
-    own = train(tmp_path / "own", start, ranks=2, schedule="2bw", own=True)
-    runs = [
-        train(tmp_path / f"{number}-{name}", f"{longer} {save}", ranks=2, schedule=name, iterations=12)
-        for number, save in enumerate((twobw.save, own.save))
+LONGER = f"{STAGES} 2 --override-opt-param-scheduler --load"
+
+
+def test_their_checkpoint_under_2bw_is_warned_of(native, tmp_path):
+    """It has one weight version."""
+    run = train(tmp_path, f"{LONGER} {native('p=2').save}", ranks=2, schedule="2bw", iterations=12)
+    assert "iteration 10 was saved under a schedule of Megatron-LM and has one weight version" in run.output
+
+
+@pytest.mark.parametrize("own", [False, pytest.param(True, marks=beside_own_program)])
+def test_checkpoints_of_2bw_go_both_ways(own, twobw, start, tmp_path):
+    """That of 2bw, and that of this project's own program, are their own schedule's and flush's alike."""
+    saved = train(tmp_path / "own", start, ranks=2, schedule="2bw", own=True) if own else twobw
+    native, flush = (
+        train(tmp_path / str(name), f"{LONGER} {saved.save}", ranks=2, schedule=name, iterations=12)
         for name in (None, "flush")
-    ]
-    assert sorted(runs[0].scalars.losses) == [11, 12]
-    for run in runs[1:]:
-        assert run.scalars == runs[0].scalars and not different(run.tensors(), runs[0].tensors())
+    )
+    assert sorted(native.scalars.losses) == [11, 12]
+    assert flush.scalars == native.scalars and not different(flush.tensors(), native.tensors())
 
 
 @pytest.mark.parametrize(

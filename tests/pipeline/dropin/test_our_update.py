@@ -1,0 +1,90 @@
+"""What Megatron-LM's objects say while the engine steps."""
+
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+
+from megatron import backend
+
+backend.install()
+
+from megatron.pipeline.dropin import our_update
+from megatron.pipeline.dropin.our_update import OurUpdate
+from megatron.pipeline.program.weight_policies import weight_policy
+from megatron.pipeline.runtime.contract.stage import BatchReport
+
+
+class Versions:
+    newest = 0
+
+    def __init__(self):
+        self.resets = []
+
+    def reset(self, *versions):
+        self.resets.append(versions)
+
+
+@pytest.fixture
+def parts(monkeypatch):
+    """(update, chunk, optimizer, scheduler, calls of their methods)."""
+    calls = []
+
+    def method(name):
+        return lambda *args, **named: calls.append(name)
+
+    def make(chunks, optimizer, scheduler, *, weights, **options):
+        return SimpleNamespace(versions=Versions(), weights=weights, scheduler=scheduler)
+
+    monkeypatch.setattr(our_update, "MegatronWeightUpdate", make)
+    monkeypatch.setattr(our_update, "_warm_up", lambda: None)
+    chunk = SimpleNamespace(zero_grad_buffer=method("zero_grad_buffer"))
+    optimizer = SimpleNamespace(zero_grad=method("zero_grad"), step=method("step"))
+    scheduler = SimpleNamespace(step=method("scheduler"))
+    update = OurUpdate(
+        [chunk], optimizer, scheduler, weights=weight_policy("2bw"), num_stages=2, stage=0, timeout=timedelta(minutes=1)
+    )  # fmt: skip
+    return update, chunk, optimizer, scheduler, calls
+
+
+def test_until_the_run_begins_methods_are_theirs(parts):
+    """Loading a checkpoint steps the scheduler."""
+    _, _, optimizer, scheduler, calls = parts
+    scheduler.step(increment=8)
+    optimizer.zero_grad()
+    assert calls == ["scheduler", "zero_grad"]
+
+
+def test_the_engine_alone_calls_them(parts):
+    """To everybody else they do nothing, and the step says what the newest report says."""
+    update, chunk, optimizer, scheduler, calls = parts
+    update.begin(0)
+    chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    scheduler.step(increment=8)
+    assert calls == [] and optimizer.step() == (True, None, None)
+    with update.engine_acts():
+        optimizer.zero_grad(set_to_none=True)
+    update.update.scheduler.step(increment=8)
+    assert calls == ["zero_grad", "scheduler"]
+    optimizer.zero_grad()
+    assert len(calls) == 2
+
+
+def test_a_step_says_what_the_newest_report_says(parts):
+    """A skipped batch was not stepped."""
+    update, _, optimizer, _, _ = parts
+    update.begin(0)
+    update.note([BatchReport(batch=0, grad_norm=1.0), BatchReport(batch=1, grad_norm=2.0)])
+    update.note([])
+    assert optimizer.step() == (True, 2.0, None)
+    update.note([BatchReport(batch=2, grad_norm=float("inf"), skipped=True)])
+    assert optimizer.step() == (False, float("inf"), None)
+
+
+@pytest.mark.parametrize(("iteration", "resets"), [(0, []), (7, [(6, 7)])])
+def test_versions_are_counted_as_the_run_counts_batches(iteration, resets, parts):
+    """Whatever a checkpoint has said: both versions that are alive are the weights that are there."""
+    update, *_ = parts
+    update.begin(iteration)
+    assert update.update.versions.resets == resets
