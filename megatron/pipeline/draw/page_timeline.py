@@ -68,7 +68,7 @@ class _Drawing:
     """One timeline with its scale; each method gives the elements of one kind of sign."""
 
     def __init__(self, timeline: Timeline) -> None:
-        self.timeline = timeline
+        self.timeline, self.end = timeline, timeline.end
         self.left_out: list[str] = []
         self.every = math.ceil(timeline.num_ranks / MOST_ROWS)
         if self.every > 1:
@@ -78,8 +78,8 @@ class _Drawing:
         self.height = self.pitch * len(self.shown)
         self.cells = [cell for cell in cells_of(timeline) if cell.rank in self.shown]
         lengths = sorted(cell.end - cell.start for cell in self.cells if cell.end > cell.start)
-        self.width = round(min(max(_CELL * timeline.end / lengths[len(lengths) // 10], _NARROWEST), _WIDEST))
-        self.pixels = self.width / timeline.end  # of a unit of time
+        self.width = round(min(max(_CELL * self.end / lengths[len(lengths) // 10], _NARROWEST), _WIDEST))
+        self.pixels = self.width / self.end  # of a unit of time
 
     def x(self, time: float) -> int:
         return round((_LEFT + time * self.pixels) * _UNIT)
@@ -89,7 +89,7 @@ class _Drawing:
         return round((_TOP + (rank / self.every + 0.5) * self.pitch) * _UNIT)
 
     def boxes(self) -> Iterator[str]:
-        ends = [(self.x(0.0), self.x(self.timeline.end), self.y(rank)) for rank in self.shown]
+        ends = [(self.x(0.0), self.x(self.end), self.y(rank)) for rank in self.shown]
         yield self._path(ends, colour=_BUBBLE)
         by_colour: dict[str, list[tuple[int, int, int]]] = {}
         for cell, start, end in self._merged():
@@ -209,17 +209,17 @@ class _Drawing:
     def axis(self, label: str) -> Iterator[str]:
         foot = (_TOP + self.height) * _UNIT
         step = _round_step(110 / self.pixels)
-        ticks = [index * step for index in range(int(self.timeline.end / step) + 1)]
+        ticks = [index * step for index in range(int(self.end / step) + 1)]
         marks = "".join(f"M{self.x(time)} {foot}v{4 * _UNIT}" for time in ticks)
         yield f'<path stroke="currentColor" stroke-width="{_UNIT}" d="{marks}"/>'
         for time in ticks:
             yield self._text(self.x(time), foot + 15 * _UNIT, f"{time:.6g}", size=10, anchor="middle")
-        yield self._text(self.x(self.timeline.end / 2), foot + 30 * _UNIT, label, size=10, anchor="middle")
+        yield self._text(self.x(self.end / 2), foot + 30 * _UNIT, label, size=10, anchor="middle")
 
     def rows(self) -> Iterator[str]:
         """The rows' names, and the most microbatches whose activations each has saved at once."""
         names, every = names_of_rows(self.timeline), math.ceil(12 / self.pitch)
-        edge = self.x(self.timeline.end) + 8 * _UNIT
+        edge = self.x(self.end) + 8 * _UNIT
         yield self._text(edge, (_TOP - 3) * _UNIT, "most saved", size=10)
         for rank in self.shown[::every]:
             foot = self.y(rank) + 3 * _UNIT

@@ -41,7 +41,7 @@ def timeline_element(each: Kept, planner: Planner) -> str:
     )
     return (
         f'<figure><div class="wide drawing">{drawn.svg}</div>'
-        f"<figcaption>{escape('; '.join(said))}.<br>{signs}</figcaption></figure>"
+        f"<figcaption>{escape('; '.join(said), quote=False)}.<br>{signs}</figcaption></figure>"
     )
 
 
