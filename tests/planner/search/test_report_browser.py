@@ -142,6 +142,8 @@ def test_the_page_fits_its_window(look, outcome, width):
         const last = table.tBodies[0].rows[0].cells[table.tHead.rows[0].cells.length - 1];
         table.parentElement.scrollLeft = 100000;
         seen.lastColumn = [last.getBoundingClientRect().right, table.parentElement.getBoundingClientRect().right];
+        const box = table.parentElement.getBoundingClientRect();
+        seen.schedule = [table.tBodies[0].rows[0].cells[column("schedule")].getBoundingClientRect().left, box.left];
         seen.resources = performance.getEntriesByType("resource").length;
         """,
         width=width,
@@ -153,6 +155,7 @@ def test_the_page_fits_its_window(look, outcome, width):
         assert any(inside > outside for _, inside, outside, _ in seen["boxes"])
     assert seen["table"][1] >= seen["table"][0] - 1
     assert seen["lastColumn"][0] <= seen["lastColumn"][1] + 1
+    assert 0 <= seen["schedule"][0] - seen["schedule"][1] <= 60  # it stays while the rest scrolls
     assert seen["resources"] == 0
 
 
