@@ -80,6 +80,7 @@ def test_a_click_sorts(look, outcome):
     """By numbers as numbers and by words as words, up and then down; equals stay in the order of the ranking."""
     seen = look("""
         seen.before = read("rank");
+        sort("rank"); seen.backwards = read("rank");
         sort("GiB"); seen.up = read("GiB"); seen.upRanks = read("rank");
         sort("GiB"); seen.down = read("GiB");
         seen.state = [...table.tHead.querySelectorAll("[aria-sort]")].map((each) => [each.textContent, each.ariaSort]);
@@ -89,6 +90,7 @@ def test_a_click_sorts(look, outcome):
     """)
     ranks = [str(rank) for rank in range(1, len(outcome.kept) + 1)]
     assert seen["before"] == seen["after"] == ranks
+    assert seen["backwards"] == ranks[::-1]
     memory = {rank: f"{each.memory_gib:.1f}" for rank, each in zip(ranks, outcome.kept, strict=True)}
     assert seen["upRanks"] == sorted(ranks, key=lambda rank: (float(memory[rank]), int(rank)))
     assert seen["up"] == [memory[rank] for rank in seen["upRanks"]]
