@@ -36,7 +36,11 @@ setup(
     ],
     package_dir={"": "."},
     packages=find_namespace_packages(include=["megatron", "megatron.*"]),
-    package_data={"megatron.planner.job": ["clusters/*.yaml"], "megatron.planner.time": ["calibrations/*.json"]},
+    package_data={
+        "megatron.planner.job": ["clusters/*.yaml"],
+        "megatron.planner.search": ["report.css", "report.js"],
+        "megatron.planner.time": ["calibrations/*.json"],
+    },
     entry_points={"console_scripts": ["megatron-pipeline = megatron.commands.__main__:main"]},
     install_requires=requirements("runtime"),
     extras_require={

@@ -77,7 +77,7 @@ def test_wheel_holds_our_subpackages_only(copy, tmp_path):
         (metadata,) = (archive.read(name).decode() for name in names if name.endswith("METADATA"))
     sources = {
         str(path.relative_to(ROOT))
-        for kind in ("py", "json", "yaml")
+        for kind in ("py", "json", "yaml", "css", "js")
         for path in (ROOT / "megatron").rglob(f"*.{kind}")
     }
     assert sources <= names

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import subprocess
 import sys
 from html import unescape
@@ -84,6 +85,9 @@ def test_the_delay_of_weights_is_said_where_it_counts(run, tmp_path, schedules):
         "ith 2bw, gradients are taken at weights from before the last update: at a learning rate that flush bears, 2bw"
     )
     page = page.replace(f"<pre>{script}</pre>", "")
+    targets = re.findall('href="([^"]*docs/convergence.md)"', page)
+    assert targets == [(ROOT / "docs" / "convergence.md").as_uri()] * ("2bw" in schedules)
+    page = re.sub(r'href="[^"]*"', "", page)
     assert [cost in text for text in (out, page, head)] == ["2bw" in schedules, "2bw" in schedules, starts_2bw]
     assert [text.count("docs/convergence.md") for text in (out, page, head)] == [
         int("2bw" in schedules), int("2bw" in schedules), int(starts_2bw),

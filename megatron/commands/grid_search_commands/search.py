@@ -28,7 +28,7 @@ from megatron.commands.grid_search_commands.search_inputs import (
     read_cluster,
     read_model,
 )
-from megatron.commands.grid_search_commands.search_script import remove_script, script_text
+from megatron.commands.grid_search_commands.search_script import ROOT, remove_script, script_text
 from megatron.documents.writing import write_whole
 from megatron.planner import Architecture, Cluster
 from megatron.planner.planner import Planner
@@ -290,6 +290,12 @@ def _nearest(outcome: Outcome) -> str:
     return f"the nearest ({where}): {each.reason}; give more GPUs, or GPUs with more memory"
 
 
+def _docs() -> str | None:
+    """Where the documentation of this checkout lies; an installed package has none."""
+    folder = ROOT / "docs"
+    return folder.as_uri() if (folder / "convergence.md").is_file() else None
+
+
 def _write(folder: Path, outcome: Outcome, planner_of, model: ModelInput, cluster: Cluster, space: Space) -> None:
     from megatron.planner.search.picture import as_png, draw_outcome
     from megatron.planner.search.report import html_report
@@ -304,7 +310,6 @@ def _write(folder: Path, outcome: Outcome, planner_of, model: ModelInput, cluste
             else f"batches of {space.global_batch_size} to {space.safe_batch_size}"
         ),
         f"{len(outcome.kept)} configurations fit, {len(outcome.rejected)} choices were rejected.",
-        *(f"{note}." for note in _notes(outcome)),
     ]  # fmt: skip
     write_jsonl(outcome, folder / "configurations.jsonl")
     write_csv(outcome, folder / "configurations.csv")
@@ -318,6 +323,9 @@ def _write(folder: Path, outcome: Outcome, planner_of, model: ModelInput, cluste
             write_whole(folder / "topology.yaml", json.dumps(topology, indent=1) + "\n")
     figure = draw_outcome(outcome, memory_gib=cluster.device.memory_gib, title=title)
     write_whole(folder / "throughput_memory.png", as_png(figure))
-    write_whole(folder / "report.html", html_report(outcome, planner_of, title=title, summary=summary, script=script))
+    page = html_report(
+        outcome, planner_of, title=title, summary=summary, notes=_notes(outcome), docs=_docs(), script=script
+    )
+    write_whole(folder / "report.html", page)
     print(f"wrote {folder}/: configurations.jsonl, configurations.csv, throughput_memory.png, report.html"
           + (", best.sh" if script else ""), file=sys.stderr)  # fmt: skip

@@ -1,4 +1,5 @@
-"""Timelines as pictures (`draw_timeline`) and as text for terminals (`timeline_text`)."""
+"""Timelines as pictures (`draw_timeline`), as text for terminals (`timeline_text`), and small ones for pages
+(`page_timeline.page_timeline`)."""
 
 from megatron.pipeline.draw.figure import draw_timeline
 from megatron.pipeline.draw.text_timeline import timeline_text

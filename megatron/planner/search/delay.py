@@ -30,21 +30,22 @@ def clause(configuration: Configuration) -> str | None:
     return f"predicts from {known_share(configuration)} of a batch" if configuration.predicts else None
 
 
+def is_delayed(schedule: str, configuration: Configuration) -> bool:
+    """Whether a configuration of this name of `offered` computes at weights that lack updates, and does not predict."""
+    return not configuration.predicts and not offer(schedule).policy.drains
+
+
 def sentence(kept: Iterable[Kept]) -> str | None:
     """What the delay of weights costs; None where none of these configurations computes at delayed weights."""
-    policies = {
-        each.choice.schedule: offer(each.choice.schedule).policy
-        for each in kept
-        if not each.estimate.configuration.predicts
-    }
-    delayed = [name for name, policy in policies.items() if not policy.drains]
+    names = (each.choice.schedule for each in kept if is_delayed(each.choice.schedule, each.estimate.configuration))
+    delayed = list(dict.fromkeys(names))
     if not delayed:
         return None
     cost = (
         f"with {' and '.join(delayed)}, gradients are taken at weights from before the last update: at a learning rate "
         "that flush bears, 2bw ended with 18% more validation loss (docs/convergence.md); lower it"
     )
-    if not any(policies[name] == TWO_BW for name in delayed):
+    if not any(offer(name).policy == TWO_BW for name in delayed):
         return cost
     return f"{cost}, or add --2bw-provisional stage, which predicts them (docs/provisional.md)"
 

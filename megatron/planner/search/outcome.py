@@ -1,6 +1,7 @@
 """What a search finds: every choice that it considered, kept with an estimate or rejected with a reason."""
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.estimate import Estimate
@@ -75,7 +76,7 @@ class Kept:
     def sequences_per_second(self) -> float:
         return self.choice.global_batch_size / self.estimate.seconds
 
-    @property
+    @cached_property
     def memory_gib(self) -> float:
         """The memory of the fullest GPU."""
         return max(rank.total for rank in self.estimate.memory) / 2**30

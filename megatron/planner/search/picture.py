@@ -14,17 +14,26 @@ if TYPE_CHECKING:
 
 
 def draw_outcome(outcome: Outcome, *, memory_gib: float, title: str = "") -> Figure:
-    """A colour for each schedule; the Pareto front is a line, the best is named, and crosses are under pressure.
+    """A colour for each schedule; the Pareto front is a line, the best is ringed, and crosses are under pressure.
 
-    `memory_gib`: of a GPU. Collections of points have the schedules as gids, the front "pareto".
+    The legend, which names the best, stands below the axes, so that it hides no point. `memory_gib`: of a GPU.
+    Collections of points have the schedules as gids, the front "pareto".
     """
+    import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
-    figure = Figure(figsize=(9, 5.2), facecolor="white", layout="constrained")
+    figure = Figure(figsize=(9, 5.6), facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
+    pairs = matplotlib.color_sequences["tab20"]
+    colours = [*pairs[::2], *pairs[1::2]]
+    entries = []
     for index, schedule in enumerate(offered()):
+        colour = colours[index % len(colours)]
+        if any(each.choice.schedule == schedule for each in outcome.kept):
+            entries.append(Line2D([], [], linestyle="none", marker="o", markersize=5, color=colour, label=schedule))
         for pressed, marker in ((False, "o"), (True, "x")):
             points = [
                 (each.memory_gib, each.sequences_per_second)
@@ -32,10 +41,7 @@ def draw_outcome(outcome: Outcome, *, memory_gib: float, title: str = "") -> Fig
                 if each.choice.schedule == schedule and each.estimate.under_pressure is pressed
             ]
             if points:
-                label = f"{schedule}, may be slower" if pressed else schedule
-                drawn = axes.scatter(
-                    *zip(*points, strict=True), s=22, marker=marker, color=f"C{index}", label=label, alpha=0.75
-                )
+                drawn = axes.scatter(*zip(*points, strict=True), s=22, marker=marker, color=colour, alpha=0.75)
                 drawn.set_gid(f"{schedule}{'!' * pressed}")
     front = outcome.pareto_front()
     if front:
@@ -44,19 +50,23 @@ def draw_outcome(outcome: Outcome, *, memory_gib: float, title: str = "") -> Fig
             color="black", linewidth=1, label="Pareto front",
         )  # fmt: skip
         line.set_gid("pareto")
-    axes.axvspan((1 - BORDERLINE) * memory_gib, memory_gib, color="#f4d9b0", alpha=0.5, linewidth=0)
+        entries.append(line)
+    if any(each.estimate.under_pressure for each in outcome.kept):
+        cross = {"linestyle": "none", "marker": "x", "markersize": 5, "color": "black"}
+        entries.append(Line2D([], [], label="near the limit of memory, may be slower", **cross))
+    axes.axvspan((1 - BORDERLINE) * memory_gib, memory_gib, color="#e8a33d", alpha=0.2, linewidth=0, zorder=0)
     axes.axvline(memory_gib, color="#b03030", linewidth=1)
     if outcome.best:
-        axes.annotate(
-            describe(outcome.best.choice), (outcome.best.memory_gib, outcome.best.sequences_per_second),
-            xytext=(-6, 8), textcoords="offset points", fontsize=8, ha="right",
+        entries += axes.plot(
+            outcome.best.memory_gib, outcome.best.sequences_per_second, linestyle="none", marker="o", markersize=10,
+            markerfacecolor="none", color="black", label=f"the fastest: {describe(outcome.best.choice)}", gid="best",
         )  # fmt: skip
     axes.set_xlabel(f"memory of the fullest GPU, GiB (of {memory_gib:g}; shaded: the last {BORDERLINE:.0%})")
     axes.set_ylabel("sequences per second")
     axes.set_ylim(0, 1.12 * max((each.sequences_per_second for each in outcome.kept), default=1.0))
     axes.grid(alpha=0.3)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=7.5, loc="lower left", ncols=2)
+    if entries:
+        figure.legend(handles=entries, fontsize=7.5, loc="outside lower center", ncols=3, frameon=False)
     if title:
         axes.set_title(title, loc="left", fontsize=10)
     return figure
@@ -79,12 +89,20 @@ def as_png(figure: Figure) -> bytes:
     return stream.getvalue()
 
 
-def as_svg(figure: Figure, *, salt: str) -> str:
-    """An element for a page: without a head, with text as text. `salt`: makes its ids its own among those of a page."""
+def as_svg(figure: Figure, *, salt: str, themed: bool = False) -> str:
+    """An element for a page: without a head, with text as text.
+
+    Args:
+        salt: makes its ids its own among those of a page.
+        themed: on no ground, and black is the colour of the page's text; the page has to fill its texts so.
+    """
     import matplotlib
 
     stream = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": salt, "svg.fonttype": "none"}):
-        figure.savefig(stream, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+        figure.savefig(
+            stream, format="svg", transparent=themed, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        )
     text = stream.getvalue()
-    return text[text.index("<svg") :]
+    element = text[text.index("<svg") :]
+    return element.replace("#000000", "currentColor") if themed else element

@@ -1,26 +1,23 @@
-"""A search's result as one HTML page that needs nothing else: tables, the picture, timelines of the best."""
+"""A search's result as one HTML page that needs nothing else: tables, the picture, timelines of the best.
 
+The page's style and its script lie beside this file and are written into it, so that it can be sent, and opened from a
+disk without a network. Without the script the tables stand there whole.
+"""
+
+import re
 from collections.abc import Callable, Sequence
 from html import escape
+from pathlib import Path
 
-from megatron.pipeline.draw import draw_timeline
-from megatron.pipeline.simulate import simulate
-from megatron.planner.memory.sizes import resized
 from megatron.planner.planner import Planner
+from megatron.planner.search import delay
 from megatron.planner.search.outcome import Kept, Outcome
 from megatron.planner.search.picture import as_svg, describe, draw_outcome
-from megatron.planner.search.table import HEADINGS, cells, reasons
+from megatron.planner.search.report_table import configurations_table, reasons_table
+from megatron.planner.search.report_timeline import timeline_element
 
-_MANY_CELLS, _MOST_CELLS = 2_000, 8_000  # of a drawing: what can be read, and what can be drawn
-_STYLE = """
-body { font: 14px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 75em; padding: 0 1em; color: #222; }
-h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin-top: 2em; }
-table { border-collapse: collapse; font-size: 13px; } th, td { padding: 2px 9px; text-align: right; }
-th { border-bottom: 1px solid #888; vertical-align: bottom; } tr:nth-child(even) td { background: #f5f5f5; }
-td.text, th.text { text-align: left; } tr.pressure td { color: #a05a00; }
-pre { background: #f5f5f5; padding: 0.8em; overflow-x: auto; } svg { max-width: 100%; height: auto; }
-.wide { overflow-x: auto; }
-"""
+_STYLE, _SCRIPT = (Path(__file__).with_suffix(suffix) for suffix in (".css", ".js"))
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"  # a page that asks for nothing
 
 
 def html_report(
@@ -29,85 +26,62 @@ def html_report(
     *,
     title: str,
     summary: Sequence[str],
+    notes: Sequence[str] = (),
+    docs: str | None = None,
     script: str | None = None,
     num_timelines: int = 3,
-    num_rows: int = 100,
 ) -> str:
     """The page.
 
     Args:
         title: of the page.
         summary: lines that say what was searched.
+        notes: what there is to know of what was found; docs/*.md in them are linked.
+        docs: where the documentation lies, as a URL; None: not known, and nothing is linked.
         script: the text of the best's script.
         num_timelines: how many of the best are drawn.
-        num_rows: of the table of what was kept.
     """
     memory_gib = planner_of(1).cluster.device.memory_gib
-    parts = [f"<h1>{escape(title)}</h1>", *(f"<p>{escape(line)}</p>" for line in summary)]
     ranked = list(enumerate(outcome.kept, start=1))
     of_schedules = {id(each) for each in outcome.best_of_schedules()}
-    parts += ["<h2>The fastest of each schedule</h2>", _table([row for row in ranked if id(row[1]) in of_schedules])]
-    figure = draw_outcome(outcome, memory_gib=memory_gib)
-    parts += ["<h2>Throughput against memory</h2>", as_svg(figure, salt="outcome")]
+    parts = [f"<h1>{escape(title)}</h1>", *(f"<p>{escape(line)}</p>" for line in summary)]
+    if outcome.best is not None:
+        parts.append(_best(outcome.best))
+    delayed = delay.sentence(outcome.kept)
+    for note in notes:
+        anchor = ' id="delay"' if note == delayed else ""  # what rows with delayed weights link to
+        parts.append(f'<p class="note"{anchor}>{_linked(note, docs)}</p>')
+    parts += ["<h2>The fastest of each schedule</h2>"]
+    parts += [configurations_table([row for row in ranked if id(row[1]) in of_schedules], name="schedules")]
+    parts += ["<h2>Throughput against memory</h2>"]
+    picture = as_svg(draw_outcome(outcome, memory_gib=memory_gib), salt="outcome", themed=True)
+    parts += [f'<div class="wide picture">{picture}</div>']
     parts += ["<h2>Timelines of the best</h2>"]
     for rank, each in ranked[:num_timelines]:
-        planner = planner_of(each.choice.tensor)
-        parts += [f"<h3>{rank}. {escape(describe(each.choice))}</h3>", _timeline(each, planner, f"timeline{rank}")]
+        heading = f"<h3>{rank}. {escape(describe(each.choice))}</h3>"
+        parts += [heading, timeline_element(each, planner_of(each.choice.tensor))]
     if script is not None:
-        parts += ["<h2>A script for the best</h2>", f"<pre>{escape(script)}</pre>"]
-    shown = ranked[:num_rows]
-    parts += [f"<h2>The fastest {len(shown)} of {len(ranked)} that fit</h2>", _table(shown)]
-    parts += [f"<h2>Why {len(outcome.rejected)} choices were rejected</h2>", _reasons(outcome)]
+        parts += ["<h2>A script for the best</h2>", f'<div class="wide"><pre>{escape(script)}</pre></div>']
+    parts += [f"<h2>All {len(ranked)} that fit</h2>", configurations_table(ranked, name="all", filtered=True)]
+    parts += [f"<h2>Why {len(outcome.rejected)} choices were rejected</h2>", reasons_table(outcome, 40)]
     body = "\n".join(parts)
     return (
-        f'<!DOCTYPE html>\n<html lang="en">\n<head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f"<style>{_STYLE}</style></head>\n<body>\n{body}\n</body>\n</html>\n"
+        f'<!DOCTYPE html>\n<html lang="en">\n<head><meta charset="utf-8"><title>{escape(title)}</title>\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<style>\n{_STYLE.read_text(encoding='utf-8')}</style></head>\n<body>\n{body}\n"
+        f"<script>\n{_SCRIPT.read_text(encoding='utf-8')}</script>\n</body>\n</html>\n"
     )
 
 
-def _table(rows: Sequence[tuple[int, Kept]]) -> str:
-    text = {"schedule", "recompute", "split optimizer", "rank mapping", "memory", "notes"}
-    kinds = [' class="text"' if heading in text else "" for heading in HEADINGS]
-    head = "".join(f"<th{kind}>{escape(name)}</th>" for name, kind in zip(HEADINGS, kinds, strict=True))
-    lines = []
-    for rank, each in rows:
-        row = "".join(f"<td{kind}>{escape(cell)}</td>" for cell, kind in zip(cells(each, rank), kinds, strict=True))
-        kind = ' class="pressure"' if each.estimate.under_pressure else ""
-        lines.append(f"<tr{kind}>{row}</tr>")
-    return f'<div class="wide"><table><tr>{head}</tr>\n{chr(10).join(lines)}\n</table></div>'
-
-
-def _reasons(outcome: Outcome) -> str:
-    rows = "".join(
-        f'<tr><td>{count}</td><td class="text">{escape(reason)}</td></tr>'
-        for reason, count in reasons(outcome.rejected, 40)
+def _best(best: Kept) -> str:
+    estimate = best.estimate
+    return (
+        f'<p class="best">The fastest: <b>{escape(describe(best.choice))}</b>, {estimate.seconds:.3g} s an iteration, '
+        f"{best.sequences_per_second:.3g} sequences/s, {best.memory_gib:.1f} GiB on the fullest GPU.</p>"
     )
-    return f'<table><tr><th>choices</th><th class="text">reason</th></tr>{rows}</table>'
 
 
-def _timeline(each: Kept, planner: Planner, salt: str) -> str:
-    """The drawing of the first batches, shortened to what can be read."""
-    configuration = each.estimate.configuration
-    schedule = configuration.pipeline_schedule(tied_embeddings=planner.model.tied_embeddings)
-    drains = schedule.weights.drains
-    num_batches = 3 * schedule.num_ranks if schedule.weights.updates_alone else 1 + schedule.weights.delay
-    cells_of_microbatch = 2 * schedule.num_stages * num_batches
-    step = 1 if drains and schedule.num_virtual_stages == 1 else schedule.num_ranks
-    size = min(configuration.num_microbatches, max(_MANY_CELLS // cells_of_microbatch // step, 1) * step)
-    whole = configuration.num_microbatches
-    size = next(each for each in range(size, whole + 1) if resized(schedule, whole, each).runs(each))
-    if size * cells_of_microbatch > _MOST_CELLS:
-        return f"<p>{schedule.num_stages} stages are too many to draw.</p>"
-    program = resized(schedule, whole, size).build((size,) * num_batches)
-    layers = planner.layers(configuration)
-    timeline = simulate(program, planner.cost_model.costs(configuration, layers))
-    shortened = (
-        f", with {size} of {configuration.num_microbatches} microbatches"
-        if size < configuration.num_microbatches
-        else ""
-    )
-    figure = draw_timeline(
-        timeline, title=f"{num_batches} batch{'es' * (num_batches > 1)}{shortened}", time_label="seconds",
-        saved_microbatches=any(program.num_evictions),
-    )  # fmt: skip
-    return as_svg(figure, salt=salt)
+def _linked(note: str, docs: str | None) -> str:
+    text = f"{escape(note[:1].upper() + note[1:])}."
+    return text if docs is None else re.sub(r"docs/([\w/]+\.md)", rf'<a href="{escape(docs)}/\1">docs/\1</a>', text)

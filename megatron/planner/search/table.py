@@ -16,7 +16,7 @@ HEADINGS = (
     "rank", "schedule", "t", "p", "d", "v", "microbatch", "microbatches", "recompute", "split optimizer",
     "rank mapping", "s/iteration", "sequences/s", "MFU, %", "bubble, %", "GiB", "memory", "notes",
 )  # fmt: skip
-_TEXTS = frozenset({"schedule", "recompute", "split optimizer", "rank mapping", "memory", "notes"})
+TEXTS = frozenset({"schedule", "recompute", "split optimizer", "rank mapping", "memory", "notes"})
 
 
 def cells(each: Kept, rank: int) -> tuple[str, ...]:
@@ -44,9 +44,9 @@ def best_table(kept: Sequence[tuple[int, Kept]], *, plain: bool) -> Table:
 
     table = Table(box=None if plain else box.SIMPLE, header_style="" if plain else "bold", pad_edge=False)
     rows = [cells(each, rank) for rank, each in kept]
-    shown = [index for index, _ in enumerate(HEADINGS) if any(_says(index, row[index]) for row in rows)]
+    shown = [index for index, _ in enumerate(HEADINGS) if any(says(index, row[index]) for row in rows)]
     for index in shown:
-        is_text = HEADINGS[index] in _TEXTS
+        is_text = HEADINGS[index] in TEXTS
         table.add_column(HEADINGS[index], justify="left" if is_text else "right", no_wrap=plain or not is_text)
     for (_, each), row in zip(kept, rows, strict=True):
         style = "" if plain or not each.estimate.under_pressure else "yellow"
@@ -54,7 +54,7 @@ def best_table(kept: Sequence[tuple[int, Kept]], *, plain: bool) -> Table:
     return table
 
 
-def _says(index: int, text: str) -> bool:
+def says(index: int, text: str) -> bool:
     """A column that says nothing in any row is left out."""
     return {"v": text != "1", "notes": bool(text)}.get(HEADINGS[index], True)
 

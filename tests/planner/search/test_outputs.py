@@ -1,10 +1,9 @@
-"""What a search writes: records, JSON lines, CSV, tables, the picture and the page."""
+"""What a search writes: records, JSON lines, CSV, tables and the picture."""
 
 import csv
 import json
 import math
 import re
-from html.parser import HTMLParser
 
 import pytest
 from rich.console import Console
@@ -12,9 +11,8 @@ from rich.console import Console
 from megatron.planner.search import Outcome
 from megatron.planner.search.picture import as_png, as_svg, draw_outcome
 from megatron.planner.search.records import FIELDS, records, write_csv, write_jsonl, write_whole
-from megatron.planner.search.report import html_report
 from megatron.planner.search.table import best_table, reasons
-from tests.planner.search.helper import PAPER, a100, gpt3, planner, run
+from tests.planner.search.helper import a100, gpt3, run
 
 MODEL, MACHINES = gpt3(16, 8192, 64), a100(1)
 
@@ -126,39 +124,32 @@ def test_the_picture(outcome):
     assert any(line.get_gid() == "pareto" and len(line.get_xdata()) for line in axes.lines)
     assert as_png(figure).startswith(b"\x89PNG")
     assert as_svg(figure, salt="a").startswith("<svg")
+    ringed = next(line for line in axes.lines if line.get_gid() == "best")
+    assert (*ringed.get_xdata(), *ringed.get_ydata()) == (outcome.best.memory_gib, outcome.best.sequences_per_second)
     empty = draw_outcome(Outcome(kept=(), rejected=outcome.rejected), memory_gib=79.25)
     assert as_png(empty)
 
 
-class _Page(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.ids: list[str] = []
-        self.links: list[str] = []
+def test_the_legend_hides_no_point(outcome):
+    """It stands below the axes, with an entry for each schedule in a colour of its own, and names the best."""
+    figure = draw_outcome(outcome, memory_gib=79.25, title="title")
+    as_png(figure)
+    (axes,), (legend,) = figure.axes, figure.legends
+    assert axes.get_legend() is None and not axes.texts
+    assert legend.get_window_extent().y1 <= axes.get_tightbbox().y0
+    assert figure.bbox.containsx(legend.get_window_extent().x0) and figure.bbox.containsx(legend.get_window_extent().x1)
+    schedules = {each.choice.schedule for each in outcome.kept}
+    entries = {handle.get_label(): handle.get_color() for handle in legend.legend_handles}
+    assert schedules < entries.keys() and len({entries[name] for name in schedules}) == len(schedules)
+    assert any(label.startswith(f"the fastest: {outcome.best.choice.schedule}, t=") for label in entries)
+    shade = next(patch for patch in axes.patches)
+    assert all(shade.get_zorder() < each.get_zorder() for each in axes.collections)
 
-    def handle_starttag(self, tag, attributes):
-        self.tags.append(tag)
-        for name, value in attributes:
-            if name == "id":
-                self.ids.append(value)
-            if name in ("src", "href", "xlink:href", "data", "action"):
-                self.links.append(value)
 
-
-def test_the_page_needs_nothing_else(outcome):
-    """Tables, the picture and timelines stand in it; it loads nothing, runs nothing, and its ids are unique."""
-    text = html_report(
-        outcome, lambda _: planner(MODEL, MACHINES, PAPER), title="A <title>", summary=["one & two"],
-        script="#!/bin/sh", num_timelines=2,
-    )  # fmt: skip
-    page = _Page()
-    page.feed(text)
-    assert page.tags.count("svg") == 3 and page.tags.count("table") == 3
-    assert not {"script", "link", "img", "iframe", "image"} & set(page.tags)
-    assert all(link.startswith("#") for link in page.links)
-    assert not re.search(r"url\((?!#)|@import", text)
-    assert set(re.findall(r'https?://[^"< ]*', text)) <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
-    used = [link[1:] for link in page.links]
-    assert all(page.ids.count(each) == 1 for each in used)
-    assert "A &lt;title&gt;" in text and "one &amp; two" in text and "out of memory" in text
+def test_a_themed_picture_takes_the_colour_of_the_page(outcome):
+    """Nothing is black, and there is no ground, so it can be read on a dark page, too."""
+    figure = draw_outcome(outcome, memory_gib=79.25)
+    themed, plain = as_svg(figure, salt="a", themed=True), as_svg(figure, salt="a")
+    assert "#000000" in plain and "#ffffff" in plain
+    assert not {"#000000", "#ffffff"} & {each.lower() for each in re.findall("#[0-9a-fA-F]{6}", themed)}
+    assert "currentColor" in themed

@@ -1,0 +1,90 @@
+// Tables of configurations: a click on a heading sorts, boxes choose the schedules that are shown.
+"use strict";
+
+(() => {
+  const numberOf = (text) => Number.parseFloat(text.replace("~", ""));
+
+  function compare(left, right) {
+    const [a, b] = [numberOf(left), numberOf(right)];
+    if (Number.isNaN(a) || Number.isNaN(b)) return left < right ? -1 : Number(left > right);
+    return a - b;
+  }
+
+  function sortBy(table, heading) {
+    const order = heading.getAttribute("aria-sort") === "ascending" ? "descending" : "ascending";
+    for (const each of heading.parentElement.cells) each.removeAttribute("aria-sort");
+    heading.setAttribute("aria-sort", order);
+    const sign = order === "ascending" ? 1 : -1;
+    const textOf = (row, column) => row.cells[column].textContent;
+    const byRank = (a, b) => compare(textOf(a, 0), textOf(b, 0));
+    const rows = [...table.tBodies[0].rows].sort(
+      (a, b) => sign * compare(textOf(a, heading.cellIndex), textOf(b, heading.cellIndex)) || byRank(a, b),
+    );
+    table.tBodies[0].append(...rows);
+  }
+
+  function makeSortable(table) {
+    for (const heading of table.tHead.rows[0].cells) {
+      const button = document.createElement("button");
+      button.type = "button";
+      button.append(...heading.childNodes);
+      button.addEventListener("click", () => sortBy(table, heading));
+      heading.append(button);
+    }
+    table.tHead.rows[0].cells[0].setAttribute("aria-sort", "ascending");
+  }
+
+  function makeFilter(table) {
+    const column = [...table.tHead.rows[0].cells].findIndex((each) => each.textContent === "schedule");
+    const rows = [...table.tBodies[0].rows];
+    const scheduleOf = (row) => row.cells[column].textContent;
+    const boxes = new Map();
+    const choices = document.createElement("fieldset");
+    const title = document.createElement("legend");
+    const count = document.createElement("output");
+    title.append("schedules");
+
+    function show() {
+      let shown = 0;
+      for (const row of rows) {
+        row.hidden = !boxes.get(scheduleOf(row)).checked;
+        if (!row.hidden) shown += 1;
+      }
+      count.textContent = `${shown} of ${rows.length} rows`;
+    }
+
+    function addButton(text, checked) {
+      const button = document.createElement("button");
+      button.type = "button";
+      button.append(text);
+      button.addEventListener("click", () => {
+        for (const box of boxes.values()) box.checked = checked;
+        show();
+      });
+      choices.append(button);
+    }
+
+    choices.append(title);
+    addButton("all", true);
+    addButton("none", false);
+    for (const schedule of new Set(rows.map(scheduleOf))) {
+      const label = document.createElement("label");
+      const box = document.createElement("input");
+      box.type = "checkbox";
+      box.checked = true;
+      box.addEventListener("change", show);
+      boxes.set(schedule, box);
+      const number = rows.filter((row) => scheduleOf(row) === schedule).length;
+      label.append(box, ` ${schedule} (${number})`);
+      choices.append(label);
+    }
+    choices.append(count);
+    table.parentElement.before(choices);
+    show();
+  }
+
+  for (const table of document.querySelectorAll("table.configurations")) {
+    makeSortable(table);
+    if (table.classList.contains("filtered")) makeFilter(table);
+  }
+})();

@@ -1,0 +1,174 @@
+"""The page of a search: whole, small, escaped, and in need of nothing (`test_report_browser.py` opens it)."""
+
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from types import SimpleNamespace
+
+import pytest
+
+from megatron.planner.search import Outcome, Rejected, delay
+from megatron.planner.search import report_timeline as timelines
+from megatron.planner.search.outcome import Choice
+from megatron.planner.search.report import html_report
+from megatron.planner.search.report_table import configurations_table
+from megatron.planner.search.table import HEADINGS, cells
+from tests.planner.search.helper import PAPER, a100, gpt3, planner, run
+
+MODEL, MACHINES = gpt3(16, 8192, 64), a100(1)
+TRILLION, MANY = gpt3(128, 25600, 160), a100(384)
+DOCS = "file:///a%20b/docs"
+
+
+@pytest.fixture(scope="module")
+def outcome() -> Outcome:
+    """Several schedules, some of it under pressure, and 2bw is the best."""
+    found = run(MODEL, MACHINES, global_batch_size=16, num_simulated=2)
+    assert any(each.estimate.under_pressure for each in found.kept) and len(found.best_of_schedules()) > 3
+    assert found.best.choice.schedule == "2bw"
+    return found
+
+
+def page_of(outcome: Outcome, model=MODEL, machines=MACHINES, **options: object) -> str:
+    given = {"title": "A <title>", "summary": ["one & two"], "notes": delay.sentences(outcome.kept), "docs": DOCS}
+    return html_report(outcome, lambda _: planner(model, machines, PAPER), **given | options)
+
+
+def copies(kept, count: int) -> tuple:
+    return tuple(replace(each) for _ in range(count) for each in kept)
+
+
+class Page(HTMLParser):
+    """Tags, attributes, and the cells of each table's rows, whose end tags HTML lets out."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.ids: list[str] = []
+        self.links: list[tuple[str, str]] = []
+        self.loads: list[str] = []
+        self.tables: list[list[list[str]]] = []
+        self._in_cell = False
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        for name, value in attributes:
+            if name == "id":
+                self.ids.append(value)
+            if tag == "a" and name == "href":
+                self.links.append(value)
+            elif name in ("src", "srcset", "href", "xlink:href", "data", "action", "poster"):
+                self.loads.append(value)
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+            self._in_cell = True
+
+    def handle_endtag(self, tag):
+        if tag in ("tbody", "thead", "table"):
+            self._in_cell = False
+
+    def handle_data(self, data):
+        if self._in_cell:
+            self.tables[-1][-1][-1] += data.strip("\n")
+
+
+def test_the_page_needs_nothing_else(outcome):
+    """Style and script stand in it; it loads nothing, and says so to the browser; ids that are used are unique."""
+    text = page_of(outcome, script="#!/bin/sh\ncat <<E", num_timelines=2)
+    page = Page(text)
+    assert page.tags.count("svg") == 3 and page.tags.count("table") == 3
+    assert page.tags.count("script") == 1 and page.tags.count("style") == 2  # one is the picture's
+    assert not {"link", "img", "iframe", "image", "object", "embed", "base"} & set(page.tags)
+    assert page.loads and all(each.startswith("#") for each in page.loads)
+    assert not re.search(r"url\((?!#)|@import|\bfetch\(|XMLHttp|\bimport\b *[({'\"]", text)
+    assert "default-src 'none'" in text.partition("<style>")[0]
+    assert set(re.findall(r'https?://[^"< ]*', text)) <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+    used = [link[1:] for link in (*page.loads, *page.links) if link.startswith("#")]
+    assert used and all(page.ids.count(each) == 1 for each in used)
+
+
+def test_what_users_wrote_is_escaped(outcome):
+    """Titles, lines, scripts, schedules, notes and reasons are text on the page, whatever they say."""
+    bad = '<script>alert("x")</script>&'
+    kept = replace(outcome.best, notes=(bad,))
+    rejected = Rejected(choice=Choice(tensor=1), reason=bad)
+    made_up = Outcome(kept=(kept,), rejected=(rejected,))
+    text = page_of(made_up, title=bad, summary=[bad], notes=[bad], script=bad, num_timelines=1)
+    page = Page(text)
+    assert page.tags.count("script") == 1 and "<script>alert" not in text
+    assert text.count("&lt;script&gt;alert(&quot;x&quot;)&lt;/script&gt;&amp;") >= 8
+    assert bad in page.tables[0][1][-1] and bad in page.tables[1][1][-1] and bad in page.tables[2][1][-1]
+
+
+def test_every_row_is_there(outcome):
+    """One for each configuration that fits, in its order and with the terminal's words, however many they are."""
+    many = Outcome(kept=copies(outcome.kept, 4), rejected=outcome.rejected)
+    assert len(many.kept) > 300
+    of_schedules, everything, _ = Page(page_of(many, num_timelines=1)).tables
+    head, *rows = everything
+    names = [heading.replace("\xad", "") for heading in head]
+    assert names == list(HEADINGS) and len(rows) == len(many.kept)
+    for rank, (each, row) in enumerate(zip(many.kept, rows, strict=True), start=1):
+        *expected, notes = cells(each, rank)
+        assert row[:-1] == expected and row[-1].endswith(notes)
+        assert row[-1].startswith("delayed weights") == (each.choice.schedule in ("2bw", "2bw+balance"))
+    assert [row[1] for row in of_schedules[1:]] == [each.choice.schedule for each in outcome.best_of_schedules()]
+
+
+def test_columns_that_say_nothing_are_left_out(outcome):
+    """Of stages on each rank where all have one, and of notes where there is none."""
+    plain = [each for each in outcome.kept if each.choice.schedule == "flush" and not each.notes][:3]
+    (table,) = Page(configurations_table(list(enumerate(plain, start=1)), name="some")).tables
+    assert len(plain) == 3 and {len(row) for row in table} == {len(HEADINGS) - 2}
+    assert "v" not in table[0] and "notes" not in table[0]
+
+
+def test_the_delay_of_the_best_is_said_and_linked(outcome):
+    """One line below the best says what it means, rows point at it; documentation whose place is known is linked."""
+    page = Page(page_of(outcome))
+    assert f"{DOCS}/convergence.md" in page.links and page.ids.count("delay") == 1
+    text = page_of(outcome)
+    best, note = text.index('<p class="best">'), text.index('<p class="note" id="delay">')
+    assert best < note < text.index("<h2>") and "With 2bw" in text[note : note + 60]
+    delayed = sum(delay.is_delayed(each.choice.schedule, each.estimate.configuration) for each in outcome.kept)
+    assert page.links.count("#delay") > delayed > 0
+    without = Page(page_of(outcome, docs=None))
+    assert not [link for link in without.links if link != "#delay"]
+    flush = Outcome(kept=tuple(k for k in outcome.kept if k.choice.schedule == "flush"), rejected=outcome.rejected)
+    assert "delay" not in Page(page_of(flush)).ids and not Page(page_of(flush)).links
+
+
+def test_nothing_that_fits_is_a_page_too(outcome):
+    page = Page(page_of(Outcome(kept=(), rejected=outcome.rejected)))
+    assert len(page.tables[1]) == 1 and len(page.tables[2]) > 1 and "best" not in page.ids
+
+
+def test_the_page_of_a_large_search_is_small():
+    """A trillion parameters on 3,072 GPUs, pipelines of 64 stages, and thousands of rows: below 2 MB, and it says what
+    is not drawn."""
+    found = run(
+        TRILLION, MANY, global_batch_size=3072, tensor=(8,), pipeline=(64,), schedules=("flush", "2bw", "bpipe"),
+        num_simulated=0,
+    )  # fmt: skip
+    chosen = [next(each for each in found.kept if each.choice.schedule == name) for name in ("2bw", "flush", "bpipe")]
+    many = Outcome(kept=(*chosen, *copies(found.kept, 3000 // len(found.kept))), rejected=found.rejected)
+    text = page_of(many, TRILLION, MANY, script="#!/bin/sh")
+    assert text.count("<svg") == 4 and len(text.encode()) < 2_000_000
+    assert len(Page(text).tables[1]) == len(many.kept) + 1 > 2_900
+    captions = re.findall("<figcaption>(.*?)<br>", text)
+    assert len(captions) == 3 and all("64 microbatches; the configuration has " in each for each in captions)
+    assert all("not drawn: " in each and "microbatches' numbers" in each for each in captions)
+    assert ["so its bubbles are smaller" in each for each in captions] == [False, True, True]
+    assert "moves of saved activations" in captions[2] and "moves" not in captions[0]
+
+
+def test_a_pipeline_that_is_too_deep_is_not_drawn(outcome, monkeypatch):
+    """It is said instead, with where it can be drawn."""
+    monkeypatch.setattr(timelines, "_MOST_CELLS", 3)
+    text = timelines.timeline_element(outcome.best, SimpleNamespace(model=MODEL))
+    assert "too many to draw here" in text and "tools/schedule.py draw" in text and "<svg" not in text
