@@ -45,6 +45,14 @@ def arguments(job: Job, num_stages: int) -> Namespace:
     return args
 
 
+def hold_versions(parts: RunParts) -> None:
+    """Let a run that was just built have the weight versions of one drained after `ITERATION` batches."""
+    oldest, *others = parts.update.weights.entry_versions(ITERATION)
+    parts.update.versions.reset(oldest)
+    for version in others:
+        parts.update.versions.prepare(version)
+
+
 @torch.no_grad()
 def randomize(parts: RunParts) -> int:
     """Fill the optimizer's state with numbers that depend on nothing but a seed and the stage; replicas' are equal.
@@ -144,6 +152,7 @@ def take_turns(job: Job) -> dict:
     args = arguments(job, job.stages[0])
     initialize.set_up(args)
     parts = setup_model_and_optimizer(args, program())
+    hold_versions(parts)
     state_bytes = _total(randomize(parts))
     turns: list[dict] = []
     for repeat in range(job.repeats + 1):

@@ -112,9 +112,11 @@ def assert_as_proved(rows: list[dict]) -> None:
         "flush": [4, 3, 2, 1],
         "2bw": [4, 3, 2, 1],
         "2bw extra warm-up": [7, 5, 3, 1],
+        "zb-h1": [4, 4, 4, 4],
         "pipedream": [4, 3, 2, 1],
     }
     for row in rows:
+        assert row["counted"]["deferred"] == ([1, 2, 3, 4] if row["schedule"] == "zb-h1" else [0, 0, 0, 0])
         assert row["counted"] == row["checker"]
         assert min(row["counted"]["bytes"]) > 0
 

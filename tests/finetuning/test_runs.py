@@ -53,7 +53,10 @@ def same(one: cases.Outcome, other: cases.Outcome, *, exactly: bool = True) -> N
         ),
         pytest.param("causal-lm", "flush", ["--optim", "adafactor", "--learning_rate", 0.01], marks=pytest.mark.full),
         pytest.param("image-classification", "flush", ["--warmup_steps", 3], marks=pytest.mark.full),
-        pytest.param("question-answering", "gpipe", ["--optim", "adam"], marks=pytest.mark.full),
+        # What shifts all logits changes no loss: the large epsilon lets the noise of its gradients stay noise.
+        pytest.param(
+            "question-answering", "gpipe", ["--optim", "adam", "--adam_epsilon", 1e-5], marks=pytest.mark.full
+        ),
     ],
 )
 def test_two_ranks_train_what_one_process_trains(folder, task, schedule, argv):

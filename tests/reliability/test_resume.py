@@ -90,7 +90,7 @@ def killed_and_resumed(directory, uninterrupted, *flags, schedule=TWO_BW, world_
     assert list((directory / "checkpoints").glob(".owner_*")) or reported == LAST, "kill -9 leaves the job's mark"
     outcome = launch.train(world_size, *flags, "--metrics-file", "second.jsonl", directory=directory)
     outcome.assert_succeeded()
-    assert outcome.seconds < 40, "without a wait for the owner of the mark"
+    assert "is marked by another job" not in outcome.output, "without a wait for the owner of the mark"
     losses = launch.losses(directory / "second.jsonl")
     assert losses == {iteration: uninterrupted[iteration] for iteration in range(reported + 1, LAST + 1)}, (
         f"killed {delay:.3f} s after the first checkpoint, resumed from {reported}"

@@ -69,6 +69,7 @@ def save_checkpoint(
         CheckpointError: on every rank, if any could not write (with `async_save`: from the next save or
             `writer.finish()`). Earlier checkpoints are untouched.
     """
+    writer.finish()  # it needs the group over which the optimizer's state is completed where layers freeze
     metadata = sharding_metadata(args)
     state = {
         "args": arguments.saved_arguments(

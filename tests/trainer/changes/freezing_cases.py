@@ -5,11 +5,13 @@ Tensors are under the names of the whole model, where layers count from 1.
 
 import hashlib
 import math
+import time
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megatron.trainer.checkpoint import writer
 from tests import workers
 from tests.trainer.run import run_case
 from tests.trainer.run.run_case import joined_weights, numbered_names, train
@@ -58,6 +60,21 @@ def watch(run):
                     "num_frozen": _num_frozen(run),
                     "saved_by_frozen": [run.engine.saved_microbatches_peak.get(stage.index, 0)
                                         for stage in run.stages if stage.is_frozen]}  # fmt: skip
+
+
+def late_files(run):
+    """For `train_case`: rank 0 writes the files of a checkpoint half a second late."""
+    write = writer._write_files
+
+    def late(*args):
+        time.sleep(0.5 * (run.args.rank == 0))
+        return write(*args)
+
+    def end() -> None:
+        writer._write_files = write
+
+    writer._write_files = late
+    return end
 
 
 def refused(flags: str) -> str | None:

@@ -118,6 +118,13 @@ def test_saved_at_every_iteration_beside_training(tmp_path, name):
         assert_goes_on(resumed, whole(flags))
 
 
+def test_a_save_waits_for_the_one_before(tmp_path):
+    """Before it begins, on all ranks: either asks the others over the same group. Rank 0 writes its files late."""
+    flags = f"{FREEZES} --freeze-interval 4 --train-iters 3 --save-interval 1 --async-save --save {tmp_path}"
+    train(2, flags, watch="tests.trainer.changes.freezing_cases:late_files")
+    assert sorted(each.name for each in tmp_path.glob("iter_*")) == [f"iter_{step:07d}" for step in (1, 2, 3)]
+
+
 @pytest.mark.parametrize(
     ("before", "after", "stop"),
     [(2, 1, 4), pytest.param(1, 2, 4, marks=pytest.mark.full), pytest.param(4, 2, 5, marks=pytest.mark.full)],
