@@ -23,7 +23,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from megatron.documents.faults import nearest, shown
+from megatron.documents.faults import nearest, place, shown
 from megatron.documents.reading import read_document
 from megatron.placement.topology import Bandwidth, Node, Topology
 from megatron.planner.job.devices import DEVICES, Device, edition_of
@@ -136,29 +136,29 @@ def _problem(error: ValidationError, document: object) -> str:
     first = faults[0]
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
-    parts = [str(part) for part in first["loc"] if part not in (_NUMBER, _LIST)]
+    parts = [part for part in first["loc"] if part not in (_NUMBER, _LIST)]
     known = {1: Cluster.model_fields, 2: _Links.model_fields}.get(len(parts), ())
-    place = ".".join(parts) or "the file"
+    where = place(*parts) or "the file"
     if first["type"] == "missing":
-        return f"{place} is missing; {_FORM}"
+        return f"{where} is missing; {_FORM}"
     if first["type"] == "model_type":
-        return f"{place} is no mapping; {_FORM}"
+        return f"{where} is no mapping; {_FORM}"
     if first["type"] == "extra_forbidden":
         near = nearest(parts[-1], known)
-        return f"{place} is not known; {_FORM}{f'; the nearest that is known is {near}' if near else ''}"
-    return f"{place} {first['msg'].removeprefix('Input ')}, not {shown(first['input'])}; {_FORM}"
+        return f"{where} is not known; {_FORM}{f'; the nearest that is known is {near}' if near else ''}"
+    return f"{where} {first['msg'].removeprefix('Input ')}, not {shown(first['input'])}; {_FORM}"
 
 
 def _no_gpu(name: str) -> str:
     edition, usual = edition_of(name), next((each for each in DEVICES if each[:4] in name.upper()), None)
     if edition and usual:
         return (
-            f"'{name}' is the {edition} edition, and the rates that are known are those of {usual} (SXM); give gpu "
-            f"{usual} with memory_gib, peak_teraflops, memory_bandwidth and bandwidth.within_node of its data sheet"
+            f"{shown(name)} is the {edition} edition, and the rates that are known are those of {usual} (SXM); give "
+            f"gpu {usual} with memory_gib, peak_teraflops, memory_bandwidth and bandwidth.within_node of its data sheet"
         )
     near = nearest(name, DEVICES)
     hint = f"; the nearest that is known is {near}" if near else ""
-    return f"'{name}' is no GPU that is known; choose from {', '.join(DEVICES)}, cpu{hint}"
+    return f"{shown(name)} is no GPU that is known; choose from {', '.join(DEVICES)}, cpu{hint}"
 
 
 _FORM = "see docs/grid_search.md for the form of a cluster"

@@ -178,7 +178,7 @@ def rate_of_node(text: str, gpus_per_node: int, *, what: str = "between nodes") 
 
     Raises ValueError where no number above 0 stands before the unit.
     """
-    rate = text.partition("(")[0].strip()
+    rate = " ".join(text.partition("(")[0].split())
     unit = next((unit for unit in _UNITS if unit in rate), None)
     if unit is None:
         return None
