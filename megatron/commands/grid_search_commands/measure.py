@@ -100,9 +100,9 @@ def run(options: argparse.Namespace) -> int:
         for entry in collect(runs, entries, results):
             print(f"note: {entry.name} has not trained to its end", file=sys.stderr)
     else:
+        _refuse_without_core()
         if missing:
             raise ValueError(f"no run could start: {'; '.join(missing)}")
-        _refuse_without_core()
         _refuse_too_large(entries, options.processes or _num_places())
         again = frozenset(Status) - {Status.DONE} if options.again else frozenset()
         with command_line.unwinding("the same command goes on"):
