@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains a model of examples/cluster/models on the GPUs of this node.
 #
-#   bash examples/cluster/one_node.sh gpt3_13b --dry-run      # anywhere: check everything, run nothing
+#   bash examples/cluster/one_node.sh gpt3_13b --dry-run      # check everything, run nothing; needs torch, and no GPU
 #   DATA_PATH=... VOCAB_FILE=... MERGE_FILE=... CHECKPOINTS=... bash examples/cluster/one_node.sh gpt3_13b
 #
 # job.sh says what the environment may set. Further words are flags of the program.

@@ -7,7 +7,7 @@
 #
 # Trains a model of examples/cluster/models under Slurm, one task for each GPU. From the project's directory:
 #
-#   bash examples/cluster/slurm.sh gpt3_96b --dry-run         # anywhere: check everything, run nothing
+#   bash examples/cluster/slurm.sh gpt3_96b --dry-run         # check everything, run nothing; needs torch, and no GPU
 #   export DATA_PATH=... VOCAB_FILE=... MERGE_FILE=... CHECKPOINTS=...
 #   sbatch --nodes 4 examples/cluster/slurm.sh gpt3_96b
 #

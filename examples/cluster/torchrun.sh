@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains a model of examples/cluster/models on several nodes. Start it on every node, with the same environment:
 #
-#   bash examples/cluster/torchrun.sh gpt3_96b --dry-run      # anywhere: check everything, run nothing
+#   bash examples/cluster/torchrun.sh gpt3_96b --dry-run      # check everything, run nothing; needs torch, and no GPU
 #   MASTER_ADDR=node0 DATA_PATH=... VOCAB_FILE=... MERGE_FILE=... CHECKPOINTS=... \
 #       bash examples/cluster/torchrun.sh gpt3_96b
 #

@@ -27,8 +27,20 @@ def read_document(path: str | Path) -> object:
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         reason = getattr(error, "problem", None) or "unreadable characters"
         raise ValueError(f"{path}{where}: {reason}; write YAML or JSON") from error
-    except (ValueError, RecursionError) as error:  # a date that is none, a number of too many digits, too many brackets
+    except RecursionError as error:
+        raise ValueError(f"{path}: brackets are nested too deeply; write YAML or JSON") from error
+    except ValueError as error:  # a date that is none, a number of too many digits
         raise ValueError(f"{path}: {error}; write YAML or JSON") from error
+
+
+def read_json(text: str) -> object:
+    """What a JSON text holds. Raises ValueError with a clause on what is wrong, also where it is nested too deeply."""
+    try:
+        return json.loads(text, object_pairs_hook=_without_repeats)
+    except _RepeatedKey as error:
+        raise ValueError(str(error).removeprefix(": ")) from error
+    except RecursionError as error:
+        raise ValueError("brackets are nested too deeply") from error
 
 
 class _RepeatedKey(ValueError):

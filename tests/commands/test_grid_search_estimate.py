@@ -49,7 +49,7 @@ def test_estimate_prints_an_object_a_line(run, entries):
     assert len(best["memory_gib"]) == 8 and best["verdict"] == "borderline" and best["under_pressure"]
     assert best["calibrated_on"] == "a100"
     assert found["vague"] == {
-        "id": "vague", "reason": "config.micro_batch is not given", "calibrated_on": "a100",
+        "id": "vague", "reason": "config.micro_batch is not given; give its sequences", "calibrated_on": "a100",
     }  # fmt: skip
 
 

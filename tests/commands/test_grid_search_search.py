@@ -193,6 +193,15 @@ TWO = "bandwidth: {between_nodes: 100}"
         (f"gpu: A100-80\nnodes: [{{name: a, gpus: 8}}, {{name: a, gpus: 8}}]\n{TWO}", "two nodes are called a; give"),
         (f"gpu: A100-80\nnodes: [{{name: a, gpus: 8}}, {{nam: b, gpus: 8}}]\n{TWO}", "nodes.1.name is missing; see"),
         (f"gpu: A100-80\nnodes: [{{name: a, gpus: 8}}, {{name: b, gpus: 4}}]\n{TWO}", "8 and 4 GPUs; give nodes that"),
+        ("gpu: A100-80\nnodes: 2\nbandwith: 3", "the nearest that is known is bandwidth"),
+        ("gpu: A100-80\nnodes: 99999999", "nodes should be less than or equal to 65536, not 99999999; see"),
+        ("gpu: A100-80\nnodes: true", "nodes should be a valid integer, not True; see"),
+        ("gpu: A100-80\nnodes: 1\nmemory_gib: true", "memory_gib should be a valid number, not True; see"),
+        ("gpu: A100-80\nnodes: 1\nfsdp: true", "fsdp is not known; see"),
+        ("gpu: A100-PCIe\nnodes: 1", "'A100-PCIe' is the PCIe edition, and the rates that are known are those of "
+         "A100-80 (SXM); give gpu A100-80 with memory_gib, peak_teraflops, memory_bandwidth and bandwidth.within_node"),
+        ("gpu: H100-PCIe-80\nnodes: 1", "those of H100 (SXM); give gpu H100 with"),
+        ("[" * 100_000, "brackets are nested too deeply; write YAML or JSON"),
         ("", "the file is no mapping; see"),
         ("- 1", "the file is no mapping; see"),
         ("gpu: [A100-80", "line 1, column 14: expected ',' or ']'"),
@@ -205,6 +214,29 @@ def test_a_cluster_that_is_wrong(run, tmp_path, text, reason):
     status, _, err = run(*GPT, "--cluster", path)
     message = err.splitlines()[-1]
     assert status == 1 and message.startswith(f"error: {path}") and reason in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--global-batch-size=-1"], "error: --global-batch-size -1 is below 1; give the sequences of a batch"),
+        (["--global-batch-size", "0"], "error: --global-batch-size 0 is below 1; give the sequences of a batch"),
+        (["--nodes", "99999999"], "error: --nodes 99999999 is more than any cluster has; give 65536 or less"),
+        (["--gpus-per-node", "65537"], "error: --gpus-per-node 65537 is more than any cluster has; give 65536 or less"),
+    ],
+)
+def test_numbers_that_no_job_has(run, arguments, reason):
+    """The last that is given counts."""
+    status, _, err = run(*GPT, "--cluster", "A100-80", *arguments)
+    assert status == 1 and err.splitlines()[-1] == reason
+
+
+@pytest.mark.parametrize("flag", ["--predict-from", "--calibrated-on"])
+def test_brackets_without_an_end(run, tmp_path, flag):
+    path = tmp_path / "deep.json"
+    path.write_text("[" * 100_000 + "]" * 100_000)
+    status, _, err = run(*GPT, "--cluster", "A100-80", flag, path)
+    assert status == 1 and "brackets are nested too deeply; write" in err and len(err.splitlines()[-1]) < 300
 
 
 def test_nodes_that_a_file_does_not_connect(run, tmp_path):

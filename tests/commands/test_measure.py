@@ -134,6 +134,19 @@ def test_what_cannot_be_measured_is_refused(run, tmp_path, arguments, status, me
     assert found == status and message in err and not (tmp_path / "runs").exists()
 
 
+def test_missing_flags_are_told_before_the_first_run(run, tmp_path):
+    """All of them in one sentence, and nothing is run; scripts are written with a note on each."""
+    arguments = ["measure", "--output", tmp_path / "runs", "--configuration", "micro_batch_size=1,global_batch_size=4",
+                 "--num-layers", 2, "--hidden-size", 8, "--num-attention-heads", 2]  # fmt: skip
+    status, _, err = run(*arguments)
+    assert status == 1 and not (tmp_path / "runs").exists()
+    (line,) = err.splitlines()
+    assert line.startswith("error: no run could start: --seq-length, --max-position-embeddings are needed; --lr is ")
+    assert "no data: give --data-path" in line and "--tokenizer-type is needed" in line
+    status, _, err = run(*arguments, "--write-scripts", 1)
+    assert status == 0 and err.count("note: runs will refuse their flags: ") == 4
+
+
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_a_signal_leaves_through_what_ends_processes(capsys, name):
     """With the status of a shell; nothing interrupts that, and the handlers of before come back."""

@@ -7,7 +7,7 @@
 The model is given as to `search`; what a configuration decides is left out among its flags. Every run has a directory
 in --output with its command, its log and its metrics; results.jsonl there keeps the results, one by one. The same
 command goes on where it was killed, and runs nothing twice. A run that fails is classified: out of memory, hang, or
-error, with the failing rank's sentence.
+error, with the failing rank's sentence. Flags that every run would miss are told all at once, before the first.
 
 Configurations that need more processes than this machine takes (--processes) are for a cluster: --write-scripts writes
 a script for each, and --collect takes their results once they have run.
@@ -34,6 +34,7 @@ from megatron.planner.trial.settings import differences
 from megatron.trainer import programs
 from megatron.trainer.arguments import parse_args
 from megatron.trainer.plan.command import PROGRAMS
+from megatron.trainer.plan.missing_flags import missing_flags
 from megatron.trainer.plan.model_argv import model_argv
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -82,6 +83,7 @@ def run(options: argparse.Namespace) -> int:
         threads=options.threads, topology=_topology(argv, architecture, options.search),
     )  # fmt: skip
     entries = _entries(options, runs)
+    missing = missing_flags(runs.argv, architecture=architecture, iterations=options.iterations)
     results = ResultsFile(options.output / RESULTS)
     results.refuse_others(entries, runs.settings)
     assumes = options.search is not None and options.predict_from is None and not {"--bf16", "--fp16"} & set(runs.argv)
@@ -89,6 +91,8 @@ def run(options: argparse.Namespace) -> int:
         print("note: no precision is given, so runs compute in FP32; `search` assumes what suits the GPU, and its "
               "predictions are then for --bf16 or --fp16", file=sys.stderr)  # fmt: skip
     if options.write_scripts:
+        for text in missing:
+            print(f"note: runs will refuse their flags: {text}", file=sys.stderr)
         for entry in entries:
             print(runs.write_script(entry, options.write_scripts))
         return 0
@@ -97,6 +101,8 @@ def run(options: argparse.Namespace) -> int:
             print(f"note: {entry.name} has not trained to its end", file=sys.stderr)
     else:
         _refuse_without_core()
+        if missing:
+            raise ValueError(f"no run could start: {'; '.join(missing)}")
         _refuse_too_large(entries, options.processes or _num_places())
         again = frozenset(Status) - {Status.DONE} if options.again else frozenset()
         with command_line.unwinding("the same command goes on"):

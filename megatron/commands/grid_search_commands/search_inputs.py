@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron.documents.reading import read_document
 from megatron.planner import DEVICES, Cluster, load_cluster
-from megatron.planner.job.cluster import CLUSTERS
+from megatron.planner.job.cluster import CLUSTERS, MOST
 from megatron.trainer.arguments import Platform
 from megatron.trainer.arguments.script import read_script
 from megatron.trainer.plan.command import PROGRAMS, Job
@@ -24,6 +24,9 @@ def cluster_names() -> list[str]:
 
 def read_cluster(options: argparse.Namespace) -> Cluster:
     """--cluster, with --nodes, --gpus-per-node and --network in place of what its file says. Raises ValueError."""
+    for flag, number in (("--nodes", options.nodes), ("--gpus-per-node", options.gpus_per_node)):
+        if number is not None and number > MOST:
+            raise ValueError(f"{flag} {number} is more than any cluster has; give {MOST} or less")
     named = CLUSTERS / f"{options.cluster}.yaml"
     path = named if named.exists() else Path(options.cluster)
     if not path.exists():

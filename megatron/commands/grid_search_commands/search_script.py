@@ -55,7 +55,7 @@ def script_text(job: Job, kept: Kept, cluster: Cluster, *, command: str) -> str:
         *_comment(command, indent="    "),
         *(_comment(f"Note: {delayed}.") if delayed else []),
         "#",
-        "#   bash THIS_FILE --dry-run      # anywhere: check everything, run nothing",
+        "#   bash THIS_FILE --dry-run      # check everything, run nothing; needs torch, and no GPU",
         f"#   {' '.join([*environment, 'bash THIS_FILE'])}",
         "#",
         *_left_out(locations),

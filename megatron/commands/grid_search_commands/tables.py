@@ -24,7 +24,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right:
 
 
 def note_unread(entries: Sequence[Entry]) -> None:
-    """Say which measurements are no numbers, so that nobody misses them in silence."""
+    """Say which measurements are not read, so that nobody misses them in silence."""
     for entry in entries:
         for text in entry.unread:
-            print(f"note: {entry.id}: {text}, no number above 0, and left out", file=sys.stderr)
+            print(f"note: {entry.id}: {text}, and left out", file=sys.stderr)

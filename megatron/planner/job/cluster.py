@@ -23,12 +23,15 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from megatron.documents.faults import nearest, place, shown
 from megatron.documents.reading import read_document
 from megatron.placement.topology import Bandwidth, Node, Topology
-from megatron.planner.job.devices import DEVICES, Device
+from megatron.planner.job.devices import DEVICES, Device, edition_of
 
 CLUSTERS = Path(__file__).parent / "clusters"
 """The folder of those that come along, NAME.yaml each."""
+MOST = 65_536
+"""Nodes, and GPUs of a node."""
 
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _CPU = Device(  # a core of a laptop
@@ -53,8 +56,8 @@ class Cluster(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     gpu: str
-    nodes: Annotated[int, Field(ge=1, le=65_536)] | Annotated[tuple[Node, ...], Field(min_length=1, strict=False)]
-    gpus_per_node: Annotated[int, Field(ge=1, le=65_536)] = 8
+    nodes: Annotated[int, Field(ge=1, le=MOST)] | Annotated[tuple[Node, ...], Field(min_length=1, strict=False)]
+    gpus_per_node: Annotated[int, Field(ge=1, le=MOST)] = 8
     bandwidth: _Links = _Links()
     memory_gib: _Positive | None = None
     peak_teraflops: _Positive | None = None
@@ -65,7 +68,7 @@ class Cluster(BaseModel):
 
     def model_post_init(self, _context: object) -> None:
         if self.gpu != "cpu" and self.gpu not in DEVICES:
-            raise ValueError(f"'{self.gpu}' is no GPU that is known; choose from {', '.join(DEVICES)}, cpu")
+            raise ValueError(_no_gpu(self.gpu))
         if len(self.topology.nodes) > 1 and self.bandwidth.between_nodes is None:
             raise ValueError("there are several nodes; give bandwidth.between_nodes, GB/s of one node to the network")
         names = [node.name for node in self.topology.nodes]
@@ -125,21 +128,38 @@ def load_cluster(path: str | Path) -> Cluster:
 
 
 def _problem(error: ValidationError, document: object) -> str:
-    """The first thing that is wrong, in one sentence."""
-    form = "see docs/grid_search.md for the form of a cluster"
-    errors = error.errors(include_url=False)
-    if isinstance(document, dict) and isinstance(document.get("nodes"), list):  # a list that is no number is fine
-        errors = [each for each in errors if each["loc"][:2] != ("nodes", _NUMBER)]
-    first = errors[0]
+    """The first thing that is wrong with what was to be a cluster, in one sentence."""
+    faults = error.errors(include_url=False)
+    nodes = document.get("nodes") if isinstance(document, dict) else None
+    wanted = _LIST if isinstance(nodes, (list, tuple)) else _NUMBER  # of the two that `nodes` may be
+    faults = [each for each in faults if each["loc"][:1] != ("nodes",) or each["loc"][1:2] in ((), (wanted,))]
+    first = faults[0]
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
-    where = ".".join(str(part) for part in first["loc"] if str(part) != _NUMBER and "[" not in str(part))
-    said = {"missing": "is missing", "extra_forbidden": "is not known", "model_type": "is no mapping"}.get(
-        first["type"]
-    )
-    if said is None:
-        said = f"{first['msg'].removeprefix('Input ')}, not {first['input']!r:.60}"
-    return f"{where or 'the file'} {said}; {form}"
+    parts = [part for part in first["loc"] if part not in (_NUMBER, _LIST)]
+    known = {1: Cluster.model_fields, 2: _Links.model_fields}.get(len(parts), ())
+    where = place(*parts) or "the file"
+    if first["type"] == "missing":
+        return f"{where} is missing; {_FORM}"
+    if first["type"] == "model_type":
+        return f"{where} is no mapping; {_FORM}"
+    if first["type"] == "extra_forbidden":
+        near = nearest(parts[-1], known)
+        return f"{where} is not known; {_FORM}{f'; the nearest that is known is {near}' if near else ''}"
+    return f"{where} {first['msg'].removeprefix('Input ')}, not {shown(first['input'])}; {_FORM}"
 
 
-_NUMBER = "constrained-int"  # what pydantic calls a number of nodes, where a list would do, too
+def _no_gpu(name: str) -> str:
+    edition, usual = edition_of(name), next((each for each in DEVICES if each[:4] in name.upper()), None)
+    if edition and usual:
+        return (
+            f"{shown(name)} is the {edition} edition, and the rates that are known are those of {usual} (SXM); give "
+            f"gpu {usual} with memory_gib, peak_teraflops, memory_bandwidth and bandwidth.within_node of its data sheet"
+        )
+    near = nearest(name, DEVICES)
+    hint = f"; the nearest that is known is {near}" if near else ""
+    return f"{shown(name)} is no GPU that is known; choose from {', '.join(DEVICES)}, cpu{hint}"
+
+
+_FORM = "see docs/grid_search.md for the form of a cluster"
+_NUMBER, _LIST = "constrained-int", "tuple[Node, ...]"  # what pydantic calls the two kinds of nodes

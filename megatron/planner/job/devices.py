@@ -10,6 +10,7 @@ ranks together, whatever is split; some `COLLECTIVE_OPERANDS` of them lie idle. 
 reserve is under pressure.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -69,6 +70,18 @@ DEVICES: dict[str, Device] = {
     )
 }  # fmt: skip
 """GPUs by name, from their data sheets (SXM where there is one; the 1080 Ti multiplies 16-bit numbers in FP32)."""
+
+SLOWEST_NVLINK = 100.0
+"""GB/s in one direction: what has less to its neighbours is on PCIe."""
+_EDITIONS = {
+    r"PCI[-_ ]?E": "PCIe", r"(?<![A-Z])NVL(?![A-Z])": "NVL", r"(?<![A-Z])GH200": "Grace Hopper",
+    r"(?<![A-Z])A100X": "A100X",
+}  # fmt: skip
+
+
+def edition_of(label: str) -> str | None:
+    """The edition of a GPU that its label names, where that is not SXM: other rates, and mostly no NVLink."""
+    return next((name for pattern, name in _EDITIONS.items() if re.search(pattern, label.upper())), None)
 
 
 def device_gib(text: str) -> float:

@@ -3,29 +3,30 @@
 A file holds `{"entries": [...]}` or a list of entries, each with an id and the parts model, hardware, config and
 measured. Papers leave things out, so hardly a field is always there. What follows from another field, or is the same in
 all of a paper's runs, is filled in (model_names.py, hardware.py, settings.py, software_names.py, each with its source)
-and said; where more is missing, the entry cannot be predicted, and says why.
+and said; where more is missing, the entry cannot be predicted, and says why. So do entries with a key that is not
+known (entry_keys.py), or that stands for something without a price (not_modelled.py).
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
+from megatron.documents.faults import Boolean, Name, sentence, shown
 from megatron.documents.reading import read_document
 from megatron.planner.job.cluster import Cluster
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.software import Software
 from megatron.planner.memory.architecture import Architecture
+from megatron.planner.published.entry_keys import keys_of, refuse_unknown, unknown_measurements
 from megatron.planner.published.hardware import HardwareRecord
+from megatron.planner.published.measured_times import TIMES, MeasuredRun, is_measured
 from megatron.planner.published.model_names import ModelRecord
+from megatron.planner.published.not_modelled import without_what_is_off
 from megatron.planner.published.settings import SettingsRecord
 from megatron.planner.published.software_names import named_software
-
-_MEASURED = ("iteration_s", "iteration_ms", "mfu", "forward_ms", "backward_ms", "throughput")
-_Text = Annotated[str, BeforeValidator(str)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,7 @@ class Entry:
     """A measured run that the planner can be asked for.
 
     Attributes:
-        seconds: of an iteration, where it was measured; from the MFU where that is what was published.
+        seconds: of an iteration, where it was measured; from the MFU or a rate where that is what was published.
         published_mfu: whether it is.
         forward, backward: seconds of one microbatch at a stage between the first and the last, where measured.
         sequences_per_second: where that was published.
@@ -42,7 +43,7 @@ class Entry:
         model_name: as published.
         note: what the file says about it.
         assumed: what was filled in, in words.
-        unread: what was measured and is no number, in words.
+        unread: what was measured and not read, in words: with its reason.
     """
 
     id: str
@@ -72,13 +73,14 @@ class Unpredictable:
 
 
 class _EntryRecord(BaseModel):
-    id: _Text
-    source: _Text = ""
+    id: Name
+    source: Name = ""
     model: ModelRecord = ModelRecord()
     hardware: HardwareRecord = HardwareRecord()
     config: SettingsRecord = SettingsRecord()
-    measured: Mapping[str, object] = Field(default_factory=dict)
-    note: _Text = ""
+    measured: Annotated[Mapping[object, object], Field(default_factory=dict)]
+    note: Name = ""
+    fused_softmax_kernel_available: Boolean | None = None
 
     def entry(self) -> Entry:
         assumed: list[str] = []
@@ -87,10 +89,11 @@ class _EntryRecord(BaseModel):
         cluster = self.hardware.cluster(configuration.num_gpus, assumed.append)
         texts = (self.config.framework, self.hardware.software, self.source)
         software = self._precise(named_software(texts, cluster.gpu, assumed.append))
-        given = {key: value for key, value in self.measured.items() if key in _MEASURED}
-        measured = {key: value for key, value in given.items() if _is_measured(value)}
-        peak = configuration.num_gpus * cluster.device.peak(software.element_bytes)
-        seconds, published_mfu = _seconds(measured, model.operations(configuration.global_batch_size), peak)
+        software = self._with_softmax(software, model, configuration)
+        run = MeasuredRun(model, configuration, cluster.device.peak(software.element_bytes))
+        given = {key: value for key, value in self.measured.items() if key in TIMES}
+        measured = {key: value for key, value in given.items() if is_measured(value)}
+        seconds, published_mfu = run.seconds(measured, assumed.append)
         return Entry(
             id=self.id,
             model=model,
@@ -107,8 +110,14 @@ class _EntryRecord(BaseModel):
             model_name=self.model.name,
             note=self.note,
             assumed=tuple(assumed),
-            unread=tuple(
-                f"measured.{key} is {value!r:.40}" for key, value in given.items() if value != 0 and key not in measured
+            unread=(
+                *(
+                    f"measured.{key} is {shown(value)}, no number above 0"
+                    for key, value in given.items()
+                    if value != 0 and key not in measured
+                ),
+                *(f"measured.{key} is not known" for key in unknown_measurements(self.measured)),
+                *filter(None, (run.unread(measured),)),
             ),
         )
 
@@ -116,29 +125,56 @@ class _EntryRecord(BaseModel):
         """In the run's precision, and with the attention that it says."""
         flash = self.config.flash_attention
         if self.config.precision == "fp32":
+            if flash:
+                raise ValueError(
+                    "config.flash_attention is True in fp32, and its kernels take 16-bit numbers only; leave it out"
+                )
             software = replace(software, element_bytes=4, gradient_bytes=4, fuses_softmax=False, flash_attention=False)
         return software if flash is None else replace(software, flash_attention=flash)
 
+    def _with_softmax(self, software: Software, model: Architecture, configuration: Configuration) -> Software:
+        """Whether it had the fused softmax, as the entry says; that it could not have, is refused."""
+        available = self.fused_softmax_kernel_available
+        heads = configuration.micro_batch_size * model.num_attention_heads // configuration.tensor
+        if available and software.fuses_softmax and not software.flash_attention and heads % 4:
+            raise ValueError(
+                f"fused_softmax_kernel_available is True, and a microbatch has {heads} heads on a rank, of which the "
+                "kernel takes multiples of 4; correct it, or leave it out"
+            )
+        return software if available is not False else replace(software, fuses_softmax=False)
+
+
+_KEYS = keys_of(_EntryRecord)
+
 
 def load_entries(path: str | Path) -> list[Entry | Unpredictable]:
-    """The entries of a file, in its order. Raises ValueError where it is none of this form."""
+    """The entries of a file, in its order. Raises ValueError where it is none of this form, or two have one id."""
     document = read_document(path)
     entries = document.get("entries") if isinstance(document, dict) else document
     if not isinstance(entries, list):
         raise ValueError(f"{path} has no list of entries; give measurements in the form of docs/planner.md")
-    return [read_entry(entry, f"entry {number}") for number, entry in enumerate(entries, start=1)]
+    found = [read_entry(entry, f"entry {number}") for number, entry in enumerate(entries, start=1)]
+    names: set[str] = set()
+    for each in found:
+        if each.id in names:
+            raise ValueError(f"{path} has two entries with the id {shown(each.id)}; give each its own")
+        names.add(each.id)
+    return found
 
 
 def read_entry(entry: object, name: str = "?") -> Entry | Unpredictable:
     """One entry, or why it cannot be predicted. What is null counts as not given. `name`: for one without an id."""
     if not isinstance(entry, Mapping):
-        return Unpredictable(name, f"an entry is {entry!r:.40}; give an object")
+        return Unpredictable(name, f"an entry is {shown(entry)}; give an object")
     given = {"id": name, **_without_nulls(entry)}
-    name = str(given["id"])
+    if type(given["id"]) in (str, int):
+        name = str(given["id"])
     try:
+        given = without_what_is_off(given)
+        refuse_unknown(given, _KEYS)
         return _EntryRecord.model_validate(given).entry()
     except ValidationError as error:
-        return Unpredictable(name, _reason(error))
+        return Unpredictable(name, sentence(error.errors(include_url=False)[0]))
     except ValueError as error:
         return Unpredictable(name, str(error))
 
@@ -147,34 +183,6 @@ def _without_nulls(value: object) -> object:
     if not isinstance(value, Mapping):
         return value
     return {key: _without_nulls(each) for key, each in value.items() if each is not None}
-
-
-def _reason(error: ValidationError) -> str:
-    """What is not modelled, where that is among the faults; else the first field that cannot be read."""
-    faults = error.errors(include_url=False)
-    refused = next((fault["ctx"]["error"] for fault in faults if fault["type"] == "value_error"), None)
-    if refused is not None:
-        return str(refused)
-    where, said = ".".join(map(str, faults[0]["loc"])), faults[0]["msg"].lower().partition(" or instance")[0]
-    return f"{where} is {faults[0]['input']!r:.40}: {said}"
-
-
-def _seconds(measured: Mapping[str, float], operations: float, peak: float) -> tuple[float | None, bool]:
-    """The time of an iteration, and whether it follows from an MFU. `peak`: operations per second of all GPUs."""
-    if "iteration_s" in measured:
-        return measured["iteration_s"], False
-    if "iteration_ms" in measured:
-        return measured["iteration_ms"] / 1e3, False
-    if "mfu" in measured:
-        if measured["mfu"] > 1:
-            raise ValueError(f"measured.mfu is {measured['mfu']}; give a part of 1")
-        return operations / (measured["mfu"] * peak), True
-    return None, False
-
-
-def _is_measured(value: object) -> bool:
-    """Whether it was measured; for a run that failed some tables have 0."""
-    return type(value) in (int, float) and math.isfinite(value) and value > 0
 
 
 def _milliseconds(measured: Mapping[str, float], name: str) -> float | None:

@@ -1,20 +1,34 @@
 """The part `hardware` of an entry: which processor it is, how many share a node, and how fast a node's network is.
 
 Papers name a processor by a label ("A100-SXM-80GB", "32x V100-16GB (4 servers)"), and a network by its rate ("25 Gb/s",
-"4x200Gb/s HDR IB per node (800 Gb/s)", "400 Gb/s per GPU") or by the machine ("Selene (DGX A100, HDR IB)").
+"4x200Gb/s HDR IB per node (800 Gb/s)", "400 Gb/s per GPU") or by the machine ("Selene (DGX A100, HDR IB)"). Rates of a
+processor are those of its SXM edition. Of another edition (PCIe, NVL, with a CPU on the board) the entry has to say all
+of them.
 """
 
 import math
+import re
 from collections.abc import Callable
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
+from megatron.documents.faults import Number, shown
 from megatron.planner.job.cluster import Cluster
-from megatron.planner.job.devices import DEVICES
+from megatron.planner.job.devices import DEVICES, SLOWEST_NVLINK, edition_of
 from megatron.planner.published.model_names import Count
 
-_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Positive = Annotated[float, Number, Field(gt=0, allow_inf_nan=False)]
+
+
+def _number_of_gpus(value: object) -> object:
+    """Of several runs a text ("8 and 64"), which is as not given."""
+    if isinstance(value, str):
+        return int(value) if value.isascii() and value.isdecimal() and len(value) < 9 else None
+    if type(value) is not int:
+        raise PydanticCustomError("int_type", "a whole number is wanted")
+    return value
 
 
 _MACHINES = {  # what papers call them: GB/s of a node to the network, and GPUs on it; hyphens and case do not matter
@@ -28,10 +42,13 @@ _MACHINES = {  # what papers call them: GB/s of a node to the network, and GPUs 
     "p4d.24xlarge": (50.0, 8),  # 4 x 100 Gb/s
     "p4de.24xlarge": (50.0, 8),
     "p5.48xlarge": (400.0, 8),  # 32 x 100 Gb/s
+    "nd a100 v4": (200.0, 8),  # Azure: 8 x HDR InfiniBand
+    "nd h100 v5": (400.0, 8),  # Azure: 8 x NDR InfiniBand
 }
-_ANOTHER = (None, 8)
+_USUAL = 8
 _UNITS = {"GB/s": 1.0, "Gb/s": 0.125, "Gbit/s": 0.125, "Gbps": 0.125, "GbE": 0.125, "Tbps": 125.0}  # in GB/s
 _FAMILIES = ("A100", "H100", "H200", "V100", "2080TI", "1080TI")
+_EDITION = ("mem_GB", "peak_tflops", "memory_bandwidth", "intranode")  # what differs between editions of a GPU
 _OTHER_MEMORY = 0.05  # a GPU with so much more or less than the nearest that is known is another edition
 _REPORTED = 0.99  # part of the GB on the label that CUDA reports, in GiB
 
@@ -45,8 +62,10 @@ class HardwareRecord(BaseModel):
     desc: str | None = None
     mem_GB: _Positive | None = None
     peak_tflops: _Positive | None = None
-    gpus: int | str | None = None  # of several runs a text, which is as not given
+    memory_bandwidth: _Positive | None = None
+    gpus: Annotated[int | None, BeforeValidator(_number_of_gpus)] = None
     gpus_per_node: Count | None = None
+    intranode: str | None = None
     internode: str | None = None
     interconnect: str | None = None
     system: str | None = None
@@ -54,32 +73,76 @@ class HardwareRecord(BaseModel):
 
     def cluster(self, num_gpus: int, assume: Callable[[str], None]) -> Cluster:
         """So many of these GPUs. `assume` is told what is filled in. Raises ValueError for what is not known."""
-        network, usual = self._machine()
+        machine = self._machine()
+        usual = machine[2] if machine else _USUAL
         if self.gpus_per_node is None and num_gpus > usual:
             assume(f"nodes of {usual} GPUs")
         per_node = min(self.gpus_per_node or usual, num_gpus)
         if num_gpus % per_node:
-            raise ValueError(f"{num_gpus} GPUs do not fill nodes of {per_node}")
+            raise ValueError(f"{num_gpus} GPUs do not fill nodes of {per_node}; give another hardware.gpus_per_node")
         nodes = num_gpus // per_node
         name, memory, is_guess = device_of(self.gpu or self.desc or "", self.mem_GB)
+        self._refuse_edition(name)
         if is_guess:
             assume(f"GPU {name}")
-        if nodes > 1:
-            rates = [rate_of_node(text, per_node) for text in (self.internode, self.interconnect) if text]
-            network = next(filter(None, (*rates, network)), None)
-            if network is None:
-                raise ValueError(
-                    "there are several nodes, and the bandwidth between them is not given (hardware.internode)"
-                )
         return Cluster(
             gpu=name, nodes=nodes, gpus_per_node=per_node, memory_gib=memory, peak_teraflops=self.peak_tflops,
-            bandwidth={"between_nodes": network if nodes > 1 else None},
+            memory_bandwidth=self.memory_bandwidth,
+            bandwidth={
+                "within_node": self._within_node(name),
+                "between_nodes": self._between_nodes(per_node, machine, assume) if nodes > 1 else None,
+            },
         )  # fmt: skip
 
-    def _machine(self) -> tuple[float | None, int]:
+    def _machine(self) -> tuple[str, float, int] | None:
         said = (self.system, self.gpu, self.desc, self.internode, self.interconnect)
         text = " | ".join(filter(None, said)).lower().replace("-", " ").replace("_", " ")
-        return next((machine for name, machine in _MACHINES.items() if name in text), _ANOTHER)
+        return next(((name, *machine) for name, machine in _MACHINES.items() if name in text), None)
+
+    def _refuse_edition(self, name: str) -> None:
+        """Raises ValueError where it is another edition than the one whose rates are known, and its own are missing."""
+        labels = [label for label in (self.gpu, self.desc) if label and edition_of(label)]
+        if not labels or name == "cpu" or DEVICES[name].link_bandwidth < SLOWEST_NVLINK:
+            return
+        missing = [each for each in _EDITION if getattr(self, each) is None]
+        if self.intranode is not None and rate_of_node(self.intranode, 1) is None:
+            missing.append("a rate in intranode")
+        if missing:
+            raise ValueError(
+                f"hardware.gpu {shown(labels[0])} is the {edition_of(labels[0])} edition, and the rates that are known "
+                f"are those of {name} (SXM); give {', '.join(missing)} of its data sheet in hardware"
+            )
+
+    def _within_node(self, name: str) -> float | None:
+        """GB/s of one GPU to the others of its node; None: its data sheet's."""
+        if self.intranode is None:
+            return None
+        rate = rate_of_node(self.intranode, 1, what="within a node")
+        has_nvlink = name != "cpu" and DEVICES[name].link_bandwidth >= SLOWEST_NVLINK
+        if rate is None and has_nvlink != bool(re.search("nvlink|nvswitch", self.intranode, re.IGNORECASE)):
+            known = "NVLink" if has_nvlink else "no NVLink"
+            raise ValueError(
+                f"hardware.intranode is {shown(self.intranode)}, and what is known of {name} is with {known}; give the "
+                "rate of one GPU in one direction, as 32 GB/s"
+            )
+        return rate
+
+    def _between_nodes(
+        self, per_node: int, machine: tuple[str, float, int] | None, assume: Callable[[str], None]
+    ) -> float:
+        """GB/s of a node: as the entry says, or as the machine that it names is known to have."""
+        rates = [rate_of_node(text, per_node) for text in (self.internode, self.interconnect) if text]
+        rate = next(filter(None, rates), None)
+        if rate is not None:
+            return rate
+        if machine is None:
+            raise ValueError(
+                "there are several nodes, and the bandwidth between them is not given (hardware.internode); give it "
+                "with its unit, as 100 GB/s, or the machine as hardware.system"
+            )
+        name, network, _ = machine
+        assume(f"{network:g} GB/s between nodes, as {name} has")
+        return network
 
 
 def device_of(label: str, memory_gb: float | None) -> tuple[str, float | None, bool]:
@@ -92,7 +155,7 @@ def device_of(label: str, memory_gb: float | None) -> tuple[str, float | None, b
     spelled = label.upper().replace(" TI", "TI").replace(" GB", "GB").replace(" GIB", "GIB")
     family = next((each for each in _FAMILIES if each in spelled), None)
     if family is None:
-        raise ValueError(f"hardware.gpu {label!r} is no GPU that is known; give one of {', '.join(DEVICES)}, cpu")
+        raise ValueError(f"hardware.gpu {shown(label)} is no GPU that is known; give one of {', '.join(DEVICES)}, cpu")
     names = [name for name in DEVICES if family in name.upper()]
     size = memory_gb or _gigabytes(spelled.partition(family)[2])
     if size is None:
@@ -110,12 +173,12 @@ def _gigabytes(label: str) -> float | None:
     return next((float(each) for word, each in numbers.items() if each != word and each.isdecimal()), None)
 
 
-def rate_of_node(text: str, gpus_per_node: int) -> float | None:
+def rate_of_node(text: str, gpus_per_node: int, *, what: str = "between nodes") -> float | None:
     """GB/s of a node, None where the text has no rate's unit. What stands in brackets is a remark.
 
     Raises ValueError where no number above 0 stands before the unit.
     """
-    rate = text.partition("(")[0].strip()
+    rate = " ".join(text.partition("(")[0].split())
     unit = next((unit for unit in _UNITS if unit in rate), None)
     if unit is None:
         return None
@@ -127,6 +190,6 @@ def rate_of_node(text: str, gpus_per_node: int) -> float | None:
         value = math.nan
     if not 0 < value < math.inf:
         raise ValueError(
-            f"the bandwidth between nodes is {rate}; give a number above 0 and a unit, as 100 GB/s, or 400 Gb/s per GPU"
+            f"the bandwidth {what} is {rate}; give a number above 0 and a unit, as 100 GB/s, or 400 Gb/s per GPU"
         )
     return value * (gpus_per_node if "per GPU" in behind else 1)

@@ -3,13 +3,12 @@
 from collections.abc import Callable
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
+from megatron.documents.faults import Boolean, Name, Number
 from megatron.planner.memory.architecture import Architecture
 
-Count = Annotated[int, Field(ge=1, le=10_000_000)]
-
-EXPERTS = "layers have experts, which are not modelled"
+Count = Annotated[int, Number, Field(ge=1, le=10_000_000)]
 
 _BERT_LARGE = {"hidden": 1024, "heads": 16}  # Devlin et al. 2018; PipeDream-2BW's BERT-24 and others have such layers
 _VOCABULARY, _VOCABULARY_OF_BERT = 51200, 30522
@@ -20,9 +19,9 @@ _PADDING = 128
 class ModelRecord(BaseModel):
     """The part `model` of an entry."""
 
-    model_config = ConfigDict(extra="allow", frozen=True)
+    model_config = ConfigDict(frozen=True)
 
-    name: str = ""
+    name: Name = ""
     layers: Count | None = None
     hidden: Count | None = None
     heads: Count | None = None
@@ -30,13 +29,7 @@ class ModelRecord(BaseModel):
     ffn: Count | None = None
     seq: Count | None = None
     vocab: Count | None = None
-    tied_embeddings: bool | None = None
-
-    @model_validator(mode="after")
-    def _refuse_experts(self) -> "ModelRecord":
-        if any("expert" in field for field in self.model_extra):
-            raise ValueError(EXPERTS)
-        return self
+    tied_embeddings: Boolean | None = None
 
     def architecture(self, tensor: int, assume: Callable[[str], None]) -> Architecture:
         """A GPT-3, a BERT or a Llama, by the name. `assume` is told what is filled in. Raises ValueError."""
@@ -56,12 +49,15 @@ class ModelRecord(BaseModel):
             if found[field] is None and field == "ffn" and not is_llama:
                 found[field] = 4 * found["hidden"]
             if found[field] is None:
-                raise ValueError(f"model.{field} is not given")
+                raise ValueError(f"model.{field} is not given; give it")
         h, heads, multiple = found["hidden"], found["heads"], _PADDING * tensor
         if h % heads:
-            raise ValueError(f"hidden size {h} does not divide into {heads} heads")
+            raise ValueError(f"hidden size {h} does not divide into {heads} heads; correct model.hidden or model.heads")
         if heads % (self.kv_heads or heads):
-            raise ValueError(f"{heads} heads do not divide into groups for {self.kv_heads} key and value heads")
+            raise ValueError(
+                f"{heads} heads do not divide into groups for {self.kv_heads} key and value heads; correct "
+                "model.kv_heads"
+            )
         return Architecture(
             num_layers=found["layers"],
             hidden_size=h,

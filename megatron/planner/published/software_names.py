@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from megatron.planner.job.devices import DEVICES
 from megatron.planner.job.software import (
     MEGATRON_2020,
     MEGATRON_2021,
@@ -28,13 +29,22 @@ _NAMES = {  # what a field or the source names
 
 
 def named_software(texts: Iterable[str | None], gpu: str, assume: Callable[[str], None]) -> Software:
-    """What the first text names that names any; else what runs on such a GPU, which `assume` is told."""
+    """What the first text names that names any; else what runs on such a GPU. `assume` is told what is filled in."""
     for text in filter(None, texts):
         for name, software in _NAMES.items():
             if name in text.lower():
-                return software
+                return _with_default_attention(software, gpu, assume)
     if gpu in ("H100", "H200"):  # Megatron-LM v3 was before Hopper; what runs there has flash attention
         assume("the software of megatron-core with flash attention")
         return replace(MEGATRON_CORE, flash_attention=True)
     assume("the software of Megatron-LM v3")
     return MEGATRON_V3
+
+
+def _with_default_attention(software: Software, gpu: str, assume: Callable[[str], None]) -> Software:
+    """Megatron-Core's layers are Transformer Engine's unless told otherwise, and their attention is flash attention
+    where its kernels run: on GPUs with units for bfloat16, which came with them."""
+    if software is not MEGATRON_CORE or gpu not in DEVICES or not DEVICES[gpu].has_bfloat16:
+        return software
+    assume(f"flash attention, as Megatron-Core has on {gpu}")
+    return replace(software, flash_attention=True)

@@ -7,16 +7,18 @@ A calibration is a JSON file. Some come with the package (`NAMES`); `tools/grid_
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import cache
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from megatron.documents.faults import refuse_unknown_keys, sentence
 from megatron.documents.reading import read_document
 from megatron.planner.time.constants import Constants
 
+_CONSTANTS = tuple(field.name for field in fields(Constants))
 _FOLDER = Path(__file__).parent / "calibrations"
 NAMES = tuple(sorted(path.stem for path in _FOLDER.glob("*.json")))
 DEFAULT_NAME = "a100"
@@ -31,12 +33,12 @@ class Calibration(BaseModel):
         mean_error: of the others, the mean size of the same.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     name: Annotated[str, Field(min_length=1)]
     about: str
     date: str
-    entries: tuple[str, ...]
+    entries: Annotated[tuple[str, ...], Field(strict=False)]
     unexplained: Mapping[str, float]
     mean_error: float
     constants: Mapping[str, float]
@@ -62,13 +64,16 @@ def load_calibration(name: str = DEFAULT_NAME) -> Calibration:
         raise ValueError(f"there is no calibration {name!r}; give a file, or one of {', '.join(NAMES)}")
     try:
         found = Calibration.model_validate(read_document(path))
-        Constants(**found.constants)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
-        raise ValueError(f"{path}: {where}: {first['msg']}") from error
+        raise ValueError(f"{path}: {sentence(first, Calibration.model_fields)}") from error
+    try:
+        refuse_unknown_keys(found.constants, _CONSTANTS)
+        Constants(**found.constants)
     except TypeError as error:
-        raise ValueError(f"{path}: constants: {str(error).partition(' ')[2]}") from error
+        raise ValueError(f"{path}: constants: {str(error).partition(' ')[2]}; give them") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: constants: {error}") from error
     return found
 
 

@@ -18,6 +18,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from megatron.documents.faults import sentence, shown
+from megatron.documents.reading import read_json
 from megatron.documents.writing import write_whole
 from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.architecture import Architecture
@@ -206,15 +208,17 @@ class Profile(_Record):
 def load_profile(path: str | Path) -> Profile:
     """A profile from its file. Raises ValueError, naming the file and the field, and OSError."""
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        content = read_json(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
         raise ValueError(f"{path} is no JSON: {error}; write a profile with tools/profile_model.py") from error
     version = content.get("version") if isinstance(content, dict) else None
-    if version != VERSION:
-        raise ValueError(f"{path} is no profile of version {VERSION} ({version}); write it with tools/profile_model.py")
+    if type(version) is not int or version != VERSION:
+        raise ValueError(
+            f"{path} is no profile of version {VERSION} ({shown(version)}); write it with tools/profile_model.py"
+        )
     try:
-        return Profile.model_validate(content)
+        return Profile.model_validate_json(json.dumps(content), strict=True)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise ValueError(f"{path}: {where}: {first['msg']}; write it anew with tools/profile_model.py") from error
+        first = error.errors(include_url=False)[0]
+        said = sentence(first).rpartition("; ")[0]
+        raise ValueError(f"{path}: {said}; write it anew with tools/profile_model.py") from error

@@ -4,7 +4,6 @@ A results file holds a JSON object a line, one for each configuration. It is wri
 a result is added; so a measuring that was killed goes on with what is not in it.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from enum import Enum
@@ -12,12 +11,15 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from megatron.documents.faults import shown
+from megatron.documents.reading import read_json
 from megatron.documents.writing import write_whole
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.search.offers import preset_of
 from megatron.planner.trial.settings import Settings, differences
 
 _FIELDS = tuple(field.name for field in fields(Configuration))
+_DEFAULTS = vars(Configuration(micro_batch_size=1, global_batch_size=1))
 _SHORT = {
     "tensor": "t",
     "pipeline": "p",
@@ -82,7 +84,7 @@ class Result(BaseModel):
         directory: with its command, its log and its metrics.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     name: str
     configuration: dict[str, bool | int | str | list[int] | None]
@@ -120,21 +122,35 @@ def read_entries(path: str | Path) -> list[TrialEntry]:
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
+            record = read_json(line)
+            if not isinstance(record, dict):
+                raise ValueError(f"it holds {shown(record)}, no object")
             if record["status"] == "rejected":
                 continue
-            values = {name: record[name] for name in _FIELDS if name in record}
+            values = {name: _typed(name, record[name]) for name in _FIELDS if name in record}
             values["schedule"], values["balance"] = preset_of(record["schedule"])
             values["layers"] = None if record.get("layers") is None else tuple(record["layers"])
             entry = TrialEntry(
                 configuration=Configuration(**values), predicted_seconds=float(record["iteration_seconds"])
             )
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except KeyError as error:
+            raise ValueError(
+                f"{path}, line {number}: {error} is missing; write it with `grid_search.py search`"
+            ) from error
+        except (AttributeError, TypeError, ValueError) as error:
             raise ValueError(f"{path}, line {number}: {error}; write it with `grid_search.py search`") from error
         entries.append(entry)
     if not entries:
         raise ValueError(f"{path} has no configuration that was kept; search with other limits")
     return entries
+
+
+def _typed(name: str, value: object) -> object:
+    """A field of a configuration. Raises ValueError for a number where it is yes or no, and the other way round."""
+    kind = type(_DEFAULTS[name])
+    if kind in (int, bool) and type(value) is not kind:
+        raise ValueError(f"{name} is {shown(value)}, {'true or false' if kind is bool else 'a whole number'} is wanted")
+    return value
 
 
 class ResultsFile:

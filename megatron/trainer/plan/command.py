@@ -58,6 +58,8 @@ class Job:
         """A job from flags. Raises ValueError as the parser, and where the shape is incomplete."""
         program, defaults = PROGRAMS[architecture]
         given = parse_args(list(argv), prog=program, defaults=defaults)
+        if given.global_batch_size is not None and given.global_batch_size < 1:
+            raise ValueError(f"--global-batch-size {given.global_batch_size} is below 1; give the sequences of a batch")
         if given.max_position_embeddings is None and given.seq_length is not None:
             argv = [*argv, "--max-position-embeddings", str(given.seq_length)]
             given = parse_args(argv, prog=program, defaults=defaults)

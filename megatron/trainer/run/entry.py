@@ -15,6 +15,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from megatron.pipeline.runtime.failure.error_file import write_error_file
@@ -34,6 +35,7 @@ def run(prog: str, program: Callable[[], TrainingProgram], *, defaults: dict | N
     try:
         args = parse_args(prog=prog, defaults=defaults)
         if args.dry_run is not None:
+            _require_torch("--dry-run builds what megatron.core makes of the flags")
             return _dry_run(args, prog)
         notes = None
         if not args.use_checkpoint_args:
@@ -51,6 +53,10 @@ def run(prog: str, program: Callable[[], TrainingProgram], *, defaults: dict | N
 
 def start(prog: str, main: Callable[[], None], stop: StopSignal) -> int:
     """Install the device layer and run `main`, whose command line is right; returns the exit status."""
+    try:
+        _require_torch(f"{prog} trains with it")
+    except ValueError as error:
+        return end(prog, error)
     from megatron import backend  # imports torch
 
     try:
@@ -68,6 +74,15 @@ def start(prog: str, main: Callable[[], None], stop: StopSignal) -> int:
         write_error_file(f"{prog}: {type(error).__name__}: {' '.join(str(error).split())}")
         raise
     return 0
+
+
+def _require_torch(why: str) -> None:
+    """Does not import it. Raises ValueError where it is not installed."""
+    if find_spec("torch") is None:
+        raise ValueError(
+            f"torch is not installed, and {why}; pip install '.[core]' (a CPU is enough), or price the job without it "
+            "(tools/grid_search.py estimate)"
+        )
 
 
 def _dry_run(args: argparse.Namespace, prog: str) -> int:

@@ -74,6 +74,31 @@ def test_networks(fields, expected):
     assert cluster.bandwidth.between_nodes == pytest.approx(expected)
 
 
+PCIE = {"mem_GB": 80, "peak_tflops": 300, "memory_bandwidth": 1900}  # made up, as of a data sheet
+
+
+def test_another_edition_is_what_its_entry_says():
+    """Nothing of the SXM edition's rates is left."""
+    device = HardwareRecord(gpu="A100-PCIE-80GB", **PCIE, intranode="30 GB/s").cluster(8, [].append).device
+    assert (device.peak_teraflops, device.memory_bandwidth, device.link_bandwidth) == (300, 1900, 30)
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"), [(None, 300), ("NVLink", 300), ("NVSwitch (600 GB/s)", 300), ("50 GB/s", 50)]
+)
+def test_links_within_a_node(text, rate):
+    assert HardwareRecord(gpu="A100-80", intranode=text).cluster(8, [].append).device.link_bandwidth == rate
+
+
+def test_a_network_that_follows_from_the_machine_is_said():
+    said = []
+    HardwareRecord(gpu="A100", system="Selene (DGX A100, HDR IB)", gpus_per_node=8).cluster(64, said.append)
+    assert "200 GB/s between nodes, as selene has" in said
+    said.clear()
+    HardwareRecord(gpu="A100-80", system="Selene", internode="100 Gb/s", gpus_per_node=8).cluster(64, said.append)
+    assert said == []
+
+
 @pytest.mark.parametrize(
     ("fields", "num_nodes"),
     [
@@ -92,6 +117,16 @@ def test_nodes(fields, num_nodes):
         ({"gpu": "A100"}, "bandwidth between them is not given"),
         ({"gpu": "B200", "mem_GB": 192}, "'B200' is no GPU that is known"),
         ({"gpu": "A100", "gpus_per_node": 6}, "64 GPUs do not fill nodes of 6"),
+        ({"gpu": "A100-PCIE-80GB"}, "is the PCIe edition, and .* those of A100-80 .SXM.; give mem_GB, peak_tflops, "),
+        ({"gpu": "NVIDIA H100 PCIe"}, "is the PCIe edition, and .* those of H100 .SXM.; give mem_GB, peak_tflops, "),
+        ({"gpu": "H100 NVL"}, "is the NVL edition"),
+        ({"gpu": "GH200"}, "is the Grace Hopper edition"),
+        ({"gpu": "V100-PCIE-16GB"}, "is the PCIe edition"),
+        ({"gpu": "A100", "desc": "4 PCI-E cards"}, "is the PCIe edition"),
+        ({"gpu": "A100 PCIe", **PCIE, "intranode": "PCIe"}, "give a rate in intranode of its data sheet"),
+        ({"gpu": "A100-80", "intranode": "PCIe 4.0"}, "'PCIe 4.0', and what is known of A100-80 is with NVLink; give"),
+        ({"gpu": "1080Ti", "intranode": "NVLink"}, "what is known of GTX1080Ti is with no NVLink; give"),
+        ({"gpu": "A100-80", "intranode": "fast GB/s"}, "the bandwidth within a node is fast GB/s; give"),
     ],
 )
 def test_what_is_not_known_is_refused(fields, reason):

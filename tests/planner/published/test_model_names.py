@@ -32,4 +32,4 @@ def test_names_of_models():
 def test_a_bert_that_is_named_by_its_layers_has_those_of_bert_large(name, is_known):
     """Others say their hidden size themselves."""
     entry = read_entry(changed(TABLE_1[0], model={"name": name}))
-    assert entry.model.hidden_size == 1024 if is_known else entry.reason == "model.hidden is not given"
+    assert entry.model.hidden_size == 1024 if is_known else entry.reason == "model.hidden is not given; give it"

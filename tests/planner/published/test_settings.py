@@ -32,6 +32,47 @@ def test_reads_a_configuration_in_other_words(parts, expected):
     assert (configuration.tensor, configuration.pipeline, configuration.data) == (1, 16, 2)
 
 
+@pytest.mark.parametrize(
+    ("parts", "size"),
+    [
+        ({"global_batch": 2}, 1),  # one sequence for each replica
+        ({"global_batch": 32, "schedule": "2bw"}, 1),  # as many microbatches as stages, at least
+        ({"t": 1, "p": 4, "v": 5, "d": 2, "global_batch": 8}, 1),  # a multiple of the stages
+        ({"global_batch": 4}, None),
+        ({"global_batch": 64, "schedule": "2bw"}, None),
+        ({"global_batch": None}, None),
+    ],
+)
+def test_a_microbatch_that_follows_is_filled_in_and_said(parts, size):
+    """Where the batch and the schedule leave one choice; else it has to be given."""
+    hardware = {"gpus": None, "gpus_per_node": None}
+    found = read_entry(changed(BPIPE_TABLE_7[0], config={"micro_batch": None} | parts, hardware=hardware))
+    if size is None:
+        assert found.reason == "config.micro_batch is not given; give its sequences"
+    else:
+        assert found.configuration.micro_batch_size == size
+        assert any(text.startswith(f"microbatch {size}, the only one") for text in found.assumed)
+
+
+def test_the_fused_softmax_is_there_as_the_entry_says():
+    """Of BPipe's Table 7: 52 heads on a rank, and 13."""
+
+    def seconds(run: dict, **said: bool) -> float:
+        return predict(read_entry(run | said), default_constants()).estimate.seconds
+
+    has, has_not = BPIPE_TABLE_7[1], BPIPE_TABLE_7[3]
+    assert seconds(has, fused_softmax_kernel_available=True) == seconds(has)
+    assert seconds(has_not, fused_softmax_kernel_available=False) == seconds(has_not)
+    assert seconds(has, fused_softmax_kernel_available=False) > seconds(has)
+    wrong = read_entry(has_not | {"fused_softmax_kernel_available": True})
+    assert "a microbatch has 13 heads on a rank, of which the kernel takes multiples of 4; correct it" in wrong.reason
+
+
+def test_flash_attention_takes_no_single_precision():
+    found = read_entry(changed(BPIPE_TABLE_7[0], config={"precision": "fp32", "flash_attention": True}))
+    assert "config.flash_attention is True in fp32" in found.reason and "; leave it out" in found.reason
+
+
 @pytest.mark.parametrize("key", ["precision", "dtype"])
 def test_single_precision(key):
     """Four bytes an element, and the rate of FP32."""

@@ -1,7 +1,11 @@
 """Which software a run had."""
 
+from dataclasses import replace
+
 from megatron.planner.job.software import MEGATRON_CORE, MEGATRON_DEEPSPEED, MEGATRON_V3
 from megatron.planner.published.entries import read_entry
+from megatron.planner.published.prediction import predict
+from megatron.planner.time.calibration import default_constants
 from tests.planner.published.measured import BPIPE_TABLE_7, VTRAIN, changed
 
 
@@ -10,7 +14,21 @@ def test_names_of_software():
     assert read_entry(changed(VTRAIN[0], config={"framework": None})).software is MEGATRON_DEEPSPEED
     entry = BPIPE_TABLE_7[0] | {"source": "a blog"}
     named = read_entry(changed(entry, hardware={"software": "Megatron-Core 0.16"}))
-    assert named.software is MEGATRON_CORE and not named.assumed
+    assert named.software == replace(MEGATRON_CORE, flash_attention=True)  # where its kernels run, that is its default
+    assert named.assumed == ("flash attention, as Megatron-Core has on A100-80",)
+    volta = {"software": "Megatron-Core 0.16", "gpu": "V100-32"}
+    assert read_entry(changed(entry, hardware=volta)).software is MEGATRON_CORE
     old, new = (read_entry(changed(entry, hardware={"software": None, "gpu": gpu})) for gpu in ("A100-80", "H100"))
     assert old.software is MEGATRON_V3 and new.software.flash_attention and old.assumed and new.assumed
     assert read_entry(changed(entry, config={"flash_attention": True})).software.flash_attention
+
+
+def test_megatron_core_on_hopper_is_priced_with_flash_attention():
+    """As the same run that says so, and much faster than with unfused attention."""
+    hardware = {"software": "Megatron-Core", "gpu": "H100"}
+    run = changed(BPIPE_TABLE_7[0] | {"source": "a blog"}, hardware=hardware)
+    default, flash, unfused = (
+        predict(read_entry(changed(run, config={"flash_attention": said})), default_constants()).estimate.seconds
+        for said in (None, True, False)
+    )
+    assert default == flash < 0.8 * unfused

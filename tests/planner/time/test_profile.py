@@ -41,6 +41,10 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
         (lambda content: content | {"processes": 0}, "processes"),
         (lambda content: content | {"dtype": "float64"}, "dtype"),
         (lambda content: [content], "no profile of version 1"),
+        (lambda content: content | {"version": True}, r"no profile of version 1 \(True\)"),
+        (lambda content: content | {"processes": True}, "processes is True: input should be a valid integer"),
+        (lambda content: content | {"shares_processor": 1}, "shares_processor is 1: input should be a valid boolean"),
+        (lambda content: content | {"machine": content["machine"] | {"threads": "1"}}, "machine.threads is '1'"),
         (lambda content: {key: value for key, value in content.items() if key != "model"}, "model"),
     ],
 )
@@ -54,7 +58,8 @@ def test_another_form_is_refused_by_name(tmp_path, change, message):
 
 def test_a_torn_file_is_refused(tmp_path):
     path = tmp_path / "profile.json"
-    for content in (profile().model_dump_json()[:1000].encode(), b"", b"\x80\x02}q"):
+    twice = b'{"version": 1, "version": 1}'
+    for content in (profile().model_dump_json()[:1000].encode(), b"", b"\x80\x02}q", b"[" * 10**5, twice):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=r"profile.json is no JSON.*profile_model.py"):
             load_profile(path)

@@ -57,6 +57,13 @@ def test_a_search_is_read_in_its_order_without_what_it_rejected(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("[" * 100_000, "line 1: brackets are nested too deeply; write it with"),
+        ("7", "line 1: it holds 7, no object; write it with"),
+        (lines(kept(configuration()) | {"iteration_seconds": 1, "tensor": True}), "tensor is True, a whole number is"),
+        (
+            lines(kept(configuration()) | {"iteration_seconds": 1, "sequence_parallel": 1}),
+            "sequence_parallel is 1, true",
+        ),
         ('{"status": "kept"}\n', "line 1"),
         (
             '{"status": "kept", "schedule": "2bw", "iteration_seconds": 1, "micro_batch_size": 3, '

@@ -36,6 +36,24 @@ def test_wrong_command_line_is_printed_by_rank_0_only():
     assert (other.returncode, other.stderr) == (2, "")
 
 
+def test_without_torch_a_run_and_a_dry_run_are_refused_in_one_sentence(tmp_path):
+    """A plan is made where torch is not installed; its script says so there."""
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['torch'] = None\n")
+    path = os.pathsep.join([str(tmp_path), str(Path(PROGRAM).parent)])
+    for more, why in (
+        (("--dry-run", "2"), "--dry-run builds what megatron.core makes"),
+        ((), "pretrain_gpt.py trains"),
+    ):
+        done = subprocess.run(
+            [sys.executable, PROGRAM, *argv(), *more], capture_output=True, text=True, timeout=120,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        )  # fmt: skip
+        assert done.returncode == 2, done.stderr
+        (line,) = done.stderr.splitlines()
+        assert line.startswith(f"pretrain_gpt.py: error: torch is not installed, and {why}")
+        assert "; pip install '.[core]'" in line
+
+
 def test_missing_data_is_one_sentence():
     """What is found after start-up is one sentence with status 2, too, without a traceback."""
     done, _ = run("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "./none")

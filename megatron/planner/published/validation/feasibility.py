@@ -15,27 +15,29 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
+from megatron.documents.faults import Boolean, place, sentence
 from megatron.documents.reading import read_document
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.devices import Verdict, judge
 from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.planner import Planner
 from megatron.planner.published.entries import Entry
+from megatron.planner.published.model_names import Count
 
 
 class Fact(BaseModel):
     """See the module."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str
-    t: int
-    p: int
-    d: int
-    micro_batch: int
+    t: Count
+    p: Count
+    d: Count
+    micro_batch: Count
     recompute: RecomputeScope
-    bpipe: bool = False
-    fits: bool
+    bpipe: Boolean = False
+    fits: Boolean
     strength: str = "stated"
 
     def __str__(self) -> str:
@@ -64,8 +66,8 @@ def load_facts(path: str | Path) -> list[Fact]:
         return TypeAdapter(list[Fact]).validate_python(read_document(path))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        where = f"fact {'.'.join(map(str, first['loc']))}" if first["loc"] else "the file"
-        raise ValueError(f"{path}: {where}: {first['msg']}") from error
+        where = f"fact {place(*first['loc'])}" if first["loc"] else "the file"
+        raise ValueError(f"{path}: {sentence(first, Fact.model_fields, where=where)}") from error
 
 
 def judge_facts(facts: Sequence[Fact], entries: Sequence[Entry]) -> list[Judged]:

@@ -65,9 +65,10 @@ def tokenizer(args: argparse.Namespace) -> None:
         "BertWordPieceLowerCase": ("vocab_file",),
         "BertWordPieceCase": ("vocab_file",),
     }
-    for name in needs.get(args.tokenizer_type, ("tokenizer_model",)):
-        if getattr(args, name) is None:
-            raise ValueError(f"--tokenizer-type {args.tokenizer_type} needs --{name.replace('_', '-')}")
+    names = needs.get(args.tokenizer_type, ("tokenizer_model",))
+    missing = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) is None]
+    if missing:
+        raise ValueError(f"--tokenizer-type {args.tokenizer_type} needs {' and '.join(missing)}")
 
 
 RULES = (data, text)

@@ -1,0 +1,93 @@
+"""The keys of an entry: what is read, what is a remark, and a sentence for everything else.
+
+A key that nobody reads would change nothing in silence, however much it meant for the run. So it is refused, with the
+nearest one that is known: by its letters, by another framework's name for it, or in another part of the entry.
+"""
+
+from collections.abc import Collection, Mapping
+
+from pydantic import AliasChoices, BaseModel
+
+from megatron.documents.faults import nearest, place, unknown_key
+from megatron.planner.published.hardware import HardwareRecord
+from megatron.planner.published.measured_times import MEASURED, TIMES
+from megatron.planner.published.model_names import ModelRecord
+from megatron.planner.published.settings import SettingsRecord
+
+REMARKS = frozenset({"note", "comment", "about", "confidence", "provenance", "params_B"})
+"""For the reader; in any part."""
+
+_NAMES = {  # in other frameworks, in small letters with _
+    "tp": "t", "tensor_parallel": "t", "tensor_parallel_size": "t", "tensor_model_parallel_size": "t",
+    "pp": "p", "pipeline_parallel": "p", "pipeline_parallel_size": "p", "pipeline_model_parallel_size": "p",
+    "dp": "d", "data_parallel": "d", "data_parallel_size": "d",
+    "vp": "v", "vpp": "v", "virtual_pipeline": "v", "num_virtual_stages_per_pipeline_rank": "v",
+    "mbs": "micro_batch", "micro_batch_size": "micro_batch", "microbatch_size": "micro_batch",
+    "gbs": "global_batch", "batch_size": "global_batch", "global_batch_size": "global_batch",
+    "num_layers": "layers", "hidden_size": "hidden", "num_attention_heads": "heads", "num_heads": "heads",
+    "num_query_groups": "kv_heads", "num_key_value_heads": "kv_heads", "ffn_hidden_size": "ffn",
+    "intermediate_size": "ffn", "seq_length": "seq", "seq_len": "seq", "sequence_length": "seq",
+    "vocab_size": "vocab", "num_gpus": "gpus", "num_gpus_per_node": "gpus_per_node", "memory_gb": "mem_GB",
+    "peak_teraflops": "peak_tflops", "between_nodes": "internode", "within_node": "intranode",
+    "use_distributed_optimizer": "zero1", "distributed_optimizer": "zero1", "use_flash_attn": "flash_attention",
+    "activation_checkpointing": "recompute", "gradient_checkpointing": "recompute",
+    "recompute_granularity": "recompute", "iteration_time": "iteration_s", "step_time": "iteration_s",
+}  # fmt: skip
+
+
+def keys_of(record: type[BaseModel]) -> frozenset[str]:
+    """The keys that a record reads."""
+    keys: set[str] = set()
+    for name, field in record.model_fields.items():
+        alias = field.validation_alias
+        keys |= set(map(str, alias.choices)) if isinstance(alias, AliasChoices) else {name}
+    return frozenset(keys)
+
+
+PARTS = {
+    "model": keys_of(ModelRecord), "hardware": keys_of(HardwareRecord), "config": keys_of(SettingsRecord),
+}  # fmt: skip
+
+
+def refuse_unknown(entry: Mapping, known: Collection[str]) -> None:
+    """Raises ValueError for the first key that is neither read nor a remark; of `measured` only for one that is nearly
+    the name of a time, since the others change no prediction.
+
+    Args:
+        known: the keys of an entry itself.
+    """
+    _refuse("", entry, {*known})
+    for part, keys in PARTS.items():
+        if isinstance(entry.get(part), Mapping):
+            _refuse(part, entry[part], keys)
+    measured = entry.get("measured")
+    for key, value in measured.items() if isinstance(measured, Mapping) else ():
+        near = _known_as(key, MEASURED) or nearest(key, MEASURED)
+        if key not in MEASURED and near in TIMES:
+            raise ValueError(unknown_key(place("measured", key), value, f"measured.{near}", TIMES))
+
+
+def unknown_measurements(measured: Mapping) -> list[str]:
+    """Keys of `measured` that mean nothing here."""
+    return [str(key) for key in measured if key not in MEASURED and key not in REMARKS]
+
+
+def _refuse(part: str, mapping: Mapping, known: Collection[str]) -> None:
+    for key, value in mapping.items():
+        if key not in known and key not in REMARKS:
+            raise ValueError(unknown_key(place(part, key), value, _near(part, key, known), known))
+
+
+def _near(part: str, key: object, known: Collection[str]) -> str | None:
+    """The place of the key that may have been meant: here, or in another part."""
+    others = {other: keys for other, keys in PARTS.items() if other != part}
+    named = _known_as(key, {*known, *(each for keys in others.values() for each in keys)})
+    here = named if named in known else nearest(key, known)
+    if here is not None:
+        return place(part, here)
+    return next((place(other, named or key) for other, keys in others.items() if (named or key) in keys), None)
+
+
+def _known_as(key: object, known: Collection[str]) -> str | None:
+    name = _NAMES.get(str(key).lower().replace("-", "_").strip("_"))
+    return name if name in known else None

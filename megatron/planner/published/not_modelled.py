@@ -1,0 +1,153 @@
+"""What an entry may say of its run that the planner has no price for, by the names that frameworks give it.
+
+A run with fully sharded weights, FP8, experts or context parallelism is none of plain tensor, pipeline and data
+parallelism, and a prediction as if it were says nothing. So each such key is refused by name, unless its value says
+that it is off; the same words are looked for where an entry describes its run in a text.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron.documents.faults import place, shown
+
+_SPLIT = "weights are split over replicas (fully sharded, ZeRO-3)"
+_DENSE = "give a run of a dense model"
+
+
+@dataclass(frozen=True)
+class _Technique:
+    """`key`, `text`: patterns of its keys, and of its name in a text; in small letters, with _ between words."""
+
+    key: str
+    text: str
+    reason: str
+    remedy: str
+
+
+_TECHNIQUES = (
+    _Technique(
+        r"fsdp|hsdp|full(y)?_?shard|shard_degree|dp_shard|sharding_strategy|zero_?(stage_?)?[23]|zero_(infinity|plus)",
+        r"fsdp|hsdp|fully_sharded|zero_?[23]",
+        f"{_SPLIT}, which is not modelled",
+        "give a run with zero 0 or 1",
+    ),
+    _Technique(
+        r"fp8|fp4|float8|float4|int8|int4|quanti[sz]|[48]_?bit",
+        r"fp8|fp4|float8|int8|quanti[sz]ed",
+        "products in FP8 or FP4 are not modelled",
+        "give a run in bf16, fp16 or fp32",
+    ),
+    _Technique(
+        r"moe|expert|(^|_)ep(_|$)|capacity_factor|router",
+        r"(^|_)moe(_|$)|mixtral|mixture_of_experts|(^|_)\d+x\d+b(_|$)",
+        "layers have experts, which are not modelled",
+        _DENSE,
+    ),
+    _Technique(
+        r"(^|_)cp(_|$)|context_parallel|ring_attention|ulysses|sequence_parallel_(size|degree)",
+        r"context_parallel|ring_attention|ulysses",
+        "sequences are split over context parallel ranks, which is not modelled",
+        "give a run without",
+    ),
+    _Technique(
+        r"offload|nvme",
+        r"offload|zero_infinity",
+        "offloading to the host is not modelled, but for schedule l2l",
+        "give a run without, or l2l",
+    ),
+    _Technique(
+        r"async_?tp|tp_comm_overlap|ub_overlap|userbuffer",
+        r"async_?tp|userbuffer",
+        "tensor-parallel collectives in pieces are not modelled",
+        "give a run without",
+    ),
+    _Technique(
+        r"compile|cuda_?graph",
+        r"(^|_)compile(_|$)|cuda_?graph",
+        "compiled models and CUDA graphs are not modelled",
+        "give a run without",
+    ),
+    _Technique(
+        r"lora|peft|adapter|freez|frozen",
+        r"(^|_)q?lora(_|$)",
+        "weights that are not trained are not modelled",
+        "give a run that trains all of them",
+    ),
+    _Technique(
+        r"window|sparse_attention|linear_attention|(^|_)mla(_|$)|latent_attention|mamba|(^|_)ssm(_|$)",
+        r"mamba|hyena|(^|_)rwkv",
+        "attention that is not of all earlier tokens is not modelled",
+        "give a run with full attention",
+    ),
+    _Technique(
+        r"encoder_|decoder_|cross_attention|(^|_)(mtp|vision|image)(_|$)",
+        r"(^|_)t5(_|$)",
+        "encoders, several decoders and other heads are not modelled",
+        "give a run of a GPT, a BERT or a Llama",
+    ),
+    _Technique(
+        r"overlap_grad|overlap_param|gradient_overlap|overlaps_gradients",
+        r"^$",
+        "an entry cannot say what its reductions over replicas overlap with, which is not modelled",
+        "leave it out where they come behind the last backward",
+    ),
+)  # fmt: skip
+_OFF = frozenset({"", "0", "no", "none", "off", "false", "null"})
+_DEGREE = re.compile(r"fsdp|(^|_)(cp|ep)(_|$)|parallel|degree|size|shard")
+_PARTS = ("model", "hardware", "config")
+_TEXTS = (("config", "technique"), ("config", "framework"), ("config", "precision"), ("config", "dtype"),
+          ("hardware", "software"), ("model", "name"))  # fmt: skip
+_STAGES = ("zero", "zero_stage", "zero_optimization_stage")
+
+
+def without_what_is_off(entry: Mapping) -> dict:
+    """The entry without the keys of techniques that it says are off. Raises ValueError for one that is on."""
+    kept = {key: value for key, value in entry.items() if not _is_off_key("", key, value)}
+    for part in _PARTS:
+        if isinstance(entry.get(part), Mapping):
+            kept[part] = {key: value for key, value in entry[part].items() if not _is_off_key(part, key, value)}
+    for part, key in _TEXTS:
+        value = kept[part].get(key) if isinstance(kept.get(part), Mapping) else None
+        technique = _found(value, "text") if isinstance(value, str) else None
+        if technique is not None:
+            raise ValueError(f"{place(part, key)} is {shown(value)}: {technique.reason}; {technique.remedy}")
+    return kept
+
+
+def _is_off_key(part: str, key: object, value: object) -> bool:
+    """Whether this names a technique and says that it is off. Raises ValueError where it is on."""
+    name = _in_small_words(str(key))
+    if part == "config" and name in _STAGES:
+        return _is_off_stage(key, value, alone=name != "zero")
+    technique = _found(name, "key")
+    if technique is None:
+        return False
+    is_one = type(value) in (int, float) and value == 1 and _DEGREE.search(name) is not None
+    if value is False or is_one or str(value).strip().lower() in _OFF:
+        return True
+    raise ValueError(f"{place(part, key)} is {shown(value)}: {technique.reason}; {technique.remedy}")
+
+
+def _is_off_stage(key: object, value: object, *, alone: bool) -> bool:
+    """Of ZeRO's stages 0 is off and 1 is modelled. `alone`: by a name under which no stage is read."""
+    where = place("config", key)
+    if isinstance(value, bool) or value not in (0, 1, 2, 3):
+        raise ValueError(f"{where} is {shown(value)}, which is no stage of ZeRO; give 0 or 1 as config.zero")
+    if value > 1:
+        raise ValueError(
+            f"{where} is {value}, which is not modelled (0 and 1 are){': ' + _SPLIT if value == 3 else ''}; give a "
+            "run with 0 or 1"
+        )
+    if value == 1 and alone:
+        raise ValueError(f"{where} is 1, and stages are read as config.zero; give zero 1")
+    return value == 0
+
+
+def _in_small_words(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "_", text.lower()).strip("_")
+
+
+def _found(text: str, kind: str) -> _Technique | None:
+    words = _in_small_words(text)
+    return next((each for each in _TECHNIQUES if re.search(getattr(each, kind), words)), None)

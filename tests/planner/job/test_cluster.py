@@ -1,0 +1,59 @@
+"""A cluster file with any unknown key or wrong value is told in one sentence that names the file."""
+
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron.planner.job.cluster import Cluster, load_cluster
+
+WHOLE = {"gpu": "A100-80", "nodes": 2, "gpus_per_node": 8, "bandwidth": {"between_nodes": 100, "within_node": 300}}
+VALUES = st.booleans() | st.text(max_size=5) | st.lists(st.integers(), max_size=2) | st.integers(max_value=0)
+QUIET = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def refusal(tmp_path, document) -> str:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(document))
+    with pytest.raises(ValueError) as found:
+        load_cluster(path)
+    told = str(found.value)
+    assert told.startswith(f"{path}: ") and "\n" not in told and "; " in told and "pydantic" not in told
+    return told
+
+
+@QUIET
+@given(st.text(max_size=12), VALUES, st.booleans())
+def test_any_unknown_key(tmp_path, key, value, is_within):
+    if key not in Cluster.model_fields and key not in WHOLE["bandwidth"]:
+        inner = WHOLE["bandwidth"]
+        refusal(tmp_path, WHOLE | ({"bandwidth": inner | {key: value}} if is_within else {key: value}))
+
+
+@QUIET
+@given(st.sampled_from(sorted(Cluster.model_fields)), VALUES)
+def test_any_wrong_value(tmp_path, key, value):
+    assert key in refusal(tmp_path, WHOLE | {key: value}) or key == "gpu"
+
+
+def test_a_name_of_several_lines_is_shown_on_one(tmp_path):
+    assert "'A100\\n80' is no GPU that is known; choose from" in refusal(tmp_path, WHOLE | {"gpu": "A100\n80"})
+
+
+@pytest.mark.parametrize(
+    ("key", "near"), [("bandwith", "bandwidth"), ("gpu_per_node", "gpus_per_node"), ("memory-gib", "memory_gib")]
+)
+def test_the_nearest_key_is_named(tmp_path, key, near):
+    assert refusal(tmp_path, WHOLE | {key: 3}).endswith(f"; the nearest that is known is {near}")
+
+
+def test_an_edition_is_described_by_its_data_sheet(tmp_path):
+    """As the sentence on its name asks for; nothing of the SXM edition's rates is left."""
+    assert "with memory_gib, peak_teraflops, memory_bandwidth and bandwidth.within_node" in refusal(
+        tmp_path, WHOLE | {"gpu": "A100-PCIe"}
+    )
+    said = {"memory_gib": 79, "peak_teraflops": 300, "memory_bandwidth": 1900}
+    device = Cluster(**WHOLE | said | {"bandwidth": {"between_nodes": 100, "within_node": 30}}).device
+    rates = (device.memory_gib, device.peak_teraflops, device.memory_bandwidth, device.link_bandwidth)
+    assert rates == (79, 300, 1900, 30)
