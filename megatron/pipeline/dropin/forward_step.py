@@ -36,6 +36,10 @@ class ForwardStep:
         """The next batch's forwards follow, by the user's function."""
         self._user, self._count, self.losses, self.num_tokens = user, 0, [], 0
 
+    def let_go(self) -> None:
+        """No batch follows."""
+        self._user, self.losses = None, []
+
     def __call__(self, data: Iterator | None, model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], tuple]]:
         """As megatron.core's schedules call it."""
         if self._count == 0 and self._mark_first is not None:

@@ -225,9 +225,12 @@ def _to_the_end(original: Callable) -> Callable:
             except SystemExit as error:
                 leaves = error
             session.finish()
-        if leaves is not None:  # behind the guard, to which a status other than 0 is a failure: launchers read it
-            raise leaves
-        return result
+        if leaves is None:
+            return result
+        try:
+            raise leaves  # behind the guard, to which a status other than 0 is a failure: launchers read it
+        finally:
+            del leaves  # else it keeps this frame, and so what loads samples, beyond the end of the process
 
     return train
 

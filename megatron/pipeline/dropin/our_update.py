@@ -91,9 +91,9 @@ class OurUpdate:
 
     def _outcome(self) -> tuple[bool, float | None, None]:
         """(stepped, gradient norm, zeros in the gradient), as Megatron-LM's optimizers return them."""
-        if self.newest is None:
-            return True, None, None
-        return not self.newest.skipped, self.newest.grad_norm, None
+        if self.newest is None or self.newest.skipped:
+            return self.newest is None, None, None
+        return True, self.newest.grad_norm, None
 
     def _nothing(self, *args: Any, **kwargs: Any) -> None:
         """The engine steps the learning rate."""

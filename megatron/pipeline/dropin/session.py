@@ -191,6 +191,7 @@ class Session:
         engine.close()
         if self._ours is not None:
             self._ours.update.close()
+        self._rank.let_go()
         self._rank = None
 
     def _say_saved(self) -> None:

@@ -72,14 +72,14 @@ def test_the_engine_alone_calls_them(parts):
 
 
 def test_a_step_says_what_the_newest_report_says(parts):
-    """A skipped batch was not stepped."""
+    """A skipped batch was not stepped, and its norm is no number."""
     update, _, optimizer, _, _ = parts
     update.begin(0)
     update.note([BatchReport(batch=0, grad_norm=1.0), BatchReport(batch=1, grad_norm=2.0)])
     update.note([])
     assert optimizer.step() == (True, 2.0, None)
     update.note([BatchReport(batch=2, grad_norm=float("inf"), skipped=True)])
-    assert optimizer.step() == (False, float("inf"), None)
+    assert optimizer.step() == (False, None, None)
 
 
 @pytest.mark.parametrize(("iteration", "resets"), [(0, []), (7, [(6, 7)])])

@@ -4,6 +4,7 @@ Opt-in: MEGATRON_LM=/path/to/checkout. It takes some 20 minutes on two cores.
 """
 
 import functools
+import math
 import os
 import signal
 import subprocess
@@ -37,7 +38,7 @@ CASES = {
     "distributed optimizer": (4, f"{STAGES} 2 --use-distributed-optimizer", ("flush", "zb-h1")),
     "bf16": (4, f"{STAGES} 4 --bf16", DRAINING),
     "fp16 with overflows": (
-        4, f"{STAGES} 4 --fp16 --initial-loss-scale 4294967296 --loss-scale-window 3 --hysteresis 1", DRAINING,
+        4, f"{STAGES} 4 --fp16 --initial-loss-scale 1048576 --loss-scale-window 2 --hysteresis 1", DRAINING,
     ),
     "untied": (2, f"{STAGES} 2 --untie-embeddings-and-output-weights", ("flush", "zb-h1")),
     "dropout": (4, f"{STAGES} 4 --hidden-dropout 0.1 --attention-dropout 0.1", ("flush", "bpipe", "zb-h1")),
@@ -88,8 +89,8 @@ def test_bit_equal_to_their_own_schedule(case, schedule, native, tmp_path):
     ours = train(tmp_path, flags, ranks=ranks, schedule=schedule)
     assert ours.scalars == native(case).scalars and len(ours.scalars.losses) >= 5
     assert not different(ours.tensors(), native(case).tensors())
-    if "overflows" in case:
-        assert len(set(ours.scalars.scales.values())) > 2
+    if "overflows" in case:  # some batches are skipped, and some are stepped
+        assert 0 < len(ours.scalars.norms) < len(ours.scalars.losses)
 
 
 def test_interleaved_is_flush_from_one_checkpoint(start, tmp_path):
@@ -108,8 +109,13 @@ TWO_BW = {
     "--rampup-batch-size 4 4 60": 2,
     "--use-distributed-optimizer --bf16": 4,
     "--tensor-model-parallel-size 2": 4,
-    "--fp16 --initial-loss-scale 4294967296 --loss-scale-window 3 --hysteresis 1": 2,
+    "--fp16 --initial-loss-scale 1048576 --loss-scale-window 2 --hysteresis 1": 2,
 }
+
+
+def weights_of(tensors):
+    """Without what the optimizer keeps."""
+    return {key: tensor for key, tensor in tensors.items() if not key.startswith("optimizer.")}
 
 
 @beside_own_program
@@ -122,11 +128,14 @@ def test_2bw_is_this_projects_own(further, start, twobw, tmp_path):
     own = train(tmp_path / "own", f"{start} {further}", ranks=ranks, schedule="2bw", own=True)
     theirs = train(tmp_path / "theirs", f"{start} {further}", ranks=ranks, schedule="2bw") if further else twobw
     saved = theirs.tensors()
+    found = own.tensors()
     assert any(key.startswith("previous_version.") for key in saved)
-    assert not different(saved, own.tensors())
+    if "distributed" in further:  # their optimizer's state is saved in parts, by ranks
+        saved, found = (weights_of(each) for each in (saved, found))
+    assert len(saved) > 20 and not different(saved, found)
     assert theirs.scalars.losses == pytest.approx(own.scalars.losses, rel=2e-7)
     assert {step - 1: norm for step, norm in theirs.scalars.norms.items()} == {
-        step: norm for step, norm in own.scalars.norms.items() if step < max(own.scalars.norms)
+        step: norm for step, norm in own.scalars.norms.items() if step < max(own.scalars.losses) and math.isfinite(norm)
     }
 
 
