@@ -46,8 +46,8 @@ class RankStages:
             step.begin_batch(call["forward_step_func"])
 
     def let_go(self) -> None:
-        """Hold nothing of the user's any more. An engine is a circle of objects, which live on until they are collected,
-        and with them would live the processes that load samples.
+        """Hold nothing of the user's any more. An engine is a circle of objects, which live on until they are
+        collected, and with them would live the processes that load samples.
         """
         for stage, step in zip(self.stages, self.forward_steps, strict=True):
             stage.data_iterator = None
