@@ -122,7 +122,8 @@ def train(args: argparse.Namespace, schedule: str, *, ranks: int, iterations: in
         "--micro-batch-size": args.micro_batch_size, "--global-batch-size": args.micro_batch_size * args.microbatches,
         "--vocab-size": args.vocab_size, "--tokenizer-type": "NullTokenizer", "--transformer-impl": "local",
         "--pipeline-model-parallel-size": ranks, "--train-iters": iterations, "--log-interval": args.batches,
-        "--eval-iters": 0, "--eval-interval": 1000, "--lr": 1e-3, "--lr-decay-style": "constant", "--rerun-mode": "disabled",
+        "--eval-iters": 0, "--eval-interval": 1000, "--lr": 1e-3, "--lr-decay-style": "constant",
+        "--rerun-mode": "disabled",
     }  # fmt: skip
     switches = ["--mock-data", "--no-persist-layer-norm", "--no-gradient-accumulation-fusion", *further]
     if schedule != NATIVE:
