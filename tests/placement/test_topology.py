@@ -92,7 +92,7 @@ def test_bad_fields_are_named(tmp_path, change, reason):
         ("nodes: [{name: a,\n  gpus: 1, gpus: 2}]", "line 2, column 12: gpus is given twice in one place; give"),
         ('{"nodes": [{"name": "a", "gpus": 1, "gpus": 2}]}', "bad.yaml: gpus is given twice in one place; give it"),
         ("nodes: [{name: 2026-99-99, gpus: 1}]", "month must be in 1..12; write YAML or JSON"),
-        ("[" * 5000, "recursion depth exceeded"),
+        ("[" * 5000, "brackets are nested too deeply; write YAML or JSON"),
         ("nodes: \0", "unreadable characters; write YAML or JSON"),
     ],
 )  # fmt: skip
