@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
+import shutil
 from pathlib import Path
 
 import torch
@@ -73,13 +75,20 @@ MODELS = {
 
 
 def model_folder(folder: Path, task: str = "sequence-classification", *, dropout: float = 0.0) -> Path:
-    """A model of the task with its tokenizer, saved as users have them."""
+    """A model of the task with its tokenizer, saved as users have them. Several ranks may ask at once: it is there in
+    whole, or not at all.
+    """
     path = folder / f"{task}-{dropout}"
     if not path.exists():
         torch.manual_seed(0)
-        MODELS[task](dropout).save_pretrained(path)
+        unfinished = folder / f"{path.name}.{os.getpid()}"
+        MODELS[task](dropout).save_pretrained(unfinished)
         if task != "image-classification":
-            tokenizer().save_pretrained(path)
+            tokenizer().save_pretrained(unfinished)
+        try:
+            unfinished.rename(path)
+        except OSError:  # another rank was first
+            shutil.rmtree(unfinished)
     return path
 
 
