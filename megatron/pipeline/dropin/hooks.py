@@ -122,8 +122,7 @@ def _prepare(args) -> None:
         from megatron.pipeline.dropin.session import Session
         from megatron.pipeline.dropin.start import prepare
 
-        prepare(args, options)
-        _session = Session(args, options)
+        _session = Session(args, options, prepare(args, options))
 
 
 def _with_our_schedule(original: Callable) -> Callable:

@@ -38,15 +38,17 @@ class Session:
     Args:
         args: Megatron-LM's, validated.
         options: what our flags say.
+        proved: the schedule of `args`, as far as they tell the model.
 
     Attributes:
         checkpoints: where they hold more than Megatron-LM saves; None where they don't, and before the model is built.
         is_saving: Megatron-LM makes the state of a checkpoint that it saves.
     """
 
-    def __init__(self, args: argparse.Namespace, options: Options) -> None:
+    def __init__(self, args: argparse.Namespace, options: Options, proved: Schedule) -> None:
         self._args = args
         self._options = options
+        self._proved = proved
         self._schedule: Schedule | None = None
         self._chunks: Sequence[torch.nn.Module] = ()
         self._theirs: TheirUpdate | None = None
@@ -82,7 +84,8 @@ class Session:
         self._chunks = list(chunks)
         require_supported_model(self._args, get_model_config(chunks[0]))
         self._schedule = schedule_of(self._args, tied_embeddings=_any_rank_ties(self._chunks))
-        prove(self._schedule, batches_of(self._args))
+        if self._schedule != self._proved:
+            prove(self._schedule, batches_of(self._args))
         if self._schedule.splits_backward or not self._schedule.weights.drains:
             follow_shown_gradients()
         if self._schedule.splits_backward:
@@ -195,7 +198,7 @@ class Session:
         self._rank = None
 
     def _say_saved(self) -> None:
-        mine = {stage: count for stage, count in self._rank.engine.saved_microbatches_peak.items()}
+        mine = self._rank.engine.saved_microbatches_peak
         peaks = [None] * parallel_state.get_pipeline_model_parallel_world_size()
         torch.distributed.all_gather_object(
             peaks, (mine, self._rank.memory.peak_bytes), group=parallel_state.get_pipeline_model_parallel_group()

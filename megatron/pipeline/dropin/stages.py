@@ -59,13 +59,13 @@ class RankStages:
         return self.forward_steps[-1].losses
 
 
-_MEANS_NOTHING_ELSE = {"adjust_tensor_shapes_fn": "changes the shapes of what travels", "p2p_communicator":
+_NOT_KNOWN = {"adjust_tensor_shapes_fn": "changes the shapes of what travels", "p2p_communicator":
                        "sends over channels of its own", "pg_collection": "names other process groups"}  # fmt: skip
 
 
 def require_ordinary_call(call: Mapping[str, Any]) -> None:
     """Raises ValueError where Megatron-LM's schedule is called with what ours do not know."""
-    for name, what in _MEANS_NOTHING_ELSE.items():
+    for name, what in _NOT_KNOWN.items():
         if call.get(name) is not None:
             raise ValueError(f"{name}, which this program hands to its schedule, {what}; train it without the drop-in")
     decoder = call.get("decoder_seq_length")

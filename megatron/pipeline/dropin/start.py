@@ -29,8 +29,12 @@ _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 """torchrun says `True` here where its agent hosts the job's store, which stays wherever ranks go."""
 
 
-def prepare(args: argparse.Namespace, options: Options) -> None:
-    """Raises ValueError where the schedule cannot run; gives this process its rank. Collective where ranks change."""
+def prepare(args: argparse.Namespace, options: Options) -> Schedule:
+    """The schedule that `args` name, proved; gives this process its rank. Collective where ranks change.
+
+    Raises:
+        ValueError: it cannot run here.
+    """
     schedule = schedule_of(args, tied_embeddings=not getattr(args, "untie_embeddings_and_output_weights", False))
     batches = batches_of(args)
     prove(schedule, batches)
@@ -45,6 +49,7 @@ def prepare(args: argparse.Namespace, options: Options) -> None:
         _require_engine_that_follows(args, options)
     if options.rank_mapping != STANDARD:
         _map_ranks(args, options, schedule, max(batches))
+    return schedule
 
 
 def _require_queues(args: argparse.Namespace, options: Options, schedule: Schedule, max_microbatches: int) -> None:

@@ -34,7 +34,7 @@ class TheirUpdate:
     def __init__(self, chunks: Sequence[torch.nn.Module], config: TransformerConfig) -> None:
         self._chunks = list(chunks)
         self._config = config
-        self._loss_scales: dict[int, float] = {}
+        self._loss_scale = 1.0  # of the one batch that runs
 
     def finish_batch(self, forward_steps: Sequence[ForwardStep], call: Mapping[str, Any]) -> None:
         """Finish the gradients of a batch that is drained, as Megatron-LM's schedules do at their end.
@@ -61,11 +61,11 @@ class TheirUpdate:
     def begin_batch(self, info: BatchInfo) -> None:
         scale = self._config.grad_scale_func
         one = torch.ones((), device=backend.device())
-        self._loss_scales = {info.index: 1.0 if scale is None else float(scale(one))}
+        self._loss_scale = 1.0 if scale is None else float(scale(one))
 
     def loss_scale(self, batch: int) -> float:
         """The factor on the losses of the running batch."""
-        return self._loss_scales[batch]
+        return self._loss_scale
 
     def begin_backward(self, info: BatchInfo) -> None:
         pass
@@ -77,7 +77,7 @@ class TheirUpdate:
         pass
 
     def step(self, version: int) -> BatchReport:
-        return BatchReport(batch=version - 1, loss_scale=self._loss_scales[version - 1])
+        return BatchReport(batch=version - 1, loss_scale=self._loss_scale)
 
     def versions_of(self, stage: int) -> _OneVersion:
         """What a stage asks for its weights."""
@@ -95,7 +95,4 @@ class TheirUpdate:
         raise AssertionError("Megatron-LM evaluates")
 
     def show_newest(self) -> None:
-        pass
-
-    def close(self) -> None:
         pass

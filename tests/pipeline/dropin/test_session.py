@@ -12,6 +12,7 @@ backend.install()
 from megatron.pipeline.dropin.flags import options_of
 from megatron.pipeline.dropin.our_update import OurUpdate
 from megatron.pipeline.dropin.session import Session
+from megatron.pipeline.dropin.start import prepare
 from megatron.pipeline.runtime.contract.stage import BatchReport
 from tests.pipeline.dropin.arguments import arguments
 
@@ -35,7 +36,7 @@ def made():
 
     def make(report):
         args = arguments("--pipeline-schedule 2bw")
-        session, chunk = Session(args, options_of(args)), torch.nn.Linear(1, 1)
+        session, chunk = Session(args, options_of(args), prepare(args, options_of(args))), torch.nn.Linear(1, 1)
         session._chunks = [chunk]
         session._ours = OurUpdate.__new__(OurUpdate)
         session._ours.newest, session._ours._engine_acts = None, False
