@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import shutil
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
@@ -75,20 +74,17 @@ MODELS = {
 
 
 def model_folder(folder: Path, task: str = "sequence-classification", *, dropout: float = 0.0) -> Path:
-    """A model of the task with its tokenizer, saved as users have them. Several ranks may ask at once: it is there in
-    whole, or not at all.
+    """A model of the task with its tokenizer, saved as users have them. In a job every rank asks: transformers writes
+    on the first alone, so the others wait.
     """
     path = folder / f"{task}-{dropout}"
-    if not path.exists():
+    if not path.exists() and (not dist.is_initialized() or dist.get_rank() == 0):
         torch.manual_seed(0)
-        unfinished = folder / f"{path.name}.{os.getpid()}"
-        MODELS[task](dropout).save_pretrained(unfinished)
+        MODELS[task](dropout).save_pretrained(path)
         if task != "image-classification":
-            tokenizer().save_pretrained(unfinished)
-        try:
-            unfinished.rename(path)
-        except OSError:  # another rank was first
-            shutil.rmtree(unfinished)
+            tokenizer().save_pretrained(path)
+    if dist.is_initialized():
+        dist.barrier()
     return path
 
 
