@@ -128,6 +128,6 @@ class Planner:
         """Whether hosts have the memory; None: nothing lives there, or the cluster does not say what they have."""
         if not configuration.is_hosted or self.cluster.host_memory_gib is None:
             return None
-        node_of_slot = self.cluster.topology.node_of_slot
-        nodes = crowds_by_name(configuration.degrees, configuration.rank_mapping, node_of_slot)
+        host_of_slot = self.cluster.host_of_slot
+        nodes = crowds_by_name(configuration.degrees, configuration.rank_mapping, host_of_slot)
         return judge_host(memory, nodes, self.cluster.host_memory_gib)

@@ -34,7 +34,7 @@ def named_software(texts: Iterable[str | None], gpu: str, assume: Callable[[str]
         for name, software in _NAMES.items():
             if name in text.lower():
                 return _with_default_attention(software, gpu, assume)
-    if gpu in ("H100", "H200"):  # Megatron-LM v3 was before Hopper; what runs there has flash attention
+    if gpu in DEVICES and DEVICES[gpu].peak_teraflops_fp8:  # came after Megatron-LM v3; all has flash attention there
         assume("the software of megatron-core with flash attention")
         return replace(MEGATRON_CORE, flash_attention=True)
     assume("the software of Megatron-LM v3")

@@ -273,8 +273,8 @@ class FirstPrinciples:
         copy = 0 if state.weight_bytes == 4 else state.weight_bytes
         per_parameter = 1e-9 * self.cluster.optimizer_ns(6 * 4 + state.gradient_bytes + copy)
         counts = stage_parameters(self.model, configuration.tensor, layers)
-        node_of_slot = self.cluster.topology.node_of_slot
-        share = 1 / fewest_sharing(crowds_by_name(configuration.degrees, configuration.rank_mapping, node_of_slot))
+        host_of_slot = self.cluster.host_of_slot
+        share = 1 / fewest_sharing(crowds_by_name(configuration.degrees, configuration.rank_mapping, host_of_slot))
         per_byte = 1 / rate
         if configuration.gathers_fetch:
             link = self.cluster.device.link_bandwidth * _GIGA * self.constants.link_efficiency
