@@ -8,6 +8,7 @@ from megatron.planner.job.cluster import Cluster
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.devices import Verdict, judge, reserve_gib
 from megatron.planner.job.estimate import Estimate
+from megatron.planner.job.fp8 import refuse_fp8
 from megatron.planner.job.software import MEGATRON_CORE, Software
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.memory.closed_form_demand import closed_form_demand
@@ -42,9 +43,11 @@ class Planner:
         """How many layers each stage has: those that are configured, or equally many, as Megatron deals them out.
 
         Raises:
-            ValueError: what Megatron refuses: layers, heads or columns that cannot be divided.
+            ValueError: what Megatron refuses: layers, heads or columns that cannot be divided; FP8 that cannot be.
         """
         model, t, num_stages = self.model, configuration.tensor, configuration.num_stages
+        if self.software.fp8:
+            refuse_fp8(self.cluster.gpu, self.cluster.device, model, configuration)
         if configuration.layers is not None and sum(configuration.layers) != model.num_layers:
             raise ValueError(
                 f"layers {configuration.layers} are {sum(configuration.layers)}, not the model's {model.num_layers}"

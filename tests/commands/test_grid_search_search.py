@@ -355,8 +355,9 @@ def test_all_commands_are_named_and_one_is_loaded(capsys):
 
 def test_a_rack_of_many_hosts(run, tmp_path):
     """Degrees know 72 linked GPUs; what starts them knows hosts of 4, whose names no optimized rank order could use."""
-    small = ["--num-layers", 18, "--hidden-size", 768, "--num-attention-heads", 12, "--seq-length", 128, "--vocab-size",
-             1000, "--global-batch-size", 144, "--schedules", "flush", "--simulate", 1, "--cluster", "GB200"]  # fmt: skip
+    small = ["--num-layers", 18, "--hidden-size", 768, "--num-attention-heads", 12, "--seq-length", 128,
+             "--vocab-size", 1000, "--global-batch-size", 144, "--schedules", "flush", "--simulate", 1, "--cluster",
+             "GB200"]  # fmt: skip
     status, _, err = run(*small, "--nodes", 2, "--tensor", 12, "--output", tmp_path)
     assert status == 0, err
     script = (tmp_path / "best.sh").read_text()

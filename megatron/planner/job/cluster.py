@@ -46,6 +46,10 @@ HOST_MEMORY_BANDWIDTH = 200.0
 DDR4-2933 channels have 281."""
 
 
+def _usual_gpus_per_node(given: dict) -> int:
+    return DEVICES.get(given.get("gpu"), _CPU).gpus_per_node
+
+
 class _Links(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -68,7 +72,7 @@ class Cluster(BaseModel):
 
     gpu: Annotated[str, AfterValidator(_processor)]
     nodes: Annotated[int, Field(ge=1, le=MOST)] | Annotated[tuple[Node, ...], Field(min_length=1, strict=False)]
-    gpus_per_node: Annotated[int, Field(ge=1, le=MOST)] | None = None
+    gpus_per_node: Annotated[int, Field(ge=1, le=MOST, default_factory=_usual_gpus_per_node)]
     bandwidth: _Links = _Links()
     memory_gib: _Positive | None = None
     peak_teraflops: _Positive | None = None
@@ -143,8 +147,7 @@ class Cluster(BaseModel):
         """Its nodes and links, as the placement reads them."""
         nodes = self.nodes
         if isinstance(nodes, int):
-            gpus = self.gpus_per_node or self._known.gpus_per_node
-            nodes = tuple(Node(name=f"node{index}", gpus=gpus) for index in range(nodes))
+            nodes = tuple(Node(name=f"node{index}", gpus=self.gpus_per_node) for index in range(nodes))
         within = self.bandwidth.within_node or self.device.link_bandwidth
         return Topology(
             nodes=nodes,

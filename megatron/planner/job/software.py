@@ -38,6 +38,7 @@ class Software:
         overlaps_gradients: gradients are reduced over replicas during the last backward, weights gathered during the
             first forward.
         own_communicators: ranks have the communicators of this project's runtime, over NCCL where there is CUDA.
+        fp8: linears of layers multiply in FP8, as Transformer Engine's do; all else is in `element_bytes` (fp8.py).
     """
 
     element_bytes: int = 2
@@ -50,6 +51,7 @@ class Software:
     splits_transfers: bool = False
     overlaps_gradients: bool = False
     own_communicators: bool = False
+    fp8: bool = False
 
     def of(self, configuration: Configuration) -> "Software":
         """What trains a configuration: this, unless its schedule takes other layers."""
@@ -64,6 +66,7 @@ class Software:
             sequence_parallel=configuration.sequence_parallel and configuration.tensor > 1,
             saves_scores=not self.flash_attention,
             recompute=Recompute(whole_stage=True) if configuration.is_hosted else Recompute.of(configuration.recompute),
+            fp8=self.fp8,
         )
 
     def training_state(self, configuration: Configuration) -> TrainingState:

@@ -25,7 +25,12 @@ from megatron.planner.memory.hosted import (
     host_parts,
     resident_weights,
 )
-from megatron.planner.memory.parameters import largest_parameter, stage_parameters
+from megatron.planner.memory.parameters import (
+    FP8_COPY_BYTES,
+    largest_parameter,
+    matrix_parameters,
+    stage_parameters,
+)
 from megatron.planner.memory.state import TrainingState
 
 GIB = 2**30
@@ -36,7 +41,8 @@ class MemoryParts:
     """Bytes on one GPU.
 
     Attributes:
-        weights: all live versions; where they are predictions, also the true weights that no masters hold.
+        weights: all live versions, and their copies in FP8 where linears multiply in it; where they are predictions,
+            also the true weights that no masters hold.
         gradients: all gradient buffers, and copies that predictions read.
         optimizer: masters, FP32 copies of gradients, moments.
         activations: saved microbatches, those accepted from the pair included; on the last stage with their logits.
@@ -118,6 +124,7 @@ def estimate_memory(
     boundary = activations.boundary
     one_layer = activations.workspace(1, is_first=False, is_last=False)  # at once in a forward that saves nothing
     embedding = shape.vocabulary_size // setting.tensor * shape.hidden_size
+    fp8_copies = FP8_COPY_BYTES * matrix_parameters(shape, setting.tensor, 1) if setting.fp8 else 0  # of a layer
     communicators = (0.0,) * demand.num_ranks
     if counts_communicators:
         communicators = communicator_bytes(
@@ -145,7 +152,8 @@ def estimate_memory(
             whole, between = _together_on_rank(rank, saved, deferred, demand)
         parts = MemoryParts(
             weights=state.weights(count, num_versions=versions, predicts=demand.predicts[rank])
-            + frozen * state.weight_bytes,
+            + frozen * state.weight_bytes
+            + versions * fp8_copies * sum(layers[stage] for stage in stages),
             gradients=state.gradients(count, num_buffers=buffers + demand.held_gradients[rank])
             + state.gradients(embedding, num_buffers=demand.held_embeddings[rank]),
             optimizer=state.optimizer(count, num_versions=versions),

@@ -26,7 +26,7 @@ from megatron.planner.published.measured_times import TIMES, MeasuredRun, is_mea
 from megatron.planner.published.model_names import ModelRecord
 from megatron.planner.published.not_modelled import without_what_is_off
 from megatron.planner.published.settings import SettingsRecord
-from megatron.planner.published.software_names import named_software
+from megatron.planner.published.software_names import SIXTEEN_BITS_ONLY, named_software
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +130,13 @@ class _EntryRecord(BaseModel):
                     "config.flash_attention is True in fp32, and its kernels take 16-bit numbers only; leave it out"
                 )
             software = replace(software, element_bytes=4, gradient_bytes=4, fuses_softmax=False, flash_attention=False)
+        if self.config.precision == "fp8":
+            if software in SIXTEEN_BITS_ONLY:
+                raise ValueError(
+                    "config.precision is 'fp8', and the software that is named multiplies in 16 bits; give bf16, or "
+                    "Megatron-Core as config.framework"
+                )
+            software = replace(software, fp8=True)
         return software if flash is None else replace(software, flash_attention=flash)
 
     def _with_softmax(self, software: Software, model: Architecture, configuration: Configuration) -> Software:

@@ -1,6 +1,6 @@
 """What an entry may say of its run that the planner has no price for, by the names that frameworks give it.
 
-A run with fully sharded weights, FP8, experts or context parallelism is none of plain tensor, pipeline and data
+A run with fully sharded weights, FP4, experts or context parallelism is none of plain tensor, pipeline and data
 parallelism, and a prediction as if it were says nothing. So each such key is refused by name, unless its value says
 that it is off; the same words are looked for where an entry describes its run in a text.
 """
@@ -25,6 +25,13 @@ class _Technique:
     remedy: str
 
 
+_FP8 = _Technique(
+    r"fp8|float8",
+    r"fp8|float8",
+    "products in FP8 are modelled as config.precision fp8, with a scale for each tensor, and no other way",
+    "give that alone, or a run in 16 bits",
+)
+_IS_FP8 = re.compile(r"(fp8|float8)\s*([(,].*)?", re.IGNORECASE | re.DOTALL)  # as a precision, with a remark behind
 _TECHNIQUES = (
     _Technique(
         r"fsdp|hsdp|full(y)?_?shard|shard_degree|dp_shard|sharding_strategy|zero_?(stage_?)?[23]|zero_(infinity|plus)",
@@ -33,11 +40,12 @@ _TECHNIQUES = (
         "give a run with zero 0 or 1",
     ),
     _Technique(
-        r"fp8|fp4|float8|float4|int8|int4|quanti[sz]|[48]_?bit",
-        r"fp8|fp4|float8|int8|quanti[sz]ed",
-        "products in FP8 or FP4 are not modelled",
-        "give a run in bf16, fp16 or fp32",
+        r"fp4|float4|int8|int4|quanti[sz]|[48]_?bit",
+        r"fp4|float4|int8|quanti[sz]ed",
+        "products in FP4 or of integers are not modelled",
+        "give a run in bf16, fp16, fp32 or fp8",
     ),
+    _FP8,
     _Technique(
         r"moe|expert|(^|_)ep(_|$)|capacity_factor|router",
         r"(^|_)moe(_|$)|mixtral|mixture_of_experts|(^|_)\d+x\d+b(_|$)",
@@ -109,7 +117,8 @@ def without_what_is_off(entry: Mapping) -> dict:
             kept[part] = {key: value for key, value in entry[part].items() if not _is_off_key(part, key, value)}
     for part, key in _TEXTS:
         value = kept[part].get(key) if isinstance(kept.get(part), Mapping) else None
-        technique = _found(value, "text") if isinstance(value, str) else None
+        is_said = key in ("precision", "dtype") and isinstance(value, str) and _IS_FP8.fullmatch(value.strip())
+        technique = _found(value, "text") if isinstance(value, str) and not is_said else None
         if technique is not None:
             raise ValueError(f"{place(part, key)} is {shown(value)}: {technique.reason}; {technique.remedy}")
     return kept

@@ -17,7 +17,7 @@ from megatron.planner.published.model_names import Count
 _WORDS = {  # Megatron-LM's, the papers' and torch's, in ours
     "full": "layer", "selective": "attention", "1f1b": "flush", "pipedream-flush": "flush", "pipedream-2bw": "2bw",
     "interleaved 1f1b": "interleaved", "interleaved-1f1b": "interleaved", "1f1b-interleaved": "interleaved",
-    "float16": "fp16", "bfloat16": "bf16", "float32": "fp32",
+    "float8": "fp8", "float16": "fp16", "bfloat16": "bf16", "float32": "fp32",
 }  # fmt: skip
 _AS_THEY_ARE = (  # what a configuration calls alike
     "provisional", "provisional_microbatches", "provisional_reduce", "resident_stages", "host_update", "stash",
@@ -41,7 +41,7 @@ class SettingsRecord(BaseModel):
 
     zero: Annotated[int, Number, Field(ge=0, le=1)] = 0
     technique: Annotated[str | None, BeforeValidator(_in_our_words)] = None
-    precision: Annotated[Literal["bf16", "fp16", "fp32"] | None, BeforeValidator(_in_our_words)] = Field(
+    precision: Annotated[Literal["bf16", "fp16", "fp32", "fp8"] | None, BeforeValidator(_in_our_words)] = Field(
         default=None, validation_alias=AliasChoices("precision", "dtype")
     )
     t: Count = 1

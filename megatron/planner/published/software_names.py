@@ -27,6 +27,9 @@ _NAMES = {  # what a field or the source names
     "megatron.core": MEGATRON_CORE,
 }
 
+SIXTEEN_BITS_ONLY = (MEGATRON_V3, MEGATRON_2021, MEGATRON_2020, MEGATRON_DEEPSPEED, PIPEDREAM_2BW)
+"""Software from before GPUs multiplied in FP8."""
+
 
 def named_software(texts: Iterable[str | None], gpu: str, assume: Callable[[str], None]) -> Software:
     """What the first text names that names any; else what runs on such a GPU. `assume` is told what is filled in."""

@@ -20,7 +20,7 @@ from megatron.planner.job.software import MEGATRON_CORE, Software
 from megatron.planner.memory.activations import Activations, by_stage
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.memory.node_memory import crowds_by_name, fewest_sharing
-from megatron.planner.memory.parameters import stage_parameters
+from megatron.planner.memory.parameters import FP8_COPY_BYTES, matrix_parameters, stage_parameters
 from megatron.planner.time.calibration import default_constants
 from megatron.planner.time.closed_forms import moving_parts
 from megatron.planner.time.constants import Constants
@@ -118,6 +118,8 @@ class FirstPrinciples:
         constants, device = self.constants, self.cluster.device
         tensor_link = self._scaled(links.tensor, links, within=constants.tensor_efficiency)
         products = work.operations / (device.peak(self.software.element_bytes) * constants.product_efficiency)
+        if work.fp8_operations:
+            products += work.fp8_operations / (1e12 * device.peak_teraflops_fp8 * constants.product_efficiency)
         products += work.calls * constants.product_overhead
         traffic = work.traffic / (device.memory_bandwidth * _GIGA * constants.memory_efficiency)
         hidden = work.overlapped / tensor_link
@@ -214,7 +216,7 @@ class FirstPrinciples:
     def _updates(
         self, configuration: Configuration, layers: Sequence[int], links: Links
     ) -> tuple[list[float], list[float]]:
-        """The optimizer's step and the reduction over replicas, by stage."""
+        """The optimizer's step, with the casts of new weights to FP8, and the reduction over replicas, by stage."""
         state = self.software.training_state(configuration)
         written = 0 if configuration.predicts else state.weight_bytes
         step, reduce = [], []
@@ -227,6 +229,10 @@ class FirstPrinciples:
             if state.distributed_optimizer and not configuration.predicts:
                 step[-1] += once * state.weight_bytes
             reduce.append(once * state.gradient_bytes * (1 if state.distributed_optimizer else 2))
+        if self.software.fp8:
+            for stage, count in enumerate(layers):
+                matrices = matrix_parameters(self.model, configuration.tensor, count)
+                step[stage] += matrices * (state.weight_bytes + FP8_COPY_BYTES) / self._memory_bandwidth
         return step, reduce
 
     def _predictions(

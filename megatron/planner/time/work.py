@@ -2,7 +2,7 @@
 
 Everything that takes time on a GPU is one of four kinds, each with a resource of its own:
 
-    products      matrix products, (operations, calls), bound by arithmetic
+    products      matrix products, (operations, calls), bound by arithmetic; those in FP8 apart, at a peak of their own
     traffic       bytes that other kernels read and write, bound by memory
     exchanged     bytes that a tensor rank sends to the others while it computes nothing
     overlapped    bytes that it sends while it multiplies
@@ -24,6 +24,11 @@ These are 37 N bytes of 16-bit scores, and 41 N in the backward. Flash attention
 the speed of others. Norms, dropout and residuals are split over tensor ranks with sequence parallelism only. A backward
 adds the weights' gradients to their buffer.
 
+In FP8 the inputs of linears are cast in a forward, and the gradients of their outputs in a backward, each by a kernel
+of its own that reads e bytes an element and writes two copies of a byte, one of them transposed. So does Transformer
+Engine with delayed scaling, where the cast is not fused with the kernel before it. Weights are cast once a batch, for
+all of its microbatches. What tensor ranks send stays in 16 bits.
+
 Where a backward is split, W has the products of the linears that give gradients of weights, and what adds these to
 their buffer; with split sequences it gathers the inputs for them. All else is in I: the other products, the attention's
 core, norms, activations, the embedding, and what is recomputed. So operations and bytes of both are those of the whole;
@@ -38,6 +43,7 @@ from functools import cached_property
 from megatron.planner.job.software import Software
 from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.architecture import Architecture
+from megatron.planner.memory.parameters import FP8_COPY_BYTES
 
 _FP32 = 4
 
@@ -53,6 +59,7 @@ class Work:
     overlapped: float = 0.0
     kernels: float = 0.0
     collectives: float = 0.0
+    fp8_operations: float = 0.0
 
     def __add__(self, other: Work) -> Work:
         return Work(*(a + b for a, b in zip(self._values, other._values, strict=True)))
@@ -64,6 +71,7 @@ class Work:
     def _values(self) -> tuple[float, ...]:
         return (
             self.operations, self.calls, self.traffic, self.exchanged, self.overlapped, self.kernels, self.collectives,
+            self.fp8_operations,
         )  # fmt: skip
 
 
@@ -89,6 +97,7 @@ class LayerWork:
         split = self.tokens / t * (self._activation_bytes(2) + (0 if self.software.flash_attention else 2 * e * q))
         return (
             self._linear(1)
+            + self._cast(along_tokens=2 * h, split=q + self.shape.ffn_hidden_size)
             + self._core_forward()
             + Work(traffic=along_tokens + split, kernels=18, exchanged=2 * self._all_reduce, collectives=2 * (t > 1))
         )
@@ -103,6 +112,7 @@ class LayerWork:
         exposed, hidden = self._backward_exchange()
         return (
             self._linear(2)
+            + self._cast(along_tokens=2 * h, split=q + 2 * k + self.shape.ffn_hidden_size * (1 + self.shape.gated))
             + self._core_backward()
             + Work(
                 traffic=along_tokens + split + weights,
@@ -191,7 +201,17 @@ class LayerWork:
         return 2 * num_weights * passes
 
     def _linear(self, times: int) -> Work:
-        return Work(operations=2.0 * times * self.tokens * self.shape.layer_matrices / self.t, calls=4 * times)
+        operations = 2.0 * times * self.tokens * self.shape.layer_matrices / self.t
+        if self.software.fp8:
+            return Work(fp8_operations=operations, calls=4 * times)
+        return Work(operations=operations, calls=4 * times)
+
+    def _cast(self, *, along_tokens: int, split: int) -> Work:
+        """Tensors of four linears to FP8, of so many columns that are split along the sequence, and over ranks."""
+        if not self.software.fp8:
+            return Work()
+        elements = self.tokens * (along_tokens / self.shared + split / self.t)
+        return Work(traffic=(self.e + FP8_COPY_BYTES) * elements, kernels=4)
 
     def _activation_bytes(self, passes: int) -> float:
         return passes * self.e * self.shape.ffn_hidden_size * (1.5 if self.shape.gated else 1)
