@@ -11,6 +11,7 @@ _EDITIONS = {
     r"(?<![A-Z])A100X": "A100X",
 }  # fmt: skip
 _OTHER_MEMORY = 0.05  # a GPU with so much more or less than the nearest that is known is another edition
+_SOLD_AS = {"L40S": 48, "B200": 192}  # GB on labels, of which error correction and stacks in reserve take as much
 _REPORTED = 0.99  # part of the GB on the label that CUDA reports, in GiB
 
 
@@ -93,7 +94,7 @@ def _split(label: str) -> tuple[str, str]:
 
 
 def _differs(gigabytes: float, name: str) -> bool:
-    return abs(gigabytes / DEVICES[name].memory_gib - 1) > _OTHER_MEMORY
+    return gigabytes != _SOLD_AS.get(name) and abs(gigabytes / DEVICES[name].memory_gib - 1) > _OTHER_MEMORY
 
 
 def _without_edition(text: str) -> str:
