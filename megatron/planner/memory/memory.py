@@ -49,7 +49,7 @@ class MemoryParts:
             Where backwards are split, at the moment at which these and `deferred` take most together.
         deferred: of microbatches between I and W, what W needs; 0 where backwards are whole.
         workspace: what a backward recomputes, and the gradient of the logits; or what a prediction copies, if it is
-            more.
+            more. Where backwards are split, what it adds to the most that these take together.
         transfers: activations and gradients that arrive or leave, and one evicted microbatch while it is copied.
         communicators: NCCL's buffers for the communicators of this project's runtime; 0 where they are not counted.
     """
@@ -147,9 +147,9 @@ def estimate_memory(
         if demand.predicts[rank]:
             ends = {"is_first": 0 in stages, "is_last": len(layers) - 1 in stages}
             copies = state.prediction(count, largest=largest_parameter(shape, setting.tensor, **ends))
-        whole, between = _saved_on_rank(rank, saved, demand), 0.0
+        whole, between, recomputed = _saved_on_rank(rank, saved, demand), 0.0, [workspace[each] for each in trained]
         if demand.moments:
-            whole, between = _together_on_rank(rank, saved, deferred, demand)
+            whole, between, *recomputed = _together_on_rank(rank, saved, deferred, workspace, demand)
         parts = MemoryParts(
             weights=state.weights(count, num_versions=versions, predicts=demand.predicts[rank])
             + frozen * state.weight_bytes
@@ -159,7 +159,7 @@ def estimate_memory(
             optimizer=state.optimizer(count, num_versions=versions),
             activations=whole,
             deferred=between,
-            workspace=max(copies, in_a_forward, *(workspace[stage] for stage in trained)),
+            workspace=max(copies, in_a_forward, *recomputed),
             transfers=(demand.receives_ahead[rank] + sides + unread) * boundary + moving,
             communicators=communicators[rank],
         )
@@ -231,12 +231,19 @@ def _saved_on_rank(rank: int, saved: Sequence[float], demand: Demand) -> float:
 
 
 def _together_on_rank(
-    rank: int, saved: Sequence[float], deferred: Sequence[float], demand: Demand
-) -> tuple[float, float]:
-    """Bytes that wait for an I, and for a W, at the moment at which they are most together."""
-    sizes = [saved[stage] for stage in demand.stages_of(rank)], [deferred[stage] for stage in demand.stages_of(rank)]
-    count, found = len(sizes[0]), []
+    rank: int, saved: Sequence[float], deferred: Sequence[float], workspace: Sequence[float], demand: Demand
+) -> tuple[float, float, float]:
+    """Bytes that wait for an I and for a W, at the moment at which they are most together, and what the Is' workspace
+    adds to that peak. A stage that waits for none of its Is is in none: its Ws recompute nothing.
+    """
+    stages = demand.stages_of(rank)
+    sizes = [saved[stage] for stage in stages], [deferred[stage] for stage in stages]
+    found, totals = [], []
     for moment in demand.moments[rank]:
-        parts = zip((moment[:count], moment[count:]), sizes, strict=True)
-        found.append(tuple(sum(map(mul, numbers, of_stages)) for numbers, of_stages in parts))
-    return max(found, key=sum)
+        numbers = moment[: len(stages)], moment[len(stages) :]
+        held = [sum(map(mul, *each)) for each in zip(numbers, sizes, strict=True)]
+        at_work = [workspace[stage] for stage, number in zip(stages, numbers[0], strict=True) if number]
+        found.append(held)
+        totals.append(sum(held) + max(at_work, default=0.0))
+    whole, between = max(found, key=sum)
+    return whole, between, max(totals) - whole - between
