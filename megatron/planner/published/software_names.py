@@ -24,7 +24,7 @@ _FP32 = 4
 _NAMES = {  # what a field or the source names
     "megatron-deepspeed": MEGATRON_DEEPSPEED,
     "vtrain": MEGATRON_DEEPSPEED,
-    "mt-nlg": in_bfloat16(MEGATRON_DEEPSPEED),  # Smith et al. 2022, section 2.3
+    "mt-nlg": in_bfloat16(MEGATRON_DEEPSPEED),  # Smith et al. 2022
     "smith et al": in_bfloat16(MEGATRON_DEEPSPEED),
     "pipedream-2bw": PIPEDREAM_2BW,
     "megatron-lm v3": MEGATRON_V3,
