@@ -94,6 +94,11 @@ class Case:
         links = {name: changes.pop(name) for name in ("within_node", NETWORK) if name in changes}
         return replace(self, cluster=self.cluster | changes | {"bandwidth": self.cluster["bandwidth"] | links})
 
+    @property
+    def roomy(self) -> "Case":
+        """With so much memory that nothing is slower for want of it."""
+        return self.on(memory_gib=1e6)
+
     def can_run(self) -> bool:
         try:
             self._estimate()
@@ -138,8 +143,8 @@ def _drawn(draw: random.Random, index: int) -> Case | None:
     if software.flash_attention and gpu in ("H100", "H200", "L40S", "B200", "GB200") and schedule not in _SIMULATED:
         software = replace(software, fp8=draw.random() < 0.5)
     model = Architecture.gpt3(
-        num_layers=layers, hidden_size=hidden, num_attention_heads=heads, sequence_length=draw.choice((1024, 2048, 4096)),
-        vocabulary_size=51200,
+        num_layers=layers, hidden_size=hidden, num_attention_heads=heads,
+        sequence_length=draw.choice((1024, 2048, 4096)), vocabulary_size=51200,
     )  # fmt: skip
     if draw.random() < 0.3:
         model = replace(

@@ -4,7 +4,7 @@ Each is a fact of machines or of programs: a faster part makes nothing slower, w
 relation that is true of some configurations only says of which, and why.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -16,16 +16,19 @@ from megatron.planner.memory.memory import GIB, RankMemory
 from tests.planner.metamorphic_cases import NETWORK, Case, cases, doubled
 
 CASES = cases()
+ROOMY = [case.roomy for case in CASES]
+"""Where memory is short, time may jump: these are for relations that do not ask how much there is."""
+
 ROUNDING = 1e-9
 
 Relation = Callable[[Case], Iterator[tuple[float, float]]]
 """Pairs of numbers, the first of which is not above the second; none where it says nothing of the case."""
 
 
-def violations(relation: Relation) -> list[str]:
+def violations(relation: Relation, of: Sequence[Case] | None = None) -> list[str]:
     """Cases of which it is not true, with how far off they are. Fails where it says nothing of too many."""
     found, num_checks = [], 0
-    for case in CASES:
+    for case in CASES if of is None else of:
         for low, high in relation(case):
             num_checks += 1
             if low > high * (1 + ROUNDING):
@@ -60,12 +63,14 @@ def test_a_faster_part_makes_nothing_slower(rate):
     assert violations(relation) == []
 
 
-def test_more_memory_changes_no_time_and_no_need_and_what_fits_fits():
+def test_more_memory_makes_nothing_slower_and_what_fits_fits():
     def relation(case: Case) -> Iterator[tuple[float, float]]:
         small = case.machines.device.memory_gib
         for larger in (case.on(memory_gib=2 * small), case.on(memory_gib=small + case.fullest / GIB)):
             yield larger.seconds, case.seconds
-            yield case.seconds, larger.seconds
+            yield case.roomy.seconds, larger.seconds
+            yield case.fullest, larger.fullest
+            yield larger.fullest, case.fullest
             yield case.estimate.fits, larger.estimate.fits
             yield larger.estimate.under_pressure, case.estimate.under_pressure or not case.estimate.fits
 
@@ -130,7 +135,7 @@ def test_recomputing_more_takes_longer_and_keeps_less():
             if not case.configuration.preset.balance:
                 yield less.seconds, more.seconds
 
-    assert violations(relation) == []
+    assert violations(relation, ROOMY) == []
 
 
 def test_sequence_parallelism_takes_no_more_memory():
@@ -139,7 +144,7 @@ def test_sequence_parallelism_takes_no_more_memory():
             split, whole = (case.configured(sequence_parallel=each) for each in (True, False))
             yield split.fullest, whole.fullest
 
-    assert violations(relation) == []
+    assert violations(relation, ROOMY) == []
 
 
 def test_a_distributed_optimizer_takes_no_more_memory():
@@ -149,7 +154,7 @@ def test_a_distributed_optimizer_takes_no_more_memory():
             if split:
                 yield split.fullest, whole.fullest
 
-    assert violations(relation) == []
+    assert violations(relation, ROOMY) == []
 
 
 def test_fp8_is_at_most_twice_as_fast():
@@ -161,7 +166,7 @@ def test_fp8_is_at_most_twice_as_fast():
                 for half_rank, rank in zip(half.estimate.memory, faster.estimate.memory, strict=True):
                     yield saved(rank), saved(half_rank)
 
-    assert violations(relation) == []
+    assert violations(relation, ROOMY) == []
 
 
 def test_16_bits_are_no_slower_than_fp32_and_save_no_more():
@@ -174,7 +179,7 @@ def test_16_bits_are_no_slower_than_fp32_and_save_no_more():
         for half_rank, rank in zip(half.estimate.memory, single.estimate.memory, strict=True):
             yield saved(half_rank), saved(rank)
 
-    assert violations(relation) == []
+    assert violations(relation, ROOMY) == []
 
 
 # --- batches and models
@@ -196,7 +201,7 @@ def test_a_larger_microbatch_takes_no_less_and_at_most_twice_as_long():
             yield case.seconds, larger.seconds
             yield larger.seconds, 2 * case.seconds
 
-    assert violations(relation) == []
+    assert violations(relation, ROOMY) == []
 
 
 def test_twice_the_microbatches_take_no_less_and_at_most_twice_as_long():
@@ -210,7 +215,7 @@ def test_twice_the_microbatches_take_no_less_and_at_most_twice_as_long():
             if not case.configuration.preset.balance:
                 yield longer.seconds, 2 * case.seconds
 
-    assert violations(relation) == []
+    assert violations(relation, ROOMY) == []
 
 
 def test_twice_the_replicas_do_at_most_twice_the_work():
@@ -228,7 +233,7 @@ def test_twice_the_replicas_do_at_most_twice_the_work():
         yield twice.fullest, asked.fullest
         yield asked.fullest, twice.fullest
 
-    assert violations(relation) == []
+    assert violations(relation, ROOMY) == []
 
 
 def test_longer_sequences_and_deeper_models_take_more():
@@ -241,7 +246,7 @@ def test_longer_sequences_and_deeper_models_take_more():
             yield case.seconds, larger.seconds
             yield case.fullest, larger.fullest
 
-    assert violations(relation) == []
+    assert violations(relation, ROOMY) == []
 
 
 def test_on_more_pipeline_ranks_none_has_more_parameters():
@@ -256,7 +261,7 @@ def test_on_more_pipeline_ranks_none_has_more_parameters():
             layers = [max(sum(rank.layers) for rank in each.estimate.memory) for each in (longer, case)]
             yield 2 * layers[0], layers[1]
 
-    assert violations(relation) == []
+    assert violations(relation, ROOMY) == []
 
 
 # --- schedules
@@ -269,7 +274,7 @@ def test_2bw_takes_no_less_memory_and_no_more_time_than_flush():
             yield flush.fullest, two.fullest
             yield two.seconds, flush.seconds
 
-    assert violations(relation) == []
+    assert violations(relation, ROOMY) == []
 
 
 def test_bpipe_leaves_the_fullest_rank_no_fuller():
@@ -283,7 +288,7 @@ def test_bpipe_leaves_the_fullest_rank_no_fuller():
             yield max(rank.saved_microbatches for rank in moved.estimate.memory), case.configuration.pipeline
             yield flush.seconds, moved.seconds
 
-    assert violations(relation) == []
+    assert violations(relation, ROOMY) == []
 
 
 def test_interleaving_has_less_of_a_bubble():
@@ -295,7 +300,7 @@ def test_interleaving_has_less_of_a_bubble():
         if flush and cut:
             yield cut.estimate.bubble, flush.estimate.bubble
 
-    assert violations(relation) == []
+    assert violations(relation, ROOMY) == []
 
 
 def test_a_cluster_is_what_its_file_says():

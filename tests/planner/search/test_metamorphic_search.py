@@ -9,7 +9,9 @@ from tests.planner.search.helper import gpt3, run
 
 SCHEDULES = ("flush", "2bw", "interleaved", "bpipe", "gpipe")
 SEARCHES = {  # model, machines, batch
-    "13B on 16 A100 of 40 GB": (gpt3(40, 5120, 40), Cluster(gpu="A100-40", nodes=2, bandwidth={"between_nodes": 100}), 64),
+    "13B on 16 A100 of 40 GB": (
+        gpt3(40, 5120, 40), Cluster(gpu="A100-40", nodes=2, bandwidth={"between_nodes": 100}), 64
+    ),
     "13B on 16 A100 on PCIe": (
         gpt3(40, 5120, 40), Cluster(gpu="A100-PCIe-80", nodes=2, bandwidth={"between_nodes": 25}), 64
     ),
