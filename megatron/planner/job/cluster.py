@@ -15,6 +15,8 @@ processor it is.
     host_memory_gib: 1900   # optional: of a node's main memory, what training may use; weights on the host need it
     host_bandwidth: 25      # optional: GB/s of one GPU to its host's memory, and from there; by default its PCIe's
     host_optimizer_ns: 1.5  # optional: nanoseconds a parameter of the host's optimizer, of one process while all run
+    price_per_gpu_hour: 2.5 # optional: money for a GPU for an hour, its share of the node and the network included
+    currency: USD           # optional: of that price
 """
 
 from functools import cached_property
@@ -65,6 +67,8 @@ class Cluster(BaseModel):
     host_memory_gib: _Positive | None = None
     host_bandwidth: _Positive | None = None
     host_optimizer_ns: _Positive | None = None
+    price_per_gpu_hour: _Positive | None = None
+    currency: Annotated[str, Field(min_length=1, max_length=20)] = "USD"
 
     def model_post_init(self, _context: object) -> None:
         if self.gpu != "cpu" and self.gpu not in DEVICES:
