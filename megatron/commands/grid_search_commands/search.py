@@ -157,10 +157,7 @@ def search_for(
 ) -> Searched:
     """The search that the options ask for, of one model on one cluster. Raises ValueError."""
     job = model.job
-    if options.objective == "cost" and cluster.price_per_gpu_hour is None:
-        raise ValueError(
-            "--objective cost needs a price; give --price-per-gpu-hour, or price_per_gpu_hour in the cluster's file"
-        )
+    refuse_without_price(options, cluster)
     space = _space(options, model, cluster)
     calibration = load_calibration(options.calibrated_on)
     profile = None if options.predict_from is None else load_profile(options.predict_from)
@@ -197,6 +194,14 @@ def search_for(
         lambda each: intervals.of(each.estimate, planner_of(each.choice.tensor).model, cluster, job.software), budget
     )
     return Searched(outcome=outcome, planner_of=planner_of, model=model, cluster=cluster, space=space)
+
+
+def refuse_without_price(options: argparse.Namespace, cluster: Cluster) -> None:
+    """Raises ValueError where there is no price to rank by."""
+    if options.objective == "cost" and cluster.price_per_gpu_hour is None:
+        raise ValueError(
+            "--objective cost needs a price; give --price-per-gpu-hour, or price_per_gpu_hour in the cluster's file"
+        )
 
 
 def make_folder(folder: Path) -> None:

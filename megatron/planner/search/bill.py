@@ -62,6 +62,10 @@ class Budget:
         )
 
 
-def money(amount: float, currency: str) -> str:
-    """In words: three digits of a small amount, and whole units of a large one."""
-    return f"{amount:,.0f} {currency}" if amount >= 100 else f"{amount:.3g} {currency}"
+def amount(value: float) -> str:
+    """Three digits of a small one, and whole units of a large one."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def money(value: float, currency: str) -> str:
+    return f"{amount(value)} {currency}"

@@ -51,7 +51,7 @@ def html_report(
     delayed = delay.sentence(outcome.kept)
     for note in notes:
         anchor = ' id="delay"' if note == delayed else ""  # what rows with delayed weights link to
-        parts.append(f'<p class="note"{anchor}>{_linked(note, docs)}</p>')
+        parts.append(f'<p class="note"{anchor}>{linked(note, docs)}</p>')
     parts += [f"<h2>The {outcome.superlative} of each schedule</h2>"]
     parts += [configurations_table([row for row in ranked if id(row[1]) in of_schedules], name="schedules")]
     parts += ["<h2>Throughput against memory</h2>"]
@@ -65,7 +65,11 @@ def html_report(
         parts += ["<h2>A script for the best</h2>", f'<div class="wide"><pre>{escape(script)}</pre></div>']
     parts += [f"<h2>All {len(ranked)} that fit</h2>", configurations_table(ranked, name="all", filtered=True)]
     parts += [f"<h2>Why {len(outcome.rejected)} choices were rejected</h2>", reasons_table(outcome, 40)]
-    body = "\n".join(parts)
+    return html_page(title, "\n".join(parts))
+
+
+def html_page(title: str, body: str) -> str:
+    """A whole page, which loads nothing, around the elements of its body."""
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head><meta charset="utf-8"><title>{escape(title)}</title>\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
@@ -85,6 +89,7 @@ def _best(outcome: Outcome) -> str:
     )
 
 
-def _linked(note: str, docs: str | None) -> str:
+def linked(note: str, docs: str | None) -> str:
+    """A note as a sentence of the page; with `docs`, where the documentation lies, pages in it are links."""
     text = f"{escape(note[:1].upper() + note[1:])}."
     return text if docs is None else re.sub(r"docs/([\w/]+\.md)", rf'<a href="{escape(docs)}/\1">docs/\1</a>', text)

@@ -30,12 +30,14 @@ def run(
                   objective=objective)  # fmt: skip
 
 
-def priced(outcome: Outcome, model: Architecture, cluster: Cluster, *, tokens: float | None = 1e9) -> Outcome:
+def priced(
+    outcome: Outcome, model: Architecture, cluster: Cluster, *, tokens: float | None = 1e9, price: float | None = 2.0
+) -> Outcome:
     """With intervals of the calibration that comes along, and with bills at 2 euros for a GPU for an hour."""
     calibration = load_calibration()
     intervals = Intervals.of_calibration(calibration.name, calibration.constants)
     budget = Budget(
-        num_gpus=cluster.num_gpus, sequence_length=model.sequence_length, tokens=tokens, price_per_gpu_hour=2.0,
+        num_gpus=cluster.num_gpus, sequence_length=model.sequence_length, tokens=tokens, price_per_gpu_hour=price,
         currency="EUR",
     )  # fmt: skip
     return outcome.with_prices(lambda each: intervals.of(each.estimate, model, cluster, PAPER), budget)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.planner.search.bill import Budget, money
+from megatron.planner.search.bill import Budget, amount, money
 
 GIVEN = {"num_gpus": 16, "sequence_length": 1000}
 
@@ -29,4 +29,5 @@ def test_what_is_not_known_is_none():
 
 
 def test_amounts_in_words():
+    assert (amount(99.96), amount(100.4), amount(0.12345)) == ("100", "100", "0.123")
     assert money(1234567.8, "USD") == "1,234,568 USD" and money(3.1234, "EUR") == "3.12 EUR"
