@@ -53,6 +53,10 @@ class FirstPrinciples:
         other.constants, other._others = constants, {}
         return other
 
+    @property
+    def pressed_efficiency(self) -> float:
+        return self.constants.pressed_efficiency
+
     def _trained_by(self, software: Software) -> "FirstPrinciples":
         """The same with other software."""
         if software not in self._others:

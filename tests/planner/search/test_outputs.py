@@ -119,7 +119,7 @@ def test_tables(outcome):
     assert all(heading in head for heading in ("s (80%)", "days", "cost/M tokens"))
     assert {"not validated" in row for row in rows} == {True, False} and all(" EUR" in row for row in rows)
     pressed = [row for row in ranked if row[1].estimate.under_pressure][:1]
-    assert "borderline" in printed(best_table(pressed, plain=False), plain=False)
+    assert "slowed" in printed(best_table(pressed, plain=False), plain=False)
 
 
 def test_reasons_are_counted(outcome):
