@@ -56,12 +56,20 @@ def test_commands_find_what_is_shown(run, argv, lines, monkeypatch, tmp_path):
 
 
 def test_a_sweep_finds_what_is_shown(run, monkeypatch, tmp_path):
-    """Each row's times, money and remarks, and the note on the knee."""
+    """Headings, each row's configuration and remarks, its days and money to 2%, and where the knee is."""
     monkeypatch.chdir(ROOT)
     ((argv, lines),) = commands("sweep")
     status, out, _ = run(*(str(tmp_path) if word == "plan" else word for word in argv))
     assert status == 0
-    assert [line.split() for line in out.splitlines()[1:]] == [line.split() for line in lines[1:]]
+    shown, found = ([re.split(" {2,}", line.strip()) for line in text] for text in (lines, out.splitlines()))
+    assert shown[2] == found[2]
+    names = shown[2]
+    for row, other in zip(shown[3:8], found[3:8], strict=True):
+        assert (row[:4], row[len(names) - 2 :]) == (other[:4], other[len(names) - 2 :])
+        for name in ("days", "USD"):
+            values = [float(each[names.index(name)].replace(",", "")) for each in (row, other)]
+            assert values[0] == pytest.approx(values[1], rel=0.02)
+    assert shown[9][0].split(", with")[0] == found[9][0].split(", with")[0]
 
 
 def options_of(command: str, capsys) -> set[str]:

@@ -59,7 +59,11 @@ def interval_of(kind: Kind, runs: Sequence[Residual]) -> Interval | NotValidated
         if len(alike) >= FEWEST:
             low, high = quantiles([run.ratio for run in alike])
             return Interval(low=low, high=high, num_runs=len(alike), group=group)
-    return NotValidated(f"of {group} only {len(alike)} published runs were compared, and an interval takes {FEWEST}")
+    ratios = [run.ratio for run in alike]
+    range_of = f", which took {min(ratios):.2f} to {max(ratios):.2f} of the predicted times" if ratios else ""
+    return NotValidated(
+        f"an interval takes {FEWEST} published runs, and of {group} only {len(alike)} were compared{range_of}"
+    )
 
 
 def quantiles(ratios: Sequence[float]) -> tuple[float, float]:

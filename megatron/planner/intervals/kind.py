@@ -26,7 +26,8 @@ _USUAL = {  # what is priced by arithmetic alone, or is part of the kind by anot
     }),
     Software: frozenset({
         "element_bytes", "gradient_bytes", "flash_attention", "fuses_softmax", "fuses_gradient_accumulation",
-        "overlaps_tensor", "overlaps_transfers", "splits_transfers", "overlaps_gradients", "own_communicators",
+        "overlaps_tensor", "overlaps_transfers", "splits_transfers", "overlaps_gradients", "keeps_gradient_copies",
+        "own_communicators",
     }),
     Architecture: frozenset({
         "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
@@ -35,6 +36,12 @@ _USUAL = {  # what is priced by arithmetic alone, or is part of the kind by anot
         "pooler", "masked_head", "binary_head", "hidden_dropout", "attention_dropout",
     }),
 }  # fmt: skip
+
+_WORDS = {
+    "context": "context parallelism",
+    "expert": "expert parallelism",
+    "fp8": "FP8",
+}  # where a name says too little
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,13 +113,13 @@ def _strategy(configuration: Configuration) -> str:
 
 
 def _extras(settings: Configuration | Software | Architecture) -> list[str]:
-    """Names of fields that are not as by default, with their values where these are words."""
+    """Names of fields that are not as by default, with their values where these are words, or the values' own names."""
     base = next(each for each in _USUAL if isinstance(settings, each))
     found = []
     for field in fields(base):
         value = getattr(settings, field.name)
         default = field.default if field.default_factory is MISSING else field.default_factory()
         if field.name not in _USUAL[base] and value != default:
-            name = field.name.replace("_", " ")
-            found.append(f"{name} {value}" if isinstance(value, str) else name)
+            name = _WORDS.get(field.name, field.name.replace("_", " "))
+            found.append(f"{name} {value}" if isinstance(value, str) else getattr(value, "name", name))
     return found

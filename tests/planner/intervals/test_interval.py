@@ -32,8 +32,8 @@ def test_an_interval_takes_nine():
     assert found == Interval(low=0.9, high=1.3, num_runs=9, group="flush, unfused attention, A100, several nodes")
     assert found.seconds(10.0) == (9.0, 13.0)
     assert interval_of(FLUSH, runs(FLUSH, *NINE[:8])) == NotValidated(
-        "of any schedule and GPU, unfused attention, one node or several only 8 published runs were compared, and an "
-        "interval takes 9"
+        "an interval takes 9 published runs, and of any schedule and GPU, unfused attention, one node or several only "
+        "8 were compared, which took 0.90 to 1.05 of the predicted times"
     )
 
 
@@ -61,7 +61,7 @@ def test_few_runs_are_joined_by_wider_groups():
     assert nodes.num_runs == 11 and nodes.group.endswith("one node or several")
     pressed = interval_of(PRESSED, [*runs(FLUSH, *NINE), *runs(PRESSED, *(2 * each for each in NINE))])
     assert pressed.low == 1.8 and pressed.group.endswith("near the limit of memory")
-    assert isinstance(interval_of(PRESSED, runs(FLUSH, *NINE)), NotValidated)
+    assert "only 0 were compared" in interval_of(PRESSED, runs(FLUSH, *NINE)).reason
 
 
 @pytest.mark.parametrize(
