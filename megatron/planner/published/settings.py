@@ -63,6 +63,8 @@ class SettingsRecord(BaseModel):
     gathers_fetch: Boolean = False
     framework: str | None = None
     flash_attention: Boolean | None = None
+    overlap_grad_reduce: Boolean | None = None
+    overlap_param_gather: Boolean | None = None
 
     def configuration(self, hardware: HardwareRecord, assume: Callable[[str], None]) -> Configuration:
         """The configuration. `assume` is told what is filled in. Raises ValueError where too little is said."""
