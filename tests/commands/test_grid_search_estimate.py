@@ -1,6 +1,7 @@
 """tools/grid_search.py estimate, validate and calibrate: what they print and write, and how they end."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -133,6 +134,7 @@ def test_validate(run, entries, feasibility):
     table, _, rows = out.partition("\n\n")
     assert " NO" not in table and table.count(" yes") >= 6
     assert "1 of 23 entries cannot be predicted" in rows and "t8p4d1mb8-layer" in rows
+    assert re.search(r"\n +\d+  A100, flush, unfused attention, 16 bits, several nodes +0\.\d+ to 1\.\d+ +\d+  ", rows)
     status, out, _ = run("validate", "--entries", entries, "--feasibility", feasibility, "--json")
     document = json.loads(out)
     assert status == 0 and document["calibration"] == "a100"

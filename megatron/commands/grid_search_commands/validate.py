@@ -17,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megatron.commands.grid_search_commands.tables import note_unread, print_table
+from megatron.planner.intervals import Interval, NotValidated
 from megatron.planner.published.entries import Entry, load_entries
 from megatron.planner.published.fit import is_timed
 from megatron.planner.published.prediction import predict
@@ -29,7 +30,7 @@ from megatron.planner.published.validation import (
     row_errors,
     validate,
 )
-from megatron.planner.published.validation.intervals import interval_coverage, residuals_of
+from megatron.planner.published.validation.intervals import interval_coverage, kinds_of, residuals_of
 from megatron.planner.time.calibration import DEFAULT_NAME, Calibration, load_calibration
 
 
@@ -39,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calibrated-on", default=DEFAULT_NAME, metavar="NAME", help="calibration, or its file (default: %(default)s)"
     )
-    parser.add_argument("--rows", action="store_true", help="also print the error of every run")
+    parser.add_argument(
+        "--rows", action="store_true", help="also print the error of every run, and the interval of every kind of run"
+    )
     parser.add_argument("--write-residuals", type=Path, metavar="FILE", help="measured over predicted times by run")
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
@@ -73,6 +76,9 @@ def run(options: argparse.Namespace) -> int:
             [_cells(row) for row in rows],
             right=(1,),
         )
+        print()
+        kinds = [_kind_cells(*each) for each in kinds_of(residuals.runs)]
+        print_table(("runs", "kind", "measured/predicted, 80%", "from", "runs of"), kinds, right=(0, 3))
     print(f"\n{len(read) - len(entries)} of {len(read)} entries cannot be predicted; `estimate` says why")
     together = {entry.id for entry in entries if is_timed(entry)} & set(calibration.entries)
     alone = len(together - {row.entry.id for row in rows})
@@ -106,6 +112,12 @@ def _run(row: RowError) -> dict:
         "id": row.entry.id, "errors": row.prediction.published_errors, "time_errors": row.errors,
         "left_out": row.left_out, "under_pressure": row.prediction.estimate.under_pressure,
     }  # fmt: skip
+
+
+def _kind_cells(kind: str, count: int, found: Interval | NotValidated) -> tuple[str, ...]:
+    if isinstance(found, NotValidated):
+        return str(count), kind, "too few", "", ""
+    return str(count), kind, f"{found.low:.2f} to {found.high:.2f}", str(found.num_runs), found.group
 
 
 def _cells(row: RowError) -> tuple[str, ...]:

@@ -26,8 +26,8 @@ _USUAL = {  # what is priced by arithmetic alone, or is part of the kind by anot
     }),
     Software: frozenset({
         "element_bytes", "gradient_bytes", "flash_attention", "fuses_softmax", "fuses_gradient_accumulation",
-        "overlaps_tensor", "overlaps_transfers", "splits_transfers", "overlaps_gradients", "keeps_gradient_copies",
-        "own_communicators",
+        "overlaps_tensor", "overlaps_transfers", "splits_transfers", "overlaps_gradients", "overlaps_weights",
+        "keeps_gradient_copies", "own_communicators",
     }),
     Architecture: frozenset({
         "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
@@ -37,11 +37,8 @@ _USUAL = {  # what is priced by arithmetic alone, or is part of the kind by anot
     }),
 }  # fmt: skip
 
-_WORDS = {
-    "context": "context parallelism",
-    "expert": "expert parallelism",
-    "fp8": "FP8",
-}  # where a name says too little
+_WORDS = {"context": "context parallelism", "expert": "expert parallelism", "fp8": "FP8"}
+"""Of fields whose names say too little."""
 
 
 @dataclass(frozen=True, kw_only=True)

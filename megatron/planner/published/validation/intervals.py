@@ -1,10 +1,11 @@
 """The validation's rows as residuals, from which predictions get their intervals, and whether these hold."""
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from datetime import date
 
-from megatron.planner.intervals import LEVEL, Residual, Residuals, kind_of
+from megatron.planner.intervals import LEVEL, Interval, NotValidated, Residual, Residuals, interval_of, kind_of
 from megatron.planner.intervals.coverage import without_run, without_source
 from megatron.planner.published.validation.errors import RowError
 from megatron.planner.published.validation.report import ValidationOutcome
@@ -31,6 +32,12 @@ def _residual(row: RowError) -> Residual:
         entry.configuration, entry.model, entry.cluster, entry.software, under_pressure=estimate.under_pressure
     )
     return Residual(id=entry.id, source=entry.source, ratio=round(1 / (1 + row.errors[_WHOLE]), 5), kind=kind)
+
+
+def kinds_of(runs: Sequence[Residual]) -> list[tuple[str, int, Interval | NotValidated]]:
+    """Each kind in words, with how many runs are of it and the interval that it gets."""
+    counted = Counter(run.kind for run in runs)
+    return [(str(kind), count, interval_of(kind, runs)) for kind, count in counted.most_common()]
 
 
 def interval_coverage(runs: Sequence[Residual]) -> list[ValidationOutcome]:
