@@ -409,6 +409,8 @@ def test_the_interval_of_the_best(run, tmp_path):
     out = run(*common, "--calibrated-on", mine, "--json")[1]
     assert json.loads(out)["best"][0]["not_validated"] == "the constants of a100 were not held against published runs"
     assert any("are not validated: the constants of a100" in note for note in json.loads(out)["notes"])
+    status, _, err = run(*common, "--residuals", mine)
+    assert status == 1 and f"{mine}: " in err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("tokens", ["0", "many", "B", "-3B", "inf", "300G"])

@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calibrated-on", default=DEFAULT_NAME, metavar="NAME", help="calibration, or its file (default: %(default)s)"
     )
+    parser.add_argument("--residuals", metavar="FILE", help="of other constants: from validate --write-residuals")
     parser.add_argument(
         "--simulate", action="store_true", help="execute the very programs, also where there is a closed form"
     )
@@ -36,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
     results = [
         _predict(entry, calibration.fitted, simulate=options.simulate) for entry in load_entries(options.entries)
     ]
-    intervals = Intervals.of_calibration(calibration.name, calibration.constants)
+    intervals = Intervals.of_calibration(calibration.name, calibration.constants, options.residuals)
     if options.json:
         for result in results:
             print(json.dumps(_as_dict(result, intervals) | {"calibrated_on": calibration.name}))

@@ -20,13 +20,13 @@ from pathlib import Path
 from megatron.commands.common import command_line
 from megatron.commands.grid_search_commands.search import (
     Searched,
-    add_search_arguments,
     docs_url,
     make_folder,
     nearest_miss,
     refuse_without_price,
     search_for,
 )
+from megatron.commands.grid_search_commands.search_arguments import add_search_arguments
 from megatron.commands.grid_search_commands.search_inputs import ModelInput, read_cluster, read_model
 from megatron.commands.grid_search_commands.search_progress import progress_bars
 from megatron.commands.grid_search_commands.search_script import remove_script, script_text

@@ -1,10 +1,11 @@
 """The intervals of what a calibration, or a profile, predicts."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from megatron.planner.intervals.interval import LEVEL, Interval, NotValidated, interval_of
 from megatron.planner.intervals.kind import Kind, kind_of
-from megatron.planner.intervals.residuals import Residual, load_residuals
+from megatron.planner.intervals.residuals import Residual, load_residuals, read_residuals
 from megatron.planner.job.cluster import Cluster
 from megatron.planner.job.estimate import Estimate
 from megatron.planner.job.software import Software
@@ -19,12 +20,22 @@ class Intervals:
         self._known: dict[Kind, Interval | NotValidated] = {}
 
     @classmethod
-    def of_calibration(cls, name: str, constants: Mapping[str, float]) -> "Intervals":
-        """For what these constants predict."""
-        residuals = load_residuals(name)
-        if residuals is None or residuals.constants != constants:
-            return cls(reason=f"the constants of {name} were not held against published runs")
-        return cls(residuals.runs)
+    def of_calibration(
+        cls, name: str, constants: Mapping[str, float], residuals: str | Path | None = None
+    ) -> "Intervals":
+        """For what these constants predict. `residuals`: their file; None: that which comes along, if there is one.
+
+        Raises ValueError where the file is none, or is of other constants.
+        """
+        known = load_residuals(name) if residuals is None else read_residuals(residuals)
+        if known is not None and known.constants == constants:
+            return cls(known.runs)
+        if residuals is not None:
+            raise ValueError(
+                f"{residuals} was written with other constants than those of {name}; write it again with validate "
+                f"--calibrated-on {name} --write-residuals"
+            )
+        return cls(reason=f"the constants of {name} were not held against published runs")
 
     @classmethod
     def of_profile(cls) -> "Intervals":

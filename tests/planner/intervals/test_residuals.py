@@ -1,5 +1,7 @@
 """The residuals that come along: as files, as old as the time model, and how often their intervals hold."""
 
+from dataclasses import replace
+
 import pytest
 
 from megatron.planner.intervals import Interval, Kind, Residual, Residuals, interval_of, kind_of, load_residuals
@@ -68,8 +70,8 @@ def test_a_file_gives_them_back(tmp_path):
         read_residuals(path)
 
 
-def test_other_constants_have_none():
-    """Nor has what a profile predicts; both say why."""
+def test_other_constants_have_none(tmp_path):
+    """Unless they come with residuals of their own; nor has what a profile predicts. Both say why."""
     entry = read_entry(KORTHIKANTI[0])
     estimate = predict(entry, CALIBRATION.fitted).estimate
     asked = estimate, entry.model, entry.cluster, entry.software
@@ -79,8 +81,15 @@ def test_other_constants_have_none():
     assert interval_text(known, 10.0) == f"{10 * known.low:.3g}-{10 * known.high:.3g}"
     record = interval_record(known, estimate.seconds)
     assert record["interval"]["low_seconds"] == low and record["not_validated"] is None
-    changed = Intervals.of_calibration(DEFAULT_NAME, {**CALIBRATION.constants, "launch": 1e-5}).of(*asked)
+    changed_constants = {**CALIBRATION.constants, "launch": 1e-5}
+    changed = Intervals.of_calibration(DEFAULT_NAME, changed_constants).of(*asked)
     assert "constants of a100 were not held against" in changed.reason
+    mine = tmp_path / "mine.json"
+    replace(KNOWN, constants=changed_constants).save(mine)
+    given = Intervals.of_calibration("other", changed_constants, mine).of(*asked)
+    assert given == known
+    with pytest.raises(ValueError, match=r"mine\.json was written with other constants than those of a100; "):
+        Intervals.of_calibration(DEFAULT_NAME, CALIBRATION.constants, mine)
     assert "mine were not held" in Intervals.of_calibration("mine", CALIBRATION.constants).of(*asked).reason
     profile = Intervals.of_profile().of(*asked)
     assert "docs/profiling.md" in profile.reason and interval_text(profile, 10.0) == "not validated"
