@@ -14,9 +14,18 @@ from megatron.planner.job.software import (
     Software,
 )
 
+
+def in_bfloat16(software: Software) -> Software:
+    """The same in bfloat16, which Megatron-LM and DeepSpeed train with gradients that are added up in FP32."""
+    return replace(software, gradient_bytes=4) if software.gradient_bytes < _FP32 else software
+
+
+_FP32 = 4
 _NAMES = {  # what a field or the source names
     "megatron-deepspeed": MEGATRON_DEEPSPEED,
     "vtrain": MEGATRON_DEEPSPEED,
+    "mt-nlg": in_bfloat16(MEGATRON_DEEPSPEED),  # Smith et al. 2022
+    "smith et al": in_bfloat16(MEGATRON_DEEPSPEED),
     "pipedream-2bw": PIPEDREAM_2BW,
     "megatron-lm v3": MEGATRON_V3,
     "korthikanti": MEGATRON_V3,

@@ -39,3 +39,12 @@ def test_megatron_core_on_hopper_is_priced_with_flash_attention():
         for said in (None, True, False)
     )
     assert default == flash < 0.8 * unfused
+
+
+def test_bfloat16_adds_gradients_up_in_fp32():
+    """Of an entry that says it, and of MT-NLG, which was trained so; FP16 keeps them in 16 bits."""
+    half = BPIPE_TABLE_7[0]
+    said = {name: read_entry(changed(half, config={"precision": name})).software for name in ("fp16", "bf16")}
+    assert said["fp16"] == MEGATRON_V3 and said["bf16"] == replace(MEGATRON_V3, gradient_bytes=4)
+    named = read_entry(changed(half | {"source": "Smith et al. 2022"}, hardware={"software": None}))
+    assert named.software == replace(MEGATRON_DEEPSPEED, gradient_bytes=4)
