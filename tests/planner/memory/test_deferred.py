@@ -1,6 +1,7 @@
 """What waits for W: its bytes, and the moment at which a rank holds most."""
 
 from dataclasses import fields
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -81,6 +82,29 @@ def test_the_peak_is_that_of_both_together(name: str, p: int, groups: int, recom
         ):
             assert rank.parts.activations + rank.parts.deferred == pytest.approx(curve.peak)
             assert rank.parts.deferred <= max(curve.parts["deferred"])
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zbv"])
+def test_nothing_is_recomputed_in_a_w(name: str):
+    """With tensor ranks of split sequences W needs more than a microbatch saves, so that all wait for W at the peak:
+    what an I recomputes adds only what it exceeds that by, and recomputing more takes no more memory."""
+    schedule = schedule_of(name, 4)
+    demand, last = closed_form_demand(schedule, 8), schedule.num_stages - 1
+    totals = []
+    for scope in RecomputeScope:
+        setting = ActivationSetting(
+            micro_batch_size=1, tensor=4, sequence_parallel=True, saves_scores=False, recompute=Recompute.of(scope)
+        )
+        layers = (16 // schedule.num_stages,) * schedule.num_stages
+        found = estimate_memory(SHAPE, setting, TrainingState(), demand, layers=layers)
+        totals.append([rank.total for rank in found])
+        activations = Activations(SHAPE, setting)
+        for rank in found:
+            ends = [{"is_first": stage == 0, "is_last": stage == last} for stage in rank.stages]
+            most = max(activations.workspace(layers[0], **each) for each in ends)
+            assert 0 <= rank.parts.workspace <= most
+    for less, more in pairwise(totals):
+        assert all(high >= low for high, low in zip(less, more, strict=True))
 
 
 def vars_of(shape: Architecture) -> dict:

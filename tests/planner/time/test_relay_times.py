@@ -8,6 +8,7 @@ import pytest
 
 from megatron.pipeline.simulate.costs import Costs
 from megatron.planner import Architecture, Cluster, Configuration
+from megatron.planner.job.software import Software
 from megatron.planner.planner import Planner
 from megatron.planner.time.first_principles import FirstPrinciples
 from megatron.planner.time.iteration import _MOST_PRICED, _simulate, closed_form, priced, simulated
@@ -93,6 +94,20 @@ def test_a_fetch_in_shares_takes_a_part_of_the_way_to_the_host():
         model, Cluster(gpu="H100", nodes=8, gpus_per_node=1, host_memory_gib=512, bandwidth={"between_nodes": 50})
     )
     assert apart.costs(one, (1,) * 8).fetch == pytest.approx(apart.costs(other, (1,) * 8).fetch)
+
+
+def test_what_programs_overlap_is_not_taken_off_besides():
+    """Reductions of a relay run beside computation on a lane of their own, in its programs; flags add nothing."""
+    model = Architecture.gpt3(
+        num_layers=8, hidden_size=8192, num_attention_heads=64, sequence_length=512, vocabulary_size=51200
+    )
+    cluster = Cluster(gpu="H100", nodes=1, gpus_per_node=8, host_memory_gib=512)
+    asked = relayed(8, 4, data=8)
+    plain, overlapped = (
+        FirstPrinciples(model, cluster, Software(overlaps_gradients=each, overlaps_weights=each)).costs(asked, (1,) * 8)
+        for each in (False, True)
+    )
+    assert plain.reduce_grad == overlapped.reduce_grad and min(plain.reduce_grad) > 0
 
 
 def test_a_deep_model_takes_no_time_to_price():
