@@ -15,7 +15,9 @@ from megatron.planner.memory.demand import Demand
 from megatron.planner.memory.memory import RankMemory, estimate_memory
 from megatron.planner.memory.node_memory import HostVerdict, crowds_by_name, judge_host
 from megatron.planner.memory.schedule_demand import schedule_demand
-from megatron.planner.time.iteration import priced, simulated
+from megatron.planner.sharded.iteration import sharded_time
+from megatron.planner.sharded.memory import sharded_memory
+from megatron.planner.time.iteration import IterationTime, priced, simulated
 from megatron.planner.time.model import CostModel
 
 
@@ -69,6 +71,9 @@ class Planner:
 
         `proved`: what the checker finds in programs; else the closed form, which takes no time, where there is one.
         """
+        if configuration.sharding is not None:
+            self.layers(configuration)
+            return sharded_memory(self.model, self.software.of(configuration), configuration)
         schedule = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
         demand = schedule_demand(schedule, configuration.num_microbatches, proved=proved)
         return self._memory(configuration, demand, self.layers(configuration) if layers is None else layers)
@@ -104,9 +109,7 @@ class Planner:
         assert self.cost_model is not None
         layers = self.layers(configuration)
         memory = self.memory(configuration, layers, proved=simulate)
-        costs = self.cost_model.costs(configuration, layers)
-        schedule = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
-        time = (simulated if simulate else priced)(costs, configuration, schedule)
+        time = self._time(configuration, layers, simulate)
         operations = self.model.operations(configuration.global_batch_size)
         peak = configuration.num_gpus * self.cluster.device.peak(self.software.element_bytes)
         return Estimate(
@@ -118,6 +121,13 @@ class Planner:
             verdict=self.judge(configuration, memory),
             host=self.judge_host(configuration, memory),
         )
+
+    def _time(self, configuration: Configuration, layers: Sequence[int], simulate: bool) -> IterationTime:
+        if configuration.sharding is not None:
+            return sharded_time(self.cost_model, configuration)
+        costs = self.cost_model.costs(configuration, layers)
+        schedule = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
+        return (simulated if simulate else priced)(costs, configuration, schedule)
 
     def judge(self, configuration: Configuration, memory: Sequence[RankMemory]) -> Verdict:
         """Whether GPUs have the memory, and whether the allocator is under pressure."""

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from megatron.planner.job.configuration import Configuration
-from megatron.planner.memory.activations import ActivationSetting, Recompute
+from megatron.planner.job.sharding import FSDP2, MEGATRON_FSDP, ShardingRuntime
+from megatron.planner.memory.activations import EVERY_OTHER_PRODUCT, ActivationSetting, Recompute, RecomputeScope
 from megatron.planner.memory.state import TrainingState
 
 _FLASH_BACKENDS = ("auto", "flash", "fused")
@@ -38,6 +39,12 @@ class Software:
         overlaps_gradients: gradients are reduced over replicas during the last backward, weights gathered during the
             first forward.
         own_communicators: ranks have the communicators of this project's runtime, over NCCL where there is CUDA.
+        fuses_elementwise: norms, residuals, rotary embeddings and activations are kernels of their own, or compiled;
+            else each operator of PyTorch is a pass.
+        keeps_every_other_product: recompute attention means torchtitan's selective recomputation by operators: the
+            results of attention and of every other matrix product are kept, and all else is computed again.
+        fuses_loss: the loss needs the softmax of the logits alone; else, as in PyTorch, gradients of it in FP32 too.
+        sharding: how weights that are split over replicas are gathered.
     """
 
     element_bytes: int = 2
@@ -50,6 +57,10 @@ class Software:
     splits_transfers: bool = False
     overlaps_gradients: bool = False
     own_communicators: bool = False
+    fuses_elementwise: bool = True
+    keeps_every_other_product: bool = False
+    fuses_loss: bool = True
+    sharding: ShardingRuntime = MEGATRON_FSDP
 
     def of(self, configuration: Configuration) -> "Software":
         """What trains a configuration: this, unless its schedule takes other layers."""
@@ -63,8 +74,16 @@ class Software:
             residual_bytes=self.element_bytes,
             sequence_parallel=configuration.sequence_parallel and configuration.tensor > 1,
             saves_scores=not self.flash_attention,
-            recompute=Recompute(whole_stage=True) if configuration.is_hosted else Recompute.of(configuration.recompute),
+            recompute=self._recompute(configuration),
+            fuses_loss=self.fuses_loss,
         )
+
+    def _recompute(self, configuration: Configuration) -> Recompute:
+        if configuration.is_hosted:
+            return Recompute(whole_stage=True)
+        if configuration.recompute is RecomputeScope.ATTENTION and self.keeps_every_other_product:
+            return Recompute(modules=frozenset({EVERY_OTHER_PRODUCT}))
+        return Recompute.of(configuration.recompute)
 
     def training_state(self, configuration: Configuration) -> TrainingState:
         return TrainingState(
@@ -99,3 +118,10 @@ PIPEDREAM_2BW = Software(
     overlaps_gradients=False,
 )  # fmt: skip
 """PipeDream-2BW's, adapted from Megatron-LM of 2020 (section 5): 2BW computes while it sends."""
+
+TORCHTITAN = Software(
+    flash_attention=True, fuses_softmax=False, fuses_gradient_accumulation=False, overlaps_tensor=False,
+    fuses_elementwise=False, keeps_every_other_product=True, fuses_loss=False, sharding=FSDP2,
+)  # fmt: skip
+"""torchtitan of December 2024, eager: its norms and rotary embeddings are PyTorch's operators (norms.py, model.py), its
+gradients are reduced in FP32 (`mixed_precision_reduce`)."""

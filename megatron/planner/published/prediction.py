@@ -6,6 +6,7 @@ from megatron.pipeline.simulate.costs import Costs
 from megatron.planner.job.estimate import Estimate
 from megatron.planner.planner import Planner
 from megatron.planner.published.entries import Entry
+from megatron.planner.sharded.iteration import sharded_time
 from megatron.planner.time.constants import START, Constants
 from megatron.planner.time.first_principles import FirstPrinciples
 from megatron.planner.time.iteration import priced
@@ -48,14 +49,14 @@ class Question:
         self._first_principles = FirstPrinciples(entry.model, entry.cluster, entry.software, START)
         self._planner = Planner(entry.model, entry.cluster, self._first_principles, entry.software)
         self._layers = self._planner.layers(entry.configuration)
+        self._is_sharded = entry.configuration.sharding is not None
         self._schedule = entry.configuration.pipeline_schedule(tied_embeddings=entry.model.tied_embeddings)
 
     def predict(self, constants: Constants, *, simulate: bool = False) -> Prediction:
-        costs = self._costs(constants)
+        forward, backward = self._middle(constants)
         planner = Planner(
             self.entry.model, self.entry.cluster, self._first_principles.calibrated(constants), self.entry.software
         )
-        forward, backward = _middle(costs)
         return Prediction(
             entry=self.entry,
             estimate=planner.estimate(self.entry.configuration, simulate=simulate),
@@ -65,11 +66,22 @@ class Question:
 
     def time_errors(self, constants: Constants) -> dict[str, float]:
         """The errors of `predict` alone."""
-        costs, configuration = self._costs(constants), self.entry.configuration
+        configuration, cost_model = self.entry.configuration, self._first_principles.calibrated(constants)
+        if self._is_sharded:
+            return _errors(self.entry, sharded_time(cost_model, configuration).seconds, *self._middle(constants))
+        costs = cost_model.costs(configuration, self._layers)
         return _errors(self.entry, priced(costs, configuration, self._schedule).seconds, *_middle(costs))
 
-    def _costs(self, constants: Constants) -> Costs:
-        return self._first_principles.calibrated(constants).costs(self.entry.configuration, self._layers)
+    def _middle(self, constants: Constants) -> tuple[float, float]:
+        """Forward and backward of a microbatch, alone: of a stage, or of the whole model where weights are split."""
+        cost_model = self._first_principles.calibrated(constants)
+        if not self._is_sharded:
+            return _middle(cost_model.costs(self.entry.configuration, self._layers))
+        embedding, layer, head = cost_model.pieces(self.entry.configuration)
+        forward, backward = (
+            ends + sum(self._layers) * middle + last for ends, middle, last in zip(embedding, layer, head, strict=True)
+        )
+        return forward, backward
 
 
 def predict(entry: Entry, constants: Constants, *, simulate: bool = False) -> Prediction:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from megatron.planner.job.devices import DEVICES
+from megatron.planner.job.sharding import DEEPSPEED
 from megatron.planner.job.software import (
     MEGATRON_2020,
     MEGATRON_2021,
@@ -11,10 +12,12 @@ from megatron.planner.job.software import (
     MEGATRON_DEEPSPEED,
     MEGATRON_V3,
     PIPEDREAM_2BW,
+    TORCHTITAN,
     Software,
 )
 
 _NAMES = {  # what a field or the source names
+    "torchtitan": TORCHTITAN,
     "megatron-deepspeed": MEGATRON_DEEPSPEED,
     "vtrain": MEGATRON_DEEPSPEED,
     "pipedream-2bw": PIPEDREAM_2BW,
@@ -39,6 +42,12 @@ def named_software(texts: Iterable[str | None], gpu: str, assume: Callable[[str]
         return replace(MEGATRON_CORE, flash_attention=True)
     assume("the software of Megatron-LM v3")
     return MEGATRON_V3
+
+
+def sharded_software(software: Software) -> Software:
+    """The same where it splits weights over replicas: what is older than Megatron-Core does it with DeepSpeed."""
+    older = (MEGATRON_2020, MEGATRON_2021, MEGATRON_V3, MEGATRON_DEEPSPEED, PIPEDREAM_2BW)
+    return replace(software, sharding=DEEPSPEED) if software in older else software
 
 
 def _with_default_attention(software: Software, gpu: str, assume: Callable[[str], None]) -> Software:

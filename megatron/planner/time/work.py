@@ -24,6 +24,16 @@ These are 37 N bytes of 16-bit scores, and 41 N in the backward. Flash attention
 the speed of others. Norms, dropout and residuals are split over tensor ranks with sequence parallelism only. A backward
 adds the weights' gradients to their buffer.
 
+Eager PyTorch (not `fuses_elementwise`) takes a pass for each operator: an RMSNorm widens its input to FP32, squares,
+averages, multiplies, narrows it and multiplies by its weight, rotary embeddings widen queries and keys, turn and narrow
+them, and keys and values are repeated for every query. With 4 bytes of FP32 and k columns of keys:
+
+    forward                               bytes            backward                              bytes
+    norm                                  (4 e + 24) h     the derivative of each operator       (7 e + 60) h
+    gate and product apart                5 e f            the same                              9 e f
+    rotary embeddings                     (2 e + 16)(q + k)  the same                            (2 e + 16)(q + k)
+    repeated keys and values              2 e (q + k)      sums of them                          2 e (q + k)
+
 Where a backward is split, W has the products of the linears that give gradients of weights, and what adds these to
 their buffer; with split sequences it gathers the inputs for them. All else is in I: the other products, the attention's
 core, norms, activations, the embedding, and what is recomputed. So operations and bytes of both are those of the whole;
@@ -85,8 +95,9 @@ class LayerWork:
     @cached_property
     def forward(self) -> Work:
         h, q, e, t = self.shape.hidden_size, self.shape.query_width, self.e, self.t
-        along_tokens = self.tokens / self.shared * (2 * 2 * e * h + 2 * (3 * e + self._mask) * h)
-        split = self.tokens / t * (self._activation_bytes(2) + (0 if self.software.flash_attention else 2 * e * q))
+        norm, activation, attention = self._elementwise(backward=False)
+        along_tokens = self.tokens / self.shared * (2 * norm * h + 2 * (3 * e + self._mask) * h)
+        split = self.tokens / t * (activation + attention + (0 if self.software.flash_attention else 2 * e * q))
         return (
             self._linear(1)
             + self._core_forward()
@@ -97,8 +108,9 @@ class LayerWork:
     def backward(self) -> Work:
         """Without what is recomputed."""
         h, q, k, e, t = self.shape.hidden_size, self.shape.query_width, self.shape.key_width, self.e, self.t
-        along_tokens = self.tokens / self.shared * (2 * 5 * e * h + 2 * (5 * e + self._mask) * h)
-        split = self.tokens / t * (self._activation_bytes(4) + 2 * e * q + 2 * e * (q + 2 * k))
+        norm, activation, attention = self._elementwise(backward=True)
+        along_tokens = self.tokens / self.shared * (2 * norm * h + 2 * (5 * e + self._mask) * h)
+        split = self.tokens / t * (activation + attention + 2 * e * q + 2 * e * (q + 2 * k))
         weights = self._accumulated(self.shape.layer_matrices / t)
         exposed, hidden = self._backward_exchange()
         return (
@@ -131,7 +143,7 @@ class LayerWork:
         if scope is RecomputeScope.LAYER:
             return self.forward
         if scope is RecomputeScope.ATTENTION:
-            return self._core_forward()
+            return self._all_but_kept if self.software.keeps_every_other_product else self._core_forward()
         return Work()
 
     # --- before and after the layers
@@ -192,6 +204,28 @@ class LayerWork:
 
     def _linear(self, times: int) -> Work:
         return Work(operations=2.0 * times * self.tokens * self.shape.layer_matrices / self.t, calls=4 * times)
+
+    @property
+    def _all_but_kept(self) -> Work:
+        """A forward without the attention and the products whose results are kept: the first, the third and so on of q,
+        k, v, projection, (gate,) up, down. The last of an even number is not needed, and counts.
+        """
+        h, q, k, f = self.shape.hidden_size, self.shape.query_width, self.shape.key_width, self.shape.ffn_hidden_size
+        again = h * (k + q + f)  # keys, projection, and up of a gated MLP or else down
+        products = Work(operations=2.0 * self.tokens * again / self.t, calls=3)
+        return replace(self.forward, operations=products.operations, calls=products.calls)
+
+    def _elementwise(self, *, backward: bool) -> tuple[float, float, float]:
+        """Bytes of a token: of a norm by column, of the activation, and around attention; see the module."""
+        e, shape = self.e, self.shape
+        if self.software.fuses_elementwise:
+            return (5.0 if backward else 2.0) * e, self._activation_bytes(4 if backward else 2), 0.0
+        norm = 7 * e + 15 * _FP32 if backward else 4 * e + 6 * _FP32
+        gated = (9.0 if backward else 5.0) * e * shape.ffn_hidden_size
+        turned = (2 * e + 4 * _FP32) * (shape.query_width + shape.key_width)
+        repeats = shape.num_query_groups < shape.num_attention_heads
+        repeated = 2 * e * (shape.query_width + shape.key_width) * repeats
+        return norm, gated if shape.gated else self._activation_bytes(4 if backward else 2), turned + repeated
 
     def _activation_bytes(self, passes: int) -> float:
         return passes * self.e * self.shape.ffn_hidden_size * (1.5 if self.shape.gated else 1)
