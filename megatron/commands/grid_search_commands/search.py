@@ -32,7 +32,18 @@ from megatron.commands.grid_search_commands.search_script import ROOT, remove_sc
 from megatron.documents.writing import write_whole
 from megatron.planner import Architecture, Cluster
 from megatron.planner.planner import Planner
-from megatron.planner.search import RANK_MAPPINGS, SCOPES, Outcome, Space, Training, delay, offered, relayed, search
+from megatron.planner.search import (
+    RANK_MAPPINGS,
+    SCOPES,
+    Outcome,
+    Space,
+    Training,
+    compared,
+    delay,
+    offered,
+    relayed,
+    search,
+)
 from megatron.planner.search.paper import PaperResult, describe_paper, run_paper_algorithm
 from megatron.planner.search.records import kept_record, write_csv, write_jsonl
 from megatron.planner.search.space import schedules_on_device
@@ -144,7 +155,10 @@ def run(options: argparse.Namespace) -> int:
         if paper is not None:
             print("\nAlgorithm 1 of PipeDream-2BW, as it stands", *describe_paper(paper), sep="\n")
     if outcome.best is None:
-        raise ValueError(f"none of the {len(outcome.rejected)} choices can run; {_nearest(outcome)}")
+        others = compared.sentence(outcome.without_pipeline, None)
+        raise ValueError(
+            f"none of the {len(outcome.rejected)} choices can run; {_nearest(outcome)}{f'; {others}' if others else ''}"
+        )
     return 0
 
 
@@ -264,7 +278,8 @@ def _print(outcome: Outcome, top: int, seconds: float) -> None:
 
 
 def _notes(outcome: Outcome) -> tuple[str, ...]:
-    return (*delay.sentences(outcome.kept), *relayed.sentences(outcome.kept))
+    without_pipeline = compared.sentence(outcome.without_pipeline, outcome.best)
+    return (*filter(None, [without_pipeline]), *delay.sentences(outcome.kept), *relayed.sentences(outcome.kept))
 
 
 def _as_dict(outcome: Outcome, top: int, seconds: float, paper: PaperResult | None) -> dict:
@@ -274,6 +289,7 @@ def _as_dict(outcome: Outcome, top: int, seconds: float, paper: PaperResult | No
         "num_rejected": len(outcome.rejected),
         "seconds": seconds,
         "notes": _notes(outcome),
+        "without_pipeline": compared.record(outcome.without_pipeline),
         "best": [kept_record(each, rank) for rank, each in enumerate(outcome.kept[:top], start=1)],
     }
 
@@ -316,7 +332,9 @@ def _write(folder: Path, outcome: Outcome, planner_of, model: ModelInput, cluste
     script = None
     remove_script(folder / "best.sh")
     if outcome.best:
-        script = script_text(job, outcome.best, cluster, command=shlex.join(["tools/grid_search.py", *sys.argv[1:]]))
+        command = shlex.join(["tools/grid_search.py", *sys.argv[1:]])
+        others = compared.sentence(outcome.without_pipeline, outcome.best)
+        script = script_text(job, outcome.best, cluster, command=command, others=others)
         write_whole(folder / "best.sh", script)
         if any(each.choice.rank_mapping == "optimized" for each in outcome.kept):
             topology = cluster.topology.model_dump(mode="json", exclude_none=True)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from megatron.pipeline.simulate.costs import Costs
 from megatron.planner.job.estimate import Estimate
+from megatron.planner.memory.memory import GIB
 from megatron.planner.planner import Planner
 from megatron.planner.published.entries import Entry
 from megatron.planner.sharded.iteration import sharded_time
@@ -29,6 +30,13 @@ class Prediction:
     def errors(self) -> dict[str, float]:
         """Predicted over measured time less 1, of each time that was measured."""
         return _errors(self.entry, self.estimate.seconds, self.forward, self.backward)
+
+    @property
+    def peak_error(self) -> float | None:
+        """Predicted over printed memory of the fullest GPU, less 1; None: it was not printed."""
+        if self.entry.peak_gib is None:
+            return None
+        return max(rank.total for rank in self.estimate.memory) / GIB / self.entry.peak_gib - 1
 
     @property
     def published_errors(self) -> dict[str, float]:

@@ -6,6 +6,7 @@ from functools import cached_property
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.estimate import Estimate
 from megatron.planner.memory.activations import RecomputeScope
+from megatron.planner.search.compared import WithoutPipeline
 from megatron.planner.search.offers import preset_of
 
 
@@ -84,10 +85,12 @@ class Kept:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """`kept` from the fastest on; `rejected` in the order of the search."""
+    """`kept` from the fastest on; `rejected` in the order of the search. `without_pipeline`: what others reach without
+    one; None: it was not compared."""
 
     kept: tuple[Kept, ...]
     rejected: tuple[Rejected, ...]
+    without_pipeline: WithoutPipeline | None = None
 
     @property
     def best_without_pressure(self) -> tuple[int, Kept] | None:
