@@ -278,8 +278,8 @@ def _print(outcome: Outcome, top: int, seconds: float) -> None:
 
 
 def _notes(outcome: Outcome) -> tuple[str, ...]:
-    without_pipeline = compared.sentence(outcome.without_pipeline, outcome.best)
-    return (*filter(None, [without_pipeline]), *delay.sentences(outcome.kept), *relayed.sentences(outcome.kept))
+    others = compared.sentence(outcome.without_pipeline, outcome.best)
+    return (*delay.sentences(outcome.kept), *relayed.sentences(outcome.kept), *filter(None, [others]))
 
 
 def _as_dict(outcome: Outcome, top: int, seconds: float, paper: PaperResult | None) -> dict:

@@ -108,6 +108,7 @@ def without_what_is_off(entry: Mapping) -> dict:
     for part in _PARTS:
         if isinstance(entry.get(part), Mapping):
             kept[part] = {key: value for key, value in entry[part].items() if not _is_off_key(part, key, value)}
+    _refuse_two_names(kept)
     for part, key in _TEXTS:
         value = kept[part].get(key) if isinstance(kept.get(part), Mapping) else None
         technique = _found(value, "text") if isinstance(value, str) else None
@@ -138,6 +139,19 @@ def _is_off_stage(key: object, value: object) -> bool:
     if isinstance(value, bool) or value not in (0, 1, 2, 3):
         raise ValueError(f"{place('config', key)} is {shown(value)}, which is no stage of ZeRO; give 0 to 3")
     return value == 0
+
+
+def _refuse_two_names(entry: Mapping) -> None:
+    """Raises ValueError where two names of one thing say different things."""
+    config = entry.get("config")
+    for names in (_STAGES, ("fsdp", "data_parallel_shard_degree")):
+        given = {name: config[name] for name in names if isinstance(config, Mapping) and name in config}
+        if len(set(map(str, given.values()))) > 1:
+            (first, one), (second, other) = list(given.items())[:2]
+            raise ValueError(
+                f"config.{first} is {shown(one)} and config.{second} {shown(other)}, which are names of one thing; "
+                "leave one out"
+            )
 
 
 def _is_split(entry: Mapping) -> bool:

@@ -13,7 +13,7 @@ from megatron.planner.job.configuration import Configuration
 from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.published.hardware import HardwareRecord
 from megatron.planner.published.model_names import Count
-from megatron.planner.published.sharded_settings import sharding_of
+from megatron.planner.published.sharded_settings import sharding_of, true_or_replicas
 
 _WORDS = {  # Megatron-LM's, the papers' and torch's, in ours
     "full": "layer", "selective": "attention", "1f1b": "flush", "pipedream-flush": "flush", "pipedream-2bw": "2bw",
@@ -68,7 +68,7 @@ class SettingsRecord(BaseModel):
     gathers_fetch: Boolean = False
     framework: str | None = None
     flash_attention: Boolean | None = None
-    fsdp: Boolean | Count | None = Field(
+    fsdp: Annotated[bool | int | None, BeforeValidator(true_or_replicas)] = Field(
         default=None, validation_alias=AliasChoices("fsdp", "data_parallel_shard_degree")
     )
     reshard_after_forward: Boolean | None = None

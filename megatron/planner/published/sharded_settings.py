@@ -6,8 +6,19 @@ zero                          2 or 3: ZeRO's stage, over all replicas (DeepSpeed
 reshard_after_forward         false: weights stay gathered from a batch's first forward on, which is stage 2
 """
 
+from pydantic_core import PydanticCustomError
+
 from megatron.documents.faults import shown
 from megatron.planner.job.sharding import Sharding
+
+_MOST = 10_000_000
+
+
+def true_or_replicas(value: object) -> object:
+    """A value of `fsdp`. Raises pydantic's error."""
+    if isinstance(value, bool) or (type(value) is int and 0 <= value <= _MOST):
+        return value
+    raise PydanticCustomError("int_type", "true or a number of replicas is wanted")
 
 
 def sharding_of(
