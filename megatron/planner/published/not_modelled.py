@@ -111,7 +111,7 @@ def without_what_is_off(entry: Mapping) -> dict:
     _refuse_two_names(kept)
     for part, key in _TEXTS:
         value = kept[part].get(key) if isinstance(kept.get(part), Mapping) else None
-        technique = _found(value, "text") if isinstance(value, str) else None
+        technique = _found(value, "text") if isinstance(value, str) and value.strip() else None
         if technique is _TECHNIQUES[0] and _is_split(kept):
             continue
         if technique is not None:
