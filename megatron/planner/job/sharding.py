@@ -13,8 +13,8 @@ class Sharding:
     """What is split, over how many.
 
     Attributes:
-        stage: 2: gradients and optimizer state; weights are gathered once a batch and kept (FSDP without resharding).
-            3: weights too, which are gathered for each use.
+        stage: 2: gradients and optimizer state; weights are gathered for the forward and kept for the backward (FSDP
+            without resharding). 3: weights too, which are gathered for each use.
         shards: replicas that hold one copy of the model together. Where that is not all of them, each such group holds
             a copy (HSDP).
     """
@@ -31,7 +31,7 @@ class Sharding:
     @property
     def name(self) -> str:
         """In the words that frameworks have for it."""
-        return "FSDP (ZeRO-3)" if self.stage == 3 else "FSDP without resharding (ZeRO-2)"
+        return "FSDP (ZeRO-3)" if self.stage == 3 else "ZeRO-2"
 
     def refusal(self, *, pipeline: int, data: int, schedule: str, virtual: int, splits_optimizer: bool) -> str | None:
         """Why a configuration cannot be split so, with the remedy."""
@@ -64,6 +64,7 @@ class ShardingRuntime:
         by_parts: the part of each replica in a collective is a tensor of its own, which the host makes and copies with
             a kernel each; it waits for the device before, so nothing hides that.
         keeps_last: the last layer stays gathered from its forward to its backward, which follows at once.
+        keeps_batch: with stage 2 weights stay gathered for all microbatches of a batch; else for one.
     """
 
     keeps_shards: bool = True
@@ -72,13 +73,15 @@ class ShardingRuntime:
     copies: bool = False
     by_parts: bool = False
     keeps_last: bool = True
+    keeps_batch: bool = True
 
 
 MEGATRON_FSDP = ShardingRuntime()
 """Megatron-Core's own: 16-bit weights and FP32 masters are both sharded, and weights are views of what is gathered."""
 
-FSDP2 = ShardingRuntime(keeps_shards=False, copies=True)
-"""PyTorch's `fully_shard`, as torchtitan uses it: each layer, and embedding and head together."""
+FSDP2 = ShardingRuntime(keeps_shards=False, copies=True, keeps_batch=False)
+"""PyTorch's `fully_shard`, as torchtitan uses it: each layer, and embedding and head together; what stays gathered
+after a forward is split again after its backward."""
 
 DEEPSPEED = ShardingRuntime(by_matrix=True, gathers_to_recompute=True, copies=True, by_parts=True, keeps_last=False)
 """DeepSpeed of July 2021 (commit 1ff2574): each parameter is gathered by itself, before the module that has it, and

@@ -1,9 +1,11 @@
 """What the part `config` of an entry says of weights that are split over replicas, by the names that frameworks have.
 
-fsdp                          true, or over how many replicas: fully sharded (torchtitan, Megatron-FSDP)
-data_parallel_shard_degree    the same number, in torchtitan's words
-zero                          2 or 3: ZeRO's stage, over all replicas (DeepSpeed)
-reshard_after_forward         false: weights stay gathered from a batch's first forward on, which is stage 2
+    fsdp                          true, or over how many replicas: fully sharded (torchtitan, Megatron-FSDP)
+    data_parallel_shard_degree    the same number, in torchtitan's words
+    zero                          2 or 3: ZeRO's stage, over all replicas (DeepSpeed)
+    reshard_after_forward         false: weights stay gathered from their forward on, which is stage 2
+
+Other keys for it are refused (not_modelled.py).
 """
 
 from pydantic_core import PydanticCustomError

@@ -16,7 +16,7 @@ from megatron.planner.memory.memory import GIB
 if TYPE_CHECKING:
     from megatron.planner.search.outcome import Kept
 
-TRAINED_BY = {3: ("torchtitan", "Megatron-FSDP", "DeepSpeed"), 2: ("torchtitan", "DeepSpeed")}
+TRAINED_BY = {3: ("torchtitan", "Megatron-FSDP", "DeepSpeed"), 2: ("Megatron-FSDP", "DeepSpeed")}
 """Systems that split so, by ZeRO's stage."""
 
 ERROR = 0.2

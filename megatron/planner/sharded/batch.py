@@ -6,7 +6,8 @@
                      it is computed, one layer at a time
     the end          the root's gradients, which nothing hides
 
-With stage 2 weights are gathered for the first forward of a batch and kept; gradients go as above.
+With stage 2 weights are gathered for the first forward of a batch, or of each microbatch, and kept; gradients go as
+above.
 
 Products share the processor with a collective that runs beside them: they lose `contention` of its time, or of their
 own if that is less. A microbatch is issued behind the one before, so from the second to the third on each takes as
@@ -38,7 +39,8 @@ class ShardedCosts:
         root_gather, root_reduce: the same of embedding and head together.
         num_layers: layers, all alike.
         contention: as in `Constants`.
-        regathers: weights are released behind a forward (stage 3); else they are gathered once a batch.
+        regathers: weights are released behind a forward (stage 3); else they are kept for the backward.
+        keeps_batch: and then for the microbatches that follow.
         keeps_last: but for the last layer, which is needed again at once.
         step: the optimizer's, once a batch.
     """
@@ -55,6 +57,7 @@ class ShardedCosts:
     num_layers: int
     contention: float
     regathers: bool
+    keeps_batch: bool = True
     keeps_last: bool
     step: float
 
@@ -72,7 +75,7 @@ def batch_tasks(costs: ShardedCosts, num_microbatches: int) -> list[Task]:
     """The tasks of a batch, without the step."""
     tasks = _Tasks(costs)
     for index in range(num_microbatches):
-        tasks.microbatch(gathers=costs.regathers or index == 0)
+        tasks.microbatch(gathers=costs.regathers or not costs.keeps_batch or index == 0)
     return tasks.found
 
 

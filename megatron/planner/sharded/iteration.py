@@ -53,6 +53,7 @@ def sharded_costs(cost_model: CostModel, configuration: Configuration) -> Sharde
         num_layers=model.num_layers,
         contention=cost_model.constants.contention,
         regathers=regathers,
+        keeps_batch=runtime.keeps_batch,
         keeps_last=runtime.keeps_last,
         # Adam reads and writes master and moments; the norm and the step read gradients; the step writes weights.
         step=cost_model.moved(own * (6 * 4 + 2 * software.gradient_bytes + written)),

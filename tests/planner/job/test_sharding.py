@@ -7,7 +7,7 @@ from megatron.planner.job.sharding import Sharding
 
 
 def test_stages_and_shards():
-    assert Sharding(shards=8).name == "FSDP (ZeRO-3)" and "ZeRO-2" in Sharding(stage=2, shards=8).name
+    assert Sharding(shards=8).name == "FSDP (ZeRO-3)" and Sharding(stage=2, shards=8).name == "ZeRO-2"
     with pytest.raises(ValueError, match="ZeRO's stage 1 splits no weights and gradients; give 2 or 3"):
         Sharding(stage=1, shards=8)
     with pytest.raises(ValueError, match="1 replicas split nothing; give 2 shards or more, or leave sharding out"):

@@ -37,8 +37,8 @@ def test_a_network_that_is_slower_decides():
 
 
 @pytest.mark.parametrize("changes", [
-    {}, {"regathers": False}, {"gather": 30.0}, {"reduce": 50.0}, {"contention": 0.25}, {"keeps_last": False},
-    {"host": 2.0, "times_again": 2}, {"num_layers": 1}, {"num_layers": 2, "gather": 15.0},
+    {}, {"regathers": False}, {"regathers": False, "keeps_batch": False}, {"gather": 30.0}, {"reduce": 50.0},
+    {"contention": 0.25}, {"keeps_last": False}, {"host": 2.0, "times_again": 2}, {"num_layers": 1}, {"num_layers": 2, "gather": 15.0},
 ])  # fmt: skip
 def test_many_microbatches_are_extrapolated_exactly(changes):
     """From two and three microbatches; the whole batch takes as long."""
@@ -48,10 +48,11 @@ def test_many_microbatches_are_extrapolated_exactly(changes):
 
 
 def test_stage_2_gathers_once_a_batch():
-    """Gradients are reduced for every microbatch all the same."""
-    names = network(replace(COSTS, regathers=False), 3)
-    assert sum(name.startswith("gather") for name in names) == 5
-    assert sum(name.startswith("reduce") for name in names) == 3 * 5
+    """Or once a microbatch, as FSDP2 without resharding; gradients are reduced for every microbatch all the same."""
+    for keeps_batch, times in ((True, 1), (False, 3)):
+        names = network(replace(COSTS, regathers=False, keeps_batch=keeps_batch), 3)
+        assert sum(name.startswith("gather") for name in names) == 5 * times
+        assert sum(name.startswith("reduce") for name in names) == 3 * 5
 
 
 def test_products_lose_time_to_collectives_beside_them():
@@ -90,7 +91,7 @@ class _Model(nn.Module):
         return self.head(hidden)
 
 
-def issued_by_fsdp2(num_microbatches: int) -> list[str]:
+def issued_by_fsdp2(num_microbatches: int, reshards: bool) -> list[str]:
     """The collectives that `fully_shard` issues, by what they gather or reduce."""
     from torch.distributed.fsdp import fully_shard
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -100,7 +101,7 @@ def issued_by_fsdp2(num_microbatches: int) -> list[str]:
     names = {size: f"layer {number}" for number, size in enumerate(sizes, start=1)}
     last = model.layers[-1]
     for layer in model.layers:
-        fully_shard(layer, reshard_after_forward=layer is not last)
+        fully_shard(layer, reshard_after_forward=reshards and layer is not last)
     fully_shard(model)
 
     class Issued(TorchDispatchMode):
@@ -116,8 +117,11 @@ def issued_by_fsdp2(num_microbatches: int) -> list[str]:
     return found
 
 
-def test_collectives_are_in_the_order_of_fsdp2():
-    """What the network's lane has is what PyTorch's own FSDP2 issues, on two ranks, in that order."""
-    expected = [name.removesuffix(" again") for name in network(COSTS, 2)]
-    for issued in workers.run(2, f"{__name__}:issued_by_fsdp2", num_microbatches=2):
+@pytest.mark.parametrize("reshards", [True, False])
+def test_collectives_are_in_the_order_of_fsdp2(reshards):
+    """What the network's lane has is what PyTorch's own FSDP2 issues, on two ranks, in that order: as stage 3, and as
+    stage 2 without resharding."""
+    costs = replace(COSTS, regathers=reshards, keeps_batch=False)
+    expected = [name.removesuffix(" again") for name in network(costs, 2)]
+    for issued in workers.run(2, f"{__name__}:issued_by_fsdp2", num_microbatches=2, reshards=reshards):
         assert issued == expected
