@@ -1,6 +1,6 @@
 """What the training software does, as far as memory and time depend on it: precision, kernels, what overlaps."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.sharding import FSDP2, MEGATRON_FSDP, ShardingRuntime
@@ -44,6 +44,7 @@ class Software:
         keeps_every_other_product: recompute attention means torchtitan's selective recomputation by operators: the
             results of attention and of every other matrix product are kept, and all else is computed again.
         fuses_loss: the loss needs the softmax of the logits alone; else, as in PyTorch, gradients of it in FP32 too.
+        compiles_loss: torch.compile, where it is used, fuses the loss, too.
         sharding: how weights that are split over replicas are gathered.
     """
 
@@ -60,6 +61,7 @@ class Software:
     fuses_elementwise: bool = True
     keeps_every_other_product: bool = False
     fuses_loss: bool = True
+    compiles_loss: bool = False
     sharding: ShardingRuntime = MEGATRON_FSDP
 
     def of(self, configuration: Configuration) -> "Software":
@@ -125,3 +127,6 @@ TORCHTITAN = Software(
 )  # fmt: skip
 """torchtitan of December 2024, eager: its norms and rotary embeddings are PyTorch's operators (norms.py, model.py), its
 gradients are reduced in FP32 (`mixed_precision_reduce`)."""
+
+TORCHTITAN_2025 = replace(TORCHTITAN, compiles_loss=True)
+"""Of June 2025 (components/loss.py)."""

@@ -26,6 +26,7 @@ from megatron.planner.published.measured_times import TIMES, MeasuredRun, is_mea
 from megatron.planner.published.model_names import ModelRecord
 from megatron.planner.published.not_modelled import without_what_is_off
 from megatron.planner.published.settings import SettingsRecord
+from megatron.planner.published.software_defaults import with_defaults
 from megatron.planner.published.software_names import named_software, sharded_software
 
 
@@ -91,6 +92,9 @@ class _EntryRecord(BaseModel):
         cluster = self.hardware.cluster(configuration.num_gpus, assumed.append)
         texts = (self.config.framework, self.hardware.software, self.source)
         software = named_software(texts, cluster.gpu, assumed.append)
+        configuration = with_defaults(
+            configuration, software, says_recompute=self.config.recompute is not None, assume=assumed.append
+        )
         if configuration.sharding is not None:
             software = sharded_software(software)
         software = self._compiled(self._precise(software))
@@ -147,7 +151,7 @@ class _EntryRecord(BaseModel):
                 f"config.technique is {shown(self.config.technique)}, and such software has fused kernels without it; "
                 "leave compile out, or name torchtitan in config.framework"
             )
-        return replace(software, fuses_elementwise=True)
+        return replace(software, fuses_elementwise=True, fuses_loss=software.compiles_loss)
 
     def _with_softmax(self, software: Software, model: Architecture, configuration: Configuration) -> Software:
         """Whether it had the fused softmax, as the entry says; that it could not have, is refused."""

@@ -15,6 +15,7 @@ from megatron.planner.job.software import (
     TORCHTITAN,
     Software,
 )
+from megatron.planner.published.software_defaults import of_its_year
 
 _NAMES = {  # what a field or the source names
     "torchtitan": TORCHTITAN,
@@ -36,7 +37,7 @@ def named_software(texts: Iterable[str | None], gpu: str, assume: Callable[[str]
     for text in filter(None, texts):
         for name, software in _NAMES.items():
             if name in text.lower():
-                return _with_default_attention(software, gpu, assume)
+                return _with_default_attention(of_its_year(software, text), gpu, assume)
     if gpu in ("H100", "H200"):  # Megatron-LM v3 was before Hopper; what runs there has flash attention
         assume("the software of megatron-core with flash attention")
         return replace(MEGATRON_CORE, flash_attention=True)

@@ -1,12 +1,14 @@
 """The memory of a GPU whose weights are split over replicas.
 
-shards           masters and moments in FP32, gradients as they are reduced, and what software keeps of the weights
-                 in the type of products; of each the part of one replica
-gathered         embedding, norm and head, and two layers: the one that is computed and the one that comes; with
-                 stage 2 all weights
-gradients        of embedding and head, and of two layers: one that is computed, in the type of products, and one
-                 that is reduced
-activations      of one microbatch, as without a pipeline
+    shards           masters and moments in FP32, gradients as they are reduced, and what software keeps of the weights
+                     in the type of products; of each the part of one replica
+    gathered         embedding, norm and head, and two layers: the one that is computed and the one that comes, which
+                     lies there twice where weights are copied out of a buffer; with stage 2 all weights
+    gradients        of embedding and head, and of two layers: one that is computed, in the type of products, and one
+                     that is reduced
+    activations      of one microbatch, as without a pipeline
+
+Where each matrix is gathered by itself, its size takes a layer's place, and as many live as DeepSpeed lets live.
 """
 
 from megatron.planner.job.configuration import Configuration

@@ -38,7 +38,8 @@ def test_a_network_that_is_slower_decides():
 
 @pytest.mark.parametrize("changes", [
     {}, {"regathers": False}, {"regathers": False, "keeps_batch": False}, {"gather": 30.0}, {"reduce": 50.0},
-    {"contention": 0.25}, {"keeps_last": False}, {"host": 2.0, "times_again": 2}, {"num_layers": 1}, {"num_layers": 2, "gather": 15.0},
+    {"contention": 0.25}, {"keeps_last": False}, {"host": 2.0, "times_again": 2}, {"num_layers": 1},
+    {"num_layers": 2, "gather": 15.0},
 ])  # fmt: skip
 def test_many_microbatches_are_extrapolated_exactly(changes):
     """From two and three microbatches; the whole batch takes as long."""
