@@ -61,7 +61,7 @@ def test_2bw_predicts_where_that_is_asked_for(run, tmp_path):
     names = ("schedule", "tensor", "pipeline", "data", "micro_batch_size", "rank_mapping")
     found = [{tuple(str(each[name]) for name in names): each for each in result["best"]} for result in (before, after)]
     assert found[1].keys() <= found[0].keys()
-    assert all(found[0][key]["spare_gib"] < 1.0 for key in found[0].keys() - found[1].keys())
+    assert all(found[0][key]["spare_gib"] < 2.0 for key in found[0].keys() - found[1].keys())
     seconds = [{key: each["iteration_seconds"] for key, each in result.items()} for result in found]
     for key in seconds[1]:
         assert seconds[1][key] > seconds[0][key] if key[0] == "2bw" else seconds[1][key] == seconds[0][key]

@@ -39,7 +39,11 @@ def script_text(job: Job, kept: Kept, cluster: Cluster, *, command: str, others:
         "SEQUENCE_PARALLEL": int(estimate.configuration.sequence_parallel),
         "DISTRIBUTED_OPTIMIZER": int(choice.distributed_optimizer), "RANK_MAPPING": choice.rank_mapping,
     }  # fmt: skip
-    memory = f"{kept.memory_gib:.1f} of {cluster.device.memory_gib:g} GiB on the fullest"
+    verdict = estimate.verdict
+    memory = (
+        f"{kept.memory_gib:.1f} of {cluster.device.memory_gib:g} GiB on the fullest, beside "
+        f"{verdict.free_gib - verdict.spare_gib:.1f} GiB that no tensor gets (docs/planner.md)"
+    )
     delayed = delay.sentence([kept])
     predictions, hosting = (as_argv(flags(estimate.configuration)) for flags in (prediction_flags, hosting_flags))
     training = [*_others(job), *filter(None, (predictions, hosting)), *locations.others, *_defaults(job)]

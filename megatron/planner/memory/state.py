@@ -7,8 +7,8 @@ gradient, and in FP32 4 each for master, gradient and both moments. Here by part
     true weights   where the versions are predictions: weight_bytes again, unless the masters are the true weights
     gradients      gradient_bytes, for each buffer in use at once (2bw: 2, or 1 with the flag)
     masters        4 for 16-bit weights; with the distributed optimizer 4 also for FP32 weights of several versions
-    FP32 copies    4 where gradients are kept in 16 bits: the optimizer steps with FP32 ones. Where a host steps stage
-                   by stage, of the largest
+    FP32 copies    4 where gradients are kept in 16 bits: the optimizer steps with FP32 ones, which megatron.core makes
+                   in the step and leaves behind it. Where a host steps stage by stage, of the largest
     moments        4 each: Adam 2, SGD with momentum 1
 
 The distributed optimizer (ZeRO-1) divides the last three by the number of replicas.
@@ -23,13 +23,19 @@ PREDICTION_CHUNK = 64 * 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingState:
-    """What is kept for each parameter. `num_moments`: Adam 2, SGD 1 with momentum, else 0."""
+    """What is kept for each parameter.
+
+    Attributes:
+        num_moments: Adam 2, SGD 1 with momentum, else 0.
+        keeps_gradient_copies: FP32 copies of gradients stay from step to step; else the step makes them.
+    """
 
     weight_bytes: int = 2
     gradient_bytes: int = 4
     num_moments: int = 2
     distributed_optimizer: bool = False
     data: int = 1
+    keeps_gradient_copies: bool = False
 
     def weights(self, num_parameters: int, *, num_versions: int, predicts: bool = False) -> float:
         """The bytes of all weight versions. `predicts`: they are predictions."""
@@ -43,8 +49,18 @@ class TrainingState:
     def optimizer(self, num_parameters: int, *, num_versions: int, stepped: int | None = None) -> float:
         """Masters, FP32 copies of gradients, and moments. `stepped`: how many parameters step at once; None: all."""
         keeps_masters = self.weight_bytes < _FP32 or (self.distributed_optimizer and num_versions > 1)
-        copied = (num_parameters if stepped is None else stepped) if self.gradient_bytes < _FP32 else 0
-        return _FP32 * (num_parameters * (keeps_masters + self.num_moments) + copied) / self._num_shards
+        copied = num_parameters if stepped is None else stepped
+        kept = _FP32 * num_parameters * (keeps_masters + self.num_moments) / self._num_shards
+        return kept + self._gradient_copies(copied)
+
+    def copies_in_step(self, num_parameters: int, *, num_versions: int) -> float:
+        """The bytes of these that are held in the step alone: none where batches overlap, whose steps come between
+        forwards and backwards."""
+        return 0.0 if self.keeps_gradient_copies or num_versions > 1 else self._gradient_copies(num_parameters)
+
+    def _gradient_copies(self, num_parameters: int) -> float:
+        """Bytes of the FP32 copies with which the optimizer steps."""
+        return _FP32 * num_parameters / self._num_shards if self.gradient_bytes < _FP32 else 0.0
 
     def prediction(self, num_parameters: int, *, largest: int) -> float:
         """The most that a provisional step copies at once: masters, moments and gradients, all in FP32.

@@ -132,7 +132,7 @@ class _EntryRecord(BaseModel):
         )
 
     def _precise(self, software: Software) -> Software:
-        """In the run's precision, and with the attention that it says."""
+        """In the run's precision, and with the attention and the overlaps that it says."""
         flash = self.config.flash_attention
         if self.config.precision == "fp32":
             if flash:
@@ -140,7 +140,13 @@ class _EntryRecord(BaseModel):
                     "config.flash_attention is True in fp32, and its kernels take 16-bit numbers only; leave it out"
                 )
             software = replace(software, element_bytes=4, gradient_bytes=4, fuses_softmax=False, flash_attention=False)
-        return software if flash is None else replace(software, flash_attention=flash)
+        said = {
+            "flash_attention": flash,
+            "overlaps_gradients": self.config.overlap_grad_reduce,
+            "overlaps_weights": self.config.overlap_param_gather,
+        }
+        changes = {name: value for name, value in said.items() if value is not None}
+        return replace(software, **changes) if changes else software
 
     def _compiled(self, software: Software) -> Software:
         """With kernels that torch.compile fused, where it did."""

@@ -7,7 +7,7 @@ from megatron.planner.job.estimate import Estimate
 from megatron.planner.memory.memory import GIB
 from megatron.planner.planner import Planner
 from megatron.planner.published.entries import Entry
-from megatron.planner.sharded.iteration import sharded_time
+from megatron.planner.sharded.iteration import sharded_costs, sharded_time
 from megatron.planner.time.constants import START, Constants
 from megatron.planner.time.first_principles import FirstPrinciples
 from megatron.planner.time.iteration import priced
@@ -59,12 +59,17 @@ class Question:
         self._layers = self._planner.layers(entry.configuration)
         self._is_sharded = entry.configuration.sharding is not None
         self._schedule = entry.configuration.pipeline_schedule(tied_embeddings=entry.model.tied_embeddings)
+        memory = self._planner.memory(entry.configuration, self._layers, proved=False)
+        self._verdict = self._planner.judge(entry.configuration, memory)
+
+    @property
+    def is_slowed(self) -> bool:
+        """Whether the allocator slows a rank down."""
+        return bool(self._verdict.slowed)
 
     def predict(self, constants: Constants, *, simulate: bool = False) -> Prediction:
         forward, backward = self._middle(constants)
-        planner = Planner(
-            self.entry.model, self.entry.cluster, self._first_principles.calibrated(constants), self.entry.software
-        )
+        planner = self._planner_with(constants)
         return Prediction(
             entry=self.entry,
             estimate=planner.estimate(self.entry.configuration, simulate=simulate),
@@ -74,22 +79,30 @@ class Question:
 
     def time_errors(self, constants: Constants) -> dict[str, float]:
         """The errors of `predict` alone."""
-        configuration, cost_model = self.entry.configuration, self._first_principles.calibrated(constants)
+        configuration = self.entry.configuration
         if self._is_sharded:
-            return _errors(self.entry, sharded_time(cost_model, configuration).seconds, *self._middle(constants))
-        costs = cost_model.costs(configuration, self._layers)
+            cost_model = self._first_principles.calibrated(constants)
+            seconds = sharded_time(cost_model, configuration, is_slowed=self.is_slowed).seconds
+            return _errors(self.entry, seconds, *self._middle(constants))
+        costs = self._costs(constants)
         return _errors(self.entry, priced(costs, configuration, self._schedule).seconds, *_middle(costs))
 
     def _middle(self, constants: Constants) -> tuple[float, float]:
         """Forward and backward of a microbatch, alone: of a stage, or of the whole model where weights are split."""
-        cost_model = self._first_principles.calibrated(constants)
         if not self._is_sharded:
-            return _middle(cost_model.costs(self.entry.configuration, self._layers))
-        embedding, layer, head = cost_model.pieces(self.entry.configuration)
-        forward, backward = (
-            ends + sum(self._layers) * middle + last for ends, middle, last in zip(embedding, layer, head, strict=True)
+            return _middle(self._costs(constants))
+        costs = sharded_costs(
+            self._first_principles.calibrated(constants), self.entry.configuration, is_slowed=self.is_slowed
         )
-        return forward, backward
+        return costs.computed.forward, costs.computed.backward
+
+    def _costs(self, constants: Constants) -> Costs:
+        planner = self._planner_with(constants)
+        return planner.costs(self.entry.configuration, self._schedule, self._layers, self._verdict)
+
+    def _planner_with(self, constants: Constants) -> Planner:
+        calibrated = self._first_principles.calibrated(constants)
+        return Planner(self.entry.model, self.entry.cluster, calibrated, self.entry.software)
 
 
 def predict(entry: Entry, constants: Constants, *, simulate: bool = False) -> Prediction:

@@ -68,6 +68,8 @@ class SettingsRecord(BaseModel):
     gathers_fetch: Boolean = False
     framework: str | None = None
     flash_attention: Boolean | None = None
+    overlap_grad_reduce: Boolean | None = None
+    overlap_param_gather: Boolean | None = None
     fsdp: Annotated[bool | int | None, BeforeValidator(true_or_replicas)] = Field(
         default=None, validation_alias=AliasChoices("fsdp", "data_parallel_shard_degree")
     )

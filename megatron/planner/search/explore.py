@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron.pipeline.program.weight_policies import TWO_BW
 from megatron.planner.job.configuration import Configuration
-from megatron.planner.job.devices import Verdict
+from megatron.planner.job.verdict import Verdict
 from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.planner import Planner
@@ -267,9 +267,9 @@ class _Degrees:
     def _keep(self, choice: Choice, slow: str | None) -> Iterator[Kept | Rejected]:
         reason = self.explorer.refuse(self._configuration(choice))
         verdict = self._judge(choice)
-        near = f"{_place(verdict, choice)} leaves {_gib(verdict)}, and may be slower"
+        pressed = f"the allocator of {_place(verdict, choice)} is short of memory, which slows it down"
         if verdict.under_pressure and self.space.avoids_pressure:
-            reason = near
+            reason = pressed
         if reason:
             yield Rejected(choice=choice, reason=reason)
             return
@@ -286,7 +286,7 @@ class _Degrees:
                 continue
             if self.space.early_stopping and not offer(choice.schedule).balance:
                 slowest = estimate.seconds
-            notes = [slow, near if verdict.under_pressure else None, delay.clause(estimate.configuration)]
+            notes = [slow, pressed if verdict.under_pressure else None, delay.clause(estimate.configuration)]
             yield Kept(choice=mapped, estimate=estimate, notes=tuple(filter(None, notes)))
 
     def _mappings(self, choice: Choice) -> list[str]:

@@ -66,9 +66,15 @@ class ShardedCosts:
         return self.times_again * self.gather
 
     @property
+    def computed(self) -> Seconds:
+        """One microbatch, alone on its GPU."""
+        ways = zip(self.embedding, self.layer, self.head, strict=True)
+        return Seconds(*(first + self.num_layers * middle + last for first, middle, last in ways))
+
+    @property
     def busy(self) -> float:
-        """Seconds in which one microbatch computes, alone on its GPU."""
-        return sum(self.embedding) + self.num_layers * sum(self.layer) + sum(self.head)
+        """Of both ways."""
+        return sum(self.computed)
 
 
 def batch_tasks(costs: ShardedCosts, num_microbatches: int) -> list[Task]:

@@ -14,15 +14,16 @@ _MATRICES = 4  # of a layer: queries, keys and values in one, the projection, an
 _MATRICES_OF_ROOT = 2
 
 
-def sharded_time(cost_model: CostModel, configuration: Configuration) -> IterationTime:
-    """Raises ValueError where the cost model knows no gathers of weights."""
-    costs = sharded_costs(cost_model, configuration)
+def sharded_time(cost_model: CostModel, configuration: Configuration, *, is_slowed: bool = False) -> IterationTime:
+    """`is_slowed`: its GPUs are short of memory (`Verdict.slowed`). Raises ValueError where the cost model knows no
+    gathers of weights."""
+    costs = sharded_costs(cost_model, configuration, is_slowed=is_slowed)
     m = configuration.num_microbatches
     seconds, busy = batch_seconds(costs, m), m * costs.busy + costs.step
     return IterationTime(seconds=seconds, bubble=max(0.0, 1 - busy / seconds))
 
 
-def sharded_costs(cost_model: CostModel, configuration: Configuration) -> ShardedCosts:
+def sharded_costs(cost_model: CostModel, configuration: Configuration, *, is_slowed: bool = False) -> ShardedCosts:
     """What the tasks of a microbatch take. Raises as `sharded_time`."""
     if not isinstance(cost_model, FirstPrinciples):
         raise ValueError(
@@ -35,7 +36,8 @@ def sharded_costs(cost_model: CostModel, configuration: Configuration) -> Sharde
     (total,) = stage_parameters(model, configuration.tensor, (model.num_layers,))
     root, own = total - model.num_layers * of_layer, total / sharding.shards
     network = _Network(cost_model, configuration, sharding)
-    embedding, layer, head = (Seconds(*each) for each in cost_model.pieces(configuration))
+    kept = cost_model.pressed_efficiency if is_slowed else 1.0
+    embedding, layer, head = (Seconds(*(way / kept for way in each)) for each in cost_model.pieces(configuration))
     times = 2 if runtime.gathers_to_recompute and configuration.recompute is RecomputeScope.LAYER else 1
     regathers = sharding.stage == 3
     copy = cost_model.moved(2 * element * of_layer) if runtime.copies and regathers else 0.0

@@ -51,7 +51,7 @@ def sharded_memory(shape: Architecture, software: Software, configuration: Confi
     return (
         RankMemory(
             rank=0, stages=(0,), layers=(layers,), num_parameters=total, saved_microbatches=1,
-            bytes_per_microbatch=saved, parts=parts,
+            bytes_per_microbatch=saved, parts=parts, gradient_copies=copies * own,
         ),
     )  # fmt: skip
 

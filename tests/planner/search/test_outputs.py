@@ -98,7 +98,7 @@ def test_tables(outcome):
     flush = [row for row in ranked if row[1].choice.schedule == "flush"]
     assert " v " not in printed(best_table(flush, plain=True), plain=True).splitlines()[0]
     pressed = [row for row in ranked if row[1].estimate.under_pressure][:1]
-    assert "borderline" in printed(best_table(pressed, plain=False), plain=False)
+    assert "slowed" in printed(best_table(pressed, plain=False), plain=False)
 
 
 def test_reasons_are_counted(outcome):

@@ -15,7 +15,7 @@ from megatron.planner.search.report_table import configurations_table
 from megatron.planner.search.table import HEADINGS, cells
 from tests.planner.search.helper import PAPER, a100, gpt3, planner, run
 
-MODEL, MACHINES = gpt3(16, 8192, 64), a100(1)
+MODEL, MACHINES = gpt3(16, 7424, 58), a100(1)
 TRILLION, MANY = gpt3(128, 25600, 160), a100(384)
 DOCS = "file:///a%20b/docs"
 
