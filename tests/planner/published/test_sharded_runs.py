@@ -92,8 +92,8 @@ def test_zero_3_of_narayanan():
 
 
 def test_what_ran_out_of_memory():
-    """530B on 560 GPUs did not run (the caption of the table), and does not fit. With the same microbatch on 640 it ran,
-    and its tensors fit; 3.7 GiB are missing of what is taken to be lost beside them."""
+    """530B on 560 GPUs did not run (the caption of the table), and does not fit. With the same microbatch on 640 it
+    ran, and its tensors fit; 3.7 GiB are missing of what is taken to be lost beside them."""
     few, more = (predicted(zero_3(529.6, gpus, 4, 4 * gpus, None)).estimate.verdict for gpus in (560, 640))
     assert not few.fits and few.spare_gib < more.spare_gib - 1.5
     assert more.is_borderline and -4 < more.spare_gib < 0
