@@ -67,18 +67,21 @@ def sentence(found: WithoutPipeline | None, best: Kept | None) -> str | None:
     if estimate.under_pressure:
         text += " (near the limit of memory)"
     if best is not None:
-        text += f", {_compared(found.sequences_per_second / best.sequences_per_second)}"
+        text += f", {_compared(found, best)}"
     return (
         f"{text}; {', '.join(trained_by[:-1])} and {trained_by[-1]} train so, this project does not"
         + ("" if best is None else ", and best.sh starts the best that it trains")
     )  # fmt: skip
 
 
-def _compared(ratio: float) -> str:
-    """`ratio`: of its sequences per second to those of the best."""
+def _compared(found: WithoutPipeline, best: Kept) -> str:
+    """By sequences per second. The best may have no pipeline either."""
+    ratio = found.sequences_per_second / best.sequences_per_second
     text = f"{100 * abs(ratio - 1):.1f}% {'faster' if ratio > 1 else 'slower'} than the best here"
     if abs(ratio - 1) < ERROR:
         return f"{text}, which is less than such predictions may be off (docs/planner.md)"
+    if best.choice.pipeline == 1:
+        return f"{text}, so {'split' if ratio > 1 else 'whole'} weights are the better answer"
     return f"{text}, so {'no' if ratio > 1 else 'a'} pipeline is the better answer"
 
 
