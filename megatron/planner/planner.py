@@ -20,7 +20,7 @@ from megatron.planner.sharded.iteration import sharded_time
 from megatron.planner.sharded.memory import sharded_memory
 from megatron.planner.time.iteration import IterationTime, priced, simulated
 from megatron.planner.time.model import CostModel
-from megatron.planner.time.pressure import slowed
+from megatron.planner.time.pressure import in_one_gradient_buffer, slowed
 
 
 class Planner:
@@ -94,6 +94,7 @@ class Planner:
             software.training_state(configuration),
             demand,
             layers=layers,
+            single_gradient_buffer=configuration.single_gradient_buffer,
             counts_communicators=self.software.own_communicators and not self.cluster.is_cpu,
             hosting=configuration.hosting,
         )
@@ -138,6 +139,8 @@ class Planner:
         """What instructions cost, where the allocator slows these ranks down."""
         assert self.cost_model is not None
         costs = self.cost_model.costs(configuration, layers)
+        if configuration.single_gradient_buffer:
+            costs = in_one_gradient_buffer(costs)
         stages = [stage for stage, rank in enumerate(schedule.rank_of_stage) if rank in verdict.slowed]
         return slowed(costs, stages, self.cost_model.pressed_efficiency)
 

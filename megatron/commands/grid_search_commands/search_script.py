@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron.planner import Cluster
 from megatron.planner.search import Kept, delay
-from megatron.planner.search.flags import as_argv, hosting_flags, prediction_flags
+from megatron.planner.search.flags import as_argv, gradient_flags, hosting_flags, prediction_flags
 from megatron.planner.search.offers import preset_of
 from megatron.planner.search.picture import describe
 from megatron.trainer.plan.command import SOURCES, Job
@@ -45,8 +45,8 @@ def script_text(job: Job, kept: Kept, cluster: Cluster, *, command: str, others:
         f"{verdict.free_gib - verdict.spare_gib:.1f} GiB that no tensor gets (docs/planner.md)"
     )
     delayed = delay.sentence([kept])
-    predictions, hosting = (as_argv(flags(estimate.configuration)) for flags in (prediction_flags, hosting_flags))
-    training = [*_others(job), *filter(None, (predictions, hosting)), *locations.others, *_defaults(job)]
+    chosen = (as_argv(flags(estimate.configuration)) for flags in (prediction_flags, gradient_flags, hosting_flags))
+    training = [*_others(job), *filter(None, chosen), *locations.others, *_defaults(job)]
     if cluster.is_cpu and not any("--distributed-backend" in each for each in training):
         training.append(("--distributed-backend", "gloo"))  # else a dry run counts NCCL's buffers
     lines = [

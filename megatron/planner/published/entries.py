@@ -27,7 +27,7 @@ from megatron.planner.published.model_names import ModelRecord
 from megatron.planner.published.not_modelled import without_what_is_off
 from megatron.planner.published.settings import SettingsRecord
 from megatron.planner.published.software_defaults import with_defaults
-from megatron.planner.published.software_names import named_software, sharded_software
+from megatron.planner.published.software_names import in_bfloat16, named_software, sharded_software
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +140,8 @@ class _EntryRecord(BaseModel):
                     "config.flash_attention is True in fp32, and its kernels take 16-bit numbers only; leave it out"
                 )
             software = replace(software, element_bytes=4, gradient_bytes=4, fuses_softmax=False, flash_attention=False)
+        if self.config.precision == "bf16":
+            software = in_bfloat16(software)
         said = {
             "flash_attention": flash,
             "overlaps_gradients": self.config.overlap_grad_reduce,

@@ -17,10 +17,19 @@ from megatron.planner.job.software import (
 )
 from megatron.planner.published.software_defaults import of_its_year
 
+
+def in_bfloat16(software: Software) -> Software:
+    """The same in bfloat16, which Megatron-LM and DeepSpeed train with gradients that are added up in FP32."""
+    return replace(software, gradient_bytes=4) if software.gradient_bytes < _FP32 else software
+
+
+_FP32 = 4
 _NAMES = {  # what a field or the source names
     "torchtitan": TORCHTITAN,
     "megatron-deepspeed": MEGATRON_DEEPSPEED,
     "vtrain": MEGATRON_DEEPSPEED,
+    "mt-nlg": in_bfloat16(MEGATRON_DEEPSPEED),  # Smith et al. 2022
+    "smith et al": in_bfloat16(MEGATRON_DEEPSPEED),
     "pipedream-2bw": PIPEDREAM_2BW,
     "megatron-lm v3": MEGATRON_V3,
     "korthikanti": MEGATRON_V3,
@@ -48,7 +57,8 @@ def named_software(texts: Iterable[str | None], gpu: str, assume: Callable[[str]
 def sharded_software(software: Software) -> Software:
     """The same where it splits weights over replicas: what is older than Megatron-Core does it with DeepSpeed."""
     older = (MEGATRON_2020, MEGATRON_2021, MEGATRON_V3, MEGATRON_DEEPSPEED, PIPEDREAM_2BW)
-    return replace(software, sharding=DEEPSPEED) if software in older else software
+    is_older = replace(software, gradient_bytes=2) in older  # or the same in bfloat16
+    return replace(software, sharding=DEEPSPEED) if is_older else software
 
 
 def _with_defaults(software: Software, gpu: str, assume: Callable[[str], None]) -> Software:

@@ -223,6 +223,11 @@ class _Degrees:
                 continue
             key = (choice.schedule, choice.virtual, scope)
             rejected = _again(trial, missed.get(key)) or self._miss(trial)
+            if rejected and self._may_keep_one_buffer(trial):
+                single = replace(trial, single_gradient_buffer=True)
+                if not self._miss(single):
+                    yield rejected
+                    rejected, trial = None, single
             if rejected:
                 if not moves and self.space.safe_batch_size is None:  # memory grows with the microbatch
                     missed.setdefault(key, f"with microbatches of {choice.micro_batch_size} {rejected.reason}")
@@ -238,8 +243,15 @@ class _Degrees:
                     if moves and self.space.early_stopping and self._fits_easily(trial):
                         seconds[mapping], fits = each.estimate.seconds, f"recompute {scope.value} fits"
                 yield each
-            if kept and not moves and self.space.early_stopping and self._fits_easily(trial):
+            waits = trial.single_gradient_buffer and trial.data > 1  # for reductions, maybe longer than for a recompute
+            if kept and not moves and not waits and self.space.early_stopping and self._fits_easily(trial):
                 stops = f"recompute {scope.value} fits"
+
+    def _may_keep_one_buffer(self, choice: Choice) -> bool:
+        """Whether 2bw may do without its second gradient buffer: the step of a batch comes early then, before overflows
+        of other stages are known, and nothing predicts from what it gives away."""
+        is_2bw = offer(choice.schedule).policy == TWO_BW and choice.pipeline > 1
+        return is_2bw and self.space.provisional == "off" and not self.training.scales_loss
 
     def _without_moves(self, schedule: str) -> str | None:
         """One of those considered that computes in the same order and balances nothing."""
@@ -286,7 +298,10 @@ class _Degrees:
                 continue
             if self.space.early_stopping and not offer(choice.schedule).balance:
                 slowest = estimate.seconds
-            notes = [slow, pressed if verdict.under_pressure else None, delay.clause(estimate.configuration)]
+            notes = [
+                slow, pressed if verdict.under_pressure else None, delay.clause(estimate.configuration),
+                "one gradient buffer" if choice.single_gradient_buffer else None,
+            ]  # fmt: skip
             yield Kept(choice=mapped, estimate=estimate, notes=tuple(filter(None, notes)))
 
     def _mappings(self, choice: Choice) -> list[str]:

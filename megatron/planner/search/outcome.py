@@ -27,6 +27,7 @@ class Choice:
     provisional: str | None = None
     provisional_microbatches: int | None = None
     provisional_reduce: bool | None = None
+    single_gradient_buffer: bool | None = None
 
     def configuration(self, *, sequence_parallel: bool) -> Configuration:
         """The configuration; nothing is None but the mapping, which is then the standard one, and what predictions are
@@ -39,6 +40,7 @@ class Choice:
             distributed_optimizer=self.distributed_optimizer, rank_mapping=self.rank_mapping or "standard",
             provisional=self.provisional or "off", provisional_microbatches=self.provisional_microbatches,
             provisional_reduce=bool(self.provisional_reduce),
+            single_gradient_buffer=bool(self.single_gradient_buffer),
         )  # fmt: skip
 
     @property

@@ -74,7 +74,8 @@ def draw_outcome(outcome: Outcome, *, memory_gib: float, title: str = "") -> Fig
 
 def describe(choice: Choice) -> str:
     """A configuration in few words."""
-    parts = [choice.schedule, f"t={choice.tensor}", f"p={choice.pipeline}", f"d={choice.data}"]
+    buffers = " with one gradient buffer" if choice.single_gradient_buffer else ""
+    parts = [choice.schedule + buffers, f"t={choice.tensor}", f"p={choice.pipeline}", f"d={choice.data}"]
     if choice.virtual > 1:
         parts.append(f"v={choice.virtual}")
     parts.append(f"microbatches of {choice.micro_batch_size}")

@@ -1,9 +1,11 @@
-"""What a short memory costs: ranks whose allocator gives its blocks back in every backward compute slower."""
+"""What a short memory costs: ranks whose allocator gives its blocks back in every backward compute slower, and 2bw in
+one gradient buffer waits for its reductions.
+"""
 
 from collections.abc import Collection
 from dataclasses import replace
 
-from megatron.pipeline.simulate.costs import Costs
+from megatron.pipeline.simulate.costs import Costs, spread
 
 
 def slowed(costs: Costs, stages: Collection[int], efficiency: float) -> Costs:
@@ -16,3 +18,16 @@ def slowed(costs: Costs, stages: Collection[int], efficiency: float) -> Costs:
         costs,
         **{name: [each * by for each, by in zip(getattr(costs, name), factor, strict=True)] for name in names},
     )
+
+
+def in_one_gradient_buffer(costs: Costs) -> Costs:
+    """2bw's costs without a second gradient buffer.
+
+    Between two batches' backwards a stage has one forward, beside which the first one's gradients are reduced. What is
+    longer than it, the next backward waits for: as a step that takes so much more. What the step waits for besides
+    stays as it is, so this is an upper bound.
+    """
+    num_stages = len(costs.forward)
+    step, reduce = spread("step", costs.step, num_stages), spread("reduce_grad", costs.reduce_grad, num_stages)
+    waits = [max(0.0, each - beside) for each, beside in zip(reduce, costs.forward, strict=True)]
+    return replace(costs, step=list(map(sum, zip(step, waits, strict=True))))

@@ -44,12 +44,23 @@ def test_megatron_core_on_hopper_is_priced_with_flash_attention():
     assert default == flash < 0.8 * unfused
 
 
+def test_bfloat16_adds_gradients_up_in_fp32():
+    """Of an entry that says it, and of MT-NLG, which was trained so; FP16 keeps them in 16 bits."""
+    half = BPIPE_TABLE_7[0]
+    said = {name: read_entry(changed(half, config={"precision": name})).software for name in ("fp16", "bf16")}
+    assert said["fp16"] == MEGATRON_V3 and said["bf16"] == replace(MEGATRON_V3, gradient_bytes=4)
+    named = read_entry(changed(half | {"source": "Smith et al. 2022"}, hardware={"software": None}))
+    assert named.software == replace(MEGATRON_DEEPSPEED, gradient_bytes=4)
+
+
 def test_what_splits_weights():
     """torchtitan's is PyTorch's; with Megatron-LM of before Megatron-Core DeepSpeed did it, and only there."""
     assert read_entry(TORCHTITAN[0]).software is TORCHTITAN_SOFTWARE
     assert read_entry(TORCHTITAN[1]).software == replace(TORCHTITAN_SOFTWARE, fuses_elementwise=True)
     old = read_entry(NARAYANAN[0])
     assert old.software == replace(MEGATRON_2021, sharding=DEEPSPEED)
+    wide = read_entry(changed(NARAYANAN[0], config={"precision": "bf16"}))
+    assert wide.software == replace(MEGATRON_2021, sharding=DEEPSPEED, gradient_bytes=4)
     plain = changed(NARAYANAN[0], config={"zero": 1})
     assert read_entry(plain).software is MEGATRON_2021
     new = changed(NARAYANAN[0], hardware={"software": "Megatron-Core"})

@@ -7,8 +7,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from megatron.pipeline.program.weight_policies import TWO_BW
 from megatron.pipeline.schedules import PRESETS
 from megatron.planner import Architecture, Cluster, Configuration
+from megatron.planner.job.software import Software
 from megatron.planner.search import SCOPES, Space, Training, search
 from megatron.planner.search.offers import offer, preset_of
 from megatron.planner.search.space import schedules_on_device
@@ -70,6 +72,9 @@ def every_combination(model: Architecture, machines: Cluster, batch: int, safe: 
                 if schedule.balance and not schedule.evicting_ranks((configuration.num_microbatches,) * (2 * p)):
                     continue
                 verdict = chosen.judge(configuration, chosen.memory(configuration, proved=False))
+                if not verdict.fits and offer(name).policy == TWO_BW and p > 1:
+                    single = replace(configuration, single_gradient_buffer=True)
+                    verdict = chosen.judge(single, chosen.memory(single, proved=False))
             except ValueError:
                 continue
             if verdict.fits:
@@ -372,3 +377,19 @@ def test_halves_are_searched_by_the_layers_that_train_them():
         rank_mappings=("standard",),
     )  # fmt: skip
     assert {each.choice.schedule for each in same.kept if each.choice.recompute is SCOPES[1]} == {"flush", "zb-h1"}
+
+
+def test_2bw_gives_up_a_gradient_buffer_where_that_makes_it_fit():
+    """Only where two do not fit, and not where a loss scale or predictions forbid it."""
+    model, machines = gpt3(84, 11520, 120), a100(6)
+    space = {"global_batch_size": 192, "schedules": ("2bw",), "num_simulated": 1}
+    found = run(model, machines, Software(), Training(scales_loss=False), **space)
+    single = [each for each in found.kept if each.choice.single_gradient_buffer]
+    assert single and any(not each.choice.single_gradient_buffer for each in found.kept)
+    missed = {replace(each.choice, single_gradient_buffer=None) for each in found.rejected if each.missing_gib}
+    for each in single:
+        unmapped = replace(each.choice, single_gradient_buffer=None, rank_mapping=None)
+        assert unmapped in missed and each.estimate.fits
+    for training, more in ((Training(scales_loss=True), {}), (Training(scales_loss=False), {"provisional": "stage"})):
+        other = run(model, machines, Software(), training, **space, **more)
+        assert not any(each.choice.single_gradient_buffer for each in other.kept)
