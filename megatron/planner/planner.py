@@ -8,6 +8,7 @@ from megatron.pipeline.simulate.costs import Costs
 from megatron.planner.job.cluster import Cluster
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.estimate import Estimate
+from megatron.planner.job.fp8 import refuse_fp8
 from megatron.planner.job.software import MEGATRON_CORE, Software
 from megatron.planner.job.verdict import Verdict, judge
 from megatron.planner.memory.architecture import Architecture
@@ -46,9 +47,11 @@ class Planner:
         """How many layers each stage has: those that are configured, or equally many, as Megatron deals them out.
 
         Raises:
-            ValueError: what Megatron refuses: layers, heads or columns that cannot be divided.
+            ValueError: what Megatron refuses: layers, heads or columns that cannot be divided; FP8 that cannot be.
         """
         model, t, num_stages = self.model, configuration.tensor, configuration.num_stages
+        if self.software.fp8:
+            refuse_fp8(self.cluster.gpu, self.cluster.device, model, configuration)
         if configuration.layers is not None and sum(configuration.layers) != model.num_layers:
             raise ValueError(
                 f"layers {configuration.layers} are {sum(configuration.layers)}, not the model's {model.num_layers}"
@@ -146,13 +149,14 @@ class Planner:
 
     def judge(self, configuration: Configuration, memory: Sequence[RankMemory]) -> Verdict:
         """Whether GPUs have the memory, and whether the allocator is under pressure."""
-        setting = self.software.of(configuration).activation_setting(configuration)
+        software = self.software.of(configuration)
+        setting = software.activation_setting(configuration) if software.operands_wait else None
         return judge(memory, self.cluster.device.memory_gib, self.model, setting)
 
     def judge_host(self, configuration: Configuration, memory: Sequence[RankMemory]) -> HostVerdict | None:
         """Whether hosts have the memory; None: nothing lives there, or the cluster does not say what they have."""
         if not configuration.is_hosted or self.cluster.host_memory_gib is None:
             return None
-        node_of_slot = self.cluster.topology.node_of_slot
-        nodes = crowds_by_name(configuration.degrees, configuration.rank_mapping, node_of_slot)
+        host_of_slot = self.cluster.host_of_slot
+        nodes = crowds_by_name(configuration.degrees, configuration.rank_mapping, host_of_slot)
         return judge_host(memory, nodes, self.cluster.host_memory_gib)

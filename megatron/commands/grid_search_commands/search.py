@@ -196,7 +196,7 @@ def _space(options: argparse.Namespace, model: ModelInput, cluster: Cluster) -> 
         micro_batch_sizes=options.microbatches,
         scopes=tuple(scope for scope in SCOPES if scope.value in options.recompute),
         distributed_optimizer=split,
-        rank_mappings=options.rank_mappings,
+        rank_mappings=_rank_mappings(options.rank_mappings, cluster),
         early_stopping=not options.no_early_stopping,
         needs_fused_softmax=options.require_fused_softmax,
         avoids_pressure=options.avoid_pressure,
@@ -204,6 +204,22 @@ def _space(options: argparse.Namespace, model: ModelInput, cluster: Cluster) -> 
         provisional_microbatches=model.job.provisional_microbatches,
         provisional_reduce=model.job.provisional_reduce,
     )
+
+
+def _rank_mappings(names: tuple[str, ...], cluster: Cluster) -> tuple[str, ...]:
+    """Those that can be run: a file for an optimized one names hosts, and says nothing of what links several of them.
+
+    Raises ValueError where that is the only one.
+    """
+    if len(cluster.gpus_of_hosts) == len(cluster.topology.nodes):
+        return names
+    rest = tuple(name for name in names if name != "optimized")
+    if not rest:
+        raise ValueError(
+            "--rank-mappings optimized needs a node for each host, and nodes of the cluster are several hosts; give "
+            "standard or pair-adjacent"
+        )
+    return rest
 
 
 def _schedules(cluster: Cluster) -> tuple[str, ...]:

@@ -47,7 +47,9 @@ class Software:
             results of attention and of every other matrix product are kept, and all else is computed again.
         fuses_loss: the loss needs the softmax of the logits alone; else, as in PyTorch, gradients of it in FP32 too.
         compiles_loss: torch.compile, where it is used, fuses the loss, too.
+        operands_wait: collectives of tensor ranks hold their operands on a stream of their own (verdict.py).
         sharding: how weights that are split over replicas are gathered.
+        fp8: linears of layers multiply in FP8, as Transformer Engine's do; all else is in `element_bytes` (fp8.py).
     """
 
     element_bytes: int = 2
@@ -66,7 +68,9 @@ class Software:
     keeps_every_other_product: bool = False
     fuses_loss: bool = True
     compiles_loss: bool = False
+    operands_wait: bool = True
     sharding: ShardingRuntime = MEGATRON_FSDP
+    fp8: bool = False
 
     def of(self, configuration: Configuration) -> "Software":
         """What trains a configuration: this, unless its schedule takes other layers."""
@@ -82,6 +86,7 @@ class Software:
             saves_scores=not self.flash_attention,
             recompute=self._recompute(configuration),
             fuses_loss=self.fuses_loss,
+            fp8=self.fp8,
         )
 
     def _recompute(self, configuration: Configuration) -> Recompute:
@@ -129,10 +134,12 @@ PIPEDREAM_2BW = Software(
 
 TORCHTITAN = Software(
     flash_attention=True, fuses_softmax=False, fuses_gradient_accumulation=False, overlaps_tensor=False,
-    fuses_elementwise=False, keeps_every_other_product=True, fuses_loss=False, sharding=FSDP2,
+    fuses_elementwise=False, keeps_every_other_product=True, fuses_loss=False, operands_wait=False,
+    sharding=FSDP2,
 )  # fmt: skip
 """torchtitan of December 2024, eager: its norms and rotary embeddings are PyTorch's operators (norms.py, model.py), its
-gradients are reduced in FP32 (`mixed_precision_reduce`)."""
+gradients are reduced in FP32 (`mixed_precision_reduce`), and its functional collectives are waited for on the stream
+that computes."""
 
 TORCHTITAN_2025 = replace(TORCHTITAN, compiles_loss=True)
 """Of June 2025 (components/loss.py)."""

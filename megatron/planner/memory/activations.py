@@ -21,6 +21,9 @@ the projection's result, beside which the queries of several groups are a copy.
 Whole layers that are recomputed keep their input: e h, shared as well. (Equation 6 of BPipe does not divide it by t;
 the published feasibility of its configurations agrees with dividing.)
 
+Where linears multiply in FP8, a layer keeps their inputs in a byte an element. Flash attention keeps its result in 16
+bits besides; all else is as above.
+
 Masks are a byte an element, as CUDA's kernels save them; on a CPU they take as much as an activation, and with that
 these counts are what megatron.core's layers save there (a test captures it).
 """
@@ -98,6 +101,7 @@ class ActivationSetting:
         recompute: see `Recompute`.
         fuses_loss: the loss keeps the softmax of the logits alone; else its gradient and that of the logits lie beside
             it in FP32.
+        fp8: linears of layers multiply in FP8.
     """
 
     tensor: int = 1
@@ -111,6 +115,12 @@ class ActivationSetting:
     fused_gate: bool = True
     recompute: Recompute = Recompute()
     fuses_loss: bool = True
+    fp8: bool = False
+
+    @property
+    def input_bytes(self) -> int:
+        """Of an element of a linear's input, as it is kept."""
+        return 1 if self.fp8 else self.element_bytes
 
 
 class Activations:
@@ -213,16 +223,18 @@ class Activations:
         h, e = shape.hidden_size, setting.element_bytes
         shared = 2 * setting.residual_bytes * h + shape.hidden_dropout * 2 * self._mask
         if NORM not in recomputed:
-            shared += 2 * e * h
+            shared += 2 * setting.input_bytes * h
         keeps_scores = setting.saves_scores and CORE_ATTENTION not in recomputed
         split = e * self._attention_width(keeps_scores=keeps_scores)
+        if setting.fp8:  # the output projection's input is a copy; the result itself is kept by flash attention alone
+            split += (setting.input_bytes - e * setting.saves_scores) * shape.query_width
         if shape.qk_norm:
             split += e * (shape.query_width + shape.key_width)
         if keeps_scores:
             split += self._score_bytes * shape.num_attention_heads * shape.sequence_length
         if MLP not in recomputed:
             gate = 1 if not shape.gated else 2 if setting.fused_gate else 3
-            split += e * (gate + 1) * shape.ffn_hidden_size
+            split += (e * gate + setting.input_bytes) * shape.ffn_hidden_size
         return self.tokens * (shared / self._shared + split / setting.tensor)
 
     @property

@@ -8,6 +8,9 @@ from collections.abc import Sequence
 
 from megatron.planner.memory.architecture import Architecture
 
+FP8_COPY_BYTES = 2
+"""Of an element that is multiplied in FP8: a byte as it is and a byte transposed, as Hopper's products want both."""
+
 
 def layer_parameters(shape: Architecture, tensor: int) -> int:
     """Parameters of one transformer layer on one of `tensor` ranks."""
@@ -23,6 +26,11 @@ def layer_parameters(shape: Architecture, tensor: int) -> int:
     if shape.qk_norm:
         whole += 2 * shape.norm_vectors * shape.kv_channels
     return split // tensor + whole
+
+
+def matrix_parameters(shape: Architecture, tensor: int, num_layers: int) -> int:
+    """Elements of the linears of so many layers on one of `tensor` ranks."""
+    return num_layers * (shape.layer_matrices // tensor)
 
 
 def embedding_parameters(shape: Architecture, tensor: int) -> int:

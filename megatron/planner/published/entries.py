@@ -27,7 +27,12 @@ from megatron.planner.published.model_names import ModelRecord
 from megatron.planner.published.not_modelled import without_what_is_off
 from megatron.planner.published.settings import SettingsRecord
 from megatron.planner.published.software_defaults import with_defaults
-from megatron.planner.published.software_names import in_bfloat16, named_software, sharded_software
+from megatron.planner.published.software_names import (
+    SIXTEEN_BITS_ONLY,
+    in_bfloat16,
+    named_software,
+    sharded_software,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +145,13 @@ class _EntryRecord(BaseModel):
                     "config.flash_attention is True in fp32, and its kernels take 16-bit numbers only; leave it out"
                 )
             software = replace(software, element_bytes=4, gradient_bytes=4, fuses_softmax=False, flash_attention=False)
+        if self.config.is_fp8:
+            if software in SIXTEEN_BITS_ONLY:
+                raise ValueError(
+                    "config.precision is 'fp8', and the software that is named multiplies in 16 bits; give bf16, or "
+                    "Megatron-Core as config.framework"
+                )
+            software = replace(software, fp8=True)
         if self.config.precision == "bf16":
             software = in_bfloat16(software)
         said = {

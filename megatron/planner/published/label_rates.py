@@ -16,7 +16,11 @@ _HBM3 = ("H100", "H200")
 
 
 def memory_bandwidth_of(label: str, name: str, gigabytes: float | None) -> float | None:
-    """GB/s of a GPU with other memory than the one of that name; None: its label says nothing of it."""
+    """GB/s of a GPU with other memory than the one of that name; None: its label says nothing of it. `gigabytes`: where
+    the label does not say them."""
+    named = re.search(r"(\d+) ?GI?B", label, re.IGNORECASE)
+    if gigabytes is None and named is not None:
+        gigabytes = float(named[1])
     if name not in _HBM3 or gigabytes is None or re.search(r"HBM2e", label, re.IGNORECASE) is None:
         return None
     return _GB_PER_SECOND_OF_STACK * round(gigabytes / _GB_OF_STACK)

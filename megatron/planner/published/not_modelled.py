@@ -1,6 +1,6 @@
 """What an entry may say of its run that the planner has no price for, by the names that frameworks give it.
 
-A run with FP8, experts or context parallelism is none of plain tensor, pipeline and data parallelism, and a prediction
+A run with FP4, experts or context parallelism is none of plain tensor, pipeline and data parallelism, and a prediction
 as if it were says nothing. So each such key is refused by name, unless its value says that it is off; the same words
 are looked for where an entry describes its run in a text. Weights that are split over replicas are read where the part
 config says so in the words of sharded_settings.py, and refused elsewhere.
@@ -25,6 +25,13 @@ class _Technique:
     remedy: str
 
 
+_FP8 = _Technique(
+    r"fp8|float8",
+    r"fp8|float8",
+    "products in FP8 are modelled as config.precision fp8, with a scale for each tensor, and no other way",
+    "give that alone, or a run in 16 bits",
+)
+_IS_FP8 = re.compile(r"(fp8|float8)\s*([(,].*)?", re.IGNORECASE | re.DOTALL)  # as a precision, with a remark behind
 _TECHNIQUES = (
     _Technique(
         r"fsdp|hsdp|full(y)?_?shard|shard_degree|dp_shard|sharding_strategy|zero_?(stage_?)?[23]|zero_(infinity|plus)",
@@ -33,11 +40,12 @@ _TECHNIQUES = (
         "give config.fsdp as true or a number of replicas, or config.zero as 0 to 3",
     ),
     _Technique(
-        r"fp8|fp4|float8|float4|int8|int4|quanti[sz]|[48]_?bit",
-        r"fp8|fp4|float8|int8|quanti[sz]ed",
-        "products in FP8 or FP4 are not modelled",
-        "give a run in bf16, fp16 or fp32",
+        r"fp4|float4|int8|int4|quanti[sz]|[48]_?bit",
+        r"fp4|float4|int8|quanti[sz]ed",
+        "products in FP4 or of integers are not modelled",
+        "give a run in bf16, fp16, fp32 or fp8",
     ),
+    _FP8,
     _Technique(
         r"moe|expert|(^|_)ep(_|$)|capacity_factor|router",
         r"(^|_)moe(_|$)|mixtral|mixture_of_experts|(^|_)\d+x\d+b(_|$)",
@@ -105,12 +113,19 @@ def without_what_is_off(entry: Mapping) -> dict:
     _refuse_two_names(kept)
     for part, key in _TEXTS:
         value = kept[part].get(key) if isinstance(kept.get(part), Mapping) else None
-        technique = _found(value, "text") if isinstance(value, str) and value.strip() else None
+        is_said = key in ("precision", "dtype") and isinstance(value, str) and _IS_FP8.fullmatch(value.strip())
+        is_text = isinstance(value, str) and value.strip() and not is_said
+        technique = _found(_without_fp8(value) if key == "technique" else value, "text") if is_text else None
         if technique is _TECHNIQUES[0] and _is_split(kept):
             continue
         if technique is not None:
             raise ValueError(f"{place(part, key)} is {shown(value)}: {technique.reason}; {technique.remedy}")
     return kept
+
+
+def _without_fp8(technique: str) -> str:
+    """Without the word that says the precision, beside others that `+` joins."""
+    return "+".join(word for word in technique.split("+") if not _IS_FP8.fullmatch(word.strip()))
 
 
 def _is_off_key(part: str, key: object, value: object) -> bool:

@@ -18,14 +18,14 @@ from megatron.planner.published.sharded_settings import sharding_of, true_or_rep
 _WORDS = {  # Megatron-LM's, the papers' and torch's, in ours
     "full": "layer", "selective": "attention", "1f1b": "flush", "pipedream-flush": "flush", "pipedream-2bw": "2bw",
     "interleaved 1f1b": "interleaved", "interleaved-1f1b": "interleaved", "1f1b-interleaved": "interleaved",
-    "float16": "fp16", "bfloat16": "bf16", "float32": "fp32",
+    "float8": "fp8", "float16": "fp16", "bfloat16": "bf16", "float32": "fp32",
 }  # fmt: skip
 _AS_THEY_ARE = (  # what a configuration calls alike
     "provisional", "provisional_microbatches", "provisional_reduce", "resident_stages", "host_update", "stash",
     "gathers_fetch",
 )  # fmt: skip
-_COMPILED = "compile"
-_SAYS_NOTHING = frozenset({"", "eager", _COMPILED})  # techniques that are no schedule
+_COMPILED, _FP8 = "compile", "fp8"
+_SAYS_NOTHING = frozenset({"", "eager", _COMPILED, _FP8})  # techniques that are no schedule
 _NO_MICROBATCH = "config.micro_batch is not given; give its sequences"
 
 
@@ -46,7 +46,7 @@ class SettingsRecord(BaseModel):
         default=0, validation_alias=AliasChoices("zero", "zero_stage", "zero_optimization_stage")
     )
     technique: Annotated[str | None, BeforeValidator(_in_our_words)] = None
-    precision: Annotated[Literal["bf16", "fp16", "fp32"] | None, BeforeValidator(_in_our_words)] = Field(
+    precision: Annotated[Literal["bf16", "fp16", "fp32", "fp8"] | None, BeforeValidator(_in_our_words)] = Field(
         default=None, validation_alias=AliasChoices("precision", "dtype")
     )
     t: Count = 1
@@ -78,7 +78,16 @@ class SettingsRecord(BaseModel):
     @property
     def is_compiled(self) -> bool:
         """By torch.compile."""
-        return _COMPILED in (self.technique or "").split("+")
+        return _COMPILED in self._techniques
+
+    @property
+    def is_fp8(self) -> bool:
+        """Linears multiply in FP8, as the precision or a technique says."""
+        return self.precision == _FP8 or _FP8 in self._techniques
+
+    @property
+    def _techniques(self) -> list[str]:
+        return (self.technique or "").split("+")
 
     def configuration(self, hardware: HardwareRecord, assume: Callable[[str], None]) -> Configuration:
         """The configuration. `assume` is told what is filled in. Raises ValueError where too little is said."""
@@ -119,7 +128,7 @@ class SettingsRecord(BaseModel):
     def _schedule(self, assume: Callable[[str], None]) -> str:
         """The schedule in our words. Several stages on a rank make 1F1B interleaved."""
         said = self.schedule
-        words = [word for word in (self.technique or "").split("+") if word not in _SAYS_NOTHING]
+        words = [word for word in self._techniques if word not in _SAYS_NOTHING]
         technique = "+".join(words)
         if technique not in ("", said):
             if said is not None or technique not in PRESETS:

@@ -40,6 +40,9 @@ _NAMES = {  # what a field or the source names
     "megatron.core": MEGATRON_CORE,
 }
 
+SIXTEEN_BITS_ONLY = (MEGATRON_V3, MEGATRON_2021, MEGATRON_2020, MEGATRON_DEEPSPEED, PIPEDREAM_2BW)
+"""Software from before GPUs multiplied in FP8."""
+
 
 def named_software(texts: Iterable[str | None], gpu: str, assume: Callable[[str], None]) -> Software:
     """What the first text names that names any; else what runs on such a GPU. `assume` is told what is filled in."""
@@ -47,7 +50,7 @@ def named_software(texts: Iterable[str | None], gpu: str, assume: Callable[[str]
         for name, software in _NAMES.items():
             if name in text.lower():
                 return _with_defaults(of_its_year(software, text), gpu, assume)
-    if gpu in ("H100", "H200"):  # Megatron-LM v3 was before Hopper; what runs there has flash attention
+    if gpu in DEVICES and DEVICES[gpu].peak_teraflops_fp8:  # they came after Megatron-LM v3
         assume("the software of megatron-core")
         return _with_defaults(MEGATRON_CORE, gpu, assume)
     assume("the software of Megatron-LM v3")

@@ -3,7 +3,7 @@
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.sharding import Sharding
 from megatron.planner.memory.activations import RecomputeScope
-from megatron.planner.memory.parameters import layer_parameters, stage_parameters
+from megatron.planner.memory.parameters import FP8_COPY_BYTES, layer_parameters, matrix_parameters, stage_parameters
 from megatron.planner.sharded.batch import Seconds, ShardedCosts, batch_seconds
 from megatron.planner.time.first_principles import FirstPrinciples
 from megatron.planner.time.iteration import IterationTime
@@ -40,7 +40,10 @@ def sharded_costs(cost_model: CostModel, configuration: Configuration, *, is_slo
     embedding, layer, head = (Seconds(*(way / kept for way in each)) for each in cost_model.pieces(configuration))
     times = 2 if runtime.gathers_to_recompute and configuration.recompute is RecomputeScope.LAYER else 1
     regathers = sharding.stage == 3
-    copy = cost_model.moved(2 * element * of_layer) if runtime.copies and regathers else 0.0
+    copied = 2 * element * of_layer if runtime.copies and regathers else 0
+    if software.fp8:  # what is gathered is cast
+        copied += (element + FP8_COPY_BYTES) * matrix_parameters(model, configuration.tensor, 1)
+    copy = cost_model.moved(copied)
     written = element if runtime.keeps_shards else 0
     return ShardedCosts(
         embedding=embedding,

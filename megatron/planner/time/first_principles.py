@@ -21,7 +21,7 @@ from megatron.planner.job.software import MEGATRON_CORE, Software
 from megatron.planner.memory.activations import Activations, by_stage
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.memory.node_memory import crowds_by_name, fewest_sharing
-from megatron.planner.memory.parameters import stage_parameters
+from megatron.planner.memory.parameters import FP8_COPY_BYTES, matrix_parameters, stage_parameters
 from megatron.planner.time.calibration import default_constants
 from megatron.planner.time.closed_forms import moving_parts
 from megatron.planner.time.constants import Constants
@@ -158,6 +158,8 @@ class FirstPrinciples:
         constants, device = self.constants, self.cluster.device
         tensor_link = self._scaled(links.tensor, links, within=constants.tensor_efficiency)
         products = work.operations / (device.peak(self.software.element_bytes) * constants.product_efficiency)
+        if work.fp8_operations:
+            products += work.fp8_operations / (1e12 * device.peak_teraflops_fp8 * constants.product_efficiency)
         products += work.calls * constants.product_overhead
         traffic = work.traffic / (device.memory_bandwidth * _GIGA * constants.memory_efficiency)
         hidden = work.overlapped / tensor_link
@@ -255,7 +257,8 @@ class FirstPrinciples:
         self, configuration: Configuration, schedule: Schedule, layers: Sequence[int], links: Links, *,
         forward: Sequence[float], backward: Sequence[float],
     ) -> tuple[list[float], list[float]]:  # fmt: skip
-        """The optimizer's step and what is seen of the reduction over replicas, by stage."""
+        """The optimizer's step, with casts of new weights to FP8, and what is seen of the reduction over replicas, by
+        stage."""
         state = self.software.training_state(configuration)
         written = 0 if configuration.predicts else state.weight_bytes
         step, reduce, gather, buckets = [], [], [], []
@@ -269,10 +272,15 @@ class FirstPrinciples:
             gather.append(once * state.weight_bytes if gathers else 0.0)
             reduce.append(once * state.gradient_bytes * (1 if state.distributed_optimizer else 2))
             buckets.append(num_buckets(count, configuration.data))
+        if self.software.fp8:
+            for stage, count in enumerate(layers):
+                matrices = matrix_parameters(self.model, configuration.tensor, count)
+                step[stage] += matrices * (state.weight_bytes + FP8_COPY_BYTES) / self._memory_bandwidth
         ranks, contention = schedule.rank_of_stage, self.constants.contention
-        if self.software.overlaps_gradients and schedule.weights.drains:
+        drains = schedule.weights.drains and not configuration.is_hosted  # on the host's lanes programs overlap them
+        if self.software.overlaps_gradients and drains:
             reduce = reductions_shown(reduce, backward, buckets, ranks, contention)
-        if self.software.overlaps_weights and schedule.weights.drains:
+        if self.software.overlaps_weights and drains:
             gather = gathers_shown(gather, forward, buckets, ranks, contention)
         return [sum(each) for each in zip(step, gather, strict=True)], reduce
 
@@ -320,8 +328,8 @@ class FirstPrinciples:
         copy = 0 if state.weight_bytes == 4 else state.weight_bytes
         per_parameter = 1e-9 * self.cluster.optimizer_ns(6 * 4 + state.gradient_bytes + copy)
         counts = stage_parameters(self.model, configuration.tensor, layers)
-        node_of_slot = self.cluster.topology.node_of_slot
-        share = 1 / fewest_sharing(crowds_by_name(configuration.degrees, configuration.rank_mapping, node_of_slot))
+        host_of_slot = self.cluster.host_of_slot
+        share = 1 / fewest_sharing(crowds_by_name(configuration.degrees, configuration.rank_mapping, host_of_slot))
         per_byte = 1 / rate
         if configuration.gathers_fetch:
             link = self.cluster.device.link_bandwidth * _GIGA * self.constants.link_efficiency

@@ -2,7 +2,7 @@
 
 Everything that takes time on a GPU is one of four kinds, each with a resource of its own:
 
-    products      matrix products, (operations, calls), bound by arithmetic
+    products      matrix products, (operations, calls), bound by arithmetic; those in FP8 apart, at a peak of their own
     traffic       bytes that other kernels read and write, bound by memory
     exchanged     bytes that a tensor rank sends to the others while it computes nothing
     overlapped    bytes that it sends while it multiplies
@@ -34,6 +34,11 @@ them, and keys and values are repeated for every query. With 4 bytes of FP32 and
     rotary embeddings                     (2 e + 16)(q + k)  the same                            (2 e + 16)(q + k)
     repeated keys and values              2 e (q + k)      sums of them                          2 e (q + k)
 
+In FP8 the inputs of linears are cast in a forward, and the gradients of their outputs in a backward, each by a kernel
+of its own that reads e bytes an element and writes two copies of a byte, one of them transposed. So does Transformer
+Engine with delayed scaling, where the cast is not fused with the kernel before it. Weights are cast once a batch, for
+all of its microbatches. What tensor ranks send stays in 16 bits.
+
 Where a backward is split, W has the products of the linears that give gradients of weights, and what adds these to
 their buffer; with split sequences it gathers the inputs for them. All else is in I: the other products, the attention's
 core, norms, activations, the embedding, and what is recomputed. So operations and bytes of both are those of the whole;
@@ -48,6 +53,7 @@ from functools import cached_property
 from megatron.planner.job.software import Software
 from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.architecture import Architecture
+from megatron.planner.memory.parameters import FP8_COPY_BYTES
 
 _FP32 = 4
 
@@ -63,6 +69,7 @@ class Work:
     overlapped: float = 0.0
     kernels: float = 0.0
     collectives: float = 0.0
+    fp8_operations: float = 0.0
 
     def __add__(self, other: Work) -> Work:
         return Work(*(a + b for a, b in zip(self._values, other._values, strict=True)))
@@ -74,6 +81,7 @@ class Work:
     def _values(self) -> tuple[float, ...]:
         return (
             self.operations, self.calls, self.traffic, self.exchanged, self.overlapped, self.kernels, self.collectives,
+            self.fp8_operations,
         )  # fmt: skip
 
 
@@ -100,6 +108,7 @@ class LayerWork:
         split = self.tokens / t * (activation + attention + (0 if self.software.flash_attention else 2 * e * q))
         return (
             self._linear(1)
+            + self._cast(along_tokens=2 * h, split=q + self.shape.ffn_hidden_size)
             + self._core_forward()
             + Work(traffic=along_tokens + split, kernels=18, exchanged=2 * self._all_reduce, collectives=2 * (t > 1))
         )
@@ -115,6 +124,7 @@ class LayerWork:
         exposed, hidden = self._backward_exchange()
         return (
             self._linear(2)
+            + self._cast(along_tokens=2 * h, split=q + 2 * k + self.shape.ffn_hidden_size * (1 + self.shape.gated))
             + self._core_backward()
             + Work(
                 traffic=along_tokens + split + weights,
@@ -203,7 +213,17 @@ class LayerWork:
         return 2 * num_weights * passes
 
     def _linear(self, times: int) -> Work:
-        return Work(operations=2.0 * times * self.tokens * self.shape.layer_matrices / self.t, calls=4 * times)
+        operations = 2.0 * times * self.tokens * self.shape.layer_matrices / self.t
+        if self.software.fp8:
+            return Work(fp8_operations=operations, calls=4 * times)
+        return Work(operations=operations, calls=4 * times)
+
+    def _cast(self, *, along_tokens: int, split: int) -> Work:
+        """Tensors of four linears to FP8, of so many columns that are split along the sequence, and over ranks."""
+        if not self.software.fp8:
+            return Work()
+        elements = self.tokens * (along_tokens / self.shared + split / self.t)
+        return Work(traffic=(self.e + FP8_COPY_BYTES) * elements, kernels=4)
 
     @property
     def _all_but_kept(self) -> Work:
@@ -212,8 +232,9 @@ class LayerWork:
         """
         h, q, k, f = self.shape.hidden_size, self.shape.query_width, self.shape.key_width, self.shape.ffn_hidden_size
         again = h * (k + q + f)  # keys, projection, and up of a gated MLP or else down
-        products = Work(operations=2.0 * self.tokens * again / self.t, calls=3)
-        return replace(self.forward, operations=products.operations, calls=products.calls)
+        operations = 2.0 * self.tokens * again / self.t
+        kind = {"operations": 0.0, "fp8_operations": operations} if self.software.fp8 else {"operations": operations}
+        return replace(self.forward, **kind, calls=3)
 
     def _elementwise(self, *, backward: bool) -> tuple[float, float, float]:
         """Bytes of a token: of a norm by column, of the activation, and around attention; see the module."""

@@ -90,7 +90,7 @@ def test_pads_the_vocabulary_as_megatron_does():
         (changed(BPIPE_TABLE_7[0], hardware={"internode": "-5 Gb/s"}), "the bandwidth between nodes is -5 Gb/s; give"),
         (
             changed(BPIPE_TABLE_7[0], config={"precision": "tf32"}),
-            "config.precision is 'tf32': input should be 'bf16', 'fp16' or 'fp32'",
+            "config.precision is 'tf32': input should be 'bf16', 'fp16', 'fp32' or 'fp8'",
         ),
         (changed(BPIPE_TABLE_7[0], config={"t": "two", "hsdp": 8}), "fully sharded"),  # comes before what is unreadable
         ({"id": "empty"}, "is not given"),

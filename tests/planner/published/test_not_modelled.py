@@ -29,7 +29,7 @@ def test_splitting_weights_is_said_in_config(part, key, value):
         ("fsdp", "full_shard", "fully sharded"), ("use_torch_fsdp2", True, "fully sharded"),
         ("zero3", True, "fully sharded"), ("hsdp", 8, "fully sharded"),
         ("sharding_strategy", "FULL_SHARD", "fully sharded"), ("data_parallel_shard_degree", "all", "fully sharded"),
-        ("fp8", True, "FP8"), ("fp8_format", "hybrid", "FP8"), ("nvfp4", 1, "FP8 or FP4"), ("float8", "on", "FP8"),
+        ("fp8", True, "FP8"), ("fp8_format", "hybrid", "FP8"), ("nvfp4", 1, "FP4"), ("float8", "on", "FP8"),
         ("moe", True, "experts"), ("num_experts", 8, "experts"), ("ep", 2, "experts"),
         ("num-moe-experts", 4, "experts"),
         ("context_parallel", 2, "context parallel"), ("cp", True, "context parallel"),
@@ -61,8 +61,12 @@ def test_a_degree_of_one_is_off_and_true_is_none(key):
 @pytest.mark.parametrize(
     ("parts", "reason"),
     [
-        ({"config": {"precision": "fp8"}}, "config.precision is 'fp8': products in FP8"),
-        ({"config": {"technique": "compile+fp8"}}, "config.technique is 'compile+fp8': products in FP8"),
+        ({"config": {"precision": "nvfp4"}}, "config.precision is 'nvfp4': products in FP4"),
+        ({"config": {"precision": "mxfp8"}}, "config.precision is 'mxfp8': products in FP8 are modelled as"),
+        ({"config": {"precision": "fp8", "fp8_recipe": "blockwise"}}, "with a scale for each tensor, and no other way"),
+        ({"config": {"technique": "compile+fp8"}}, "and the software that is named multiplies in 16"),
+        ({"config": {"technique": "mxfp8"}}, "config.technique is 'mxfp8': products in FP8 are modelled"),
+        ({"config": {"technique": "compile+fp8+asyncTP"}}, "asyncTP': tensor-parallel collectives in pieces"),
         ({"config": {"technique": "zigzag"}}, "config.technique is 'zigzag', which is no technique that is known"),
         ({"config": {"framework": "PyTorch FSDP2"}}, "fully sharded"),
         ({"hardware": {"software": "DeepSpeed ZeRO-3"}}, "fully sharded"),
