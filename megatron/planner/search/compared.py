@@ -20,7 +20,7 @@ TRAINED_BY = {3: ("torchtitan", "Megatron-FSDP", "DeepSpeed"), 2: ("Megatron-FSD
 """Systems that split so, by ZeRO's stage."""
 
 ERROR = 0.2
-"""By how much predictions may be off: torchtitan's published runs were predicted 7 to 22% too fast (docs/planner.md)."""
+"""By how much they may be off: torchtitan's published runs were predicted 7 to 22% too fast (docs/planner.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
