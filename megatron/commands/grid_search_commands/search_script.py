@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron.planner import Cluster
 from megatron.planner.search import Kept, delay
+from megatron.planner.search.expectation import expectation
 from megatron.planner.search.flags import as_argv, gradient_flags, hosting_flags, prediction_flags
 from megatron.planner.search.offers import preset_of
 from megatron.planner.search.picture import describe
@@ -57,6 +58,7 @@ def script_text(job: Job, kept: Kept, cluster: Cluster, *, command: str, others:
             f"{100 * estimate.mfu:.1f}% MFU. Made by"
         ),
         *_comment(command, indent="    "),
+        *(line for each in expectation(kept) for line in _comment(f"{each[:1].upper()}{each[1:]}.")),
         *(_comment(f"Note: {delayed}.") if delayed else []),
         *(_comment(f"Note: {others}.") if others else []),
         "#",

@@ -16,8 +16,11 @@ processor it is.
     host_memory_gib: 1900   # optional: of a host's main memory, what training may use; weights on the host need it
     host_bandwidth: 25      # optional: GB/s of one GPU to its host's memory, and from there; by default its PCIe's
     host_optimizer_ns: 1.5  # optional: nanoseconds a parameter of the host's optimizer, of one process while all run
+    price_per_gpu_hour: 2.5 # optional: money for a GPU for an hour, its share of the node and the network included
+    currency: USD           # optional: of that price, its code of three letters
 """
 
+import re
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -48,6 +51,13 @@ DDR4-2933 channels have 281."""
 
 def _usual_gpus_per_node(given: dict) -> int:
     return DEVICES.get(given.get("gpu"), _CPU).gpus_per_node
+
+
+def _code(currency: str) -> str:
+    """Raises ValueError where it is no code of a currency."""
+    if not re.fullmatch("[A-Z]{3}", currency):
+        raise ValueError(f"currency {shown(currency)} is no code of three capital letters; write USD, EUR or the like")
+    return currency
 
 
 class _Links(BaseModel):
@@ -81,6 +91,8 @@ class Cluster(BaseModel):
     host_bandwidth: _Positive | None = None
     host_optimizer_ns: _Positive | None = None
     gpus_per_host: Annotated[int, Field(ge=1, le=MOST)] | None = None
+    price_per_gpu_hour: _Positive | None = None
+    currency: Annotated[str, AfterValidator(_code)] = "USD"
 
     def model_post_init(self, _context: object) -> None:
         for node in self.topology.nodes if self.gpus_per_host else ():

@@ -59,7 +59,8 @@ def draw_outcome(outcome: Outcome, *, memory_gib: float, title: str = "") -> Fig
     if outcome.best:
         entries += axes.plot(
             outcome.best.memory_gib, outcome.best.sequences_per_second, linestyle="none", marker="o", markersize=10,
-            markerfacecolor="none", color="black", label=f"the fastest: {describe(outcome.best.choice)}", gid="best",
+            markerfacecolor="none", color="black", gid="best",
+            label=f"the {outcome.superlative}: {describe(outcome.best.choice)}",
         )  # fmt: skip
     axes.set_xlabel(f"memory of the fullest GPU, GiB (of {memory_gib:g}; shaded: the last {LOST:.0%})")
     axes.set_ylabel("sequences per second")
