@@ -125,8 +125,10 @@ def _drawn(draw: random.Random, index: int) -> Case | None:
     gpu, (schedule, balance) = _GPUS[index % len(_GPUS)], _SCHEDULES[index % len(_SCHEDULES)]
     hidden, heads, most = draw.choice(_WIDTHS)
     t = draw.choice((1, 2, 4, 8))
-    p = draw.choice((1, 2, 4, 6, 8, 9, 12, 16, 24, 32, 64) if schedule not in _SIMULATED else (2, 4, 6, 8))
-    d = draw.choice((1, 1, 2, 3, 4, 8, 9, 16, 64))
+    p = draw.choice((2, 4, 6, 8) if schedule in _SIMULATED else (1, 2, 4, 6, 8, 9, 12, 16))
+    if schedule in ("flush", "gpipe"):
+        p = draw.choice((p, p, 24, 32, 64))
+    d = draw.choice((1, 1, 2, 3, 4, 8, 9, 24, 64))
     if schedule == "l2l":
         p, most = draw.choice((1, 2)), 8
     per_node = min(t * p * d, Cluster(gpu=gpu, nodes=1).gpus_per_node)
@@ -136,7 +138,7 @@ def _drawn(draw: random.Random, index: int) -> Case | None:
     if p == 1 and schedule not in ("flush", "2bw", "gpipe", "l2l"):
         return None
     layers = p * v * (1 if schedule == "l2l" else max(1, draw.choice((most // (p * v), most // (2 * p * v)))))
-    m = p * draw.choice((1, 2, 4)) if schedule not in _SIMULATED else draw.choice((p, 2 * p, 3 * p + 1))
+    m = draw.choice((p, 2 * p, 3 * p + 1)) if schedule in _SIMULATED else p * draw.choice((1, 2, 4 if p < 9 else 3))
     m = 1 if schedule == "pipedream" else m  # each is a batch
     size = draw.choice((1, 2, 4))
     software = draw.choice(_SOFTWARE)
