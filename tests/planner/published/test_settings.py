@@ -1,5 +1,7 @@
 """The part `config` of an entry: in the words of Megatron-LM and of the papers, and in other precisions."""
 
+from dataclasses import replace
+
 import pytest
 
 from megatron.planner.memory.activations import RecomputeScope
