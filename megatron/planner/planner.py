@@ -17,7 +17,9 @@ from megatron.planner.memory.demand import Demand
 from megatron.planner.memory.memory import RankMemory, estimate_memory
 from megatron.planner.memory.node_memory import HostVerdict, crowds_by_name, judge_host
 from megatron.planner.memory.schedule_demand import schedule_demand
-from megatron.planner.time.iteration import priced, simulated
+from megatron.planner.sharded.iteration import sharded_time
+from megatron.planner.sharded.memory import sharded_memory
+from megatron.planner.time.iteration import IterationTime, priced, simulated
 from megatron.planner.time.model import CostModel
 from megatron.planner.time.pressure import in_one_gradient_buffer, slowed
 
@@ -74,6 +76,9 @@ class Planner:
 
         `proved`: what the checker finds in programs; else the closed form, which takes no time, where there is one.
         """
+        if configuration.sharding is not None:
+            self.layers(configuration)
+            return sharded_memory(self.model, self.software.of(configuration), configuration)
         schedule = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
         demand = schedule_demand(schedule, configuration.num_microbatches, proved=proved)
         return self._memory(configuration, demand, self.layers(configuration) if layers is None else layers)
@@ -110,9 +115,7 @@ class Planner:
         layers = self.layers(configuration)
         memory = self.memory(configuration, layers, proved=simulate)
         verdict = self.judge(configuration, memory)
-        schedule = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
-        costs = self.costs(configuration, schedule, layers, verdict)
-        time = (simulated if simulate else priced)(costs, configuration, schedule)
+        time = self._time(configuration, layers, verdict, simulate)
         operations = self.model.operations(configuration.global_batch_size)
         peak = configuration.num_gpus * self.cluster.device.peak(self.software.element_bytes)
         return Estimate(
@@ -125,6 +128,16 @@ class Planner:
             host=self.judge_host(configuration, memory),
         )
 
+    def _time(
+        self, configuration: Configuration, layers: Sequence[int], verdict: Verdict, simulate: bool
+    ) -> IterationTime:
+        if configuration.sharding is not None:
+            assert self.cost_model is not None
+            return sharded_time(self.cost_model, configuration, is_slowed=bool(verdict.slowed))
+        schedule = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
+        costs = self.costs(configuration, schedule, layers, verdict)
+        return (simulated if simulate else priced)(costs, configuration, schedule)
+
     def costs(self, configuration: Configuration, schedule: Schedule, layers: Sequence[int], verdict: Verdict) -> Costs:
         """What instructions cost, where the allocator slows these ranks down."""
         assert self.cost_model is not None
@@ -136,7 +149,8 @@ class Planner:
 
     def judge(self, configuration: Configuration, memory: Sequence[RankMemory]) -> Verdict:
         """Whether GPUs have the memory, and whether the allocator is under pressure."""
-        setting = self.software.of(configuration).activation_setting(configuration)
+        software = self.software.of(configuration)
+        setting = software.activation_setting(configuration) if software.operands_wait else None
         return judge(memory, self.cluster.device.memory_gib, self.model, setting)
 
     def judge_host(self, configuration: Configuration, memory: Sequence[RankMemory]) -> HostVerdict | None:

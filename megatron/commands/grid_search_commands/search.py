@@ -29,7 +29,17 @@ from megatron.documents.writing import write_whole
 from megatron.planner import Architecture, Cluster
 from megatron.planner.intervals.lookup import Intervals
 from megatron.planner.planner import Planner
-from megatron.planner.search import SCOPES, Outcome, Space, Training, delay, offered, relayed, search
+from megatron.planner.search import (
+    SCOPES,
+    Outcome,
+    Space,
+    Training,
+    compared,
+    delay,
+    offered,
+    relayed,
+    search,
+)
 from megatron.planner.search.bill import Budget
 from megatron.planner.search.expectation import expectation, unvalidated
 from megatron.planner.search.paper import PaperResult, describe_paper, run_paper_algorithm
@@ -90,7 +100,8 @@ def run(options: argparse.Namespace) -> int:
         if paper is not None:
             print("\nAlgorithm 1 of PipeDream-2BW, as it stands", *describe_paper(paper), sep="\n")
     if outcome.best is None:
-        raise ValueError(f"none of the {len(outcome.rejected)} choices can run; {nearest_miss(outcome)}")
+        said = filter(None, (nearest_miss(outcome), compared.sentence(outcome.without_pipeline, None)))
+        raise ValueError(f"none of the {len(outcome.rejected)} choices can run; {'; '.join(said)}")
     return 0
 
 
@@ -252,12 +263,14 @@ def _print(outcome: Outcome, top: int, seconds: float) -> None:
 
 
 def _notes(outcome: Outcome) -> tuple[str, ...]:
+    others = compared.sentence(outcome.without_pipeline, outcome.best)
     fixed = "all GPUs are used, so cost ranks as time; `grid_search sweep --gpus` compares numbers of GPUs"
     return (
         *delay.sentences(outcome.kept),
         *relayed.sentences(outcome.kept),
         *unvalidated(outcome.kept),
         *((fixed,) if outcome.objective == "cost" else ()),
+        *filter(None, [others]),
     )
 
 
@@ -269,6 +282,7 @@ def _as_dict(outcome: Outcome, top: int, seconds: float, paper: PaperResult | No
         "objective": outcome.objective,
         "seconds": seconds,
         "notes": _notes(outcome),
+        "without_pipeline": compared.record(outcome.without_pipeline),
         "best": [kept_record(each, rank) for rank, each in enumerate(outcome.kept[:top], start=1)],
     }
 
@@ -311,7 +325,9 @@ def _write(folder: Path, outcome: Outcome, planner_of, model: ModelInput, cluste
     script = None
     remove_script(folder / "best.sh")
     if outcome.best:
-        script = script_text(job, outcome.best, cluster, command=shlex.join(["tools/grid_search.py", *sys.argv[1:]]))
+        command = shlex.join(["tools/grid_search.py", *sys.argv[1:]])
+        others = compared.sentence(outcome.without_pipeline, outcome.best)
+        script = script_text(job, outcome.best, cluster, command=command, others=others)
         write_whole(folder / "best.sh", script)
         if any(each.choice.rank_mapping == "optimized" for each in outcome.kept):
             topology = cluster.topology.model_dump(mode="json", exclude_none=True)

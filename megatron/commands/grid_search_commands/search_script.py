@@ -24,8 +24,8 @@ _FILES = {"--vocab-file": "VOCAB_FILE", "--merge-file": "MERGE_FILE"}
 _WITHOUT_MODEL = ("GPT2BPETokenizer", "NullTokenizer", "ByteLevelTokenizer")  # none of job.sh's TOKENIZER_MODEL
 
 
-def script_text(job: Job, kept: Kept, cluster: Cluster, *, command: str) -> str:
-    """The script's text. `command`: that made it, for the head."""
+def script_text(job: Job, kept: Kept, cluster: Cluster, *, command: str, others: str | None = None) -> str:
+    """The script's text. For its head, `command`: that made it; `others`: what other systems reach."""
     choice, estimate = kept.choice, kept.estimate
     preset, balance = preset_of(choice.schedule)
     hosts = cluster.gpus_of_hosts
@@ -60,6 +60,7 @@ def script_text(job: Job, kept: Kept, cluster: Cluster, *, command: str) -> str:
         *_comment(command, indent="    "),
         *(line for each in expectation(kept) for line in _comment(f"{each[:1].upper()}{each[1:]}.")),
         *(_comment(f"Note: {delayed}.") if delayed else []),
+        *(_comment(f"Note: {others}.") if others else []),
         "#",
         "#   bash THIS_FILE --dry-run      # check everything, run nothing; needs torch, and no GPU",
         f"#   {' '.join([*environment, 'bash THIS_FILE'])}",

@@ -7,6 +7,7 @@ from megatron.pipeline.program.weight_policies import TWO_BW
 from megatron.pipeline.schedules import PRESETS, Preset, Schedule
 from megatron.placement.degrees import Degrees
 from megatron.placement.mapping import NAMES
+from megatron.planner.job.sharding import Sharding
 from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.hosted import Hosting
 
@@ -40,6 +41,8 @@ class Configuration:
         gathers_fetch: replicas on a node fetch shares of a stage's weights, and gather the whole from one another.
         single_gradient_buffer: 2bw does without its second gradient buffer: a batch's first backward waits until the
             gradients of the batch before are reduced, and they are clipped by the norm before that.
+        sharding: weights, gradients and optimizer state are split over replicas, without a pipeline (FSDP, ZeRO); None:
+            they are not.
 
     Raises:
         ValueError: a number below 1, an unknown name, a batch that does not divide into microbatches, or predictions
@@ -67,6 +70,7 @@ class Configuration:
     stash: str = DEVICE
     gathers_fetch: bool = False
     single_gradient_buffer: bool = False
+    sharding: Sharding | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "recompute", RecomputeScope(self.recompute))
@@ -91,6 +95,7 @@ class Configuration:
                 f"{' and provisional ' + self.provisional if self.predicts else ''}; leave one out"
             )
         self._check_hosting()
+        self._check_sharding()
 
     def _check_predictions(self) -> None:
         if self.provisional not in PROVISIONAL_MODES:
@@ -128,6 +133,16 @@ class Configuration:
         ):
             if is_asked:
                 raise ValueError(f"{name} does not go with {self.schedule}: it {reason}; leave it out")
+
+    def _check_sharding(self) -> None:
+        if self.sharding is None:
+            return
+        refusal = self.sharding.refusal(
+            pipeline=self.pipeline, data=self.data, schedule=self.schedule, virtual=self.virtual,
+            splits_optimizer=self.distributed_optimizer,
+        )  # fmt: skip
+        if refusal:
+            raise ValueError(refusal)
 
     @property
     def num_gpus(self) -> int:

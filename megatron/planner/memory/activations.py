@@ -37,6 +37,7 @@ from megatron.planner.memory.architecture import Architecture
 _FP32 = 4
 
 CORE_ATTENTION, MLP, NORM = "core_attn", "mlp", "layernorm"
+EVERY_OTHER_PRODUCT = "every_other_product"  # torchtitan's selective recomputation, in place of modules
 
 
 class RecomputeScope(str, Enum):
@@ -53,7 +54,8 @@ class Recompute:
     """What a backward recomputes, as flags say it.
 
     Attributes:
-        modules: of every layer: `core_attn`, `mlp`, `layernorm`.
+        modules: of every layer: `core_attn`, `mlp`, `layernorm`; or `every_other_product` alone, where all is
+            recomputed but the attention and every other matrix product.
         method: whole layers: `uniform`, in chunks of `num_layers`, or `block`, the first `num_layers` of each stage.
         num_layers: see `method`.
         whole_stage: as instructions of the program, from the stage's input.
@@ -97,6 +99,8 @@ class ActivationSetting:
         mask_bytes: of an element of a dropout mask.
         fused_gate: a gated MLP keeps the input of its gate once, as fused kernels do.
         recompute: see `Recompute`.
+        fuses_loss: the loss keeps the softmax of the logits alone; else its gradient and that of the logits lie beside
+            it in FP32.
         fp8: linears of layers multiply in FP8.
     """
 
@@ -110,6 +114,7 @@ class ActivationSetting:
     mask_bytes: int = 1
     fused_gate: bool = True
     recompute: Recompute = Recompute()
+    fuses_loss: bool = True
     fp8: bool = False
 
     @property
@@ -185,8 +190,11 @@ class Activations:
 
     @property
     def logits_gradient(self) -> float:
-        """The logits in 16 bits before the loss, or their gradient after it; in FP32 it lies in the softmax."""
+        """The logits in 16 bits before the loss, or their gradient after it; in FP32 it lies in the softmax. Without
+        fusion the gradients of the softmax and of the logits are tensors of their own."""
         e = self.setting.element_bytes
+        if not self.setting.fuses_loss:
+            return self.tokens * 2 * _FP32 * self.shape.output_rows / self.setting.tensor
         return self.tokens * e * self.shape.output_rows / self.setting.tensor if e < _FP32 else 0.0
 
     @property
@@ -209,6 +217,8 @@ class Activations:
 
     def _layer(self, recomputed: frozenset[str]) -> float:
         """A layer that recomputes these modules."""
+        if EVERY_OTHER_PRODUCT in recomputed:
+            return self._every_other_product
         shape, setting = self.shape, self.setting
         h, e = shape.hidden_size, setting.element_bytes
         shared = 2 * setting.residual_bytes * h + shape.hidden_dropout * 2 * self._mask
@@ -226,6 +236,16 @@ class Activations:
             gate = 1 if not shape.gated else 2 if setting.fused_gate else 3
             split += (e * gate + setting.input_bytes) * shape.ffn_hidden_size
         return self.tokens * (shared / self._shared + split / setting.tensor)
+
+    @property
+    def _every_other_product(self) -> float:
+        """A layer that keeps its input, the attention's result, and of its products, in order q, k, v, projection,
+        (gate,) up, down, the first, the third and so on."""
+        shape, setting = self.shape, self.setting
+        h, e = shape.hidden_size, setting.element_bytes
+        split = 2 * shape.query_width + shape.key_width + shape.ffn_hidden_size
+        whole = h * shape.gated  # a gated MLP has one product more, and its last one is kept
+        return self.tokens * ((setting.residual_bytes * h + e * whole) / self._shared + e * split / setting.tensor)
 
     def _attention_width(self, *, keeps_scores: bool) -> int:
         """Queries, keys, values and the attention's result, in elements of a token."""

@@ -18,6 +18,7 @@ from megatron.documents.faults import Number, shown
 from megatron.planner.job.cluster import Cluster
 from megatron.planner.job.device_names import device_of, domain_of, edition_of, is_edition
 from megatron.planner.job.devices import DEVICES
+from megatron.planner.published.label_rates import clock_of, memory_bandwidth_of
 from megatron.planner.published.model_names import Count
 
 _Positive = Annotated[float, Number, Field(gt=0, allow_inf_nan=False)]
@@ -85,14 +86,29 @@ class HardwareRecord(BaseModel):
         self._refuse_edition(name)
         if is_guess:
             assume(f"GPU {name}")
+        peak, bandwidth = self._rates_of_label(name, assume)
         return Cluster(
-            gpu=name, nodes=nodes, gpus_per_node=per_node, memory_gib=memory, peak_teraflops=self.peak_tflops,
-            memory_bandwidth=self.memory_bandwidth,
+            gpu=name, nodes=nodes, gpus_per_node=per_node, memory_gib=memory, peak_teraflops=peak,
+            memory_bandwidth=bandwidth,
             bandwidth={
                 "within_node": self._within_node(name),
                 "between_nodes": self._between_nodes(per_node, machine, assume) if nodes > 1 else None,
             },
         )  # fmt: skip
+
+    def _rates_of_label(self, name: str, assume: Callable[[str], None]) -> tuple[float | None, float | None]:
+        """Peak and bandwidth of the memory: as given, or as the label says; None: those of the data sheet."""
+        label = self.gpu or self.desc or ""
+        peak, bandwidth = self.peak_tflops, self.memory_bandwidth
+        clock = clock_of(label, name)
+        if peak is None and clock is not None:
+            peak = clock * DEVICES[name].peak_teraflops
+            assume(f"{peak:.0f} TFLOP/s of 16 bits, at the clock that the limit of power leaves")
+        if bandwidth is None:
+            bandwidth = memory_bandwidth_of(label, name, self.mem_GB)
+            if bandwidth is not None:
+                assume(f"{bandwidth:.0f} GB/s of memory, as HBM2e of that size has")
+        return peak, bandwidth
 
     def _machine(self) -> tuple[str, float, int] | None:
         said = (self.system, self.gpu, self.desc, self.internode, self.interconnect)

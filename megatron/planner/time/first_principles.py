@@ -16,6 +16,7 @@ from megatron.placement.optimize import optimized
 from megatron.placement.traffic import Traffic
 from megatron.planner.job.cluster import Cluster
 from megatron.planner.job.configuration import Configuration
+from megatron.planner.job.devices import SLOWEST_NVLINK
 from megatron.planner.job.software import MEGATRON_CORE, Software
 from megatron.planner.memory.activations import Activations, by_stage
 from megatron.planner.memory.architecture import Architecture
@@ -26,10 +27,14 @@ from megatron.planner.time.closed_forms import moving_parts
 from megatron.planner.time.constants import Constants
 from megatron.planner.time.links import Links
 from megatron.planner.time.overlap import gathers_shown, num_buckets, reductions_shown
+from megatron.planner.time.ring import Ring
 from megatron.planner.time.traffic import CutModel
 from megatron.planner.time.work import LayerWork, Work
 
 _GIGA = 1e9
+
+Pieces = tuple[tuple[float, float], tuple[float, float], tuple[float, float]]
+"""Of the embedding, a layer and the head."""
 
 
 class FirstPrinciples:
@@ -72,13 +77,11 @@ class FirstPrinciples:
         work = self._work_of(configuration)
         schedule = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
         links = self._links_of(configuration, layers, schedule)
-        layer_forward = self._seconds(work.forward, links)
-        layer_backward = self._seconds(work.backward + work.recomputed(configuration.recompute), links)
-        forward = [count * layer_forward for count in layers]
-        backward = [count * layer_backward for count in layers]
-        for stage, ends in ((0, work.embedding), (len(layers) - 1, work.head)):
-            forward[stage] += self._seconds(ends[0], links)
-            backward[stage] += self._seconds(ends[1], links)
+        embedding, layer, head = self._pieces(configuration, links)
+        forward, backward = ([count * seconds for count in layers] for seconds in layer)
+        for stage, ends in ((0, embedding), (len(layers) - 1, head)):
+            forward[stage] += ends[0]
+            backward[stage] += ends[1]
         halves = self._halves(configuration, layers, work, links) if schedule.splits_backward else {}
         boundary = self._boundary(configuration)
         rates = [self._rate(*ends, links) for ends in pairwise(schedule.rank_of_stage)]
@@ -102,7 +105,39 @@ class FirstPrinciples:
             reduce_embed=self._embedding(configuration, links, schedule),
         )  # fmt: skip
 
+    # --- without a pipeline
+
+    def pieces(self, configuration: Configuration) -> Pieces:
+        """Seconds of a forward and a backward of one microbatch through the embedding, a layer and the head."""
+        return self._pieces(configuration, self._links_alone(configuration))
+
+    def ring(self, configuration: Configuration, replicas: range) -> Ring:
+        """What these replicas send round to gather or to sum something, while all others do the same."""
+        links = self._links_alone(configuration)
+        return Ring(
+            size=len(replicas),
+            num_nodes=links.num_nodes(replicas),
+            rate=self._scaled(links.among(replicas), links),
+            has_nvlink=self.cluster.device.link_bandwidth >= SLOWEST_NVLINK,
+        )
+
+    def moved(self, num_bytes: float) -> float:
+        """Seconds in which kernels read and write so many bytes."""
+        return num_bytes / self._memory_bandwidth
+
+    def _links_alone(self, configuration: Configuration) -> Links:
+        schedule = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
+        return self._links_of(configuration, (self.model.num_layers,), schedule)
+
     # --- seconds
+
+    def _pieces(self, configuration: Configuration, links: Links) -> Pieces:
+        work = self._work_of(configuration)
+        again = work.recomputed(configuration.recompute)
+        return tuple(
+            (self._seconds(forward, links), self._seconds(backward, links))
+            for forward, backward in (work.embedding, (work.forward, work.backward + again), work.head)
+        )
 
     def _halves(
         self, configuration: Configuration, layers: Sequence[int], work: LayerWork, links: Links

@@ -24,6 +24,16 @@ These are 37 N bytes of 16-bit scores, and 41 N in the backward. Flash attention
 the speed of others. Norms, dropout and residuals are split over tensor ranks with sequence parallelism only. A backward
 adds the weights' gradients to their buffer.
 
+Eager PyTorch (not `fuses_elementwise`) takes a pass for each operator: an RMSNorm widens its input to FP32, squares,
+averages, multiplies, narrows it and multiplies by its weight, rotary embeddings widen queries and keys, turn and narrow
+them, and keys and values are repeated for every query. With 4 bytes of FP32 and k columns of keys:
+
+    forward                               bytes            backward                              bytes
+    norm                                  (4 e + 24) h     the derivative of each operator       (7 e + 60) h
+    gate and product apart                5 e f            the same                              9 e f
+    rotary embeddings                     (2 e + 16)(q + k)  the same                            (2 e + 16)(q + k)
+    repeated keys and values              2 e (q + k)      sums of them                          2 e (q + k)
+
 In FP8 the inputs of linears are cast in a forward, and the gradients of their outputs in a backward, each by a kernel
 of its own that reads e bytes an element and writes two copies of a byte, one of them transposed. So does Transformer
 Engine with delayed scaling, where the cast is not fused with the kernel before it. Weights are cast once a batch, for
@@ -93,8 +103,9 @@ class LayerWork:
     @cached_property
     def forward(self) -> Work:
         h, q, e, t = self.shape.hidden_size, self.shape.query_width, self.e, self.t
-        along_tokens = self.tokens / self.shared * (2 * 2 * e * h + 2 * (3 * e + self._mask) * h)
-        split = self.tokens / t * (self._activation_bytes(2) + (0 if self.software.flash_attention else 2 * e * q))
+        norm, activation, attention = self._elementwise(backward=False)
+        along_tokens = self.tokens / self.shared * (2 * norm * h + 2 * (3 * e + self._mask) * h)
+        split = self.tokens / t * (activation + attention + (0 if self.software.flash_attention else 2 * e * q))
         return (
             self._linear(1)
             + self._cast(along_tokens=2 * h, split=q + self.shape.ffn_hidden_size)
@@ -106,8 +117,9 @@ class LayerWork:
     def backward(self) -> Work:
         """Without what is recomputed."""
         h, q, k, e, t = self.shape.hidden_size, self.shape.query_width, self.shape.key_width, self.e, self.t
-        along_tokens = self.tokens / self.shared * (2 * 5 * e * h + 2 * (5 * e + self._mask) * h)
-        split = self.tokens / t * (self._activation_bytes(4) + 2 * e * q + 2 * e * (q + 2 * k))
+        norm, activation, attention = self._elementwise(backward=True)
+        along_tokens = self.tokens / self.shared * (2 * norm * h + 2 * (5 * e + self._mask) * h)
+        split = self.tokens / t * (activation + attention + 2 * e * q + 2 * e * (q + 2 * k))
         weights = self._accumulated(self.shape.layer_matrices / t)
         exposed, hidden = self._backward_exchange()
         return (
@@ -141,7 +153,7 @@ class LayerWork:
         if scope is RecomputeScope.LAYER:
             return self.forward
         if scope is RecomputeScope.ATTENTION:
-            return self._core_forward()
+            return self._all_but_kept if self.software.keeps_every_other_product else self._core_forward()
         return Work()
 
     # --- before and after the layers
@@ -212,6 +224,29 @@ class LayerWork:
             return Work()
         elements = self.tokens * (along_tokens / self.shared + split / self.t)
         return Work(traffic=(self.e + FP8_COPY_BYTES) * elements, kernels=4)
+
+    @property
+    def _all_but_kept(self) -> Work:
+        """A forward without the attention and the products whose results are kept: the first, the third and so on of q,
+        k, v, projection, (gate,) up, down. The last of an even number is not needed, and counts.
+        """
+        h, q, k, f = self.shape.hidden_size, self.shape.query_width, self.shape.key_width, self.shape.ffn_hidden_size
+        again = h * (k + q + f)  # keys, projection, and up of a gated MLP or else down
+        operations = 2.0 * self.tokens * again / self.t
+        kind = {"operations": 0.0, "fp8_operations": operations} if self.software.fp8 else {"operations": operations}
+        return replace(self.forward, **kind, calls=3)
+
+    def _elementwise(self, *, backward: bool) -> tuple[float, float, float]:
+        """Bytes of a token: of a norm by column, of the activation, and around attention; see the module."""
+        e, shape = self.e, self.shape
+        if self.software.fuses_elementwise:
+            return (5.0 if backward else 2.0) * e, self._activation_bytes(4 if backward else 2), 0.0
+        norm = 7 * e + 15 * _FP32 if backward else 4 * e + 6 * _FP32
+        gated = (9.0 if backward else 5.0) * e * shape.ffn_hidden_size
+        turned = (2 * e + 4 * _FP32) * (shape.query_width + shape.key_width)
+        repeats = shape.num_query_groups < shape.num_attention_heads
+        repeated = 2 * e * (shape.query_width + shape.key_width) * repeats
+        return norm, gated if shape.gated else self._activation_bytes(4 if backward else 2), turned + repeated
 
     def _activation_bytes(self, passes: int) -> float:
         return passes * self.e * self.shape.ffn_hidden_size * (1.5 if self.shape.gated else 1)
