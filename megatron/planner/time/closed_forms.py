@@ -70,7 +70,7 @@ class StageTimes:
         arrival_forward, arrival_backward: of an activation over the edge to a stage, and of a gradient over that from
             the next one; 0 where there is none.
         occupation: the most time for which a microbatch keeps an edge busy in a direction.
-        moves: the most that one move of saved activations takes.
+        moves: the most that a move of a microbatch's saved activations takes; 0 where none move.
     """
 
     def __init__(self, costs: Costs, schedule: Schedule) -> None:
@@ -101,7 +101,8 @@ class StageTimes:
         self.arrival_forward = [0.0, *map(add, forward, latency)]
         self.arrival_backward = [*map(add, backward, latency), 0.0]
         self.occupation = max(forward + backward, default=0.0)
-        self.moves = max(seconds[Kind.EVICT] + seconds[Kind.LOAD]) if schedule.balance else 0.0
+        moves = list(map(max, seconds[Kind.EVICT], seconds[Kind.LOAD]))
+        self.moves = moves if schedule.balance else [0.0] * num_stages
 
     def by_rank(self, values: list[float]) -> list[float]:
         """Sums over the stages of each rank."""
@@ -175,14 +176,29 @@ def one_f_one_b_overlapped(stages: StageTimes, m: int) -> float | None:
     rate = max(stages.work)
     if not _keeps_up(_rate(stages), rate) or not _hides_moves(stages):
         return None
-    chains = [_Chain(stages, stage, m) for stage in range(len(stages.work))]
-    seconds, late = max(each.seconds for each in chains), max(0.0, *(each.late for each in chains))
-    shown = _partial_shown(stages, m, max(each.late for each in chains))
-    longest = max(seconds, m * rate + stages.updates(m)[0] + late + shown) if shown else seconds
-    shows = late > _SLACK * seconds or not _keeps_up(longest, seconds)
-    if shows and any(map(_differ, (stages.forward, stages.backward, stages.arrival_forward[1:]))):
-        return None  # each stage waits elsewhere
+    seconds, late, longest = _overlapped(stages, m, rate)
+    most = max(longest, m * rate + stages.longest_update(m) + late)
+    if not _keeps_up(most, seconds) and any(map(_differ, (stages.forward, stages.backward, stages.arrival_forward[1:]))):
+        return None  # stages that differ wait for one another's updates
     return longest
+
+
+def rate_of(stages: StageTimes) -> float | None:
+    """Seconds from one microbatch to the next of 1F1B; None: moves of saved activations decide, and no form says how."""
+    return _rate(stages) if _hides_moves(stages) else None
+
+
+def overlapped_at(stages: StageTimes, m: int, rate: float) -> float:
+    """The same where a microbatch is known to take so long, for whatever reason."""
+    return max(m * rate + stages.longest_update(m), _overlapped(stages, m, rate)[2])
+
+
+def _overlapped(stages: StageTimes, m: int, rate: float) -> tuple[float, float, float]:
+    """Seconds of a batch, those by which the STEP is late, and seconds with what predictions wait for."""
+    chains = [_Chain(stages, stage, m) for stage in range(len(stages.work))]
+    seconds, late = max(each.seconds for each in chains), max(each.late for each in chains)
+    shown, late = _partial_shown(stages, m, late), max(0.0, late)
+    return seconds, late, max(seconds, m * rate + stages.updates(m)[0] + late + shown) if shown else seconds
 
 
 def one_f_one_b_alone(stages: StageTimes, m: int) -> float | None:
@@ -298,7 +314,9 @@ def _keeps_up(rate: float, row: float) -> bool:
 
 
 def _hides_moves(stages: StageTimes) -> bool:
-    return 2 * stages.moves <= min(stages.forward)
+    """Whether nothing waits for moves of saved activations: each has the time of one computation."""
+    computations = zip(stages.moves, stages.forward, stages.backward, strict=True)
+    return all(moves <= min(forward, backward) * (1 + 1e-9) for moves, forward, backward in computations)
 
 
 def _busy_at(stages: StageTimes, m: int) -> list[float]:

@@ -15,6 +15,7 @@ waits for it.
 from __future__ import annotations
 
 import math
+from array import array
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -40,10 +41,6 @@ from megatron.pipeline.simulate.costs import Costs
 _START = 0  # the event before all others, at time 0
 _NONE = -1  # no channel
 
-_Event = tuple[int, int, int, int, int, tuple[int, ...]]
-"""The event before it on its rank, what it takes (by index), that which makes its tensor, that behind which the receive
-of this stands, the channel, and what else it waits for."""
-
 _Takes = tuple[Kind, tuple[int, ...]]  # the kind, and the stages whose times are added up, or of which the longest counts
 
 
@@ -54,7 +51,9 @@ class EventGraph:
     Attributes:
         num_stages: of the schedule.
         crossing: whether an edge between two stages lies between two ranks.
-        events: behind all that they wait for; the first has index 1.
+        events: columns of the event before each on its rank, what it takes (an index of `takes`), the event that makes
+            its tensor, that behind which the receive of this stands, the channel, and what else it waits for. An event
+            stands behind all that it waits for; the first is number 1.
         takes: what events take.
         last: of each rank, its last computation or update.
         counts: of each rank, how often it has each computation of a stage.
@@ -62,7 +61,7 @@ class EventGraph:
 
     num_stages: int
     crossing: tuple[bool, ...]
-    events: tuple[_Event, ...]
+    events: tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int], Sequence[int], Sequence[tuple[int, ...]]]
     takes: tuple[_Takes, ...]
     last: tuple[int, ...]
     counts: tuple[Counter[tuple[Kind, int]], ...]
@@ -82,7 +81,7 @@ class EventGraph:
         occupation, latency = self._channels(costs)
         free_at, ends = [0.0] * len(occupation), [0.0]
         add = ends.append
-        for before, duration, source, posted, channel, others in self.events:
+        for before, duration, source, posted, channel, others in zip(*self.events, strict=True):
             time = ends[before]
             made = ends[source]
             if channel >= 0:
@@ -148,7 +147,8 @@ class _Builder:
         self._rows = [[each for segment in segments for each in segment] for segments in segments_of_rank]
         self._receives = [_receives_of_row(segments) for segments in segments_of_rank]
         self._stages = stages_by_rank(schedule.rank_of_stage)
-        self._events: list[_Event] = []
+        self._events = (*(array("l") for _ in range(5)), [])
+        self._num_events = 0
         self._takes: dict[_Takes, int] = {}
         self._made: dict[tuple[Tensor, int, int], int] = {}  # (tensor, stage, microbatch) -> event
         self._waiting: dict[object, list[int]] = {}  # what is to come -> ranks
@@ -172,7 +172,7 @@ class _Builder:
         return EventGraph(
             self._schedule.num_stages,
             tuple(one != other for one, other in zip(ranks[:-1], ranks[1:], strict=True)),
-            tuple(self._events),
+            self._events,
             tuple(self._takes),
             tuple(self._now),
             tuple(Counter((each.kind, each.stage) for each in row if each.kind in COMPUTATIONS) for row in self._rows),
@@ -246,8 +246,10 @@ class _Builder:
         channel: int = _NONE,
     ) -> int:
         takes = self._takes.setdefault((kind, stages), len(self._takes))
-        self._events.append((before, takes, source, posted, channel, others))
-        return len(self._events)
+        for column, value in zip(self._events, (before, takes, source, posted, channel, others), strict=True):
+            column.append(value)
+        self._num_events += 1
+        return self._num_events
 
     def _wait(self, rank: int, key: object) -> None:
         self._waiting.setdefault(key, []).append(rank)
@@ -325,7 +327,7 @@ def _receives_of_row(segments: Segments) -> dict[int, int]:
     return found
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def event_graph(schedule: Schedule, batches: tuple[int, ...]) -> EventGraph:
     """The same graph for whoever asks again."""
     return EventGraph.of(schedule, batches)

@@ -14,17 +14,26 @@ from itertools import islice
 
 from megatron.pipeline.program.instruction import COMPUTATIONS, Kind
 from megatron.pipeline.program.program import Program
+from megatron.pipeline.program.weight_policies import FLUSH
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs, PerStage
 from megatron.pipeline.simulate.timeline import BUSY, Timeline
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.memory.sizes import alike, resized
-from megatron.planner.time.closed_forms import StageTimes, closed_form_of
+from megatron.planner.time.closed_forms import (
+    StageTimes,
+    closed_form_of,
+    one_f_one_b_overlapped,
+    overlapped_at,
+    rate_of,
+)
 from megatron.planner.time.event_graph import event_graph, has_event_graph
 
 _MOST_SIMULATED = 60_000  # computations; beyond, an iteration is extrapolated from some that have fewer microbatches
 _MOST_PRICED = 4_000  # the same for a price, of which a search asks hundreds
+_MOST_RANKS = 32  # for which moves across the borders of batches are looked at
+_BATCHES = 6  # in which a pipeline that does not drain is looked at, on average
 _STEADY = 2e-3  # by how much what further microbatches add may change, where no closed form says that it does not
 
 
@@ -43,9 +52,12 @@ class IterationTime:
 
 def priced(costs: Costs, configuration: Configuration, schedule: Schedule) -> IterationTime:
     """The closed form, or where the schedule has none that holds what its programs take."""
-    closed = _closed(costs, configuration, schedule)
+    closed, m = _closed(costs, configuration, schedule), configuration.num_microbatches
     if closed is None and has_event_graph(schedule):
-        return _extrapolated(costs, schedule, configuration.num_microbatches, _MOST_PRICED, _time_rows)
+        is_long = m * schedule.num_stages > _MOST_PRICED // _BATCHES
+        if is_long and closed_form_of(schedule) is one_f_one_b_overlapped:
+            return _overlapped(costs, schedule, m)
+        return _extrapolated(costs, schedule, m, _MOST_PRICED, _time_rows)
     return closed or simulated(costs, configuration, schedule, most=_MOST_PRICED)
 
 
@@ -115,6 +127,19 @@ def _extrapolated(costs: Costs, schedule: Schedule, m: int, most: int, run: _Run
 def _num_groups(schedule: Schedule, most: int) -> int:
     """Of how many groups of p microbatches a batch is that stands for a larger one."""
     return max(4, min(16, most // (schedule.num_stages * schedule.num_ranks)))
+
+
+def _overlapped(costs: Costs, schedule: Schedule, m: int) -> IterationTime:
+    """1F1B that does not drain, by its rate: seconds from one microbatch to the next in the midst of a batch."""
+    stages = StageTimes(costs, schedule)
+    rate = rate_of(stages)
+    if rate is None:
+        p, hidden = schedule.num_ranks, _without_updates(costs)
+        if p > _MOST_RANKS:
+            schedule = replace(schedule, weights=FLUSH, provisional_microbatches=None, reduce_partial=False)
+        fewer, more = (_time_rows(hidden, resized(schedule, m, groups * p), groups * p)[0] for groups in (2, 3))
+        rate = (more - fewer) / p
+    return _time(overlapped_at(stages, m, rate), _busy(stages, m))
 
 
 def _steady(costs: Costs, schedule: Schedule, m: int, groups: int, run: _Run) -> tuple[float, float] | None:
@@ -187,6 +212,10 @@ def _hides_reductions(costs: Costs, schedules: Sequence[Schedule], sizes: Sequen
 
 def _without_reductions(costs: Costs) -> Costs:
     return replace(costs, reduce_grad=0.0, reduce_embed=0.0, reduce_norm=0.0)
+
+
+def _without_updates(costs: Costs) -> Costs:
+    return replace(_without_reductions(costs), step=0.0, predict=0.0, hold=0.0)
 
 
 def _time(seconds: float, busy: float) -> IterationTime:
