@@ -178,7 +178,9 @@ def one_f_one_b_overlapped(stages: StageTimes, m: int) -> float | None:
         return None
     seconds, late, longest = _overlapped(stages, m, rate)
     most = max(longest, m * rate + stages.longest_update(m) + late)
-    if not _keeps_up(most, seconds) and any(map(_differ, (stages.forward, stages.backward, stages.arrival_forward[1:]))):
+    if not _keeps_up(most, seconds) and any(
+        map(_differ, (stages.forward, stages.backward, stages.arrival_forward[1:]))
+    ):
         return None  # stages that differ wait for one another's updates
     return longest
 
@@ -220,7 +222,7 @@ def interleaved(stages: StageTimes, m: int) -> float | None:
     ahead = [2 * (p - 1 - rank) + (v - 1) * p + 1 for rank in range(p)]  # forwards before the first backward
     ranks = [rank for rank in range(p) if ahead[rank] <= m * v]
     by_turn = sum(max(stages.work[first : first + p]) for first in range(0, p * v, p))
-    if m > 2 * p and not _keeps_up(by_turn, max(stages.by_rank(stages.work))):
+    if m > p and not _keeps_up(by_turn, max(stages.by_rank(stages.work))):
         return None  # other ranks wait while one takes a group through a slow stage
     return max(_busy_at_rank(stages, m, ranks)) + end_of_batch(stages) + stages.longest_step
 

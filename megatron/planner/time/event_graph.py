@@ -41,7 +41,9 @@ from megatron.pipeline.simulate.costs import Costs
 _START = 0  # the event before all others, at time 0
 _NONE = -1  # no channel
 
-_Takes = tuple[Kind, tuple[int, ...]]  # the kind, and the stages whose times are added up, or of which the longest counts
+_Takes = tuple[
+    Kind, tuple[int, ...]
+]  # the kind, and the stages whose times are added up, or of which the longest counts
 
 
 @dataclass(frozen=True)

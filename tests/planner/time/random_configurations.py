@@ -1,5 +1,6 @@
 """Random configurations with the times of their instructions, and random ones of random models on random clusters."""
 
+from dataclasses import replace
 from random import Random
 
 from megatron.pipeline.schedules import Schedule
@@ -27,8 +28,13 @@ def random_costs(generator: Random, kind: str) -> Asked:
             schedule = asked.pipeline_schedule(tied_embeddings=generator.random() < 0.5)
         except ValueError:  # choices that do not go together
             continue
-        if schedule.runs(asked.num_microbatches):
+        if schedule.runs(asked.num_microbatches) and _is_small(asked):
             return asked, schedule, _costs(generator, asked)
+
+
+def _is_small(asked: Configuration) -> bool:
+    """Whether the whole is simulated in less than a second; without a drain it is a dozen batches."""
+    return asked.num_microbatches * asked.num_stages <= (2000 if asked.preset.policy.drains else 1500)
 
 
 def _configuration(generator: Random, kind: str) -> Configuration:
@@ -109,7 +115,7 @@ def random_estimate(generator: Random, kind: str) -> tuple[Planner, Configuratio
             schedule = asked.pipeline_schedule(tied_embeddings=model.tied_embeddings)
         except ValueError:
             continue
-        if schedule.runs(asked.num_microbatches):
+        if schedule.runs(asked.num_microbatches) and _is_small(asked):
             return planner, asked
 
 
@@ -123,7 +129,7 @@ def _model(generator: Random, asked: Configuration) -> tuple[Architecture, tuple
         num_layers=sum(layers or (of_stage,) * asked.num_stages), hidden_size=heads * 128, num_attention_heads=heads,
         sequence_length=generator.choice([512, 2048, 4096]), vocabulary_size=generator.choice([32000, 51200, 128000]),
     )  # fmt: skip
-    return model, layers
+    return replace(model, tied_embeddings=generator.random() < 0.5), layers
 
 
 def _with(asked: Configuration, micro_batch_size: int, **changes: object) -> Configuration:
