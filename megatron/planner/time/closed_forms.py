@@ -4,14 +4,20 @@ Notation: w is a microbatch's forward and backward at a stage, c a transfer (byt
 
     gpipe          drains      sum of w and 2 c over all stages and edges, for the first microbatch, and (m - 1) rates,
                                each the longest forward and the longest backward
-    1f1b           drains      the same; its rate is the largest w, or the largest round trip
+    1f1b           drains      m w of its slowest stage, w and 2 c of those before, and where it waits at first and last
                    overlaps    m rates: nothing fills or drains
                    alone       1 rate: every microbatch is a batch, whose reductions its STEP waits for at once
-    interleaved    drains      m times a rank's w over all its stages, the first stage's w of each other rank, and 2 c
+    interleaved    drains      m times a rank's w over all its stages, and the same
 
-The round trip of 1F1B: stage s has p - s microbatches in flight, so one of them ends every (sum of w + 2 c from s on) /
-(p - s). All w equal and c = 0 gives the known bubble, (p - 1) / m of the ideal time, and (p - 1) / (v m) with
-interleaving (Narayanan et al. 2021, section 2.2).
+Stage s of 1F1B has a = p - s forwards ahead, of its first backward included. It waits for that one if its trip T, (sum
+of w and 2 c from s on), is longer than the a forwards and the backward; and in the mirror image, for its last one. The
+rate without a drain is the largest w, or the largest round trip: between stages s and e, (sum of w + 2 c) / (e - s + 1),
+for as many microbatches are in flight there. A receive stands one computation ahead, so a rate is also f + c and b + c
+at least. All w equal and c = 0 gives the known bubble, (p - 1) / m of the ideal time, and (p - 1) / (v m) with
+interleaving (Narayanan et al. 2021, section 2.2). Of interleaved 1F1B the first group of microbatches passes all stages,
+each rank p times through one of its stages before it turns to the next: each edge counts, there and back. A form that
+drains does not hold where a round trip, a receive or a move of saved activations is slower than the slowest stage, or
+ranks wait for the stages of others; then it is None.
 
 After the last backward come the reductions and the optimizer's step; a stage that ends early reduces early. Policies
 that overlap updates (2bw: delay k = 1) hide them behind the batches that follow. Batch j's last backward at stage s
@@ -186,7 +192,7 @@ def one_f_one_b_overlapped(stages: StageTimes, m: int) -> float | None:
 
 
 def rate_of(stages: StageTimes) -> float | None:
-    """Seconds from one microbatch to the next of 1F1B; None: moves of saved activations decide, and no form says how."""
+    """Seconds from one microbatch to the next of 1F1B; None: moves of saved activations decide, and no form knows."""
     return _rate(stages) if _hides_moves(stages) else None
 
 
@@ -222,8 +228,8 @@ def interleaved(stages: StageTimes, m: int) -> float | None:
     ahead = [2 * (p - 1 - rank) + (v - 1) * p + 1 for rank in range(p)]  # forwards before the first backward
     ranks = [rank for rank in range(p) if ahead[rank] <= m * v]
     by_turn = sum(max(stages.work[first : first + p]) for first in range(0, p * v, p))
-    if m > p and not _keeps_up(by_turn, max(stages.by_rank(stages.work))):
-        return None  # other ranks wait while one takes a group through a slow stage
+    if m > p and not _keeps_up(by_turn, stages.by_rank(stages.work)[-1]):
+        return None  # ranks wait while one before the last takes a group through a slow stage
     return max(_busy_at_rank(stages, m, ranks)) + end_of_batch(stages) + stages.longest_step
 
 
@@ -285,8 +291,8 @@ def _once(stages: StageTimes) -> list[float]:
 
 
 def _rate(stages: StageTimes, between: list[float] | None = None) -> float:
-    """Seconds from one microbatch to the next of 1F1B, once the pipeline is full: as the slowest stage, edge or receive,
-    or round trip between any two stages, in which as many microbatches are in flight as it has stages.
+    """Seconds from one microbatch to the next of 1F1B, once the pipeline is full: as the slowest stage, edge or
+    receive, or round trip between any two stages, in which as many microbatches are in flight as it has stages.
 
     `between`: of each stage, what stands between a backward and the next forward.
     """
@@ -341,9 +347,9 @@ def _busy_at(stages: StageTimes, m: int) -> list[float]:
 
 
 def _busy_at_rank(stages: StageTimes, m: int, ranks: list[int]) -> list[float]:
-    """The same by rank, where ranks have several stages: between its first backward and its last forward a rank computes
-    all the time, and what is before the one takes the way of the first group of microbatches, and what is behind the
-    other that of the last group, which is the same backwards.
+    """The same by rank, where ranks have several stages: between its first backward and its last forward a rank
+    computes all the time. What is before takes the way of the first group of microbatches, and what is behind that of
+    the last group, which is the same backwards.
     """
     p, v = stages.schedule.num_ranks, stages.schedule.num_virtual_stages
     arrival = [0.0, *stages.arrival_backward[:-1]]  # over the edge before each stage, too

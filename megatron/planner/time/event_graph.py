@@ -20,6 +20,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 from megatron.pipeline.program.instruction import (
     BEGINS_BACKWARD,
@@ -41,9 +42,7 @@ from megatron.pipeline.simulate.costs import Costs
 _START = 0  # the event before all others, at time 0
 _NONE = -1  # no channel
 
-_Takes = tuple[
-    Kind, tuple[int, ...]
-]  # the kind, and the stages whose times are added up, or of which the longest counts
+_Takes = tuple[Kind, tuple[int, ...]]  # the kind, and the stages: times are added up, or the longest counts
 
 
 @dataclass(frozen=True)
@@ -173,7 +172,7 @@ class _Builder:
         ranks = self._schedule.rank_of_stage
         return EventGraph(
             self._schedule.num_stages,
-            tuple(one != other for one, other in zip(ranks[:-1], ranks[1:], strict=True)),
+            tuple(one != other for one, other in pairwise(ranks)),
             self._events,
             tuple(self._takes),
             tuple(self._now),

@@ -19,8 +19,8 @@ Asked = tuple[Configuration, Schedule, Costs]
 
 
 def random_costs(generator: Random, kind: str) -> Asked:
-    """Stages that differ by up to twice, all, at the ends or the last alone; transfers and moves of up to three forwards;
-    steps and reductions of up to a batch and more.
+    """Stages that differ by up to twice, all, at the ends or the last alone; transfers and moves of up to three
+    forwards; steps and reductions of up to a batch and more.
     """
     while True:
         try:
