@@ -11,13 +11,13 @@ Notation: w is a microbatch's forward and backward at a stage, c a transfer (byt
 
 Stage s of 1F1B has a = p - s forwards ahead, of its first backward included. It waits for that one if its trip T, (sum
 of w and 2 c from s on), is longer than the a forwards and the backward; and in the mirror image, for its last one. The
-rate without a drain is the largest w, or the largest round trip: between stages s and e, (sum of w + 2 c) / (e - s + 1),
-for as many microbatches are in flight there. A receive stands one computation ahead, so a rate is also f + c and b + c
-at least. All w equal and c = 0 gives the known bubble, (p - 1) / m of the ideal time, and (p - 1) / (v m) with
-interleaving (Narayanan et al. 2021, section 2.2). Of interleaved 1F1B the first group of microbatches passes all stages,
-each rank p times through one of its stages before it turns to the next: each edge counts, there and back. A form that
-drains does not hold where a round trip, a receive or a move of saved activations is slower than the slowest stage, or
-ranks wait for the stages of others; then it is None.
+rate without a drain is the largest w, or the largest round trip: between stages s and e it is (sum of w + 2 c) over the
+number of these stages, for as many microbatches are in flight there. A receive stands one computation ahead, so a rate
+is also f + c and b + c at least. All w equal and c = 0 gives the known bubble, (p - 1) / m of the ideal time, and
+(p - 1) / (v m) with interleaving (Narayanan et al. 2021, section 2.2). Of interleaved 1F1B the first group of
+microbatches passes all stages, each rank p times through one of its stages before it turns to the next: each edge
+counts, there and back. A form does not hold, and is None, where a round trip or a receive is slower than the slowest
+stage, a move of saved activations slower than a computation, or ranks wait for the slow stages of others.
 
 After the last backward come the reductions and the optimizer's step; a stage that ends early reduces early. Policies
 that overlap updates (2bw: delay k = 1) hide them behind the batches that follow. Batch j's last backward at stage s
@@ -209,10 +209,8 @@ def _overlapped(stages: StageTimes, m: int, rate: float) -> tuple[float, float, 
     return seconds, late, max(seconds, m * rate + stages.updates(m)[0] + late + shown) if shown else seconds
 
 
-def one_f_one_b_alone(stages: StageTimes, m: int) -> float | None:
+def one_f_one_b_alone(stages: StageTimes, m: int) -> float:
     """The time with stages that update alone, after every microbatch."""
-    if stages.reduce_embed:
-        return None  # the first and the last stage wait for each other
     alone = [*map(add, stages.reduce, stages.step)]
     received = zip(stages.backward, alone, stages.arrival_backward, strict=True)  # receives stand behind the STEP
     return max(_rate(stages, [*map(add, alone, stages.arrival_forward)]), *map(sum, received))
