@@ -34,12 +34,16 @@ def build_in_segments(
 ) -> ProgramInSegments:
     """The program of batches that the schedule takes, with the places at which a run could be drained."""
     extent = _extent(schedule, order, batches, first_batch, first_microbatch)
-    ordered = [_order_segments(order, rank, extent) for rank in range(schedule.num_ranks)]
-    if schedule.balance:
-        ordered = add_balance(ordered, extent, bounds_of_ranks(order))
-    segments_of_rank = [_with_updates(segments, rank, extent) for rank, segments in enumerate(ordered)]
+    segments_of_rank = [set_versions(segments, extent) for segments in _without_transfers(schedule, order, extent)]
     goes_on_with = [order.goes_on_with(rank) for rank in range(schedule.num_ranks)]
     return ProgramInSegments.join(extent, add_communication(segments_of_rank, extent, goes_on_with))
+
+
+def segments_without_transfers(schedule: Schedule, order: Order, batches: Sequence[int]) -> list[Segments]:
+    """What each rank does in the program of batches that the schedule takes, but for transfers between stages and
+    without the versions that computations use.
+    """
+    return _without_transfers(schedule, order, _extent(schedule, order, batches))
 
 
 def build_periodic(schedule: Schedule, order: Order, num_microbatches: int) -> PeriodicProgram:
@@ -89,6 +93,13 @@ def computations_of(schedule: Schedule, order: Order, rank: int, batches: Sequen
 # --- parts
 
 
+def _without_transfers(schedule: Schedule, order: Order, extent: Extent) -> list[Segments]:
+    ordered = [_order_segments(order, rank, extent) for rank in range(schedule.num_ranks)]
+    if schedule.balance:
+        ordered = add_balance(ordered, extent, bounds_of_ranks(order))
+    return [_with_updates(segments, rank, extent) for rank, segments in enumerate(ordered)]
+
+
 def _with_updates(segments: Segments, rank: int, extent: Extent) -> Segments:
     """The order of a rank, with all that concerns it alone."""
     if extent.recompute:
@@ -102,7 +113,7 @@ def _with_updates(segments: Segments, rank: int, extent: Extent) -> Segments:
         segments = add_updates(segments, rank, extent)
     if extent.weights.predicts:
         segments = add_predictions(segments, rank, extent)
-    return set_versions(segments, extent)
+    return segments
 
 
 def _extent(

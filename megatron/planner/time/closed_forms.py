@@ -4,14 +4,20 @@ Notation: w is a microbatch's forward and backward at a stage, c a transfer (byt
 
     gpipe          drains      sum of w and 2 c over all stages and edges, for the first microbatch, and (m - 1) rates,
                                each the longest forward and the longest backward
-    1f1b           drains      the same; its rate is the largest w, or the largest round trip
+    1f1b           drains      m w of its slowest stage, w and 2 c of those before, and where it waits at first and last
                    overlaps    m rates: nothing fills or drains
                    alone       1 rate: every microbatch is a batch, whose reductions its STEP waits for at once
-    interleaved    drains      m times a rank's w over all its stages, the first stage's w of each other rank, and 2 c
+    interleaved    drains      m times a rank's w over all its stages, and the same
 
-The round trip of 1F1B: stage s has p - s microbatches in flight, so one of them ends every (sum of w + 2 c from s on) /
-(p - s). All w equal and c = 0 gives the known bubble, (p - 1) / m of the ideal time, and (p - 1) / (v m) with
-interleaving (Narayanan et al. 2021, section 2.2).
+Stage s of 1F1B has a = p - s forwards ahead, of its first backward included. It waits for that one if its trip T, (sum
+of w and 2 c from s on), is longer than the a forwards and the backward; and in the mirror image, for its last one. The
+rate without a drain is the largest w, or the largest round trip: between stages s and e it is (sum of w + 2 c) over the
+number of these stages, for as many microbatches are in flight there. A receive stands one computation ahead, so a rate
+is also f + c and b + c at least. All w equal and c = 0 gives the known bubble, (p - 1) / m of the ideal time, and
+(p - 1) / (v m) with interleaving (Narayanan et al. 2021, section 2.2). Of interleaved 1F1B the first group of
+microbatches passes all stages, each rank p times through one of its stages before it turns to the next: each edge
+counts, there and back. A form does not hold, and is None, where a round trip or a receive is slower than the slowest
+stage, a move of saved activations slower than a computation, or ranks wait for the slow stages of others.
 
 After the last backward come the reductions and the optimizer's step; a stage that ends early reduces early. Policies
 that overlap updates (2bw: delay k = 1) hide them behind the batches that follow. Batch j's last backward at stage s
@@ -39,6 +45,8 @@ simulated.
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import accumulate, pairwise
+from operator import add
 
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.program.lane_order import EAGER, Residency
@@ -63,11 +71,12 @@ class StageTimes:
         fetch, store, update: of a stage's copies and its update, where weights live on the host.
         step, reduce: of a stage's update, and of its reduction over replicas; 0 where there are none.
         predict, hold: of a stage's prediction, and of keeping its gradients; 0 where the weights do not predict.
-        reduce_rest: of the reductions of all stages together.
+        reduce_embed, reduce_norm: of the reductions that the first and the last stage, and all of them, share.
         partial: of what a stage's prediction waits for.
-        round_trip: of a microbatch over an edge, there and back.
-        occupation: the time for which it keeps an edge busy in a direction.
-        moves: of a microbatch's saved activations, on average over microbatches.
+        arrival_forward, arrival_backward: of an activation over the edge to a stage, and of a gradient over that from
+            the next one; 0 where there is none.
+        occupation: the most time for which a microbatch keeps an edge busy in a direction.
+        moves: the most that a move of a microbatch's saved activations takes; 0 where none move.
     """
 
     def __init__(self, costs: Costs, schedule: Schedule) -> None:
@@ -84,21 +93,22 @@ class StageTimes:
         self.predict = seconds[Kind.PREDICT] if predicts else [0.0] * num_stages
         self.hold = seconds[Kind.HOLD] if predicts else [0.0] * num_stages
         self.reduce = seconds[Kind.REDUCE_GRAD] if schedule.data_parallel else [0.0] * num_stages
-        shares_embedding = schedule.rank_of_stage[0] != schedule.rank_of_stage[-1]
-        self.reduce_rest = costs.reduce_embed * shares_embedding + max(seconds[Kind.REDUCE_NORM])
+        shares_embedding = schedule.tied_embeddings and schedule.rank_of_stage[0] != schedule.rank_of_stage[-1]
+        self.reduce_embed = max(seconds[Kind.REDUCE_EMBED]) if shares_embedding else 0.0
+        self.reduce_norm = max(seconds[Kind.REDUCE_NORM])
         self.partial = [each if schedule.reduce_partial else 0.0 for each in self.reduce]
         for stage in (0, num_stages - 1) if shares_embedding else ():
-            self.partial[stage] += costs.reduce_embed
+            self.partial[stage] += self.reduce_embed
         if not predicts:
             self.partial = [0.0] * num_stages
-        forward, backward, latency = costs.edges(num_stages - 1)
-        self.round_trip = [f + b + 2 * each for f, b, each in zip(forward, backward, latency, strict=True)]
-        self.occupation = [max(f, b) for f, b in zip(forward, backward, strict=True)]
-        moved = moving_parts(schedule) if max(seconds[Kind.EVICT]) else ()
-        self.moves = [
-            part * (evict + load)
-            for part, evict, load in zip(moved, seconds[Kind.EVICT], seconds[Kind.LOAD], strict=False)
-        ]
+        crosses = [one != other for one, other in pairwise(schedule.rank_of_stage)]
+        edges = [[each * c for each, c in zip(times, crosses, strict=True)] for times in costs.edges(num_stages - 1)]
+        forward, backward, latency = edges
+        self.arrival_forward = [0.0, *map(add, forward, latency)]
+        self.arrival_backward = [*map(add, backward, latency), 0.0]
+        self.occupation = max(forward + backward, default=0.0)
+        moves = list(map(max, seconds[Kind.EVICT], seconds[Kind.LOAD]))
+        self.moves = moves if schedule.balance else [0.0] * num_stages
 
     def by_rank(self, values: list[float]) -> list[float]:
         """Sums over the stages of each rank."""
@@ -155,38 +165,70 @@ def moving_parts(schedule: Schedule) -> list[float]:
 
 
 def gpipe(stages: StageTimes, m: int) -> float:
-    rate = max([*stages.forward, *stages.occupation]) + max([*stages.backward, *stages.occupation])
-    return _filled_and_drained(stages, m, rate)
+    forward = max(_flow(stages.forward, stages.arrival_forward, stages.occupation))
+    backward = max(_flow(stages.backward, stages.arrival_backward, stages.occupation))
+    return sum(_once(stages)) + (m - 1) * (forward + backward) + end_of_batch(stages) + stages.longest_step
 
 
-def one_f_one_b(stages: StageTimes, m: int) -> float:
-    return _filled_and_drained(stages, m, _rate(stages, m))
+def one_f_one_b(stages: StageTimes, m: int) -> float | None:
+    rate = max(stages.work)
+    if not _keeps_up(_rate(stages), rate) or not _hides_moves(stages):
+        return None
+    return max(_busy_at(stages, m)) + end_of_batch(stages) + stages.longest_step
 
 
-def one_f_one_b_overlapped(stages: StageTimes, m: int) -> float:
+def one_f_one_b_overlapped(stages: StageTimes, m: int) -> float | None:
     """The time with weights of a delay of one batch and more."""
-    p = len(stages.work)
-    chains, rate = [_Chain(stages, stage, m) for stage in range(p)], _rate(stages, m + p)
-    seconds = max(m * rate + stages.longest_update(m), *(each.seconds for each in chains))
-    late = max(each.late for each in chains)
-    shown = _partial_shown(stages, m, late)
-    return max(seconds, m * rate + stages.updates(m)[0] + max(0.0, late) + shown) if shown else seconds
+    rate = max(stages.work)
+    if not _keeps_up(_rate(stages), rate) or not _hides_moves(stages):
+        return None
+    seconds, late, longest = _overlapped(stages, m, rate)
+    most = max(longest, m * rate + stages.longest_update(m) + late)
+    if not _keeps_up(most, seconds) and any(
+        map(_differ, (stages.forward, stages.backward, stages.arrival_forward[1:]))
+    ):
+        return None  # stages that differ wait for one another's updates
+    return longest
+
+
+def rate_of(stages: StageTimes) -> float | None:
+    """Seconds from one microbatch to the next of 1F1B; None: moves of saved activations decide, and no form knows."""
+    return _rate(stages) if _hides_moves(stages) else None
+
+
+def overlapped_at(stages: StageTimes, m: int, rate: float) -> float:
+    """The same where a microbatch is known to take so long, for whatever reason."""
+    return max(m * rate + stages.longest_update(m), _overlapped(stages, m, rate)[2])
+
+
+def _overlapped(stages: StageTimes, m: int, rate: float) -> tuple[float, float, float]:
+    """Seconds of a batch, those by which the STEP is late, and seconds with what predictions wait for."""
+    chains = [_Chain(stages, stage, m) for stage in range(len(stages.work))]
+    seconds, late = max(each.seconds for each in chains), max(each.late for each in chains)
+    shown, late = _partial_shown(stages, m, late), max(0.0, late)
+    return seconds, late, max(seconds, m * rate + stages.updates(m)[0] + late + shown) if shown else seconds
 
 
 def one_f_one_b_alone(stages: StageTimes, m: int) -> float:
     """The time with stages that update alone, after every microbatch."""
-    updates = [sum(each) for each in zip(stages.work, stages.reduce, stages.step, strict=True)]
-    return max(_rate(stages, len(stages.work) + 1) + stages.longest_step, *updates)
+    alone = [*map(add, stages.reduce, stages.step)]
+    received = zip(stages.backward, alone, stages.arrival_backward, strict=True)  # receives stand behind the STEP
+    return max(_rate(stages, [*map(add, alone, stages.arrival_forward)]), *map(sum, received))
 
 
-def interleaved(stages: StageTimes, m: int) -> float:
-    p = stages.schedule.num_ranks
-    if stages.schedule.num_virtual_stages == 1:
+def interleaved(stages: StageTimes, m: int) -> float | None:
+    p, v = stages.schedule.num_ranks, stages.schedule.num_virtual_stages
+    if v == 1:
         return one_f_one_b(stages, m)
-    by_rank = stages.by_rank(stages.work)
-    busiest = max(range(p), key=by_rank.__getitem__)
-    fill = sum(stages.work[:p]) - stages.work[busiest] + sum(stages.round_trip[: p - 1])
-    return m * by_rank[busiest] + fill + end_of_batch(stages) + stages.longest_step
+    slowest = max(stages.arrival_forward + stages.arrival_backward)
+    if slowest > min(stages.forward + stages.backward) or not _hides_moves(stages):
+        return None
+    ahead = [2 * (p - 1 - rank) + (v - 1) * p + 1 for rank in range(p)]  # forwards before the first backward
+    ranks = [rank for rank in range(p) if ahead[rank] <= m * v]
+    by_turn = sum(max(stages.work[first : first + p]) for first in range(0, p * v, p))
+    if m > p and not _keeps_up(by_turn, stages.by_rank(stages.work)[-1]):
+        return None  # ranks wait while one before the last takes a group through a slow stage
+    return max(_busy_at_rank(stages, m, ranks)) + end_of_batch(stages) + stages.longest_step
 
 
 def relay(stages: StageTimes, m: int) -> float | None:
@@ -201,7 +243,7 @@ def relay(stages: StageTimes, m: int) -> float | None:
     if fetch > min(down, turn) or (down + reduce + store) / 2 > bottleneck:
         return None
     once = fetch + (n - 1) * max(up, fetch) + turn
-    return once + (n - 1) * bottleneck + reduce + store + max(update, stages.reduce_rest)
+    return once + (n - 1) * bottleneck + reduce + store + max(update, stages.reduce_norm)
 
 
 CLOSED_FORMS: dict[type[Order], Mapping[str, ClosedForm]] = {
@@ -226,22 +268,114 @@ def _of_relay(stages: StageTimes) -> tuple[list[float], ...]:
 
 
 def _differ(values: list[float]) -> bool:
-    return max(values) - min(values) > 1e-12 * max(values)
+    return bool(values) and max(values) - min(values) > 1e-12 * max(values)
 
 
-def _filled_and_drained(stages: StageTimes, m: int, rate: float) -> float:
-    once = sum(stages.work) + sum(stages.round_trip)
-    return once + (m - 1) * rate + end_of_batch(stages) + stages.longest_step
+_SLACK = 0.01
+"""The part of the time of a microbatch by which something may exceed it that a form leaves out."""
 
 
-def _rate(stages: StageTimes, num_microbatches: int) -> float:
-    """Seconds from one microbatch to the next of 1F1B, once the pipeline is full."""
-    rate, trip, p = max(stages.work), 0.0, len(stages.work)
-    for stage in range(p - 1, -1, -1):
-        trip += stages.work[stage] + (stages.round_trip[stage] if stage < p - 1 else 0.0)
-        if p - stage < num_microbatches:
-            rate = max(rate, trip / (p - stage))
-    return max([rate, *stages.moves, *stages.occupation])
+def _flow(seconds: list[float], arrival: list[float], occupation: float) -> list[float]:
+    """By stage, from one microbatch to the next of those that only pass in one direction. A receive is posted two
+    computations ahead.
+    """
+    return [max(own, occupation, (own + there) / 2) for own, there in zip(seconds, arrival, strict=True)]
+
+
+def _once(stages: StageTimes) -> list[float]:
+    """What a microbatch takes at each stage and over the edge behind it, there and back."""
+    there, back = [*stages.arrival_forward[1:], 0.0], stages.arrival_backward
+    return [sum(each) for each in zip(stages.work, there, back, strict=True)]
+
+
+def _rate(stages: StageTimes, between: list[float] | None = None) -> float:
+    """Seconds from one microbatch to the next of 1F1B, once the pipeline is full: as the slowest stage, edge or
+    receive, or round trip between any two stages, in which as many microbatches are in flight as it has stages.
+
+    `between`: of each stage, what stands between a backward and the next forward.
+    """
+    p, once = len(stages.work), _once(stages)
+    between = between or [0.0] * p
+    rate = max(
+        *map(add, stages.forward, stages.arrival_forward),  # a receive is posted behind the forward before
+        *map(add, stages.backward, stages.arrival_backward),
+        stages.occupation,
+    )
+    while True:  # each turn finds the stages that are slowest together, if any are slower
+        most, mean, total, first = 0.0, rate, 0.0, 0
+        for stage in range(p):
+            if total <= between[stage]:
+                total, first = between[stage], stage
+            own = total + stages.work[stage] - rate
+            if own > most:
+                most, mean = own, rate + own / (stage - first + 1)
+            total += once[stage] - rate
+        if most <= 1e-12 * rate * p:
+            return rate
+        rate = mean
+
+
+def _keeps_up(rate: float, row: float) -> bool:
+    return rate <= row * (1 + _SLACK)
+
+
+def _hides_moves(stages: StageTimes) -> bool:
+    """Whether nothing waits for moves of saved activations: each has the time of one computation."""
+    computations = zip(stages.moves, stages.forward, stages.backward, strict=True)
+    return all(moves <= min(forward, backward) * (1 + 1e-9) for moves, forward, backward in computations)
+
+
+def _busy_at(stages: StageTimes, m: int) -> list[float]:
+    """By stage, seconds from the beginning of a batch to its last backward if this stage computes all the time that it
+    can: all but before its first forward, while its first and last microbatch pass the stages behind it, and behind its
+    last backward.
+    """
+    p, once = len(stages.work), _once(stages)
+    before = list(accumulate(once, initial=0.0))
+    found = []
+    for stage, (forward, backward) in enumerate(zip(stages.forward, stages.backward, strict=True)):
+        ahead, trip, work = p - stage, before[p] - before[stage], stages.work[stage]
+        if m > ahead:
+            own = m * work + max(0.0, trip - ahead * forward - (work - forward))
+            own += max(0.0, trip - ahead * (work - forward) - forward)
+        else:
+            own = max(m * work, trip + (m - 1) * max(forward, backward))
+        found.append(before[stage] + own)
+    return found
+
+
+def _busy_at_rank(stages: StageTimes, m: int, ranks: list[int]) -> list[float]:
+    """The same by rank, where ranks have several stages: between its first backward and its last forward a rank
+    computes all the time. What is before takes the way of the first group of microbatches, and what is behind that of
+    the last group, which is the same backwards.
+    """
+    p, v = stages.schedule.num_ranks, stages.schedule.num_virtual_stages
+    arrival = [0.0, *stages.arrival_backward[:-1]]  # over the edge before each stage, too
+    ways = [(stages.forward, stages.arrival_forward), (stages.backward, arrival)]
+    begins = [_first_group(*each, p) for each in ways]
+    works, found = stages.by_rank(stages.work), []
+    for rank in ranks:
+        last, ahead, own = (v - 1) * p + rank, 2 * (p - 1 - rank) + 1, m * works[rank]
+        of_first = max(0, ahead - p)  # of the next group, through the rank's first stage
+        for (seconds, _), (others, arrives), begin in zip(ways, ways[::-1], begins, strict=True):
+            row = (ahead - of_first) * seconds[last] + of_first * seconds[rank]
+            back = sum(others[last + 1 :]) + sum(arrives[last + 1 :])
+            own += max(begin[last] + row, begin[-1] + seconds[-1] + back)
+            own -= row + p * sum(seconds[rank:last:p])
+        found.append(own)
+    return found
+
+
+def _first_group(seconds: list[float], arrival: list[float], p: int) -> list[float]:
+    """By stage, when the first microbatch comes to it, where each rank takes p microbatches through one of its stages
+    before it turns to the next.
+    """
+    begins, ends = [0.0], [p * seconds[0]]
+    for stage in range(1, len(seconds)):
+        begin = begins[-1] + seconds[stage - 1] + arrival[stage]
+        begins.append(max(begin, ends[stage - p]) if stage >= p else begin)
+        ends.append(max(begins[-1] + p * seconds[stage], ends[-1] + arrival[stage] + seconds[stage]))
+    return begins
 
 
 class _Chain:
@@ -255,8 +389,8 @@ class _Chain:
     def __init__(self, stages: StageTimes, stage: int, m: int) -> None:
         p, work, policy = len(stages.work), stages.work[stage], stages.schedule.weights
         held = stages.held(m)[stage]
-        alone = m * work + stages.step[stage] + stages.predict[stage] + held
-        chain = stages.reduce[stage] + stages.reduce_rest
+        alone = m * work + stages.step[stage] + stages.predict[stage] + held + stages.arrival_forward[stage]
+        chain = stages.reduce[stage] + stages.reduce_norm + (stages.reduce_embed if stage in (0, p - 1) else 0.0)
         begun = max(-(-(p - 1 - stage) // m), int(policy.predicts))
         since = p - 1 - stage - (begun - 1) * m
         batches = policy.delay + 1 - begun
@@ -282,8 +416,8 @@ def _partial_shown(stages: StageTimes, m: int, late: float) -> float:
 
 def end_of_batch(stages: StageTimes) -> float:
     """Seconds from the last backward, which is the first stage's, to the STEP. Later stages have ended before."""
-    reduce, ends, earlier = stages.by_rank(stages.reduce), [], 0.0
-    for stage in range(stages.schedule.num_ranks):
-        ends.append(reduce[stages.schedule.rank_of_stage[stage]] - earlier)
-        earlier += stages.backward[stage]
-    return max(0.0, *ends) + stages.reduce_rest
+    schedule, reduce, ends, earlier = stages.schedule, stages.by_rank(stages.reduce), [], 0.0
+    for stage in range(schedule.num_ranks):
+        ends.append(reduce[schedule.rank_of_stage[stage]] - earlier)
+        earlier += stages.arrival_backward[stage] + stages.backward[stage]
+    return max(0.0, *ends, max(0.0, ends[0], ends[-1]) + stages.reduce_embed) + stages.reduce_norm

@@ -1,27 +1,39 @@
 """How long an iteration takes: in closed form to rank thousands of configurations, or by simulating the very program.
 
-`priced` takes the closed form that an order brings for its weight policy (closed_forms.py). Where there is none, what
-is simulated has the last word from the beginning, with fewer microbatches where a batch is long.
+`priced` takes the closed form that an order brings for its weight policy (closed_forms.py). Where there is none, or
+where it says of these times that it does not hold, the rows of the schedule are timed (event_graph.py): the same as a
+simulation without the program. What has no event graph is simulated. Where a batch is long, fewer microbatches are
+looked at.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
 
 from megatron.pipeline.program.instruction import COMPUTATIONS, Kind
 from megatron.pipeline.program.program import Program
+from megatron.pipeline.program.weight_policies import FLUSH
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs, PerStage
 from megatron.pipeline.simulate.timeline import BUSY, Timeline
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.memory.sizes import alike, resized
-from megatron.planner.time.closed_forms import StageTimes, closed_form_of
+from megatron.planner.time.closed_forms import (
+    StageTimes,
+    closed_form_of,
+    one_f_one_b_overlapped,
+    overlapped_at,
+    rate_of,
+)
+from megatron.planner.time.event_graph import event_graph, has_event_graph
 
 _MOST_SIMULATED = 60_000  # computations; beyond, an iteration is extrapolated from some that have fewer microbatches
 _MOST_PRICED = 4_000  # the same for a price, of which a search asks hundreds
+_MOST_RANKS = 32  # for which moves across the borders of batches are looked at
+_BATCHES = 6  # in which a pipeline that does not drain is looked at, on average
 _STEADY = 2e-3  # by how much what further microbatches add may change, where no closed form says that it does not
 
 
@@ -39,12 +51,18 @@ class IterationTime:
 
 
 def priced(costs: Costs, configuration: Configuration, schedule: Schedule) -> IterationTime:
-    """The closed form, or where the schedule has none what its programs take."""
-    return _closed(costs, configuration, schedule) or simulated(costs, configuration, schedule, most=_MOST_PRICED)
+    """The closed form, or where the schedule has none that holds what its programs take."""
+    closed, m = _closed(costs, configuration, schedule), configuration.num_microbatches
+    if closed is None and has_event_graph(schedule):
+        is_long = m * schedule.num_stages > _MOST_PRICED // _BATCHES
+        if is_long and closed_form_of(schedule) is one_f_one_b_overlapped:
+            return _overlapped(costs, schedule, m)
+        return _extrapolated(costs, schedule, m, _MOST_PRICED, _time_rows)
+    return closed or simulated(costs, configuration, schedule, most=_MOST_PRICED)
 
 
 def closed_form(costs: Costs, configuration: Configuration) -> IterationTime | None:
-    """None: the schedule has none."""
+    """None: the schedule has none, or it does not hold for these costs."""
     return _closed(costs, configuration, configuration.pipeline_schedule(tied_embeddings=False))
 
 
@@ -73,36 +91,71 @@ def simulated(
     m, p = configuration.num_microbatches, schedule.num_ranks
     if schedule.residency:
         return _time(*(_relayed(costs, schedule, m, most) or _simulate(costs, schedule, m)))
-    groups = max(4, min(16, most // (schedule.num_stages * p)))
+    groups = _num_groups(schedule, most)
     more, span = groups * p + m % p, groups // 2 * p
     if m * schedule.num_stages <= most or m <= more:
         return _time(*_simulate(costs, schedule, m))
-    if closed_form_of(schedule) is None:
-        return _time(*(_steady(costs, schedule, m, groups) or _simulate(costs, schedule, m)))
-    shown = 0.0
+    hidden, shown = _without_reductions(costs), 0.0
     if not schedule.weights.drains:
-        hidden = _without_reductions(costs)
-        shown = closed_form(costs, configuration).seconds - closed_form(hidden, configuration).seconds
-        costs = hidden
+        closed = [_closed(each, configuration, schedule) for each in (costs, hidden)]
+        if None in closed:
+            return _extrapolated(costs, schedule, m, most, _simulate)
+        shown, costs = closed[0].seconds - closed[1].seconds, hidden
+    elif closed_form_of(schedule) is None:
+        return _extrapolated(costs, schedule, m, most, _simulate)
     fewer_seconds, fewer_busy = _simulate(costs, resized(schedule, m, more - span), more - span)
     seconds, busy = _simulate(costs, resized(schedule, m, more), more)
     times = (m - more) / span
     return _time(seconds + times * (seconds - fewer_seconds) + shown, busy + times * (busy - fewer_busy))
 
 
-def _steady(costs: Costs, schedule: Schedule, m: int, groups: int) -> tuple[float, float] | None:
-    """What `_simulate` says, extrapolated from three batches of so many groups of p microbatches and fewer; None: they
-    do not tell.
+# --- batches that stand for larger ones
+
+
+_Run = Callable[[Costs, Schedule, int], tuple[float, float]]
+"""Seconds of a batch of so many microbatches, and those in which the busiest rank computes."""
+
+
+def _extrapolated(costs: Costs, schedule: Schedule, m: int, most: int, run: _Run) -> IterationTime:
+    """What a run says, of a batch or of smaller ones that tell."""
+    groups = _num_groups(schedule, most)
+    if m * schedule.num_stages <= most or m <= groups * schedule.num_ranks:
+        return _time(*run(costs, schedule, m))
+    return _time(*(_steady(costs, schedule, m, groups, run) or run(costs, schedule, m)))
+
+
+def _num_groups(schedule: Schedule, most: int) -> int:
+    """Of how many groups of p microbatches a batch is that stands for a larger one."""
+    return max(4, min(16, most // (schedule.num_stages * schedule.num_ranks)))
+
+
+def _overlapped(costs: Costs, schedule: Schedule, m: int) -> IterationTime:
+    """1F1B that does not drain, by its rate: seconds from one microbatch to the next in the midst of a batch."""
+    stages = StageTimes(costs, schedule)
+    rate = rate_of(stages)
+    if rate is None:
+        p, hidden = schedule.num_ranks, _without_updates(costs)
+        if p > _MOST_RANKS:
+            schedule = replace(schedule, weights=FLUSH, provisional_microbatches=None, reduce_partial=False)
+        fewer, more = (_time_rows(hidden, resized(schedule, m, groups * p), groups * p)[0] for groups in (2, 3))
+        rate = (more - fewer) / p
+    return _time(overlapped_at(stages, m, rate), _busy(stages, m))
+
+
+def _steady(costs: Costs, schedule: Schedule, m: int, groups: int, run: _Run) -> tuple[float, float] | None:
+    """What a run says, extrapolated from three batches of so many groups of p microbatches and fewer; None: they do not
+    tell.
 
     Where batches do not drain, they are doubled until they hide their reductions, as longer ones then do.
     """
     drains, p, hidden = schedule.weights.drains, schedule.num_ranks, _without_reductions(costs)
     while sizes := alike(schedule, m, least=groups // 2 * p, step=groups // 4 * p, count=3):
         of_size = [resized(schedule, m, size) for size in sizes]
-        longest = _simulate(costs, of_size[2], sizes[2])
-        if drains or _hides_reductions(costs, of_size[1:], sizes[1:]):
+        longest = run(costs, of_size[2], sizes[2])
+        if drains or _hides_reductions(costs, of_size[1:], sizes[1:], run):
             shown = costs if drains else hidden
-            least, fewer, reference = (_simulate(shown, *each) for each in zip(of_size, sizes, strict=True))
+            least, fewer = (run(shown, *each) for each in zip(of_size[:2], sizes[:2], strict=True))
+            reference = longest if drains else run(hidden, of_size[2], sizes[2])
             before, last = fewer[0] - least[0], reference[0] - fewer[0]
             if abs(before - last) > _STEADY * last:
                 return None
@@ -142,7 +195,7 @@ def _times(value: PerStage, factor: float) -> PerStage:
     return [factor * each for each in value] if isinstance(value, Sequence) else factor * value
 
 
-def _hides_reductions(costs: Costs, schedules: Sequence[Schedule], sizes: Sequence[int]) -> bool:
+def _hides_reductions(costs: Costs, schedules: Sequence[Schedule], sizes: Sequence[int], run: _Run) -> bool:
     """Whether batches of the last of these sizes show nothing of their reductions.
 
     Where the weights predict, they show as much as those of the first: each prediction waits for reductions of its own.
@@ -150,19 +203,26 @@ def _hides_reductions(costs: Costs, schedules: Sequence[Schedule], sizes: Sequen
     hidden = _without_reductions(costs)
 
     def shown(schedule: Schedule, size: int) -> float:
-        return _simulate(costs, schedule, size)[0] - _simulate(hidden, schedule, size)[0]
+        return run(costs, schedule, size)[0] - run(hidden, schedule, size)[0]
 
     seconds = shown(schedules[-1], sizes[-1])
     expected = shown(schedules[0], sizes[0]) if schedules[0].weights.predicts else 0.0
-    return abs(seconds - expected) <= 1e-9 * _simulate(hidden, schedules[-1], sizes[-1])[0]
+    return abs(seconds - expected) <= 1e-9 * run(hidden, schedules[-1], sizes[-1])[0]
 
 
 def _without_reductions(costs: Costs) -> Costs:
     return replace(costs, reduce_grad=0.0, reduce_embed=0.0, reduce_norm=0.0)
 
 
+def _without_updates(costs: Costs) -> Costs:
+    return replace(_without_reductions(costs), step=0.0, predict=0.0, hold=0.0)
+
+
 def _time(seconds: float, busy: float) -> IterationTime:
     return IterationTime(seconds=seconds, bubble=max(0.0, 1 - busy / seconds))
+
+
+# --- programs and rows
 
 
 def _simulate(costs: Costs, schedule: Schedule, num_microbatches: int) -> tuple[float, float]:
@@ -175,6 +235,27 @@ def _simulate(costs: Costs, schedule: Schedule, num_microbatches: int) -> tuple[
     if counts is None:
         return seconds, _busy(stages, num_microbatches)
     return seconds, _busy_with_halves(stages, costs, counts)
+
+
+def _time_rows(costs: Costs, schedule: Schedule, num_microbatches: int) -> tuple[float, float]:
+    """The same without programs. The schedule `has_event_graph`."""
+    runs, periods = _runs(schedule, num_microbatches)
+    graphs = [event_graph(schedule, batches) for batches in runs]
+    ends, stages = [graph.seconds(costs) for graph in graphs], StageTimes(costs, schedule)
+    seconds = ends[0] if len(ends) == 1 else (ends[1] - ends[0]) / periods
+    if not schedule.splits_backward:
+        return seconds, _busy(stages, num_microbatches)
+    counts = _per_period([graph.counts for graph in graphs], periods)
+    return seconds, _busy_with_halves(stages, costs, counts)
+
+
+def _runs(schedule: Schedule, num_microbatches: int) -> tuple[list[tuple[int, ...]], int]:
+    """The batches of one run that drains, or of two that do not, and by how many periods the second is longer."""
+    if schedule.weights.drains:
+        return [(num_microbatches,)], 1
+    fill = max(1, (schedule.weights.delay or 0) + schedule.settling_batches)
+    count = _num_periods(schedule, num_microbatches)
+    return [(num_microbatches,) * (fill + times * count) for times in (1, 2)], count
 
 
 def _busy(stages: StageTimes, num_microbatches: int) -> float:
@@ -202,6 +283,10 @@ def _counts(programs: Sequence[Program], periods: int) -> _Counts:
         [Counter((each.kind, each.stage) for each in row if each.kind in COMPUTATIONS) for row in program.rows]
         for program in programs
     ]
+    return _per_period(counts, periods)
+
+
+def _per_period(counts: Sequence[Sequence[Counter[tuple[Kind, int]]]], periods: int) -> _Counts:
     of_rank = counts[0] if len(counts) == 1 else [last - first for first, last in zip(*counts, strict=True)]
     return tuple({key: count / periods for key, count in each.items()} for each in of_rank)
 
@@ -239,7 +324,7 @@ def _num_periods(schedule: Schedule, num_microbatches: int) -> int:
     """
     delay, in_flight = schedule.weights.delay, schedule.max_in_flight
     if delay is None:  # batches are single microbatches
-        return 2 * schedule.num_ranks
+        return 4 * schedule.num_ranks  # a stage that is slower than those before it holds them up late
     if in_flight is None:  # nobody says of how many batches: as if each rank worked on another
         in_flight = schedule.num_ranks * num_microbatches
     return (delay + 1) * -(-2 * in_flight // ((delay + 1) * num_microbatches))

@@ -117,6 +117,33 @@ def test_a_closed_form_holds_for_what_it_was_made_for():
     assert closed_form_of(groups) is None and closed_form_of(replace(groups, microbatch_group_size=4)) is not None
 
 
+@pytest.mark.parametrize(
+    ("schedule", "options", "times"),
+    [
+        ("flush", {}, {"bandwidth": 1.0, "forward_bytes": 2.0}),  # two stages and a round trip, for two microbatches
+        ("bpipe", {}, {"evict": 1.1}),
+        ("interleaved", {"num_virtual_stages": 2}, {"bandwidth": 1.0, "forward_bytes": 1.1}),
+        ("interleaved", {"num_virtual_stages": 2}, {"forward": [2.0, 1, 1, 1, 1, 1, 1, 1]}),
+        ("2bw", {}, {"forward": [1.0, 1, 1, 1, 1, 1, 1, 2], "reduce_grad": 200.0}),
+    ],
+)
+def test_a_form_says_of_which_times_it_does_not_hold(schedule, options, times):
+    """Slow edges, slow moves, ranks that wait for a slow stage of another, reductions that show at stages that differ.
+    Without them it holds."""
+    chosen = Schedule.preset(schedule, num_stages=8, data_parallel=True, **options)
+    form, m = closed_form_of(chosen), 16
+    assert form(StageTimes(Costs(), chosen), m) is not None
+    assert form(StageTimes(Costs(**times), chosen), m) is None
+
+
+def test_moves_are_hidden_behind_one_computation():
+    """As long as a forward they cost nothing, and 10% longer they do."""
+    chosen = Schedule.preset("bpipe", num_stages=8)
+    for evict, costs_time in ((1.0, False), (1.1, True)):
+        found = simulate(chosen.build((24,)), Costs(evict=evict)).end
+        assert (found > 1.003 * simulate(chosen.build((24,))).end) == costs_time
+
+
 def test_moved_parts_are_what_exceeds_the_bound():
     """BPipe on 8 stages: 8, 7 and 6 microbatches in flight and a bound of 5; on 4 stages, 4 and a bound of 3."""
     assert moving_parts(Schedule.preset("bpipe", num_stages=8)) == [4 / 8, 3 / 7, 2 / 6, 0, 0, 0, 0, 0]

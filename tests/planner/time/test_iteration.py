@@ -7,7 +7,7 @@ import pytest
 
 from megatron.pipeline.simulate.costs import Costs
 from megatron.planner import Configuration
-from megatron.planner.time.iteration import closed_form, simulated
+from megatron.planner.time.iteration import closed_form, priced, simulated
 
 
 def configuration(schedule: str, p: int, m: int, v: int = 1, data: int = 1) -> Configuration:
@@ -43,7 +43,7 @@ def test_bubble_is_the_known_one(schedule, p, m, v, bubble):
 @pytest.mark.parametrize("schedule", ["flush", "bpipe", "2bw", "gpipe", "interleaved"])
 def test_agrees_with_simulation_for_unequal_stages(schedule):
     """Stages that differ by up to 40% (chunks by 20%), transfers of up to half a forward, steps and reductions: within
-    1.5% in the mean, and 10% at most, in batches that hardly fill the pipeline. GPipe's formula is exact."""
+    0.2% in the mean, and 2% at most, in batches that hardly fill the pipeline. GPipe's formula is exact."""
     generator, errors = random.Random(schedule), []
     for _ in range(24):
         p, v = generator.choice([(2, 1), (3, 1), (4, 1), (8, 1)] if schedule != "interleaved" else [(2, 2), (4, 3)])
@@ -55,10 +55,11 @@ def test_agrees_with_simulation_for_unequal_stages(schedule):
             reduce_grad=generator.uniform(0, 3), reduce_norm=generator.uniform(0, 0.2), bandwidth=1.0,
             forward_bytes=generator.uniform(0, 0.5) if v == 1 else 0.0,
         )  # fmt: skip
-        closed, exact = both(costs, configuration(schedule, p, m, v, data=2))
-        errors.append(abs(closed / exact - 1))
-    assert max(errors) < (1e-9 if schedule == "gpipe" else 0.1)
-    assert sum(errors) / len(errors) < 0.015
+        asked = configuration(schedule, p, m, v, data=2)
+        of_asked = costs, asked, asked.pipeline_schedule(tied_embeddings=False)
+        errors.append(abs(priced(*of_asked).seconds / simulated(*of_asked).seconds - 1))
+    assert max(errors) < (1e-9 if schedule == "gpipe" else 0.02)
+    assert sum(errors) / len(errors) < 0.002
 
 
 def test_pipedream_takes_a_microbatch_at_the_rate_of_the_slowest_stage():
