@@ -155,6 +155,8 @@ CASES = (
     "--recompute-granularity full --recompute-method block --recompute-num-layers 3",
     "--group-query-attention --num-query-groups 2",
     "--group-query-attention --num-query-groups 2 --recompute-activations",
+    "--swiglu --disable-bias-linear",
+    "--swiglu --no-bias-swiglu-fusion --disable-bias-linear",
 )
 
 
