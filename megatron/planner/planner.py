@@ -8,6 +8,7 @@ from megatron.planner.job.cluster import Cluster
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.devices import Verdict, judge, reserve_gib
 from megatron.planner.job.estimate import Estimate
+from megatron.planner.job.shares import refuse_shares
 from megatron.planner.job.software import MEGATRON_CORE, Software
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.memory.closed_form_demand import closed_form_demand
@@ -60,6 +61,7 @@ class Planner:
                 f"sequences of {model.sequence_length} do not divide by tensor {t}; change it, or do without sequence "
                 "parallelism"
             )
+        refuse_shares(model, configuration, self.software)
         return configuration.layers or (model.num_layers // num_stages,) * num_stages
 
     def memory(

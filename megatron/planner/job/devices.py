@@ -101,7 +101,7 @@ def reserve_gib(shape: Architecture, setting: ActivationSetting) -> float:
     """GiB that wait for collectives to end; see the module."""
     if setting.tensor == 1:
         return 0.0
-    tokens = setting.micro_batch_size * shape.sequence_length
+    tokens = setting.micro_batch_size * (shape.sequence_length // setting.context)
     return COLLECTIVE_OPERANDS * setting.residual_bytes * tokens * shape.hidden_size / GIB
 
 

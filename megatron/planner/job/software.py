@@ -38,6 +38,8 @@ class Software:
         overlaps_gradients: gradients are reduced over replicas during the last backward, weights gathered during the
             first forward.
         own_communicators: ranks have the communicators of this project's runtime, over NCCL where there is CUDA.
+        gathers_keys: context parallel ranks gather keys and values of whole sequences before attention; else they pass
+            them round a ring beside it.
     """
 
     element_bytes: int = 2
@@ -50,6 +52,7 @@ class Software:
     splits_transfers: bool = False
     overlaps_gradients: bool = False
     own_communicators: bool = False
+    gathers_keys: bool = False
 
     def of(self, configuration: Configuration) -> "Software":
         """What trains a configuration: this, unless its schedule takes other layers."""
@@ -64,6 +67,9 @@ class Software:
             sequence_parallel=configuration.sequence_parallel and configuration.tensor > 1,
             saves_scores=not self.flash_attention,
             recompute=Recompute(whole_stage=True) if configuration.is_hosted else Recompute.of(configuration.recompute),
+            context=configuration.context,
+            gathers_keys=self.gathers_keys,
+            experts=configuration.expert_degrees,
         )
 
     def training_state(self, configuration: Configuration) -> TrainingState:
@@ -71,7 +77,8 @@ class Software:
             weight_bytes=self.element_bytes,
             gradient_bytes=self.gradient_bytes,
             distributed_optimizer=configuration.distributed_optimizer,
-            data=configuration.data,
+            data=configuration.replicas,
+            expert_data=configuration.expert_replicas,
         )
 
 
