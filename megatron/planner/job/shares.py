@@ -27,11 +27,11 @@ def _refuse_context(model: Architecture, configuration: Configuration, software:
         )
     if not software.of(configuration).flash_attention:
         raise ValueError(
-            f"context {context} needs flash attention, since unfused attention takes whole sequences; choose flash "
-            "attention, or context 1"
+            f"context parallelism over {context} ranks needs flash attention, since unfused attention takes whole "
+            "sequences; choose flash attention, or one rank"
         )
     if model.patch_elements or model.num_classes:
-        raise ValueError(f"context {context} takes sequences of tokens, not images or classes; choose context 1")
+        raise ValueError("context parallelism takes sequences of tokens, not images or classes; choose context 1")
 
 
 def _refuse_experts(model: Architecture, configuration: Configuration) -> None:

@@ -18,6 +18,7 @@ from megatron.documents.faults import Boolean, Name, sentence, shown
 from megatron.documents.reading import read_document
 from megatron.planner.job.cluster import Cluster
 from megatron.planner.job.configuration import Configuration
+from megatron.planner.job.shares import refuse_shares
 from megatron.planner.job.software import Software
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.published.entry_keys import keys_of, refuse_unknown, unknown_measurements
@@ -90,6 +91,7 @@ class _EntryRecord(BaseModel):
         texts = (self.config.framework, self.hardware.software, self.source)
         software = self._precise(named_software(texts, cluster.gpu, assumed.append))
         software = self._with_softmax(software, model, configuration)
+        refuse_shares(model, configuration, software)
         run = MeasuredRun(model, configuration, cluster.device.peak(software.element_bytes))
         given = {key: value for key, value in self.measured.items() if key in TIMES}
         measured = {key: value for key, value in given.items() if is_measured(value)}
@@ -130,6 +132,8 @@ class _EntryRecord(BaseModel):
                     "config.flash_attention is True in fp32, and its kernels take 16-bit numbers only; leave it out"
                 )
             software = replace(software, element_bytes=4, gradient_bytes=4, fuses_softmax=False, flash_attention=False)
+        if self.config.cp_comm_type == "all_gather":
+            software = replace(software, gathers_keys=True)
         return software if flash is None else replace(software, flash_attention=flash)
 
     def _with_softmax(self, software: Software, model: Architecture, configuration: Configuration) -> Software:

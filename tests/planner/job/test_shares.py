@@ -54,7 +54,7 @@ def test_configurations_that_cannot_be(changes, reason):
     [
         ({"layers": (0, 0)}, {"context": 64}, FLASH, "sequences of 64 do not divide into two parts"),
         ({}, {"context": 16, "tensor": 8, "expert_tensor": 1}, FLASH, "the 4 tokens of a context parallel rank"),
-        ({}, {"context": 2}, MEGATRON_CORE, "context 2 needs flash attention"),
+        ({}, {"context": 2}, MEGATRON_CORE, "context parallelism over 2 ranks needs flash attention"),
         ({}, {"expert": 8, "expert_tensor": 1}, FLASH, "4 experts do not divide over 8 ranks"),
         ({"ffn_hidden_size": 97}, {}, FLASH, "97 columns of an expert do not divide by expert_tensor 2"),
         ({}, {"sequence_parallel": False}, FLASH, "experts with tensor 2 need sequence parallelism"),
