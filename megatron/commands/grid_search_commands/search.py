@@ -32,7 +32,18 @@ from megatron.commands.grid_search_commands.search_script import ROOT, remove_sc
 from megatron.documents.writing import write_whole
 from megatron.planner import Architecture, Cluster
 from megatron.planner.planner import Planner
-from megatron.planner.search import RANK_MAPPINGS, SCOPES, Outcome, Space, Training, delay, offered, relayed, search
+from megatron.planner.search import (
+    RANK_MAPPINGS,
+    SCOPES,
+    Outcome,
+    Space,
+    Training,
+    delay,
+    offered,
+    relayed,
+    search,
+    shared_ranks,
+)
 from megatron.planner.search.paper import PaperResult, describe_paper, run_paper_algorithm
 from megatron.planner.search.records import kept_record, write_csv, write_jsonl
 from megatron.planner.search.space import schedules_on_device
@@ -74,6 +85,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--virtual", "stages on each rank, for interleaved"), ("--microbatches", "microbatch sizes"),
     ):  # fmt: skip
         space.add_argument(name, type=command_line.counts, metavar="LIST", help=f"{what}; default: all that divide")
+    for name, what in (
+        ("--context-parallel-sizes", "context parallel sizes"), ("--expert-parallel-sizes", "expert parallel sizes"),
+    ):  # fmt: skip
+        space.add_argument(name, type=command_line.counts, metavar="LIST", help=f"{what}, which are priced and not "
+                           "trained here; default: what the flags of the training say, or 1")  # fmt: skip
     scopes = [scope.value for scope in SCOPES]
     space.add_argument("--recompute", type=_names(scopes), default=tuple(scopes), metavar="LIST",
                        help=f"default: {','.join(scopes)}")  # fmt: skip
@@ -189,6 +205,9 @@ def _space(options: argparse.Namespace, model: ModelInput, cluster: Cluster) -> 
         provisional=model.job.provisional,
         provisional_microbatches=model.job.provisional_microbatches,
         provisional_reduce=model.job.provisional_reduce,
+        context=options.context_parallel_sizes or (model.job.priced.context,),
+        expert=options.expert_parallel_sizes or (model.job.priced.expert,),
+        expert_tensor=model.job.priced.expert_tensor,
     )
 
 
@@ -264,7 +283,8 @@ def _print(outcome: Outcome, top: int, seconds: float) -> None:
 
 
 def _notes(outcome: Outcome) -> tuple[str, ...]:
-    return (*delay.sentences(outcome.kept), *relayed.sentences(outcome.kept))
+    shared = shared_ranks.sentences(outcome.kept)
+    return (*delay.sentences(outcome.kept), *relayed.sentences(outcome.kept), *shared)
 
 
 def _as_dict(outcome: Outcome, top: int, seconds: float, paper: PaperResult | None) -> dict:
@@ -315,7 +335,7 @@ def _write(folder: Path, outcome: Outcome, planner_of, model: ModelInput, cluste
     write_csv(outcome, folder / "configurations.csv")
     script = None
     remove_script(folder / "best.sh")
-    if outcome.best:
+    if outcome.best and not shared_ranks.is_shared(outcome.best.choice):
         script = script_text(job, outcome.best, cluster, command=shlex.join(["tools/grid_search.py", *sys.argv[1:]]))
         write_whole(folder / "best.sh", script)
         if any(each.choice.rank_mapping == "optimized" for each in outcome.kept):

@@ -75,6 +75,7 @@ def draw_outcome(outcome: Outcome, *, memory_gib: float, title: str = "") -> Fig
 def describe(choice: Choice) -> str:
     """A configuration in few words."""
     parts = [choice.schedule, f"t={choice.tensor}", f"p={choice.pipeline}", f"d={choice.data}"]
+    parts += [f"{name}={size}" for name, size in (("cp", choice.context), ("ep", choice.expert)) if (size or 1) > 1]
     if choice.virtual > 1:
         parts.append(f"v={choice.virtual}")
     parts.append(f"microbatches of {choice.micro_batch_size}")

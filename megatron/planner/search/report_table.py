@@ -11,7 +11,8 @@ from megatron.planner.search.delay import is_delayed
 from megatron.planner.search.outcome import Kept, Outcome
 from megatron.planner.search.table import HEADINGS, TEXTS, cells, reasons, says
 
-_WORDS = {"t": "tensor parallel ranks", "p": "pipeline ranks", "d": "replicas", "v": "stages on each rank",
+_WORDS = {"t": "tensor parallel ranks", "p": "pipeline ranks", "d": "replicas",
+          "cp": "context parallel ranks", "ep": "expert parallel ranks", "v": "stages on each rank",
           "s/iteration": "~: estimated; the others were simulated", "GiB": "memory of the fullest GPU"}  # fmt: skip
 
 

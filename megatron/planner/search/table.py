@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 HEADINGS = (
-    "rank", "schedule", "t", "p", "d", "v", "microbatch", "microbatches", "recompute", "split optimizer",
+    "rank", "schedule", "t", "p", "d", "cp", "ep", "v", "microbatch", "microbatches", "recompute", "split optimizer",
     "rank mapping", "s/iteration", "sequences/s", "MFU, %", "bubble, %", "GiB", "memory", "notes",
 )  # fmt: skip
 TEXTS = frozenset({"schedule", "recompute", "split optimizer", "rank mapping", "memory", "notes"})
@@ -23,7 +23,8 @@ def cells(each: Kept, rank: int) -> tuple[str, ...]:
     """The texts under `HEADINGS`. A time with ~ is an estimate (`Kept.is_simulated`)."""
     choice, estimate = each.choice, each.estimate
     return (
-        str(rank), _schedule(choice), str(choice.tensor), str(choice.pipeline), str(choice.data), str(choice.virtual),
+        str(rank), _schedule(choice), str(choice.tensor), str(choice.pipeline), str(choice.data),
+        str(choice.context or ""), str(choice.expert or ""), str(choice.virtual),
         str(choice.micro_batch_size), str(estimate.configuration.num_microbatches), choice.recompute.value,
         "yes" if choice.distributed_optimizer else "no", choice.rank_mapping,
         f"{'' if each.is_simulated else '~'}{_number(estimate.seconds)}", _number(each.sequences_per_second),
@@ -56,7 +57,7 @@ def best_table(kept: Sequence[tuple[int, Kept]], *, plain: bool) -> Table:
 
 def says(index: int, text: str) -> bool:
     """A column that says nothing in any row is left out."""
-    return {"v": text != "1", "notes": bool(text)}.get(HEADINGS[index], True)
+    return {"v": text != "1"}.get(HEADINGS[index], bool(text))
 
 
 def reasons(rejected: Sequence[Rejected], most: int) -> list[tuple[str, int]]:
