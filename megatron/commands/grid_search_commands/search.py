@@ -121,6 +121,7 @@ def run(options: argparse.Namespace) -> int:
     model = read_model(options, cluster)
     job = model.job
     space = _space(options, model, cluster)
+    _refuse_shared(options, space, job)
     if options.output:
         _make_folder(Path(options.output))
     constants = load_calibration(options.calibrated_on).fitted
@@ -162,6 +163,15 @@ def run(options: argparse.Namespace) -> int:
     if outcome.best is None:
         raise ValueError(f"none of the {len(outcome.rejected)} choices can run; {_nearest(outcome)}")
     return 0
+
+
+def _refuse_shared(options: argparse.Namespace, space: Space, job: Job) -> None:
+    """Raises ValueError where ranks shall share sequences or experts, and not the time model alone predicts."""
+    if space.context == (1,) and job.priced.experts is None:
+        return
+    for name, value in (("--predict-from", options.predict_from), ("--paper-algorithm", options.paper_algorithm)):
+        if value:
+            raise ValueError(f"{name} knows neither context parallelism nor experts; leave it, or these, out")
 
 
 def _make_folder(folder: Path) -> None:
