@@ -219,8 +219,9 @@ class Activations:
 
     @property
     def _keys_of_others(self) -> float:
-        """Keys and values of other context parallel ranks, and what is made of them: all steps' of a ring with the
-        attention's results, or in a backward two steps' with gradients; or of whole sequences with gradients."""
+        """Keys and values of other context parallel ranks, and what is made of them, as Transformer Engine holds them:
+        all steps' of a ring with the attention's results, or in a backward two steps' with gradients; or those of whole
+        sequences with gradients."""
         setting, (q, k) = self.setting, (self.shape.query_width, self.shape.key_width)
         if setting.context == 1:
             return 0.0

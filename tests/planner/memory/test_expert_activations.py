@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.planner import Activations, ActivationSetting
-from megatron.planner.memory.activations import by_stage
+from megatron.planner.memory.activations import Recompute, RecomputeScope, by_stage
 from megatron.planner.memory.experts import ExpertDegrees
 from tests import workers
 from tests.planner.memory.expert_layers import LENGTH, SIZE, shape_of
@@ -41,7 +41,7 @@ def test_layers_save_as_much_as_estimated(tensor):
 
 
 def test_by_hand():
-    """A bfloat16 layer of 2 x 64 tokens, 3 of 4 copies of which... a token goes to 2 experts of 96 columns."""
+    """In 16 bits: a token goes to 2 experts of 96 columns, in place of an MLP of 192."""
     shape, dense = shape_of(), shape_of(layers=(0, 0))
     asked = setting(element_bytes=2, residual_bytes=2, saves_scores=False)
     with_experts, without = (
@@ -62,3 +62,25 @@ def test_copies_grow_with_the_capacity_and_are_alike_for_any_expert_parallel_siz
     assert saved(parallel=1) == saved(parallel=4) < saved(parallel=2, tensor=2) < saved(tensor=4)
     wider = saved(shape_of(capacity_factor=1.5), parallel=4) - saved(parallel=4)
     assert wider == LENGTH * SIZE / 4 * 4 * (0.5 * 2) * (128 + 3 * 96)
+
+
+def test_what_is_held_while_copies_move():
+    """Those that leave and those that came, once; none where a stage has no experts. Recomputed layers come on top."""
+    asked, middle = setting(element_bytes=2, residual_bytes=2), {"is_first": False, "is_last": False}
+    activations = Activations(shape_of(), asked)
+    copies = 2 * LENGTH * SIZE * 2 * 2 * 128
+    assert activations.workspace(2, **middle, with_experts=1) == copies
+    assert activations.workspace(2, **middle) == 0
+    layer = setting(element_bytes=2, residual_bytes=2, recompute=Recompute.of(RecomputeScope.LAYER))
+    recomputed = Activations(shape_of(), layer)
+    whole = activations.saved(1, **middle, with_experts=1) - recomputed.boundary
+    assert recomputed.workspace(2, **middle, with_experts=1) == whole + copies
+
+
+def test_halves_of_backwards_keep_inputs_and_gradients():
+    """By hand, in 2 bytes: of a layer with experts the projections' as elsewhere, the copies' inputs and results."""
+    asked = setting(element_bytes=2, residual_bytes=2)
+    activations, middle = Activations(shape_of(), asked), {"is_first": False, "is_last": False}
+    attention = 2 * 128 + 128 + 128 + 3 * 128  # inputs of qkv and router; gradient behind; queries' result; of qkv
+    routed = 2 * (2 * 128 + 96 + 2 * 96)
+    assert activations.deferred(1, **middle, with_experts=1) == LENGTH * SIZE * 2 * (attention + routed)
