@@ -378,7 +378,7 @@ def test_sizes_of_shared_ranks_are_searched(run):
     status, out, _ = run(*SHARED, "--context-parallel-sizes", "1,2", "--json", "--top", 1000)
     assert status == 0 and {each["context"] for each in json.loads(out)["best"]} == {1, 2}
     plain = json.loads(run(*SHARED, "--json")[1])
-    assert {each["context"] for each in plain["best"]} == {None} and plain["notes"] == []
+    assert {(each["context"], each["expert"]) for each in plain["best"]} == {(1, 1)} and plain["notes"] == []
 
 
 @pytest.mark.parametrize("more", [["--paper-algorithm"], ["--predict-from", "profile.json"]])

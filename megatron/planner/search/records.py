@@ -25,6 +25,8 @@ def kept_record(each: Kept, rank: int) -> dict:
         "rank": rank,
         "status": "kept",
         **_choice(each.choice),
+        "context": estimate.configuration.context,
+        "expert": estimate.configuration.expert,
         "sequence_parallel": estimate.configuration.sequence_parallel,
         "num_microbatches": estimate.configuration.num_microbatches,
         "iteration_seconds": estimate.seconds,
