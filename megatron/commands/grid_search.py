@@ -16,6 +16,7 @@ from megatron.commands.common import command_line
 
 COMMANDS = {
     "search": "find the fastest configuration of a model on a cluster",
+    "sweep": "the best for each number of GPUs and each sequence length: time against cost",
     "estimate": "predict given configurations",
     "validate": "hold the planner against published results",
     "calibrate": "fit the time model to measured runs",

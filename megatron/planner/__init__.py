@@ -5,9 +5,10 @@ Pure Python: neither torch nor megatron.core.
 
 from megatron.planner.job.cluster import Cluster, load_cluster
 from megatron.planner.job.configuration import Configuration
-from megatron.planner.job.devices import DEVICES, Device, Verdict, device_gib, judge
+from megatron.planner.job.devices import DEVICES, Device, device_gib
 from megatron.planner.job.estimate import Estimate
 from megatron.planner.job.software import Software
+from megatron.planner.job.verdict import Verdict, judge
 from megatron.planner.memory.activations import Activations, ActivationSetting, Recompute
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.memory.demand import Demand, most

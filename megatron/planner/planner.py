@@ -4,12 +4,13 @@ from collections.abc import Sequence
 
 from megatron.pipeline.program.weight_policies import FLUSH
 from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.simulate.costs import Costs
 from megatron.planner.job.cluster import Cluster
 from megatron.planner.job.configuration import Configuration
-from megatron.planner.job.devices import Verdict, judge, reserve_gib
 from megatron.planner.job.estimate import Estimate
 from megatron.planner.job.shares import refuse_shares
 from megatron.planner.job.software import MEGATRON_CORE, Software
+from megatron.planner.job.verdict import Verdict, judge
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.memory.closed_form_demand import closed_form_demand
 from megatron.planner.memory.demand import Demand
@@ -18,6 +19,7 @@ from megatron.planner.memory.node_memory import HostVerdict, crowds_by_name, jud
 from megatron.planner.memory.schedule_demand import schedule_demand
 from megatron.planner.time.iteration import priced, simulated
 from megatron.planner.time.model import CostModel
+from megatron.planner.time.pressure import in_one_gradient_buffer, slowed
 
 
 class Planner:
@@ -89,6 +91,7 @@ class Planner:
             software.training_state(configuration),
             demand,
             layers=layers,
+            single_gradient_buffer=configuration.single_gradient_buffer,
             counts_communicators=self.software.own_communicators and not self.cluster.is_cpu,
             hosting=configuration.hosting,
         )
@@ -103,11 +106,11 @@ class Planner:
         Raises:
             ValueError: what cannot run, with the reason; see `layers`.
         """
-        assert self.cost_model is not None
         layers = self.layers(configuration)
         memory = self.memory(configuration, layers, proved=simulate)
-        costs = self.cost_model.costs(configuration, layers)
+        verdict = self.judge(configuration, memory)
         schedule = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
+        costs = self.costs(configuration, schedule, layers, verdict)
         time = (simulated if simulate else priced)(costs, configuration, schedule)
         operations = self.model.operations(configuration.global_batch_size)
         peak = configuration.num_gpus * self.cluster.device.peak(self.software.element_bytes)
@@ -117,14 +120,23 @@ class Planner:
             mfu=operations / (time.seconds * peak),
             bubble=time.bubble,
             memory=memory,
-            verdict=self.judge(configuration, memory),
+            verdict=verdict,
             host=self.judge_host(configuration, memory),
         )
 
+    def costs(self, configuration: Configuration, schedule: Schedule, layers: Sequence[int], verdict: Verdict) -> Costs:
+        """What instructions cost, where the allocator slows these ranks down."""
+        assert self.cost_model is not None
+        costs = self.cost_model.costs(configuration, layers)
+        if configuration.single_gradient_buffer:
+            costs = in_one_gradient_buffer(costs)
+        stages = [stage for stage, rank in enumerate(schedule.rank_of_stage) if rank in verdict.slowed]
+        return slowed(costs, stages, self.cost_model.pressed_efficiency)
+
     def judge(self, configuration: Configuration, memory: Sequence[RankMemory]) -> Verdict:
         """Whether GPUs have the memory, and whether the allocator is under pressure."""
-        reserve = reserve_gib(self.model, self.software.of(configuration).activation_setting(configuration))
-        return judge(memory, self.cluster.device.memory_gib, reserve_gib=reserve)
+        setting = self.software.of(configuration).activation_setting(configuration)
+        return judge(memory, self.cluster.device.memory_gib, self.model, setting)
 
     def judge_host(self, configuration: Configuration, memory: Sequence[RankMemory]) -> HostVerdict | None:
         """Whether hosts have the memory; None: nothing lives there, or the cluster does not say what they have."""

@@ -1,12 +1,14 @@
 """tools/grid_search.py estimate, validate and calibrate: what they print and write, and how they end."""
 
 import json
+import re
 import subprocess
 import sys
 
 import pytest
 
 from megatron.commands import grid_search as tool
+from megatron.planner.intervals.residuals import read_residuals
 from tests.commands.in_process import ROOT, runner
 from tests.planner.published import measured
 from tests.planner.published.bpipe_memory import facts
@@ -46,11 +48,45 @@ def test_estimate_prints_an_object_a_line(run, entries):
     assert best["mfu"] == pytest.approx(0.5064, rel=0.03) and best["iteration_seconds"] == pytest.approx(
         30.95, rel=0.03
     )
-    assert len(best["memory_gib"]) == 8 and best["verdict"] == "borderline" and best["under_pressure"]
+    assert len(best["memory_gib"]) == 8 and best["verdict"] == "fits" and not best["under_pressure"]
     assert best["calibrated_on"] == "a100"
     assert found["vague"] == {
         "id": "vague", "reason": "config.micro_batch is not given; give its sequences", "calibrated_on": "a100",
     }  # fmt: skip
+
+
+def test_estimate_has_an_interval_or_a_reason(run, entries):
+    """In seconds, with how many runs it is from; what was never compared says so, as the table does."""
+    _, out, _ = run("estimate", "--entries", entries, "--json")
+    found = {line["id"]: line for line in map(json.loads, out.splitlines())}
+    calm = found["t2p8d2mb1-layer"]
+    interval, seconds = calm["interval"], calm["iteration_seconds"]
+    assert interval["level"] == 0.8 and interval["num_runs"] >= 9 and calm["not_validated"] is None
+    assert interval["low_seconds"] < seconds < interval["high_seconds"] and "flush" in interval["runs"]
+    pressed = found["t8p4d1mb8-layer"]
+    assert "near the limit of memory" in (pressed["not_validated"] or pressed["interval"]["runs"])
+    two_bw = [line for line in found.values() if "2bw" in (line.get("not_validated") or "")]
+    assert two_bw and all(line["interval"] is None for line in two_bw)
+    _, out, _ = run("estimate", "--entries", entries)
+    low, high = (f"{interval[name]:.3g}" for name in ("low_seconds", "high_seconds"))
+    assert f" {low}-{high} " in next(line for line in out.splitlines() if line.startswith(calm["id"]))
+    rows = [line.split(maxsplit=1) for line in out.splitlines()]
+    assert [two_bw[0]["id"], two_bw[0]["not_validated"]] in [[word.strip() for word in row] for row in rows]
+
+
+def test_validate_writes_residuals(run, entries, tmp_path):
+    """Of whole iterations, with the file that they are from; the table says how often their intervals hold."""
+    path = tmp_path / "mine.json"
+    status, out, err = run("validate", "--entries", entries, "--write-residuals", path, "--json")
+    assert status == 0 and f"wrote {path}: " in err
+    written = read_residuals(path)
+    runs = {each["id"]: each for each in json.loads(out)["runs"] if "iteration" in each["time_errors"]}
+    assert {each.id for each in written.runs} == set(runs) and written.entries == "entries.json"
+    for each in written.runs:
+        assert each.ratio == pytest.approx(1 / (1 + runs[each.id]["time_errors"]["iteration"]), abs=1e-5)
+        assert each.kind.under_pressure == runs[each.id]["under_pressure"]
+    held = [test for test in json.loads(out)["tests"] if test["test"] == "intervals of 80%, each run left out"]
+    assert len(held) == 1 and held[0]["numbers"]["num_runs"] > 9
 
 
 def test_estimate_prints_a_plain_table_into_a_pipe(run, entries):
@@ -92,15 +128,13 @@ def test_estimate_of_predicted_weights(run, tmp_path):
 
 
 def test_validate(run, entries, feasibility):
-    """The bars that these runs belong to are reached, but that of all runs, of which the one under pressure makes half
-    of the error; the table says so, and JSON has the numbers.
-    """
+    """The bars that these runs belong to are reached; the table says so, and JSON has the numbers."""
     status, out, _ = run("validate", "--entries", entries, "--feasibility", feasibility, "--rows")
     assert status == 0
     table, _, rows = out.partition("\n\n")
-    missed = [line for line in table.splitlines() if " NO" in line]
-    assert len(missed) == 1 and "under pressure or not" in missed[0] and table.count(" yes") >= 5
+    assert " NO" not in table and table.count(" yes") >= 6
     assert "1 of 23 entries cannot be predicted" in rows and "t8p4d1mb8-layer" in rows
+    assert re.search(r"\n +\d+  A100, flush, unfused attention, 16 bits, several nodes +0\.\d+ to 1\.\d+ +\d+  ", rows)
     status, out, _ = run("validate", "--entries", entries, "--feasibility", feasibility, "--json")
     document = json.loads(out)
     assert status == 0 and document["calibration"] == "a100"
@@ -157,7 +191,7 @@ def test_calibrate_writes_what_estimate_takes(run, entries, tmp_path):
     output = tmp_path / "mine.json"
     status, out, _ = run("calibrate", "--entries", entries, "--source", "BPipe", "--output", output)
     assert status == 0
-    assert "9 of 10 runs are explained" in out and "not explained: t8p4d1mb8-layer" in out
+    assert "10 of 10 runs are explained" in out and "pressed_efficiency" in out
     status, out, _ = run("estimate", "--entries", entries, "--json", "--calibrated-on", output)
     assert status == 0 and json.loads(out.splitlines()[0])["calibrated_on"] == "mine"
     status, out, _ = run("calibrate", "--entries", entries, "--source", "BPipe", "--output", output, "--json")

@@ -61,7 +61,7 @@ def test_2bw_predicts_where_that_is_asked_for(run, tmp_path):
     names = ("schedule", "tensor", "pipeline", "data", "micro_batch_size", "rank_mapping")
     found = [{tuple(str(each[name]) for name in names): each for each in result["best"]} for result in (before, after)]
     assert found[1].keys() <= found[0].keys()
-    assert all(found[0][key]["spare_gib"] < 1.0 for key in found[0].keys() - found[1].keys())
+    assert all(found[0][key]["spare_gib"] < 2.0 for key in found[0].keys() - found[1].keys())
     seconds = [{key: each["iteration_seconds"] for key, each in result.items()} for result in found]
     for key in seconds[1]:
         assert seconds[1][key] > seconds[0][key] if key[0] == "2bw" else seconds[1][key] == seconds[0][key]
@@ -348,6 +348,75 @@ def test_all_commands_are_named_and_one_is_loaded(capsys):
         "assert rooms == [True, False], rooms"
     )
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=60)
+
+
+def test_tokens_and_a_price(run, tmp_path):
+    """Days and money stand in the table, in JSON, on the page and in the head of the script; the file's price counts
+    unless another one is given. Without a price there is no cost."""
+    path = tmp_path / "mine.yaml"
+    path.write_text("gpu: V100-16\nnodes: 1\nprice_per_gpu_hour: 1.5\ncurrency: EUR")
+    argv = [*GPT, *QUICK, "--schedules", "flush", "--tokens", "20B"]
+    status, out, _ = run(*argv, "--cluster", path, "--output", tmp_path / "plan")
+    head = next(line for line in out.splitlines() if line.startswith("rank"))
+    assert status == 0 and "days" in head and "cost/M tokens" in head
+    said = next(line for line in out.splitlines() if line.startswith("the best: all tokens take"))
+    assert "305,176 iterations" in said and said.endswith(" EUR")
+    script = (tmp_path / "plan" / "best.sh").read_text()
+    joined = " ".join(line.removeprefix("# ") for line in script.splitlines())
+    assert said.removeprefix("the best: a") in joined
+    assert said.removeprefix("the best: a") in unescape((tmp_path / "plan" / "report.html").read_text())
+    best = json.loads(run(*argv, "--cluster", path, "--json")[1])["best"][0]
+    assert best["num_iterations"] == 305_176 == -(-20_000_000_000 // (64 * 1024))
+    assert best["cost"] == pytest.approx(1.5 * 8 * best["iteration_seconds"] * 305_176 / 3600)
+    other = json.loads(run(*argv, "--cluster", path, "--price-per-gpu-hour", 3, "--json")[1])["best"][0]
+    assert other["cost"] == pytest.approx(2 * best["cost"]) and other["currency"] == "EUR"
+    free = json.loads(run(*argv, *CLUSTER, "--json")[1])["best"][0]
+    assert free["days"] == best["days"] and free["cost"] is None
+
+
+def test_objectives(run):
+    """Cost needs a price, and ranks as time; memory takes what recomputes more, and says what it ranks by."""
+    common = [*CLUSTER, *GPT, *QUICK, "--schedules", "flush", "--json"]
+    fast = json.loads(run(*common)[1])
+    status, _, err = run(*common, "--objective", "cost")
+    assert status == 1 and err.splitlines()[-1] == (
+        "error: --objective cost needs a price; give --price-per-gpu-hour, or price_per_gpu_hour in the cluster's file"
+    )
+    cheap = json.loads(run(*common, "--objective", "cost", "--price-per-gpu-hour", 2)[1])
+    names = ("tensor", "pipeline", "micro_batch_size", "recompute", "rank_mapping")
+    assert [[each[name] for name in names] for each in cheap["best"]] == [
+        [each[name] for name in names] for each in fast["best"]
+    ]
+    assert any("cost ranks as time" in note for note in cheap["notes"])
+    small = json.loads(run(*common, "--objective", "memory")[1])
+    assert small["num_kept"] > fast["num_kept"] and small["objective"] == "memory"
+    memory = [each["memory_gib"] for each in small["best"]]
+    assert memory == sorted(memory) and memory[0] < fast["best"][0]["memory_gib"]
+    assert "the smallest of each schedule" in run(*common[:-1], "--objective", "memory")[1]
+
+
+def test_the_interval_of_the_best(run, tmp_path):
+    """From runs of its kind, or the reason: with other constants, a profile, or what was never compared."""
+    unfused = ["--transformer-impl", "local", "--fp16", "--schedules", "flush", "--tensor", 1, "--pipeline", 2]
+    common = [*GPT, "--cluster", "A100-80", "--simulate", 1, *unfused]
+    best = json.loads(run(*common, "--json")[1])["best"][0]
+    assert best["iteration_seconds_low"] < best["iteration_seconds"] < best["iteration_seconds_high"]
+    assert best["interval_runs"] >= 9 and "unfused attention" in best["interval_of"]
+    assert re.search(r"^the best: with 80% it takes [0-9.]+ to [0-9.]+ s, as \d+ published", run(*common)[1], re.M)
+    mine = tmp_path / "a100.json"
+    text = (ROOT / "megatron" / "planner" / "time" / "calibrations" / "a100.json").read_text()
+    mine.write_text(text.replace('"launch": 0.00003', '"launch": 0.00002'))
+    out = run(*common, "--calibrated-on", mine, "--json")[1]
+    assert json.loads(out)["best"][0]["not_validated"] == "the constants of a100 were not held against published runs"
+    assert any("are not validated: the constants of a100" in note for note in json.loads(out)["notes"])
+    status, _, err = run(*common, "--residuals", mine)
+    assert status == 1 and f"{mine}: " in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("tokens", ["0", "many", "B", "-3B", "inf", "300G"])
+def test_no_number_of_tokens(run, tokens):
+    status, _, err = run(*CLUSTER, *GPT, f"--tokens={tokens}")
+    assert status == 2 and f"'{tokens}' is no number of tokens; write 300B, 1.5T or 300e9" in err
 
 
 SHARED = [

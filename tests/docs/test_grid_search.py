@@ -14,24 +14,27 @@ PAGE = (ROOT / "docs" / "grid_search.md").read_text()
 BLOCKS = re.findall(r"^```\n(.*?)^```", re.sub(r"^```yaml\n.*?^```", "", PAGE, flags=re.M | re.S), re.M | re.S)
 
 
+_OF_A_SWEEP = {"--gpus", "--sequence-lengths"}
+
+
 @pytest.fixture
 def run(capsys):
     return runner(tool, capsys)
 
 
-def searches() -> list[tuple[list[str], list[str]]]:
-    """The words of each search on the page, and the lines that it shows below."""
+def commands(name: str) -> list[tuple[list[str], list[str]]]:
+    """The words of each command of this name on the page, and the lines that it shows below."""
     found = []
     for block in BLOCKS:
         first, *lines = block.splitlines()
-        if first.startswith("$ python tools/grid_search.py "):
+        if first.startswith(f"$ python tools/grid_search.py {name} "):
             found.append((shlex.split(first.removeprefix("$ python tools/grid_search.py ")), lines))
     return found
 
 
 @pytest.mark.parametrize(
     "argv, lines",
-    [pytest.param(*each, marks=[pytest.mark.full] * ("--output" in each[0])) for each in searches()],
+    [pytest.param(*each, marks=[pytest.mark.full] * ("--output" in each[0])) for each in commands("search")],
     ids=["first", "bpipe", "script"],
 )
 def test_commands_find_what_is_shown(run, argv, lines, monkeypatch, tmp_path):
@@ -52,13 +55,41 @@ def test_commands_find_what_is_shown(run, argv, lines, monkeypatch, tmp_path):
         assert lines[-len(content["paper_algorithm"]) :] == content["paper_algorithm"]
 
 
+def test_a_sweep_finds_what_is_shown(run, monkeypatch, tmp_path):
+    """Headings, each row's configuration and remarks, its days and money to 2%, and where the knee is."""
+    monkeypatch.chdir(ROOT)
+    ((argv, lines),) = commands("sweep")
+    status, out, _ = run(*(str(tmp_path) if word == "plan" else word for word in argv))
+    assert status == 0
+    shown, found = ([re.split(" {2,}", line.strip()) for line in text] for text in (lines, out.splitlines()))
+    assert shown[2] == found[2]
+    names = shown[2]
+    for row, other in zip(shown[3:8], found[3:8], strict=True):
+        assert (row[:4], row[len(names) - 2 :]) == (other[:4], other[len(names) - 2 :])
+        for name in ("days", "USD"):
+            values = [float(each[names.index(name)].replace(",", "")) for each in (row, other)]
+            assert values[0] == pytest.approx(values[1], rel=0.02)
+    assert shown[9][0].split(", with")[0] == found[9][0].split(", with")[0]
+
+
+def options_of(command: str, capsys) -> set[str]:
+    with pytest.raises(SystemExit):
+        tool.main([command, "--help"])
+    return set(re.findall(r"^  (?:-\w, )?(--[a-z-]+)", capsys.readouterr().out, re.MULTILINE)) - {"--help"}
+
+
+def test_options_of_a_sweep_are_named(capsys):
+    """The page says which of a search's it lacks, and which it has besides."""
+    sweep, search = options_of("sweep", capsys), options_of("search", capsys)
+    (line,) = [line for line in PAGE.splitlines() if line.startswith("A sweep takes these, without ")]
+    assert set(re.findall(r"`(--[a-z-]+)`", line.split(". ")[0])) == sweep ^ search
+
+
 def test_all_options_are_named(capsys):
     """Each option of the command stands on the page, and each on the page is one."""
-    with pytest.raises(SystemExit):
-        tool.main(["search", "--help"])
-    options = set(re.findall(r"^  (?:-\w, )?(--[a-z-]+)", capsys.readouterr().out, re.MULTILINE)) - {"--help"}
+    options = options_of("search", capsys)
     table = PAGE[PAGE.index("## Options") : PAGE.index("## How long it takes")]
-    assert set(re.findall(r"`(--[a-z-]+)`", table)) - {"--global-batch-size"} == options
+    assert set(re.findall(r"`(--[a-z-]+)`", table)) - {"--global-batch-size"} - _OF_A_SWEEP == options
 
 
 def test_clusters_are_named():

@@ -99,6 +99,19 @@ def times(text: str) -> float | tuple[float, ...]:
     return values[0] if len(values) == 1 else values
 
 
+def tokens(text: str) -> float:
+    """A number of 1 and more: "300B", "1.5T" or "300e9"."""
+    units = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+    unit = units.get(text[-1:].upper(), 1.0)
+    try:
+        value = float(text if unit == 1.0 else text[:-1]) * unit
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value >= 1):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens; write 300B, 1.5T or 300e9")
+    return value
+
+
 def positive(text: str) -> float:
     """A finite number above 0."""
     try:

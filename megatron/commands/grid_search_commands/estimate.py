@@ -4,12 +4,15 @@
 
 Prints one line for each entry, with its id. One that says too little, or asks for what is not modelled, has the reason
 instead. `under pressure`: so little memory is left that the allocator may slow the run down by 16 to 31%.
+`80%`: between which seconds 80% of the published runs of its kind were; docs/planner.md says of which.
 """
 
 import argparse
 import json
 
 from megatron.commands.grid_search_commands.tables import print_table
+from megatron.planner.intervals import LEVEL, Interval, NotValidated
+from megatron.planner.intervals.lookup import Intervals, interval_record, interval_text
 from megatron.planner.memory.memory import GIB
 from megatron.planner.published.entries import Entry, Unpredictable, load_entries
 from megatron.planner.published.prediction import Prediction, predict
@@ -22,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calibrated-on", default=DEFAULT_NAME, metavar="NAME", help="calibration, or its file (default: %(default)s)"
     )
+    parser.add_argument("--residuals", metavar="FILE", help="of other constants: from validate --write-residuals")
     parser.add_argument(
         "--simulate", action="store_true", help="execute the very programs, also where there is a closed form"
     )
@@ -33,16 +37,22 @@ def run(options: argparse.Namespace) -> int:
     results = [
         _predict(entry, calibration.fitted, simulate=options.simulate) for entry in load_entries(options.entries)
     ]
+    intervals = Intervals.of_calibration(calibration.name, calibration.constants, options.residuals)
     if options.json:
         for result in results:
-            print(json.dumps(_as_dict(result) | {"calibrated_on": calibration.name}))
+            print(json.dumps(_as_dict(result, intervals) | {"calibrated_on": calibration.name}))
         return 0
     predicted = [each for each in results if isinstance(each, Prediction)]
     print_table(
-        ("entry", "seconds", "measured", "MFU", "bubble", "GiB", "verdict", ""),
-        [_cells(each) for each in predicted],
-        right=(1, 2, 3, 4, 5),
+        ("entry", "seconds", f"{LEVEL:.0%}", "measured", "MFU", "bubble", "GiB", "verdict", ""),
+        [_cells(each, intervals) for each in predicted],
+        right=(1, 2, 3, 4, 5, 6),
     )
+    accuracies = [(each.entry.id, _accuracy(each, intervals)) for each in predicted]
+    unknown = [(name, each.reason) for name, each in accuracies if isinstance(each, NotValidated)]
+    if unknown:
+        print()
+        print_table(("entry", "not validated:"), unknown)
     reasons = [(each.id, each.reason) for each in results if isinstance(each, Unpredictable)]
     if reasons:
         print()
@@ -59,13 +69,19 @@ def _predict(entry: Entry | Unpredictable, constants: Constants, *, simulate: bo
         return Unpredictable(entry.id, str(error))
 
 
-def _as_dict(result: Prediction | Unpredictable) -> dict:
+def _accuracy(result: Prediction, intervals: Intervals) -> Interval | NotValidated:
+    entry = result.entry
+    return intervals.of(result.estimate, entry.model, entry.cluster, entry.software)
+
+
+def _as_dict(result: Prediction | Unpredictable, intervals: Intervals) -> dict:
     if isinstance(result, Unpredictable):
         return {"id": result.id, "reason": result.reason}
     estimate, entry = result.estimate, result.entry
     return {
         "id": entry.id,
         "iteration_seconds": estimate.seconds,
+        **interval_record(_accuracy(result, intervals), estimate.seconds),
         "mfu": estimate.mfu,
         "sequences_per_second": entry.configuration.global_batch_size / estimate.seconds,
         "bubble": estimate.bubble,
@@ -81,11 +97,12 @@ def _as_dict(result: Prediction | Unpredictable) -> dict:
     }
 
 
-def _cells(result: Prediction) -> tuple[str, ...]:
+def _cells(result: Prediction, intervals: Intervals) -> tuple[str, ...]:
     estimate, entry = result.estimate, result.entry
     return (
         entry.id,
         f"{estimate.seconds:.4g}",
+        interval_text(_accuracy(result, intervals), estimate.seconds),
         f"{entry.seconds:.4g}" if entry.seconds is not None else "",
         f"{100 * estimate.mfu:.1f}%",
         f"{100 * estimate.bubble:.1f}%",

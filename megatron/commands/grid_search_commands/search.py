@@ -16,38 +16,27 @@ import os
 import shlex
 import sys
 import time
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.commands.common import command_line
-from megatron.commands.grid_search_commands.search_inputs import (
-    ModelInput,
-    add_model_arguments,
-    cluster_names,
-    read_cluster,
-    read_model,
-)
+from megatron.commands.grid_search_commands.search_arguments import add_search_arguments
+from megatron.commands.grid_search_commands.search_inputs import ModelInput, read_cluster, read_model
+from megatron.commands.grid_search_commands.search_progress import progress_bars
 from megatron.commands.grid_search_commands.search_script import ROOT, remove_script, script_text
 from megatron.documents.writing import write_whole
 from megatron.planner import Architecture, Cluster
+from megatron.planner.intervals.lookup import Intervals
 from megatron.planner.planner import Planner
-from megatron.planner.search import (
-    RANK_MAPPINGS,
-    SCOPES,
-    Outcome,
-    Space,
-    Training,
-    delay,
-    offered,
-    relayed,
-    search,
-    shared_ranks,
-)
+from megatron.planner.search import SCOPES, Outcome, Space, Training, delay, offered, relayed, search, shared_ranks
+from megatron.planner.search.bill import Budget
+from megatron.planner.search.expectation import expectation, unvalidated
 from megatron.planner.search.paper import PaperResult, describe_paper, run_paper_algorithm
 from megatron.planner.search.records import kept_record, write_csv, write_jsonl
+from megatron.planner.search.search import Progress
 from megatron.planner.search.space import schedules_on_device
-from megatron.planner.time.calibration import DEFAULT_NAME, NAMES, load_calibration
+from megatron.planner.time.calibration import load_calibration
 from megatron.planner.time.first_principles import FirstPrinciples
 from megatron.planner.time.profile import Profile, load_profile
 from megatron.planner.time.profiled import ProfiledCosts, shape_of, vocab_size_of
@@ -56,56 +45,20 @@ from megatron.trainer.plan.command import Job
 TAKES_FLAGS = True  # those of the training programs
 
 
+@dataclass(frozen=True, kw_only=True)
+class Searched:
+    """A search with what it was for. `planner_of`: by tensor parallel size."""
+
+    outcome: Outcome
+    planner_of: Callable[[int], Planner]
+    model: ModelInput
+    cluster: Cluster
+    space: Space
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    model = parser.add_argument_group("model", "Besides these, every flag of pretrain_gpt.py or pretrain_bert.py.")
-    add_model_arguments(model)
-    model.add_argument("--precision", choices=("bf16", "fp16", "fp32"),
-                       help="default: --bf16 or --fp16 among the flags, or what suits the processor")  # fmt: skip
-    cluster = parser.add_argument_group("cluster")
-    cluster.add_argument("--cluster", required=True, metavar="NAME|FILE",
-                         help=f"{', '.join(cluster_names())}, or a YAML file as docs/grid_search.md shows")  # fmt: skip
-    cluster.add_argument("--nodes", type=command_line.count, metavar="N", help="in place of the file's")
-    cluster.add_argument("--gpus-per-node", type=command_line.count, metavar="N", help="likewise")
-    cluster.add_argument("--calibrated-on", default=DEFAULT_NAME, metavar="NAME|FILE",
-                         help=f"constants of the time model: {', '.join(NAMES)}, or a file of `calibrate`")  # fmt: skip
-    cluster.add_argument("--predict-from", metavar="FILE",
-                         help="a profile of tools/profile_model.py, in place of the time model")  # fmt: skip
-    cluster.add_argument("--network", type=command_line.positive, metavar="GB/s",
-                         help="of one node, in one direction; likewise")  # fmt: skip
-    space = parser.add_argument_group("space", "What is considered; lists are separated by commas.")
-    space.add_argument("--max-safe-batch", type=command_line.count, metavar="N",
-                       help="sequences: microbatches may be accumulated up to it (PipeDream-2BW, section 4.3); "
-                       "--global-batch-size is then the least")  # fmt: skip
-    schedules = tuple(offered())
-    space.add_argument("--schedules", type=_names(schedules), metavar="LIST",
-                       help=f"default: {','.join(schedules_on_device())}, and l2l where the cluster says "
-                       "host_memory_gib")  # fmt: skip
-    for name, what in (
-        ("--tensor", "tensor parallel sizes"), ("--pipeline", "pipeline parallel sizes"),
-        ("--virtual", "stages on each rank, for interleaved"), ("--microbatches", "microbatch sizes"),
-    ):  # fmt: skip
-        space.add_argument(name, type=command_line.counts, metavar="LIST", help=f"{what}; default: all that divide")
-    for name, what in (
-        ("--context-parallel-sizes", "context parallel sizes"), ("--expert-parallel-sizes", "expert parallel sizes"),
-    ):  # fmt: skip
-        space.add_argument(name, type=command_line.counts, metavar="LIST", help=f"{what}, which are priced and not "
-                           "trained here; default: what the flags of the training say, or 1")  # fmt: skip
-    scopes = [scope.value for scope in SCOPES]
-    space.add_argument("--recompute", type=_names(scopes), default=tuple(scopes), metavar="LIST",
-                       help=f"default: {','.join(scopes)}")  # fmt: skip
-    space.add_argument("--distributed-optimizer", choices=("yes", "no", "both"), default="both",
-                       help="whether optimizer state is split over replicas (default: %(default)s)")  # fmt: skip
-    space.add_argument("--rank-mappings", type=_names(RANK_MAPPINGS), default=RANK_MAPPINGS, metavar="LIST",
-                       help=f"default: {','.join(RANK_MAPPINGS)}")  # fmt: skip
-    space.add_argument("--no-early-stopping", action="store_true",
-                       help="also configurations that recompute or balance more than they need")  # fmt: skip
-    space.add_argument("--require-fused-softmax", action="store_true",
-                       help="leave out what cannot use Megatron's fused softmax")  # fmt: skip
-    space.add_argument("--avoid-pressure", action="store_true",
-                       help="leave out what is so near the limit of memory that it may be slower")  # fmt: skip
+    add_search_arguments(parser)
     output = parser.add_argument_group("output")
-    output.add_argument("--simulate", type=command_line.count, metavar="K",
-                        help="simulate the programs of the K best (default: 5, fewer of large ones)")  # fmt: skip
     output.add_argument("--top", type=command_line.count, default=10, metavar="N",
                         help="rows of the table (default: %(default)s)")  # fmt: skip
     output.add_argument("--json", action="store_true", help="print one JSON object")
@@ -119,37 +72,13 @@ def run(options: argparse.Namespace) -> int:
     started = time.perf_counter()
     cluster = read_cluster(options)
     model = read_model(options, cluster)
-    job = model.job
-    space = _space(options, model, cluster)
-    _refuse_shared(options, space, job)
     if options.output:
-        _make_folder(Path(options.output))
-    constants = load_calibration(options.calibrated_on).fitted
-    profile = None if options.predict_from is None else load_profile(options.predict_from)
-    planners: dict[int, Planner] = {}
-
-    def planner_of(tensor: int) -> Planner:
-        if tensor not in planners:
-            shape = _shape(job, profile, tensor)
-            cost_model = (
-                FirstPrinciples(shape, cluster, job.software, constants)
-                if profile is None
-                else ProfiledCosts(profile, shape, job.software)
-            )
-            planners[tensor] = Planner(shape, cluster, cost_model, job.software)
-        return planners[tensor]
-
-    training = Training(
-        clips_gradients=job.clips_gradients, scales_loss=job.scales_loss, saves_scores=not job.software.flash_attention,
-        fuses_softmax=job.software.fuses_softmax,
-        saves_scores_with_halves=not (job.software.with_halves or job.software).flash_attention,
-    )  # fmt: skip
+        make_folder(Path(options.output))
     for note in model.notes:
         print(f"note: {note}", file=sys.stderr)
-    with _progress() as progress:
-        outcome = search(
-            space, planner_of, training, num_simulated=options.simulate, refuse=job.refusal, progress=progress
-        )
+    with progress_bars() as progress:
+        found = search_for(options, model, cluster, progress)
+    outcome, planner_of, space = found.outcome, found.planner_of, found.space
     seconds = time.perf_counter() - started
     paper = run_paper_algorithm(planner_of(1), safe_batch=space.largest_batch_size) if options.paper_algorithm else None
     if options.output:
@@ -161,8 +90,63 @@ def run(options: argparse.Namespace) -> int:
         if paper is not None:
             print("\nAlgorithm 1 of PipeDream-2BW, as it stands", *describe_paper(paper), sep="\n")
     if outcome.best is None:
-        raise ValueError(f"none of the {len(outcome.rejected)} choices can run; {_nearest(outcome)}")
+        raise ValueError(f"none of the {len(outcome.rejected)} choices can run; {nearest_miss(outcome)}")
     return 0
+
+
+def search_for(
+    options: argparse.Namespace, model: ModelInput, cluster: Cluster, progress: Progress | None = None
+) -> Searched:
+    """The search that the options ask for, of one model on one cluster. Raises ValueError."""
+    job = model.job
+    refuse_without_price(options, cluster)
+    space = _space(options, model, cluster)
+    _refuse_shared(options, space, job)
+    calibration = load_calibration(options.calibrated_on)
+    profile = None if options.predict_from is None else load_profile(options.predict_from)
+    intervals = (
+        Intervals.of_calibration(calibration.name, calibration.constants, options.residuals)
+        if profile is None
+        else Intervals.of_profile()
+    )
+    planners: dict[int, Planner] = {}
+
+    def planner_of(tensor: int) -> Planner:
+        if tensor not in planners:
+            shape = _shape(job, profile, tensor)
+            cost_model = (
+                FirstPrinciples(shape, cluster, job.software, calibration.fitted)
+                if profile is None
+                else ProfiledCosts(profile, shape, job.software)
+            )
+            planners[tensor] = Planner(shape, cluster, cost_model, job.software)
+        return planners[tensor]
+
+    training = Training(
+        clips_gradients=job.clips_gradients, scales_loss=job.scales_loss, saves_scores=not job.software.flash_attention,
+        fuses_softmax=job.software.fuses_softmax,
+        saves_scores_with_halves=not (job.software.with_halves or job.software).flash_attention,
+    )  # fmt: skip
+    outcome = search(
+        space, planner_of, training, num_simulated=options.simulate, refuse=job.refusal, progress=progress,
+        objective=options.objective,
+    )  # fmt: skip
+    budget = Budget(
+        num_gpus=cluster.num_gpus, sequence_length=planner_of(1).model.sequence_length, tokens=options.tokens,
+        price_per_gpu_hour=cluster.price_per_gpu_hour, currency=cluster.currency,
+    )  # fmt: skip
+    outcome = outcome.with_prices(
+        lambda each: intervals.of(each.estimate, planner_of(each.choice.tensor).model, cluster, job.software), budget
+    )
+    return Searched(outcome=outcome, planner_of=planner_of, model=model, cluster=cluster, space=space)
+
+
+def refuse_without_price(options: argparse.Namespace, cluster: Cluster) -> None:
+    """Raises ValueError where there is no price to rank by."""
+    if options.objective == "cost" and cluster.price_per_gpu_hour is None:
+        raise ValueError(
+            "--objective cost needs a price; give --price-per-gpu-hour, or price_per_gpu_hour in the cluster's file"
+        )
 
 
 def _refuse_shared(options: argparse.Namespace, space: Space, job: Job) -> None:
@@ -174,7 +158,7 @@ def _refuse_shared(options: argparse.Namespace, space: Space, job: Job) -> None:
             raise ValueError(f"{name} knows neither context parallelism nor experts; leave it, or these, out")
 
 
-def _make_folder(folder: Path) -> None:
+def make_folder(folder: Path) -> None:
     """Before a search that may take long. Raises ValueError, OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK | os.X_OK):
@@ -209,7 +193,7 @@ def _space(options: argparse.Namespace, model: ModelInput, cluster: Cluster) -> 
         scopes=tuple(scope for scope in SCOPES if scope.value in options.recompute),
         distributed_optimizer=split,
         rank_mappings=options.rank_mappings,
-        early_stopping=not options.no_early_stopping,
+        early_stopping=not options.no_early_stopping and options.objective != "memory",
         needs_fused_softmax=options.require_fused_softmax,
         avoids_pressure=options.avoid_pressure,
         provisional=model.job.provisional,
@@ -226,40 +210,7 @@ def _schedules(cluster: Cluster) -> tuple[str, ...]:
     return schedules_on_device() if cluster.host_memory_gib is None else tuple(offered())
 
 
-def _names(known: tuple[str, ...] | list[str]):
-    """A type of argument: a list of some of these."""
-
-    def names(text: str) -> tuple[str, ...]:
-        chosen = tuple(dict.fromkeys(text.split(",")))
-        for name in chosen:
-            if name not in known:
-                raise argparse.ArgumentTypeError(f"{name!r} is not among {', '.join(known)}")
-        return chosen
-
-    return names
-
-
 # --- what is printed and written
-
-
-@contextmanager
-def _progress():
-    """A bar on standard error while it is a terminal; nothing else is ever printed there by it."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bars:
-        tasks: dict = {}
-
-        def report(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bars.add_task(what, total=total)
-            bars.update(tasks[what], completed=done, total=total)
-
-        yield report
 
 
 def _print(outcome: Outcome, top: int, seconds: float) -> None:
@@ -277,13 +228,18 @@ def _print(outcome: Outcome, top: int, seconds: float) -> None:
     if outcome.kept:
         ranked = list(enumerate(outcome.kept, start=1))
         of_schedules = {id(each) for each in outcome.best_of_schedules()}
-        say("\nthe fastest (~: estimated; the others were simulated)", "bold")
+        say(f"\nthe {outcome.superlative} (~: estimated; the others were simulated)", "bold")
         console.print(best_table(ranked[:top], plain=plain))
-        say("\nthe fastest of each schedule", "bold")
+        for line in expectation(outcome.best):
+            say(f"the best: {line}")
+        say(f"\nthe {outcome.superlative} of each schedule", "bold")
         console.print(best_table([row for row in ranked if id(row[1]) in of_schedules], plain=plain))
         easy = outcome.best_without_pressure
         if outcome.best.estimate.under_pressure and easy is not None:
-            say("\nthe fastest that is not near the limit of memory (--avoid-pressure keeps only such)", "bold")
+            say(
+                f"\nthe {outcome.superlative} that is not near the limit of memory (--avoid-pressure keeps only such)",
+                "bold",
+            )
             console.print(best_table([easy], plain=plain))
     for note in _notes(outcome):
         say(f"\nnote: {note}")
@@ -293,8 +249,14 @@ def _print(outcome: Outcome, top: int, seconds: float) -> None:
 
 
 def _notes(outcome: Outcome) -> tuple[str, ...]:
-    shared = shared_ranks.sentences(outcome.kept)
-    return (*delay.sentences(outcome.kept), *relayed.sentences(outcome.kept), *shared)
+    fixed = "all GPUs are used, so cost ranks as time; `grid_search sweep --gpus` compares numbers of GPUs"
+    return (
+        *delay.sentences(outcome.kept),
+        *relayed.sentences(outcome.kept),
+        *unvalidated(outcome.kept),
+        *shared_ranks.sentences(outcome.kept),
+        *((fixed,) if outcome.objective == "cost" else ()),
+    )
 
 
 def _as_dict(outcome: Outcome, top: int, seconds: float, paper: PaperResult | None) -> dict:
@@ -302,13 +264,14 @@ def _as_dict(outcome: Outcome, top: int, seconds: float, paper: PaperResult | No
         **({} if paper is None else {"paper_algorithm": describe_paper(paper)}),
         "num_kept": len(outcome.kept),
         "num_rejected": len(outcome.rejected),
+        "objective": outcome.objective,
         "seconds": seconds,
         "notes": _notes(outcome),
         "best": [kept_record(each, rank) for rank, each in enumerate(outcome.kept[:top], start=1)],
     }
 
 
-def _nearest(outcome: Outcome) -> str:
+def nearest_miss(outcome: Outcome) -> str:
     near = [each for each in outcome.rejected if each.missing_gib is not None]
     if not near:
         return (
@@ -320,7 +283,7 @@ def _nearest(outcome: Outcome) -> str:
     return f"the nearest ({where}): {each.reason}; give more GPUs, or GPUs with more memory"
 
 
-def _docs() -> str | None:
+def docs_url() -> str | None:
     """Where the documentation of this checkout lies; an installed package has none."""
     folder = ROOT / "docs"
     return folder.as_uri() if (folder / "convergence.md").is_file() else None
@@ -354,7 +317,7 @@ def _write(folder: Path, outcome: Outcome, planner_of, model: ModelInput, cluste
     figure = draw_outcome(outcome, memory_gib=cluster.device.memory_gib, title=title)
     write_whole(folder / "throughput_memory.png", as_png(figure))
     page = html_report(
-        outcome, planner_of, title=title, summary=summary, notes=_notes(outcome), docs=_docs(), script=script
+        outcome, planner_of, title=title, summary=summary, notes=_notes(outcome), docs=docs_url(), script=script
     )
     write_whole(folder / "report.html", page)
     print(f"wrote {folder}/: configurations.jsonl, configurations.csv, throughput_memory.png, report.html"

@@ -23,7 +23,10 @@ def cluster_names() -> list[str]:
 
 
 def read_cluster(options: argparse.Namespace) -> Cluster:
-    """--cluster, with --nodes, --gpus-per-node and --network in place of what its file says. Raises ValueError."""
+    """--cluster, with --nodes, --gpus-per-node, --network and --price-per-gpu-hour in place of what its file says.
+
+    Raises ValueError.
+    """
     for flag, number in (("--nodes", options.nodes), ("--gpus-per-node", options.gpus_per_node)):
         if number is not None and number > MOST:
             raise ValueError(f"{flag} {number} is more than any cluster has; give {MOST} or less")
@@ -44,6 +47,8 @@ def read_cluster(options: argparse.Namespace) -> Cluster:
         changes["gpus_per_node"] = options.gpus_per_node
     if options.network is not None:
         changes["bandwidth"] = {**cluster.bandwidth.model_dump(exclude_none=True), "between_nodes": options.network}
+    if options.price_per_gpu_hour is not None:
+        changes["price_per_gpu_hour"] = options.price_per_gpu_hour
     nodes = changes.get("nodes", 1)
     if nodes > 1 and cluster.bandwidth.between_nodes is None and options.network is None:
         raise ValueError(f"{path} says nothing of the network between {nodes} nodes; give --network, GB/s of a node")

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from megatron.planner import Cluster
 from megatron.planner.search import Kept, delay
-from megatron.planner.search.flags import as_argv, hosting_flags, prediction_flags
+from megatron.planner.search.expectation import expectation
+from megatron.planner.search.flags import as_argv, gradient_flags, hosting_flags, prediction_flags
 from megatron.planner.search.offers import preset_of
 from megatron.planner.search.picture import describe
 from megatron.trainer.plan.command import SOURCES, Job
@@ -39,10 +40,14 @@ def script_text(job: Job, kept: Kept, cluster: Cluster, *, command: str) -> str:
         "SEQUENCE_PARALLEL": int(estimate.configuration.sequence_parallel),
         "DISTRIBUTED_OPTIMIZER": int(choice.distributed_optimizer), "RANK_MAPPING": choice.rank_mapping,
     }  # fmt: skip
-    memory = f"{kept.memory_gib:.1f} of {cluster.device.memory_gib:g} GiB on the fullest"
+    verdict = estimate.verdict
+    memory = (
+        f"{kept.memory_gib:.1f} of {cluster.device.memory_gib:g} GiB on the fullest, beside "
+        f"{verdict.free_gib - verdict.spare_gib:.1f} GiB that no tensor gets (docs/planner.md)"
+    )
     delayed = delay.sentence([kept])
-    predictions, hosting = (as_argv(flags(estimate.configuration)) for flags in (prediction_flags, hosting_flags))
-    training = [*_others(job), *filter(None, (predictions, hosting)), *locations.others, *_defaults(job)]
+    chosen = (as_argv(flags(estimate.configuration)) for flags in (prediction_flags, gradient_flags, hosting_flags))
+    training = [*_others(job), *filter(None, chosen), *locations.others, *_defaults(job)]
     if cluster.is_cpu and not any("--distributed-backend" in each for each in training):
         training.append(("--distributed-backend", "gloo"))  # else a dry run counts NCCL's buffers
     lines = [
@@ -53,6 +58,7 @@ def script_text(job: Job, kept: Kept, cluster: Cluster, *, command: str) -> str:
             f"{100 * estimate.mfu:.1f}% MFU. Made by"
         ),
         *_comment(command, indent="    "),
+        *(line for each in expectation(kept) for line in _comment(f"{each[:1].upper()}{each[1:]}.")),
         *(_comment(f"Note: {delayed}.") if delayed else []),
         "#",
         "#   bash THIS_FILE --dry-run      # check everything, run nothing; needs torch, and no GPU",

@@ -5,14 +5,19 @@
 Constants that were fitted to a run do not predict it: it is left out with those of the same degrees and microbatch, and
 the others are fitted again. All other runs are predicted as they are. The error of a run is predicted over published,
 less 1, of the time or the MFU that was published.
+
+--write-residuals keeps measured over predicted times, from which `estimate` and `search` take their intervals.
 """
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 from megatron.commands.grid_search_commands.tables import note_unread, print_table
+from megatron.planner.intervals import Interval, NotValidated
 from megatron.planner.published.entries import Entry, load_entries
 from megatron.planner.published.fit import is_timed
 from megatron.planner.published.prediction import predict
@@ -25,6 +30,7 @@ from megatron.planner.published.validation import (
     row_errors,
     validate,
 )
+from megatron.planner.published.validation.intervals import interval_coverage, kinds_of, residuals_of
 from megatron.planner.time.calibration import DEFAULT_NAME, Calibration, load_calibration
 
 
@@ -34,7 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calibrated-on", default=DEFAULT_NAME, metavar="NAME", help="calibration, or its file (default: %(default)s)"
     )
-    parser.add_argument("--rows", action="store_true", help="also print the error of every run")
+    parser.add_argument(
+        "--rows", action="store_true", help="also print the error of every run, and the interval of every kind of run"
+    )
+    parser.add_argument("--write-residuals", type=Path, metavar="FILE", help="measured over predicted times by run")
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
 
@@ -48,6 +57,11 @@ def run(options: argparse.Namespace) -> int:
     throughputs = _throughputs([entry for entry in entries if entry.chosen is not None], calibration)
     ranked = [entry for entry in entries if entry.id in throughputs]
     outcomes = validate(rows, judge_facts(facts, entries), choices(rows), ranked, lambda entry: throughputs[entry.id])
+    residuals = residuals_of(rows, calibration, entries=Path(options.entries).name, command=_command(options))
+    outcomes += interval_coverage(residuals.runs)
+    if options.write_residuals:
+        residuals.save(options.write_residuals)
+        print(f"wrote {options.write_residuals}: {len(residuals.runs)} runs", file=sys.stderr)
     if options.json:
         document = {"calibration": calibration.name, "tests": [asdict(each) for each in outcomes]}
         print(json.dumps(document | {"runs": [_run(row) for row in rows]}))
@@ -62,6 +76,9 @@ def run(options: argparse.Namespace) -> int:
             [_cells(row) for row in rows],
             right=(1,),
         )
+        print()
+        kinds = [_kind_cells(*each) for each in kinds_of(residuals.runs)]
+        print_table(("runs", "kind", "measured/predicted, 80%", "from", "runs of"), kinds, right=(0, 3))
     print(f"\n{len(read) - len(entries)} of {len(read)} entries cannot be predicted; `estimate` says why")
     together = {entry.id for entry in entries if is_timed(entry)} & set(calibration.entries)
     alone = len(together - {row.entry.id for row in rows})
@@ -70,6 +87,12 @@ def run(options: argparse.Namespace) -> int:
             f"{alone} of the runs that were fitted are not held against a prediction: that takes {FEWEST_OTHERS} others"
         )
     return 0
+
+
+def _command(options: argparse.Namespace) -> str:
+    """What writes the residuals again, without folders, which differ from machine to machine."""
+    calibrated = "" if options.calibrated_on == DEFAULT_NAME else f" --calibrated-on {options.calibrated_on}"
+    return f"grid_search validate --entries {Path(options.entries).name}{calibrated} --write-residuals FILE"
 
 
 def _throughputs(entries: Sequence[Entry], calibration: Calibration) -> dict[str, float]:
@@ -89,6 +112,12 @@ def _run(row: RowError) -> dict:
         "id": row.entry.id, "errors": row.prediction.published_errors, "time_errors": row.errors,
         "left_out": row.left_out, "under_pressure": row.prediction.estimate.under_pressure,
     }  # fmt: skip
+
+
+def _kind_cells(kind: str, count: int, found: Interval | NotValidated) -> tuple[str, ...]:
+    if isinstance(found, NotValidated):
+        return str(count), kind, "too few", "", ""
+    return str(count), kind, f"{found.low:.2f} to {found.high:.2f}", str(found.num_runs), found.group
 
 
 def _cells(row: RowError) -> tuple[str, ...]:

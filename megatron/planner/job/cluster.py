@@ -15,13 +15,16 @@ processor it is.
     host_memory_gib: 1900   # optional: of a node's main memory, what training may use; weights on the host need it
     host_bandwidth: 25      # optional: GB/s of one GPU to its host's memory, and from there; by default its PCIe's
     host_optimizer_ns: 1.5  # optional: nanoseconds a parameter of the host's optimizer, of one process while all run
+    price_per_gpu_hour: 2.5 # optional: money for a GPU for an hour, its share of the node and the network included
+    currency: USD           # optional: of that price, its code of three letters
 """
 
+import re
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from megatron.documents.faults import nearest, place, shown
 from megatron.documents.reading import read_document
@@ -41,6 +44,13 @@ _CPU = Device(  # a core of a laptop
 HOST_MEMORY_BANDWIDTH = 200.0
 """GB/s that the optimizers of all processes of a node reach, unless the file says what they take: two sockets of six
 DDR4-2933 channels have 281."""
+
+
+def _code(currency: str) -> str:
+    """Raises ValueError where it is no code of a currency."""
+    if not re.fullmatch("[A-Z]{3}", currency):
+        raise ValueError(f"currency {shown(currency)} is no code of three capital letters; write USD, EUR or the like")
+    return currency
 
 
 class _Links(BaseModel):
@@ -65,6 +75,8 @@ class Cluster(BaseModel):
     host_memory_gib: _Positive | None = None
     host_bandwidth: _Positive | None = None
     host_optimizer_ns: _Positive | None = None
+    price_per_gpu_hour: _Positive | None = None
+    currency: Annotated[str, AfterValidator(_code)] = "USD"
 
     def model_post_init(self, _context: object) -> None:
         if self.gpu != "cpu" and self.gpu not in DEVICES:

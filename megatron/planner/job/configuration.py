@@ -40,6 +40,8 @@ class Configuration:
         host_update: when the host updates a stage: eager or deferred (`Residency`).
         stash: where the inputs of stages wait for their recompute then: device or host.
         gathers_fetch: replicas on a node fetch shares of a stage's weights, and gather the whole from one another.
+        single_gradient_buffer: 2bw does without its second gradient buffer: a batch's first backward waits until the
+            gradients of the batch before are reduced, and they are clipped by the norm before that.
         context: context parallel size (cp): so many ranks share the sequences of a microbatch.
         expert: expert parallel size (ep): so many of a stage's ranks have different experts of a layer.
         expert_tensor: expert tensor parallel size (etp): so many have a part of each expert; None: t.
@@ -69,6 +71,7 @@ class Configuration:
     host_update: str = DEFERRED
     stash: str = DEVICE
     gathers_fetch: bool = False
+    single_gradient_buffer: bool = False
     context: int = 1
     expert: int = 1
     expert_tensor: int | None = None
@@ -90,6 +93,11 @@ class Configuration:
                 f"{self.micro_batch_size} on {self.data} replicas; change one of them"
             )
         self._check_predictions()
+        if self.single_gradient_buffer and (PRESETS[self.schedule].policy != TWO_BW or self.predicts):
+            raise ValueError(
+                f"single_gradient_buffer goes with 2bw whose weights are not predicted, not with {self.schedule}"
+                f"{' and provisional ' + self.provisional if self.predicts else ''}; leave one out"
+            )
         self._check_hosting()
         self._check_shares()
 

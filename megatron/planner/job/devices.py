@@ -1,26 +1,7 @@
-"""What GPUs hold, and whether an estimate fits.
-
-An estimate counts tensors. Beside them stand the CUDA context, the communication libraries and what the allocator
-loses between blocks; near the limit throughput falls, as PyTorch gives cached blocks back (BPipe, appendix B). So the
-last 6% are called borderline.
-
-Collectives run on a stream of their own, and their operands cannot be given to others before they are done, while the
-host is several layers ahead. With tensor parallelism these operands are as large as the residual stream of all tensor
-ranks together, whatever is split; some `COLLECTIVE_OPERANDS` of them lie idle. An estimate that leaves less than this
-reserve is under pressure.
-"""
+"""The processors that are known, by name, with the rates of their data sheets."""
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
-
-from megatron.planner.memory.activations import ActivationSetting
-from megatron.planner.memory.architecture import Architecture
-from megatron.planner.memory.memory import GIB, RankMemory
-
-BORDERLINE = 0.06
-COLLECTIVE_OPERANDS = 60
-"""Operands of tensor-parallel collectives that are not free yet: those of about 7 layers, which have 8 each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,48 +76,3 @@ def device_gib(text: str) -> float:
     if not 0 < value < float("inf"):
         raise ValueError(f"'{text}' is no GPU; give {', '.join(DEVICES)}, or its memory in GiB")
     return value
-
-
-def reserve_gib(shape: Architecture, setting: ActivationSetting) -> float:
-    """GiB that wait for collectives to end; see the module."""
-    if setting.tensor == 1:
-        return 0.0
-    tokens = setting.micro_batch_size * (shape.sequence_length // setting.context)
-    return COLLECTIVE_OPERANDS * setting.residual_bytes * tokens * shape.hidden_size / GIB
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """Whether a pipeline fits, by its fullest rank.
-
-    Attributes:
-        spare_gib: what that rank leaves; negative is missing.
-        reserve_gib: of that, what the allocator cannot give away at once.
-    """
-
-    rank: int
-    spare_gib: float
-    is_borderline: bool
-    reserve_gib: float = 0.0
-
-    @property
-    def fits(self) -> bool:
-        return self.spare_gib >= 0
-
-    @property
-    def under_pressure(self) -> bool:
-        """So near the limit of memory that throughput may fall by 16 to 31% (BPipe, appendix B, where the allocator
-        gives its blocks back again and again)."""
-        return self.is_borderline or self.spare_gib < self.reserve_gib
-
-    @property
-    def word(self) -> str:
-        return "out of memory" if not self.fits else "borderline" if self.is_borderline else "fits"
-
-
-def judge(memory: Sequence[RankMemory], gib: float, *, reserve_gib: float = 0.0) -> Verdict:
-    """The verdict on GPUs with this much memory, in GiB."""
-    fullest = max(memory, key=lambda rank: rank.total)
-    spare = gib - fullest.total / GIB
-    is_borderline = 0 <= spare < BORDERLINE * gib
-    return Verdict(rank=fullest.rank, spare_gib=spare, is_borderline=is_borderline, reserve_gib=reserve_gib)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from megatron.planner.job.configuration import Configuration
-from megatron.planner.job.devices import Verdict
+from megatron.planner.job.verdict import Verdict
 from megatron.planner.memory.memory import RankMemory
 from megatron.planner.memory.node_memory import HostVerdict
 
@@ -37,5 +37,5 @@ class Estimate:
 
     @property
     def under_pressure(self) -> bool:
-        """So near the limit of memory that throughput may fall. `seconds` is the time without that."""
+        """So near the limit of memory that a run may fail, or is slower, as `seconds` then says."""
         return self.verdict.under_pressure

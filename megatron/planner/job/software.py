@@ -35,8 +35,10 @@ class Software:
             the weight's gradient is computed.
         overlaps_transfers: stages compute while activations and gradients move between them.
         splits_transfers: tensor ranks send a part each of what all of them hold.
-        overlaps_gradients: gradients are reduced over replicas during the last backward, weights gathered during the
-            first forward.
+        keeps_gradient_copies: the FP32 copies of gradients with which the optimizer steps stay from step to step.
+        overlaps_gradients: gradients are reduced over replicas beside the last backward (time/overlap.py), where
+            batches drain.
+        overlaps_weights: likewise, weights of the distributed optimizer are gathered beside the first forward.
         own_communicators: ranks have the communicators of this project's runtime, over NCCL where there is CUDA.
         gathers_keys: context parallel ranks gather keys and values of whole sequences before attention; else they pass
             them round a ring beside it.
@@ -51,6 +53,8 @@ class Software:
     overlaps_transfers: bool = True
     splits_transfers: bool = False
     overlaps_gradients: bool = False
+    overlaps_weights: bool = False
+    keeps_gradient_copies: bool = False
     own_communicators: bool = False
     gathers_keys: bool = False
 
@@ -79,6 +83,7 @@ class Software:
             distributed_optimizer=configuration.distributed_optimizer,
             data=configuration.replicas,
             expert_data=configuration.expert_replicas,
+            keeps_gradient_copies=self.keeps_gradient_copies,
         )
 
 
@@ -94,15 +99,16 @@ MEGATRON_2021 = Software(
 """Megatron-LM of Narayanan et al. 2021: tensor ranks wait for every sum; a pass of its own adds weight gradients."""
 
 MEGATRON_2020 = Software(
-    gradient_bytes=2, fuses_gradient_accumulation=False, overlaps_tensor=False, overlaps_transfers=False
-)
-"""Megatron-LM of 2020, without pipelines."""
+    gradient_bytes=2, fuses_gradient_accumulation=False, overlaps_tensor=False, overlaps_transfers=False,
+    keeps_gradient_copies=True,
+)  # fmt: skip
+"""Megatron-LM of 2020, without pipelines. Its optimizer, Apex's, makes FP32 copies of gradients once."""
 
 MEGATRON_DEEPSPEED = MEGATRON_2021
 """Microsoft's Megatron-DeepSpeed of 2021, which vTrain measured, is Megatron-LM of that time in these respects."""
 
 PIPEDREAM_2BW = Software(
     gradient_bytes=2, fuses_softmax=False, fuses_gradient_accumulation=False, overlaps_tensor=False,
-    overlaps_gradients=False,
+    keeps_gradient_copies=True,
 )  # fmt: skip
 """PipeDream-2BW's, adapted from Megatron-LM of 2020 (section 5): 2BW computes while it sends."""

@@ -72,6 +72,7 @@ class RankMemory:
         saved_microbatches: held at once at most, over all its stages.
         bytes_per_microbatch: what the largest of its stages saves of one.
         parts: see `MemoryParts`.
+        gradient_copies: bytes of `parts.optimizer` that are held in the step alone, behind the last backward.
         host: what it takes of its host's memory, where that has the weights.
     """
 
@@ -82,12 +83,24 @@ class RankMemory:
     saved_microbatches: int
     bytes_per_microbatch: float
     parts: MemoryParts
+    gradient_copies: float = 0.0
     host: HostParts | None = None
 
     @property
     def total(self) -> float:
-        """Bytes on the GPU."""
+        """Bytes on the GPU, of all that is held at any time."""
         return self.parts.total
+
+    @property
+    def while_computing(self) -> float:
+        """Bytes that are held at once while the pipeline computes."""
+        return self.total - self.gradient_copies
+
+    @property
+    def needed(self) -> float:
+        """Bytes that are held at once at most: while the pipeline computes, or in the step."""
+        moving = self.parts.activations + self.parts.deferred + self.parts.workspace + self.parts.transfers
+        return self.while_computing + max(0.0, self.gradient_copies - moving)
 
 
 def estimate_memory(
@@ -184,6 +197,9 @@ def estimate_memory(
                 saved_microbatches=demand.saved_on_rank[rank],
                 bytes_per_microbatch=max((saved[stage] for stage in trained), default=0.0),
                 parts=parts,
+                gradient_copies=state.copies_in_step(count, num_versions=versions, experts=experts)
+                if hosting is None
+                else 0.0,
                 host=host,
             )
         )

@@ -7,8 +7,8 @@ gradient, and in FP32 4 each for master, gradient and both moments. Here by part
     true weights   where the versions are predictions: weight_bytes again, unless the masters are the true weights
     gradients      gradient_bytes, for each buffer in use at once (2bw: 2, or 1 with the flag)
     masters        4 for 16-bit weights; with the distributed optimizer 4 also for FP32 weights of several versions
-    FP32 copies    4 where gradients are kept in 16 bits: the optimizer steps with FP32 ones. Where a host steps stage
-                   by stage, of the largest
+    FP32 copies    4 where gradients are kept in 16 bits: the optimizer steps with FP32 ones, which megatron.core makes
+                   in the step and leaves behind it. Where a host steps stage by stage, of the largest
     moments        4 each: Adam 2, SGD with momentum 1
 
 The distributed optimizer (ZeRO-1) divides the last three by the number of replicas: those of experts by theirs.
@@ -27,6 +27,7 @@ class TrainingState:
 
     Attributes:
         num_moments: Adam 2, SGD 1 with momentum, else 0.
+        keeps_gradient_copies: FP32 copies of gradients stay from step to step; else the step makes them.
         data: ranks with the same parameters, context parallel ones among them.
         expert_data: ranks with the same experts.
     """
@@ -36,6 +37,7 @@ class TrainingState:
     num_moments: int = 2
     distributed_optimizer: bool = False
     data: int = 1
+    keeps_gradient_copies: bool = False
     expert_data: int = 1
 
     def weights(self, num_parameters: int, *, num_versions: int, predicts: bool = False) -> float:
@@ -57,11 +59,25 @@ class TrainingState:
             experts: how many of the parameters are of experts; where `stepped` is given, none.
         """
         keeps_masters = self.weight_bytes < _FP32 or (self.distributed_optimizer and num_versions > 1)
-        copied = (num_parameters if stepped is None else stepped) if self.gradient_bytes < _FP32 else 0
-        kept = num_parameters * (keeps_masters + self.num_moments) + copied
-        if not experts:
-            return _FP32 * kept / (self.data if self.distributed_optimizer else 1)
-        return _FP32 * kept / num_parameters * self.stepped(num_parameters, experts)
+        copied = num_parameters if stepped is None else stepped
+        part = self._part(num_parameters, experts)
+        kept = _FP32 * num_parameters * (keeps_masters + self.num_moments) * part
+        return kept + self._gradient_copies(copied, part)
+
+    def copies_in_step(self, num_parameters: int, *, num_versions: int, experts: int = 0) -> float:
+        """The bytes of these that are held in the step alone: none where batches overlap, whose steps come between
+        forwards and backwards."""
+        if self.keeps_gradient_copies or num_versions > 1:
+            return 0.0
+        return self._gradient_copies(num_parameters, self._part(num_parameters, experts))
+
+    def _gradient_copies(self, num_parameters: int, part: float) -> float:
+        """Bytes of the FP32 copies with which the optimizer steps a part of these."""
+        return _FP32 * num_parameters * part if self.gradient_bytes < _FP32 else 0.0
+
+    def _part(self, num_parameters: int, experts: int) -> float:
+        """Which part of the parameters a rank steps."""
+        return self.stepped(num_parameters, experts) / num_parameters if num_parameters else 1.0
 
     def prediction(self, num_parameters: int, *, largest: int, experts: int = 0) -> float:
         """The most that a provisional step copies at once: masters, moments and gradients, all in FP32.

@@ -27,7 +27,7 @@ from megatron.planner.published.measured_times import TIMES, MeasuredRun, is_mea
 from megatron.planner.published.model_names import ModelRecord
 from megatron.planner.published.not_modelled import without_what_is_off
 from megatron.planner.published.settings import SettingsRecord
-from megatron.planner.published.software_names import named_software
+from megatron.planner.published.software_names import in_bfloat16, named_software
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +124,7 @@ class _EntryRecord(BaseModel):
         )
 
     def _precise(self, software: Software) -> Software:
-        """In the run's precision, and with the attention that it says."""
+        """In the run's precision, and with the attention and the overlaps that it says."""
         flash = self.config.flash_attention
         if self.config.precision == "fp32":
             if flash:
@@ -132,9 +132,16 @@ class _EntryRecord(BaseModel):
                     "config.flash_attention is True in fp32, and its kernels take 16-bit numbers only; leave it out"
                 )
             software = replace(software, element_bytes=4, gradient_bytes=4, fuses_softmax=False, flash_attention=False)
-        if self.config.cp_comm_type == "all_gather":
-            software = replace(software, gathers_keys=True)
-        return software if flash is None else replace(software, flash_attention=flash)
+        if self.config.precision == "bf16":
+            software = in_bfloat16(software)
+        said = {
+            "flash_attention": flash,
+            "overlaps_gradients": self.config.overlap_grad_reduce,
+            "overlaps_weights": self.config.overlap_param_gather,
+            "gathers_keys": True if self.config.cp_comm_type == "all_gather" else None,
+        }
+        changes = {name: value for name, value in said.items() if value is not None}
+        return replace(software, **changes) if changes else software
 
     def _with_softmax(self, software: Software, model: Architecture, configuration: Configuration) -> Software:
         """Whether it had the fused softmax, as the entry says; that it could not have, is refused."""

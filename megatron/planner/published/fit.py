@@ -7,7 +7,7 @@ fit after another, until those that remain agree; they are named, not hidden.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -43,9 +43,16 @@ class ConstantsFit:
         return sum(explained) / len(explained)
 
 
-def fit_entries(entries: Sequence[Entry], start: Constants = START, *, free: Sequence[str] = FITTED) -> ConstantsFit:
+def fit_entries(entries: Sequence[Entry], start: Constants = START) -> ConstantsFit:
     """Fit to what was measured of these entries. Raises ValueError where that is less than there are constants."""
-    return fit_runs({name: each.time_errors for name, each in questions(entries).items()}, start, free=free)
+    return fit_questions(questions(entries), start)
+
+
+def fit_questions(asked: Mapping[str, Question], start: Constants = START) -> ConstantsFit:
+    """The same of questions by id. What a short memory costs is fitted where one of them is slowed by it."""
+    is_told = any(each.is_slowed for each in asked.values())
+    free = [name for name in FITTED if is_told or name != "pressed_efficiency"]
+    return fit_runs({name: each.time_errors for name, each in asked.items()}, start, free=free)
 
 
 def questions(entries: Sequence[Entry]) -> dict[str, Question]:

@@ -51,7 +51,7 @@ class StageProfile(Protocol):
 def fit_profile(profile: StageProfile, gpu: str, start: Constants = START) -> ConstantsFit:
     """Fit to a profile that was taken on `gpu`, a name in `DEVICES` or `cpu`.
 
-    The share of tensor ranks is fitted where the profile has stages with several.
+    The share of tensor ranks is fitted where the profile has stages with several; what a short memory costs is not.
 
     Raises ValueError for fewer stages than constants.
     """
@@ -63,7 +63,8 @@ def fit_profile(profile: StageProfile, gpu: str, start: Constants = START) -> Co
             name = f"{_place(stage)}, {stage.num_layers} layers, t={stage.tensor}, mb={stage.micro_batch_size}, {scope}"
             runs[name] = _StageRun(profile, stage, gpu, software).time_errors
     several = any(stage.tensor > 1 for stage in profile.stages)
-    return fit_runs(runs, start, free=[name for name in FITTED if several or name != "tensor_efficiency"])
+    absent = {"pressed_efficiency"} if several else {"pressed_efficiency", "tensor_efficiency"}
+    return fit_runs(runs, start, free=[name for name in FITTED if name not in absent])
 
 
 class _StageRun:

@@ -98,12 +98,6 @@ _TECHNIQUES = (
         "encoders, several decoders and other heads are not modelled",
         "give a run of a GPT, a BERT or a Llama",
     ),
-    _Technique(
-        r"overlap_grad|overlap_param|gradient_overlap|overlaps_gradients",
-        r"^$",
-        "an entry cannot say what its reductions over replicas overlap with, which is not modelled",
-        "leave it out where they come behind the last backward",
-    ),
 )  # fmt: skip
 _OFF = frozenset({"", "0", "no", "none", "off", "false", "null"})
 _DEGREE = re.compile(r"fsdp|(^|_)(cp|ep)(_|$)|parallel|degree|size|shard")

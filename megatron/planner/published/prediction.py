@@ -49,13 +49,17 @@ class Question:
         self._planner = Planner(entry.model, entry.cluster, self._first_principles, entry.software)
         self._layers = self._planner.layers(entry.configuration)
         self._schedule = entry.configuration.pipeline_schedule(tied_embeddings=entry.model.tied_embeddings)
+        memory = self._planner.memory(entry.configuration, self._layers, proved=False)
+        self._verdict = self._planner.judge(entry.configuration, memory)
+
+    @property
+    def is_slowed(self) -> bool:
+        """Whether the allocator slows a rank down."""
+        return bool(self._verdict.slowed)
 
     def predict(self, constants: Constants, *, simulate: bool = False) -> Prediction:
-        costs = self._costs(constants)
-        planner = Planner(
-            self.entry.model, self.entry.cluster, self._first_principles.calibrated(constants), self.entry.software
-        )
-        forward, backward = _middle(costs)
+        forward, backward = _middle(self._costs(constants))
+        planner = self._planner_with(constants)
         return Prediction(
             entry=self.entry,
             estimate=planner.estimate(self.entry.configuration, simulate=simulate),
@@ -69,7 +73,12 @@ class Question:
         return _errors(self.entry, priced(costs, configuration, self._schedule).seconds, *_middle(costs))
 
     def _costs(self, constants: Constants) -> Costs:
-        return self._first_principles.calibrated(constants).costs(self.entry.configuration, self._layers)
+        planner = self._planner_with(constants)
+        return planner.costs(self.entry.configuration, self._schedule, self._layers, self._verdict)
+
+    def _planner_with(self, constants: Constants) -> Planner:
+        calibrated = self._first_principles.calibrated(constants)
+        return Planner(self.entry.model, self.entry.cluster, calibrated, self.entry.software)
 
 
 def predict(entry: Entry, constants: Constants, *, simulate: bool = False) -> Prediction:

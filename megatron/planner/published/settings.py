@@ -63,6 +63,8 @@ class SettingsRecord(BaseModel):
     gathers_fetch: Boolean = False
     framework: str | None = None
     flash_attention: Boolean | None = None
+    overlap_grad_reduce: Boolean | None = None
+    overlap_param_gather: Boolean | None = None
     cp: Count = Field(default=1, validation_alias=AliasChoices("cp", "context_parallel", "context_parallel_size"))
     cp_comm_type: Literal["p2p", "all_gather"] | None = None
     ep: Count = Field(

@@ -14,9 +14,18 @@ from megatron.planner.job.software import (
     Software,
 )
 
+
+def in_bfloat16(software: Software) -> Software:
+    """The same in bfloat16, which Megatron-LM and DeepSpeed train with gradients that are added up in FP32."""
+    return replace(software, gradient_bytes=4) if software.gradient_bytes < _FP32 else software
+
+
+_FP32 = 4
 _NAMES = {  # what a field or the source names
     "megatron-deepspeed": MEGATRON_DEEPSPEED,
     "vtrain": MEGATRON_DEEPSPEED,
+    "mt-nlg": in_bfloat16(MEGATRON_DEEPSPEED),  # Smith et al. 2022
+    "smith et al": in_bfloat16(MEGATRON_DEEPSPEED),
     "pipedream-2bw": PIPEDREAM_2BW,
     "megatron-lm v3": MEGATRON_V3,
     "korthikanti": MEGATRON_V3,
@@ -33,18 +42,26 @@ def named_software(texts: Iterable[str | None], gpu: str, assume: Callable[[str]
     for text in filter(None, texts):
         for name, software in _NAMES.items():
             if name in text.lower():
-                return _with_default_attention(software, gpu, assume)
+                return _with_defaults(software, gpu, assume)
     if gpu in ("H100", "H200"):  # Megatron-LM v3 was before Hopper; what runs there has flash attention
-        assume("the software of megatron-core with flash attention")
-        return replace(MEGATRON_CORE, flash_attention=True)
+        assume("the software of megatron-core")
+        return _with_defaults(MEGATRON_CORE, gpu, assume)
     assume("the software of Megatron-LM v3")
     return MEGATRON_V3
 
 
-def _with_default_attention(software: Software, gpu: str, assume: Callable[[str], None]) -> Software:
-    """Megatron-Core's layers are Transformer Engine's unless told otherwise, and their attention is flash attention
-    where its kernels run: on GPUs with units for bfloat16, which came with them."""
-    if software is not MEGATRON_CORE or gpu not in DEVICES or not DEVICES[gpu].has_bfloat16:
+def _with_defaults(software: Software, gpu: str, assume: Callable[[str], None]) -> Software:
+    """What runs of Megatron-Core have unless told otherwise.
+
+    Its layers are Transformer Engine's, and their attention is flash attention where its kernels run: on GPUs with
+    units for bfloat16, which came with them. Its flags leave overlaps with replicas off, and NVIDIA's published command
+    lines switch both on (--overlap-grad-reduce, --overlap-param-gather).
+    """
+    if software is not MEGATRON_CORE:
+        return software
+    assume("reductions and gathers of replicas beside the last backward and the first forward, as Megatron-Core's runs")
+    software = replace(software, overlaps_gradients=True, overlaps_weights=True)
+    if gpu not in DEVICES or not DEVICES[gpu].has_bfloat16:
         return software
     assume(f"flash attention, as Megatron-Core has on {gpu}")
     return replace(software, flash_attention=True)

@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron.pipeline.program.weight_policies import TWO_BW
 from megatron.planner.job.configuration import Configuration
-from megatron.planner.job.devices import Verdict
+from megatron.planner.job.verdict import Verdict
 from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.planner import Planner
@@ -231,6 +231,11 @@ class _Degrees:
                 continue
             key = (choice.schedule, choice.virtual, scope)
             rejected = _again(trial, missed.get(key)) or self._miss(trial)
+            if rejected and self._may_keep_one_buffer(trial):
+                single = replace(trial, single_gradient_buffer=True)
+                if not self._miss(single):
+                    yield rejected
+                    rejected, trial = None, single
             if rejected:
                 if not moves and self.space.safe_batch_size is None:  # memory grows with the microbatch
                     missed.setdefault(key, f"with microbatches of {choice.micro_batch_size} {rejected.reason}")
@@ -246,8 +251,15 @@ class _Degrees:
                     if moves and self.space.early_stopping and self._fits_easily(trial):
                         seconds[mapping], fits = each.estimate.seconds, f"recompute {scope.value} fits"
                 yield each
-            if kept and not moves and self.space.early_stopping and self._fits_easily(trial):
+            waits = trial.single_gradient_buffer and trial.data > 1  # for reductions, maybe longer than for a recompute
+            if kept and not moves and not waits and self.space.early_stopping and self._fits_easily(trial):
                 stops = f"recompute {scope.value} fits"
+
+    def _may_keep_one_buffer(self, choice: Choice) -> bool:
+        """Whether 2bw may do without its second gradient buffer: the step of a batch comes early then, before overflows
+        of other stages are known, and nothing predicts from what it gives away."""
+        is_2bw = offer(choice.schedule).policy == TWO_BW and choice.pipeline > 1
+        return is_2bw and self.space.provisional == "off" and not self.training.scales_loss
 
     def _without_moves(self, schedule: str) -> str | None:
         """One of those considered that computes in the same order and balances nothing."""
@@ -275,9 +287,9 @@ class _Degrees:
     def _keep(self, choice: Choice, slow: str | None) -> Iterator[Kept | Rejected]:
         reason = self.explorer.refuse(self._configuration(choice))
         verdict = self._judge(choice)
-        near = f"{_place(verdict, choice)} leaves {_gib(verdict)}, and may be slower"
+        pressed = f"the allocator of {_place(verdict, choice)} is short of memory, which slows it down"
         if verdict.under_pressure and self.space.avoids_pressure:
-            reason = near
+            reason = pressed
         if reason:
             yield Rejected(choice=choice, reason=reason)
             return
@@ -294,7 +306,10 @@ class _Degrees:
                 continue
             if self.space.early_stopping and not offer(choice.schedule).balance:
                 slowest = estimate.seconds
-            notes = [slow, near if verdict.under_pressure else None, delay.clause(estimate.configuration)]
+            notes = [
+                slow, pressed if verdict.under_pressure else None, delay.clause(estimate.configuration),
+                "one gradient buffer" if choice.single_gradient_buffer else None,
+            ]  # fmt: skip
             yield Kept(choice=mapped, estimate=estimate, notes=tuple(filter(None, notes)))
 
     def _mappings(self, choice: Choice) -> list[str]:

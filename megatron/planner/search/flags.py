@@ -33,6 +33,11 @@ def prediction_flags(configuration: Configuration) -> Flags:
     return flags
 
 
+def gradient_flags(configuration: Configuration) -> Flags:
+    """How 2bw keeps its gradients; none where it keeps two buffers, or is not chosen."""
+    return {"--2bw-single-gradient-buffer": True} if configuration.single_gradient_buffer else {}
+
+
 def hosting_flags(configuration: Configuration) -> Flags:
     """How weights live on the host; none where they do not."""
     if not configuration.is_hosted:
@@ -72,6 +77,7 @@ def configuration_flags(configuration: Configuration) -> Flags:
         **flags,
         **{name: True for name, is_on in switches.items() if is_on},
         **prediction_flags(configuration),
+        **gradient_flags(configuration),
         **hosting_flags(configuration),
         **_RECOMPUTE[configuration.recompute],
     }

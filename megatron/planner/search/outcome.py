@@ -1,11 +1,15 @@
 """What a search finds: every choice that it considered, kept with an estimate or rejected with a reason."""
 
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
+from megatron.planner.intervals import Interval, NotValidated
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.estimate import Estimate
 from megatron.planner.memory.activations import RecomputeScope
+from megatron.planner.search.bill import Bill, Budget
+from megatron.planner.search.objective import SUPERLATIVES
 from megatron.planner.search.offers import preset_of
 
 
@@ -30,6 +34,7 @@ class Choice:
     provisional: str | None = None
     provisional_microbatches: int | None = None
     provisional_reduce: bool | None = None
+    single_gradient_buffer: bool | None = None
     context: int | None = None
     expert: int | None = None
     expert_tensor: int | None = None
@@ -44,8 +49,9 @@ class Choice:
             recompute=self.recompute, schedule=preset, balance=balance, sequence_parallel=sequence_parallel,
             distributed_optimizer=self.distributed_optimizer, rank_mapping=self.rank_mapping or "standard",
             provisional=self.provisional or "off", provisional_microbatches=self.provisional_microbatches,
-            provisional_reduce=bool(self.provisional_reduce), context=self.context or 1, expert=self.expert or 1,
-            expert_tensor=self.expert_tensor,
+            provisional_reduce=bool(self.provisional_reduce),
+            single_gradient_buffer=bool(self.single_gradient_buffer),
+            context=self.context or 1, expert=self.expert or 1, expert_tensor=self.expert_tensor,
         )  # fmt: skip
 
     @property
@@ -73,12 +79,16 @@ class Kept:
         is_simulated: the time is that of its very program, which is proved; else of the closed form, or where the
             schedule has none of programs that may be shorter.
         notes: what slows it down, a clause each.
+        accuracy: the interval of its time, or why there is none; None: nobody asked.
+        bill: what a training takes with it; None: nobody asked.
     """
 
     choice: Choice
     estimate: Estimate
     is_simulated: bool = False
     notes: tuple[str, ...] = ()
+    accuracy: Interval | NotValidated | None = None
+    bill: Bill | None = None
 
     @property
     def sequences_per_second(self) -> float:
@@ -92,14 +102,20 @@ class Kept:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """`kept` from the fastest on; `rejected` in the order of the search."""
+    """`kept` from the best on, by `objective`; `rejected` in the order of the search."""
 
     kept: tuple[Kept, ...]
     rejected: tuple[Rejected, ...]
+    objective: str = "time"
+
+    @property
+    def superlative(self) -> str:
+        """What the best is: the fastest, unless something else was asked for."""
+        return SUPERLATIVES[self.objective]
 
     @property
     def best_without_pressure(self) -> tuple[int, Kept] | None:
-        """The fastest that is not so near the limit of memory that it may be slower, with its rank from 1."""
+        """The best that is not so near the limit of memory that it may be slower, with its rank from 1."""
         ranked = enumerate(self.kept, start=1)
         return next(((rank, each) for rank, each in ranked if not each.estimate.under_pressure), None)
 
@@ -107,8 +123,20 @@ class Outcome:
     def best(self) -> Kept | None:
         return self.kept[0] if self.kept else None
 
+    def with_prices(self, accuracy: Callable[[Kept], Interval | NotValidated], budget: Budget) -> "Outcome":
+        """The same, where each kept configuration has the interval of its time and its bill."""
+        kept = tuple(
+            replace(
+                each,
+                accuracy=accuracy(each),
+                bill=budget.bill(seconds=each.estimate.seconds, sequences=each.choice.global_batch_size),
+            )
+            for each in self.kept
+        )
+        return replace(self, kept=kept)
+
     def best_of_schedules(self) -> tuple[Kept, ...]:
-        """The fastest of each schedule, from the fastest on."""
+        """The best of each schedule, from the best on."""
         found: dict[str, Kept] = {}
         for each in self.kept:
             found.setdefault(each.choice.schedule, each)

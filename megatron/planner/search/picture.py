@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING
 
-from megatron.planner.job.devices import BORDERLINE
+from megatron.planner.job.verdict import LOST
 from megatron.planner.search.offers import offered
 from megatron.planner.search.outcome import Choice, Outcome
 
@@ -54,14 +54,15 @@ def draw_outcome(outcome: Outcome, *, memory_gib: float, title: str = "") -> Fig
     if any(each.estimate.under_pressure for each in outcome.kept):
         cross = {"linestyle": "none", "marker": "x", "markersize": 5, "color": "black"}
         entries.append(Line2D([], [], label="near the limit of memory, may be slower", **cross))
-    axes.axvspan((1 - BORDERLINE) * memory_gib, memory_gib, color="#e8a33d", alpha=0.2, linewidth=0, zorder=0)
+    axes.axvspan((1 - LOST) * memory_gib, memory_gib, color="#e8a33d", alpha=0.2, linewidth=0, zorder=0)
     axes.axvline(memory_gib, color="#b03030", linewidth=1)
     if outcome.best:
         entries += axes.plot(
             outcome.best.memory_gib, outcome.best.sequences_per_second, linestyle="none", marker="o", markersize=10,
-            markerfacecolor="none", color="black", label=f"the fastest: {describe(outcome.best.choice)}", gid="best",
+            markerfacecolor="none", color="black", gid="best",
+            label=f"the {outcome.superlative}: {describe(outcome.best.choice)}",
         )  # fmt: skip
-    axes.set_xlabel(f"memory of the fullest GPU, GiB (of {memory_gib:g}; shaded: the last {BORDERLINE:.0%})")
+    axes.set_xlabel(f"memory of the fullest GPU, GiB (of {memory_gib:g}; shaded: the last {LOST:.0%})")
     axes.set_ylabel("sequences per second")
     axes.set_ylim(0, 1.12 * max((each.sequences_per_second for each in outcome.kept), default=1.0))
     axes.grid(alpha=0.3)
@@ -74,7 +75,8 @@ def draw_outcome(outcome: Outcome, *, memory_gib: float, title: str = "") -> Fig
 
 def describe(choice: Choice) -> str:
     """A configuration in few words."""
-    parts = [choice.schedule, f"t={choice.tensor}", f"p={choice.pipeline}", f"d={choice.data}"]
+    buffers = " with one gradient buffer" if choice.single_gradient_buffer else ""
+    parts = [choice.schedule + buffers, f"t={choice.tensor}", f"p={choice.pipeline}", f"d={choice.data}"]
     parts += [f"{name}={size}" for name, size in (("cp", choice.context), ("ep", choice.expert)) if (size or 1) > 1]
     if choice.virtual > 1:
         parts.append(f"v={choice.virtual}")

@@ -8,18 +8,22 @@ from dataclasses import fields
 from pathlib import Path
 
 from megatron.documents.writing import write_whole
+from megatron.planner.intervals import Interval, NotValidated
 from megatron.planner.memory.memory import GIB
+from megatron.planner.search.bill import Bill
 from megatron.planner.search.outcome import Choice, Kept, Outcome, Rejected
 
+_BILL = tuple(field.name for field in fields(Bill))
 CHOICES = tuple(field.name for field in fields(Choice))
 FIELDS = (
     "rank", "status", *CHOICES, "sequence_parallel", "num_microbatches", "iteration_seconds", "sequences_per_second",
-    "mfu", "bubble", "memory_gib", "spare_gib", "verdict", "is_simulated", "reason", "notes",
+    "iteration_seconds_low", "iteration_seconds_high", "interval_runs", "interval_of", "not_validated", *_BILL, "mfu",
+    "bubble", "memory_gib", "spare_gib", "verdict", "is_simulated", "reason", "notes",
 )  # fmt: skip
 
 
 def kept_record(each: Kept, rank: int) -> dict:
-    """`rank` 1 is the fastest; times in seconds, memory of the fullest GPU."""
+    """`rank` 1 is the best; times in seconds, memory of the fullest GPU."""
     estimate = each.estimate
     return {
         "rank": rank,
@@ -31,6 +35,8 @@ def kept_record(each: Kept, rank: int) -> dict:
         "num_microbatches": estimate.configuration.num_microbatches,
         "iteration_seconds": estimate.seconds,
         "sequences_per_second": each.sequences_per_second,
+        **_interval(each),
+        **{name: getattr(each.bill, name) for name in _BILL if each.bill is not None},
         "mfu": estimate.mfu,
         "bubble": estimate.bubble,
         "memory_gib": each.memory_gib,
@@ -41,13 +47,26 @@ def kept_record(each: Kept, rank: int) -> dict:
     }
 
 
+def _interval(each: Kept) -> dict:
+    """The interval of its time (`interval.LEVEL`), and which published runs it is from; or why there is none."""
+    if isinstance(each.accuracy, NotValidated):
+        return {"not_validated": each.accuracy.reason}
+    if not isinstance(each.accuracy, Interval):
+        return {}
+    low, high = each.accuracy.seconds(each.estimate.seconds)
+    return {
+        "iteration_seconds_low": low, "iteration_seconds_high": high, "interval_runs": each.accuracy.num_runs,
+        "interval_of": each.accuracy.group,
+    }  # fmt: skip
+
+
 def rejected_record(each: Rejected) -> dict:
     """A choice that is null stands for every value."""
     return {"status": "rejected", **_choice(each.choice), "reason": each.reason}
 
 
 def records(outcome: Outcome) -> Iterator[dict]:
-    """All of them, the fastest first; kept ones with the memory of each rank of the pipeline."""
+    """All of them, the best first; kept ones with the memory of each rank of the pipeline."""
     for rank, each in enumerate(outcome.kept, start=1):
         memory = [memory.total / GIB for memory in each.estimate.memory]
         yield {**kept_record(each, rank), "memory_gib_by_rank": memory}

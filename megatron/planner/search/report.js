@@ -2,7 +2,7 @@
 "use strict";
 
 (() => {
-  const numberOf = (text) => Number.parseFloat(text.replace("~", ""));
+  const numberOf = (text) => /^~?[-\d]/.test(text) ? Number(text.replace("~", "")) : NaN; // "2bw" is none
 
   function compare(left, right) {
     const [a, b] = [numberOf(left), numberOf(right)];

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from megatron.planner.planner import Planner
 from megatron.planner.search import delay
-from megatron.planner.search.outcome import Kept, Outcome
+from megatron.planner.search.expectation import expectation
+from megatron.planner.search.outcome import Outcome
 from megatron.planner.search.picture import as_svg, describe, draw_outcome
 from megatron.planner.search.report_table import configurations_table, reasons_table
 from megatron.planner.search.report_timeline import timeline_element
@@ -46,12 +47,12 @@ def html_report(
     of_schedules = {id(each) for each in outcome.best_of_schedules()}
     parts = [f"<h1>{escape(title)}</h1>", *(f"<p>{escape(line)}</p>" for line in summary)]
     if outcome.best is not None:
-        parts.append(_best(outcome.best))
+        parts.append(_best(outcome))
     delayed = delay.sentence(outcome.kept)
     for note in notes:
         anchor = ' id="delay"' if note == delayed else ""  # what rows with delayed weights link to
-        parts.append(f'<p class="note"{anchor}>{_linked(note, docs)}</p>')
-    parts += ["<h2>The fastest of each schedule</h2>"]
+        parts.append(f'<p class="note"{anchor}>{linked(note, docs)}</p>')
+    parts += [f"<h2>The {outcome.superlative} of each schedule</h2>"]
     parts += [configurations_table([row for row in ranked if id(row[1]) in of_schedules], name="schedules")]
     parts += ["<h2>Throughput against memory</h2>"]
     picture = as_svg(draw_outcome(outcome, memory_gib=memory_gib), salt="outcome", themed=True)
@@ -64,7 +65,11 @@ def html_report(
         parts += ["<h2>A script for the best</h2>", f'<div class="wide"><pre>{escape(script)}</pre></div>']
     parts += [f"<h2>All {len(ranked)} that fit</h2>", configurations_table(ranked, name="all", filtered=True)]
     parts += [f"<h2>Why {len(outcome.rejected)} choices were rejected</h2>", reasons_table(outcome, 40)]
-    body = "\n".join(parts)
+    return html_page(title, "\n".join(parts))
+
+
+def html_page(title: str, body: str) -> str:
+    """A whole page, which loads nothing, around the elements of its body."""
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head><meta charset="utf-8"><title>{escape(title)}</title>\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
@@ -74,14 +79,17 @@ def html_report(
     )
 
 
-def _best(best: Kept) -> str:
-    estimate = best.estimate
+def _best(outcome: Outcome) -> str:
+    best = outcome.best
+    more = "".join(f" {escape(each[:1].upper() + each[1:])}." for each in expectation(best))
     return (
-        f'<p class="best">The fastest: <b>{escape(describe(best.choice))}</b>, {estimate.seconds:.3g} s an iteration, '
-        f"{best.sequences_per_second:.3g} sequences/s, {best.memory_gib:.1f} GiB on the fullest GPU.</p>"
+        f'<p class="best">The {outcome.superlative}: <b>{escape(describe(best.choice))}</b>, '
+        f"{best.estimate.seconds:.3g} s an iteration, {best.sequences_per_second:.3g} sequences/s, "
+        f"{best.memory_gib:.1f} GiB on the fullest GPU.{more}</p>"
     )
 
 
-def _linked(note: str, docs: str | None) -> str:
+def linked(note: str, docs: str | None) -> str:
+    """A note as a sentence of the page; with `docs`, where the documentation lies, pages in it are links."""
     text = f"{escape(note[:1].upper() + note[1:])}."
     return text if docs is None else re.sub(r"docs/([\w/]+\.md)", rf'<a href="{escape(docs)}/\1">docs/\1</a>', text)

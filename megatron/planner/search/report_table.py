@@ -9,11 +9,14 @@ from html import escape
 
 from megatron.planner.search.delay import is_delayed
 from megatron.planner.search.outcome import Kept, Outcome
-from megatron.planner.search.table import HEADINGS, TEXTS, cells, reasons, says
+from megatron.planner.search.table import HEADINGS, INTERVAL, TEXTS, cells, reasons, says
 
 _WORDS = {"t": "tensor parallel ranks", "p": "pipeline ranks", "d": "replicas",
           "cp": "context parallel ranks", "ep": "expert parallel ranks", "v": "stages on each rank",
-          "s/iteration": "~: estimated; the others were simulated", "GiB": "memory of the fullest GPU"}  # fmt: skip
+          "s/iteration": "~: estimated; the others were simulated", "days": "for all tokens, without a pause",
+          INTERVAL: "where so many of the published runs of its kind were; not validated: none was compared",
+          "cost": "for all tokens", "cost/M tokens": "for a million tokens",
+          "GiB": "memory of the fullest GPU"}  # fmt: skip
 
 
 def configurations_table(rows: Sequence[tuple[int, Kept]], *, name: str, filtered: bool = False) -> str:

@@ -32,8 +32,9 @@ def search(
     num_simulated: int | None = None,
     refuse: Refusal | None = None,
     progress: Progress | None = None,
+    objective: str = "time",
 ) -> Outcome:
-    """All configurations of a space, the fastest first.
+    """All configurations of a space, the best first.
 
     Args:
         space: what is considered.
@@ -43,6 +44,7 @@ def search(
             programs are large.
         refuse: why the training program would refuse a configuration.
         progress: is told how far the search is.
+        objective: one of `OBJECTIVES`. For memory a space without early stopping has what recomputes more.
     """
     report = progress or (lambda *_: None)
     explorer, degrees = Explorer(space, planner_of, training, refuse), list(space.degrees())
@@ -56,9 +58,10 @@ def search(
             else:
                 rejected[each] = None
     report("configurations", len(degrees), len(degrees))
-    simulation = _Simulation(space, planner_of, report)
-    ranked, dropped = simulation.best(sorted(kept, key=_rank), num_simulated)
-    return Outcome(kept=tuple(ranked), rejected=(*rejected, *dropped))
+    rank = _rank_by_memory if objective == "memory" else _rank
+    simulation = _Simulation(space, planner_of, report, rank)
+    ranked, dropped = simulation.best(sorted(kept, key=rank), num_simulated)
+    return Outcome(kept=tuple(ranked), rejected=(*rejected, *dropped), objective=objective)
 
 
 def _rank(each: Kept) -> tuple:
@@ -66,22 +69,32 @@ def _rank(each: Kept) -> tuple:
     return -float(f"{each.sequences_per_second:.9g}"), each.memory_gib, each.choice.key
 
 
+def _rank_by_memory(each: Kept) -> tuple:
+    """The smallest first; of equals the fastest."""
+    speed, memory, key = _rank(each)
+    return float(f"{memory:.9g}"), speed, key
+
+
 class _Simulation:
     """Proves and simulates the best, and the best mapping of each of them."""
 
-    def __init__(self, space: Space, planner_of: Callable[[int], Planner], report: Progress) -> None:
-        self.space, self.planner_of, self.report = space, planner_of, report
+    def __init__(
+        self, space: Space, planner_of: Callable[[int], Planner], report: Progress, rank: Callable[[Kept], tuple]
+    ) -> None:
+        self.space, self.planner_of, self.report, self.rank = space, planner_of, report, rank
         self.tries_optimized = "optimized" in space.rank_mappings and len(space.rank_mappings) > 1
         self._tried: set[Choice] = set()
 
     def best(self, kept: list[Kept], count: int | None) -> tuple[list[Kept], list[Rejected]]:
-        """All by their times, of which the first `count` are simulated; and what cannot be simulated.
+        """All by their ranks, of which the first `count` are simulated; and what cannot be simulated.
 
         A simulation may take longer than the estimate said, and then the next one has its turn. Where programs are
         large not all turns are taken, and the fastest that was simulated stands first.
         """
         total = NUM_SIMULATED if count is None else count
-        waiting = [(_rank(each), index, each) for index, each in enumerate(kept)]  # the index stands for what cannot
+        waiting = [
+            (self.rank(each), index, each) for index, each in enumerate(kept)
+        ]  # the index stands for what cannot
         heapq.heapify(waiting)  # be compared
         found: list[Kept] = []
         dropped: list[Rejected] = []
@@ -93,7 +106,7 @@ class _Simulation:
                 continue
             computations += _computations(each.estimate.configuration)
             if num_done >= _MOST_TURNS * total or (count is None and num_done and computations > _MOST_COMPUTATIONS):
-                heapq.heappush(waiting, (_rank(each), len(kept) + num_done, each))
+                heapq.heappush(waiting, (self.rank(each), len(kept) + num_done, each))
                 break
             self.report("simulations", len(found), total)
             try:
@@ -103,7 +116,7 @@ class _Simulation:
                 continue
             for one in simulated:
                 num_done += 1
-                heapq.heappush(waiting, (_rank(one), len(kept) + num_done, one))
+                heapq.heappush(waiting, (self.rank(one), len(kept) + num_done, one))
         rest = [each for *_, each in sorted(waiting, key=lambda item: item[:2])]
         if not found and num_done:
             first = next(each for each in rest if each.is_simulated)

@@ -7,14 +7,19 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from megatron.planner.intervals import LEVEL
+from megatron.planner.intervals.lookup import interval_text
+from megatron.planner.search.bill import Bill, money
 from megatron.planner.search.outcome import Choice, Kept, Rejected
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+INTERVAL = f"s ({LEVEL:.0%})"
 HEADINGS = (
     "rank", "schedule", "t", "p", "d", "cp", "ep", "v", "microbatch", "microbatches", "recompute", "split optimizer",
-    "rank mapping", "s/iteration", "sequences/s", "MFU, %", "bubble, %", "GiB", "memory", "notes",
+    "rank mapping", "s/iteration", INTERVAL, "sequences/s", "days", "cost", "cost/M tokens", "MFU, %", "bubble, %",
+    "GiB", "memory", "notes",
 )  # fmt: skip
 TEXTS = frozenset({"schedule", "recompute", "split optimizer", "rank mapping", "memory", "notes"})
 
@@ -27,10 +32,21 @@ def cells(each: Kept, rank: int) -> tuple[str, ...]:
         str(choice.context or ""), str(choice.expert or ""), str(choice.virtual),
         str(choice.micro_batch_size), str(estimate.configuration.num_microbatches), choice.recompute.value,
         "yes" if choice.distributed_optimizer else "no", choice.rank_mapping,
-        f"{'' if each.is_simulated else '~'}{_number(estimate.seconds)}", _number(each.sequences_per_second),
+        f"{'' if each.is_simulated else '~'}{_number(estimate.seconds)}",
+        "" if each.accuracy is None else interval_text(each.accuracy, estimate.seconds),
+        _number(each.sequences_per_second), *_bill(each.bill),
         f"{100 * estimate.mfu:.1f}", f"{100 * estimate.bubble:.1f}", f"{each.memory_gib:.1f}", estimate.verdict.word,
         "; ".join(each.notes),
     )  # fmt: skip
+
+
+def _bill(bill: Bill | None) -> tuple[str, str, str]:
+    """Days, money for all and money for a million tokens, as far as they are known."""
+    if bill is None:
+        return "", "", ""
+    amounts = (bill.cost, bill.cost_per_million_tokens)
+    whole, million = ("" if each is None else money(each, bill.currency) for each in amounts)
+    return "" if bill.days is None else _number(bill.days), whole, million
 
 
 def _schedule(choice: Choice) -> str:
@@ -57,7 +73,7 @@ def best_table(kept: Sequence[tuple[int, Kept]], *, plain: bool) -> Table:
 
 def says(index: int, text: str) -> bool:
     """A column that says nothing in any row is left out."""
-    return {"v": text != "1"}.get(HEADINGS[index], bool(text))
+    return text != "1" if HEADINGS[index] == "v" else bool(text)
 
 
 def reasons(rejected: Sequence[Rejected], most: int) -> list[tuple[str, int]]:

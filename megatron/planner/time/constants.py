@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """The constants of one kind of processor. The first four are fitted (`FITTED`), the others are stated here.
+    """The constants of one kind of processor. Some are fitted (`FITTED`), the others are stated here.
 
     Attributes:
         product_efficiency: part of the peak arithmetic that large matrix products reach.
@@ -20,6 +20,8 @@ class Constants:
             quarter of the processor.
         launch: seconds in which the host issues one kernel, Python included. Host and device work side by side, so the
             slower one decides; this matters for small layers only.
+        pressed_efficiency: part of its speed that a rank keeps whose allocator gives blocks back and asks for them anew
+            in every backward (planner/job/verdict.py).
     """
 
     product_efficiency: float
@@ -30,6 +32,7 @@ class Constants:
     network_efficiency: float = 0.8
     contention: float = 0.25
     launch: float = 30e-6
+    pressed_efficiency: float = 0.8
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -38,7 +41,7 @@ class Constants:
                 raise ValueError(f"{field.name} is {value}; give a part of 1, or seconds of 0 and more")
 
 
-FITTED = ("product_efficiency", "product_overhead", "memory_efficiency", "tensor_efficiency")
+FITTED = ("product_efficiency", "product_overhead", "memory_efficiency", "tensor_efficiency", "pressed_efficiency")
 """The names of the constants that `calibrate` fits."""
 
 START = Constants(product_efficiency=0.8, product_overhead=10e-6, memory_efficiency=0.65, tensor_efficiency=0.6)

@@ -25,6 +25,7 @@ from megatron.planner.time.closed_forms import moving_parts
 from megatron.planner.time.constants import Constants
 from megatron.planner.time.expert_work import ExpertLayerWork
 from megatron.planner.time.links import Links
+from megatron.planner.time.overlap import gathers_shown, num_buckets, reductions_shown
 from megatron.planner.time.traffic import CutModel
 from megatron.planner.time.work import LayerWork, Work
 
@@ -55,6 +56,10 @@ class FirstPrinciples:
         other = copy(self)
         other.constants, other._others = constants, {}
         return other
+
+    @property
+    def pressed_efficiency(self) -> float:
+        return self.constants.pressed_efficiency
 
     def _trained_by(self, software: Software) -> "FirstPrinciples":
         """The same with other software."""
@@ -88,7 +93,7 @@ class FirstPrinciples:
                     backward[stage] += boundary / rate / 2
                     if halves:
                         halves["backward_input"][stage] += boundary / rate / 2
-        step, reduce = self._updates(configuration, layers, links)
+        step, reduce = self._updates(configuration, schedule, layers, links, forward=forward, backward=backward)
         if configuration.is_hosted:
             step = [0.0] * len(layers)  # the host's optimizer steps
         predict, hold = self._predictions(configuration, layers, links)
@@ -264,22 +269,29 @@ class FirstPrinciples:
     # --- once an iteration
 
     def _updates(
-        self, configuration: Configuration, layers: Sequence[int], links: Links
-    ) -> tuple[list[float], list[float]]:
-        """The optimizer's step and the reduction over replicas, by stage."""
+        self, configuration: Configuration, schedule: Schedule, layers: Sequence[int], links: Links, *,
+        forward: Sequence[float], backward: Sequence[float],
+    ) -> tuple[list[float], list[float]]:  # fmt: skip
+        """The optimizer's step and what is seen of the reduction over replicas, by stage."""
         state = self.software.training_state(configuration)
         written = 0 if configuration.predicts else state.weight_bytes
-        step, reduce = [], []
-        for own, _, once in self._counts(configuration, layers, links):
+        step, reduce, gather, buckets = [], [], [], []
+        for own, count, once in self._counts(configuration, layers, links):
             # Adam reads and writes master and moments; the norm and the step read gradients, the step writes weights:
             # where they are predicted, only the masters.
             step.append(own * (6 * 4 + 2 * state.gradient_bytes + written) / self._memory_bandwidth)
             # A ring sends a buffer once to sum it, once to spread it; a distributed optimizer spreads weights, in STEP,
             # or in PREDICT where there is one.
-            if state.distributed_optimizer and not configuration.predicts:
-                step[-1] += once * state.weight_bytes
+            gathers = state.distributed_optimizer and not configuration.predicts
+            gather.append(once * state.weight_bytes if gathers else 0.0)
             reduce.append(once * state.gradient_bytes * (1 if state.distributed_optimizer else 2))
-        return step, reduce
+            buckets.append(num_buckets(count, configuration.replicas))
+        ranks, contention = schedule.rank_of_stage, self.constants.contention
+        if self.software.overlaps_gradients and schedule.weights.drains:
+            reduce = reductions_shown(reduce, backward, buckets, ranks, contention)
+        if self.software.overlaps_weights and schedule.weights.drains:
+            gather = gathers_shown(gather, forward, buckets, ranks, contention)
+        return [sum(each) for each in zip(step, gather, strict=True)], reduce
 
     def _predictions(
         self, configuration: Configuration, layers: Sequence[int], links: Links
@@ -352,7 +364,6 @@ class FirstPrinciples:
         found = []
         for count, experts in zip(counts, of_experts, strict=True):
             once = (d - 1) / d * (count - experts) / link + (same - 1) / same * experts / expert_link
-            once *= not self.software.overlaps_gradients
             found.append((state.stepped(count, experts), count, once))
         return found
 

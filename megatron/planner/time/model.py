@@ -8,7 +8,14 @@ from megatron.planner.job.configuration import Configuration
 
 
 class CostModel(Protocol):
-    """Predicts what the instructions of a configuration cost, for one model on one cluster."""
+    """Predicts what the instructions of a configuration cost, for one model on one cluster.
+
+    Attributes:
+        pressed_efficiency: as in `Constants`.
+    """
+
+    @property
+    def pressed_efficiency(self) -> float: ...
 
     def costs(self, configuration: Configuration, layers: Sequence[int]) -> Costs:
         """Seconds and bytes with one number for each stage (or edge).

@@ -11,6 +11,7 @@ from megatron.planner.memory.activations import Activations
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.memory.parameters import embedding_parameters, stage_parameters
 from megatron.planner.time.blocks import Blocks
+from megatron.planner.time.calibration import default_constants
 from megatron.planner.time.contention import Times, settle
 from megatron.planner.time.profile import Profile, StagePosition, UpdateTime
 
@@ -78,6 +79,11 @@ class ProfiledCosts:
         if self.software.element_bytes != _BYTES[profile.dtype]:
             raise ValueError(f"the profile is of {profile.dtype}, and the model is not; profile it in its precision")
         self._blocks = Blocks(profile)
+
+    @property
+    def pressed_efficiency(self) -> float:
+        """A CPU has no allocator that gives blocks back. On GPUs it is as on those of the published runs."""
+        return 1.0 if self.profile.shares_processor else default_constants().pressed_efficiency
 
     def costs(self, configuration: Configuration, layers: Sequence[int]) -> Costs:
         """See `CostModel`. Raises ValueError for what was not profiled."""

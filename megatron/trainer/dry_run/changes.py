@@ -17,7 +17,7 @@ from megatron.elastic.freeze_rule import ByHand
 from megatron.pipeline.schedules import PRESETS
 from megatron.placement.hosts import Process
 from megatron.planner import GIB, RankMemory, Verdict, device_gib
-from megatron.planner.job.devices import BORDERLINE
+from megatron.planner.job.verdict import LOST
 from megatron.planner.memory.parameters import embedding_parameters, head_parameters, layer_parameters
 from megatron.trainer.arguments.rules.classification import data_paths
 from megatron.trainer.arguments.rules.freezing import make_rule
@@ -66,8 +66,8 @@ class PlannedChange:
 
     def judge(self, gib: float) -> Verdict:
         """The verdict on GPUs with this much memory, in GiB."""
-        spare = gib - self.most_bytes / GIB
-        return Verdict(rank=self.rank, spare_gib=spare, is_borderline=0 <= spare < BORDERLINE * gib)
+        free = gib - self.most_bytes / GIB
+        return Verdict(rank=self.rank, spare_gib=free - LOST * gib, free_gib=free)
 
 
 @dataclass(frozen=True)

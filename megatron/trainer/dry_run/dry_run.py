@@ -65,14 +65,14 @@ def _refusal(result: DryRun) -> str | None:
         return None
     gpu = result.args.dry_run_gpu
     there = f"the {device_gib(gpu):g} GiB of --dry-run-gpu {gpu}"
-    if not result.verdict.fits:
-        missing = f"{-result.verdict.spare_gib:.1f} GiB"
+    if result.verdict.free_gib < 0:
+        missing = f"{-result.verdict.free_gib:.1f} GiB"
         return f"{result.place(result.verdict.rank)} misses {missing} of {there}; {_remedy(result)}"
     verdict = result.verdict_of_changes
-    if verdict is None or verdict.fits:
+    if verdict is None or verdict.free_gib >= 0:
         return None
     return (
-        f"{result.moment(result.fullest_change)} pipeline rank {verdict.rank} misses {-verdict.spare_gib:.1f} GiB of "
+        f"{result.moment(result.fullest_change)} pipeline rank {verdict.rank} misses {-verdict.free_gib:.1f} GiB of "
         f"{there}; {_remedy_of_change(result.args)}"
     )
 
@@ -142,7 +142,13 @@ def _complete(args: argparse.Namespace) -> list[str]:
 
 
 def _judge(args: argparse.Namespace, memory: tuple[RankMemory, ...]) -> Verdict | None:
-    return None if args.dry_run_gpu is None else judge(memory, device_gib(args.dry_run_gpu))
+    return (
+        None
+        if args.dry_run_gpu is None
+        else judge(
+            memory, device_gib(args.dry_run_gpu), from_flags.architecture(args), from_flags.activation_setting(args)
+        )
+    )
 
 
 # --- placement

@@ -158,11 +158,13 @@ def _memory_lines(result: DryRun) -> list[str]:
 
 
 def _verdict_lines(result: DryRun, verdict: Verdict, where: str) -> list[str]:
-    spare = f"{'leaves' if verdict.fits else 'misses'} {abs(verdict.spare_gib):.1f} GiB"
+    spare = f"{'leaves' if verdict.free_gib >= 0 else 'misses'} {abs(verdict.free_gib):.1f} GiB"
     lines = [f"{result.args.dry_run_gpu}: {verdict.word}; {where} {spare}"]
     if verdict.is_borderline:
+        besides = verdict.free_gib - verdict.spare_gib
         lines.append(
-            "warning: so near the limit the CUDA context and the allocator may need what is left, or slow the run down"
+            f"warning: the CUDA context, the allocator and what waits for collectives need {besides:.1f} GiB beside "
+            "tensors, so it may run out of memory"
         )
     return lines
 
@@ -230,11 +232,11 @@ def _verdict(result: DryRun) -> dict | None:
     verdict, change = result.verdict, None
     if verdict is None:
         return None
-    if result.verdict_of_changes is not None and result.verdict_of_changes.spare_gib < verdict.spare_gib:
+    if result.verdict_of_changes is not None and result.verdict_of_changes.free_gib < verdict.free_gib:
         verdict, change = result.verdict_of_changes, result.fullest_change
     return {
         "word": verdict.word,
         "rank": verdict.rank,
-        "spare_gib": verdict.spare_gib,
+        "spare_gib": verdict.free_gib,
         "iteration": change and change.iteration,
     }

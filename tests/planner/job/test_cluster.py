@@ -1,9 +1,10 @@
 """A cluster file with any unknown key or wrong value is told in one sentence that names the file."""
 
 import json
+import re
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from megatron.planner.job.cluster import Cluster, load_cluster
@@ -34,7 +35,15 @@ def test_any_unknown_key(tmp_path, key, value, is_within):
 @QUIET
 @given(st.sampled_from(sorted(Cluster.model_fields)), VALUES)
 def test_any_wrong_value(tmp_path, key, value):
+    assume(key != "currency" or not (isinstance(value, str) and re.fullmatch("[A-Z]{3}", value)))
     assert key in refusal(tmp_path, WHOLE | {key: value}) or key == "gpu"
+
+
+def test_a_price_and_its_currency():
+    """Neither is there unless it is said; the currency is then that of the United States."""
+    assert Cluster(**WHOLE).price_per_gpu_hour is None
+    assert Cluster(**WHOLE, price_per_gpu_hour=2.5).currency == "USD"
+    assert Cluster(**WHOLE, price_per_gpu_hour=2, currency="CHF").currency == "CHF"
 
 
 def test_a_name_of_several_lines_is_shown_on_one(tmp_path):

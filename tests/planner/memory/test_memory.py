@@ -22,6 +22,7 @@ from megatron.planner import (
     estimate_memory,
     judge,
 )
+from megatron.planner.job.verdict import LOST
 from megatron.planner.memory.memory import _num_sides
 from megatron.planner.memory_table import memory_as_dict, memory_table
 
@@ -30,14 +31,16 @@ SHAPE = Architecture.gpt3(
 )
 
 
-NOTHING = Recompute()
+NOTHING, IN_16_BITS = Recompute(), TrainingState()
 
 
-def estimate(name: str, layers=(2, 2, 2, 2), *, recompute=NOTHING, single=False, **choices) -> tuple[RankMemory, ...]:
+def estimate(
+    name: str, layers=(2, 2, 2, 2), *, recompute=NOTHING, single=False, state=IN_16_BITS, **choices
+) -> tuple[RankMemory, ...]:
     schedule = Schedule.preset(name, num_stages=len(layers), **choices)
     program = schedule.build([8, 8])
     return estimate_memory(
-        SHAPE, ActivationSetting(micro_batch_size=1, recompute=recompute), TrainingState(),
+        SHAPE, ActivationSetting(micro_batch_size=1, recompute=recompute), state,
         demand_of(program, check(program)), layers=layers, single_gradient_buffer=single,
     )  # fmt: skip
 
@@ -140,12 +143,24 @@ def test_recomputation_trades_activations_for_workspace():
 
 
 def test_verdict():
-    """The fullest rank decides; the last 6% are borderline."""
+    """The fullest rank decides; what tensors do not get is borderline."""
     memory = estimate("flush")
     needed = max(rank.total for rank in memory) / GIB
     verdicts = [judge(memory, needed * factor) for factor in (0.9, 1.01, 1.2)]
     assert [verdict.word for verdict in verdicts] == ["out of memory", "borderline", "fits"]
-    assert verdicts[0].rank == verdicts[2].rank and verdicts[0].spare_gib == pytest.approx(-0.1 * needed)
+    assert verdicts[0].rank == verdicts[2].rank and verdicts[0].free_gib == pytest.approx(-0.1 * needed)
+    assert verdicts[2].spare_gib == pytest.approx((1.2 * (1 - LOST) - 1) * needed)
+
+
+def test_copies_of_the_step_do_not_meet_activations():
+    """FP32 copies of 16-bit gradients: made in the step, or kept; where batches overlap, they meet."""
+    for schedule, keeps, meets in (("flush", False, False), ("flush", True, True), ("2bw", False, True)):
+        state = TrainingState(gradient_bytes=2, keeps_gradient_copies=keeps)
+        for rank in estimate(schedule, state=state):
+            copies = 4 * rank.num_parameters
+            assert rank.total - rank.while_computing == (0 if meets else copies)
+            moving = rank.parts.activations + rank.parts.workspace + rank.parts.transfers
+            assert rank.needed == (rank.total if meets else rank.total - min(copies, moving))
 
 
 def test_names_of_gpus():

@@ -44,35 +44,41 @@ def demand(name: str, num_stages: int, num_microbatches: int) -> Demand:
     return demand_of(periodic.unroll(1), check_periodic(periodic))
 
 
+def setting(tensor: int, size: int, scope: str) -> ActivationSetting:
+    return ActivationSetting(
+        tensor=tensor, micro_batch_size=size, sequence_parallel=tensor > 1, recompute=SCOPE[scope]
+    )  # fmt: skip
+
+
 def estimate(
-    shape: Architecture, degrees: tuple[int, int, int], size: int, scope: str, schedule: str, batch: int
-) -> tuple[RankMemory, ...]:
+    shape: Architecture, degrees: tuple[int, int, int], size: int, scope: str, schedule: str, batch: int, *,
+    keeps_copies: bool = False,
+) -> tuple[RankMemory, ...]:  # fmt: skip
     """In FP16 with 20 bytes a parameter (BPipe, section 1), its optimizer's part split by ZeRO-1 (Table 2)."""
     t, p, d = degrees
     return estimate_memory(
         shape,
-        ActivationSetting(tensor=t, micro_batch_size=size, sequence_parallel=t > 1, recompute=SCOPE[scope]),
-        TrainingState(gradient_bytes=2, distributed_optimizer=True, data=d),
+        setting(t, size, scope),
+        TrainingState(gradient_bytes=2, distributed_optimizer=True, data=d, keeps_gradient_copies=keeps_copies),
         demand(schedule, p, batch // (size * d)),
         layers=[shape.num_layers // p] * p,
     )
 
 
 def test_configurations_of_gpt3_96b_that_ran():
-    """At most one of the 56 configurations of which the paper says whether they ran on 80 GB is judged wrongly.
+    """None of the 56 configurations of which the paper says whether they ran on 80 GB is judged wrongly.
 
-    That one is t=4, p=4 with microbatches of 1. Two configurations with equal activations and equal parameters, but for
-    the embedding's, ended differently: it ran, and t=8, p=2 with microbatches of 2 did not.
+    Two with equal activations and equal parameters, but for the embedding's, ended differently: t=4, p=4 with
+    microbatches of 1 ran, and t=8, p=2 with microbatches of 2 did not, whose collectives have operands of twice the
+    size.
     """
-    shape, wrong = gpt3(80, 9984, 104), []
+    shape = gpt3(80, 9984, 104)
     stated = facts()
     assert len(stated) == len(set(stated)) == 56
     for degrees, size, scope, balanced, ran in stated:
         memory = estimate(shape, degrees, size, scope, "bpipe" if balanced else "flush", 128)
-        verdict = judge(memory, DEVICES["A100-80"].memory_gib)
-        if verdict.fits != ran:
-            wrong.append((degrees, size, scope, balanced, round(verdict.spare_gib, 1)))
-    assert wrong == [((4, 4, 2), 1, "attention", False, -2.8)]
+        verdict = judge(memory, DEVICES["A100-80"].memory_gib, shape, setting(degrees[0], size, scope))
+        assert verdict.fits == ran, (degrees, size, scope, balanced, verdict.spare_gib)
 
 
 def test_imbalance_of_gpt3_13b():
@@ -105,11 +111,13 @@ def test_models_of_2_billion_on_small_gpus():
     GPipe's GPT ran out of memory there: every microbatch's logits wait on the last stage. It is the fullest here too,
     but the estimate leaves it 1.8 GiB: megatron.core keeps no 16-bit logits beside the softmax, as its ancestors did.
     """
-    limit, spare = DEVICES["V100-16"].memory_gib, {}
+    limit, spare, free = DEVICES["V100-16"].memory_gib, {}, {}
     for model, vocabulary in (("GPT", 50_304), ("BERT", 30_592)):
         shape = gpt3(32, 2304, 32, length=512, vocabulary=vocabulary)
         for schedule in ("flush", "2bw", "gpipe"):
-            spare[model, schedule] = judge(estimate(shape, (1, 8, 1), 1, "layer", schedule, 64), limit).spare_gib
+            memory = estimate(shape, (1, 8, 1), 1, "layer", schedule, 64, keeps_copies=True)
+            verdict = judge(memory, limit)
+            spare[model, schedule], free[model, schedule] = verdict.spare_gib, verdict.free_gib
         assert spare[model, "flush"] > spare[model, "2bw"] > spare[model, "gpipe"] > 0
     assert spare["BERT", "gpipe"] - spare["GPT", "gpipe"] == pytest.approx(3, abs=0.5)
-    assert spare["GPT", "gpipe"] == pytest.approx(1.8, abs=0.1)
+    assert free["GPT", "gpipe"] == pytest.approx(1.8, abs=0.1)

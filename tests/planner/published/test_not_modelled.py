@@ -25,7 +25,6 @@ RUN = BPIPE_TABLE_7[0]
         ("cpu_offload", True, "offloading"), ("optimizer_cpu_offload", "yes", "offloading"),
         ("async_tp", True, "in pieces"), ("torch_compile", True, "compiled"), ("lora_rank", 8, "not trained"),
         ("sliding_window", 4096, "all earlier tokens"), ("num_decoder_layers", 2, "several decoders"),
-        ("overlap_grad_reduce", True, "reductions"),
     ],
 )  # fmt: skip
 def test_techniques_are_refused_by_name(part, key, value, reason):

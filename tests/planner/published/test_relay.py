@@ -48,5 +48,5 @@ def test_all_differ_from_the_paper_by_the_head_at_most(found, published):
         entry = prediction.entry
         activations = Activations(entry.model, entry.software.activation_setting(entry.configuration))
         head = (activations.head + activations.logits_gradient) / GIB
-        assert prediction.estimate.verdict.fits
+        assert prediction.estimate.verdict.spare_gib + head >= 0
         assert gib(prediction) - head == pytest.approx(published[name], rel=0.25), name

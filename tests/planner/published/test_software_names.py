@@ -14,10 +14,17 @@ def test_names_of_software():
     assert read_entry(changed(VTRAIN[0], config={"framework": None})).software is MEGATRON_DEEPSPEED
     entry = BPIPE_TABLE_7[0] | {"source": "a blog"}
     named = read_entry(changed(entry, hardware={"software": "Megatron-Core 0.16"}))
-    assert named.software == replace(MEGATRON_CORE, flash_attention=True)  # where its kernels run, that is its default
-    assert named.assumed == ("flash attention, as Megatron-Core has on A100-80",)
+    overlapped = replace(MEGATRON_CORE, overlaps_gradients=True, overlaps_weights=True)
+    assert named.software == replace(overlapped, flash_attention=True)  # where its kernels run, that is its default
+    assert "flash attention, as Megatron-Core has on A100-80" in named.assumed
+    assert any("beside the last backward" in each for each in named.assumed)
     volta = {"software": "Megatron-Core 0.16", "gpu": "V100-32"}
-    assert read_entry(changed(entry, hardware=volta)).software is MEGATRON_CORE
+    assert read_entry(changed(entry, hardware=volta)).software == overlapped
+    said = read_entry(
+        changed(entry, hardware=volta, config={"overlap_grad_reduce": False, "overlap_param_gather": False})
+    )
+    assert said.software == MEGATRON_CORE
+    assert read_entry(changed(BPIPE_TABLE_7[0], config={"overlap_grad_reduce": True})).software.overlaps_gradients
     old, new = (read_entry(changed(entry, hardware={"software": None, "gpu": gpu})) for gpu in ("A100-80", "H100"))
     assert old.software is MEGATRON_V3 and new.software.flash_attention and old.assumed and new.assumed
     assert read_entry(changed(entry, config={"flash_attention": True})).software.flash_attention
@@ -32,3 +39,12 @@ def test_megatron_core_on_hopper_is_priced_with_flash_attention():
         for said in (None, True, False)
     )
     assert default == flash < 0.8 * unfused
+
+
+def test_bfloat16_adds_gradients_up_in_fp32():
+    """Of an entry that says it, and of MT-NLG, which was trained so; FP16 keeps them in 16 bits."""
+    half = BPIPE_TABLE_7[0]
+    said = {name: read_entry(changed(half, config={"precision": name})).software for name in ("fp16", "bf16")}
+    assert said["fp16"] == MEGATRON_V3 and said["bf16"] == replace(MEGATRON_V3, gradient_bytes=4)
+    named = read_entry(changed(half | {"source": "Smith et al. 2022"}, hardware={"software": None}))
+    assert named.software == replace(MEGATRON_DEEPSPEED, gradient_bytes=4)

@@ -12,7 +12,7 @@ from megatron.planner.search import Outcome
 from megatron.planner.search.picture import as_png, as_svg, draw_outcome
 from megatron.planner.search.records import FIELDS, records, write_csv, write_jsonl, write_whole
 from megatron.planner.search.table import best_table, reasons
-from tests.planner.search.helper import a100, gpt3, run
+from tests.planner.search.helper import a100, gpt3, priced, run
 
 MODEL, MACHINES = gpt3(16, 8192, 64), a100(1)
 
@@ -37,6 +37,23 @@ def test_records_are_whole(outcome):
     assert len(first["memory_gib_by_rank"]) == best.choice.pipeline
     assert all(row["reason"] for row in rows if row["status"] == "rejected")
     assert all(math.isfinite(value) for row in rows for value in row.values() if isinstance(value, float))
+
+
+def test_records_of_intervals_and_bills(outcome):
+    """Numbers where an interval is known, else the reason; what nobody asked for is not there."""
+    plain, rows = list(records(outcome)), list(records(priced(outcome, MODEL, MACHINES)))
+    assert not any({"iteration_seconds_low", "not_validated", "cost"} & set(row) for row in plain)
+    kept = [row for row in rows if row["status"] == "kept"]
+    assert {"iteration_seconds_low" in row for row in kept} == {True, False}
+    for row in kept:
+        assert ("iteration_seconds_low" in row) != ("not_validated" in row) and row["currency"] == "EUR"
+        if "iteration_seconds_low" in row:
+            assert row["iteration_seconds_low"] < row["iteration_seconds"] < row["iteration_seconds_high"]
+        assert row["cost"] == pytest.approx(2.0 * 8 * 24 * row["days"])
+        tokens = 2048 * row["sequences_per_second"] * 86_400 * row["days"]
+        assert 1e9 <= tokens * (1 + 1e-9) < 1e9 + 16 * 2048 * 1.01
+        assert row["cost_per_million_tokens"] == pytest.approx(1e6 * row["cost"] / tokens)
+    assert plain[0]["rank"] == 1 and set(rows[-1]) == set(plain[-1])
 
 
 def test_files_hold_the_records(outcome, tmp_path):
@@ -97,8 +114,12 @@ def test_tables(outcome):
     assert len(lines) == 5 and "~" not in lines[2] and "~" in lines[3]
     flush = [row for row in ranked if row[1].choice.schedule == "flush"]
     assert " v " not in printed(best_table(flush, plain=True), plain=True).splitlines()[0]
+    rich = list(enumerate(priced(outcome, MODEL, MACHINES).kept, start=1))
+    head, *rows = printed(best_table(rich, plain=True), plain=True).splitlines()
+    assert all(heading in head for heading in ("s (80%)", "days", "cost/M tokens"))
+    assert {"not validated" in row for row in rows} == {True, False} and all(" EUR" in row for row in rows)
     pressed = [row for row in ranked if row[1].estimate.under_pressure][:1]
-    assert "borderline" in printed(best_table(pressed, plain=False), plain=False)
+    assert "slowed" in printed(best_table(pressed, plain=False), plain=False)
 
 
 def test_reasons_are_counted(outcome):

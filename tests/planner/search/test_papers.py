@@ -56,12 +56,11 @@ def by_size(table: dict) -> dict:
 
 
 def test_what_fits_is_what_ran(bpipe_96b):
-    """BPipe, table 2 lists what ran, with the first scope that did. The same is found, but for t=4, p=4 with
-    microbatches of 1, which ran with less recomputation than is estimated to fit; what is found besides is near the
-    limit of memory, or ran with balance and less recomputation, so that the paper did not try it."""
+    """BPipe, table 2 lists what ran, with the first scope that did. The same is found; what is found besides is slowed
+    for want of memory, or ran with balance and less recomputation, so that the paper did not try it."""
     flush, bpipe = scopes_of(bpipe_96b, "flush"), scopes_of(bpipe_96b, "bpipe")
     stated, balanced = by_size(FIRST_FEASIBLE), by_size(ONLY_BALANCED)
-    assert [key for key, scope in stated.items() if scope not in flush.get(key, {})] == [((4, 4, 2), 1)]
+    assert [key for key, scope in stated.items() if scope not in flush.get(key, {})] == []
     assert all(scope in bpipe[key] for key, scope in balanced.items())
     besides = {key: scopes for key, scopes in flush.items() if key not in stated and key not in balanced}
     assert besides and all(all(scopes.values()) for scopes in besides.values())

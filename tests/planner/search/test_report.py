@@ -13,9 +13,9 @@ from megatron.planner.search.outcome import Choice, Kept
 from megatron.planner.search.report import html_report
 from megatron.planner.search.report_table import configurations_table
 from megatron.planner.search.table import HEADINGS, cells
-from tests.planner.search.helper import PAPER, a100, gpt3, planner, run
+from tests.planner.search.helper import PAPER, a100, gpt3, planner, priced, run
 
-MODEL, MACHINES = gpt3(16, 8192, 64), a100(1)
+MODEL, MACHINES = gpt3(16, 7424, 58), a100(1)
 TRILLION, MANY = gpt3(128, 25600, 160), a100(384)
 DOCS = "file:///a%20b/docs"
 
@@ -23,7 +23,7 @@ DOCS = "file:///a%20b/docs"
 @pytest.fixture(scope="module")
 def outcome() -> Outcome:
     """Several schedules, some of it under pressure, and 2bw is the best."""
-    found = run(MODEL, MACHINES, global_batch_size=16, num_simulated=2)
+    found = priced(run(MODEL, MACHINES, global_batch_size=16, num_simulated=2), MODEL, MACHINES)
     assert any(each.estimate.under_pressure for each in found.kept) and len(found.best_of_schedules()) > 3
     assert found.best.choice.schedule == "2bw"
     return found
@@ -126,12 +126,27 @@ def test_every_row_is_there(outcome):
 
 
 def test_columns_that_say_nothing_are_left_out(outcome):
-    """Of stages on each rank where all have one, of ranks that share sequences or experts where none do, and of notes
-    where there is none."""
+    """Of stages on each rank where all have one, of ranks that share sequences or experts where none do, of notes where
+    there is none, and of what nobody asked for."""
     plain = [each for each in outcome.kept if each.choice.schedule == "flush" and not each.notes][:3]
     (table,) = Page(configurations_table(list(enumerate(plain, start=1)), name="some")).tables
     assert len(plain) == 3 and {len(row) for row in table} == {len(HEADINGS) - 4}
     assert not {"v", "cp", "ep", "notes"} & set(table[0])
+    bare = [replace(each, accuracy=None, bill=None) for each in plain]
+    (other,) = Page(configurations_table(list(enumerate(bare, start=1)), name="some")).tables
+    assert set(table[0]) - set(other[0]) == {"s (80%)", "days", "cost", "cost/M tokens"}
+
+
+def test_what_is_to_be_expected_of_the_best_is_said(outcome):
+    """That its schedule was never compared, or its interval; days and money of all tokens."""
+    text = page_of(outcome, num_timelines=0)
+    best = re.search('<p class="best">(.*?)</p>', text).group(1)
+    assert "Its time is not validated: no published time of 2bw was compared." in best
+    assert f"{outcome.best.bill.days:.3g} days" in best and " EUR" in best
+    flush = tuple(each for each in outcome.kept if each.choice.schedule == "flush")
+    text = page_of(replace(outcome, kept=flush, objective="memory"), num_timelines=0)
+    assert re.search('class="best">The smallest: <b>flush, .*With 80% it takes [0-9.]+ to [0-9.]+ s, as 1[0-9] ', text)
+    assert "<h2>The smallest of each schedule</h2>" in text
 
 
 def test_the_delay_of_the_best_is_said_and_linked(outcome):

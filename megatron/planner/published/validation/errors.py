@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.planner.published.entries import Entry
-from megatron.planner.published.fit import fit_runs, questions
+from megatron.planner.published.fit import fit_questions, questions
 from megatron.planner.published.prediction import Prediction, Question
 from megatron.planner.time.calibration import Calibration
-from megatron.planner.time.constants import FITTED, Constants
+from megatron.planner.time.constants import Constants
 
-FEWEST_OTHERS = 2 * len(FITTED)
-"""Fewer runs would be met one by one, and say nothing of another."""
+FEWEST_OTHERS = 8
+"""Fewer runs than twice the constants of all runs would be met one by one, and say nothing of another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +56,8 @@ def row_errors(entries: Sequence[Entry], calibration: Calibration) -> list[RowEr
 def _without(name: str, fitted: dict[str, Question]) -> Constants | None:
     """A fit that begins where every fit does, so that nothing of this run is in it."""
     alike = _shape(fitted[name].entry)
-    others = {key: each.time_errors for key, each in fitted.items() if _shape(each.entry) != alike}
-    return fit_runs(others).constants if len(others) >= FEWEST_OTHERS else None
+    others = {key: each for key, each in fitted.items() if _shape(each.entry) != alike}
+    return fit_questions(others).constants if len(others) >= FEWEST_OTHERS else None
 
 
 def _shape(entry: Entry) -> tuple:

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from megatron.documents.faults import Boolean, place, sentence
 from megatron.documents.reading import read_document
 from megatron.planner.job.configuration import Configuration
-from megatron.planner.job.devices import Verdict, judge
+from megatron.planner.job.verdict import Verdict
 from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.planner import Planner
 from megatron.planner.published.entries import Entry
@@ -79,10 +79,11 @@ def judge_facts(facts: Sequence[Fact], entries: Sequence[Entry]) -> list[Judged]
             planners[fact.model] = _planner(fact.model, entries)
         planner, batch = planners[fact.model]
         try:
-            memory = planner.memory(_configuration(fact, batch))
+            configuration = _configuration(fact, batch)
+            memory = planner.memory(configuration)
         except ValueError as error:
             raise ValueError(f"fact {fact}: {error}") from error
-        judged.append(Judged(fact=fact, verdict=judge(memory, planner.cluster.device.memory_gib)))
+        judged.append(Judged(fact=fact, verdict=planner.judge(configuration, memory)))
     return judged
 
 

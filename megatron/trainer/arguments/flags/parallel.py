@@ -50,6 +50,7 @@ PIPELINE = Group(
             "--2bw-single-gradient-buffer",
             "With 2bw: one gradient buffer instead of two; clipping then uses the norm of the batch before, and a "
             "batch's first backward waits until the gradients of the batch before are reduced.",
+            roles=Role.CONFIGURATION,
         ),
         option(
             "--2bw-provisional",

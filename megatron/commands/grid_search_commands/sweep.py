@@ -1,0 +1,242 @@
+"""Search for several numbers of GPUs and several sequence lengths: time against cost, with the knee.
+
+    python tools/grid_search.py sweep --cluster A100-80 --gpus 64,128,256,512 --tokens 300B --price-per-gpu-hour 2 \\
+        --model-script train_gpt3.sh --output plan
+    python tools/grid_search.py sweep --cluster H100 --gpus 8,16,32 --sequence-lengths 2048,8192 @model.flags
+
+Each point is a `search`, of which the best counts, and takes its options. A batch has equally many tokens at each
+sequence length, so it has fewer sequences where they are longer. docs/grid_search.md says what the knee is.
+"""
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.commands.common import command_line
+from megatron.commands.grid_search_commands.search import (
+    Searched,
+    docs_url,
+    make_folder,
+    nearest_miss,
+    refuse_without_price,
+    search_for,
+)
+from megatron.commands.grid_search_commands.search_arguments import add_search_arguments
+from megatron.commands.grid_search_commands.search_inputs import ModelInput, read_cluster, read_model
+from megatron.commands.grid_search_commands.search_progress import progress_bars
+from megatron.commands.grid_search_commands.search_script import remove_script, script_text
+from megatron.documents.writing import write_whole
+from megatron.planner import Cluster
+from megatron.planner.search import delay
+from megatron.planner.search.bill import amount
+from megatron.planner.search.expectation import unvalidated
+from megatron.planner.search.sweep import Sweep, SweepPoint
+
+TAKES_FLAGS = True  # those of the training programs
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    sweep = parser.add_argument_group("sweep", "Lists are separated by commas; give one of them or both.")
+    sweep.add_argument("--gpus", type=command_line.counts, metavar="LIST",
+                       help="numbers of GPUs: whole nodes, or a part of one; default: the cluster's")  # fmt: skip
+    sweep.add_argument("--sequence-lengths", type=command_line.counts, metavar="LIST",
+                       help="tokens of a sequence, in place of --seq-length")  # fmt: skip
+    add_search_arguments(parser)
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="print one JSON object")
+    output.add_argument("--output", "-o", metavar="DIR", help="write sweep.json, time_cost.png, report.html and a "
+                        "script for each point there")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A point, and the search it is of; None: it could not be made."""
+
+    point: SweepPoint
+    searched: Searched | None
+
+
+def run(options: argparse.Namespace) -> int:
+    started = time.perf_counter()
+    _refuse(options)
+    cluster = read_cluster(options)
+    refuse_without_price(options, cluster)
+    clusters = [_cluster(options, cluster, num_gpus) for num_gpus in sorted(set(options.gpus or (cluster.num_gpus,)))]
+    lengths = _lengths(options, read_model(options, cluster))
+    models = [read_model(each, cluster) for each in lengths]
+    if options.output:
+        make_folder(Path(options.output))
+    for note in dict.fromkeys(note for model in models for note in model.notes):
+        print(f"note: {note}", file=sys.stderr)
+    with progress_bars() as progress:
+        found = []
+        for each, model in zip(lengths, models, strict=True):
+            for machines in clusters:
+                if progress:
+                    progress("searches", len(found), len(models) * len(clusters))
+                found.append(_search(each, model, machines))
+    sweep = Sweep(
+        points=tuple(each.point for each in found),
+        tokens=options.tokens,
+        currency=None if cluster.price_per_gpu_hour is None else cluster.currency,
+    )
+    seconds = time.perf_counter() - started
+    notes = tuple(_notes(sweep))
+    if options.output:
+        _write(Path(options.output), sweep, found, notes)
+    if options.json:
+        print(json.dumps(_as_dict(sweep, options, notes, seconds)))
+    else:
+        _print(sweep, notes, seconds)
+    if not any(sweep.curves.values()):
+        raise ValueError(f"nothing can run at any of the {len(found)} points; the first: {found[0].point.reason}")
+    return 0
+
+
+def _refuse(options: argparse.Namespace) -> None:
+    """Raises ValueError for what makes no sweep."""
+    if options.gpus is None and options.sequence_lengths is None:
+        raise ValueError("a sweep goes over something; give --gpus, --sequence-lengths, or both")
+    if options.gpus is not None and options.nodes is not None:
+        raise ValueError("--nodes does not go with --gpus, which says how many nodes there are; leave it out")
+    if options.max_safe_batch is not None and options.tokens is None:
+        raise ValueError(
+            "with --max-safe-batch batches differ from point to point, so iterations cannot be compared; give --tokens"
+        )
+
+
+def _cluster(options: argparse.Namespace, cluster: Cluster, num_gpus: int) -> Cluster:
+    """As many of its GPUs: whole nodes, or a part of one. Raises ValueError."""
+    if options.gpus is None:
+        return cluster
+    of_node = cluster.topology.nodes[0].gpus
+    if num_gpus > of_node and num_gpus % of_node:
+        raise ValueError(
+            f"--gpus {num_gpus} do not fill nodes of {of_node}; give a multiple of that, or a part of one node"
+        )
+    per_node = min(of_node, num_gpus)
+    changes = {"nodes": num_gpus // per_node, "gpus_per_node": per_node}
+    return read_cluster(argparse.Namespace(**vars(options) | changes))
+
+
+def _lengths(options: argparse.Namespace, model: ModelInput) -> list[argparse.Namespace]:
+    """The options at each sequence length: with its flags, and with batches of equally many tokens.
+
+    Raises ValueError where these do not divide.
+    """
+    usual, batch = model.job.shape(1).sequence_length, model.job.global_batch_size
+    found = []
+    for length in sorted(set(options.sequence_lengths or (usual,))):
+        if length == usual:
+            found.append(options)
+            continue
+        flags = ["--seq-length", str(length), "--max-position-embeddings", str(length)]
+        if batch is not None:
+            flags += ["--global-batch-size", str(_sequences("the batch", batch, usual, length))]
+        safe = options.max_safe_batch
+        changes = {
+            "flags": [*options.flags, *flags],
+            "max_safe_batch": None if safe is None else _sequences("--max-safe-batch", safe, usual, length),
+        }
+        found.append(argparse.Namespace(**vars(options) | changes))
+    return found
+
+
+def _sequences(what: str, batch: int, usual: int, length: int) -> int:
+    if batch * usual % length:
+        raise ValueError(
+            f"--sequence-lengths {length}: {what}, {batch} sequences of {usual}, has {batch * usual:,} tokens, which "
+            f"do not divide into sequences of {length}; give another length or batch"
+        )
+    return batch * usual // length
+
+
+def _search(options: argparse.Namespace, model: ModelInput, cluster: Cluster) -> _Found:
+    length, searched = model.job.shape(1).sequence_length, None
+    try:
+        searched = search_for(options, model, cluster)
+        best = searched.outcome.best
+        reason = "" if best is not None else nearest_miss(searched.outcome).partition("; give")[0]
+    except ValueError as error:  # this number of GPUs, say, has none of the parallel sizes that are asked for
+        best, reason = None, str(error)
+    point = SweepPoint(num_gpus=cluster.num_gpus, sequence_length=length, best=best, reason=reason)
+    return _Found(point, searched)
+
+
+# --- what is printed and written
+
+
+def _notes(sweep: Sweep) -> Iterator[str]:
+    for length, points in sweep.fronts.items():
+        if length in sweep.knees:
+            knee, fastest = sweep.knees[length], points[0]
+            yield (
+                f"sequences of {length}: the knee is at {knee.num_gpus} GPUs, with {knee.time:.3g} {sweep.time_name} "
+                f"and {amount(knee.cost)} {sweep.cost_name}; {fastest.num_gpus} take {fastest.time / knee.time:.2g} "
+                f"times as long for {fastest.cost / knee.cost:.3g} times the cost"
+            )
+        elif len(points) < 3:
+            yield f"sequences of {length}: a knee takes three points that are each faster or cheaper than the others"
+        else:
+            yield f"sequences of {length}: the curve does not bend, so it has no knee"
+    best = [point.best for point in sweep.points if point.best is not None]
+    yield from (*delay.sentences(best), *unvalidated(best))
+
+
+def _print(sweep: Sweep, notes: tuple[str, ...], seconds: float) -> None:
+    from rich.console import Console
+
+    from megatron.planner.search.sweep_table import sweep_table
+
+    plain = not sys.stdout.isatty()
+    console = Console(width=10_000 if plain else None, no_color=plain, highlight=False)
+    console.print(f"{len(sweep.points)} searches, {seconds:.1f} s\n", markup=False)
+    console.print(sweep_table(sweep, plain=plain))
+    for note in notes:
+        console.print(f"\nnote: {note}", markup=False, soft_wrap=True)
+
+
+def _as_dict(sweep: Sweep, options: argparse.Namespace, notes: tuple[str, ...], seconds: float) -> dict:
+    from megatron.planner.search.sweep_table import sweep_records
+
+    return {
+        "objective": options.objective,
+        "tokens": sweep.tokens,
+        "time_unit": sweep.time_name,
+        "cost_unit": sweep.cost_name,
+        "knees": {str(length): point.num_gpus for length, point in sweep.knees.items()},
+        "points": sweep_records(sweep),
+        "notes": notes,
+        "seconds": seconds,
+    }
+
+
+def _write(folder: Path, sweep: Sweep, found: list[_Found], notes: tuple[str, ...]) -> None:
+    from megatron.planner.search.picture import as_png
+    from megatron.planner.search.sweep_picture import draw_sweep
+    from megatron.planner.search.sweep_report import sweep_page
+    from megatron.planner.search.sweep_table import sweep_records
+
+    points = sweep.points
+    gpus = [each.num_gpus for each in points]
+    title = f"{len(points)} searches: {min(gpus)} to {max(gpus)} GPUs" if len(set(gpus)) > 1 else f"{gpus[0]} GPUs"
+    command = shlex.join(["tools/grid_search.py", *sys.argv[1:]])
+    for path in folder.glob("best_*.sh"):
+        remove_script(path)
+    for each in found:
+        best = each.point.best
+        if best is not None:
+            name = f"best_{each.point.num_gpus}_gpus_{each.point.sequence_length}_tokens.sh"
+            text = script_text(each.searched.model.job, best, each.searched.cluster, command=command)
+            write_whole(folder / name, text)
+    write_whole(folder / "sweep.json", json.dumps(sweep_records(sweep), indent=1) + "\n")
+    write_whole(folder / "time_cost.png", as_png(draw_sweep(sweep, title=title)))
+    summary = ["Each row is the best of a search; all batches have equally many tokens."]
+    write_whole(folder / "report.html", sweep_page(sweep, title=title, summary=summary, notes=notes, docs=docs_url()))
+    print(f"wrote {folder}/: sweep.json, time_cost.png, report.html, and best_N_gpus_L_tokens.sh for each point",
+          file=sys.stderr)  # fmt: skip

@@ -1,0 +1,33 @@
+"""What a short memory costs: ranks whose allocator gives its blocks back in every backward compute slower, and 2bw in
+one gradient buffer waits for its reductions.
+"""
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from megatron.pipeline.simulate.costs import Costs, spread
+
+
+def slowed(costs: Costs, stages: Collection[int], efficiency: float) -> Costs:
+    """The costs where these stages keep this part of their speed. Forward and backward have a number for each stage."""
+    if not stages:
+        return costs
+    factor = [1 / efficiency if stage in stages else 1.0 for stage in range(len(costs.forward))]
+    names = [name for name in ("forward", "backward", "backward_input", "backward_weight") if getattr(costs, name)]
+    return replace(
+        costs,
+        **{name: [each * by for each, by in zip(getattr(costs, name), factor, strict=True)] for name in names},
+    )
+
+
+def in_one_gradient_buffer(costs: Costs) -> Costs:
+    """2bw's costs without a second gradient buffer.
+
+    Between two batches' backwards a stage has one forward, beside which the first one's gradients are reduced. What is
+    longer than it, the next backward waits for: as a step that takes so much more. What the step waits for besides
+    stays as it is, so this is an upper bound.
+    """
+    num_stages = len(costs.forward)
+    step, reduce = spread("step", costs.step, num_stages), spread("reduce_grad", costs.reduce_grad, num_stages)
+    waits = [max(0.0, each - beside) for each, beside in zip(reduce, costs.forward, strict=True)]
+    return replace(costs, step=list(map(sum, zip(step, waits, strict=True))))

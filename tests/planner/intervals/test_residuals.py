@@ -1,0 +1,96 @@
+"""The residuals that come along: as files, as old as the time model, and how often their intervals hold."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron.planner.intervals import Interval, Kind, Residual, Residuals, interval_of, kind_of, load_residuals
+from megatron.planner.intervals.coverage import without_run
+from megatron.planner.intervals.lookup import Intervals, interval_record, interval_text
+from megatron.planner.intervals.residuals import read_residuals
+from megatron.planner.published.entries import read_entry
+from megatron.planner.published.prediction import predict
+from megatron.planner.time.calibration import DEFAULT_NAME, load_calibration
+from tests.planner.published.measured import KORTHIKANTI
+
+KNOWN = load_residuals(DEFAULT_NAME)
+CALIBRATION = load_calibration(DEFAULT_NAME)
+
+
+def test_they_are_those_of_the_constants_that_come_along():
+    """And say where they are from."""
+    assert KNOWN.constants == CALIBRATION.constants and KNOWN.calibration == DEFAULT_NAME
+    assert KNOWN.entries == "measurements.json" and "--write-residuals" in KNOWN.command
+    assert len({run.id for run in KNOWN.runs}) == len(KNOWN.runs) >= 94
+    assert all(0.3 < run.ratio < 3 for run in KNOWN.runs)
+
+
+@pytest.mark.parametrize("entry", KORTHIKANTI, ids=lambda entry: entry["id"])
+def test_they_are_as_old_as_the_time_model(entry):
+    """A run that no constant was fitted to has the ratio that it has now; else write them again with the command that
+    the file names."""
+    now = read_entry(entry)
+    prediction = predict(now, CALIBRATION.fitted)
+    (stored,) = [run for run in KNOWN.runs if run.id == f"korthikanti-t5-{entry['id']}"]
+    assert stored.ratio == pytest.approx(now.seconds / prediction.estimate.seconds, rel=5e-3)
+    pressed = prediction.estimate.under_pressure
+    assert stored.kind == kind_of(now.configuration, now.model, now.cluster, now.software, under_pressure=pressed)
+
+
+def test_intervals_hold():
+    """Of runs that are left out as many are inside as should be, a few more because few runs make wide intervals."""
+    found = without_run(KNOWN.runs)
+    assert found.num_without < 10 and 0.78 <= found.share <= 0.92
+
+
+def test_every_kind_that_was_compared_has_an_interval():
+    """One that is near 1; of runs near the limit of memory, of which there are few, it is said how many."""
+    found = {kind: interval_of(kind, KNOWN.runs) for kind in {run.kind for run in KNOWN.runs}}
+    calm = {kind: each for kind, each in found.items() if not kind.under_pressure}
+    assert all(isinstance(each, Interval) and 0.8 < each.low < 1 < each.high < 1.5 for each in calm.values())
+    pressed = sum(run.kind.under_pressure for run in KNOWN.runs)
+    for kind in found.keys() - calm.keys():
+        each = found[kind]
+        assert (
+            f"memory only {pressed} were compared, which took " in each.reason if pressed < 9 else each.low < each.high
+        )
+
+
+def test_a_file_gives_them_back(tmp_path):
+    path = tmp_path / "mine.json"
+    kind = Kind(device="H100", attention="flash attention", precision="16 bits", strategy="flush", extras=("a", "b"))
+    written = Residuals(
+        calibration="mine", constants={"launch": 3e-5}, entries="e.json", command="c", date="2026-11-25",
+        runs=(*KNOWN.runs[:3], Residual(id="x", source="y", ratio=1.25, kind=kind)),
+    )  # fmt: skip
+    written.save(path)
+    assert read_residuals(path) == written and len(path.read_text().splitlines()) == 15
+    path.write_text('{"calibration": "mine"}')
+    with pytest.raises(ValueError, match=r"mine\.json: constants is missing"):
+        read_residuals(path)
+
+
+def test_other_constants_have_none(tmp_path):
+    """Unless they come with residuals of their own; nor has what a profile predicts. Both say why."""
+    entry = read_entry(KORTHIKANTI[0])
+    estimate = predict(entry, CALIBRATION.fitted).estimate
+    asked = estimate, entry.model, entry.cluster, entry.software
+    known = Intervals.of_calibration(DEFAULT_NAME, CALIBRATION.constants).of(*asked)
+    low, high = known.seconds(estimate.seconds)
+    assert low < entry.seconds < high
+    assert interval_text(known, 10.0) == f"{10 * known.low:.3g}-{10 * known.high:.3g}"
+    record = interval_record(known, estimate.seconds)
+    assert record["interval"]["low_seconds"] == low and record["not_validated"] is None
+    changed_constants = {**CALIBRATION.constants, "launch": 1e-5}
+    changed = Intervals.of_calibration(DEFAULT_NAME, changed_constants).of(*asked)
+    assert "constants of a100 were not held against" in changed.reason
+    mine = tmp_path / "mine.json"
+    replace(KNOWN, constants=changed_constants).save(mine)
+    given = Intervals.of_calibration("other", changed_constants, mine).of(*asked)
+    assert given == known
+    with pytest.raises(ValueError, match=r"mine\.json was written with other constants than those of a100; "):
+        Intervals.of_calibration(DEFAULT_NAME, CALIBRATION.constants, mine)
+    assert "mine were not held" in Intervals.of_calibration("mine", CALIBRATION.constants).of(*asked).reason
+    profile = Intervals.of_profile().of(*asked)
+    assert "docs/profiling.md" in profile.reason and interval_text(profile, 10.0) == "not validated"
+    assert interval_record(profile, 10.0) == {"interval": None, "not_validated": profile.reason}
