@@ -153,8 +153,8 @@ def _refuse_shared(options: argparse.Namespace, space: Space, job: Job) -> None:
     """Raises ValueError where ranks shall share sequences or experts, and not the time model alone predicts."""
     if space.context == (1,) and job.priced.experts is None:
         return
-    for name, value in (("--predict-from", options.predict_from), ("--paper-algorithm", options.paper_algorithm)):
-        if value:
+    for name, dest in (("--predict-from", "predict_from"), ("--paper-algorithm", "paper_algorithm")):
+        if vars(options).get(dest):  # a sweep has no paper's algorithm
             raise ValueError(f"{name} knows neither context parallelism nor experts; leave it, or these, out")
 
 

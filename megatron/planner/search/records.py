@@ -31,6 +31,7 @@ def kept_record(each: Kept, rank: int) -> dict:
         **_choice(each.choice),
         "context": estimate.configuration.context,
         "expert": estimate.configuration.expert,
+        "single_gradient_buffer": estimate.configuration.single_gradient_buffer,
         "sequence_parallel": estimate.configuration.sequence_parallel,
         "num_microbatches": estimate.configuration.num_microbatches,
         "iteration_seconds": estimate.seconds,

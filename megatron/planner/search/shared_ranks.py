@@ -84,8 +84,8 @@ def sentences(kept: Iterable[Kept]) -> tuple[str, ...]:
         names.append("experts (ep)")
     if not names:
         return ()
-    script = "no best.sh is written for it" if is_shared(kept[0].choice) else "best.sh starts the best, which has none"
     return (
-        f"{' and '.join(names)}: priced here and not trained by this project's trainer, which refuses the flags; "
-        f"{script}, and no published run was compared with these prices (docs/planner.md)",
+        f"{' and '.join(names)}: priced here and not trained by this project's trainer, which refuses the flags, so "
+        "no script is written that would start a configuration with them; no published run was compared with these "
+        "prices (docs/planner.md)",
     )
