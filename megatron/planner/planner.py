@@ -8,6 +8,7 @@ from megatron.pipeline.simulate.costs import Costs
 from megatron.planner.job.cluster import Cluster
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.estimate import Estimate
+from megatron.planner.job.fp8 import refuse_fp8
 from megatron.planner.job.shares import refuse_shares
 from megatron.planner.job.software import MEGATRON_CORE, Software
 from megatron.planner.job.verdict import Verdict, judge
@@ -17,7 +18,9 @@ from megatron.planner.memory.demand import Demand
 from megatron.planner.memory.memory import RankMemory, estimate_memory
 from megatron.planner.memory.node_memory import HostVerdict, crowds_by_name, judge_host
 from megatron.planner.memory.schedule_demand import schedule_demand
-from megatron.planner.time.iteration import priced, simulated
+from megatron.planner.sharded.iteration import sharded_time
+from megatron.planner.sharded.memory import sharded_memory
+from megatron.planner.time.iteration import IterationTime, priced, simulated
 from megatron.planner.time.model import CostModel
 from megatron.planner.time.pressure import in_one_gradient_buffer, slowed
 
@@ -45,9 +48,11 @@ class Planner:
         """How many layers each stage has: those that are configured, or equally many, as Megatron deals them out.
 
         Raises:
-            ValueError: what Megatron refuses: layers, heads or columns that cannot be divided.
+            ValueError: what Megatron refuses: layers, heads or columns that cannot be divided; FP8 that cannot be.
         """
         model, t, num_stages = self.model, configuration.tensor, configuration.num_stages
+        if self.software.fp8:
+            refuse_fp8(self.cluster.gpu, self.cluster.device, model, configuration)
         if configuration.layers is not None and sum(configuration.layers) != model.num_layers:
             raise ValueError(
                 f"layers {configuration.layers} are {sum(configuration.layers)}, not the model's {model.num_layers}"
@@ -73,6 +78,9 @@ class Planner:
 
         `proved`: what the checker finds in programs; else the closed form, which takes no time, where there is one.
         """
+        if configuration.sharding is not None:
+            self.layers(configuration)
+            return sharded_memory(self.model, self.software.of(configuration), configuration)
         schedule = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
         demand = schedule_demand(schedule, configuration.num_microbatches, proved=proved)
         return self._memory(configuration, demand, self.layers(configuration) if layers is None else layers)
@@ -109,9 +117,7 @@ class Planner:
         layers = self.layers(configuration)
         memory = self.memory(configuration, layers, proved=simulate)
         verdict = self.judge(configuration, memory)
-        schedule = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
-        costs = self.costs(configuration, schedule, layers, verdict)
-        time = (simulated if simulate else priced)(costs, configuration, schedule)
+        time = self._time(configuration, layers, verdict, simulate)
         operations = self.model.operations(configuration.global_batch_size)
         peak = configuration.num_gpus * self.cluster.device.peak(self.software.element_bytes)
         return Estimate(
@@ -124,6 +130,16 @@ class Planner:
             host=self.judge_host(configuration, memory),
         )
 
+    def _time(
+        self, configuration: Configuration, layers: Sequence[int], verdict: Verdict, simulate: bool
+    ) -> IterationTime:
+        if configuration.sharding is not None:
+            assert self.cost_model is not None
+            return sharded_time(self.cost_model, configuration, is_slowed=bool(verdict.slowed))
+        schedule = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
+        costs = self.costs(configuration, schedule, layers, verdict)
+        return (simulated if simulate else priced)(costs, configuration, schedule)
+
     def costs(self, configuration: Configuration, schedule: Schedule, layers: Sequence[int], verdict: Verdict) -> Costs:
         """What instructions cost, where the allocator slows these ranks down."""
         assert self.cost_model is not None
@@ -135,13 +151,14 @@ class Planner:
 
     def judge(self, configuration: Configuration, memory: Sequence[RankMemory]) -> Verdict:
         """Whether GPUs have the memory, and whether the allocator is under pressure."""
-        setting = self.software.of(configuration).activation_setting(configuration)
+        software = self.software.of(configuration)
+        setting = software.activation_setting(configuration) if software.operands_wait else None
         return judge(memory, self.cluster.device.memory_gib, self.model, setting)
 
     def judge_host(self, configuration: Configuration, memory: Sequence[RankMemory]) -> HostVerdict | None:
         """Whether hosts have the memory; None: nothing lives there, or the cluster does not say what they have."""
         if not configuration.is_hosted or self.cluster.host_memory_gib is None:
             return None
-        node_of_slot = self.cluster.topology.node_of_slot
-        nodes = crowds_by_name(configuration.degrees, configuration.rank_mapping, node_of_slot)
+        host_of_slot = self.cluster.host_of_slot
+        nodes = crowds_by_name(configuration.degrees, configuration.rank_mapping, host_of_slot)
         return judge_host(memory, nodes, self.cluster.host_memory_gib)

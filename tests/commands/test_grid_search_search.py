@@ -12,6 +12,7 @@ import pytest
 from megatron.commands import grid_search as tool
 from megatron.commands.grid_search_commands import search as search_command
 from megatron.commands.grid_search_commands import search_inputs as inputs
+from megatron.planner.job.devices import DEVICES
 from megatron.trainer.arguments import Platform
 from megatron.trainer.plan.command import PROGRAMS, Job
 from tests.commands.in_process import ROOT, runner
@@ -162,7 +163,7 @@ def test_every_way_to_name_a_model(run, tmp_path):
 
 def test_clusters_that_come_along(run):
     """All of them are named, load, and can be made larger; nodes and network of a file can be changed."""
-    wanted = {"A100-80", "A100-40", "H100", "H200", "V100-16", "V100-32", "RTX2080Ti", "GTX1080Ti", "cpu"}
+    wanted = {*DEVICES, "cpu"}
     assert set(inputs.cluster_names()) == wanted
     small = ["--num-layers", 8, "--hidden-size", 256, "--num-attention-heads", 8, "--seq-length", 128, "--vocab-size",
              1000, "--global-batch-size", 16, "--schedules", "flush", "--simulate", 1, "--json"]  # fmt: skip
@@ -198,9 +199,11 @@ TWO = "bandwidth: {between_nodes: 100}"
         ("gpu: A100-80\nnodes: true", "nodes should be a valid integer, not True; see"),
         ("gpu: A100-80\nnodes: 1\nmemory_gib: true", "memory_gib should be a valid number, not True; see"),
         ("gpu: A100-80\nnodes: 1\nfsdp: true", "fsdp is not known; see"),
-        ("gpu: A100-PCIe\nnodes: 1", "'A100-PCIe' is the PCIe edition, and the rates that are known are those of "
-         "A100-80 (SXM); give gpu A100-80 with memory_gib, peak_teraflops, memory_bandwidth and bandwidth.within_node"),
-        ("gpu: H100-PCIe-80\nnodes: 1", "those of H100 (SXM); give gpu H100 with"),
+        ("gpu: H200-NVL\nnodes: 1", "'H200-NVL' is the NVL edition, and the rates that are known are those of "
+         "H200 (SXM); give gpu H200 with memory_gib, peak_teraflops, memory_bandwidth and bandwidth.within_node"),
+        ("gpu: A100-PCIe\nnodes: 1", "'A100-PCIe' is no GPU that is known; choose from A100-PCIe-80, A100-PCIe-40"),
+        ("gpu: GH200\nnodes: 1", "those of H200 (SXM); give gpu H200 with"),
+        ("gpu: A100-80\nnodes: 1\ngpus_per_host: 3", "gpus_per_host 3 does not divide the 8 GPUs of a node; give"),
         ("[" * 100_000, "brackets are nested too deeply; write YAML or JSON"),
         ("", "the file is no mapping; see"),
         ("- 1", "the file is no mapping; see"),
@@ -348,6 +351,20 @@ def test_all_commands_are_named_and_one_is_loaded(capsys):
         "assert rooms == [True, False], rooms"
     )
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=60)
+
+
+def test_a_rack_of_many_hosts(run, tmp_path):
+    """Degrees know 72 linked GPUs; what starts them knows hosts of 4, whose names no optimized rank order could use."""
+    small = ["--num-layers", 18, "--hidden-size", 768, "--num-attention-heads", 12, "--seq-length", 128,
+             "--vocab-size", 1000, "--global-batch-size", 144, "--schedules", "flush", "--simulate", 1, "--cluster",
+             "GB200"]  # fmt: skip
+    status, _, err = run(*small, "--nodes", 2, "--tensor", 12, "--output", tmp_path)
+    assert status == 0, err
+    script = (tmp_path / "best.sh").read_text()
+    assert 'GPUS_PER_NODE="${GPUS_PER_NODE:-4}"' in script and "examples/cluster/torchrun.sh" in script
+    assert "num_gpus=144" in script and not (tmp_path / "topology.yaml").exists()
+    status, _, err = run(*small, "--rank-mappings", "optimized")
+    assert status == 1 and "--rank-mappings optimized needs a node for each host" in err
 
 
 def test_tokens_and_a_price(run, tmp_path):

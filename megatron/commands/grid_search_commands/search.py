@@ -29,7 +29,18 @@ from megatron.documents.writing import write_whole
 from megatron.planner import Architecture, Cluster
 from megatron.planner.intervals.lookup import Intervals
 from megatron.planner.planner import Planner
-from megatron.planner.search import SCOPES, Outcome, Space, Training, delay, offered, relayed, search, shared_ranks
+from megatron.planner.search import (
+    SCOPES,
+    Outcome,
+    Space,
+    Training,
+    compared,
+    delay,
+    offered,
+    relayed,
+    search,
+    shared_ranks,
+)
 from megatron.planner.search.bill import Budget
 from megatron.planner.search.expectation import expectation, unvalidated
 from megatron.planner.search.paper import PaperResult, describe_paper, run_paper_algorithm
@@ -90,7 +101,8 @@ def run(options: argparse.Namespace) -> int:
         if paper is not None:
             print("\nAlgorithm 1 of PipeDream-2BW, as it stands", *describe_paper(paper), sep="\n")
     if outcome.best is None:
-        raise ValueError(f"none of the {len(outcome.rejected)} choices can run; {nearest_miss(outcome)}")
+        said = filter(None, (nearest_miss(outcome), compared.sentence(outcome.without_pipeline, None)))
+        raise ValueError(f"none of the {len(outcome.rejected)} choices can run; {'; '.join(said)}")
     return 0
 
 
@@ -192,7 +204,7 @@ def _space(options: argparse.Namespace, model: ModelInput, cluster: Cluster) -> 
         micro_batch_sizes=options.microbatches,
         scopes=tuple(scope for scope in SCOPES if scope.value in options.recompute),
         distributed_optimizer=split,
-        rank_mappings=options.rank_mappings,
+        rank_mappings=_rank_mappings(options.rank_mappings, cluster),
         early_stopping=not options.no_early_stopping and options.objective != "memory",
         needs_fused_softmax=options.require_fused_softmax,
         avoids_pressure=options.avoid_pressure,
@@ -203,6 +215,22 @@ def _space(options: argparse.Namespace, model: ModelInput, cluster: Cluster) -> 
         expert=options.expert_parallel_sizes or (model.job.priced.expert,),
         expert_tensor=model.job.priced.expert_tensor,
     )
+
+
+def _rank_mappings(names: tuple[str, ...], cluster: Cluster) -> tuple[str, ...]:
+    """Those that can be run: a file for an optimized one names hosts, and says nothing of what links several of them.
+
+    Raises ValueError where that is the only one.
+    """
+    if len(cluster.gpus_of_hosts) == len(cluster.topology.nodes):
+        return names
+    rest = tuple(name for name in names if name != "optimized")
+    if not rest:
+        raise ValueError(
+            "--rank-mappings optimized needs a node for each host, and nodes of the cluster are several hosts; give "
+            "standard or pair-adjacent"
+        )
+    return rest
 
 
 def _schedules(cluster: Cluster) -> tuple[str, ...]:
@@ -249,6 +277,7 @@ def _print(outcome: Outcome, top: int, seconds: float) -> None:
 
 
 def _notes(outcome: Outcome) -> tuple[str, ...]:
+    others = compared.sentence(outcome.without_pipeline, outcome.best)
     fixed = "all GPUs are used, so cost ranks as time; `grid_search sweep --gpus` compares numbers of GPUs"
     return (
         *delay.sentences(outcome.kept),
@@ -256,6 +285,7 @@ def _notes(outcome: Outcome) -> tuple[str, ...]:
         *unvalidated(outcome.kept),
         *shared_ranks.sentences(outcome.kept),
         *((fixed,) if outcome.objective == "cost" else ()),
+        *filter(None, [others]),
     )
 
 
@@ -267,6 +297,7 @@ def _as_dict(outcome: Outcome, top: int, seconds: float, paper: PaperResult | No
         "objective": outcome.objective,
         "seconds": seconds,
         "notes": _notes(outcome),
+        "without_pipeline": compared.record(outcome.without_pipeline),
         "best": [kept_record(each, rank) for rank, each in enumerate(outcome.kept[:top], start=1)],
     }
 
@@ -309,7 +340,9 @@ def _write(folder: Path, outcome: Outcome, planner_of, model: ModelInput, cluste
     script = None
     remove_script(folder / "best.sh")
     if outcome.best and not shared_ranks.is_shared(outcome.best.choice):
-        script = script_text(job, outcome.best, cluster, command=shlex.join(["tools/grid_search.py", *sys.argv[1:]]))
+        command = shlex.join(["tools/grid_search.py", *sys.argv[1:]])
+        others = compared.sentence(outcome.without_pipeline, outcome.best)
+        script = script_text(job, outcome.best, cluster, command=command, others=others)
         write_whole(folder / "best.sh", script)
         if any(each.choice.rank_mapping == "optimized" for each in outcome.kept):
             topology = cluster.topology.model_dump(mode="json", exclude_none=True)

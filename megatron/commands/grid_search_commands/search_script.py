@@ -24,17 +24,17 @@ _FILES = {"--vocab-file": "VOCAB_FILE", "--merge-file": "MERGE_FILE"}
 _WITHOUT_MODEL = ("GPT2BPETokenizer", "NullTokenizer", "ByteLevelTokenizer")  # none of job.sh's TOKENIZER_MODEL
 
 
-def script_text(job: Job, kept: Kept, cluster: Cluster, *, command: str) -> str:
-    """The script's text. `command`: that made it, for the head."""
+def script_text(job: Job, kept: Kept, cluster: Cluster, *, command: str, others: str | None = None) -> str:
+    """The script's text. For its head, `command`: that made it; `others`: what other systems reach."""
     choice, estimate = kept.choice, kept.estimate
     preset, balance = preset_of(choice.schedule)
-    nodes = cluster.topology.nodes
+    hosts = cluster.gpus_of_hosts
     gpu = str(cluster.device.memory_gib) if cluster.is_cpu or cluster.memory_gib else cluster.gpu
-    launcher = "one_node.sh" if len(nodes) == 1 else "torchrun.sh"
+    launcher = "one_node.sh" if len(hosts) == 1 else "torchrun.sh"
     locations = _Locations.of(job, Path.cwd())
-    environment = [*(["MASTER_ADDR=node0"] if len(nodes) > 1 else []), *locations.wanted]
+    environment = [*(["MASTER_ADDR=node0"] if len(hosts) > 1 else []), *locations.wanted]
     variables = {
-        "GPUS_PER_NODE": nodes[0].gpus, "TP": choice.tensor, "PP": choice.pipeline, "VP": choice.virtual,
+        "GPUS_PER_NODE": hosts[0], "TP": choice.tensor, "PP": choice.pipeline, "VP": choice.virtual,
         "MICRO_BATCH": choice.micro_batch_size, "GLOBAL_BATCH": choice.global_batch_size,
         "RECOMPUTE": choice.recompute.value, "SCHEDULE": preset, "BALANCE": int(balance),
         "SEQUENCE_PARALLEL": int(estimate.configuration.sequence_parallel),
@@ -60,6 +60,7 @@ def script_text(job: Job, kept: Kept, cluster: Cluster, *, command: str) -> str:
         *_comment(command, indent="    "),
         *(line for each in expectation(kept) for line in _comment(f"{each[:1].upper()}{each[1:]}.")),
         *(_comment(f"Note: {delayed}.") if delayed else []),
+        *(_comment(f"Note: {others}.") if others else []),
         "#",
         "#   bash THIS_FILE --dry-run      # check everything, run nothing; needs torch, and no GPU",
         f"#   {' '.join([*environment, 'bash THIS_FILE'])}",

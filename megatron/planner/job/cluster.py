@@ -3,16 +3,17 @@
 A cluster file is YAML or JSON: what a topology file (docs/placement.md) says, in short where nodes are alike, and which
 processor it is.
 
-    gpu: A100-80            # a name in `DEVICES`, or `cpu`
+    gpu: A100-80            # a name in `DEVICES`, or a label that means one, or `cpu`
     nodes: 6                # or a list of {name, gpus}, as in a topology
-    gpus_per_node: 8
+    gpus_per_node: 8        # optional: how many are linked with one another; by default 8, of GB200 the 72 of a rack
+    gpus_per_host: 8        # optional: how many of them share a host; by default all, of GB200 the 4 of a tray
     bandwidth:              # GB/s (10^9 bytes) in one direction
       within_node: 300      # of one GPU, to the others of its node; by default that of the GPU's data sheet
       between_nodes: 100    # of one node to the network, shared by its GPUs
     memory_gib: 79.25       # optional: what a GPU has; `cpu`: what a process may use
     peak_teraflops: 312     # optional, of the type that training multiplies in, likewise memory_bandwidth (GB/s);
                             # `cpu`: of one process
-    host_memory_gib: 1900   # optional: of a node's main memory, what training may use; weights on the host need it
+    host_memory_gib: 1900   # optional: of a host's main memory, what training may use; weights on the host need it
     host_bandwidth: 25      # optional: GB/s of one GPU to its host's memory, and from there; by default its PCIe's
     host_optimizer_ns: 1.5  # optional: nanoseconds a parameter of the host's optimizer, of one process while all run
     price_per_gpu_hour: 2.5 # optional: money for a GPU for an hour, its share of the node and the network included
@@ -20,6 +21,7 @@ processor it is.
 """
 
 import re
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated
@@ -29,7 +31,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from megatron.documents.faults import nearest, place, shown
 from megatron.documents.reading import read_document
 from megatron.placement.topology import Bandwidth, Node, Topology
-from megatron.planner.job.devices import DEVICES, Device, edition_of
+from megatron.planner.job.device_names import devices_like, edition_of, is_edition, known_device
+from megatron.planner.job.devices import DEVICES, Device
 
 CLUSTERS = Path(__file__).parent / "clusters"
 """The folder of those that come along, NAME.yaml each."""
@@ -42,8 +45,12 @@ _CPU = Device(  # a core of a laptop
     host_bandwidth=5,  # a copy reads and writes
 )  # fmt: skip
 HOST_MEMORY_BANDWIDTH = 200.0
-"""GB/s that the optimizers of all processes of a node reach, unless the file says what they take: two sockets of six
+"""GB/s that the optimizers of all processes of a host reach, unless the file says what they take: two sockets of six
 DDR4-2933 channels have 281."""
+
+
+def _usual_gpus_per_node(given: dict) -> int:
+    return DEVICES.get(given.get("gpu"), _CPU).gpus_per_node
 
 
 def _code(currency: str) -> str:
@@ -60,14 +67,22 @@ class _Links(BaseModel):
     between_nodes: _Positive | None = None
 
 
+def _processor(label: str) -> str:
+    """The name in `DEVICES`, or `cpu`. Raises ValueError."""
+    name = label if label == "cpu" else known_device(label)
+    if name is None:
+        raise ValueError(_no_gpu(label))
+    return name
+
+
 class Cluster(BaseModel):
     """See the module. Raises pydantic's ValidationError, a ValueError."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    gpu: str
+    gpu: Annotated[str, AfterValidator(_processor)]
     nodes: Annotated[int, Field(ge=1, le=MOST)] | Annotated[tuple[Node, ...], Field(min_length=1, strict=False)]
-    gpus_per_node: Annotated[int, Field(ge=1, le=MOST)] = 8
+    gpus_per_node: Annotated[int, Field(ge=1, le=MOST, default_factory=_usual_gpus_per_node)]
     bandwidth: _Links = _Links()
     memory_gib: _Positive | None = None
     peak_teraflops: _Positive | None = None
@@ -75,12 +90,16 @@ class Cluster(BaseModel):
     host_memory_gib: _Positive | None = None
     host_bandwidth: _Positive | None = None
     host_optimizer_ns: _Positive | None = None
+    gpus_per_host: Annotated[int, Field(ge=1, le=MOST)] | None = None
     price_per_gpu_hour: _Positive | None = None
     currency: Annotated[str, AfterValidator(_code)] = "USD"
 
     def model_post_init(self, _context: object) -> None:
-        if self.gpu != "cpu" and self.gpu not in DEVICES:
-            raise ValueError(_no_gpu(self.gpu))
+        for node in self.topology.nodes if self.gpus_per_host else ():
+            if node.gpus % self.gpus_per_host:
+                raise ValueError(
+                    f"gpus_per_host {self.gpus_per_host} does not divide the {node.gpus} GPUs of a node; give another"
+                )
         if len(self.topology.nodes) > 1 and self.bandwidth.between_nodes is None:
             raise ValueError("there are several nodes; give bandwidth.between_nodes, GB/s of one node to the network")
         names = [node.name for node in self.topology.nodes]
@@ -95,22 +114,44 @@ class Cluster(BaseModel):
     @cached_property
     def device(self) -> Device:
         """The processor, with what the file says otherwise than its data sheet."""
-        known = _CPU if self.is_cpu else DEVICES[self.gpu]
-        return Device(
+        known, eighth = self._known, self._known.peak_teraflops_fp8
+        if eighth and self.peak_teraflops:  # peaks of a kind of GPU go with its clock and its multiprocessors
+            eighth *= self.peak_teraflops / known.peak_teraflops
+        return replace(
+            known,
             memory_gib=self.memory_gib or known.memory_gib,
+            peak_teraflops_fp8=eighth,
             peak_teraflops=self.peak_teraflops or known.peak_teraflops,
             peak_teraflops_fp32=self.peak_teraflops or known.peak_teraflops_fp32,
-            has_bfloat16=known.has_bfloat16,
             memory_bandwidth=self.memory_bandwidth or known.memory_bandwidth,
             link_bandwidth=self.bandwidth.within_node or known.link_bandwidth,
             host_bandwidth=self.host_bandwidth or known.host_bandwidth,
         )
 
+    @property
+    def _known(self) -> Device:
+        return _CPU if self.is_cpu else DEVICES[self.gpu]
+
+    @cached_property
+    def gpus_of_hosts(self) -> tuple[int, ...]:
+        """How many GPUs each host has, in slot order; a node is one or several."""
+        found: list[int] = []
+        for node in self.topology.nodes:
+            most = self.gpus_per_host or self._known.gpus_per_host or node.gpus
+            full, rest = divmod(node.gpus, most)
+            found += [most] * full + [rest] * (rest > 0)
+        return tuple(found)
+
+    @cached_property
+    def host_of_slot(self) -> tuple[int, ...]:
+        """Index of each slot's host."""
+        return tuple(host for host, count in enumerate(self.gpus_of_hosts) for _ in range(count))
+
     def optimizer_ns(self, state_bytes: int) -> float:
         """Nanoseconds a parameter of the host's optimizer, which reads and writes so many bytes for it."""
         if self.host_optimizer_ns:
             return self.host_optimizer_ns
-        together = max(node.gpus for node in self.topology.nodes)
+        together = max(self.gpus_of_hosts)
         return state_bytes / (self.device.memory_bandwidth if self.is_cpu else HOST_MEMORY_BANDWIDTH / together)
 
     @cached_property
@@ -162,15 +203,16 @@ def _problem(error: ValidationError, document: object) -> str:
 
 
 def _no_gpu(name: str) -> str:
-    edition, usual = edition_of(name), next((each for each in DEVICES if each[:4] in name.upper()), None)
-    if edition and usual:
+    edition, alike = edition_of(name), devices_like(name)
+    if edition and alike and not is_edition(alike[0], edition):
         return (
-            f"{shown(name)} is the {edition} edition, and the rates that are known are those of {usual} (SXM); give "
-            f"gpu {usual} with memory_gib, peak_teraflops, memory_bandwidth and bandwidth.within_node of its data sheet"
+            f"{shown(name)} is the {edition} edition, and the rates that are known are those of {alike[0]} (SXM); give "
+            f"gpu {alike[0]} with memory_gib, peak_teraflops, memory_bandwidth and bandwidth.within_node of its data "
+            "sheet"
         )
     near = nearest(name, DEVICES)
     hint = f"; the nearest that is known is {near}" if near else ""
-    return f"{shown(name)} is no GPU that is known; choose from {', '.join(DEVICES)}, cpu{hint}"
+    return f"{shown(name)} is no GPU that is known; choose from {', '.join(alike or (*DEVICES, 'cpu'))}{hint}"
 
 
 _FORM = "see docs/grid_search.md for the form of a cluster"

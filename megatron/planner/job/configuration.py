@@ -7,6 +7,7 @@ from megatron.pipeline.program.weight_policies import TWO_BW
 from megatron.pipeline.schedules import PRESETS, Preset, Schedule
 from megatron.placement.degrees import Degrees
 from megatron.placement.mapping import NAMES
+from megatron.planner.job.sharding import Sharding
 from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.experts import ExpertDegrees
 from megatron.planner.memory.hosted import Hosting
@@ -42,6 +43,8 @@ class Configuration:
         gathers_fetch: replicas on a node fetch shares of a stage's weights, and gather the whole from one another.
         single_gradient_buffer: 2bw does without its second gradient buffer: a batch's first backward waits until the
             gradients of the batch before are reduced, and they are clipped by the norm before that.
+        sharding: weights, gradients and optimizer state are split over replicas, without a pipeline (FSDP, ZeRO); None:
+            they are not.
         context: context parallel size (cp): so many ranks share the sequences of a microbatch.
         expert: expert parallel size (ep): so many of a stage's ranks have different experts of a layer.
         expert_tensor: expert tensor parallel size (etp): so many have a part of each expert; None: t.
@@ -72,6 +75,7 @@ class Configuration:
     stash: str = DEVICE
     gathers_fetch: bool = False
     single_gradient_buffer: bool = False
+    sharding: Sharding | None = None
     context: int = 1
     expert: int = 1
     expert_tensor: int | None = None
@@ -99,6 +103,7 @@ class Configuration:
                 f"{' and provisional ' + self.provisional if self.predicts else ''}; leave one out"
             )
         self._check_hosting()
+        self._check_sharding()
         self._check_shares()
 
     def _check_predictions(self) -> None:
@@ -150,11 +155,26 @@ class Configuration:
         shared = "context" if self.context > 1 else "expert" if self.expert > 1 else "expert_tensor"
         if self.is_hosted:
             raise ValueError(f"{shared} {getattr(self, shared)} does not go with {self.schedule}; leave it out")
+        if self.sharding is not None:
+            raise ValueError(
+                f"{shared} {getattr(self, shared)} beside weights that are split over replicas (FSDP, ZeRO) is not "
+                "modelled; leave one out"
+            )
         if self.rank_mapping == "optimized":
             raise ValueError(
                 f"rank mapping optimized does not know what ranks send with {shared} {getattr(self, shared)}; choose "
                 "standard or pair-adjacent"
             )
+
+    def _check_sharding(self) -> None:
+        if self.sharding is None:
+            return
+        refusal = self.sharding.refusal(
+            pipeline=self.pipeline, data=self.data, schedule=self.schedule, virtual=self.virtual,
+            splits_optimizer=self.distributed_optimizer,
+        )  # fmt: skip
+        if refusal:
+            raise ValueError(refusal)
 
     @property
     def num_gpus(self) -> int:

@@ -1,6 +1,5 @@
 """The processors that are known, by name, with the rates of their data sheets."""
 
-import re
 from dataclasses import dataclass
 
 
@@ -11,11 +10,14 @@ class Device:
     Attributes:
         memory_gib: what CUDA reports to programs.
         peak_teraflops: 10^12 operations per second of a dense matrix product of 16-bit numbers, summed in FP32.
+        peak_teraflops_fp8: of one of 8-bit floating-point numbers; None: it multiplies none.
         peak_teraflops_fp32: of one in FP32. As torch multiplies by default, without TF32.
         memory_bandwidth: GB/s of its memory.
         link_bandwidth: GB/s to the other GPUs of its node: NVLink where there is one, else PCIe.
         host_bandwidth: GB/s to its host's memory, and from there.
         has_bfloat16: multiplies in it; others emulate it, many times slower.
+        gpus_per_node: how many usually reach one another over these links.
+        gpus_per_host: how many of them are at one host; None: all.
     """
 
     memory_gib: float
@@ -25,6 +27,14 @@ class Device:
     link_bandwidth: float
     host_bandwidth: float
     has_bfloat16: bool = True
+    peak_teraflops_fp8: float | None = None
+    gpus_per_node: int = 8
+    gpus_per_host: int | None = None
+
+    @property
+    def has_nvlink(self) -> bool:
+        """What has less to its neighbours is on PCIe."""
+        return self.link_bandwidth >= SLOWEST_NVLINK
 
     def peak(self, element_bytes: int) -> float:
         """Operations per second of a product of numbers of 2 or 4 bytes."""
@@ -34,35 +44,40 @@ class Device:
 _PCIE_3, _PCIE_4, _PCIE_5 = (16 * rate * 128 / 130 / 8 for rate in (8, 16, 32))
 """GB/s of 16 lanes in one direction: gigatransfers of a bit each a second, of 130 bits 128 data (PCI-SIG)."""
 
+_NVLINK_C2C = 225.0
+"""GB/s of one of the two GPUs of a Grace CPU in one direction: half of 450, which is half of 900 (GB200's sheet)."""
+
+SLOWEST_NVLINK = 100.0
+"""GB/s in one direction, of a GPU with NVLink to all others of its node."""
+
+_RACKS = {"GB200": {"gpus_per_node": 72, "gpus_per_host": 4}}  # NVL72, of 18 trays
+
 DEVICES: dict[str, Device] = {
     name: Device(
         memory_gib=gib, peak_teraflops=half, peak_teraflops_fp32=single, memory_bandwidth=memory, link_bandwidth=link,
-        host_bandwidth=host, has_bfloat16=bfloat16,
+        host_bandwidth=host, has_bfloat16=bfloat16, peak_teraflops_fp8=eighth, **_RACKS.get(name, {}),
     )
-    for name, gib, half, single, memory, link, host, bfloat16 in (
-        ("A100-80", 79.25, 312, 19.5, 2039, 300, _PCIE_4, True),
-        ("A100-40", 39.5, 312, 19.5, 1555, 300, _PCIE_4, True),
-        ("H100", 79.1, 989, 67, 3350, 450, _PCIE_5, True),
-        ("H200", 139.7, 989, 67, 4800, 450, _PCIE_5, True),
-        ("V100-32", 31.75, 125, 15.7, 900, 150, _PCIE_3, False),
-        ("V100-16", 15.78, 125, 15.7, 900, 150, _PCIE_3, False),
-        ("RTX2080Ti", 10.76, 53.8, 13.4, 616, 16, _PCIE_3, False),
-        ("GTX1080Ti", 10.92, 11.3, 11.3, 484, 16, _PCIE_3, False),
+    for name, gib, eighth, half, single, memory, link, host, bfloat16 in (
+        ("A100-80", 79.25, None, 312, 19.5, 2039, 300, _PCIE_4, True),
+        ("A100-40", 39.5, None, 312, 19.5, 1555, 300, _PCIE_4, True),
+        ("A100-PCIe-80", 79.25, None, 312, 19.5, 1935, _PCIE_4, _PCIE_4, True),
+        ("A100-PCIe-40", 39.5, None, 312, 19.5, 1555, _PCIE_4, _PCIE_4, True),
+        ("H100", 79.1, 1979, 989, 67, 3350, 450, _PCIE_5, True),
+        ("H100-PCIe", 79.1, 1513, 756, 51, 2000, _PCIE_5, _PCIE_5, True),
+        ("H100-NVL", 93.1, 1671, 835, 60, 3900, _PCIE_5, _PCIE_5, True),
+        ("H200", 139.7, 1979, 989, 67, 4800, 450, _PCIE_5, True),
+        ("L40S", 44.4, 733, 362, 91.6, 864, _PCIE_4, _PCIE_4, True),
+        ("B200", 178.35, 4500, 2250, 75, 7700, 900, _PCIE_5, True),
+        ("GB200", 184.3, 5000, 2500, 80, 8000, 900, _NVLINK_C2C, True),
+        ("V100-32", 31.75, None, 125, 15.7, 900, 150, _PCIE_3, False),
+        ("V100-16", 15.78, None, 125, 15.7, 900, 150, _PCIE_3, False),
+        ("RTX2080Ti", 10.76, None, 53.8, 13.4, 616, 16, _PCIE_3, False),
+        ("GTX1080Ti", 10.92, None, 11.3, 11.3, 484, 16, _PCIE_3, False),
     )
 }  # fmt: skip
-"""GPUs by name, from their data sheets (SXM where there is one; the 1080 Ti multiplies 16-bit numbers in FP32)."""
-
-SLOWEST_NVLINK = 100.0
-"""GB/s in one direction: what has less to its neighbours is on PCIe."""
-_EDITIONS = {
-    r"PCI[-_ ]?E": "PCIe", r"(?<![A-Z])NVL(?![A-Z])": "NVL", r"(?<![A-Z])GH200": "Grace Hopper",
-    r"(?<![A-Z])A100X": "A100X",
-}  # fmt: skip
-
-
-def edition_of(label: str) -> str | None:
-    """The edition of a GPU that its label names, where that is not SXM: other rates, and mostly no NVLink."""
-    return next((name for pattern, name in _EDITIONS.items() if re.search(pattern, label.upper())), None)
+"""GPUs by name, from their makers' data sheets (docs/planner.md); SXM where the name says nothing else. Sheets state
+peaks with sparsity, of which half is dense. A PCIe card has the memory of the SXM module with the same chips. The
+1080 Ti multiplies 16-bit numbers in FP32."""
 
 
 def device_gib(text: str) -> float:

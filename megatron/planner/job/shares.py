@@ -8,7 +8,7 @@ from megatron.planner.memory.architecture import Architecture
 def refuse_shares(model: Architecture, configuration: Configuration, software: Software) -> None:
     """Raises ValueError for what megatron.core refuses, or what is not modelled, with the remedy."""
     _refuse_context(model, configuration, software)
-    _refuse_experts(model, configuration)
+    _refuse_experts(model, configuration, software)
 
 
 def _refuse_context(model: Architecture, configuration: Configuration, software: Software) -> None:
@@ -34,7 +34,7 @@ def _refuse_context(model: Architecture, configuration: Configuration, software:
         raise ValueError("context parallelism takes sequences of tokens, not images or classes; choose context 1")
 
 
-def _refuse_experts(model: Architecture, configuration: Configuration) -> None:
+def _refuse_experts(model: Architecture, configuration: Configuration, software: Software) -> None:
     experts, degrees = model.experts, configuration.expert_degrees
     if experts is None:
         if configuration.expert > 1 or configuration.expert_tensor not in (None, configuration.tensor):
@@ -43,6 +43,13 @@ def _refuse_experts(model: Architecture, configuration: Configuration) -> None:
         return
     if configuration.is_hosted:
         raise ValueError(f"{configuration.schedule} with experts is not modelled; choose another schedule")
+    if configuration.sharding is not None:
+        raise ValueError("experts whose weights are split over replicas (FSDP, ZeRO) are not modelled; leave that out")
+    if software.fp8 or not software.fuses_elementwise or software.keeps_every_other_product:
+        raise ValueError(
+            "experts are modelled in 16 or 32 bits, with megatron.core's kernels and recomputation; give another "
+            "precision or software"
+        )
     if experts.count % degrees.parallel:
         raise ValueError(f"{experts.count} experts do not divide over {degrees.parallel} ranks; change expert")
     if experts.ffn_hidden_size % degrees.tensor:

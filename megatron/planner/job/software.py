@@ -1,9 +1,10 @@
 """What the training software does, as far as memory and time depend on it: precision, kernels, what overlaps."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.planner.job.configuration import Configuration
-from megatron.planner.memory.activations import ActivationSetting, Recompute
+from megatron.planner.job.sharding import FSDP2, MEGATRON_FSDP, ShardingRuntime
+from megatron.planner.memory.activations import EVERY_OTHER_PRODUCT, ActivationSetting, Recompute, RecomputeScope
 from megatron.planner.memory.state import TrainingState
 
 _FLASH_BACKENDS = ("auto", "flash", "fused")
@@ -40,6 +41,15 @@ class Software:
             batches drain.
         overlaps_weights: likewise, weights of the distributed optimizer are gathered beside the first forward.
         own_communicators: ranks have the communicators of this project's runtime, over NCCL where there is CUDA.
+        fuses_elementwise: norms, residuals, rotary embeddings and activations are kernels of their own, or compiled;
+            else each operator of PyTorch is a pass.
+        keeps_every_other_product: recompute attention means torchtitan's selective recomputation by operators: the
+            results of attention and of every other matrix product are kept, and all else is computed again.
+        fuses_loss: the loss needs the softmax of the logits alone; else, as in PyTorch, gradients of it in FP32 too.
+        compiles_loss: torch.compile, where it is used, fuses the loss, too.
+        operands_wait: collectives of tensor ranks hold their operands on a stream of their own (verdict.py).
+        sharding: how weights that are split over replicas are gathered.
+        fp8: linears of layers multiply in FP8, as Transformer Engine's do; all else is in `element_bytes` (fp8.py).
         gathers_keys: context parallel ranks gather keys and values of whole sequences before attention; else they pass
             them round a ring beside it.
     """
@@ -56,6 +66,13 @@ class Software:
     overlaps_weights: bool = False
     keeps_gradient_copies: bool = False
     own_communicators: bool = False
+    fuses_elementwise: bool = True
+    keeps_every_other_product: bool = False
+    fuses_loss: bool = True
+    compiles_loss: bool = False
+    operands_wait: bool = True
+    sharding: ShardingRuntime = MEGATRON_FSDP
+    fp8: bool = False
     gathers_keys: bool = False
 
     def of(self, configuration: Configuration) -> "Software":
@@ -70,11 +87,20 @@ class Software:
             residual_bytes=self.element_bytes,
             sequence_parallel=configuration.sequence_parallel and configuration.tensor > 1,
             saves_scores=not self.flash_attention,
-            recompute=Recompute(whole_stage=True) if configuration.is_hosted else Recompute.of(configuration.recompute),
+            recompute=self._recompute(configuration),
+            fuses_loss=self.fuses_loss,
+            fp8=self.fp8,
             context=configuration.context,
             gathers_keys=self.gathers_keys,
             experts=configuration.expert_degrees,
         )
+
+    def _recompute(self, configuration: Configuration) -> Recompute:
+        if configuration.is_hosted:
+            return Recompute(whole_stage=True)
+        if configuration.recompute is RecomputeScope.ATTENTION and self.keeps_every_other_product:
+            return Recompute(modules=frozenset({EVERY_OTHER_PRODUCT}))
+        return Recompute.of(configuration.recompute)
 
     def training_state(self, configuration: Configuration) -> TrainingState:
         return TrainingState(
@@ -112,3 +138,15 @@ PIPEDREAM_2BW = Software(
     keeps_gradient_copies=True,
 )  # fmt: skip
 """PipeDream-2BW's, adapted from Megatron-LM of 2020 (section 5): 2BW computes while it sends."""
+
+TORCHTITAN = Software(
+    flash_attention=True, fuses_softmax=False, fuses_gradient_accumulation=False, overlaps_tensor=False,
+    fuses_elementwise=False, keeps_every_other_product=True, fuses_loss=False, operands_wait=False,
+    sharding=FSDP2,
+)  # fmt: skip
+"""torchtitan of December 2024, eager: its norms and rotary embeddings are PyTorch's operators (norms.py, model.py), its
+gradients are reduced in FP32 (`mixed_precision_reduce`), and its functional collectives are waited for on the stream
+that computes."""
+
+TORCHTITAN_2025 = replace(TORCHTITAN, compiles_loss=True)
+"""Of June 2025 (components/loss.py)."""

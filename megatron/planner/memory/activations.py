@@ -23,6 +23,9 @@ the MLP's columns what experts keep of the tokens that they get (expert_activati
 Whole layers that are recomputed keep their input: e h, shared as well. (Equation 6 of BPipe does not divide it by t;
 the published feasibility of its configurations agrees with dividing.)
 
+Where linears multiply in FP8, a layer keeps their inputs in a byte an element. Flash attention keeps its result in 16
+bits besides; all else is as above.
+
 Masks are a byte an element, as CUDA's kernels save them; on a CPU they take as much as an activation, and with that
 these counts are what megatron.core's layers save there (a test captures it).
 """
@@ -38,6 +41,7 @@ from megatron.planner.memory.experts import ExpertDegrees
 _FP32 = 4
 
 CORE_ATTENTION, MLP, NORM = "core_attn", "mlp", "layernorm"
+EVERY_OTHER_PRODUCT = "every_other_product"  # torchtitan's selective recomputation, in place of modules
 
 
 class RecomputeScope(str, Enum):
@@ -54,7 +58,8 @@ class Recompute:
     """What a backward recomputes, as flags say it.
 
     Attributes:
-        modules: of every layer: `core_attn`, `mlp`, `layernorm`.
+        modules: of every layer: `core_attn`, `mlp`, `layernorm`; or `every_other_product` alone, where all is
+            recomputed but the attention and every other matrix product.
         method: whole layers: `uniform`, in chunks of `num_layers`, or `block`, the first `num_layers` of each stage.
         num_layers: see `method`.
         whole_stage: as instructions of the program, from the stage's input.
@@ -99,6 +104,9 @@ class ActivationSetting:
         fused_gate: a gated MLP keeps the input of its gate once, as fused kernels do; else also both factors of its
             result, of which megatron.core adds an offset to one.
         recompute: see `Recompute`.
+        fuses_loss: the loss keeps the softmax of the logits alone; else its gradient and that of the logits lie beside
+            it in FP32.
+        fp8: linears of layers multiply in FP8.
         context: context parallel size (cp): so many ranks have a part of each sequence.
         gathers_keys: these gather keys and values of whole sequences; else they pass them round a ring.
         experts: how experts lie on ranks; None: all on each, split as the rest.
@@ -114,6 +122,8 @@ class ActivationSetting:
     mask_bytes: int = 1
     fused_gate: bool = True
     recompute: Recompute = Recompute()
+    fuses_loss: bool = True
+    fp8: bool = False
     context: int = 1
     gathers_keys: bool = False
     experts: ExpertDegrees | None = None
@@ -121,6 +131,11 @@ class ActivationSetting:
     @property
     def expert_degrees(self) -> ExpertDegrees:
         return self.experts or ExpertDegrees(tensor=self.tensor)
+
+    @property
+    def input_bytes(self) -> int:
+        """Of an element of a linear's input, as it is kept."""
+        return 1 if self.fp8 else self.element_bytes
 
 
 class Activations:
@@ -204,8 +219,11 @@ class Activations:
 
     @property
     def logits_gradient(self) -> float:
-        """The logits in 16 bits before the loss, or their gradient after it; in FP32 it lies in the softmax."""
+        """The logits in 16 bits before the loss, or their gradient after it; in FP32 it lies in the softmax. Without
+        fusion the gradients of the softmax and of the logits are tensors of their own."""
         e = self.setting.element_bytes
+        if not self.setting.fuses_loss:
+            return self.tokens * 2 * _FP32 * self.shape.output_rows / self.setting.tensor
         return self.tokens * e * self.shape.output_rows / self.setting.tensor if e < _FP32 else 0.0
 
     @property
@@ -270,21 +288,35 @@ class Activations:
 
     def _layer(self, recomputed: frozenset[str]) -> float:
         """A layer without experts that recomputes these modules."""
+        if EVERY_OTHER_PRODUCT in recomputed:
+            return self._every_other_product
         shape, setting = self.shape, self.setting
         h, e = shape.hidden_size, setting.element_bytes
         shared = 2 * setting.residual_bytes * h + shape.hidden_dropout * 2 * self._mask
         if NORM not in recomputed:
-            shared += 2 * e * h
+            shared += 2 * setting.input_bytes * h
         keeps_scores = setting.saves_scores and CORE_ATTENTION not in recomputed
         split = e * self._attention_width(keeps_scores=keeps_scores)
+        if setting.fp8:  # the output projection's input is a copy; the result itself is kept by flash attention alone
+            split += (setting.input_bytes - e * setting.saves_scores) * shape.query_width
         if shape.qk_norm:
             split += e * (shape.query_width + shape.key_width)
         if keeps_scores:
             split += self._score_bytes * shape.num_attention_heads * shape.sequence_length
         if MLP not in recomputed:
             gate = 1 if not shape.gated else 2 if setting.fused_gate else 4
-            split += e * (gate + 1) * shape.ffn_hidden_size
+            split += (e * gate + setting.input_bytes) * shape.ffn_hidden_size
         return self.tokens * (shared / self._shared + split / setting.tensor)
+
+    @property
+    def _every_other_product(self) -> float:
+        """A layer that keeps its input, the attention's result, and of its products, in order q, k, v, projection,
+        (gate,) up, down, the first, the third and so on."""
+        shape, setting = self.shape, self.setting
+        h, e = shape.hidden_size, setting.element_bytes
+        split = 2 * shape.query_width + shape.key_width + shape.ffn_hidden_size
+        whole = h * shape.gated  # a gated MLP has one product more, and its last one is kept
+        return self.tokens * ((setting.residual_bytes * h + e * whole) / self._shared + e * split / setting.tensor)
 
     def _attention_width(self, *, keeps_scores: bool) -> int:
         """Queries, keys, values and the attention's result, in elements of a token."""

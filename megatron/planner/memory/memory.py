@@ -25,7 +25,13 @@ from megatron.planner.memory.hosted import (
     host_parts,
     resident_weights,
 )
-from megatron.planner.memory.parameters import largest_parameter, stage_expert_parameters, stage_parameters
+from megatron.planner.memory.parameters import (
+    FP8_COPY_BYTES,
+    largest_parameter,
+    matrix_parameters,
+    stage_expert_parameters,
+    stage_parameters,
+)
 from megatron.planner.memory.state import TrainingState
 
 GIB = 2**30
@@ -36,14 +42,15 @@ class MemoryParts:
     """Bytes on one GPU.
 
     Attributes:
-        weights: all live versions; where they are predictions, also the true weights that no masters hold.
+        weights: all live versions, and their copies in FP8 where linears multiply in it; where they are predictions,
+            also the true weights that no masters hold.
         gradients: all gradient buffers, and copies that predictions read.
         optimizer: masters, FP32 copies of gradients, moments.
         activations: saved microbatches, those accepted from the pair included; on the last stage with their logits.
             Where backwards are split, at the moment at which these and `deferred` take most together.
         deferred: of microbatches between I and W, what W needs; 0 where backwards are whole.
         workspace: what a backward recomputes, and the gradient of the logits; or what a prediction copies, if it is
-            more.
+            more. Where backwards are split, what it adds to the most that these take together.
         transfers: activations and gradients that arrive or leave, and one evicted microbatch while it is copied.
         communicators: NCCL's buffers for the communicators of this project's runtime; 0 where they are not counted.
     """
@@ -134,6 +141,7 @@ def estimate_memory(
     boundary = activations.boundary
     one_layer = activations.workspace(1, is_first=False, is_last=False)  # at once in a forward that saves nothing
     embedding = shape.vocabulary_size // setting.tensor * shape.hidden_size
+    fp8_copies = FP8_COPY_BYTES * matrix_parameters(shape, setting.tensor, 1) if setting.fp8 else 0  # of a layer
     communicators = (0.0,) * demand.num_ranks
     if counts_communicators:
         communicators = communicator_bytes(
@@ -158,18 +166,19 @@ def estimate_memory(
             ends = {"is_first": 0 in stages, "is_last": len(layers) - 1 in stages}
             largest = largest_parameter(shape, setting.tensor, **ends)
             copies = state.prediction(count, largest=largest, experts=experts)
-        whole, between = _saved_on_rank(rank, saved, demand), 0.0
+        whole, between, recomputed = _saved_on_rank(rank, saved, demand), 0.0, [workspace[each] for each in trained]
         if demand.moments:
-            whole, between = _together_on_rank(rank, saved, deferred, demand)
+            whole, between, *recomputed = _together_on_rank(rank, saved, deferred, workspace, demand)
         parts = MemoryParts(
             weights=state.weights(count, num_versions=versions, predicts=demand.predicts[rank])
-            + frozen * state.weight_bytes,
+            + frozen * state.weight_bytes
+            + versions * fp8_copies * sum(layers[stage] for stage in stages),
             gradients=state.gradients(count, num_buffers=buffers + demand.held_gradients[rank])
             + state.gradients(embedding, num_buffers=demand.held_embeddings[rank]),
             optimizer=state.optimizer(count, num_versions=versions, experts=experts),
             activations=whole,
             deferred=between,
-            workspace=max(copies, in_a_forward, *(workspace[stage] for stage in trained)),
+            workspace=max(copies, in_a_forward, *recomputed),
             transfers=(demand.receives_ahead[rank] + sides + unread) * boundary + moving,
             communicators=communicators[rank],
         )
@@ -244,12 +253,19 @@ def _saved_on_rank(rank: int, saved: Sequence[float], demand: Demand) -> float:
 
 
 def _together_on_rank(
-    rank: int, saved: Sequence[float], deferred: Sequence[float], demand: Demand
-) -> tuple[float, float]:
-    """Bytes that wait for an I, and for a W, at the moment at which they are most together."""
-    sizes = [saved[stage] for stage in demand.stages_of(rank)], [deferred[stage] for stage in demand.stages_of(rank)]
-    count, found = len(sizes[0]), []
+    rank: int, saved: Sequence[float], deferred: Sequence[float], workspace: Sequence[float], demand: Demand
+) -> tuple[float, float, float]:
+    """Bytes that wait for an I and for a W, at the moment at which they are most together, and what the Is' workspace
+    adds to that peak. A stage that waits for none of its Is is in none: its Ws recompute nothing.
+    """
+    stages = demand.stages_of(rank)
+    sizes = [saved[stage] for stage in stages], [deferred[stage] for stage in stages]
+    found, totals = [], []
     for moment in demand.moments[rank]:
-        parts = zip((moment[:count], moment[count:]), sizes, strict=True)
-        found.append(tuple(sum(map(mul, numbers, of_stages)) for numbers, of_stages in parts))
-    return max(found, key=sum)
+        numbers = moment[: len(stages)], moment[len(stages) :]
+        held = [sum(map(mul, *each)) for each in zip(numbers, sizes, strict=True)]
+        at_work = [workspace[stage] for stage, number in zip(stages, numbers[0], strict=True) if number]
+        found.append(held)
+        totals.append(sum(held) + max(at_work, default=0.0))
+    whole, between = max(found, key=sum)
+    return whole, between, max(totals) - whole - between

@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.memory.experts import ExpertDegrees
 
+FP8_COPY_BYTES = 2
+"""Of an element that is multiplied in FP8: a byte as it is and a byte transposed, as Hopper's products want both."""
+
 
 def layer_parameters(shape: Architecture, tensor: int) -> int:
     """Parameters of one transformer layer without experts on one of `tensor` ranks."""
@@ -45,6 +48,11 @@ def routing_layer_parameters(shape: Architecture, tensor: int) -> int:
     with the shared expert."""
     router = shape.experts.count * (shape.hidden_size + shape.linear_biases)
     return _layer_with_mlp(shape, tensor, shape.experts.shared_ffn_hidden_size) + router
+
+
+def matrix_parameters(shape: Architecture, tensor: int, num_layers: int) -> int:
+    """Elements of the linears of so many layers on one of `tensor` ranks."""
+    return num_layers * (shape.layer_matrices // tensor)
 
 
 def embedding_parameters(shape: Architecture, tensor: int) -> int:

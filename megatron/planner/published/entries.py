@@ -27,7 +27,13 @@ from megatron.planner.published.measured_times import TIMES, MeasuredRun, is_mea
 from megatron.planner.published.model_names import ModelRecord
 from megatron.planner.published.not_modelled import without_what_is_off
 from megatron.planner.published.settings import SettingsRecord
-from megatron.planner.published.software_names import in_bfloat16, named_software
+from megatron.planner.published.software_defaults import with_defaults
+from megatron.planner.published.software_names import (
+    SIXTEEN_BITS_ONLY,
+    in_bfloat16,
+    named_software,
+    sharded_software,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +51,7 @@ class Entry:
         note: what the file says about it.
         assumed: what was filled in, in words.
         unread: what was measured and not read, in words: with its reason.
+        peak_gib: the most memory of a GPU, where that was published.
     """
 
     id: str
@@ -63,6 +70,7 @@ class Entry:
     note: str = ""
     assumed: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
+    peak_gib: float | None = None
 
 
 @dataclass(frozen=True)
@@ -89,7 +97,13 @@ class _EntryRecord(BaseModel):
         configuration = self.config.configuration(self.hardware, assumed.append)
         cluster = self.hardware.cluster(configuration.num_gpus, assumed.append)
         texts = (self.config.framework, self.hardware.software, self.source)
-        software = self._precise(named_software(texts, cluster.gpu, assumed.append))
+        software = named_software(texts, cluster.gpu, assumed.append)
+        configuration = with_defaults(
+            configuration, software, says_recompute=self.config.recompute is not None, assume=assumed.append
+        )
+        if configuration.sharding is not None:
+            software = sharded_software(software)
+        software = self._compiled(self._precise(software))
         software = self._with_softmax(software, model, configuration)
         refuse_shares(model, configuration, software)
         run = MeasuredRun(model, configuration, cluster.device.peak(software.element_bytes))
@@ -121,6 +135,7 @@ class _EntryRecord(BaseModel):
                 *(f"measured.{key} is not known" for key in unknown_measurements(self.measured)),
                 *filter(None, (run.unread(measured),)),
             ),
+            peak_gib=_peak_gib(self.measured),
         )
 
     def _precise(self, software: Software) -> Software:
@@ -132,6 +147,13 @@ class _EntryRecord(BaseModel):
                     "config.flash_attention is True in fp32, and its kernels take 16-bit numbers only; leave it out"
                 )
             software = replace(software, element_bytes=4, gradient_bytes=4, fuses_softmax=False, flash_attention=False)
+        if self.config.is_fp8:
+            if software in SIXTEEN_BITS_ONLY:
+                raise ValueError(
+                    "config.precision is 'fp8', and the software that is named multiplies in 16 bits; give bf16, or "
+                    "Megatron-Core as config.framework"
+                )
+            software = replace(software, fp8=True)
         if self.config.precision == "bf16":
             software = in_bfloat16(software)
         said = {
@@ -142,6 +164,17 @@ class _EntryRecord(BaseModel):
         }
         changes = {name: value for name, value in said.items() if value is not None}
         return replace(software, **changes) if changes else software
+
+    def _compiled(self, software: Software) -> Software:
+        """With kernels that torch.compile fused, where it did."""
+        if not self.config.is_compiled:
+            return software
+        if software.fuses_elementwise:
+            raise ValueError(
+                f"config.technique is {shown(self.config.technique)}, and such software has fused kernels without it; "
+                "leave compile out, or name torchtitan in config.framework"
+            )
+        return replace(software, fuses_elementwise=True, fuses_loss=software.compiles_loss)
 
     def _with_softmax(self, software: Software, model: Architecture, configuration: Configuration) -> Software:
         """Whether it had the fused softmax, as the entry says; that it could not have, is refused."""
@@ -194,6 +227,11 @@ def _without_nulls(value: object) -> object:
     if not isinstance(value, Mapping):
         return value
     return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+
+
+def _peak_gib(measured: Mapping[object, object]) -> float | None:
+    given = (measured.get(name) for name in ("peak_memory_GiB", "memory_GiB"))
+    return next((float(value) for value in given if is_measured(value)), None)
 
 
 def _milliseconds(measured: Mapping[str, float], name: str) -> float | None:

@@ -2,8 +2,8 @@
 
 Papers name a processor by a label ("A100-SXM-80GB", "32x V100-16GB (4 servers)"), and a network by its rate ("25 Gb/s",
 "4x200Gb/s HDR IB per node (800 Gb/s)", "400 Gb/s per GPU") or by the machine ("Selene (DGX A100, HDR IB)"). Rates of a
-processor are those of its SXM edition. Of another edition (PCIe, NVL, with a CPU on the board) the entry has to say all
-of them.
+processor are those of the edition that its label names (PCIe, NVL), else of SXM. Of an edition that is not known (GH200
+and others) the entry has to say all of them.
 """
 
 import math
@@ -16,7 +16,9 @@ from pydantic_core import PydanticCustomError
 
 from megatron.documents.faults import Number, shown
 from megatron.planner.job.cluster import Cluster
-from megatron.planner.job.devices import DEVICES, SLOWEST_NVLINK, edition_of
+from megatron.planner.job.device_names import device_of, domain_of, edition_of, is_edition
+from megatron.planner.job.devices import DEVICES
+from megatron.planner.published.label_rates import clock_of, memory_bandwidth_of
 from megatron.planner.published.model_names import Count
 
 _Positive = Annotated[float, Number, Field(gt=0, allow_inf_nan=False)]
@@ -36,6 +38,8 @@ _MACHINES = {  # what papers call them: GB/s of a node to the network, and GPUs 
     "dgx a100": (200.0, 8),
     "dgx h100": (400.0, 8),  # 8 x NDR InfiniBand
     "dgx h200": (400.0, 8),
+    "dgx b200": (400.0, 8),  # 8 x NDR InfiniBand
+    "dgx gb200": (3600.0, 72),  # 72 x NDR InfiniBand
     "dgx 2": (100.0, 16),  # 8 x EDR InfiniBand
     "p3.16xlarge": (3.125, 8),  # 25 Gb/s Ethernet
     "p3dn.24xlarge": (12.5, 8),  # 100 Gb/s
@@ -47,10 +51,7 @@ _MACHINES = {  # what papers call them: GB/s of a node to the network, and GPUs 
 }
 _USUAL = 8
 _UNITS = {"GB/s": 1.0, "Gb/s": 0.125, "Gbit/s": 0.125, "Gbps": 0.125, "GbE": 0.125, "Tbps": 125.0}  # in GB/s
-_FAMILIES = ("A100", "H100", "H200", "V100", "2080TI", "1080TI")
 _EDITION = ("mem_GB", "peak_tflops", "memory_bandwidth", "intranode")  # what differs between editions of a GPU
-_OTHER_MEMORY = 0.05  # a GPU with so much more or less than the nearest that is known is another edition
-_REPORTED = 0.99  # part of the GB on the label that CUDA reports, in GiB
 
 
 class HardwareRecord(BaseModel):
@@ -74,35 +75,66 @@ class HardwareRecord(BaseModel):
     def cluster(self, num_gpus: int, assume: Callable[[str], None]) -> Cluster:
         """So many of these GPUs. `assume` is told what is filled in. Raises ValueError for what is not known."""
         machine = self._machine()
-        usual = machine[2] if machine else _USUAL
+        name, memory, is_guess = self._device()
+        usual = machine[2] if machine else self._usual_gpus_per_node(name)
         if self.gpus_per_node is None and num_gpus > usual:
             assume(f"nodes of {usual} GPUs")
         per_node = min(self.gpus_per_node or usual, num_gpus)
         if num_gpus % per_node:
             raise ValueError(f"{num_gpus} GPUs do not fill nodes of {per_node}; give another hardware.gpus_per_node")
         nodes = num_gpus // per_node
-        name, memory, is_guess = device_of(self.gpu or self.desc or "", self.mem_GB)
         self._refuse_edition(name)
         if is_guess:
             assume(f"GPU {name}")
+        peak, bandwidth = self._rates_of_label(name, assume)
         return Cluster(
-            gpu=name, nodes=nodes, gpus_per_node=per_node, memory_gib=memory, peak_teraflops=self.peak_tflops,
-            memory_bandwidth=self.memory_bandwidth,
+            gpu=name, nodes=nodes, gpus_per_node=per_node, memory_gib=memory, peak_teraflops=peak,
+            memory_bandwidth=bandwidth,
             bandwidth={
                 "within_node": self._within_node(name),
                 "between_nodes": self._between_nodes(per_node, machine, assume) if nodes > 1 else None,
             },
         )  # fmt: skip
 
+    def _rates_of_label(self, name: str, assume: Callable[[str], None]) -> tuple[float | None, float | None]:
+        """Peak and bandwidth of the memory: as given, or as the label says; None: those of the data sheet."""
+        label = self.gpu or self.desc or ""
+        peak, bandwidth = self.peak_tflops, self.memory_bandwidth
+        clock = clock_of(label, name)
+        if peak is None and clock is not None:
+            peak = clock * DEVICES[name].peak_teraflops
+            assume(f"{peak:.0f} TFLOP/s of 16 bits, at the clock that the limit of power leaves")
+        if bandwidth is None:
+            bandwidth = memory_bandwidth_of(label, name, self.mem_GB)
+            if bandwidth is not None:
+                assume(f"{bandwidth:.0f} GB/s of memory, as HBM2e of that size has")
+        return peak, bandwidth
+
     def _machine(self) -> tuple[str, float, int] | None:
         said = (self.system, self.gpu, self.desc, self.internode, self.interconnect)
         text = " | ".join(filter(None, said)).lower().replace("-", " ").replace("_", " ")
         return next(((name, *machine) for name, machine in _MACHINES.items() if name in text), None)
 
+    def _device(self) -> tuple[str, float | None, bool]:
+        label = self.gpu or self.desc or ""
+        edition = next(filter(None, map(edition_of, self._labels)), None)
+        try:
+            return device_of(label, self.mem_GB, edition)
+        except ValueError as error:
+            raise ValueError(f"hardware.gpu {error}") from error
+
+    @property
+    def _labels(self) -> list[str]:
+        return [label for label in (self.gpu, self.desc) if label]
+
+    def _usual_gpus_per_node(self, name: str) -> int:
+        said = next(filter(None, map(domain_of, self._labels)), None)
+        return said or (_USUAL if name == "cpu" else DEVICES[name].gpus_per_node)
+
     def _refuse_edition(self, name: str) -> None:
         """Raises ValueError where it is another edition than the one whose rates are known, and its own are missing."""
-        labels = [label for label in (self.gpu, self.desc) if label and edition_of(label)]
-        if not labels or name == "cpu" or DEVICES[name].link_bandwidth < SLOWEST_NVLINK:
+        labels = [label for label in self._labels if edition_of(label)]
+        if not labels or name == "cpu" or is_edition(name, edition_of(labels[0])):
             return
         missing = [each for each in _EDITION if getattr(self, each) is None]
         if self.intranode is not None and rate_of_node(self.intranode, 1) is None:
@@ -118,7 +150,7 @@ class HardwareRecord(BaseModel):
         if self.intranode is None:
             return None
         rate = rate_of_node(self.intranode, 1, what="within a node")
-        has_nvlink = name != "cpu" and DEVICES[name].link_bandwidth >= SLOWEST_NVLINK
+        has_nvlink = name != "cpu" and DEVICES[name].has_nvlink
         if rate is None and has_nvlink != bool(re.search("nvlink|nvswitch", self.intranode, re.IGNORECASE)):
             known = "NVLink" if has_nvlink else "no NVLink"
             raise ValueError(
@@ -143,34 +175,6 @@ class HardwareRecord(BaseModel):
         name, network, _ = machine
         assume(f"{network:g} GB/s between nodes, as {name} has")
         return network
-
-
-def device_of(label: str, memory_gb: float | None) -> tuple[str, float | None, bool]:
-    """The name in `DEVICES` (or `cpu`), the GiB of an edition with other memory, and whether the edition was guessed.
-
-    Raises ValueError where the label names no processor that is known.
-    """
-    if label.strip().lower() == "cpu":
-        return "cpu", memory_gb, False
-    spelled = label.upper().replace(" TI", "TI").replace(" GB", "GB").replace(" GIB", "GIB")
-    family = next((each for each in _FAMILIES if each in spelled), None)
-    if family is None:
-        raise ValueError(f"hardware.gpu {shown(label)} is no GPU that is known; give one of {', '.join(DEVICES)}, cpu")
-    names = [name for name in DEVICES if family in name.upper()]
-    size = memory_gb or _gigabytes(spelled.partition(family)[2])
-    if size is None:
-        named = [name for name in names if name.upper() in spelled] or names
-        return named[0], None, len(named) > 1
-    nearest = min(names, key=lambda name: abs(DEVICES[name].memory_gib - size))
-    is_other = abs(size / DEVICES[nearest].memory_gib - 1) > _OTHER_MEMORY
-    return nearest, _REPORTED * size if is_other else None, False
-
-
-def _gigabytes(label: str) -> float | None:
-    """The number of the first word such as 80GB, if there is one."""
-    words = label.replace("-", " ").replace("(", " ").replace(")", " ").split()
-    numbers = {word: word.rstrip("GIB") for word in words}
-    return next((float(each) for word, each in numbers.items() if each != word and each.isdecimal()), None)
 
 
 def rate_of_node(text: str, gpus_per_node: int, *, what: str = "between nodes") -> float | None:

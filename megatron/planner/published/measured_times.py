@@ -15,7 +15,7 @@ TIMES = (
 """What becomes a time. The rest of `MEASURED` is for the reader, and for facts about memory."""
 MEASURED = (
     *TIMES, "unit", "chosen_by_planner", "feasible", "feasible_without_bpipe", "hfu", "mfu_from_time", "pct_peak",
-    "aggregate_pflops", "memory_GiB", "peak_memory_GiB", "transfer_ms",
+    "aggregate_pflops", "memory_GiB", "peak_memory_GiB", "transfer_ms", "days_for_300B_tokens",
 )  # fmt: skip
 _AGREE = 0.02
 

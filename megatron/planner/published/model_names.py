@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Annotated, Literal
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 
 from megatron.documents.faults import Boolean, Name, Number
 from megatron.planner.memory.architecture import Architecture
@@ -16,6 +16,17 @@ _VOCABULARY, _VOCABULARY_OF_BERT = 51200, 30522
 _LLAMA_3_FFN = {4096: 14336, 8192: 28672, 16384: 53248}  # by hidden size; Dubey et al. 2024, Table 3
 _PADDING = 128
 _OF_EXPERTS = frozenset({"moe_router_topk", "moe_ffn", "moe_shared_ffn", "moe_layer_freq", "moe_capacity_factor"})
+_SIZES = ("layers", "hidden", "heads")
+_GPT3_SIZES = {  # billions of parameters: layers, hidden size and heads; Narayanan et al. 2021, Tables 1 and 2
+    1.7: (24, 2304, 24), 3.6: (30, 3072, 32), 7.5: (36, 4096, 32), 18.4: (40, 6144, 48), 39.1: (48, 8192, 64),
+    76.1: (60, 10240, 80), 145.6: (80, 12288, 96), 174.6: (96, 12288, 96), 310.1: (96, 16384, 128),
+    529.6: (105, 20480, 128), 1008.0: (128, 25600, 160),
+}  # fmt: skip
+
+
+def _if_a_number(value: object) -> object:
+    """It is mostly a remark, and may be any text."""
+    return float(value) if type(value) in (int, float) else None
 
 
 class ModelRecord(BaseModel):
@@ -31,6 +42,7 @@ class ModelRecord(BaseModel):
     ffn: Count | None = None
     seq: Count | None = None
     vocab: Count | None = None
+    params_B: Annotated[float | None, BeforeValidator(_if_a_number)] = None
     tied_embeddings: Boolean | None = None
     num_experts: Count | None = Field(default=None, validation_alias=AliasChoices("num_experts", "num_moe_experts"))
     moe_router_topk: Count | None = None
@@ -54,6 +66,10 @@ class ModelRecord(BaseModel):
             known |= _BERT_LARGE
         if "llama 3" in name and self.hidden in _LLAMA_3_FFN:
             known["ffn"] = _LLAMA_3_FFN[self.hidden]
+        if all(found[field] is None for field in _SIZES) and not (is_bert or is_llama) and self.params_B in _GPT3_SIZES:
+            found |= dict(zip(_SIZES, _GPT3_SIZES[self.params_B], strict=True))
+            assume("the GPT-3 of {:g} billion parameters: {} layers of {}, {} heads".format(
+                self.params_B, *_GPT3_SIZES[self.params_B]))  # fmt: skip
         if self.moe_ffn is not None and self.moe_layer_freq == 1:  # no layer has another
             known.setdefault("ffn", self.moe_ffn)
         for field in found:

@@ -1,9 +1,10 @@
 """What an entry may say of its run that the planner has no price for, by the names that frameworks give it.
 
-A run with fully sharded weights or FP8 is none of plain tensor, pipeline and data parallelism, and a prediction as if
-it were says nothing. So each such key is refused by name, unless its value says that it is off; the same words are
-looked for where an entry describes its run in a text. Of experts and context parallelism the numbers are read, by the
-names in `_READ`, and other keys are refused: `moe` alone does not say how many experts there are.
+A run with FP4 is none of plain tensor, pipeline and data parallelism, and a prediction as if it were says nothing. So
+each such key is refused by name, unless its value says that it is off; the same words are looked for where an entry
+describes its run in a text. Weights that are split over replicas are read where the part config says so in the words of
+sharded_settings.py, and refused elsewhere. Of experts and context parallelism the numbers are read, by the names in
+`_READ`, and other keys are refused: `moe` alone does not say how many experts there are.
 """
 
 import re
@@ -12,7 +13,6 @@ from dataclasses import dataclass
 
 from megatron.documents.faults import place, shown
 
-_SPLIT = "weights are split over replicas (fully sharded, ZeRO-3)"
 _READ = frozenset({
     "cp", "context_parallel", "context_parallel_size", "cp_comm_type",
     "ep", "expert_parallel", "expert_parallel_size", "expert_model_parallel_size",
@@ -35,19 +35,27 @@ class _Technique:
     known: tuple[str, tuple[str, ...]] | None = None
 
 
+_FP8 = _Technique(
+    r"fp8|float8",
+    r"fp8|float8",
+    "products in FP8 are modelled as config.precision fp8, with a scale for each tensor, and no other way",
+    "give that alone, or a run in 16 bits",
+)
+_IS_FP8 = re.compile(r"(fp8|float8)\s*([(,].*)?", re.IGNORECASE | re.DOTALL)  # as a precision, with a remark behind
 _TECHNIQUES = (
     _Technique(
         r"fsdp|hsdp|full(y)?_?shard|shard_degree|dp_shard|sharding_strategy|zero_?(stage_?)?[23]|zero_(infinity|plus)",
         r"fsdp|hsdp|fully_sharded|zero_?[23]",
-        f"{_SPLIT}, which is not modelled",
-        "give a run with zero 0 or 1",
+        "weights are split over replicas (fully sharded, ZeRO), which is not read here",
+        "give config.fsdp as true or a number of replicas, or config.zero as 0 to 3",
     ),
     _Technique(
-        r"fp8|fp4|float8|float4|int8|int4|quanti[sz]|[48]_?bit",
-        r"fp8|fp4|float8|int8|quanti[sz]ed",
-        "products in FP8 or FP4 are not modelled",
-        "give a run in bf16, fp16 or fp32",
+        r"fp4|float4|int8|int4|quanti[sz]|[48]_?bit",
+        r"fp4|float4|int8|quanti[sz]ed",
+        "products in FP4 or of integers are not modelled",
+        "give a run in bf16, fp16, fp32 or fp8",
     ),
+    _FP8,
     _Technique(
         r"moe|expert|(^|_)(ep|etp)(_|$)|capacity_factor|router",
         r"(^|_)moe(_|$)|mixtral|mixture_of_experts|(^|_)\d+x\d+b(_|$)",
@@ -76,9 +84,9 @@ _TECHNIQUES = (
     ),
     _Technique(
         r"compile|cuda_?graph",
-        r"(^|_)compile(_|$)|cuda_?graph",
-        "compiled models and CUDA graphs are not modelled",
-        "give a run without",
+        r"cuda_?graph",
+        "compiled models are read as technique compile alone, and CUDA graphs are not modelled",
+        "give a run without, or config.technique",
     ),
     _Technique(
         r"lora|peft|adapter|freez|frozen",
@@ -105,6 +113,7 @@ _PARTS = ("model", "hardware", "config")
 _TEXTS = (("config", "technique"), ("config", "framework"), ("config", "precision"), ("config", "dtype"),
           ("hardware", "software"), ("model", "name"))  # fmt: skip
 _STAGES = ("zero", "zero_stage", "zero_optimization_stage")
+_SPLITS = re.compile(r"^(fsdp|data_parallel_shard_degree|zero(_optimization)?(_stage)?)$")  # what is read
 
 
 def without_what_is_off(entry: Mapping) -> dict:
@@ -113,26 +122,36 @@ def without_what_is_off(entry: Mapping) -> dict:
     for part in _PARTS:
         if isinstance(entry.get(part), Mapping):
             kept[part] = {key: value for key, value in entry[part].items() if not _is_off_key(part, key, value)}
+    _refuse_two_names(kept)
     for part, key in _TEXTS:
         value = kept[part].get(key) if isinstance(kept.get(part), Mapping) else None
-        technique = _found(value, "text") if isinstance(value, str) else None
+        is_said = key in ("precision", "dtype") and isinstance(value, str) and _IS_FP8.fullmatch(value.strip())
+        is_text = isinstance(value, str) and value.strip() and not is_said
+        technique = _found(_without_fp8(value) if key == "technique" else value, "text") if is_text else None
+        if technique is _TECHNIQUES[0] and _is_split(kept):
+            continue
         if technique is not None and not _is_said(technique, kept):
             raise ValueError(f"{place(part, key)} is {shown(value)}: {technique.reason}; {technique.remedy}")
     return kept
+
+
+def _without_fp8(technique: str) -> str:
+    """Without the word that says the precision, beside others that `+` joins."""
+    return "+".join(word for word in technique.split("+") if not _IS_FP8.fullmatch(word.strip()))
 
 
 def _is_off_key(part: str, key: object, value: object) -> bool:
     """Whether this names a technique and says that it is off. Raises ValueError where it is on."""
     name = _in_small_words(str(key))
     if part == "config" and name in _STAGES:
-        return _is_off_stage(key, value, alone=name != "zero")
+        return _is_off_stage(key, value)
     technique = _found(name, "key")
     if technique is None:
         return False
     is_one = type(value) in (int, float) and value == 1 and _DEGREE.search(name) is not None and name not in _READ
     if value is False or is_one or str(value).strip().lower() in _OFF:
         return True
-    if name in _READ:
+    if name in _READ or (part == "config" and _SPLITS.match(name) and type(value) in (bool, int)):
         return False
     raise ValueError(f"{place(part, key)} is {shown(value)}: {technique.reason}; {technique.remedy}")
 
@@ -144,19 +163,29 @@ def _is_said(technique: _Technique, entry: Mapping) -> bool:
     return isinstance(given, Mapping) and any(key in given for key in keys)
 
 
-def _is_off_stage(key: object, value: object, *, alone: bool) -> bool:
-    """Of ZeRO's stages 0 is off and 1 is modelled. `alone`: by a name under which no stage is read."""
-    where = place("config", key)
+def _is_off_stage(key: object, value: object) -> bool:
     if isinstance(value, bool) or value not in (0, 1, 2, 3):
-        raise ValueError(f"{where} is {shown(value)}, which is no stage of ZeRO; give 0 or 1 as config.zero")
-    if value > 1:
-        raise ValueError(
-            f"{where} is {value}, which is not modelled (0 and 1 are){': ' + _SPLIT if value == 3 else ''}; give a "
-            "run with 0 or 1"
-        )
-    if value == 1 and alone:
-        raise ValueError(f"{where} is 1, and stages are read as config.zero; give zero 1")
+        raise ValueError(f"{place('config', key)} is {shown(value)}, which is no stage of ZeRO; give 0 to 3")
     return value == 0
+
+
+def _refuse_two_names(entry: Mapping) -> None:
+    """Raises ValueError where two names of one thing say different things."""
+    config = entry.get("config")
+    for names in (_STAGES, ("fsdp", "data_parallel_shard_degree")):
+        given = {name: config[name] for name in names if isinstance(config, Mapping) and name in config}
+        if len(set(map(str, given.values()))) > 1:
+            (first, one), (second, other) = list(given.items())[:2]
+            raise ValueError(
+                f"config.{first} is {shown(one)} and config.{second} {shown(other)}, which are names of one thing; "
+                "leave one out"
+            )
+
+
+def _is_split(entry: Mapping) -> bool:
+    """Whether its part config says how weights are split, so that a text may name it, too."""
+    config = entry.get("config")
+    return isinstance(config, Mapping) and any(_SPLITS.match(_in_small_words(str(key))) for key in config)
 
 
 def _in_small_words(text: str) -> str:

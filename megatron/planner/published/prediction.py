@@ -4,8 +4,10 @@ from dataclasses import dataclass
 
 from megatron.pipeline.simulate.costs import Costs
 from megatron.planner.job.estimate import Estimate
+from megatron.planner.memory.memory import GIB
 from megatron.planner.planner import Planner
 from megatron.planner.published.entries import Entry
+from megatron.planner.sharded.iteration import sharded_costs, sharded_time
 from megatron.planner.time.constants import START, Constants
 from megatron.planner.time.first_principles import FirstPrinciples
 from megatron.planner.time.iteration import priced
@@ -30,6 +32,13 @@ class Prediction:
         return _errors(self.entry, self.estimate.seconds, self.forward, self.backward)
 
     @property
+    def peak_error(self) -> float | None:
+        """Predicted over printed memory of the fullest GPU, less 1; None: it was not printed."""
+        if self.entry.peak_gib is None:
+            return None
+        return max(rank.total for rank in self.estimate.memory) / GIB / self.entry.peak_gib - 1
+
+    @property
     def published_errors(self) -> dict[str, float]:
         """Predicted over published less 1, of what was published: times, or the MFU."""
         if not self.entry.published_mfu:
@@ -48,6 +57,7 @@ class Question:
         self._first_principles = FirstPrinciples(entry.model, entry.cluster, entry.software, START)
         self._planner = Planner(entry.model, entry.cluster, self._first_principles, entry.software)
         self._layers = self._planner.layers(entry.configuration)
+        self._is_sharded = entry.configuration.sharding is not None
         self._schedule = entry.configuration.pipeline_schedule(tied_embeddings=entry.model.tied_embeddings)
         memory = self._planner.memory(entry.configuration, self._layers, proved=False)
         self._verdict = self._planner.judge(entry.configuration, memory)
@@ -58,7 +68,7 @@ class Question:
         return bool(self._verdict.slowed)
 
     def predict(self, constants: Constants, *, simulate: bool = False) -> Prediction:
-        forward, backward = _middle(self._costs(constants))
+        forward, backward = self._middle(constants)
         planner = self._planner_with(constants)
         return Prediction(
             entry=self.entry,
@@ -69,8 +79,22 @@ class Question:
 
     def time_errors(self, constants: Constants) -> dict[str, float]:
         """The errors of `predict` alone."""
-        costs, configuration = self._costs(constants), self.entry.configuration
+        configuration = self.entry.configuration
+        if self._is_sharded:
+            cost_model = self._first_principles.calibrated(constants)
+            seconds = sharded_time(cost_model, configuration, is_slowed=self.is_slowed).seconds
+            return _errors(self.entry, seconds, *self._middle(constants))
+        costs = self._costs(constants)
         return _errors(self.entry, priced(costs, configuration, self._schedule).seconds, *_middle(costs))
+
+    def _middle(self, constants: Constants) -> tuple[float, float]:
+        """Forward and backward of a microbatch, alone: of a stage, or of the whole model where weights are split."""
+        if not self._is_sharded:
+            return _middle(self._costs(constants))
+        costs = sharded_costs(
+            self._first_principles.calibrated(constants), self.entry.configuration, is_slowed=self.is_slowed
+        )
+        return costs.computed.forward, costs.computed.backward
 
     def _costs(self, constants: Constants) -> Costs:
         planner = self._planner_with(constants)

@@ -13,16 +13,19 @@ from megatron.planner.job.configuration import Configuration
 from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.published.hardware import HardwareRecord
 from megatron.planner.published.model_names import Count
+from megatron.planner.published.sharded_settings import sharding_of, true_or_replicas
 
 _WORDS = {  # Megatron-LM's, the papers' and torch's, in ours
     "full": "layer", "selective": "attention", "1f1b": "flush", "pipedream-flush": "flush", "pipedream-2bw": "2bw",
     "interleaved 1f1b": "interleaved", "interleaved-1f1b": "interleaved", "1f1b-interleaved": "interleaved",
-    "float16": "fp16", "bfloat16": "bf16", "float32": "fp32",
+    "float8": "fp8", "float16": "fp16", "bfloat16": "bf16", "float32": "fp32",
 }  # fmt: skip
 _AS_THEY_ARE = (  # what a configuration calls alike
     "provisional", "provisional_microbatches", "provisional_reduce", "resident_stages", "host_update", "stash",
     "gathers_fetch",
 )  # fmt: skip
+_COMPILED, _FP8 = "compile", "fp8"
+_SAYS_NOTHING = frozenset({"", "eager", _COMPILED, _FP8})  # techniques that are no schedule
 _NO_MICROBATCH = "config.micro_batch is not given; give its sequences"
 
 
@@ -39,9 +42,11 @@ class SettingsRecord(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    zero: Annotated[int, Number, Field(ge=0, le=1)] = 0
+    zero: Annotated[int, Number, Field(ge=0, le=3)] = Field(
+        default=0, validation_alias=AliasChoices("zero", "zero_stage", "zero_optimization_stage")
+    )
     technique: Annotated[str | None, BeforeValidator(_in_our_words)] = None
-    precision: Annotated[Literal["bf16", "fp16", "fp32"] | None, BeforeValidator(_in_our_words)] = Field(
+    precision: Annotated[Literal["bf16", "fp16", "fp32", "fp8"] | None, BeforeValidator(_in_our_words)] = Field(
         default=None, validation_alias=AliasChoices("precision", "dtype")
     )
     t: Count = 1
@@ -72,6 +77,24 @@ class SettingsRecord(BaseModel):
         validation_alias=AliasChoices("ep", "expert_parallel", "expert_parallel_size", "expert_model_parallel_size"),
     )
     etp: Count | None = Field(default=None, validation_alias=AliasChoices("etp", "expert_tensor_parallel_size"))
+    fsdp: Annotated[bool | int | None, BeforeValidator(true_or_replicas)] = Field(
+        default=None, validation_alias=AliasChoices("fsdp", "data_parallel_shard_degree")
+    )
+    reshard_after_forward: Boolean | None = None
+
+    @property
+    def is_compiled(self) -> bool:
+        """By torch.compile."""
+        return _COMPILED in self._techniques
+
+    @property
+    def is_fp8(self) -> bool:
+        """Linears multiply in FP8, as the precision or a technique says."""
+        return self.precision == _FP8 or _FP8 in self._techniques
+
+    @property
+    def _techniques(self) -> list[str]:
+        return (self.technique or "").split("+")
 
     def configuration(self, hardware: HardwareRecord, assume: Callable[[str], None]) -> Configuration:
         """The configuration. `assume` is told what is filled in. Raises ValueError where too little is said."""
@@ -81,6 +104,7 @@ class SettingsRecord(BaseModel):
             assume("recompute none")
         moves = schedule in PRESETS and PRESETS[schedule].balance
         micro_batch, batch = self._batch(data, assume)
+        sharding = sharding_of(fsdp=self.fsdp, zero=self.zero, reshards=self.reshard_after_forward, data=data)
         configuration = Configuration(
             tensor=self.t,
             pipeline=self.p,
@@ -96,6 +120,7 @@ class SettingsRecord(BaseModel):
             context=self.cp,
             expert=self.ep,
             expert_tensor=self.etp,
+            sharding=sharding,
             **{name: getattr(self, name) for name in _AS_THEY_ARE},
         )
         return configuration if micro_batch is not None else _with_only_microbatch(configuration, assume)
@@ -113,13 +138,15 @@ class SettingsRecord(BaseModel):
     def _schedule(self, assume: Callable[[str], None]) -> str:
         """The schedule in our words. Several stages on a rank make 1F1B interleaved."""
         said = self.schedule
-        if self.technique not in (None, "", "eager", said):
-            if said is not None or self.technique not in PRESETS:
+        words = [word for word in self._techniques if word not in _SAYS_NOTHING]
+        technique = "+".join(words)
+        if technique not in ("", said):
+            if said is not None or technique not in PRESETS:
                 raise ValueError(
-                    f"config.technique is {shown(self.technique)}, which is no technique that is known; leave it out, "
+                    f"config.technique is {shown(technique)}, which is no technique that is known; leave it out, "
                     "and name the schedule in config.schedule"
                 )
-            said = self.technique
+            said = technique
         if said is None and self.p > 1:
             assume("schedule 1f1b")
         schedule = said or "flush"
@@ -131,6 +158,9 @@ class SettingsRecord(BaseModel):
         group, count = self.t * self.p * self.cp, gpus if isinstance(gpus, int) else None
         degrees = f"t={self.t} and p={self.p}" if self.cp == 1 else f"t={self.t}, p={self.p} and cp={self.cp}"
         if self.d is None:
+            if count is None and type(self.fsdp) is int and self.fsdp > 1:
+                assume(f"{self.fsdp} replicas, as many as shards")
+                return self.fsdp
             if count is None:
                 raise ValueError("config.d is not given; give it, or hardware.gpus")
             if count < 1 or count % group:

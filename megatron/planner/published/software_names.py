@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from megatron.planner.job.devices import DEVICES
+from megatron.planner.job.sharding import DEEPSPEED
 from megatron.planner.job.software import (
     MEGATRON_2020,
     MEGATRON_2021,
@@ -11,8 +12,10 @@ from megatron.planner.job.software import (
     MEGATRON_DEEPSPEED,
     MEGATRON_V3,
     PIPEDREAM_2BW,
+    TORCHTITAN,
     Software,
 )
+from megatron.planner.published.software_defaults import of_its_year
 
 
 def in_bfloat16(software: Software) -> Software:
@@ -22,6 +25,7 @@ def in_bfloat16(software: Software) -> Software:
 
 _FP32 = 4
 _NAMES = {  # what a field or the source names
+    "torchtitan": TORCHTITAN,
     "megatron-deepspeed": MEGATRON_DEEPSPEED,
     "vtrain": MEGATRON_DEEPSPEED,
     "mt-nlg": in_bfloat16(MEGATRON_DEEPSPEED),  # Smith et al. 2022
@@ -36,18 +40,28 @@ _NAMES = {  # what a field or the source names
     "megatron.core": MEGATRON_CORE,
 }
 
+SIXTEEN_BITS_ONLY = (MEGATRON_V3, MEGATRON_2021, MEGATRON_2020, MEGATRON_DEEPSPEED, PIPEDREAM_2BW)
+"""Software from before GPUs multiplied in FP8."""
+
 
 def named_software(texts: Iterable[str | None], gpu: str, assume: Callable[[str], None]) -> Software:
     """What the first text names that names any; else what runs on such a GPU. `assume` is told what is filled in."""
     for text in filter(None, texts):
         for name, software in _NAMES.items():
             if name in text.lower():
-                return _with_defaults(software, gpu, assume)
-    if gpu in ("H100", "H200"):  # Megatron-LM v3 was before Hopper; what runs there has flash attention
+                return _with_defaults(of_its_year(software, text), gpu, assume)
+    if gpu in DEVICES and DEVICES[gpu].peak_teraflops_fp8:  # they came after Megatron-LM v3
         assume("the software of megatron-core")
         return _with_defaults(MEGATRON_CORE, gpu, assume)
     assume("the software of Megatron-LM v3")
     return MEGATRON_V3
+
+
+def sharded_software(software: Software) -> Software:
+    """The same where it splits weights over replicas: what is older than Megatron-Core does it with DeepSpeed."""
+    older = (MEGATRON_2020, MEGATRON_2021, MEGATRON_V3, MEGATRON_DEEPSPEED, PIPEDREAM_2BW)
+    is_older = replace(software, gradient_bytes=2) in older  # or the same in bfloat16
+    return replace(software, sharding=DEEPSPEED) if is_older else software
 
 
 def _with_defaults(software: Software, gpu: str, assume: Callable[[str], None]) -> Software:

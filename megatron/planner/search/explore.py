@@ -171,11 +171,12 @@ class _Degrees:
                 yield from self._try_scopes(replace(stages, global_batch_size=batch), scopes, missed, slow)
 
     def _predictions(self, choice: Choice) -> dict[str, Any]:
-        """What is chosen of them: 2bw alone has any."""
-        space = self.space
+        """What is chosen of them: 2bw alone has any; and two gradient buffers to begin with."""
+        space, two = self.space, {"single_gradient_buffer": False}
         if offer(choice.schedule).policy != TWO_BW or space.provisional == "off":
-            return {"provisional": "off", "provisional_reduce": False}
+            return {"provisional": "off", "provisional_reduce": False, **two}
         return {
+            **two,
             "provisional": space.provisional,
             "provisional_microbatches": space.provisional_microbatches,
             "provisional_reduce": space.provisional_reduce and choice.data * (choice.context or 1) > 1,

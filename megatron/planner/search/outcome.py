@@ -9,6 +9,7 @@ from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.estimate import Estimate
 from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.search.bill import Bill, Budget
+from megatron.planner.search.compared import WithoutPipeline
 from megatron.planner.search.objective import SUPERLATIVES
 from megatron.planner.search.offers import preset_of
 
@@ -102,11 +103,13 @@ class Kept:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """`kept` from the best on, by `objective`; `rejected` in the order of the search."""
+    """`kept` from the best on, by `objective`; `rejected` in the order of the search. `without_pipeline`: what others
+    reach without one; None: it was not compared."""
 
     kept: tuple[Kept, ...]
     rejected: tuple[Rejected, ...]
     objective: str = "time"
+    without_pipeline: WithoutPipeline | None = None
 
     @property
     def superlative(self) -> str:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from megatron.pipeline.schedules import PRESETS
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.planner import Planner
-from megatron.planner.search import rules
+from megatron.planner.search import rules, without_pipeline
 from megatron.planner.search.explore import Explorer, Refusal
 from megatron.planner.search.outcome import Choice, Kept, Outcome, Rejected
 from megatron.planner.search.rules import Training
@@ -61,7 +61,12 @@ def search(
     rank = _rank_by_memory if objective == "memory" else _rank
     simulation = _Simulation(space, planner_of, report, rank)
     ranked, dropped = simulation.best(sorted(kept, key=rank), num_simulated)
-    return Outcome(kept=tuple(ranked), rejected=(*rejected, *dropped), objective=objective)
+    return Outcome(
+        kept=tuple(ranked),
+        rejected=(*rejected, *dropped),
+        objective=objective,
+        without_pipeline=without_pipeline.fastest(space, planner_of, training),
+    )
 
 
 def _rank(each: Kept) -> tuple:

@@ -56,8 +56,8 @@ class ExpertLayerWork(LayerWork):
         calls = 2 * self._num_sums + 2 * self._own + 1
         return Work(operations=2.0 * times * operations, calls=calls * times)
 
-    def _mlp_traffic(self, passes: int) -> float:
-        experts, h = self.experts, self.shape.hidden_size
+    def _mlp_traffic(self, *, backward: bool) -> float:
+        experts, h, passes = self.experts, self.shape.hidden_size, 4 if backward else 2
         shared = self.tokens / self.t * self._activation_bytes(passes, experts.shared_ffn_hidden_size)
         columns = experts.copies * self._activation_bytes(passes, experts.ffn_hidden_size)
         copies = self.e * h * (2 + 2 * experts.copies + 4 * experts.copies * self.degrees.tensor * (self._own > 1))

@@ -15,17 +15,24 @@ from megatron.placement.optimize import optimized
 from megatron.placement.traffic import Traffic
 from megatron.planner.job.cluster import Cluster
 from megatron.planner.job.configuration import Configuration
+from megatron.planner.job.devices import SLOWEST_NVLINK
 from megatron.planner.job.software import MEGATRON_CORE, Software
 from megatron.planner.memory.activations import Activations, by_stage
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.memory.node_memory import crowds_by_name, fewest_sharing
-from megatron.planner.memory.parameters import stage_expert_parameters, stage_parameters
+from megatron.planner.memory.parameters import (
+    FP8_COPY_BYTES,
+    matrix_parameters,
+    stage_expert_parameters,
+    stage_parameters,
+)
 from megatron.planner.time.calibration import default_constants
 from megatron.planner.time.closed_forms import moving_parts
 from megatron.planner.time.constants import Constants
 from megatron.planner.time.expert_work import ExpertLayerWork
 from megatron.planner.time.links import Links
 from megatron.planner.time.overlap import gathers_shown, num_buckets, reductions_shown
+from megatron.planner.time.ring import Ring
 from megatron.planner.time.traffic import CutModel
 from megatron.planner.time.work import LayerWork, Work
 
@@ -33,6 +40,8 @@ _GIGA = 1e9
 
 Works = tuple[LayerWork, LayerWork | None]
 """Of a layer without experts, and of one with them where the model has such."""
+Pieces = tuple[tuple[float, float], tuple[float, float], tuple[float, float]]
+"""Of the embedding, a layer and the head."""
 
 
 class FirstPrinciples:
@@ -106,6 +115,30 @@ class FirstPrinciples:
             reduce_embed=self._embedding(configuration, links, schedule),
         )  # fmt: skip
 
+    # --- without a pipeline
+
+    def pieces(self, configuration: Configuration) -> Pieces:
+        """Seconds of a forward and a backward of one microbatch through the embedding, a layer and the head."""
+        return self._pieces(configuration, self._links_alone(configuration))
+
+    def ring(self, configuration: Configuration, replicas: range) -> Ring:
+        """What these replicas send round to gather or to sum something, while all others do the same."""
+        links = self._links_alone(configuration)
+        return Ring(
+            size=len(replicas),
+            num_nodes=links.num_nodes(replicas),
+            rate=self._scaled(links.among(replicas), links),
+            has_nvlink=self.cluster.device.link_bandwidth >= SLOWEST_NVLINK,
+        )
+
+    def moved(self, num_bytes: float) -> float:
+        """Seconds in which kernels read and write so many bytes."""
+        return num_bytes / self._memory_bandwidth
+
+    def _links_alone(self, configuration: Configuration) -> Links:
+        schedule = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
+        return self._links_of(configuration, (self.model.num_layers,), schedule)
+
     # --- seconds
 
     def _of_layers(
@@ -121,6 +154,14 @@ class FirstPrinciples:
         return [
             (count - of_these) * seconds + of_these * others for count, of_these in zip(layers, counts, strict=True)
         ]
+
+    def _pieces(self, configuration: Configuration, links: Links) -> Pieces:
+        work = self._works_of(configuration)[0]
+        again = work.recomputed(configuration.recompute)
+        return tuple(
+            (self._seconds(forward, links), self._seconds(backward, links))
+            for forward, backward in (work.embedding, (work.forward, work.backward + again), work.head)
+        )
 
     def _halves(
         self, configuration: Configuration, layers: Sequence[int], works: Works, links: Links
@@ -142,6 +183,8 @@ class FirstPrinciples:
         constants, device = self.constants, self.cluster.device
         tensor_link = self._scaled(links.tensor, links, within=constants.tensor_efficiency)
         products = self._products(work.operations, work.calls)
+        if work.fp8_operations:
+            products += work.fp8_operations / (1e12 * device.peak_teraflops_fp8 * constants.product_efficiency)
         traffic = work.traffic / (device.memory_bandwidth * _GIGA * constants.memory_efficiency)
         hidden = work.overlapped / tensor_link
         device_seconds = max(products + constants.contention * hidden, hidden) + traffic + work.exchanged / tensor_link
@@ -272,7 +315,8 @@ class FirstPrinciples:
         self, configuration: Configuration, schedule: Schedule, layers: Sequence[int], links: Links, *,
         forward: Sequence[float], backward: Sequence[float],
     ) -> tuple[list[float], list[float]]:  # fmt: skip
-        """The optimizer's step and what is seen of the reduction over replicas, by stage."""
+        """The optimizer's step, with casts of new weights to FP8, and what is seen of the reduction over replicas, by
+        stage."""
         state = self.software.training_state(configuration)
         written = 0 if configuration.predicts else state.weight_bytes
         step, reduce, gather, buckets = [], [], [], []
@@ -286,10 +330,15 @@ class FirstPrinciples:
             gather.append(once * state.weight_bytes if gathers else 0.0)
             reduce.append(once * state.gradient_bytes * (1 if state.distributed_optimizer else 2))
             buckets.append(num_buckets(count, configuration.replicas))
+        if self.software.fp8:
+            for stage, count in enumerate(layers):
+                matrices = matrix_parameters(self.model, configuration.tensor, count)
+                step[stage] += matrices * (state.weight_bytes + FP8_COPY_BYTES) / self._memory_bandwidth
         ranks, contention = schedule.rank_of_stage, self.constants.contention
-        if self.software.overlaps_gradients and schedule.weights.drains:
+        drains = schedule.weights.drains and not configuration.is_hosted  # on the host's lanes programs overlap them
+        if self.software.overlaps_gradients and drains:
             reduce = reductions_shown(reduce, backward, buckets, ranks, contention)
-        if self.software.overlaps_weights and schedule.weights.drains:
+        if self.software.overlaps_weights and drains:
             gather = gathers_shown(gather, forward, buckets, ranks, contention)
         return [sum(each) for each in zip(step, gather, strict=True)], reduce
 
@@ -337,8 +386,8 @@ class FirstPrinciples:
         copy = 0 if state.weight_bytes == 4 else state.weight_bytes
         per_parameter = 1e-9 * self.cluster.optimizer_ns(6 * 4 + state.gradient_bytes + copy)
         counts = stage_parameters(self.model, configuration.tensor, layers)
-        node_of_slot = self.cluster.topology.node_of_slot
-        share = 1 / fewest_sharing(crowds_by_name(configuration.degrees, configuration.rank_mapping, node_of_slot))
+        host_of_slot = self.cluster.host_of_slot
+        share = 1 / fewest_sharing(crowds_by_name(configuration.degrees, configuration.rank_mapping, host_of_slot))
         per_byte = 1 / rate
         if configuration.gathers_fetch:
             link = self.cluster.device.link_bandwidth * _GIGA * self.constants.link_efficiency

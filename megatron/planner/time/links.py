@@ -69,6 +69,17 @@ class Links:
             self._rates[source, target] = self._transfer(source, targets)
         return self._rates[source, target]
 
+    def among(self, replicas: range) -> float:
+        """In a collective of these replicas, while the others of the job are in groups of as many."""
+        return self._collective(self._replicas(replicas))
+
+    def num_nodes(self, replicas: range) -> int:
+        """On how many nodes these replicas lie, of one tensor rank and stage."""
+        return len({self._nodes[rank] for rank in self._replicas(replicas)})
+
+    def _replicas(self, replicas: range) -> list[int]:
+        return [self._degrees.rank(tensor=0, data=index, stage=0) for index in replicas]
+
     @property
     def within(self) -> float:
         return self._topology.bandwidth.within_node * _GIGA

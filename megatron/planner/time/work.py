@@ -2,7 +2,7 @@
 
 Everything that takes time on a GPU is one of four kinds, each with a resource of its own:
 
-    products      matrix products, (operations, calls), bound by arithmetic
+    products      matrix products, (operations, calls), bound by arithmetic; those in FP8 apart, at a peak of their own
     traffic       bytes that other kernels read and write, bound by memory
     exchanged     bytes that a tensor rank sends to the others while it computes nothing
     overlapped    bytes that it sends while it multiplies
@@ -32,6 +32,21 @@ These are 37 N bytes of 16-bit scores, and 41 N in the backward. Flash attention
 the speed of others. Norms, dropout and residuals are split over tensor ranks with sequence parallelism only. A backward
 adds the weights' gradients to their buffer.
 
+Eager PyTorch (not `fuses_elementwise`) takes a pass for each operator: an RMSNorm widens its input to FP32, squares,
+averages, multiplies, narrows it and multiplies by its weight, rotary embeddings widen queries and keys, turn and narrow
+them, and keys and values are repeated for every query. With 4 bytes of FP32 and k columns of keys:
+
+    forward                               bytes            backward                              bytes
+    norm                                  (4 e + 24) h     the derivative of each operator       (7 e + 60) h
+    gate and product apart                5 e f            the same                              9 e f
+    rotary embeddings                     (2 e + 16)(q + k)  the same                            (2 e + 16)(q + k)
+    repeated keys and values              2 e (q + k)      sums of them                          2 e (q + k)
+
+In FP8 the inputs of linears are cast in a forward, and the gradients of their outputs in a backward, each by a kernel
+of its own that reads e bytes an element and writes two copies of a byte, one of them transposed. So does Transformer
+Engine with delayed scaling, where the cast is not fused with the kernel before it. Weights are cast once a batch, for
+all of its microbatches. What tensor ranks send stays in 16 bits.
+
 Where a backward is split, W has the products of the linears that give gradients of weights, and what adds these to
 their buffer; with split sequences it gathers the inputs for them. All else is in I: the other products, the attention's
 core, norms, activations, the embedding, and what is recomputed. So operations and bytes of both are those of the whole;
@@ -51,6 +66,7 @@ from functools import cached_property
 from megatron.planner.job.software import Software
 from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.architecture import Architecture
+from megatron.planner.memory.parameters import FP8_COPY_BYTES
 
 _FP32 = 4
 
@@ -66,6 +82,7 @@ class Work:
     overlapped: float = 0.0
     kernels: float = 0.0
     collectives: float = 0.0
+    fp8_operations: float = 0.0
     ring: float = 0.0
     ring_operations: float = 0.0
     ring_calls: float = 0.0
@@ -83,7 +100,8 @@ class Work:
     def _values(self) -> tuple[float, ...]:
         return (
             self.operations, self.calls, self.traffic, self.exchanged, self.overlapped, self.kernels, self.collectives,
-            self.ring, self.ring_operations, self.ring_calls, self.gathered, self.dispatched, self.spread,
+            self.fp8_operations, self.ring, self.ring_operations, self.ring_calls, self.gathered, self.dispatched,
+            self.spread,
         )  # fmt: skip
 
 
@@ -112,27 +130,31 @@ class LayerWork:
     @cached_property
     def forward(self) -> Work:
         h, q, e, t = self.shape.hidden_size, self.shape.query_width, self.e, self.t
-        along_tokens = self.tokens / self.shared * (2 * 2 * e * h + 2 * (3 * e + self._mask) * h)
-        attention = self.tokens / t * (0 if self.software.flash_attention else 2 * e * q)
+        norm, _, around = self._elementwise(backward=False)
+        along_tokens = self.tokens / self.shared * (2 * norm * h + 2 * (3 * e + self._mask) * h)
+        attention = self.tokens / t * (around + (0 if self.software.flash_attention else 2 * e * q))
         return (
             self._linear(1)
+            + self._cast(along_tokens=2 * h, split=q + self.shape.ffn_hidden_size)
             + self._core_forward()
             + self._forward_exchange()
-            + Work(traffic=along_tokens + attention + self._mlp_traffic(2), kernels=18)
+            + Work(traffic=along_tokens + attention + self._mlp_traffic(backward=False), kernels=18)
         )
 
     @cached_property
     def backward(self) -> Work:
         """Without what is recomputed."""
         h, q, k, e, t = self.shape.hidden_size, self.shape.query_width, self.shape.key_width, self.e, self.t
-        along_tokens = self.tokens / self.shared * (2 * 5 * e * h + 2 * (5 * e + self._mask) * h)
-        attention = self.tokens / t * (2 * e * q + 2 * e * (q + 2 * k))
+        norm, _, around = self._elementwise(backward=True)
+        along_tokens = self.tokens / self.shared * (2 * norm * h + 2 * (5 * e + self._mask) * h)
+        attention = self.tokens / t * (around + 2 * e * q + 2 * e * (q + 2 * k))
         weights = self._accumulated(self._matrices)
         return (
             self._linear(2)
+            + self._cast(along_tokens=2 * h, split=q + 2 * k + self.shape.ffn_hidden_size * (1 + self.shape.gated))
             + self._core_backward()
             + self._backward_exchange()
-            + Work(traffic=along_tokens + attention + self._mlp_traffic(4) + weights, kernels=36)
+            + Work(traffic=along_tokens + attention + self._mlp_traffic(backward=True) + weights, kernels=36)
         )
 
     @cached_property
@@ -152,7 +174,7 @@ class LayerWork:
         if scope is RecomputeScope.LAYER:
             return self.forward
         if scope is RecomputeScope.ATTENTION:
-            return self._core_forward()
+            return self._all_but_kept if self.software.keeps_every_other_product else self._core_forward()
         return Work()
 
     # --- before and after the layers
@@ -222,11 +244,49 @@ class LayerWork:
         return 2
 
     def _linear(self, times: int) -> Work:
-        return Work(operations=2.0 * times * self.tokens * self.shape.layer_matrices / self.t, calls=4 * times)
+        operations = 2.0 * times * self.tokens * self.shape.layer_matrices / self.t
+        if self.software.fp8:
+            return Work(fp8_operations=operations, calls=4 * times)
+        return Work(operations=operations, calls=4 * times)
 
-    def _mlp_traffic(self, passes: int) -> float:
-        """Bytes that an MLP's kernels move in so many passes over the activation's input and result together."""
-        return self.tokens / self.t * self._activation_bytes(passes, self.shape.ffn_hidden_size)
+    def _cast(self, *, along_tokens: int, split: int) -> Work:
+        """Tensors of four linears to FP8, of so many columns that are split along the sequence, and over ranks."""
+        if not self.software.fp8:
+            return Work()
+        elements = self.tokens * (along_tokens / self.shared + split / self.t)
+        return Work(traffic=(self.e + FP8_COPY_BYTES) * elements, kernels=4)
+
+    @property
+    def _all_but_kept(self) -> Work:
+        """A forward without the attention and the products whose results are kept: the first, the third and so on of q,
+        k, v, projection, (gate,) up, down. The last of an even number is not needed, and counts.
+        """
+        h, q, k, f = self.shape.hidden_size, self.shape.query_width, self.shape.key_width, self.shape.ffn_hidden_size
+        again = h * (k + q + f)  # keys, projection, and up of a gated MLP or else down
+        operations = 2.0 * self.tokens * again / self.t
+        kind = {"operations": 0.0, "fp8_operations": operations} if self.software.fp8 else {"operations": operations}
+        return replace(self.forward, **kind, calls=3)
+
+    def _elementwise(self, *, backward: bool) -> tuple[float, float, float]:
+        """Bytes of a token: of a norm by column, of the activation, and around attention; see the module."""
+        e, shape = self.e, self.shape
+        plain = self._activation_bytes(4 if backward else 2, shape.ffn_hidden_size)
+        if self.software.fuses_elementwise:
+            return (
+                (5.0 if backward else 2.0) * e,
+                self._activation_bytes(4 if backward else 2, shape.ffn_hidden_size),
+                0.0,
+            )
+        norm = 7 * e + 15 * _FP32 if backward else 4 * e + 6 * _FP32
+        gated = (9.0 if backward else 5.0) * e * shape.ffn_hidden_size
+        turned = (2 * e + 4 * _FP32) * (shape.query_width + shape.key_width)
+        repeats = shape.num_query_groups < shape.num_attention_heads
+        repeated = 2 * e * (shape.query_width + shape.key_width) * repeats
+        return norm, gated if shape.gated else plain, turned + repeated
+
+    def _mlp_traffic(self, *, backward: bool) -> float:
+        """Bytes that an MLP's kernels move between its products."""
+        return self.tokens / self.t * self._elementwise(backward=backward)[1]
 
     def _activation_bytes(self, passes: int, width: int) -> float:
         return passes * self.e * width * (1.5 if self.shape.gated else 1)

@@ -60,9 +60,24 @@ def test_the_nearest_key_is_named(tmp_path, key, near):
 def test_an_edition_is_described_by_its_data_sheet(tmp_path):
     """As the sentence on its name asks for; nothing of the SXM edition's rates is left."""
     assert "with memory_gib, peak_teraflops, memory_bandwidth and bandwidth.within_node" in refusal(
-        tmp_path, WHOLE | {"gpu": "A100-PCIe"}
+        tmp_path, WHOLE | {"gpu": "V100-PCIe"}
     )
     said = {"memory_gib": 79, "peak_teraflops": 300, "memory_bandwidth": 1900}
     device = Cluster(**WHOLE | said | {"bandwidth": {"between_nodes": 100, "within_node": 30}}).device
     rates = (device.memory_gib, device.peak_teraflops, device.memory_bandwidth, device.link_bandwidth)
     assert rates == (79, 300, 1900, 30)
+
+
+def test_a_host_has_a_part_of_a_rack():
+    """Links are of the 72 GPUs of a rack; memory and its optimizer are of the 4 GPUs of a tray."""
+    cluster = Cluster(gpu="GB200", nodes=2, bandwidth={"between_nodes": 3600})
+    assert cluster.num_gpus == 144 and cluster.gpus_of_hosts == (4,) * 36
+    assert cluster.host_of_slot[70:75] == (17, 17, 18, 18, 18)
+    assert cluster.topology.node_of_slot[70:75] == (0, 0, 1, 1, 1)
+    alone = Cluster(gpu="GB200", nodes=1, gpus_per_host=1)
+    assert cluster.optimizer_ns(30) == 4 * alone.optimizer_ns(30)
+    assert Cluster(gpu="H100", nodes=3, bandwidth={"between_nodes": 400}).gpus_of_hosts == (8, 8, 8)
+
+
+def test_peaks_of_another_clock_go_together():
+    assert Cluster(gpu="H100", nodes=1, peak_teraflops=989 / 2).device.peak_teraflops_fp8 == 1979 / 2

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.planner import Cluster, Configuration
+from megatron.planner.job.sharding import Sharding
 from megatron.planner.job.shares import refuse_shares
 from megatron.planner.job.software import MEGATRON_CORE
 from megatron.planner.planner import Planner
@@ -74,3 +75,15 @@ def test_the_planner_asks():
     planner = Planner(shape_of(), Cluster(gpu="H100", nodes=1), software=MEGATRON_CORE)
     with pytest.raises(ValueError, match="flash attention"):
         planner.layers(configuration(context=2, data=2, global_batch_size=4))
+
+
+def test_no_experts_beside_fsdp_or_fp8():
+    """Neither is modelled; nor are ranks that share sequences beside weights that are split over replicas."""
+    split = {"sharding": Sharding(stage=3, shards=4)}
+    with pytest.raises(ValueError, match="weights are split over replicas .FSDP, ZeRO. are not modelled; leave"):
+        refuse_shares(shape_of(), configuration(**split), FLASH)
+    with pytest.raises(ValueError, match="context 2 beside weights that are split over replicas"):
+        configuration(context=2, **split)
+    for software in (replace(FLASH, fp8=True), replace(FLASH, fuses_elementwise=False)):
+        with pytest.raises(ValueError, match="experts are modelled in 16 or 32 bits"):
+            refuse_shares(shape_of(), configuration(), software)

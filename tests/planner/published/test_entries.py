@@ -57,11 +57,11 @@ def test_pads_the_vocabulary_as_megatron_does():
             changed(BPIPE_TABLE_7[0], config={"micro_batch": "local 32"}),
             "config.micro_batch is 'local 32': input should be a valid integer",
         ),
-        (changed(BPIPE_TABLE_7[0], config={"fsdp": 8}), "fully sharded"),
+        (changed(BPIPE_TABLE_7[0], config={"fsdp": 2}), "(fully sharded, ZeRO-3) and p is 16"),
         (changed(BPIPE_TABLE_7[0], config={"fsdp": 1, "cp": 8}), "context parallelism over 8 ranks needs flash"),
         (changed(BPIPE_TABLE_7[0], config={"schedule": "interleaved"}), "config.v is not given"),
         (changed(BPIPE_TABLE_7[0], config={"p": None}, hardware={"gpus": 32}), "is 32; give config.p"),
-        (changed(BPIPE_TABLE_7[0], config={"zero": 3}), "fully sharded"),
+        (changed(BPIPE_TABLE_7[0], config={"zero": 3}), "(fully sharded, ZeRO-3) and p is 16"),
         (changed(BPIPE_TABLE_7[0], config={"cp": 2}), "context parallelism over 2 ranks needs flash attention"),
         (
             changed(BPIPE_TABLE_7[0], config={"recompute": "selective op"}),
@@ -73,7 +73,7 @@ def test_pads_the_vocabulary_as_megatron_does():
         (changed(BPIPE_TABLE_7[0], model={"hidden": "wide"}), "model.hidden"),
         (changed(BPIPE_TABLE_7[0], hardware={"gpu": "TPUv4"}), "no GPU that is known"),
         (changed(BPIPE_TABLE_7[0], hardware={"internode": None}), "bandwidth between them is not given"),
-        (changed(BPIPE_TABLE_7[0], config={"zero": 2}), "config.zero is 2, which is not modelled"),
+        (changed(BPIPE_TABLE_7[0], config={"zero": 2}), "(fully sharded, ZeRO-2) and p is 16"),
         (changed(BPIPE_TABLE_7[0], config={"ep": 2}), "expert is 2, and the model has no experts"),
         (changed(BPIPE_TABLE_7[0], model={"num_experts": 8}), "model.moe_router_topk is not given"),
         (changed(BPIPE_TABLE_7[0], config={"technique": "compile+fp8"}), "fp8"),
@@ -90,9 +90,9 @@ def test_pads_the_vocabulary_as_megatron_does():
         (changed(BPIPE_TABLE_7[0], hardware={"internode": "-5 Gb/s"}), "the bandwidth between nodes is -5 Gb/s; give"),
         (
             changed(BPIPE_TABLE_7[0], config={"precision": "tf32"}),
-            "config.precision is 'tf32': input should be 'bf16', 'fp16' or 'fp32'",
+            "config.precision is 'tf32': input should be 'bf16', 'fp16', 'fp32' or 'fp8'",
         ),
-        (changed(BPIPE_TABLE_7[0], config={"t": "two", "fsdp": 8}), "fully sharded"),  # comes before what is unreadable
+        (changed(BPIPE_TABLE_7[0], config={"t": "two", "hsdp": 8}), "fully sharded"),  # comes before what is unreadable
         ({"id": "empty"}, "is not given"),
         ({}, "is not given"),
     ],

@@ -2,30 +2,8 @@
 
 import pytest
 
-from megatron.planner.published.hardware import HardwareRecord, device_of, rate_of_node
-
-
-@pytest.mark.parametrize(
-    ("text", "memory", "expected"),
-    [
-        ("A100-SXM-80GB", 80, ("A100-80", None, False)),
-        ("A100-SXM4-40GB", None, ("A100-40", None, False)),
-        ("A100-40", None, ("A100-40", None, False)),
-        ("A100 (40GB)", None, ("A100-40", None, False)),
-        ("16x V100-32GB (DGX-2)", None, ("V100-32", None, False)),
-        ("V100-16", None, ("V100-16", None, False)),
-        ("NVIDIA A100 40 GiB", None, ("A100-40", None, False)),
-        ("32x V100-16GB (4 servers)", None, ("V100-16", None, False)),
-        ("A100 (DGX-A100)", None, ("A100-80", None, True)),
-        ("16x 1080Ti (2 servers)", None, ("GTX1080Ti", None, False)),
-        ("RTX 2080 Ti", None, ("RTX2080Ti", None, False)),
-        ("H200-141GB", None, ("H200", None, False)),
-        ("H100-96GB (HBM2e, 500 W)", None, ("H100", pytest.approx(95.0, abs=0.1), False)),
-        ("cpu", None, ("cpu", None, False)),
-    ],
-)
-def test_processors(text, memory, expected):
-    assert device_of(text, memory) == expected
+from megatron.planner.job.devices import DEVICES
+from megatron.planner.published.hardware import HardwareRecord, rate_of_node
 
 
 @pytest.mark.parametrize(
@@ -79,8 +57,41 @@ PCIE = {"mem_GB": 80, "peak_tflops": 300, "memory_bandwidth": 1900}  # made up, 
 
 def test_another_edition_is_what_its_entry_says():
     """Nothing of the SXM edition's rates is left."""
-    device = HardwareRecord(gpu="A100-PCIE-80GB", **PCIE, intranode="30 GB/s").cluster(8, [].append).device
+    device = HardwareRecord(gpu="V100-PCIE-80GB", **PCIE, intranode="30 GB/s").cluster(8, [].append).device
     assert (device.peak_teraflops, device.memory_bandwidth, device.link_bandwidth) == (300, 1900, 30)
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"gpu": "A100-PCIE-80GB"}, "A100-PCIe-80"),
+        ({"gpu": "A100", "mem_GB": 40, "desc": "4 PCI-E cards"}, "A100-PCIe-40"),
+        ({"gpu": "NVIDIA H100 PCIe", "intranode": "PCIe 5.0 x16"}, "H100-PCIe"),
+        ({"gpu": "H100 NVL (94 GB)"}, "H100-NVL"),
+        ({"gpu": "L40S PCIe"}, "L40S"),
+    ],
+)
+def test_a_card_is_itself(fields, name):
+    """Of the module with the same chip it has neither the rates nor the links."""
+    cluster = HardwareRecord(**fields).cluster(8, [].append)
+    assert cluster.gpu == name and cluster.device == DEVICES[name]
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_gpus", "nodes", "hosts"),
+    [
+        ({"gpu": "GB200 NVL72", "internode": "400 Gb/s per GPU"}, 144, (72, 72), 36),
+        ({"gpu": "GB200 NVL4", "internode": "400 Gb/s per GPU"}, 16, (4, 4, 4, 4), 4),
+        ({"gpu": "GB200", "gpus_per_node": 64, "internode": "400 Gb/s per GPU"}, 128, (64, 64), 32),
+        ({"gpu": "GB200"}, 32, (32,), 8),
+        ({"gpu": "B200", "system": "DGX B200"}, 16, (8, 8), 2),
+    ],
+)
+def test_a_rack_is_a_node_of_many_hosts(fields, num_gpus, nodes, hosts):
+    cluster = HardwareRecord(**fields).cluster(num_gpus, [].append)
+    assert tuple(node.gpus for node in cluster.topology.nodes) == nodes and len(cluster.gpus_of_hosts) == hosts
+    if "internode" in fields:
+        assert cluster.bandwidth.between_nodes == 50 * nodes[0]
 
 
 @pytest.mark.parametrize(
@@ -115,15 +126,15 @@ def test_nodes(fields, num_nodes):
     ("fields", "reason"),
     [
         ({"gpu": "A100"}, "bandwidth between them is not given"),
-        ({"gpu": "B200", "mem_GB": 192}, "'B200' is no GPU that is known"),
+        ({"gpu": "MI300X"}, "hardware.gpu 'MI300X' is no GPU that is known"),
         ({"gpu": "A100", "gpus_per_node": 6}, "64 GPUs do not fill nodes of 6"),
-        ({"gpu": "A100-PCIE-80GB"}, "is the PCIe edition, and .* those of A100-80 .SXM.; give mem_GB, peak_tflops, "),
-        ({"gpu": "NVIDIA H100 PCIe"}, "is the PCIe edition, and .* those of H100 .SXM.; give mem_GB, peak_tflops, "),
-        ({"gpu": "H100 NVL"}, "is the NVL edition"),
+        ({"gpu": "H200 NVL"}, "is the NVL edition, and .* those of H200 .SXM.; give mem_GB, peak_tflops, "),
+        ({"gpu": "A100X 80GB"}, "is the A100X edition"),
         ({"gpu": "GH200"}, "is the Grace Hopper edition"),
         ({"gpu": "V100-PCIE-16GB"}, "is the PCIe edition"),
-        ({"gpu": "A100", "desc": "4 PCI-E cards"}, "is the PCIe edition"),
-        ({"gpu": "A100 PCIe", **PCIE, "intranode": "PCIe"}, "give a rate in intranode of its data sheet"),
+        ({"gpu": "V100", "desc": "4 PCI-E cards"}, "is the PCIe edition"),
+        ({"gpu": "V100 PCIe", **PCIE, "intranode": "PCIe"}, "give a rate in intranode of its data sheet"),
+        ({"gpu": "A100 PCIe", "intranode": "NVLink bridges"}, "known of A100-PCIe-80 is with no NVLink; give"),
         ({"gpu": "A100-80", "intranode": "PCIe 4.0"}, "'PCIe 4.0', and what is known of A100-80 is with NVLink; give"),
         ({"gpu": "1080Ti", "intranode": "NVLink"}, "what is known of GTX1080Ti is with no NVLink; give"),
         ({"gpu": "A100-80", "intranode": "fast GB/s"}, "the bandwidth within a node is fast GB/s; give"),
@@ -132,3 +143,9 @@ def test_nodes(fields, num_nodes):
 def test_what_is_not_known_is_refused(fields, reason):
     with pytest.raises(ValueError, match=reason):
         HardwareRecord(**fields).cluster(64, [].append)
+
+
+def test_a_rack_that_is_not_full_is_told():
+    record = HardwareRecord(gpu="GB200", internode="400 Gb/s per GPU")
+    with pytest.raises(ValueError, match="128 GPUs do not fill nodes of 72; give another"):
+        record.cluster(128, [].append)

@@ -1,4 +1,6 @@
-"""The part `config` of an entry: in the words of Megatron-LM and of the papers, and in single precision."""
+"""The part `config` of an entry: in the words of Megatron-LM and of the papers, and in other precisions."""
+
+from dataclasses import replace
 
 import pytest
 
@@ -81,8 +83,44 @@ def test_single_precision(key):
     assert (half.software.element_bytes, single.software.element_bytes) == (2, 4)
     assert not single.software.fuses_softmax
     mixed = read_entry(changed(BPIPE_TABLE_7[0], config={key: "bf16, gradients in fp32"}))
-    assert mixed.software == half.software
+    assert mixed.software == replace(half.software, gradient_bytes=4)
     assert single.seconds / half.seconds == pytest.approx(312 / 19.5)  # the same MFU
     estimates = [predict(entry, default_constants()).estimate for entry in (half, single)]
     assert estimates[1].seconds > 8 * estimates[0].seconds
     assert 0 < estimates[1].mfu < 1
+
+
+HOPPER = {
+    "hardware": {"gpu": "H100", "software": "Megatron-Core", "system": "DGX H100"},
+    "model": {"hidden": 10240, "heads": 80},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("word", ["fp8", "FP8", "float8", "fp8 (hybrid, delayed scaling)"])
+def test_fp8(word):
+    """Linears of layers in 8 bits, the rest as in bf16; the same MFU is of the same peak, that of 16 bits."""
+    half, eighth = (
+        read_entry(changed(BPIPE_TABLE_7[0], **HOPPER, config={"precision": each})) for each in ("bf16", word)
+    )
+    assert (half.software.fp8, eighth.software.fp8) == (False, True)
+    assert eighth.software.element_bytes == 2 and eighth.seconds == half.seconds
+    faster, slower = (predict(entry, default_constants()).estimate.seconds for entry in (eighth, half))
+    assert slower / 2 < faster < slower / 1.2
+
+
+@pytest.mark.parametrize(
+    ("parts", "reason"),
+    [
+        ({"hardware": {"software": "Megatron-LM v3"}}, "config.precision is 'fp8', and the software that is named"),
+        ({"hardware": HOPPER["hardware"] | {"gpu": "A100-80"}}, "A100-80 has no units for FP8; give a GPU that has"),
+        (HOPPER | {"model": {"hidden": 9984, "heads": 104, "ffn": 39944}}, "feed-forward layer are 39944, and"),
+    ],
+)
+def test_fp8_that_cannot_be(parts, reason):
+    entry = read_entry(changed(BPIPE_TABLE_7[0], **parts | {"config": {"precision": "fp8"}}))
+    told = getattr(entry, "reason", None)
+    if told is None:
+        with pytest.raises(ValueError) as found:
+            predict(entry, default_constants())
+        told = str(found.value)
+    assert reason in told and "; " in told

@@ -2,11 +2,14 @@
 
 from dataclasses import replace
 
-from megatron.planner.job.software import MEGATRON_CORE, MEGATRON_DEEPSPEED, MEGATRON_V3
+from megatron.planner.job.sharding import DEEPSPEED, MEGATRON_FSDP
+from megatron.planner.job.software import MEGATRON_2021, MEGATRON_CORE, MEGATRON_DEEPSPEED, MEGATRON_V3
+from megatron.planner.job.software import TORCHTITAN as TORCHTITAN_SOFTWARE
 from megatron.planner.published.entries import read_entry
 from megatron.planner.published.prediction import predict
 from megatron.planner.time.calibration import default_constants
 from tests.planner.published.measured import BPIPE_TABLE_7, VTRAIN, changed
+from tests.planner.published.test_sharded_runs import NARAYANAN, TORCHTITAN
 
 
 def test_names_of_software():
@@ -48,3 +51,17 @@ def test_bfloat16_adds_gradients_up_in_fp32():
     assert said["fp16"] == MEGATRON_V3 and said["bf16"] == replace(MEGATRON_V3, gradient_bytes=4)
     named = read_entry(changed(half | {"source": "Smith et al. 2022"}, hardware={"software": None}))
     assert named.software == replace(MEGATRON_DEEPSPEED, gradient_bytes=4)
+
+
+def test_what_splits_weights():
+    """torchtitan's is PyTorch's; with Megatron-LM of before Megatron-Core DeepSpeed did it, and only there."""
+    assert read_entry(TORCHTITAN[0]).software is TORCHTITAN_SOFTWARE
+    assert read_entry(TORCHTITAN[1]).software == replace(TORCHTITAN_SOFTWARE, fuses_elementwise=True)
+    old = read_entry(NARAYANAN[0])
+    assert old.software == replace(MEGATRON_2021, sharding=DEEPSPEED)
+    wide = read_entry(changed(NARAYANAN[0], config={"precision": "bf16"}))
+    assert wide.software == replace(MEGATRON_2021, sharding=DEEPSPEED, gradient_bytes=4)
+    plain = changed(NARAYANAN[0], config={"zero": 1})
+    assert read_entry(plain).software is MEGATRON_2021
+    new = changed(NARAYANAN[0], hardware={"software": "Megatron-Core"})
+    assert read_entry(new).software.sharding is MEGATRON_FSDP

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.planner import Architecture
-from megatron.planner.job.software import MEGATRON_2021, MEGATRON_CORE, MEGATRON_V3
+from megatron.planner.job.software import MEGATRON_2021, MEGATRON_CORE, MEGATRON_V3, TORCHTITAN
 from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.time.work import LayerWork
 
@@ -110,6 +110,34 @@ def test_what_halves_send_by_themselves():
     assert plain.backward_weight.exchanged == 0 and plain.backward_input.exchanged == plain.backward.overlapped
     assert split.backward_weight.exchanged == pytest.approx(split.backward.overlapped / 2)
     assert split.backward_weight.collectives > plain.backward_weight.collectives == 0
+
+
+LLAMA = replace(
+    SHAPE, hidden_size=4096, ffn_hidden_size=14336, num_query_groups=8, sequence_length=8192, gated=True,
+    hidden_dropout=False, attention_dropout=False, linear_biases=False, norm_vectors=1, tied_embeddings=False,
+)  # fmt: skip
+
+
+def test_eager_operators_take_a_pass_each():
+    """Of a Llama's layer in 16 bits, bytes of a token: norms, residuals, gate and product, rotary embeddings, and keys
+    and values for every query. Compiled, what Megatron's own kernels take, without the context's copy."""
+    eager, compiled = (
+        work(software=replace(TORCHTITAN, fuses_elementwise=fused), shape=LLAMA).forward for fused in (False, True)
+    )
+    q, k = 4096, 1024
+    expected = 2 * 32 * 4096 + 2 * 6 * 4096 + 10 * 14336 + 20 * (q + k) + 4 * (q + k)
+    assert eager.traffic == pytest.approx(8192 * expected)
+    assert compiled.traffic == pytest.approx(8192 * (2 * 4 * 4096 + 2 * 6 * 4096 + 6 * 14336))
+    assert eager.operations == compiled.operations
+
+
+def test_selective_recomputation_of_torchtitan():
+    """Keys, the projection and the MLP's up are multiplied again, and everything but the attention's core is passed
+    over again."""
+    each = work(software=TORCHTITAN, shape=LLAMA)
+    again = each.recomputed(RecomputeScope.ATTENTION)
+    assert again.operations == 2 * 8192 * 4096 * (1024 + 4096 + 14336)
+    assert again.traffic == each.forward.traffic
 
 
 def shared(context: int, *, shape=SHAPE, **software: object) -> LayerWork:

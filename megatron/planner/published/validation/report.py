@@ -51,6 +51,10 @@ def _without_pressure(entry: Entry) -> bool:
     return PRESSURE not in entry.note
 
 
+def _is_sharded(entry: Entry, source: str) -> bool:
+    return entry.configuration.sharding is not None and _is_of(source)(entry)
+
+
 _GROUPS = (
     _Group(
         test="BPipe Table 7, GPT-3 96B, without allocator pressure",
@@ -69,6 +73,8 @@ _GROUPS = (
         has=lambda entry: _is_of("vTrain")(entry) and len(entry.cluster.topology.nodes) > 1,
         mean=0.09,
     ),
+    _Group(test="without a pipeline: torchtitan's FSDP", has=lambda entry: _is_sharded(entry, "torchtitan")),
+    _Group(test="without a pipeline: DeepSpeed's ZeRO-3", has=lambda entry: _is_sharded(entry, "ZeRO-3")),
 )
 _CHOICE_BARS = {"BPipe (ICML 2023) Table 7": 0.01}
 _MOST_WRONG = 0
@@ -98,6 +104,7 @@ def validate(
     pressed = [row for row in rows if PRESSURE in row.entry.note]
     if pressed:
         found.append(_flags(rows, pressed))
+    found += _peaks(rows)
     found += [_choice(each) for each in tables]
     found += _facts(judged)
     found += _ranks(ranked, throughput)
@@ -147,6 +154,18 @@ def _flags(rows: Sequence[RowError], pressed: Sequence[RowError]) -> ValidationO
         found=f"{flagged} of {len(pressed)}; of the {len(calm)} others that were fitted {false}",
         numbers={"num_pressed": len(pressed), "num_flagged": flagged, "num_calm": len(calm), "num_false": false},
     )
+
+
+def _peaks(rows: Sequence[RowError]) -> Iterable[ValidationOutcome]:
+    """Of runs that print how much memory they took at most; the CUDA context and what the allocator loses included."""
+    found = {row.entry.id: row.prediction.peak_error for row in rows if row.entry.peak_gib is not None}
+    if found:
+        errors = [abs(error) for error in found.values()]
+        yield ValidationOutcome(
+            test="most memory of a GPU, where it was printed",
+            found=f"mean {_percent(_mean(errors))}, max {_percent(max(errors))} of {len(errors)}",
+            numbers={"num_runs": len(errors), "mean_error": _mean(errors), "max_error": max(errors), **found},
+        )
 
 
 def _choice(choice: TableChoice) -> ValidationOutcome:

@@ -11,6 +11,7 @@ from megatron.planner.published.validation import Fact, choices, judge_facts, lo
 from megatron.planner.time.calibration import Calibration, constants_as_dict, load_calibration
 from tests.planner.published import measured
 from tests.planner.published.bpipe_memory import facts as published_facts
+from tests.planner.published.test_sharded_runs import NARAYANAN, TORCHTITAN
 
 ENTRIES = [read_entry(entry) for entry in measured.ALL]
 FITTED = [read_entry(entry) for entry in measured.BPIPE_TABLE_7]
@@ -87,6 +88,21 @@ def test_bars(rows):
     swapped = [replace(entry, chosen=not entry.chosen) for entry in ranked]
     missed = validate([], [], [], swapped, throughput)
     assert [each.reached for each in missed] == [False, False]
+
+
+def test_runs_without_a_pipeline_are_groups_of_their_own():
+    """Without a bar; and the most memory that they printed is held against what is predicted."""
+    entries = [read_entry(run) for run in [*TORCHTITAN, *NARAYANAN]]
+    found = row_errors(entries, load_calibration())
+    outcomes = validate(found, [], choices(found), [], lambda entry: 1.0)
+    for text, count in (("torchtitan's FSDP", 4), ("DeepSpeed's ZeRO-3", 6)):
+        group = outcome(outcomes, text)
+        assert group.numbers["num_runs"] == count and group.numbers["num_left_out"] == 0 and group.reached is None
+        assert 0.1 < group.numbers["mean_error"] < 0.2
+    peaks = outcome(outcomes, "most memory of a GPU")
+    assert peaks.numbers["num_runs"] == 4 and peaks.numbers["max_error"] < 0.07
+    assert abs(peaks.numbers["8-eager"]) == peaks.numbers["max_error"]
+    assert not [each for each in validate(found[4:], [], [], [], lambda entry: 1.0) if "most memory" in each.test]
 
 
 def test_regret():

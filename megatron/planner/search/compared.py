@@ -1,0 +1,111 @@
+"""What others reach without a pipeline, in words and for programs: weights split over replicas (FSDP, ZeRO-2 and 3).
+
+This project's trainer does not train so. A search compares it, so that its user sees when no pipeline is the better
+answer, and names who trains it; the best, and the script for it, are of what this project trains.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron.planner.job.configuration import Configuration
+from megatron.planner.job.estimate import Estimate
+from megatron.planner.memory.memory import GIB
+
+if TYPE_CHECKING:
+    from megatron.planner.search.outcome import Kept
+
+TRAINED_BY = {3: ("torchtitan", "Megatron-FSDP", "DeepSpeed"), 2: ("Megatron-FSDP", "DeepSpeed")}
+"""Systems that split so, by ZeRO's stage."""
+
+ERROR = 0.2
+"""By how much they may be off: torchtitan's published runs were predicted 7 to 22% too fast (docs/planner.md)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithoutPipeline:
+    """The fastest that fits. `estimate`: None where none does. `missing_gib`: what the nearest misses then."""
+
+    estimate: Estimate | None = None
+    missing_gib: float | None = None
+
+    @property
+    def sequences_per_second(self) -> float:
+        assert self.estimate is not None
+        return self.estimate.configuration.global_batch_size / self.estimate.seconds
+
+
+def describe(configuration: Configuration) -> str:
+    """Such a configuration in few words."""
+    sharding = configuration.sharding
+    assert sharding is not None
+    parts = [f"t={configuration.tensor}", f"d={configuration.data}"]
+    if sharding.shards < configuration.data:
+        parts.append(f"shards over {sharding.shards}")
+    parts.append(f"microbatches of {configuration.micro_batch_size}")
+    if configuration.recompute.value != "none":
+        parts.append(f"recompute {configuration.recompute.value}")
+    return f"{sharding.name}, {', '.join(parts)}"
+
+
+def sentence(found: WithoutPipeline | None, best: Kept | None) -> str | None:
+    """The comparison, for the table, the page and the head of the script; None where nothing was compared."""
+    if found is None:
+        return None
+    if found.estimate is None:
+        short = "" if found.missing_gib is None else f": the nearest misses {found.missing_gib:.1f} GiB"
+        return f"without a pipeline nothing fits, weights split over replicas (FSDP) included{short}"
+    estimate = found.estimate
+    trained_by = TRAINED_BY[estimate.configuration.sharding.stage]
+    gib = max(rank.total for rank in estimate.memory) / GIB
+    text = (
+        f"without a pipeline: {describe(estimate.configuration)} would take ~{estimate.seconds:.3g} s an iteration, "
+        f"{found.sequences_per_second:.3g} sequences/s and {gib:.1f} GiB"
+    )
+    if estimate.under_pressure:
+        text += " (near the limit of memory)"
+    if best is not None:
+        text += f", {_compared(found, best)}"
+    return (
+        f"{text}; {', '.join(trained_by[:-1])} and {trained_by[-1]} train so, this project does not"
+        + ("" if best is None else ", and best.sh starts the best that it trains")
+    )  # fmt: skip
+
+
+def _compared(found: WithoutPipeline, best: Kept) -> str:
+    """By sequences per second. The best may have no pipeline either."""
+    ratio = found.sequences_per_second / best.sequences_per_second
+    text = f"{100 * abs(ratio - 1):.1f}% {'faster' if ratio > 1 else 'slower'} than the best here"
+    if abs(ratio - 1) < ERROR:
+        return f"{text}, which is less than such predictions may be off (docs/planner.md)"
+    if best.choice.pipeline == 1:
+        return f"{text}, so {'split' if ratio > 1 else 'whole'} weights are the better answer"
+    return f"{text}, so {'no' if ratio > 1 else 'a'} pipeline is the better answer"
+
+
+def record(found: WithoutPipeline | None) -> dict | None:
+    """The same for programs."""
+    if found is None:
+        return None
+    if found.estimate is None:
+        return {"fits": False, "missing_gib": found.missing_gib}
+    estimate, configuration = found.estimate, found.estimate.configuration
+    return {
+        "fits": True,
+        "strategy": "fsdp",
+        "trained_by": list(TRAINED_BY[configuration.sharding.stage]),
+        "trained_here": False,
+        "zero_stage": configuration.sharding.stage,
+        "shards": configuration.sharding.shards,
+        "tensor": configuration.tensor,
+        "data": configuration.data,
+        "micro_batch_size": configuration.micro_batch_size,
+        "global_batch_size": configuration.global_batch_size,
+        "recompute": configuration.recompute.value,
+        "iteration_seconds": estimate.seconds,
+        "sequences_per_second": found.sequences_per_second,
+        "mfu": estimate.mfu,
+        "memory_gib": max(rank.total for rank in estimate.memory) / GIB,
+        "verdict": estimate.verdict.word,
+    }

@@ -1,0 +1,89 @@
+"""Searches what other systems reach on the same GPUs without a pipeline: weights split over replicas (compared.py).
+
+Each tensor parallel size, microbatch and number of shards of the space is tried with the scope that recomputes least of
+those that fit, as the search itself does.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from megatron.planner.job.configuration import Configuration
+from megatron.planner.job.sharding import STAGES, Sharding
+from megatron.planner.memory.activations import RecomputeScope
+from megatron.planner.planner import Planner
+from megatron.planner.search import rules
+from megatron.planner.search.compared import WithoutPipeline
+from megatron.planner.search.outcome import Choice
+from megatron.planner.search.rules import Training
+from megatron.planner.search.space import SCOPES, Space, divisors
+from megatron.planner.time.first_principles import FirstPrinciples
+
+
+def fastest(space: Space, planner_of: Callable[[int], Planner], training: Training) -> WithoutPipeline | None:
+    """The fastest that fits; None where there is nothing to compare: one GPU, processes of a CPU, or a profile in place
+    of the time model, which holds no gathers of weights."""
+    planner = planner_of(1)
+    if planner.cluster.is_cpu or space.num_gpus == 1 or not isinstance(planner.cost_model, FirstPrinciples):
+        return None
+    if planner.model.experts is not None:  # whose weights are not modelled so
+        return None
+    scopes = [each for each in space.scopes if training.saves_scores or each is not SCOPES[1]]
+    best, nearest = None, None
+    for configuration in _configurations(space, planner_of, training):
+        planner = planner_of(configuration.tensor)
+        chosen, spare = _least_recomputed(configuration, planner, scopes, avoids_pressure=space.avoids_pressure)
+        if chosen is None:
+            nearest = spare if nearest is None else max(nearest, spare)
+            continue
+        found = WithoutPipeline(estimate=planner.estimate(chosen))
+        if best is None or found.sequences_per_second > best.sequences_per_second:
+            best = found
+    if best is None and nearest is not None:
+        return WithoutPipeline(missing_gib=-nearest)
+    return best
+
+
+def _least_recomputed(
+    configuration: Configuration, planner: Planner, scopes: list[RecomputeScope], *, avoids_pressure: bool
+) -> tuple[Configuration | None, float]:
+    """With the first scope that fits; None: none does. And the GiB that the last one tried leaves."""
+    spare = 0.0
+    for scope in scopes:
+        trial = replace(configuration, recompute=scope)
+        verdict = planner.judge(trial, planner.memory(trial))
+        spare = verdict.spare_gib
+        if verdict.fits and not (avoids_pressure and verdict.under_pressure):
+            return trial, spare
+    return None, spare
+
+
+def _configurations(space: Space, planner_of: Callable[[int], Planner], training: Training) -> Iterator[Configuration]:
+    for t in divisors(space.num_gpus):
+        data = space.num_gpus // t
+        if data == 1 or (space.tensor is not None and t not in space.tensor):
+            continue
+        if rules.refuse_tensor(planner_of(1).model, space, t):
+            continue
+        model = planner_of(t).model
+        for size in space.microbatches(data):
+            batch = space.largest_batch_size // (size * data) * size * data
+            slow = rules.slow_softmax(model, training, Choice(tensor=t, micro_batch_size=size))
+            if not space.global_batch_size <= batch or not batch or (slow and space.needs_fused_softmax):
+                continue
+            for shards in _shards(data, t, space.gpus_per_node):
+                for stage in STAGES:
+                    yield Configuration(
+                        tensor=t, data=data, micro_batch_size=size, global_batch_size=batch,
+                        sequence_parallel=t > 1 and model.sequence_length % t == 0,
+                        sharding=Sharding(stage=stage, shards=shards),
+                    )  # fmt: skip
+
+
+def _shards(data: int, tensor: int, gpus_per_node: int) -> list[int]:
+    """Numbers of shards: all replicas; and groups that fill 1, 4, 16, ... nodes, of which each has a copy."""
+    found, group = [data], max(2, gpus_per_node // tensor)
+    while group < data:
+        if data % group == 0:
+            found.append(group)
+        group *= 4
+    return found
