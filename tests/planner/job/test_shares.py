@@ -80,7 +80,7 @@ def test_the_planner_asks():
 def test_no_experts_beside_fsdp_or_fp8():
     """Neither is modelled; nor are ranks that share sequences beside weights that are split over replicas."""
     split = {"sharding": Sharding(stage=3, shards=4)}
-    with pytest.raises(ValueError, match="weights are split over replicas .FSDP, ZeRO. are not modelled; leave"):
+    with pytest.raises(ValueError, match="experts whose weights are split over replicas"):
         refuse_shares(shape_of(), configuration(**split), FLASH)
     with pytest.raises(ValueError, match="context 2 beside weights that are split over replicas"):
         configuration(context=2, **split)
