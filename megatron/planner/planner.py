@@ -9,6 +9,7 @@ from megatron.planner.job.cluster import Cluster
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.estimate import Estimate
 from megatron.planner.job.fp8 import refuse_fp8
+from megatron.planner.job.shares import refuse_shares
 from megatron.planner.job.software import MEGATRON_CORE, Software
 from megatron.planner.job.verdict import Verdict, judge
 from megatron.planner.memory.architecture import Architecture
@@ -67,6 +68,7 @@ class Planner:
                 f"sequences of {model.sequence_length} do not divide by tensor {t}; change it, or do without sequence "
                 "parallelism"
             )
+        refuse_shares(model, configuration, self.software)
         return configuration.layers or (model.num_layers // num_stages,) * num_stages
 
     def memory(

@@ -434,3 +434,43 @@ def test_the_interval_of_the_best(run, tmp_path):
 def test_no_number_of_tokens(run, tokens):
     status, _, err = run(*CLUSTER, *GPT, f"--tokens={tokens}")
     assert status == 2 and f"'{tokens}' is no number of tokens; write 300B, 1.5T or 300e9" in err
+
+
+SHARED = [
+    *GPT, "--cluster", "A100-80", "--nodes", 2, "--network", 200, "--schedules", "flush", "--simulate", 1,
+    "--distributed-optimizer", "yes",
+]  # fmt: skip
+
+
+def test_what_the_trainer_does_not_train_is_priced_and_not_started(run, tmp_path):
+    """Context parallelism and experts, by the flags of Megatron-LM: the table names them, the note says that nobody
+    trains them here, and an earlier script is gone."""
+    assert run(*SHARED, "--output", tmp_path)[0] == 0 and (tmp_path / "best.sh").exists()
+    experts = ["--num-experts", 8, "--moe-router-topk", 2, "--disable-bias-linear", "--expert-model-parallel-size", 8]
+    for flags, heading, name in (
+        (["--context-parallel-size", 2], "cp", "context parallelism (cp)"), (experts, "ep", "experts (ep)"),
+    ):  # fmt: skip
+        status, out, err = run(*SHARED, *flags, "--output", tmp_path)
+        assert status == 0 and "best.sh" not in err and not (tmp_path / "best.sh").exists()
+        header = next(line for line in out.splitlines() if line.startswith("rank"))
+        assert heading in header.split()
+        assert f"note: {name}: priced here and not trained by this project's trainer" in out
+        assert "not trained by this project" in (tmp_path / "report.html").read_text()
+    content = json.loads(run(*SHARED, *experts, "--json")[1])
+    assert {each["expert"] for each in content["best"]} == {8}
+    assert any("experts (ep): priced here" in note for note in content["notes"])
+    assert {each["not_validated"] for each in content["best"]} != {None}
+
+
+def test_sizes_of_shared_ranks_are_searched(run):
+    status, out, _ = run(*SHARED, "--context-parallel-sizes", "1,2", "--json", "--top", 1000)
+    assert status == 0 and {each["context"] for each in json.loads(out)["best"]} == {1, 2}
+    plain = json.loads(run(*SHARED, "--json")[1])
+    assert {(each["context"], each["expert"]) for each in plain["best"]} == {(1, 1)}
+    assert not any("priced here" in note for note in plain["notes"])
+
+
+@pytest.mark.parametrize("more", [["--paper-algorithm"], ["--predict-from", "profile.json"]])
+def test_other_predictions_know_no_shared_ranks(run, more):
+    status, _, err = run(*SHARED, "--context-parallel-sizes", "1,2", *more)
+    assert status == 1 and f"{more[0]} knows neither context parallelism nor experts; leave" in err

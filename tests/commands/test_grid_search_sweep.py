@@ -113,3 +113,13 @@ def test_refusals(run, argv, reason):
     """One sentence, before anything is searched."""
     status, out, err = run("sweep", *MODEL, *argv)
     assert status == 1 and not out and reason in err.splitlines()[-1]
+
+
+def test_points_that_the_trainer_does_not_train_have_no_script(run, tmp_path):
+    """Sequences are shared by 2 ranks at each point; the note says so."""
+    argv = [*GPT, "--cluster", "A100-80", "--schedules", "flush", "--tensor", "1", "--simulate", 1, "--gpus", "4,8"]
+    status, out, _ = run("sweep", *argv, "--output", tmp_path)
+    assert status == 0 and len([*tmp_path.glob("best_*.sh")]) == 2 and "priced here" not in out
+    status, out, _ = run("sweep", *argv, "--context-parallel-size", 2, "--output", tmp_path)
+    assert status == 0 and not [*tmp_path.glob("best_*.sh")]
+    assert "note: context parallelism (cp): priced here and not trained by this project's trainer" in out

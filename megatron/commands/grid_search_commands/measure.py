@@ -131,7 +131,7 @@ def _configuration(text: str) -> Configuration:
         name, _, value = pair.partition("=")
         if name not in kinds:
             raise argparse.ArgumentTypeError(f"{name!r} is no field; choose from {', '.join(kinds)}")
-        if kinds[name] is int or name == "provisional_microbatches":
+        if kinds[name] is int or name in ("provisional_microbatches", "expert_tensor"):
             values[name] = command_line.count(value)
         elif kinds[name] is bool:
             if value not in ("true", "false"):
@@ -154,6 +154,13 @@ def _entries(options: argparse.Namespace, runs: Runs) -> list[TrialEntry]:
         entries = (found if options.all else found[: options.best]) + entries
     if not entries:
         raise ValueError("there is nothing to run; give --search FILE or --configuration")
+    for entry in entries:
+        for name, size in (("context", entry.configuration.context), ("expert", entry.configuration.expert)):
+            if size > 1:
+                raise ValueError(
+                    f"{entry.name} has {name} {size}, which is priced and not trained here; measure a configuration "
+                    "without"
+                )
     entries = list({entry.name: entry for entry in reversed(entries)}.values())[::-1]
     if options.predict_from is None:
         return entries

@@ -39,6 +39,7 @@ from megatron.planner.search import (
     offered,
     relayed,
     search,
+    shared_ranks,
 )
 from megatron.planner.search.bill import Budget
 from megatron.planner.search.expectation import expectation, unvalidated
@@ -112,6 +113,7 @@ def search_for(
     job = model.job
     refuse_without_price(options, cluster)
     space = _space(options, model, cluster)
+    _refuse_shared(options, space, job)
     calibration = load_calibration(options.calibrated_on)
     profile = None if options.predict_from is None else load_profile(options.predict_from)
     intervals = (
@@ -159,6 +161,15 @@ def refuse_without_price(options: argparse.Namespace, cluster: Cluster) -> None:
         )
 
 
+def _refuse_shared(options: argparse.Namespace, space: Space, job: Job) -> None:
+    """Raises ValueError where ranks shall share sequences or experts, and not the time model alone predicts."""
+    if space.context == (1,) and job.priced.experts is None:
+        return
+    for name, dest in (("--predict-from", "predict_from"), ("--paper-algorithm", "paper_algorithm")):
+        if vars(options).get(dest):  # a sweep has no paper's algorithm
+            raise ValueError(f"{name} knows neither context parallelism nor experts; leave it, or these, out")
+
+
 def make_folder(folder: Path) -> None:
     """Before a search that may take long. Raises ValueError, OSError."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -200,6 +211,9 @@ def _space(options: argparse.Namespace, model: ModelInput, cluster: Cluster) -> 
         provisional=model.job.provisional,
         provisional_microbatches=model.job.provisional_microbatches,
         provisional_reduce=model.job.provisional_reduce,
+        context=options.context_parallel_sizes or (model.job.priced.context,),
+        expert=options.expert_parallel_sizes or (model.job.priced.expert,),
+        expert_tensor=model.job.priced.expert_tensor,
     )
 
 
@@ -269,6 +283,7 @@ def _notes(outcome: Outcome) -> tuple[str, ...]:
         *delay.sentences(outcome.kept),
         *relayed.sentences(outcome.kept),
         *unvalidated(outcome.kept),
+        *shared_ranks.sentences(outcome.kept),
         *((fixed,) if outcome.objective == "cost" else ()),
         *filter(None, [others]),
     )
@@ -324,7 +339,7 @@ def _write(folder: Path, outcome: Outcome, planner_of, model: ModelInput, cluste
     write_csv(outcome, folder / "configurations.csv")
     script = None
     remove_script(folder / "best.sh")
-    if outcome.best:
+    if outcome.best and not shared_ranks.is_shared(outcome.best.choice):
         command = shlex.join(["tools/grid_search.py", *sys.argv[1:]])
         others = compared.sentence(outcome.without_pipeline, outcome.best)
         script = script_text(job, outcome.best, cluster, command=command, others=others)

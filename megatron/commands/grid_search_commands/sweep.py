@@ -32,7 +32,7 @@ from megatron.commands.grid_search_commands.search_progress import progress_bars
 from megatron.commands.grid_search_commands.search_script import remove_script, script_text
 from megatron.documents.writing import write_whole
 from megatron.planner import Cluster
-from megatron.planner.search import delay
+from megatron.planner.search import delay, shared_ranks
 from megatron.planner.search.bill import amount
 from megatron.planner.search.expectation import unvalidated
 from megatron.planner.search.sweep import Sweep, SweepPoint
@@ -185,7 +185,7 @@ def _notes(sweep: Sweep) -> Iterator[str]:
         else:
             yield f"sequences of {length}: the curve does not bend, so it has no knee"
     best = [point.best for point in sweep.points if point.best is not None]
-    yield from (*delay.sentences(best), *unvalidated(best))
+    yield from (*delay.sentences(best), *unvalidated(best), *shared_ranks.sentences(best))
 
 
 def _print(sweep: Sweep, notes: tuple[str, ...], seconds: float) -> None:
@@ -230,7 +230,7 @@ def _write(folder: Path, sweep: Sweep, found: list[_Found], notes: tuple[str, ..
         remove_script(path)
     for each in found:
         best = each.point.best
-        if best is not None:
+        if best is not None and not shared_ranks.is_shared(best.choice):
             name = f"best_{each.point.num_gpus}_gpus_{each.point.sequence_length}_tokens.sh"
             text = script_text(each.searched.model.job, best, each.searched.cluster, command=command)
             write_whole(folder / name, text)

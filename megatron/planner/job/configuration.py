@@ -9,9 +9,11 @@ from megatron.placement.degrees import Degrees
 from megatron.placement.mapping import NAMES
 from megatron.planner.job.sharding import Sharding
 from megatron.planner.memory.activations import RecomputeScope
+from megatron.planner.memory.experts import ExpertDegrees
 from megatron.planner.memory.hosted import Hosting
 
 PROVISIONAL_MODES = ("off", "stage", "uniform")
+_SIZES = ("tensor", "pipeline", "data", "virtual", "micro_batch_size", "global_batch_size", "context", "expert")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +21,7 @@ class Configuration:
     """Degrees, microbatch, schedule and what is kept.
 
     Attributes:
-        tensor, pipeline, data: t, p, d. Their product is the number of GPUs.
+        tensor, pipeline, data: t, p, d. Their product, times `context`, is the number of GPUs.
         virtual: v, stages on each rank (interleaved only).
         micro_batch_size: sequences in a microbatch of one pipeline.
         global_batch_size: sequences in a batch of all pipelines.
@@ -43,10 +45,13 @@ class Configuration:
             gradients of the batch before are reduced, and they are clipped by the norm before that.
         sharding: weights, gradients and optimizer state are split over replicas, without a pipeline (FSDP, ZeRO); None:
             they are not.
+        context: context parallel size (cp): so many ranks share the sequences of a microbatch.
+        expert: expert parallel size (ep): so many of a stage's ranks have different experts of a layer.
+        expert_tensor: expert tensor parallel size (etp): so many have a part of each expert; None: t.
 
     Raises:
-        ValueError: a number below 1, an unknown name, a batch that does not divide into microbatches, or predictions
-            of which something is missing or cannot be.
+        ValueError: a number below 1, an unknown name, a batch that does not divide into microbatches, predictions
+            of which something is missing or cannot be, or ranks that cannot share sequences or experts so.
     """
 
     tensor: int = 1
@@ -71,10 +76,13 @@ class Configuration:
     gathers_fetch: bool = False
     single_gradient_buffer: bool = False
     sharding: Sharding | None = None
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "recompute", RecomputeScope(self.recompute))
-        for name in ("tensor", "pipeline", "data", "virtual", "micro_batch_size", "global_batch_size"):
+        for name in _SIZES:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)} is below 1; give 1 or more")
         if self.schedule not in PRESETS:
@@ -96,6 +104,7 @@ class Configuration:
             )
         self._check_hosting()
         self._check_sharding()
+        self._check_shares()
 
     def _check_predictions(self) -> None:
         if self.provisional not in PROVISIONAL_MODES:
@@ -111,7 +120,7 @@ class Configuration:
             )
         if self.provisional_microbatches is not None and self.provisional_microbatches < 1:
             raise ValueError(f"provisional_microbatches {self.provisional_microbatches} is below 1; give 1 or more")
-        if self.provisional_reduce and self.data == 1:
+        if self.provisional_reduce and self.replicas == 1:
             raise ValueError("provisional_reduce needs replicas, and there is one; leave it out")
 
     def _check_hosting(self) -> None:
@@ -134,6 +143,29 @@ class Configuration:
             if is_asked:
                 raise ValueError(f"{name} does not go with {self.schedule}: it {reason}; leave it out")
 
+    def _check_shares(self) -> None:
+        degrees, of_stage = self.expert_degrees, self.tensor * self.replicas
+        if degrees.tensor < 1 or of_stage % (degrees.parallel * degrees.tensor):
+            raise ValueError(
+                f"expert {degrees.parallel} times expert_tensor {degrees.tensor} does not divide the {of_stage} ranks "
+                "of a stage; change one of them"
+            )
+        if (self.context, self.expert, self.expert_tensor) in ((1, 1, None), (1, 1, self.tensor)):
+            return
+        shared = "context" if self.context > 1 else "expert" if self.expert > 1 else "expert_tensor"
+        if self.is_hosted:
+            raise ValueError(f"{shared} {getattr(self, shared)} does not go with {self.schedule}; leave it out")
+        if self.sharding is not None:
+            raise ValueError(
+                f"{shared} {getattr(self, shared)} beside weights that are split over replicas (FSDP, ZeRO) is not "
+                "modelled; leave one out"
+            )
+        if self.rank_mapping == "optimized":
+            raise ValueError(
+                f"rank mapping optimized does not know what ranks send with {shared} {getattr(self, shared)}; choose "
+                "standard or pair-adjacent"
+            )
+
     def _check_sharding(self) -> None:
         if self.sharding is None:
             return
@@ -146,7 +178,25 @@ class Configuration:
 
     @property
     def num_gpus(self) -> int:
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.pipeline * self.replicas
+
+    @property
+    def replicas(self) -> int:
+        """Ranks with the same weights, over which their gradients are reduced: d times cp. In Megatron's order of ranks
+        the context rank changes before the data rank."""
+        return self.data * self.context
+
+    @property
+    def expert_degrees(self) -> ExpertDegrees:
+        return ExpertDegrees(
+            parallel=self.expert, tensor=self.tensor if self.expert_tensor is None else self.expert_tensor
+        )
+
+    @property
+    def expert_replicas(self) -> int:
+        """Ranks with the same experts."""
+        degrees = self.expert_degrees
+        return self.tensor * self.replicas // (degrees.parallel * degrees.tensor)
 
     @property
     def num_microbatches(self) -> int:
@@ -176,7 +226,8 @@ class Configuration:
 
     @property
     def degrees(self) -> Degrees:
-        return Degrees(tensor=self.tensor, pipeline=self.pipeline, data=self.data)
+        """With the ranks that share sequences among those with the same weights."""
+        return Degrees(tensor=self.tensor, pipeline=self.pipeline, data=self.replicas)
 
     @property
     def preset(self) -> Preset:
@@ -193,7 +244,8 @@ class Configuration:
         """The schedule whose programs would run. Raises ValueError where the choices do not go together."""
         return Schedule.preset(
             self.schedule, num_stages=self.num_stages, num_virtual_stages=self.virtual, balance=self.balance,
-            tied_embeddings=tied_embeddings and self.num_stages > 1, data_parallel=self.data > 1,
+            tied_embeddings=tied_embeddings and self.num_stages > 1,
+            data_parallel=max(self.replicas, self.expert_replicas) > 1,
             predict=self.predicts, provisional_microbatches=self.provisional_microbatches,
             reduce_partial=self.provisional_reduce,
             residency=Residency(self.resident_stages, self.host_update, self.stash) if self.is_hosted else None,

@@ -24,13 +24,14 @@ def refuse_fp8(gpu: str, device: Device, model: Architecture, configuration: Con
         if is_asked:
             raise ValueError(f"FP8 with {what} is not modelled: {reason}; give another schedule or precision")
     t = configuration.tensor
+    tokens = configuration.micro_batch_size * (model.sequence_length // configuration.context)
     wide = model.ffn_hidden_size * (2 if model.gated else 1)
     for size, divisor, what in (
         (model.hidden_size, _WIDTH, "columns of the residual stream"),
         (model.query_width // t, _WIDTH, "columns of a rank's queries"),
         (model.key_width // t, _WIDTH, "columns of a rank's keys"),
         (wide // t, _WIDTH, "columns of a rank's feed-forward layer"),
-        (configuration.micro_batch_size * model.sequence_length, _TOKENS, "tokens of a microbatch"),
+        (tokens, _TOKENS, "tokens of a microbatch"),
     ):
         if size % divisor:
             raise ValueError(

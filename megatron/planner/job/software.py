@@ -50,6 +50,8 @@ class Software:
         operands_wait: collectives of tensor ranks hold their operands on a stream of their own (verdict.py).
         sharding: how weights that are split over replicas are gathered.
         fp8: linears of layers multiply in FP8, as Transformer Engine's do; all else is in `element_bytes` (fp8.py).
+        gathers_keys: context parallel ranks gather keys and values of whole sequences before attention; else they pass
+            them round a ring beside it.
     """
 
     element_bytes: int = 2
@@ -71,6 +73,7 @@ class Software:
     operands_wait: bool = True
     sharding: ShardingRuntime = MEGATRON_FSDP
     fp8: bool = False
+    gathers_keys: bool = False
 
     def of(self, configuration: Configuration) -> "Software":
         """What trains a configuration: this, unless its schedule takes other layers."""
@@ -87,6 +90,9 @@ class Software:
             recompute=self._recompute(configuration),
             fuses_loss=self.fuses_loss,
             fp8=self.fp8,
+            context=configuration.context,
+            gathers_keys=self.gathers_keys,
+            experts=configuration.expert_degrees,
         )
 
     def _recompute(self, configuration: Configuration) -> Recompute:
@@ -101,7 +107,8 @@ class Software:
             weight_bytes=self.element_bytes,
             gradient_bytes=self.gradient_bytes,
             distributed_optimizer=configuration.distributed_optimizer,
-            data=configuration.data,
+            data=configuration.replicas,
+            expert_data=configuration.expert_replicas,
             keeps_gradient_copies=self.keeps_gradient_copies,
         )
 

@@ -98,5 +98,5 @@ def operand_gib(shape: Architecture, setting: ActivationSetting) -> float:
     """GiB of an operand of a tensor-parallel collective that waits; 0 where whole sequences are summed, in place."""
     if setting.tensor == 1 or not setting.sequence_parallel:
         return 0.0
-    tokens = setting.micro_batch_size * shape.sequence_length
+    tokens = setting.micro_batch_size * (shape.sequence_length // setting.context)
     return setting.residual_bytes * tokens * shape.hidden_size / GIB

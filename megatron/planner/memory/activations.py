@@ -18,6 +18,8 @@ paper counts for a layer, in bytes per token, with e bytes an element:
 "split" is divided by t; "shared" is divided by t with sequence parallelism only. Flash attention saves no scores. With
 grouped queries unfused attention repeats keys and values for every head; otherwise keys and values are kept as views of
 the projection's result, beside which the queries of several groups are a copy.
+With context parallelism a rank has its part of the tokens, and so of everything. A layer with experts has in place of
+the MLP's columns what experts keep of the tokens that they get (expert_activations.py).
 Whole layers that are recomputed keep their input: e h, shared as well. (Equation 6 of BPipe does not divide it by t;
 the published feasibility of its configurations agrees with dividing.)
 
@@ -33,6 +35,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from megatron.planner.memory.architecture import Architecture
+from megatron.planner.memory.expert_activations import exchanged_copies, routed, routed_gradients
+from megatron.planner.memory.experts import ExpertDegrees
 
 _FP32 = 4
 
@@ -97,11 +101,15 @@ class ActivationSetting:
         saves_scores: the attention keeps its scores (unfused); flash attention does not.
         softmax_in_fp32: where scores are kept, the softmax is kept in FP32, and without dropout in 16 bits besides.
         mask_bytes: of an element of a dropout mask.
-        fused_gate: a gated MLP keeps the input of its gate once, as fused kernels do.
+        fused_gate: a gated MLP keeps the input of its gate once, as fused kernels do; else also both factors of its
+            result, of which megatron.core adds an offset to one.
         recompute: see `Recompute`.
         fuses_loss: the loss keeps the softmax of the logits alone; else its gradient and that of the logits lie beside
             it in FP32.
         fp8: linears of layers multiply in FP8.
+        context: context parallel size (cp): so many ranks have a part of each sequence.
+        gathers_keys: these gather keys and values of whole sequences; else they pass them round a ring.
+        experts: how experts lie on ranks; None: all on each, split as the rest.
     """
 
     tensor: int = 1
@@ -116,6 +124,13 @@ class ActivationSetting:
     recompute: Recompute = Recompute()
     fuses_loss: bool = True
     fp8: bool = False
+    context: int = 1
+    gathers_keys: bool = False
+    experts: ExpertDegrees | None = None
+
+    @property
+    def expert_degrees(self) -> ExpertDegrees:
+        return self.experts or ExpertDegrees(tensor=self.tensor)
 
     @property
     def input_bytes(self) -> int:
@@ -128,26 +143,27 @@ class Activations:
 
     def __init__(self, shape: Architecture, setting: ActivationSetting) -> None:
         self.shape, self.setting = shape, setting
-        self.tokens = shape.sequence_length * setting.micro_batch_size
+        self.tokens = shape.sequence_length // setting.context * setting.micro_batch_size
         self._shared = setting.tensor if setting.sequence_parallel else 1
 
     # --- a stage
 
-    def saved(self, num_layers: float, *, is_first: bool, is_last: bool) -> float:
-        """What a stage keeps of a microbatch from its forward to its backward."""
+    def saved(self, num_layers: float, *, is_first: bool, is_last: bool, with_experts: float = 0) -> float:
+        """What a stage keeps of a microbatch from its forward to its backward. `with_experts`: so many of its layers
+        have experts."""
         if self.setting.recompute.whole_stage:
             return 0.0 if is_first else self.boundary
-        total = self._saved_layers(num_layers)
+        total = self._saved_layers(num_layers, with_experts)
         if is_first:
             total += self._embedding_mask + self._patches
         if is_last:
             total += self.head
         return total
 
-    def workspace(self, num_layers: float, *, is_first: bool, is_last: bool) -> float:
+    def workspace(self, num_layers: float, *, is_first: bool, is_last: bool, with_experts: float = 0) -> float:
         """What a backward holds besides: what it recomputes at once, but for the saved input, and the gradient of the
-        logits."""
-        recompute, full = self.setting.recompute, self._layer(frozenset())
+        logits, or what ranks that share sequences or experts hand each other."""
+        recompute, full = self.setting.recompute, self._largest_layer(frozenset(), num_layers, with_experts)
         if recompute.whole_stage:
             total = num_layers * full + is_first * (self._embedding_mask + self._patches) + is_last * self.head
         elif recompute.method == "uniform":
@@ -155,10 +171,12 @@ class Activations:
         elif recompute.method == "block":
             total = (full - self.boundary) * (num_layers > 0)
         else:
-            total = (full - self._layer(recompute.modules)) * (num_layers > 0)
-        return total + is_last * self.logits_gradient
+            kept = self._largest_layer(recompute.modules, num_layers, with_experts)
+            total = (full - kept) * (num_layers > 0)
+        handed = max((num_layers > 0) * self._keys_of_others, self._copies if with_experts else 0.0)
+        return total + max(is_last * self.logits_gradient, handed)
 
-    def deferred(self, num_layers: float, *, is_first: bool, is_last: bool) -> float:
+    def deferred(self, num_layers: float, *, is_first: bool, is_last: bool, with_experts: float = 0) -> float:
         """What a stage keeps of a microbatch between the halves of a split backward, for the weights' gradients: the
         inputs of the linears of its layers and of the output layer, and the gradients of their outputs."""
         shape, setting = self.shape, self.setting
@@ -170,7 +188,18 @@ class Activations:
         )
         layer = e * (shared / self._shared + gathered + split / setting.tensor)
         head = e * (h / self._shared + shape.output_rows / setting.tensor)
-        return self.tokens * (num_layers * layer + is_last * head)
+        return self.tokens * (
+            num_layers * layer + (with_experts and with_experts * self._deferred_to_experts) + is_last * head
+        )
+
+    @property
+    def _deferred_to_experts(self) -> float:
+        """How much more of a token a layer with experts keeps there than one without."""
+        shape, setting = self.shape, self.setting
+        width, e = shape.experts.shared_ffn_hidden_size, setting.element_bytes
+        gathered = -shape.hidden_size * (width == 0)
+        split = (width - shape.ffn_hidden_size) * (3 if shape.gated else 2)
+        return e * (gathered + split / setting.tensor) + self._per_token(routed_gradients)
 
     # --- parts
 
@@ -206,17 +235,59 @@ class Activations:
         """The input of the layer that embeds patches, which every tensor rank has."""
         return self.setting.element_bytes * self.shape.patch_elements * self.tokens
 
-    def _saved_layers(self, num_layers: float) -> float:
+    @property
+    def _keys_of_others(self) -> float:
+        """Keys and values of other context parallel ranks, and what is made of them, as Transformer Engine holds them:
+        all steps' of a ring with the attention's results, or in a backward two steps' with gradients; or those of whole
+        sequences with gradients."""
+        setting, (q, k) = self.setting, (self.shape.query_width, self.shape.key_width)
+        if setting.context == 1:
+            return 0.0
+        width = 4 * k * setting.context if setting.gathers_keys else max(setting.context * (2 * k + q), 2 * 4 * k)
+        return setting.element_bytes * width * self.tokens / setting.tensor
+
+    def _saved_layers(self, num_layers: float, with_experts: float) -> float:
         recompute = self.setting.recompute
         if recompute.method == "uniform":
             return -(-num_layers // recompute.num_layers) * self.boundary
         if recompute.method == "block":
             inputs_only = min(recompute.num_layers, num_layers)
-            return inputs_only * self.boundary + (num_layers - inputs_only) * self._layer(frozenset())
-        return num_layers * self._layer(recompute.modules)
+            kept = self._layers(frozenset(), num_layers, with_experts)
+            return inputs_only * self.boundary + (num_layers - inputs_only) * (kept / num_layers if num_layers else 0.0)
+        return self._layers(recompute.modules, num_layers, with_experts)
+
+    def _layers(self, recomputed: frozenset[str], num_layers: float, with_experts: float) -> float:
+        """So many layers that recompute these modules, of which some have experts."""
+        whole = num_layers * self._layer(recomputed)
+        return whole + with_experts * self._more_with_experts(recomputed) if with_experts else whole
+
+    def _largest_layer(self, recomputed: frozenset[str], num_layers: float, with_experts: float) -> float:
+        """A layer of these that keeps most, where nothing is recomputed."""
+        of_all = self._layer(recomputed)
+        if not with_experts or (num_layers > with_experts and self._more_with_experts(frozenset()) < 0):
+            return of_all
+        return of_all + self._more_with_experts(recomputed)
+
+    def _more_with_experts(self, recomputed: frozenset[str]) -> float:
+        """How much more a layer with experts keeps than one without, or less."""
+        shape, setting = self.shape, self.setting
+        gate = 1 if not shape.gated else 2 if setting.fused_gate else 4
+        width = shape.experts.shared_ffn_hidden_size - (MLP not in recomputed) * shape.ffn_hidden_size
+        split = setting.element_bytes * (gate + 1) * width / setting.tensor
+        kept = self._per_token(routed, fused_gate=setting.fused_gate)
+        return self.tokens * (kept + split)
+
+    @property
+    def _copies(self) -> float:
+        return self.tokens * self._per_token(exchanged_copies)
+
+    def _per_token(self, count: Callable[..., float], **options: bool) -> float:
+        """One of expert_activations.py, of each token of the microbatch."""
+        setting = self.setting
+        return count(self.shape, setting.expert_degrees, element_bytes=setting.element_bytes, **options) / self._shared
 
     def _layer(self, recomputed: frozenset[str]) -> float:
-        """A layer that recomputes these modules."""
+        """A layer without experts that recomputes these modules."""
         if EVERY_OTHER_PRODUCT in recomputed:
             return self._every_other_product
         shape, setting = self.shape, self.setting
@@ -233,7 +304,7 @@ class Activations:
         if keeps_scores:
             split += self._score_bytes * shape.num_attention_heads * shape.sequence_length
         if MLP not in recomputed:
-            gate = 1 if not shape.gated else 2 if setting.fused_gate else 3
+            gate = 1 if not shape.gated else 2 if setting.fused_gate else 4
             split += (e * gate + setting.input_bytes) * shape.ffn_hidden_size
         return self.tokens * (shared / self._shared + split / setting.tensor)
 
@@ -271,8 +342,15 @@ class Activations:
         return softmax + is_wider * e
 
 
-def by_stage(count: Callable[..., float], layers: Sequence[float]) -> list[float]:
-    """`saved` or `workspace` of some activations, for each stage of a model that is cut so."""
-    kinds = [(each, stage == 0, stage == len(layers) - 1) for stage, each in enumerate(layers)]
-    by_kind = {kind: count(kind[0], is_first=kind[1], is_last=kind[2]) for kind in set(kinds)}
+def by_stage(
+    count: Callable[..., float], layers: Sequence[float], with_experts: Sequence[float] | None = None
+) -> list[float]:
+    """`saved` or `workspace` of some activations, for each stage of a model that is cut so. `with_experts`: how many
+    layers of each have experts; None: none."""
+    others = with_experts or (0,) * len(layers)
+    kinds = [
+        (each, other, stage == 0, stage == len(layers) - 1)
+        for stage, (each, other) in enumerate(zip(layers, others, strict=True))
+    ]
+    by_kind = {kind: count(kind[0], with_experts=kind[1], is_first=kind[2], is_last=kind[3]) for kind in set(kinds)}
     return [by_kind[kind] for kind in kinds]

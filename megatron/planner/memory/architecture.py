@@ -1,6 +1,9 @@
 """A transformer's shape, as far as memory depends on it. Sizes are elements, before anything is split."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from megatron.planner.memory.experts import Experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +27,7 @@ class Architecture:
         pooler: a dense layer stands before the classes.
         masked_head, binary_head: BERT's heads: dense layer, norm and output bias; pooler and next-sentence classifier.
         hidden_dropout, attention_dropout: whether dropout keeps masks there.
+        experts: of layers that have such in place of their MLP; None: no layer has.
     """
 
     num_layers: int
@@ -50,6 +54,11 @@ class Architecture:
     binary_head: bool = False
     hidden_dropout: bool = True
     attention_dropout: bool = True
+    experts: Experts | None = None
+
+    def __post_init__(self) -> None:
+        if self.experts is not None:
+            self.experts.check_layers(self.num_layers)
 
     @classmethod
     def gpt3(
@@ -79,11 +88,29 @@ class Architecture:
         return self.num_query_groups * self.kv_channels
 
     @property
+    def projections(self) -> int:
+        """Elements of the matrices of a layer's attention."""
+        return self.hidden_size * (2 * self.query_width + 2 * self.key_width)
+
+    def mlp_matrices(self, width: int) -> int:
+        """Elements of the matrices of an MLP, or of an expert, of so many columns."""
+        return self.hidden_size * width * (3 if self.gated else 2)
+
+    @property
     def layer_matrices(self) -> int:
-        """Elements of the matrices of a layer: of its projections and of the feed-forward layer."""
-        h = self.hidden_size
-        projections = h * (self.query_width + 2 * self.key_width) + self.query_width * h
-        return projections + h * self.ffn_hidden_size * (3 if self.gated else 2)
+        """Elements of the matrices of a layer without experts: of its projections and of the feed-forward layer."""
+        return self.projections + self.mlp_matrices(self.ffn_hidden_size)
+
+    @property
+    def active_matrices(self) -> float:
+        """The same of a layer with experts, of those that a token goes through: router, experts and shared expert."""
+        experts = self.experts
+        routed = experts.topk * self.mlp_matrices(experts.ffn_hidden_size) + self.hidden_size * experts.count
+        return self.projections + routed + self.mlp_matrices(experts.shared_ffn_hidden_size)
+
+    def layers_with_experts(self, layers: Sequence[float]) -> tuple[float, ...]:
+        """How many of the layers of each stage have experts."""
+        return (0,) * len(layers) if self.experts is None else self.experts.of_stages(layers)
 
     def undivided(self, tensor: int) -> str | None:
         """The first that does not divide over so many tensor ranks, of what is split: `12 attention heads`."""
@@ -91,6 +118,7 @@ class Architecture:
             (self.num_attention_heads, "attention heads"),
             (self.num_query_groups, "query groups"),
             (self.ffn_hidden_size, "columns of the feed-forward layer"),
+            (self.experts.shared_ffn_hidden_size if self.experts else 0, "columns of the shared expert"),
         ):
             if count % tensor:
                 return f"{count} {what}"
@@ -101,17 +129,22 @@ class Architecture:
 
         Korthikanti et al. 2022, appendix A, for a GPT-3: 72 B L s h^2 (1 + s / 6h + V / 12 h L), here matrix by matrix,
         so that it also holds for other widths. All of the scores count, as in the papers, not the half that a causal
-        mask leaves.
+        mask leaves. Of experts those count that a token goes to.
         """
         h = self.hidden_size
         ends = h * (self.output_rows + self.patch_elements) + (h * h if self.masked_head else 0)
-        return 6.0 * num_sequences * self.sequence_length * (self.num_layers * self._products_of_layer + ends)
+        layers = self.num_layers * self._products_of_layer
+        return 6.0 * num_sequences * self.sequence_length * (layers + ends)
 
     def forward_operations(self, num_layers: float, num_sequences: int) -> float:
         """The operations of a forward of so many layers alone: for a GPT-3 24 b s h^2 + 4 b s^2 h a layer."""
         return 2.0 * num_sequences * self.sequence_length * num_layers * self._products_of_layer
 
     @property
-    def _products_of_layer(self) -> int:
-        """Multiplications of a token in the matrix products of a layer's forward."""
-        return self.layer_matrices + 2 * self.query_width * self.sequence_length
+    def _products_of_layer(self) -> float:
+        """Multiplications of a token in the matrix products of a layer's forward, on average over the layers."""
+        matrices = self.layer_matrices
+        if self.experts is not None:
+            (count,) = self.layers_with_experts((self.num_layers,))
+            matrices += count / self.num_layers * (self.active_matrices - matrices)
+        return matrices + 2 * self.query_width * self.sequence_length

@@ -29,6 +29,7 @@ from megatron.planner.memory.parameters import (
     FP8_COPY_BYTES,
     largest_parameter,
     matrix_parameters,
+    stage_expert_parameters,
     stage_parameters,
 )
 from megatron.planner.memory.state import TrainingState
@@ -131,9 +132,12 @@ def estimate_memory(
     assert len(layers) == len(demand.rank_of_stage) and sum(layers) == shape.num_layers
     assert hosting is None or setting.recompute.whole_stage
     activations = Activations(shape, setting)
-    parameters = stage_parameters(shape, setting.tensor, layers)
-    saved, workspace = by_stage(activations.saved, layers), by_stage(activations.workspace, layers)
-    deferred = by_stage(activations.deferred, layers)
+    parameters = stage_parameters(shape, setting.tensor, layers, setting.expert_degrees)
+    of_experts = stage_expert_parameters(shape, layers, setting.expert_degrees)
+    with_experts = shape.layers_with_experts(layers)
+    saved = by_stage(activations.saved, layers, with_experts)
+    workspace = by_stage(activations.workspace, layers, with_experts)
+    deferred = by_stage(activations.deferred, layers, with_experts)
     boundary = activations.boundary
     one_layer = activations.workspace(1, is_first=False, is_last=False)  # at once in a forward that saves nothing
     embedding = shape.vocabulary_size // setting.tensor * shape.hidden_size
@@ -147,6 +151,7 @@ def estimate_memory(
     result = []
     for rank, stages in enumerate(stages_by_rank(demand.rank_of_stage)):
         count = sum(parameters[stage] for stage in stages if stage >= demand.num_frozen)
+        experts = sum(of_experts[stage] for stage in stages if stage >= demand.num_frozen)
         frozen = sum(parameters[stage] for stage in stages if stage < demand.num_frozen)
         versions = demand.live_versions[rank]
         buffers = 1 if single_gradient_buffer else demand.gradient_buffers[rank]
@@ -159,7 +164,8 @@ def estimate_memory(
         copies = 0.0
         if demand.predicts[rank]:
             ends = {"is_first": 0 in stages, "is_last": len(layers) - 1 in stages}
-            copies = state.prediction(count, largest=largest_parameter(shape, setting.tensor, **ends))
+            largest = largest_parameter(shape, setting.tensor, **ends)
+            copies = state.prediction(count, largest=largest, experts=experts)
         whole, between, recomputed = _saved_on_rank(rank, saved, demand), 0.0, [workspace[each] for each in trained]
         if demand.moments:
             whole, between, *recomputed = _together_on_rank(rank, saved, deferred, workspace, demand)
@@ -169,7 +175,7 @@ def estimate_memory(
             + versions * fp8_copies * sum(layers[stage] for stage in stages),
             gradients=state.gradients(count, num_buffers=buffers + demand.held_gradients[rank])
             + state.gradients(embedding, num_buffers=demand.held_embeddings[rank]),
-            optimizer=state.optimizer(count, num_versions=versions),
+            optimizer=state.optimizer(count, num_versions=versions, experts=experts),
             activations=whole,
             deferred=between,
             workspace=max(copies, in_a_forward, *recomputed),
@@ -200,7 +206,9 @@ def estimate_memory(
                 saved_microbatches=demand.saved_on_rank[rank],
                 bytes_per_microbatch=max((saved[stage] for stage in trained), default=0.0),
                 parts=parts,
-                gradient_copies=state.copies_in_step(count, num_versions=versions) if hosting is None else 0.0,
+                gradient_copies=state.copies_in_step(count, num_versions=versions, experts=experts)
+                if hosting is None
+                else 0.0,
                 host=host,
             )
         )

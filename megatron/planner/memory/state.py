@@ -11,7 +11,7 @@ gradient, and in FP32 4 each for master, gradient and both moments. Here by part
                    in the step and leaves behind it. Where a host steps stage by stage, of the largest
     moments        4 each: Adam 2, SGD with momentum 1
 
-The distributed optimizer (ZeRO-1) divides the last three by the number of replicas.
+The distributed optimizer (ZeRO-1) divides the last three by the number of replicas: those of experts by theirs.
 """
 
 from dataclasses import dataclass
@@ -28,6 +28,8 @@ class TrainingState:
     Attributes:
         num_moments: Adam 2, SGD 1 with momentum, else 0.
         keeps_gradient_copies: FP32 copies of gradients stay from step to step; else the step makes them.
+        data: ranks with the same parameters, context parallel ones among them.
+        expert_data: ranks with the same experts.
     """
 
     weight_bytes: int = 2
@@ -36,6 +38,7 @@ class TrainingState:
     distributed_optimizer: bool = False
     data: int = 1
     keeps_gradient_copies: bool = False
+    expert_data: int = 1
 
     def weights(self, num_parameters: int, *, num_versions: int, predicts: bool = False) -> float:
         """The bytes of all weight versions. `predicts`: they are predictions."""
@@ -46,30 +49,46 @@ class TrainingState:
         """The bytes of all gradient buffers."""
         return float(num_parameters * self.gradient_bytes * num_buffers)
 
-    def optimizer(self, num_parameters: int, *, num_versions: int, stepped: int | None = None) -> float:
-        """Masters, FP32 copies of gradients, and moments. `stepped`: how many parameters step at once; None: all."""
+    def optimizer(
+        self, num_parameters: int, *, num_versions: int, stepped: int | None = None, experts: int = 0
+    ) -> float:
+        """Masters, FP32 copies of gradients, and moments.
+
+        Args:
+            stepped: how many parameters step at once; None: all.
+            experts: how many of the parameters are of experts; where `stepped` is given, none.
+        """
         keeps_masters = self.weight_bytes < _FP32 or (self.distributed_optimizer and num_versions > 1)
         copied = num_parameters if stepped is None else stepped
-        kept = _FP32 * num_parameters * (keeps_masters + self.num_moments) / self._num_shards
-        return kept + self._gradient_copies(copied)
+        part = self._part(num_parameters, experts)
+        kept = _FP32 * num_parameters * (keeps_masters + self.num_moments) * part
+        return kept + self._gradient_copies(copied, part)
 
-    def copies_in_step(self, num_parameters: int, *, num_versions: int) -> float:
+    def copies_in_step(self, num_parameters: int, *, num_versions: int, experts: int = 0) -> float:
         """The bytes of these that are held in the step alone: none where batches overlap, whose steps come between
         forwards and backwards."""
-        return 0.0 if self.keeps_gradient_copies or num_versions > 1 else self._gradient_copies(num_parameters)
+        if self.keeps_gradient_copies or num_versions > 1:
+            return 0.0
+        return self._gradient_copies(num_parameters, self._part(num_parameters, experts))
 
-    def _gradient_copies(self, num_parameters: int) -> float:
-        """Bytes of the FP32 copies with which the optimizer steps."""
-        return _FP32 * num_parameters / self._num_shards if self.gradient_bytes < _FP32 else 0.0
+    def _gradient_copies(self, num_parameters: int, part: float) -> float:
+        """Bytes of the FP32 copies with which the optimizer steps a part of these."""
+        return _FP32 * num_parameters * part if self.gradient_bytes < _FP32 else 0.0
 
-    def prediction(self, num_parameters: int, *, largest: int) -> float:
+    def _part(self, num_parameters: int, experts: int) -> float:
+        """Which part of the parameters a rank steps."""
+        return self.stepped(num_parameters, experts) / num_parameters if num_parameters else 1.0
+
+    def prediction(self, num_parameters: int, *, largest: int, experts: int = 0) -> float:
         """The most that a provisional step copies at once: masters, moments and gradients, all in FP32.
 
-        `largest`: elements of the largest parameter.
+        `largest`: elements of the largest parameter. `experts`: how many parameters are of experts.
         """
-        masters = min(_FP32 * num_parameters / self._num_shards, PREDICTION_CHUNK + _FP32 * largest)
+        masters = min(_FP32 * self.stepped(num_parameters, experts), PREDICTION_CHUNK + _FP32 * largest)
         return masters * (2 + self.num_moments)
 
-    @property
-    def _num_shards(self) -> int:
-        return self.data if self.distributed_optimizer else 1
+    def stepped(self, num_parameters: int, experts: int = 0) -> float:
+        """How many of the parameters a rank steps, of which some are of experts: of those that are split its part."""
+        if not self.distributed_optimizer:
+            return num_parameters
+        return (num_parameters - experts) / self.data + experts / self.expert_data

@@ -18,6 +18,7 @@ from megatron.documents.faults import Boolean, Name, sentence, shown
 from megatron.documents.reading import read_document
 from megatron.planner.job.cluster import Cluster
 from megatron.planner.job.configuration import Configuration
+from megatron.planner.job.shares import refuse_shares
 from megatron.planner.job.software import Software
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.published.entry_keys import keys_of, refuse_unknown, unknown_measurements
@@ -104,6 +105,7 @@ class _EntryRecord(BaseModel):
             software = sharded_software(software)
         software = self._compiled(self._precise(software))
         software = self._with_softmax(software, model, configuration)
+        refuse_shares(model, configuration, software)
         run = MeasuredRun(model, configuration, cluster.device.peak(software.element_bytes))
         given = {key: value for key, value in self.measured.items() if key in TIMES}
         measured = {key: value for key, value in given.items() if is_measured(value)}
@@ -158,6 +160,7 @@ class _EntryRecord(BaseModel):
             "flash_attention": flash,
             "overlaps_gradients": self.config.overlap_grad_reduce,
             "overlaps_weights": self.config.overlap_param_gather,
+            "gathers_keys": True if self.config.cp_comm_type == "all_gather" else None,
         }
         changes = {name: value for name, value in said.items() if value is not None}
         return replace(software, **changes) if changes else software

@@ -32,6 +32,8 @@ _NAMES = {  # in other frameworks, in small letters with _
     "use_distributed_optimizer": "zero1", "distributed_optimizer": "zero1", "use_flash_attn": "flash_attention",
     "activation_checkpointing": "recompute", "gradient_checkpointing": "recompute",
     "recompute_granularity": "recompute", "iteration_time": "iteration_s", "step_time": "iteration_s",
+    "experts": "num_experts", "num_local_experts": "num_experts", "num_moe_experts": "num_experts",
+    "topk": "moe_router_topk", "num_experts_per_tok": "moe_router_topk", "moe_intermediate_size": "moe_ffn",
 }  # fmt: skip
 
 
@@ -44,9 +46,17 @@ def keys_of(record: type[BaseModel]) -> frozenset[str]:
     return frozenset(keys)
 
 
-PARTS = {
-    "model": keys_of(ModelRecord), "hardware": keys_of(HardwareRecord), "config": keys_of(SettingsRecord),
-}  # fmt: skip
+_RECORDS = {"model": ModelRecord, "hardware": HardwareRecord, "config": SettingsRecord}
+PARTS = {part: keys_of(record) for part, record in _RECORDS.items()}
+_SYNONYMS = {
+    part: [
+        tuple(map(str, field.validation_alias.choices))
+        for field in record.model_fields.values()
+        if isinstance(field.validation_alias, AliasChoices)
+    ]
+    for part, record in _RECORDS.items()
+}
+"""By part: the names of what has several."""
 
 
 def refuse_unknown(entry: Mapping, known: Collection[str]) -> None:
@@ -60,6 +70,7 @@ def refuse_unknown(entry: Mapping, known: Collection[str]) -> None:
     for part, keys in PARTS.items():
         if isinstance(entry.get(part), Mapping):
             _refuse(part, entry[part], keys)
+            _refuse_twice(part, entry[part])
     measured = entry.get("measured")
     for key, value in measured.items() if isinstance(measured, Mapping) else ():
         near = _known_as(key, MEASURED) or nearest(key, MEASURED)
@@ -76,6 +87,13 @@ def _refuse(part: str, mapping: Mapping, known: Collection[str]) -> None:
     for key, value in mapping.items():
         if key not in known and key not in REMARKS:
             raise ValueError(unknown_key(place(part, key), value, _near(part, key, known), known))
+
+
+def _refuse_twice(part: str, mapping: Mapping) -> None:
+    for names in _SYNONYMS[part]:
+        given = [name for name in names if name in mapping]
+        if len(given) > 1:
+            raise ValueError(f"{place(part, given[0])} and {place(part, given[1])} say the same; give one of them")
 
 
 def _near(part: str, key: object, known: Collection[str]) -> str | None:

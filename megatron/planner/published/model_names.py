@@ -1,12 +1,13 @@
 """The part `model` of an entry: sizes, and a name from which others follow."""
 
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 
 from megatron.documents.faults import Boolean, Name, Number
 from megatron.planner.memory.architecture import Architecture
+from megatron.planner.memory.experts import Experts
 
 Count = Annotated[int, Number, Field(ge=1, le=10_000_000)]
 
@@ -14,6 +15,7 @@ _BERT_LARGE = {"hidden": 1024, "heads": 16}  # Devlin et al. 2018; PipeDream-2BW
 _VOCABULARY, _VOCABULARY_OF_BERT = 51200, 30522
 _LLAMA_3_FFN = {4096: 14336, 8192: 28672, 16384: 53248}  # by hidden size; Dubey et al. 2024, Table 3
 _PADDING = 128
+_OF_EXPERTS = frozenset({"moe_router_topk", "moe_ffn", "moe_shared_ffn", "moe_layer_freq", "moe_capacity_factor"})
 _SIZES = ("layers", "hidden", "heads")
 _GPT3_SIZES = {  # billions of parameters: layers, hidden size and heads; Narayanan et al. 2021, Tables 1 and 2
     1.7: (24, 2304, 24), 3.6: (30, 3072, 32), 7.5: (36, 4096, 32), 18.4: (40, 6144, 48), 39.1: (48, 8192, 64),
@@ -42,11 +44,21 @@ class ModelRecord(BaseModel):
     vocab: Count | None = None
     params_B: Annotated[float | None, BeforeValidator(_if_a_number)] = None
     tied_embeddings: Boolean | None = None
+    num_experts: Count | None = Field(default=None, validation_alias=AliasChoices("num_experts", "num_moe_experts"))
+    moe_router_topk: Count | None = None
+    moe_ffn: Count | None = Field(default=None, validation_alias=AliasChoices("moe_ffn", "moe_ffn_hidden_size"))
+    moe_shared_ffn: Count | None = Field(
+        default=None, validation_alias=AliasChoices("moe_shared_ffn", "moe_shared_expert_intermediate_size")
+    )
+    moe_layer_freq: Count | tuple[Literal[0, 1], ...] = 1
+    moe_capacity_factor: Annotated[float, Number, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        default=None, validation_alias=AliasChoices("moe_capacity_factor", "moe_expert_capacity_factor")
+    )
 
     def architecture(self, tensor: int, assume: Callable[[str], None]) -> Architecture:
         """A GPT-3, a BERT or a Llama, by the name. `assume` is told what is filled in. Raises ValueError."""
         name = self.name.lower()
-        is_bert, is_llama = "bert" in name, "llama" in name
+        is_bert, is_llama = "bert" in name, "llama" in name or "mixtral" in name
         found = {field: getattr(self, field) for field in ("layers", "hidden", "heads", "seq", "vocab", "ffn")}
         prefix, _, num_layers = self.name.partition("-")
         known = {"vocab": _VOCABULARY_OF_BERT if is_bert else _VOCABULARY}
@@ -58,6 +70,8 @@ class ModelRecord(BaseModel):
             found |= dict(zip(_SIZES, _GPT3_SIZES[self.params_B], strict=True))
             assume("the GPT-3 of {:g} billion parameters: {} layers of {}, {} heads".format(
                 self.params_B, *_GPT3_SIZES[self.params_B]))  # fmt: skip
+        if self.moe_ffn is not None and self.moe_layer_freq == 1:  # no layer has another
+            known.setdefault("ffn", self.moe_ffn)
         for field in found:
             if found[field] is None and field in known:
                 found[field] = known[field]
@@ -92,4 +106,26 @@ class ModelRecord(BaseModel):
             binary_head=is_bert,
             hidden_dropout=not is_llama,
             attention_dropout=not is_llama,
+            experts=self._experts(found["ffn"], assume),
         )
+
+    def _experts(self, ffn: int, assume: Callable[[str], None]) -> Experts | None:
+        """Of layers with experts, which are as wide as the others unless said. Raises ValueError."""
+        if self.num_experts is None:
+            given = next(
+                (name for name in type(self).model_fields if name in _OF_EXPERTS & self.model_fields_set), None
+            )
+            if given is not None:
+                raise ValueError(f"model.{given} is given, and model.num_experts is not; give both, or neither")
+            return None
+        if self.moe_router_topk is None:
+            raise ValueError("model.moe_router_topk is not given; give the number of experts that a token goes to")
+        if self.moe_ffn is None:
+            assume(f"experts with {ffn} columns")
+        if self.moe_capacity_factor is None:
+            assume("as many tokens for each expert")
+        return Experts(
+            count=self.num_experts, topk=self.moe_router_topk, ffn_hidden_size=self.moe_ffn or ffn,
+            shared_ffn_hidden_size=self.moe_shared_ffn or 0, layers=self.moe_layer_freq,
+            capacity_factor=self.moe_capacity_factor,
+        )  # fmt: skip

@@ -1,9 +1,10 @@
 """What an entry may say of its run that the planner has no price for, by the names that frameworks give it.
 
-A run with FP4, experts or context parallelism is none of plain tensor, pipeline and data parallelism, and a prediction
-as if it were says nothing. So each such key is refused by name, unless its value says that it is off; the same words
-are looked for where an entry describes its run in a text. Weights that are split over replicas are read where the part
-config says so in the words of sharded_settings.py, and refused elsewhere.
+A run with FP4 is none of plain tensor, pipeline and data parallelism, and a prediction as if it were says nothing. So
+each such key is refused by name, unless its value says that it is off; the same words are looked for where an entry
+describes its run in a text. Weights that are split over replicas are read where the part config says so in the words of
+sharded_settings.py, and refused elsewhere. Of experts and context parallelism the numbers are read, by the names in
+`_READ`, and other keys are refused: `moe` alone does not say how many experts there are.
 """
 
 import re
@@ -12,17 +13,26 @@ from dataclasses import dataclass
 
 from megatron.documents.faults import place, shown
 
-_DENSE = "give a run of a dense model"
+_READ = frozenset({
+    "cp", "context_parallel", "context_parallel_size", "cp_comm_type",
+    "ep", "expert_parallel", "expert_parallel_size", "expert_model_parallel_size",
+    "etp", "expert_tensor_parallel_size",
+    "num_experts", "num_moe_experts", "moe_router_topk", "moe_ffn", "moe_ffn_hidden_size", "moe_shared_ffn",
+    "moe_shared_expert_intermediate_size", "moe_layer_freq", "moe_capacity_factor", "moe_expert_capacity_factor",
+})  # fmt: skip
+"""Keys of techniques that are modelled as far as these go."""
 
 
 @dataclass(frozen=True)
 class _Technique:
-    """`key`, `text`: patterns of its keys, and of its name in a text; in small letters, with _ between words."""
+    """`key`, `text`: patterns of its keys, and of its name in a text; in small letters, with _ between words. `known`:
+    keys of a part that are read, one of which says what such a text means."""
 
     key: str
     text: str
     reason: str
     remedy: str
+    known: tuple[str, tuple[str, ...]] | None = None
 
 
 _FP8 = _Technique(
@@ -47,16 +57,18 @@ _TECHNIQUES = (
     ),
     _FP8,
     _Technique(
-        r"moe|expert|(^|_)ep(_|$)|capacity_factor|router",
+        r"moe|expert|(^|_)(ep|etp)(_|$)|capacity_factor|router",
         r"(^|_)moe(_|$)|mixtral|mixture_of_experts|(^|_)\d+x\d+b(_|$)",
-        "layers have experts, which are not modelled",
-        _DENSE,
+        "layers have experts, which are modelled by their numbers only",
+        "give model.num_experts and model.moe_router_topk, and config.ep",
+        ("model", ("num_experts", "num_moe_experts")),
     ),
     _Technique(
         r"(^|_)cp(_|$)|context_parallel|ring_attention|ulysses|sequence_parallel_(size|degree)",
         r"context_parallel|ring_attention|ulysses",
-        "sequences are split over context parallel ranks, which is not modelled",
-        "give a run without",
+        "sequences are split over context parallel ranks, which is modelled by their number only",
+        "give config.cp, and config.cp_comm_type where it is not a ring",
+        ("config", ("cp", "context_parallel", "context_parallel_size")),
     ),
     _Technique(
         r"offload|nvme",
@@ -118,7 +130,7 @@ def without_what_is_off(entry: Mapping) -> dict:
         technique = _found(_without_fp8(value) if key == "technique" else value, "text") if is_text else None
         if technique is _TECHNIQUES[0] and _is_split(kept):
             continue
-        if technique is not None:
+        if technique is not None and not _is_said(technique, kept):
             raise ValueError(f"{place(part, key)} is {shown(value)}: {technique.reason}; {technique.remedy}")
     return kept
 
@@ -136,12 +148,19 @@ def _is_off_key(part: str, key: object, value: object) -> bool:
     technique = _found(name, "key")
     if technique is None:
         return False
-    is_one = type(value) in (int, float) and value == 1 and _DEGREE.search(name) is not None
+    is_one = type(value) in (int, float) and value == 1 and _DEGREE.search(name) is not None and name not in _READ
     if value is False or is_one or str(value).strip().lower() in _OFF:
         return True
-    if part == "config" and _SPLITS.match(name) and type(value) in (bool, int):
+    if name in _READ or (part == "config" and _SPLITS.match(name) and type(value) in (bool, int)):
         return False
     raise ValueError(f"{place(part, key)} is {shown(value)}: {technique.reason}; {technique.remedy}")
+
+
+def _is_said(technique: _Technique, entry: Mapping) -> bool:
+    """Whether the entry gives the numbers of a technique that a text names."""
+    part, keys = technique.known or ("", ())
+    given = entry.get(part)
+    return isinstance(given, Mapping) and any(key in given for key in keys)
 
 
 def _is_off_stage(key: object, value: object) -> bool:

@@ -70,6 +70,13 @@ class SettingsRecord(BaseModel):
     flash_attention: Boolean | None = None
     overlap_grad_reduce: Boolean | None = None
     overlap_param_gather: Boolean | None = None
+    cp: Count = Field(default=1, validation_alias=AliasChoices("cp", "context_parallel", "context_parallel_size"))
+    cp_comm_type: Literal["p2p", "all_gather"] | None = None
+    ep: Count = Field(
+        default=1,
+        validation_alias=AliasChoices("ep", "expert_parallel", "expert_parallel_size", "expert_model_parallel_size"),
+    )
+    etp: Count | None = Field(default=None, validation_alias=AliasChoices("etp", "expert_tensor_parallel_size"))
     fsdp: Annotated[bool | int | None, BeforeValidator(true_or_replicas)] = Field(
         default=None, validation_alias=AliasChoices("fsdp", "data_parallel_shard_degree")
     )
@@ -110,6 +117,9 @@ class SettingsRecord(BaseModel):
             sequence_parallel=self.sequence_parallel and self.t > 1,
             distributed_optimizer=self.zero1 or self.zero == 1,
             rank_mapping="pair-adjacent" if moves else "standard",
+            context=self.cp,
+            expert=self.ep,
+            expert_tensor=self.etp,
             sharding=sharding,
             **{name: getattr(self, name) for name in _AS_THEY_ARE},
         )
@@ -145,7 +155,8 @@ class SettingsRecord(BaseModel):
         return "interleaved" if schedule == "flush" and self.v > 1 else schedule
 
     def _data(self, gpus: int | str | None, assume: Callable[[str], None]) -> int:
-        group, count = self.t * self.p, gpus if isinstance(gpus, int) else None
+        group, count = self.t * self.p * self.cp, gpus if isinstance(gpus, int) else None
+        degrees = f"t={self.t} and p={self.p}" if self.cp == 1 else f"t={self.t}, p={self.p} and cp={self.cp}"
         if self.d is None:
             if count is None and type(self.fsdp) is int and self.fsdp > 1:
                 assume(f"{self.fsdp} replicas, as many as shards")
@@ -153,14 +164,14 @@ class SettingsRecord(BaseModel):
             if count is None:
                 raise ValueError("config.d is not given; give it, or hardware.gpus")
             if count < 1 or count % group:
-                raise ValueError(f"{count} GPUs do not divide by t={self.t} and p={self.p}; correct one of them")
+                raise ValueError(f"{count} GPUs do not divide by {degrees}; correct one of them")
             return count // group
         taken = group * self.d
         if count is not None and count != taken:
             missing = [name for name in ("t", "p") if name not in self.model_fields_set]
             if missing or count < taken:
                 raise ValueError(
-                    f"t={self.t}, p={self.p} and d={self.d} take {taken} GPUs, and hardware.gpus is "
+                    f"{degrees.replace(' and', ',')} and d={self.d} take {taken} GPUs, and hardware.gpus is "
                     f"{count}; {'give config.' + missing[0] if missing else 'correct one of them'}"
                 )
             assume(f"{taken} of the {count} GPUs")

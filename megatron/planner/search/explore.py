@@ -23,7 +23,7 @@ from megatron.planner.job.verdict import Verdict
 from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.planner import Planner
-from megatron.planner.search import delay, relayed, rules
+from megatron.planner.search import delay, relayed, rules, shared_ranks
 from megatron.planner.search.offers import offer, splits
 from megatron.planner.search.outcome import Choice, Kept, Rejected
 from megatron.planner.search.rules import Training
@@ -50,25 +50,33 @@ class Explorer:
 
     def explore(self, t: int, p: int) -> Iterator[Kept | Rejected]:
         """All choices with these degrees."""
-        space, d = self.space, self.space.num_gpus // (t * p)
-        reason = rules.refuse_tensor(self.planner_of(1).model, space, t)
+        reason = rules.refuse_tensor(self.planner_of(1).model, self.space, t)
         if reason:
             yield Rejected(choice=Choice(tensor=t), reason=reason)
             return
-        model = self.planner_of(t).model
-        choice = Choice(tensor=t, pipeline=p, data=d)
-        reason = rules.refuse_pipeline(model, space, p, d)
+        for choice in shared_ranks.choices(self.space, self.planner_of(t), Choice(tensor=t, pipeline=p)):
+            if isinstance(choice, Rejected):
+                yield choice
+            else:
+                yield from self._explore(choice)
+
+    def _explore(self, choice: Choice) -> Iterator[Kept | Rejected]:
+        """All choices with these degrees and replicas."""
+        space, model = self.space, self.planner_of(choice.tensor).model
+        t, p = choice.tensor, choice.pipeline
+        reason = rules.refuse_pipeline(model, space, p, choice.data)
         if reason:
             yield Rejected(choice=choice, reason=reason)
             return
         schedules = []
         for schedule in space.schedules:
             reason = rules.refuse_schedule(model, self.training, schedule, p)
+            reason = reason or shared_ranks.refuse_schedule(choice, self.training, schedule)
             if reason:
                 yield Rejected(choice=replace(choice, schedule=schedule), reason=reason)
             else:
                 schedules.append(schedule)
-        for split in space.distributed_optimizer if d > 1 else (False,):
+        for split in space.distributed_optimizer if space.num_gpus > t * p else (False,):
             yield from _Degrees(self, model, replace(choice, distributed_optimizer=split)).explore(schedules)
 
 
@@ -79,7 +87,7 @@ class _Degrees:
         self.explorer, self.model, self.choice = explorer, model, choice
         self.space, self.training = explorer.space, explorer.training
         self.planner = explorer.planner_of(choice.tensor)
-        self.sequence_parallel = choice.tensor > 1 and model.sequence_length % choice.tensor == 0
+        self.sequence_parallel = shared_ranks.splits_sequences(model, choice)
         self._verdicts: dict[Choice, Verdict] = {}
 
     def explore(self, schedules: list[str]) -> Iterator[Kept | Rejected]:
@@ -171,7 +179,7 @@ class _Degrees:
             **two,
             "provisional": space.provisional,
             "provisional_microbatches": space.provisional_microbatches,
-            "provisional_reduce": space.provisional_reduce and choice.data > 1,
+            "provisional_reduce": space.provisional_reduce and choice.data * (choice.context or 1) > 1,
         }
 
     def _no_stages(self, schedule: str, layers: int) -> str:
@@ -308,7 +316,7 @@ class _Degrees:
     def _mappings(self, choice: Choice) -> list[str]:
         """`optimized` comes later (search.py), unless alone."""
         names = [name for name in RANK_MAPPINGS if name in self.space.rank_mappings and name != "optimized"]
-        names = names or ["optimized"]
+        names = names or ["standard" if shared_ranks.is_shared(choice) else "optimized"]
         return names if self.space.mapping_matters(choice.tensor) or len(names) == 1 else ["standard"]
 
     def _configuration(self, choice: Choice) -> Configuration:

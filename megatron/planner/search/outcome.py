@@ -16,7 +16,11 @@ from megatron.planner.search.offers import preset_of
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A configuration, or several that were rejected together: None stands for any value."""
+    """A configuration, or several that were rejected together: None stands for any value.
+
+    `context` is None also where no ranks share sequences in a whole search, and so are `expert` and `expert_tensor`
+    where the model has no experts.
+    """
 
     tensor: int
     pipeline: int | None = None
@@ -32,6 +36,9 @@ class Choice:
     provisional_microbatches: int | None = None
     provisional_reduce: bool | None = None
     single_gradient_buffer: bool | None = None
+    context: int | None = None
+    expert: int | None = None
+    expert_tensor: int | None = None
 
     def configuration(self, *, sequence_parallel: bool) -> Configuration:
         """The configuration; nothing is None but the mapping, which is then the standard one, and what predictions are
@@ -45,6 +52,7 @@ class Choice:
             provisional=self.provisional or "off", provisional_microbatches=self.provisional_microbatches,
             provisional_reduce=bool(self.provisional_reduce),
             single_gradient_buffer=bool(self.single_gradient_buffer),
+            context=self.context or 1, expert=self.expert or 1, expert_tensor=self.expert_tensor,
         )  # fmt: skip
 
     @property

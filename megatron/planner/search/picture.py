@@ -77,6 +77,7 @@ def describe(choice: Choice) -> str:
     """A configuration in few words."""
     buffers = " with one gradient buffer" if choice.single_gradient_buffer else ""
     parts = [choice.schedule + buffers, f"t={choice.tensor}", f"p={choice.pipeline}", f"d={choice.data}"]
+    parts += [f"{name}={size}" for name, size in (("cp", choice.context), ("ep", choice.expert)) if (size or 1) > 1]
     if choice.virtual > 1:
         parts.append(f"v={choice.virtual}")
     parts.append(f"microbatches of {choice.micro_batch_size}")

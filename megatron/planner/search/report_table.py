@@ -11,7 +11,8 @@ from megatron.planner.search.delay import is_delayed
 from megatron.planner.search.outcome import Kept, Outcome
 from megatron.planner.search.table import HEADINGS, INTERVAL, TEXTS, cells, reasons, says
 
-_WORDS = {"t": "tensor parallel ranks", "p": "pipeline ranks", "d": "replicas", "v": "stages on each rank",
+_WORDS = {"t": "tensor parallel ranks", "p": "pipeline ranks", "d": "replicas",
+          "cp": "context parallel ranks", "ep": "expert parallel ranks", "v": "stages on each rank",
           "s/iteration": "~: estimated; the others were simulated", "days": "for all tokens, without a pause",
           INTERVAL: "where so many of the published runs of its kind were; not validated: none was compared",
           "cost": "for all tokens", "cost/M tokens": "for a million tokens",

@@ -11,6 +11,7 @@ from megatron.planner.search import rules, without_pipeline
 from megatron.planner.search.explore import Explorer, Refusal
 from megatron.planner.search.outcome import Choice, Kept, Outcome, Rejected
 from megatron.planner.search.rules import Training
+from megatron.planner.search.shared_ranks import is_shared
 from megatron.planner.search.space import Space
 
 NUM_SIMULATED = 5
@@ -137,6 +138,8 @@ class _Simulation:
         """The same with the mapping that takes least transfer time, where the estimate expects a gain."""
         choice = replace(each.choice, rank_mapping="optimized")
         if choice in self._tried or not (self.tries_optimized and self.space.mapping_matters(choice.tensor)):
+            return []
+        if is_shared(choice):  # whose transfers the optimized mapping does not know
             return []
         configuration = replace(each.estimate.configuration, rank_mapping="optimized")
         estimate = self.planner_of(choice.tensor).estimate(configuration)

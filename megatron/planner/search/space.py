@@ -33,6 +33,8 @@ class Space:
         avoids_pressure: configurations so near the limit of memory that they may be slower are left out.
         provisional, provisional_microbatches, provisional_reduce: how 2bw predicts its weights, as in `Configuration`.
             Where there are no replicas, none reduce.
+        context, expert: context and expert parallel sizes that are considered, the latter where the model has experts.
+        expert_tensor: expert tensor parallel size; None: t.
     """
 
     num_gpus: int
@@ -53,6 +55,9 @@ class Space:
     provisional: str = "off"
     provisional_microbatches: int | None = None
     provisional_reduce: bool = False
+    context: tuple[int, ...] = (1,)
+    expert: tuple[int, ...] = (1,)
+    expert_tensor: int | None = None
 
     def __post_init__(self) -> None:
         for known, names, what in (

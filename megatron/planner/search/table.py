@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 INTERVAL = f"s ({LEVEL:.0%})"
 HEADINGS = (
-    "rank", "schedule", "t", "p", "d", "v", "microbatch", "microbatches", "recompute", "split optimizer",
+    "rank", "schedule", "t", "p", "d", "cp", "ep", "v", "microbatch", "microbatches", "recompute", "split optimizer",
     "rank mapping", "s/iteration", INTERVAL, "sequences/s", "days", "cost", "cost/M tokens", "MFU, %", "bubble, %",
     "GiB", "memory", "notes",
 )  # fmt: skip
@@ -28,7 +28,8 @@ def cells(each: Kept, rank: int) -> tuple[str, ...]:
     """The texts under `HEADINGS`. A time with ~ is an estimate (`Kept.is_simulated`)."""
     choice, estimate = each.choice, each.estimate
     return (
-        str(rank), _schedule(choice), str(choice.tensor), str(choice.pipeline), str(choice.data), str(choice.virtual),
+        str(rank), _schedule(choice), str(choice.tensor), str(choice.pipeline), str(choice.data),
+        str(choice.context or ""), str(choice.expert or ""), str(choice.virtual),
         str(choice.micro_batch_size), str(estimate.configuration.num_microbatches), choice.recompute.value,
         "yes" if choice.distributed_optimizer else "no", choice.rank_mapping,
         f"{'' if each.is_simulated else '~'}{_number(estimate.seconds)}",

@@ -25,6 +25,8 @@ def fastest(space: Space, planner_of: Callable[[int], Planner], training: Traini
     planner = planner_of(1)
     if planner.cluster.is_cpu or space.num_gpus == 1 or not isinstance(planner.cost_model, FirstPrinciples):
         return None
+    if planner.model.experts is not None:  # whose weights are not modelled so
+        return None
     scopes = [each for each in space.scopes if training.saves_scores or each is not SCOPES[1]]
     best, nearest = None, None
     for configuration in _configurations(space, planner_of, training):

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from itertools import pairwise
@@ -10,7 +10,6 @@ from itertools import pairwise
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate.costs import Costs
 from megatron.placement.counts import MessageCounts, ends_of, exchanged
-from megatron.placement.degrees import Degrees
 from megatron.placement.mapping import NAMED
 from megatron.placement.optimize import optimized
 from megatron.placement.traffic import Traffic
@@ -21,10 +20,16 @@ from megatron.planner.job.software import MEGATRON_CORE, Software
 from megatron.planner.memory.activations import Activations, by_stage
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.memory.node_memory import crowds_by_name, fewest_sharing
-from megatron.planner.memory.parameters import FP8_COPY_BYTES, matrix_parameters, stage_parameters
+from megatron.planner.memory.parameters import (
+    FP8_COPY_BYTES,
+    matrix_parameters,
+    stage_expert_parameters,
+    stage_parameters,
+)
 from megatron.planner.time.calibration import default_constants
 from megatron.planner.time.closed_forms import moving_parts
 from megatron.planner.time.constants import Constants
+from megatron.planner.time.expert_work import ExpertLayerWork
 from megatron.planner.time.links import Links
 from megatron.planner.time.overlap import gathers_shown, num_buckets, reductions_shown
 from megatron.planner.time.ring import Ring
@@ -33,6 +38,8 @@ from megatron.planner.time.work import LayerWork, Work
 
 _GIGA = 1e9
 
+Works = tuple[LayerWork, LayerWork | None]
+"""Of a layer without experts, and of one with them where the model has such."""
 Pieces = tuple[tuple[float, float], tuple[float, float], tuple[float, float]]
 """Of the embedding, a layer and the head."""
 
@@ -49,8 +56,8 @@ class FirstPrinciples:
     ) -> None:
         self.model, self.cluster, self.software = model, cluster, software
         self.constants = constants or default_constants()
-        self._links: dict[tuple[Degrees, str, Traffic | None], Links] = {}
-        self._works: dict[tuple[int, int, bool], LayerWork] = {}
+        self._links: dict[tuple, Links] = {}
+        self._works: dict[tuple, tuple[LayerWork, LayerWork | None]] = {}
         self._others: dict[Software, FirstPrinciples] = {}
 
     def calibrated(self, constants: Constants) -> "FirstPrinciples":
@@ -74,15 +81,18 @@ class FirstPrinciples:
         software = self.software.of(configuration)
         if software is not self.software:
             return self._trained_by(software).costs(configuration, layers)
-        work = self._work_of(configuration)
+        works = self._works_of(configuration)
+        work = works[0]
         schedule = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
         links = self._links_of(configuration, layers, schedule)
-        embedding, layer, head = self._pieces(configuration, links)
-        forward, backward = ([count * seconds for count in layers] for seconds in layer)
-        for stage, ends in ((0, embedding), (len(layers) - 1, head)):
-            forward[stage] += ends[0]
-            backward[stage] += ends[1]
-        halves = self._halves(configuration, layers, work, links) if schedule.splits_backward else {}
+        forward = self._of_layers(layers, works, links, lambda each: each.forward)
+        backward = self._of_layers(
+            layers, works, links, lambda each: each.backward + each.recomputed(configuration.recompute)
+        )
+        for stage, ends in ((0, work.embedding), (len(layers) - 1, work.head)):
+            forward[stage] += self._seconds(ends[0], links)
+            backward[stage] += self._seconds(ends[1], links)
+        halves = self._halves(configuration, layers, works, links) if schedule.splits_backward else {}
         boundary = self._boundary(configuration)
         rates = [self._rate(*ends, links) for ends in pairwise(schedule.rank_of_stage)]
         if not self.software.overlaps_transfers:
@@ -131,8 +141,22 @@ class FirstPrinciples:
 
     # --- seconds
 
+    def _of_layers(
+        self, layers: Sequence[int], works: Works, links: Links, part: Callable[[LayerWork], Work]
+    ) -> list[float]:
+        """Seconds of a part of the work of the layers of each stage, some of which may have experts."""
+        plain, with_experts = works
+        seconds = self._seconds(part(plain), links)
+        if with_experts is None:
+            return [count * seconds for count in layers]
+        others = self._seconds(part(with_experts), links)
+        counts = self.model.layers_with_experts(layers)
+        return [
+            (count - of_these) * seconds + of_these * others for count, of_these in zip(layers, counts, strict=True)
+        ]
+
     def _pieces(self, configuration: Configuration, links: Links) -> Pieces:
-        work = self._work_of(configuration)
+        work = self._works_of(configuration)[0]
         again = work.recomputed(configuration.recompute)
         return tuple(
             (self._seconds(forward, links), self._seconds(backward, links))
@@ -140,14 +164,15 @@ class FirstPrinciples:
         )
 
     def _halves(
-        self, configuration: Configuration, layers: Sequence[int], work: LayerWork, links: Links
+        self, configuration: Configuration, layers: Sequence[int], works: Works, links: Links
     ) -> dict[str, list[float]]:
         """I and W of each stage, by what is in them."""
-        of_input = self._seconds(work.backward_input + work.recomputed(configuration.recompute), links)
-        of_weight = self._seconds(work.backward_weight, links)
+        work, recompute = works[0], configuration.recompute
         found = {
-            "backward_input": [count * of_input for count in layers],
-            "backward_weight": [count * of_weight for count in layers],
+            "backward_input": self._of_layers(
+                layers, works, links, lambda each: each.backward_input + each.recomputed(recompute)
+            ),
+            "backward_weight": self._of_layers(layers, works, links, lambda each: each.backward_weight),
         }
         found["backward_input"][0] += self._seconds(work.embedding[1], links)
         for name, half in zip(found, work.head_halves, strict=True):
@@ -157,21 +182,52 @@ class FirstPrinciples:
     def _seconds(self, work: Work, links: Links) -> float:
         constants, device = self.constants, self.cluster.device
         tensor_link = self._scaled(links.tensor, links, within=constants.tensor_efficiency)
-        products = work.operations / (device.peak(self.software.element_bytes) * constants.product_efficiency)
+        products = self._products(work.operations, work.calls)
         if work.fp8_operations:
             products += work.fp8_operations / (1e12 * device.peak_teraflops_fp8 * constants.product_efficiency)
-        products += work.calls * constants.product_overhead
         traffic = work.traffic / (device.memory_bandwidth * _GIGA * constants.memory_efficiency)
         hidden = work.overlapped / tensor_link
         device_seconds = max(products + constants.contention * hidden, hidden) + traffic + work.exchanged / tensor_link
+        device_seconds += self._shared_seconds(work, links)
         return max(device_seconds, (work.kernels + work.calls + work.collectives) * constants.launch)
 
-    def _work_of(self, configuration: Configuration) -> LayerWork:
-        key = (configuration.tensor, configuration.micro_batch_size, configuration.sequence_parallel)
+    def _products(self, operations: float, calls: float) -> float:
+        peak = self.cluster.device.peak(self.software.element_bytes)
+        seconds = operations / (peak * self.constants.product_efficiency)
+        return seconds + calls * self.constants.product_overhead
+
+    def _shared_seconds(self, work: Work, links: Links) -> float:
+        """What ranks wait for that share sequences or experts.
+
+        A ring's step takes as long as its transfer or its part of the attention's core, which loses `contention` of the
+        transfer's time; in the last step nothing is passed on.
+        """
+        if not (work.ring or work.gathered or work.dispatched or work.spread):
+            return 0.0
+        constants, peak = self.constants, self.cluster.device.peak(self.software.element_bytes)
+        context = self._scaled(links.context, links)
+        core = (
+            work.ring_operations / (peak * constants.product_efficiency) + work.ring_calls * constants.product_overhead
+        )
+        ring = work.ring / context
+        waits = max(constants.contention * ring, ring - core)
+        spread = self._scaled(links.expert_tensor, links, within=constants.tensor_efficiency)
+        copies = work.dispatched / self._scaled(links.expert, links) + work.spread / spread
+        return waits + work.gathered / context + copies
+
+    def _works_of(self, configuration: Configuration) -> Works:
+        """The work of a layer without experts, and of one with them."""
+        values = {
+            "tensor": configuration.tensor, "micro_batch_size": configuration.micro_batch_size,
+            "sequence_parallel": configuration.sequence_parallel, "context": configuration.context,
+        }  # fmt: skip
+        degrees = configuration.expert_degrees
+        key = (*values.values(), degrees)
         if key not in self._works:
-            self._works[key] = LayerWork(
-                self.model, self.software, tensor=key[0], micro_batch_size=key[1], sequence_parallel=key[2]
-            )
+            plain, with_experts = LayerWork(self.model, self.software, **values), None
+            if self.model.experts is not None:
+                with_experts = ExpertLayerWork(self.model, self.software, degrees=degrees, **values)
+            self._works[key] = plain, with_experts
         return self._works[key]
 
     # --- between ranks
@@ -179,7 +235,8 @@ class FirstPrinciples:
     def _links_of(self, configuration: Configuration, layers: Sequence[int], schedule: Schedule) -> Links:
         degrees, name = configuration.degrees, configuration.rank_mapping
         traffic = self._traffic(configuration, layers, schedule) if name == "optimized" else None
-        key = (degrees, name, traffic)
+        shares = configuration.context, configuration.expert_degrees
+        key = (degrees, name, traffic, shares)
         if key not in self._links:
             topology = self.cluster.topology
             if topology.num_slots != degrees.world_size:
@@ -188,7 +245,7 @@ class FirstPrinciples:
                     "them equal"
                 )
             mapping = optimized(degrees, traffic, topology) if traffic else NAMED[name](degrees)
-            self._links[key] = Links(degrees, mapping, topology)
+            self._links[key] = Links(degrees, mapping, topology, context=shares[0], experts=shares[1])
         return self._links[key]
 
     def _traffic(self, configuration: Configuration, layers: Sequence[int], schedule: Schedule) -> Traffic:
@@ -235,7 +292,8 @@ class FirstPrinciples:
         """Saved activations of a microbatch at each stage, where they are balanced."""
         if not configuration.preset.balance:
             return [0.0] * len(layers)
-        return by_stage(Activations(self.model, self.software.activation_setting(configuration)).saved, layers)
+        activations = Activations(self.model, self.software.activation_setting(configuration))
+        return by_stage(activations.saved, layers, self.model.layers_with_experts(layers))
 
     def _reduces_embedding(self, schedule: Schedule) -> bool:
         """Whether the first and the last stage, on two ranks, share an embedding."""
@@ -271,7 +329,7 @@ class FirstPrinciples:
             gathers = state.distributed_optimizer and not configuration.predicts
             gather.append(once * state.weight_bytes if gathers else 0.0)
             reduce.append(once * state.gradient_bytes * (1 if state.distributed_optimizer else 2))
-            buckets.append(num_buckets(count, configuration.data))
+            buckets.append(num_buckets(count, configuration.replicas))
         if self.software.fp8:
             for stage, count in enumerate(layers):
                 matrices = matrix_parameters(self.model, configuration.tensor, count)
@@ -347,12 +405,16 @@ class FirstPrinciples:
         """By stage: the parameters that a replica steps, all of them, and seconds in which a ring spreads a buffer with
         a byte for each.
         """
-        d, is_split = configuration.data, configuration.distributed_optimizer
-        link = self._scaled(links.data, links)
-        return [
-            (count / d if is_split else count, count, (d - 1) / d * count / link)
-            for count in stage_parameters(self.model, configuration.tensor, layers)
-        ]  # fmt: skip
+        state, degrees = self.software.training_state(configuration), configuration.expert_degrees
+        d, link = configuration.replicas, self._scaled(links.data, links)
+        same, expert_link = configuration.expert_replicas, self._scaled(links.expert_data, links)
+        counts = stage_parameters(self.model, configuration.tensor, layers, degrees)
+        of_experts = stage_expert_parameters(self.model, layers, degrees)
+        found = []
+        for count, experts in zip(counts, of_experts, strict=True):
+            once = (d - 1) / d * (count - experts) / link + (same - 1) / same * experts / expert_link
+            found.append((state.stepped(count, experts), count, once))
+        return found
 
     @property
     def _memory_bandwidth(self) -> float:

@@ -3,7 +3,12 @@
 A GPU has its link to the GPUs of its node; all GPUs of a node share the node's link to the network. A collective whose
 members lie on several nodes goes round rings that enter and leave each node once, over all of the node's adapters, so
 its speed is the node's, divided by the number of groups that use it at once. A transfer between two ranks shares the
-node's link with the transfers that other ranks of the node make at the same time.
+node's link with the transfers that other ranks of the node make at the same time. Of an all-to-all each member's part
+for those on other nodes crosses, while all GPUs of the node send as much.
+
+Replicas are numbered with the ranks that share sequences: those of context parallel ranks first, which so lie next to
+one another, behind the tensor ranks. Experts are shared by ranks in that order, too: etp ranks have parts of the same,
+ep times as many different ones.
 
 Nodes are taken to be alike; the ranks of the first replica stand for all.
 """
@@ -14,6 +19,7 @@ from megatron.pipeline.program.move_order import pair_of
 from megatron.placement.degrees import Degrees
 from megatron.placement.mapping import Mapping, inverse
 from megatron.placement.topology import Topology
+from megatron.planner.memory.experts import ExpertDegrees
 
 _GIGA = 1e9
 
@@ -26,9 +32,20 @@ class Links:
         data: of the replicas.
         edges: by rank of a pipeline, to the next one; the last one's to the first.
         pairs: by rank of the pipeline, to the rank of its pair (BPipe).
+        context: round the ring of ranks that share sequences, or in a collective of them.
+        expert: in an all-to-all of the ranks with different experts.
+        expert_tensor, expert_data: in a collective of those with parts of the same experts, and of their replicas.
     """
 
-    def __init__(self, degrees: Degrees, mapping: Mapping, topology: Topology) -> None:
+    def __init__(
+        self,
+        degrees: Degrees,
+        mapping: Mapping,
+        topology: Topology,
+        *,
+        context: int = 1,
+        experts: ExpertDegrees | None = None,
+    ) -> None:
         self._topology, self._degrees = topology, degrees
         slots = inverse(mapping)
         self._nodes = [topology.node_of_slot[slot] for slot in slots]
@@ -39,6 +56,8 @@ class Links:
         self._rates: dict[tuple[int, int], float] = {}
         self.tensor = self._collective([rank(tensor=i, data=0, stage=0) for i in range(degrees.tensor)])
         self.data = self._collective([rank(tensor=0, data=i, stage=0) for i in range(degrees.data)])
+        self.context = self._collective([rank(tensor=0, data=i, stage=0) for i in range(context)])
+        self._share_experts(experts or ExpertDegrees(tensor=degrees.tensor))
         self.edges = [self.between(stage, (stage + 1) % p) for stage in range(p)]
         self.pairs = [self._transfer(stage, [pair_of(each, p) for each in range(p)]) for stage in range(p)]
 
@@ -75,6 +94,26 @@ class Links:
             return self.within
         together = nodes.count(nodes[0])  # the other ranks of the node are in groups of as many
         return min(self.within, self._between * together / len(self._ranks_on[nodes[0]]))
+
+    def _share_experts(self, experts: ExpertDegrees) -> None:
+        """See `expert`, `expert_tensor` and `expert_data`."""
+        degrees, t, etp = self._degrees, self._degrees.tensor, experts.tensor
+
+        def ranks(step: int, count: int) -> list[int]:
+            return [degrees.rank(tensor=i * step % t, data=i * step // t, stage=0) for i in range(count)]
+
+        apart = etp * experts.parallel
+        self.expert_tensor = self._collective(ranks(1, etp))
+        self.expert = self._all_to_all(ranks(etp, experts.parallel))
+        self.expert_data = self._collective(ranks(apart, t * degrees.data // apart))
+
+    def _all_to_all(self, members: Sequence[int]) -> float:
+        nodes = [self._nodes[rank] for rank in members]
+        elsewhere = sum(node != nodes[0] for node in nodes)
+        if not elsewhere:
+            return self.within
+        share = elsewhere / (len(members) - 1)
+        return min(self.within, self._between / len(self._ranks_on[nodes[0]]) / share)
 
     def _transfer(self, stage: int, target: Sequence[int]) -> float:
         rank = self._degrees.rank(tensor=0, data=0, stage=stage)

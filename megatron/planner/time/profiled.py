@@ -102,6 +102,10 @@ class ProfiledCosts:
         )
 
     def _refuse(self, configuration: Configuration) -> None:
+        if configuration.context > 1 or configuration.expert > 1:
+            raise ValueError(
+                "a profile has no times of ranks that share sequences or experts; predict from first principles"
+            )
         if configuration.tensor > 1 and configuration.sequence_parallel != self.profile.sequence_parallel:
             has = "with" if self.profile.sequence_parallel else "without"
             raise ValueError(

@@ -43,8 +43,8 @@ class CutModel:
             boundary: bytes of an activation between two stages; None: all that a rank has of it.
         """
         model, setting, ranks = self.model, self.setting, self.schedule.rank_of_stage
-        saved, sent = by_stage(self._activations.saved, self.layers), self._activations.boundary
-        parameters = stage_parameters(model, setting.tensor, self.layers)
+        saved, sent = self._saved, self._activations.boundary
+        parameters = stage_parameters(model, setting.tensor, self.layers, setting.expert_degrees)
         embedding = gradient_bytes * (model.vocabulary_size // setting.tensor) * model.hidden_size
         return Traffic(
             pipeline=tuple(count * (sent if boundary is None else boundary) for count in counts.activations),
@@ -62,7 +62,7 @@ class CutModel:
     @property
     def moved_bytes(self) -> tuple[float, ...]:
         """By rank of a pipeline, the most that a move carries: what a microbatch saves at one of its stages."""
-        saved = by_stage(self._activations.saved, self.layers)
+        saved = self._saved
         return tuple(max((saved[stage] for stage in own), default=0.0) for own in self._trained)
 
     def forward_seconds(self, *, teraflops: float) -> float:
@@ -70,6 +70,11 @@ class CutModel:
         per second), without embedding and output layer."""
         operations = self.model.forward_operations(max(self.layers), self.setting.micro_batch_size)
         return operations / self.setting.tensor / (teraflops * _TERA)
+
+    @property
+    def _saved(self) -> list[float]:
+        """Bytes that a microbatch saves at each stage."""
+        return by_stage(self._activations.saved, self.layers, self.model.layers_with_experts(self.layers))
 
     @property
     def _activations(self) -> Activations:

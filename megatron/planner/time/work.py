@@ -7,6 +7,14 @@ Everything that takes time on a GPU is one of four kinds, each with a resource o
     exchanged     bytes that a tensor rank sends to the others while it computes nothing
     overlapped    bytes that it sends while it multiplies
 
+Ranks that share sequences or experts send over links of their own:
+
+    ring          bytes of keys and values that a context parallel rank passes on beside the attention's core, in all
+                  steps but the last; `ring_operations` and `ring_calls` are those of the core beside them
+    gathered      bytes that it sends to gather keys and values, while it computes nothing
+    dispatched    bytes of tokens on their way to experts and back, likewise
+    spread        of these between ranks that have parts of the same experts, likewise
+
 Counted for megatron.core's and Megatron-LM's kernels, of T tokens with e bytes an element, and N scores of a rank. A
 pass over a tensor counts what it reads and what it writes.
 
@@ -43,6 +51,11 @@ Where a backward is split, W has the products of the linears that give gradients
 their buffer; with split sequences it gathers the inputs for them. All else is in I: the other products, the attention's
 core, norms, activations, the embedding, and what is recomputed. So operations and bytes of both are those of the whole;
 but what tensor ranks send beside products of weights in a whole backward has none to hide behind in either half.
+
+With context parallelism a rank has 1/cp of the tokens, and their scores with whole sequences. Its kernels compute them
+in cp steps, which are alike, since each rank has a part of the beginning and one of the end. A step's keys and values
+come while the one before is computed; in a backward their gradients come along. Each step's result is added to what is
+there: 3 passes over it, or in a backward over the gradients of queries, keys and values.
 """
 
 from __future__ import annotations
@@ -70,6 +83,12 @@ class Work:
     kernels: float = 0.0
     collectives: float = 0.0
     fp8_operations: float = 0.0
+    ring: float = 0.0
+    ring_operations: float = 0.0
+    ring_calls: float = 0.0
+    gathered: float = 0.0
+    dispatched: float = 0.0
+    spread: float = 0.0
 
     def __add__(self, other: Work) -> Work:
         return Work(*(a + b for a, b in zip(self._values, other._values, strict=True)))
@@ -81,19 +100,27 @@ class Work:
     def _values(self) -> tuple[float, ...]:
         return (
             self.operations, self.calls, self.traffic, self.exchanged, self.overlapped, self.kernels, self.collectives,
-            self.fp8_operations,
+            self.fp8_operations, self.ring, self.ring_operations, self.ring_calls, self.gathered, self.dispatched,
+            self.spread,
         )  # fmt: skip
 
 
 class LayerWork:
-    """The work of one microbatch on one of t tensor ranks."""
+    """The work of one microbatch on one of t tensor ranks, in a layer without experts."""
 
     def __init__(
-        self, shape: Architecture, software: Software, *, tensor: int, micro_batch_size: int, sequence_parallel: bool
+        self,
+        shape: Architecture,
+        software: Software,
+        *,
+        tensor: int,
+        micro_batch_size: int,
+        sequence_parallel: bool,
+        context: int = 1,
     ) -> None:
         self.shape, self.software = shape, software
-        self.t, self.b = tensor, micro_batch_size
-        self.tokens = micro_batch_size * shape.sequence_length
+        self.t, self.b, self.cp = tensor, micro_batch_size, context
+        self.tokens = micro_batch_size * (shape.sequence_length // context)
         self.shared = tensor if sequence_parallel and tensor > 1 else 1
         self.sequence_parallel = self.shared > 1
         self.e = software.element_bytes
@@ -103,46 +130,40 @@ class LayerWork:
     @cached_property
     def forward(self) -> Work:
         h, q, e, t = self.shape.hidden_size, self.shape.query_width, self.e, self.t
-        norm, activation, attention = self._elementwise(backward=False)
+        norm, _, around = self._elementwise(backward=False)
         along_tokens = self.tokens / self.shared * (2 * norm * h + 2 * (3 * e + self._mask) * h)
-        split = self.tokens / t * (activation + attention + (0 if self.software.flash_attention else 2 * e * q))
+        attention = self.tokens / t * (around + (0 if self.software.flash_attention else 2 * e * q))
         return (
             self._linear(1)
             + self._cast(along_tokens=2 * h, split=q + self.shape.ffn_hidden_size)
             + self._core_forward()
-            + Work(traffic=along_tokens + split, kernels=18, exchanged=2 * self._all_reduce, collectives=2 * (t > 1))
+            + self._forward_exchange()
+            + Work(traffic=along_tokens + attention + self._mlp_traffic(backward=False), kernels=18)
         )
 
     @cached_property
     def backward(self) -> Work:
         """Without what is recomputed."""
         h, q, k, e, t = self.shape.hidden_size, self.shape.query_width, self.shape.key_width, self.e, self.t
-        norm, activation, attention = self._elementwise(backward=True)
+        norm, _, around = self._elementwise(backward=True)
         along_tokens = self.tokens / self.shared * (2 * norm * h + 2 * (5 * e + self._mask) * h)
-        split = self.tokens / t * (activation + attention + 2 * e * q + 2 * e * (q + 2 * k))
-        weights = self._accumulated(self.shape.layer_matrices / t)
-        exposed, hidden = self._backward_exchange()
+        attention = self.tokens / t * (around + 2 * e * q + 2 * e * (q + 2 * k))
+        weights = self._accumulated(self._matrices)
         return (
             self._linear(2)
             + self._cast(along_tokens=2 * h, split=q + 2 * k + self.shape.ffn_hidden_size * (1 + self.shape.gated))
             + self._core_backward()
-            + Work(
-                traffic=along_tokens + split + weights,
-                kernels=36,
-                exchanged=exposed,
-                overlapped=hidden,
-                collectives=2 * (t > 1),
-            )
+            + self._backward_exchange()
+            + Work(traffic=along_tokens + attention + self._mlp_traffic(backward=True) + weights, kernels=36)
         )
 
     @cached_property
     def backward_weight(self) -> Work:
         """W of a backward in halves."""
-        gathered = self._all_reduce * self.sequence_parallel
+        sums = self._num_sums * self.sequence_parallel
         return self._linear(1) + Work(
-            traffic=self._accumulated(self.shape.layer_matrices / self.t), exchanged=gathered,
-            collectives=2.0 * self.sequence_parallel,
-        )  # fmt: skip
+            traffic=self._accumulated(self._matrices), exchanged=sums * self._all_reduce / 2, collectives=float(sums)
+        )
 
     @cached_property
     def backward_input(self) -> Work:
@@ -212,6 +233,16 @@ class LayerWork:
         passes = self.software.gradient_bytes + (0 if self.software.fuses_gradient_accumulation else self.e)
         return 2 * num_weights * passes
 
+    @property
+    def _matrices(self) -> float:
+        """Elements of a layer's matrices on a rank."""
+        return self.shape.layer_matrices / self.t
+
+    @property
+    def _num_sums(self) -> int:
+        """Results of matrices that are cut by rows, which tensor ranks sum: of the projections and of the MLP."""
+        return 2
+
     def _linear(self, times: int) -> Work:
         operations = 2.0 * times * self.tokens * self.shape.layer_matrices / self.t
         if self.software.fp8:
@@ -239,31 +270,43 @@ class LayerWork:
     def _elementwise(self, *, backward: bool) -> tuple[float, float, float]:
         """Bytes of a token: of a norm by column, of the activation, and around attention; see the module."""
         e, shape = self.e, self.shape
+        plain = self._activation_bytes(4 if backward else 2, shape.ffn_hidden_size)
         if self.software.fuses_elementwise:
-            return (5.0 if backward else 2.0) * e, self._activation_bytes(4 if backward else 2), 0.0
+            return (
+                (5.0 if backward else 2.0) * e,
+                self._activation_bytes(4 if backward else 2, shape.ffn_hidden_size),
+                0.0,
+            )
         norm = 7 * e + 15 * _FP32 if backward else 4 * e + 6 * _FP32
         gated = (9.0 if backward else 5.0) * e * shape.ffn_hidden_size
         turned = (2 * e + 4 * _FP32) * (shape.query_width + shape.key_width)
         repeats = shape.num_query_groups < shape.num_attention_heads
         repeated = 2 * e * (shape.query_width + shape.key_width) * repeats
-        return norm, gated if shape.gated else self._activation_bytes(4 if backward else 2), turned + repeated
+        return norm, gated if shape.gated else plain, turned + repeated
 
-    def _activation_bytes(self, passes: int) -> float:
-        return passes * self.e * self.shape.ffn_hidden_size * (1.5 if self.shape.gated else 1)
+    def _mlp_traffic(self, *, backward: bool) -> float:
+        """Bytes that an MLP's kernels move between its products."""
+        return self.tokens / self.t * self._elementwise(backward=backward)[1]
+
+    def _activation_bytes(self, passes: int, width: int) -> float:
+        return passes * self.e * width * (1.5 if self.shape.gated else 1)
+
+    def _forward_exchange(self) -> Work:
+        return Work(exchanged=self._num_sums * self._all_reduce, collectives=self._num_sums * (self.t > 1))
 
     @property
     def _all_reduce(self) -> float:
         """Bytes that a rank sends to sum the residual stream over tensor ranks, or to scatter and gather it."""
         return 2 * (self.t - 1) / self.t * self.tokens * self.shape.hidden_size * self.e
 
-    def _backward_exchange(self) -> tuple[float, float]:
-        """Exposed and overlapped bytes. With split sequences gradients are gathered before two products, exposed; then
-        the inputs are gathered again and the gradients scattered, under products."""
-        if self.sequence_parallel:
-            exposed, hidden = self._all_reduce, 2 * self._all_reduce
-        else:
-            exposed, hidden = 0.0, 2 * self._all_reduce
-        return (exposed, hidden) if self.software.overlaps_tensor else (exposed + hidden, 0.0)
+    def _backward_exchange(self) -> Work:
+        """With split sequences gradients are gathered before products, exposed; then the inputs are gathered again and
+        the gradients scattered, under products."""
+        exposed = self._num_sums * self._all_reduce / 2 * self.sequence_parallel
+        hidden = self._num_sums * self._all_reduce
+        if not self.software.overlaps_tensor:
+            exposed, hidden = exposed + hidden, 0.0
+        return Work(exchanged=exposed, overlapped=hidden, collectives=self._num_sums * (self.t > 1))
 
     @property
     def _scores(self) -> float:
@@ -285,7 +328,7 @@ class LayerWork:
 
     def _core_forward(self) -> Work:
         if self.software.flash_attention:
-            return self._core_products(1) + Work(kernels=1)
+            return self._in_steps(self._core_products(1) + Work(kernels=1), self.shape.query_width, passed=1)
         e = self.e
         softmax = 2 * e if self.softmax_is_fused else 6 * _FP32 + 1 + self._widening
         dropout = 2 * e + 1 if self.shape.attention_dropout else 0
@@ -293,11 +336,27 @@ class LayerWork:
 
     def _core_backward(self) -> Work:
         if self.software.flash_attention:
-            return self._core_products(2.5) + Work(kernels=3)
+            added = self.shape.query_width + 2 * self.shape.key_width
+            return self._in_steps(self._core_products(2.5) + Work(kernels=3), added, passed=2)
         e = self.e
         softmax = 3 * e if self.softmax_is_fused else 7 * _FP32 + 1 + self._widening
         dropout = 2 * e + 1 if self.shape.attention_dropout else 0
         return self._core_products(2) + Work(traffic=(5 * e + softmax + dropout) * self._scores, kernels=8)
+
+    def _in_steps(self, core: Work, width: int, *, passed: int) -> Work:
+        """The attention's core with what context parallel ranks hand on: keys and values, and their gradients if twice
+        as much is `passed`. `width`: of the results that each step adds to."""
+        if self.cp == 1:
+            return core
+        keys = (self.cp - 1) * passed * 2 * self.shape.key_width * self.e * self.tokens / self.t
+        if self.software.gathers_keys:
+            return core + Work(gathered=keys, collectives=float(passed))
+        part = (self.cp - 1) / self.cp
+        calls, added = self.cp * core.calls, self.cp * 3 * width * self.e * self.tokens / self.t
+        return core + Work(
+            calls=calls - core.calls, traffic=added, kernels=self.cp * (core.kernels + 1) - core.kernels,
+            collectives=self.cp - 1.0, ring=keys, ring_operations=part * core.operations, ring_calls=part * calls,
+        )  # fmt: skip
 
 
 def _rest(whole: Work, weight: Work) -> Work:

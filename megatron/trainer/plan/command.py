@@ -9,7 +9,7 @@ program's own rules make of it, and their refusal. No torch in here.
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from megatron.trainer.arguments.flags.parser import FLAGS, GROUPS, destinations
 from megatron.trainer.arguments.flags.specification import Flag, Role
 from megatron.trainer.arguments.values import vocabulary
 from megatron.trainer.plan import from_flags
+from megatron.trainer.plan.priced import PricedFlags, read_priced
 
 PROGRAMS = {
     "gpt": ("pretrain_gpt.py", {}),
@@ -42,6 +43,7 @@ class Job:
         global_batch_size: the user's, or None.
         provisional, provisional_microbatches, provisional_reduce: how 2bw shall predict its weights.
         platform: the machines as the flags are checked for them.
+        priced: what the user asked for that the program does not train, and a search prices.
     """
 
     architecture: str
@@ -52,19 +54,27 @@ class Job:
     provisional: str = "off"
     provisional_microbatches: int | None = None
     provisional_reduce: bool = False
+    priced: PricedFlags = field(default_factory=PricedFlags)
 
     @classmethod
     def read(cls, argv: Sequence[str], *, architecture: str, platform: Platform) -> "Job":
-        """A job from flags. Raises ValueError as the parser, and where the shape is incomplete."""
+        """A job from flags, also from those that the program refuses and a search prices.
+
+        Raises:
+            ValueError: as the parser, or the shape is incomplete.
+        """
         program, defaults = PROGRAMS[architecture]
-        given = parse_args(list(argv), prog=program, defaults=defaults)
+        given = parse_args(list(argv), prog=program, defaults=defaults, accepts=Role.PRICED)
         if given.global_batch_size is not None and given.global_batch_size < 1:
             raise ValueError(f"--global-batch-size {given.global_batch_size} is below 1; give the sequences of a batch")
         if given.max_position_embeddings is None and given.seq_length is not None:
             argv = [*argv, "--max-position-embeddings", str(given.seq_length)]
-            given = parse_args(argv, prog=program, defaults=defaults)
-        kept, dropped = [], []
+            given = parse_args(argv, prog=program, defaults=defaults, accepts=Role.PRICED)
+        kept, dropped, priced = [], [], []
         for flag in given_flags(given):
+            if Role.PRICED in flag.roles:
+                priced.append((flag, written(flag, given)))
+                continue
             if Role.PREDICTION in flag.roles and given.pipeline_2bw_provisional != "off":
                 continue
             (dropped if Role.CONFIGURATION in flag.roles else kept).append(written(flag, given))
@@ -77,6 +87,7 @@ class Job:
             provisional=given.pipeline_2bw_provisional,
             provisional_microbatches=given.pipeline_2bw_provisional_microbatches,
             provisional_reduce=given.pipeline_2bw_provisional_reduce,
+            priced=read_priced(given, priced),
         )
         assert job._alone  # so that what is wrong in any case is said at once
         return job
@@ -101,8 +112,9 @@ class Job:
         return argparse.Namespace(**{**vars(self._whole), **values, "given": given})
 
     def arguments(self, configuration: Configuration) -> argparse.Namespace:
-        """What the program's rules make of a configuration. Raises ValueError where they refuse it."""
-        return self._checked(self.namespace(configuration), world_size=configuration.num_gpus)
+        """What the program's rules make of a configuration. Raises ValueError where they refuse it. They know no ranks
+        that share sequences, so one of these stands for all."""
+        return self._checked(self.namespace(configuration), world_size=configuration.num_gpus // configuration.context)
 
     def refusal(self, configuration: Configuration) -> str | None:
         """Why the program refuses a configuration: the first clause of what it says."""
@@ -116,12 +128,13 @@ class Job:
         """The model, with the vocabulary padded for so many tensor ranks."""
         multiple = self._alone.make_vocab_size_divisible_by * tensor
         rows = -(-vocabulary.assumed_size(self._alone) // multiple) * multiple
-        return replace(from_flags.architecture(self._alone), vocabulary_size=rows)
+        experts = self.priced.experts_of(self._alone.ffn_hidden_size)
+        return replace(from_flags.architecture(self._alone), vocabulary_size=rows, experts=experts)
 
     @cached_property
     def software(self) -> from_flags.RunSoftware:
         """What trains; where schedules split backwards, with the layers that the program takes for them."""
-        whole = from_flags.software(self._alone)
+        whole = replace(from_flags.software(self._alone), gathers_keys=self.priced.gathers_keys)
         if self._given.transformer_impl is not None or self._alone.transformer_impl == "local":
             return whole
         args = argparse.Namespace(**{**vars(self._alone), "transformer_impl": "local"})

@@ -124,16 +124,23 @@ class RunSoftware(Software):
         return self if self.with_halves is None or not configuration.splits_backward else self.with_halves
 
     def activation_setting(self, configuration: Configuration) -> ActivationSetting:
+        general = super().activation_setting(configuration)
         return replace(
             self.setting,
             tensor=configuration.tensor,
             micro_batch_size=configuration.micro_batch_size,
             sequence_parallel=configuration.sequence_parallel and configuration.tensor > 1,
-            recompute=super().activation_setting(configuration).recompute,
+            recompute=general.recompute,
+            context=general.context,
+            gathers_keys=general.gathers_keys,
+            experts=general.experts,
         )
 
     def training_state(self, configuration: Configuration) -> TrainingState:
-        return replace(self.state, distributed_optimizer=configuration.distributed_optimizer, data=configuration.data)
+        return replace(
+            self.state, distributed_optimizer=configuration.distributed_optimizer, data=configuration.replicas,
+            expert_data=configuration.expert_replicas,
+        )  # fmt: skip
 
 
 def software(args: argparse.Namespace) -> RunSoftware:

@@ -94,6 +94,28 @@ def test_without_sequence_parallelism():
     assert activations.saved(1, is_first=False, is_last=False) == expected
 
 
+def test_ranks_that_share_sequences():
+    """Each saves its part. A ring holds the keys and values of all steps and their results, or in a backward those of
+    two steps with gradients; gathered, they are those of whole sequences, with gradients."""
+    shape = Architecture.gpt3(
+        num_layers=1, hidden_size=512, num_attention_heads=8, sequence_length=256, vocabulary_size=1000
+    )
+    common = {"tensor": 2, "micro_batch_size": 1, "sequence_parallel": True, "saves_scores": False}
+
+    def activations(context: int, **changes: object) -> Activations:
+        return Activations(shape, ActivationSetting(**common, context=context, **changes))
+
+    middle = {"is_first": False, "is_last": False}
+    assert activations(4).saved(3, **middle) == activations(1).saved(3, **middle) / 4
+    assert activations(4).boundary == activations(1).boundary / 4
+    assert activations(1).workspace(1, **middle) == 0
+    tokens, width = 256 / 4, 2 * 512 / 2  # bytes of a token's keys on a tensor rank
+    assert activations(4).workspace(1, **middle) == tokens * width * 4 * 3
+    assert activations(2).workspace(1, **middle) == 2 * tokens * width * 8
+    assert activations(4, gathers_keys=True).workspace(1, **middle) == 4 * tokens * width * 4
+    assert activations(4).workspace(0, **middle) == 0
+
+
 def capture_case(tensor: int, cases: list[str]) -> list[tuple[float, float]]:
     """For each command line (estimated, captured) bytes that the layers of a middle stage save of a microbatch."""
     from megatron.core import parallel_state
@@ -155,6 +177,8 @@ CASES = (
     "--recompute-granularity full --recompute-method block --recompute-num-layers 3",
     "--group-query-attention --num-query-groups 2",
     "--group-query-attention --num-query-groups 2 --recompute-activations",
+    "--swiglu --disable-bias-linear",
+    "--swiglu --no-bias-swiglu-fusion --disable-bias-linear",
 )
 
 

@@ -62,3 +62,14 @@ def test_copies_of_what_steps_at_once():
     state = TrainingState(gradient_bytes=2)
     assert state.optimizer(PARAMETERS, num_versions=1, stepped=100) == 12 * PARAMETERS + 4 * 100
     assert TrainingState().optimizer(PARAMETERS, num_versions=1, stepped=100) == 12 * PARAMETERS
+
+
+def test_experts_are_split_over_their_own_replicas():
+    """By the distributed optimizer alone: 12 bytes of each parameter in 16 bits, in a share of its own."""
+    state = TrainingState(distributed_optimizer=True, data=8, expert_data=2)
+    assert state.stepped(PARAMETERS, 600) == 400 / 8 + 600 / 2
+    assert state.optimizer(PARAMETERS, num_versions=1, experts=600) == pytest.approx(12 * (400 / 8 + 600 / 2))
+    assert state.prediction(PARAMETERS, largest=PARAMETERS, experts=600) == pytest.approx(4 * 4 * (400 / 8 + 600 / 2))
+    whole = TrainingState(data=8, expert_data=2)
+    assert whole.stepped(PARAMETERS, 600) == PARAMETERS
+    assert whole.optimizer(PARAMETERS, num_versions=1, experts=600) == 12 * PARAMETERS

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.planner.search import Outcome, Rejected, delay
 from megatron.planner.search import report_timeline as timelines
-from megatron.planner.search.outcome import Choice
+from megatron.planner.search.outcome import Choice, Kept
 from megatron.planner.search.report import html_report
 from megatron.planner.search.report_table import configurations_table
 from megatron.planner.search.table import HEADINGS, cells
@@ -105,9 +105,14 @@ def test_what_users_wrote_is_escaped(outcome):
     assert bad in page.tables[0][1][-1] and bad in page.tables[1][1][-1] and bad in page.tables[2][1][-1]
 
 
+def with_shared_ranks(each: Kept) -> Kept:
+    """The same in a search that asks for context parallelism, of a model with experts."""
+    return replace(each, choice=replace(each.choice, context=1, expert=1))
+
+
 def test_every_row_is_there(outcome):
     """One for each configuration that fits, in its order and with the terminal's words, however many they are."""
-    many = Outcome(kept=copies(outcome.kept, 4), rejected=outcome.rejected)
+    many = Outcome(kept=copies([with_shared_ranks(each) for each in outcome.kept], 4), rejected=outcome.rejected)
     assert len(many.kept) > 300
     of_schedules, everything, _ = Page(page_of(many, num_timelines=1)).tables
     head, *rows = everything
@@ -121,11 +126,12 @@ def test_every_row_is_there(outcome):
 
 
 def test_columns_that_say_nothing_are_left_out(outcome):
-    """Of stages on each rank where all have one, of notes where there is none, and of what nobody asked for."""
+    """Of stages on each rank where all have one, of ranks that share sequences or experts where none do, of notes where
+    there is none, and of what nobody asked for."""
     plain = [each for each in outcome.kept if each.choice.schedule == "flush" and not each.notes][:3]
     (table,) = Page(configurations_table(list(enumerate(plain, start=1)), name="some")).tables
-    assert len(plain) == 3 and {len(row) for row in table} == {len(HEADINGS) - 2}
-    assert "v" not in table[0] and "notes" not in table[0]
+    assert len(plain) == 3 and {len(row) for row in table} == {len(HEADINGS) - 4}
+    assert not {"v", "cp", "ep", "notes"} & set(table[0])
     bare = [replace(each, accuracy=None, bill=None) for each in plain]
     (other,) = Page(configurations_table(list(enumerate(bare, start=1)), name="some")).tables
     assert set(table[0]) - set(other[0]) == {"s (80%)", "days", "cost", "cost/M tokens"}

@@ -138,3 +138,42 @@ def test_selective_recomputation_of_torchtitan():
     again = each.recomputed(RecomputeScope.ATTENTION)
     assert again.operations == 2 * 8192 * 4096 * (1024 + 4096 + 14336)
     assert again.traffic == each.forward.traffic
+
+
+def shared(context: int, *, shape=SHAPE, **software: object) -> LayerWork:
+    """With flash attention on 2 tensor ranks."""
+    chosen = replace(MEGATRON_CORE, flash_attention=True, **software)
+    return LayerWork(shape, chosen, tensor=2, micro_batch_size=1, sequence_parallel=True, context=context)
+
+
+def test_ranks_that_share_sequences_do_a_part_each():
+    """Operations of all of them are those of one rank; a rank sends keys and values cp - 1 times, in the backward with
+    their gradients, while it computes all steps but the last."""
+    alone, four = shared(1), shared(4)
+    for part in ("forward", "backward"):
+        assert 4 * getattr(four, part).operations == pytest.approx(getattr(alone, part).operations)
+    passed = 3 * 2 * (H / 2) * 2 * S / 4  # 3 steps, K and V, 2 bytes
+    assert four.forward.ring == passed and four.backward.ring == 2 * passed
+    core = 4 * S * S * H / 2 / 4
+    assert four.forward.ring_operations == pytest.approx(3 / 4 * core)
+    assert four.forward.ring_calls == 3 / 4 * 4 * 2 and four.forward.calls == 4 + 4 * 2
+    assert alone.forward.ring == alone.backward.ring == alone.forward.gathered == 0
+
+
+def test_grouped_queries_pass_on_less():
+    grouped = replace(SHAPE, num_query_groups=A // 4)
+    assert shared(4, shape=grouped).forward.ring == shared(4).forward.ring / 4
+
+
+def test_gathered_keys_are_waited_for():
+    """As many bytes, and nothing beside them; the core is computed at once."""
+    ring, gathered = shared(4), shared(4, gathers_keys=True)
+    assert (gathered.forward.gathered, gathered.forward.ring) == (ring.forward.ring, 0)
+    assert (gathered.backward.gathered, gathered.backward.ring) == (ring.backward.ring, 0)
+    assert gathered.forward.calls == shared(1).forward.calls
+
+
+def test_recomputed_layers_pass_keys_on_again():
+    four = shared(4)
+    assert four.recomputed(RecomputeScope.LAYER).ring == four.forward.ring
+    assert four.recomputed(RecomputeScope.ATTENTION).ring == four.forward.ring

@@ -124,13 +124,16 @@ def fill_defaults(
     return namespace
 
 
-def refuse(namespace: argparse.Namespace, groups: Sequence[Group]) -> None:
+def refuse(namespace: argparse.Namespace, groups: Sequence[Group], accepts: Role = Role.NONE) -> None:
     """Raise ValueError for the flags that are not known (`unknown`, of `parse_known`) and for the refused flags that
-    were given with a value that asks for something, all in one message; drop the refused ones."""
+    were given with a value that asks for something, all in one message; drop the refused ones. Those that have the role
+    `accepts` stay."""
     reasons = list(namespace.unknown)
     del namespace.unknown
     for group in groups:
         for flag in group.flags:
+            if accepts & flag.roles:
+                continue
             if flag.refused and flag.dest in namespace.given and getattr(namespace, flag.dest) not in flag.neutral:
                 reasons.append(f"{shown(flag, getattr(namespace, flag.dest))}: {flag.refused}")
             if flag.refused and not flag.neutral:
@@ -166,7 +169,11 @@ def parse_known(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> 
 
 
 def parse_args(
-    argv: Sequence[str] | None = None, *, prog: str = "pretrain_gpt.py", defaults: dict | None = None
+    argv: Sequence[str] | None = None,
+    *,
+    prog: str = "pretrain_gpt.py",
+    defaults: dict | None = None,
+    accepts: Role = Role.NONE,
 ) -> argparse.Namespace:
     """Parse a command line into one namespace with Megatron-LM's names.
 
@@ -175,6 +182,7 @@ def parse_args(
         prog: the program's name in `--help`.
         defaults: defaults of this program that differ from the table's; `architecture` ("gpt", "bert",
             "vit", "bert-classify") has no flag.
+        accepts: flags with this role are not refused.
 
     The namespace's `given` holds the destinations that the command line named. Values are not yet checked against each
     other: see `validation.validate_args`. Raises ValueError with one sentence.
@@ -182,5 +190,5 @@ def parse_args(
     parser = _shared_parser(prog)
     namespace = parse_known(parser, sys.argv[1:] if argv is None else argv)
     fill_defaults(namespace, GROUPS, {"architecture": "gpt", **(defaults or {})})
-    refuse(namespace, GROUPS)
+    refuse(namespace, GROUPS, accepts)
     return namespace

@@ -1,8 +1,9 @@
 """Flags of Megatron-LM that parse here and are refused by name, each with what to do instead."""
 
-from megatron.trainer.arguments.flags.specification import Flag, Group, integer, number, refused
+from megatron.trainer.arguments.flags.specification import Flag, Group, Role, integer, number, refused
 
 _EXPERTS = "mixture of experts is not supported by the pipeline runtime; train a dense model."
+_PRICED = Role.PRICED
 _FP8 = "FP8 and FP4 are not supported by the pipeline runtime; use --bf16."
 _CONTEXT = "context parallelism is not supported; use --sequence-parallel or --recompute-granularity."
 _FSDP = "sharding parameters over replicas is not supported; use --use-distributed-optimizer and pipeline stages."
@@ -21,7 +22,8 @@ _ENCODER = "encoder and decoder are not built together; use --num-layers and --s
 
 
 def _list(reason: str, *names: str, takes: int | str | None = 0) -> tuple[Flag, ...]:
-    return tuple(refused(name, reason, takes=takes) for name in names)
+    roles = Role.PRICED if reason in (_EXPERTS, _CONTEXT) else None
+    return tuple(refused(name, reason, takes=takes, roles=roles) for name in names)
 
 
 def _renamed(*names: tuple[str, str]) -> tuple[Flag, ...]:
@@ -33,12 +35,22 @@ GROUP = Group(
     "refused",
     "Known from Megatron-LM. Each parses, and using it is an error that says what to do.",
     (
-        refused("--context-parallel-size", _CONTEXT, takes=None, kind=integer, default=1, neutral=(1,)),
-        refused("--expert-model-parallel-size", _EXPERTS, takes=None, kind=integer, default=1, neutral=(1,)),
-        refused("--expert-tensor-parallel-size", _EXPERTS, takes=None, kind=integer, default=None, neutral=(1,)),
+        refused(
+            "--context-parallel-size", _CONTEXT, takes=None, kind=integer, default=1, neutral=(1,), roles=Role.PRICED
+        ),
+        refused(
+            "--expert-model-parallel-size",
+            _EXPERTS,
+            takes=None,
+            kind=integer,
+            default=1,
+            neutral=(1,),
+            roles=Role.PRICED,
+        ),
+        refused("--expert-tensor-parallel-size", _EXPERTS, takes=None, kind=integer, neutral=(1,), roles=_PRICED),
         refused("--num-distributed-optimizer-instances", _FSDP, takes=None, kind=integer, default=1, neutral=(1,)),
         refused("--cuda-graph-impl", _GRAPH, takes=None, default="none", neutral=("none",)),
-        refused("--num-experts", _EXPERTS, takes=None, kind=integer, neutral=(0,)),
+        refused("--num-experts", _EXPERTS, takes=None, kind=integer, neutral=(0,), roles=_PRICED),
         *_list(
             _EXPERTS,
             "--moe-router-load-balancing-type",

@@ -30,6 +30,7 @@ class Role(enum.Flag):
     SHAPE: decides the shape or the meaning of the weights; always the checkpoint's under --use-checkpoint-args.
     SAVED: the checkpoint's under --use-checkpoint-args, unless the command line names it.
     DEGREES: the degrees, and the cut of the layers into stages; taken over by --use-mp-args-from-checkpoint-args.
+    PRICED: refused by a training, and priced by a search.
     """
 
     NONE = 0
@@ -41,6 +42,7 @@ class Role(enum.Flag):
     SHAPE = enum.auto()
     SAVED = enum.auto()
     DEGREES = enum.auto()
+    PRICED = enum.auto()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +141,7 @@ def refused(
     kind: Callable[[str], Any] = str,
     default: Any = None,
     neutral: tuple[Any, ...] = (),
+    roles: Role | None = None,
 ) -> Flag:
     """A flag of Megatron-LM that parses and is then refused with `reason`, which ends in what to do instead.
 
@@ -155,6 +158,7 @@ def refused(
         stores=True if is_switch else None,
         refused=reason,
         neutral=neutral,
+        roles=roles,
     )
 
 

@@ -1,0 +1,63 @@
+"""Whether ranks can share the sequences of a model, or its experts, as a configuration has it."""
+
+from megatron.planner.job.configuration import Configuration
+from megatron.planner.job.software import Software
+from megatron.planner.memory.architecture import Architecture
+
+
+def refuse_shares(model: Architecture, configuration: Configuration, software: Software) -> None:
+    """Raises ValueError for what megatron.core refuses, or what is not modelled, with the remedy."""
+    _refuse_context(model, configuration, software)
+    _refuse_experts(model, configuration, software)
+
+
+def _refuse_context(model: Architecture, configuration: Configuration, software: Software) -> None:
+    context, length = configuration.context, model.sequence_length
+    if context == 1:
+        return
+    if length % (2 * context):  # of a causal mask each rank has a part of the beginning and one of the end
+        raise ValueError(
+            f"sequences of {length} do not divide into two parts for each of {context} context parallel ranks; change "
+            "context"
+        )
+    if configuration.sequence_parallel and length // context % configuration.tensor:
+        raise ValueError(
+            f"the {length // context} tokens of a context parallel rank do not divide by tensor "
+            f"{configuration.tensor}; change one of them, or do without sequence parallelism"
+        )
+    if not software.of(configuration).flash_attention:
+        raise ValueError(
+            f"context parallelism over {context} ranks needs flash attention, since unfused attention takes whole "
+            "sequences; choose flash attention, or one rank"
+        )
+    if model.patch_elements or model.num_classes:
+        raise ValueError("context parallelism takes sequences of tokens, not images or classes; choose context 1")
+
+
+def _refuse_experts(model: Architecture, configuration: Configuration, software: Software) -> None:
+    experts, degrees = model.experts, configuration.expert_degrees
+    if experts is None:
+        if configuration.expert > 1 or configuration.expert_tensor not in (None, configuration.tensor):
+            name = "expert" if configuration.expert > 1 else "expert_tensor"
+            raise ValueError(f"{name} is {getattr(configuration, name)}, and the model has no experts; leave it out")
+        return
+    if configuration.is_hosted:
+        raise ValueError(f"{configuration.schedule} with experts is not modelled; choose another schedule")
+    if configuration.sharding is not None:
+        raise ValueError("experts whose weights are split over replicas (FSDP, ZeRO) are not modelled; leave that out")
+    if software.fp8 or not software.fuses_elementwise or software.keeps_every_other_product:
+        raise ValueError(
+            "experts are modelled in 16 or 32 bits, with megatron.core's kernels and recomputation; give another "
+            "precision or software"
+        )
+    if experts.count % degrees.parallel:
+        raise ValueError(f"{experts.count} experts do not divide over {degrees.parallel} ranks; change expert")
+    if experts.ffn_hidden_size % degrees.tensor:
+        raise ValueError(
+            f"{experts.ffn_hidden_size} columns of an expert do not divide by expert_tensor {degrees.tensor}; change it"
+        )
+    if configuration.tensor > 1 and not configuration.sequence_parallel:
+        raise ValueError(
+            f"experts with tensor {configuration.tensor} need sequence parallelism, else each tensor rank would route "
+            "all tokens; turn it on"
+        )

@@ -1,0 +1,80 @@
+"""What one GPU does for one microbatch in a layer with experts.
+
+Beside the attention, which is as in any layer, and a shared expert, which is an MLP: a rank routes the tokens of its
+part of the sequence, sends a copy to each expert that a token goes to, computes the copies that come, and sends them
+back. As many come as leave, since balanced load is assumed. With n tokens to route, k copies of each and experts of M
+matrix elements, E of them in a layer and E/ep on a rank, in the forward:
+
+    router             a product of 2 n h E operations; its softmax and choice in FP32, 6 passes over E numbers
+    experts            2 n k M operations in a product for each matrix and expert of the rank, so `product_overhead`
+                       counts E/ep times: small experts are slow
+    copies             read and written: made, sorted by expert, sorted back and summed, (2 + 2 k + 4 k etp) e h bytes
+    between ranks      2 all-to-alls of n k e h bytes, of which (ep - 1) / ep leave the rank; nothing is computed beside
+                       them. With etp the ranks with parts of the same experts gather and scatter, 2 n k (etp - 1) e h
+
+The backward moves as much, and computes twice as much. That a product of few tokens takes as long as its weights are
+read is not counted.
+"""
+
+from megatron.planner.job.software import Software
+from megatron.planner.memory.architecture import Architecture
+from megatron.planner.memory.experts import ExpertDegrees
+from megatron.planner.time.work import LayerWork, Work
+
+_FP32 = 4
+_CHOICES = 6 * _FP32  # bytes of an expert's probability for a token: softmax, choice, scattered
+_KERNELS = 20  # of router and dispatcher, in each direction, as megatron.core has them
+
+
+class ExpertLayerWork(LayerWork):
+    """The work of one microbatch on one of t tensor ranks. `degrees`: how experts lie on ranks. The rest as in
+    `LayerWork`."""
+
+    def __init__(self, shape: Architecture, software: Software, *, degrees: ExpertDegrees, **options: object) -> None:
+        super().__init__(shape, software, **options)
+        self.experts, self.degrees = shape.experts, degrees
+        self._own = shape.experts.count // degrees.parallel
+        self._matrix = shape.mlp_matrices(shape.experts.ffn_hidden_size)
+        self._router = shape.hidden_size * shape.experts.count
+        self._dense = shape.projections + shape.mlp_matrices(shape.experts.shared_ffn_hidden_size)
+
+    @property
+    def _routed_tokens(self) -> float:
+        return self.tokens / self.shared
+
+    @property
+    def _matrices(self) -> float:
+        return self._dense / self.t + self._own * self._matrix / self.degrees.tensor + self._router
+
+    @property
+    def _num_sums(self) -> int:
+        return 1 + (self.experts.shared_ffn_hidden_size > 0)
+
+    def _linear(self, times: int) -> Work:
+        routed = self.experts.copies * self._matrix + self._router
+        operations = self.tokens * self._dense / self.t + self._routed_tokens * routed
+        calls = 2 * self._num_sums + 2 * self._own + 1
+        return Work(operations=2.0 * times * operations, calls=calls * times)
+
+    def _mlp_traffic(self, *, backward: bool) -> float:
+        experts, h, passes = self.experts, self.shape.hidden_size, 4 if backward else 2
+        shared = self.tokens / self.t * self._activation_bytes(passes, experts.shared_ffn_hidden_size)
+        columns = experts.copies * self._activation_bytes(passes, experts.ffn_hidden_size)
+        copies = self.e * h * (2 + 2 * experts.copies + 4 * experts.copies * self.degrees.tensor * (self._own > 1))
+        return shared + self._routed_tokens * (columns + copies + _CHOICES * experts.count)
+
+    def _forward_exchange(self) -> Work:
+        return super()._forward_exchange() + self._between_ranks
+
+    def _backward_exchange(self) -> Work:
+        return super()._backward_exchange() + self._between_ranks
+
+    @property
+    def _between_ranks(self) -> Work:
+        """Copies on their way to experts and back, in one direction of the computation."""
+        sent = 2 * self._routed_tokens * self.experts.copies * self.e * self.shape.hidden_size
+        ep, etp = self.degrees.parallel, self.degrees.tensor
+        return Work(
+            kernels=_KERNELS, dispatched=sent * (ep - 1) / ep, spread=sent * (etp - 1),
+            collectives=2.0 * (ep > 1) + 2.0 * (etp > 1),
+        )  # fmt: skip

@@ -1,0 +1,89 @@
+"""Ranks that share sequences or experts: how many there are of what, and what is refused."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron.planner import Cluster, Configuration
+from megatron.planner.job.sharding import Sharding
+from megatron.planner.job.shares import refuse_shares
+from megatron.planner.job.software import MEGATRON_CORE
+from megatron.planner.planner import Planner
+from tests.planner.memory.expert_layers import shape_of
+
+FLASH = replace(MEGATRON_CORE, flash_attention=True)
+
+
+def configuration(**changes: object) -> Configuration:
+    given = {"tensor": 2, "data": 4, "micro_batch_size": 1, "global_batch_size": 8, "sequence_parallel": True}
+    return Configuration(**given | changes)
+
+
+def test_counts_of_ranks():
+    """Ranks that share sequences hold the same weights; those with the same experts are counted over all of a stage."""
+    one = configuration(context=2, expert=8, expert_tensor=1)
+    assert (one.num_gpus, one.replicas, one.expert_replicas, one.num_microbatches) == (16, 8, 2, 2)
+    assert (one.degrees.data, one.degrees.world_size) == (8, 16)
+    assert configuration(expert=4).expert_replicas == 1 and configuration().expert_replicas == 4
+
+
+def test_gradients_are_reduced_where_only_ranks_of_sequences_share_weights():
+    alone, shared = configuration(data=1), configuration(data=1, context=2)
+    schedules = [each.pipeline_schedule(tied_embeddings=False) for each in (alone, shared)]
+    assert [each.data_parallel for each in schedules] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"context": 0}, "context 0 is below 1"),
+        ({"expert": 3}, "expert 3 times expert_tensor 2 does not divide the 8 ranks of a stage"),
+        ({"expert": 8}, "expert 8 times expert_tensor 2 does not divide"),
+        ({"expert_tensor": 0}, "expert 1 times expert_tensor 0"),
+        ({"context": 2, "rank_mapping": "optimized"}, "rank mapping optimized does not know"),
+        ({"context": 2, "schedule": "l2l"}, "context 2 does not go with l2l"),
+    ],
+)
+def test_configurations_that_cannot_be(changes, reason):
+    with pytest.raises(ValueError, match=reason) as refused:
+        configuration(**changes)
+    assert "; " in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "software", "reason"),
+    [
+        ({"layers": (0, 0)}, {"context": 64}, FLASH, "sequences of 64 do not divide into two parts"),
+        ({}, {"context": 16, "tensor": 8, "expert_tensor": 1}, FLASH, "the 4 tokens of a context parallel rank"),
+        ({}, {"context": 2}, MEGATRON_CORE, "context parallelism over 2 ranks needs flash attention"),
+        ({}, {"expert": 8, "expert_tensor": 1}, FLASH, "4 experts do not divide over 8 ranks"),
+        ({"ffn_hidden_size": 97}, {}, FLASH, "97 columns of an expert do not divide by expert_tensor 2"),
+        ({}, {"sequence_parallel": False}, FLASH, "experts with tensor 2 need sequence parallelism"),
+        (None, {"expert": 2}, FLASH, "expert is 2, and the model has no experts"),
+        (None, {"expert_tensor": 1}, FLASH, "expert_tensor is 1, and the model has no experts"),
+        ({}, {"schedule": "l2l", "virtual": 2}, FLASH, "l2l with experts is not modelled"),
+    ],
+)
+def test_what_a_model_does_not_allow(model, changes, software, reason):
+    shape = replace(shape_of(), experts=None) if model is None else shape_of(**model)
+    with pytest.raises(ValueError, match=reason) as refused:
+        refuse_shares(shape, configuration(**changes), software)
+    assert "; " in str(refused.value)
+
+
+def test_the_planner_asks():
+    planner = Planner(shape_of(), Cluster(gpu="H100", nodes=1), software=MEGATRON_CORE)
+    with pytest.raises(ValueError, match="flash attention"):
+        planner.layers(configuration(context=2, data=2, global_batch_size=4))
+
+
+def test_no_experts_beside_fsdp_or_fp8():
+    """Neither is modelled; nor are ranks that share sequences beside weights that are split over replicas."""
+    split = {"sharding": Sharding(stage=3, shards=4)}
+    with pytest.raises(ValueError, match="experts whose weights are split over replicas"):
+        refuse_shares(shape_of(), configuration(**split), FLASH)
+    with pytest.raises(ValueError, match="context 2 beside weights that are split over replicas"):
+        configuration(context=2, **split)
+    for software in (replace(FLASH, fp8=True), replace(FLASH, fuses_elementwise=False)):
+        with pytest.raises(ValueError, match="experts are modelled in 16 or 32 bits"):
+            refuse_shares(shape_of(), configuration(), software)

@@ -1,0 +1,86 @@
+"""What a layer with experts does, against the model's operations and by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron.planner.job.software import MEGATRON_CORE
+from megatron.planner.memory.experts import ExpertDegrees
+from megatron.planner.time.expert_work import ExpertLayerWork
+from megatron.planner.time.work import LayerWork, Work
+from tests.planner.memory.expert_layers import LENGTH, shape_of
+
+FLASH = replace(MEGATRON_CORE, flash_attention=True)
+H, F, E = 128, 96, 4
+TOKENS = 2 * LENGTH
+
+
+def work(tensor: int = 1, *, shape=None, parallel: int = 1, expert_tensor: int = 1, context: int = 1) -> LayerWork:
+    return ExpertLayerWork(
+        shape or shape_of(), FLASH, degrees=ExpertDegrees(parallel=parallel, tensor=expert_tensor), tensor=tensor,
+        micro_batch_size=2, sequence_parallel=tensor > 1, context=context,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("degrees", [(1, 1, 1, 1), (2, 4, 1, 1), (2, 2, 2, 1), (4, 1, 4, 1), (2, 2, 1, 2)])
+@pytest.mark.parametrize("shared", [0, 64])
+def test_operations_of_all_ranks_are_the_models(degrees, shared):
+    """Tensor ranks and ranks that share sequences together do what `Architecture.operations` counts for the layers,
+    wherever the experts are: those alone that a token goes to."""
+    tensor, parallel, expert_tensor, context = degrees
+    shape = shape_of(num_layers=1, shared_ffn_hidden_size=shared)
+    each = work(tensor, shape=shape, parallel=parallel, expert_tensor=expert_tensor, context=context)
+    # Flash attention's backward runs half of its products again, which the model's operations do not have.
+    again = 0.5 * 4 * TOKENS * LENGTH * shape.query_width
+    done = tensor * context * (each.forward.operations + each.backward.operations) - again
+    head = 6 * TOKENS * H * shape.vocabulary_size
+    assert done == pytest.approx(shape.operations(2) - head, rel=1e-12)
+
+
+def test_each_expert_of_a_rank_takes_products_of_its_own():
+    """Two matrices of each: halved by ep, not by etp."""
+    counts = [work(parallel=ep).forward.calls for ep in (1, 2, 4)]
+    assert counts[0] - counts[1] == 2 * 2 and counts[1] - counts[2] == 2 * 1
+    assert work(2, expert_tensor=2).forward.calls == work(2, expert_tensor=1).forward.calls
+    assert work(parallel=2).backward.calls - work(parallel=4).backward.calls == 2 * 2
+
+
+def test_copies_between_ranks_by_hand():
+    """4 tokens' copies: 2 all-to-alls in each direction; what ranks share of an expert they gather and scatter."""
+    copies = TOKENS * 2 * 2 * H  # to 2 experts, in 2 bytes
+    assert work().forward.dispatched == 0 == work().forward.spread
+    apart = work(parallel=4)
+    assert apart.forward.dispatched == apart.backward.dispatched == 2 * copies * 3 / 4
+    half = work(2, parallel=2, expert_tensor=2)
+    assert half.forward.dispatched == 2 * copies / 2 / 2 and half.forward.spread == 2 * copies / 2
+    padded = work(shape=shape_of(capacity_factor=1.25), parallel=4)
+    assert padded.forward.dispatched == pytest.approx(1.25 * apart.forward.dispatched)
+
+
+def test_only_the_projections_and_a_shared_expert_are_summed_by_tensor_ranks():
+    """Half of a dense layer's sums without one, and all of them with one."""
+    dense = LayerWork(shape_of(), FLASH, tensor=2, micro_batch_size=2, sequence_parallel=True)
+    without, shared = work(2), work(2, shape=shape_of(shared_ffn_hidden_size=64))
+    for part in ("forward", "backward", "backward_weight"):
+        of_dense, of_without, of_shared = (getattr(each, part) for each in (dense, without, shared))
+        assert of_shared.exchanged == of_dense.exchanged == 2 * of_without.exchanged > 0, part
+        assert of_shared.overlapped == of_dense.overlapped == 2 * of_without.overlapped
+
+
+def test_weights_gradients_are_added_for_all_experts_of_a_rank():
+    """Whether a token went there or not: 4 bytes read and written an element. The rest grows with the tokens."""
+    matrix = 3 * H * F
+    one, all_ = work(parallel=4), work(parallel=1)
+    sorting = 4 * TOKENS * 2 * 2 * H  # a rank with one expert sorts nothing
+    assert all_.backward.traffic - one.backward.traffic == pytest.approx(3 * 2 * 4 * matrix + sorting)
+    assert all_.backward_weight.traffic - one.backward_weight.traffic == pytest.approx(3 * 2 * 4 * matrix)
+
+
+def test_halves_are_the_whole():
+    each = work(2, parallel=2, shape=shape_of(shared_ffn_hidden_size=64))
+    both = each.backward_input + each.backward_weight
+    whole = each.backward
+    for name in ("operations", "calls", "traffic", "dispatched"):
+        assert getattr(both, name) == pytest.approx(getattr(whole, name)), name
+    assert both.exchanged == pytest.approx(whole.exchanged + whole.overlapped)
+    assert isinstance(both, Work)
