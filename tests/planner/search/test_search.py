@@ -158,7 +158,7 @@ def test_order_is_the_same_every_time():
 
 @pytest.mark.parametrize("num_simulated", [0, 3])
 def test_slow_moves_are_known_with_and_without_a_simulation(num_simulated):
-    """Across nodes they take longer than a forward, and the program waits for them: what keeps them within stands first."""
+    """Across nodes they take longer than a forward, and the program waits for them: pairs within a node stand first."""
     outcome = run(
         gpt3(80, 9984, 104), a100(4), global_batch_size=128, num_simulated=num_simulated, **BPIPE_ON_TWO_SIZES
     )
