@@ -1,10 +1,13 @@
 """What each part of the time model is worth: the error on published runs, left out and fitted again, without it.
 
     python benchmarks/planner_ablation.py measurements.json
+    python benchmarks/planner_ablation.py measurements.json --feasibility feasibility_gpt3_96b.json
 
 The runs are those of BPipe's Tables 6 and 7 that the constants of `a100` explain; the fit is that of
-`tools/grid_search.py calibrate`. Each line takes one effect out of the model, fits what remains to all runs but one
-(and those of the same degrees and microbatch), and predicts that one.
+`tools/grid_search.py calibrate`. Each line takes one effect or one constant out of the model, fits what remains to all
+runs but one (and those of the same degrees and microbatch), and predicts that one. A constant is out at the value at
+which it does nothing: an efficiency of 1, no seconds, no contention. With --feasibility a second table has the
+constants of the verdict on memory, and how many of the stated and the implied facts are judged wrongly without each.
 """
 
 import sys
@@ -24,10 +27,13 @@ from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate.costs import Costs
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.published.entries import Entry, load_entries
-from megatron.planner.published.validation import row_errors
+from megatron.planner.published.fit import ConstantsFit, fit_runs
+from megatron.planner.published.prediction import Question
+from megatron.planner.published.validation import judge_facts, load_facts, row_errors
 from megatron.planner.time import first_principles, iteration
 from megatron.planner.time.calibration import load_calibration
 from megatron.planner.time.closed_forms import StageTimes, end_of_batch
+from megatron.planner.time.constants import FITTED, START
 from megatron.planner.time.first_principles import FirstPrinciples
 from megatron.planner.time.work import LayerWork, Work
 
@@ -69,6 +75,29 @@ def _nothing(self: LayerWork) -> tuple[Work, Work]:
     return Work(), Work()
 
 
+def _fixed(name: str, value: float) -> list[Callable]:
+    """A constant that is not fitted, at this value."""
+
+    def fit(asked: dict[str, Question]) -> ConstantsFit:
+        runs = {each: question.time_errors for each, question in asked.items()}
+        return fit_runs(runs, replace(START, **{name: value}), free=[each for each in FITTED if each != name])
+
+    return [lambda: mock.patch("megatron.planner.published.validation.errors.fit_questions", fit)]
+
+
+CONSTANTS = {
+    "product_efficiency": 1.0, "product_overhead": 1e-12, "memory_efficiency": 1.0, "tensor_efficiency": 1.0,
+    "link_efficiency": 1.0, "network_efficiency": 1.0, "contention": 0.0, "launch": 0.0, "pressed_efficiency": 1.0,
+}  # fmt: skip
+"""At which value each does nothing."""
+OF_VERDICT = {
+    "nothing left out": [],
+    "LOST": [lambda: mock.patch("megatron.planner.job.verdict.LOST", 0.0)],
+    "FEWEST": [lambda: mock.patch("megatron.planner.job.verdict.FEWEST", 0)],
+    "copies of gradients that are in the step alone": [
+        lambda: mock.patch("megatron.planner.memory.state.TrainingState.copies_in_step", lambda *_, **__: 0.0)
+    ],
+}
 EFFECTS = {
     "nothing left out": [],
     "traffic of softmax and dropout of scores": [
@@ -102,20 +131,35 @@ def _all(patches: list[Callable]):
         yield
 
 
+def _verdicts(entries: str, facts: str) -> Table:
+    """How many facts are judged wrongly."""
+    known, asked = [each for each in load_entries(entries) if isinstance(each, Entry)], load_facts(facts)
+    table = Table("left out", "stated facts, wrong", "implied facts, wrong", box=None)
+    for name, patches in OF_VERDICT.items():
+        with _all(patches):
+            wrong = [each.fact.strength for each in judge_facts(asked, known) if not each.is_right]
+        table.add_row(name, str(wrong.count("stated")), str(wrong.count("implied")))
+    return table
+
+
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("entries", help="measured runs")
+    parser.add_argument("--feasibility", metavar="FILE", help="facts about memory")
     options = parser.parse_args()
     calibration = load_calibration()
     explained = [name for name in calibration.entries if name not in calibration.unexplained]
     calibration = calibration.model_copy(update={"entries": tuple(explained)})
     entries = [each for each in load_entries(options.entries) if isinstance(each, Entry) and each.id in explained]
     table = Table("left out", "mean error", "largest", box=None)
-    for name, patches in EFFECTS.items():
+    effects = EFFECTS | {name: _fixed(name, value) for name, value in CONSTANTS.items()}
+    for name, patches in effects.items():
         with _all(patches):
             errors = [abs(row.worst) for row in row_errors(entries, calibration)]
         table.add_row(name, f"{100 * sum(errors) / len(errors):.1f}%", f"{100 * max(errors):.1f}%")
     Console(width=100).print(table)
+    if options.feasibility:
+        Console(width=100).print(_verdicts(options.entries, options.feasibility))
     assert first_principles.FirstPrinciples.costs is _costs
 
 

@@ -18,8 +18,8 @@ def memory_table(memory: Sequence[RankMemory], *, plain: bool) -> Table:
     from rich.table import Table
 
     table = Table(box=None if plain else box.SIMPLE, header_style="" if plain else "bold", pad_edge=False)
-    defers = any(rank.parts.deferred for rank in memory)
-    parts = [part.name for part in fields(MemoryParts) if defers or part.name != "deferred"]
+    rare = {name for name in ("deferred", "step") if not any(getattr(rank.parts, name) for rank in memory)}
+    parts = [part.name for part in fields(MemoryParts) if part.name not in rare]
     several = any(len(rank.stages) > 1 for rank in memory)
     table.add_column("rank: stages" if several else "stage", no_wrap=True)
     for name in ("layers", "params, M", *parts, "total", "saved microbatches"):

@@ -81,7 +81,7 @@ def judge(
     lost = LOST * gib + FEWEST * OPERANDS_OF_LAYER * operand
 
     def spare(rank: RankMemory) -> float:
-        return gib - max(lost + rank.while_computing / GIB, rank.needed / GIB)
+        return gib - max(lost + rank.parts.while_computing / GIB, rank.total / GIB)
 
     recomputes_layers = setting is not None and setting.recompute.method is not None
     waiting = MOST * OPERANDS_OF_LAYER * operand if recomputes_layers else 0.0
@@ -89,8 +89,8 @@ def judge(
     return Verdict(
         rank=tightest.rank,
         spare_gib=spare(tightest),
-        free_gib=gib - tightest.needed / GIB,
-        slowed=tuple(rank.rank for rank in memory if waiting and gib - rank.total / GIB < waiting),
+        free_gib=gib - tightest.total / GIB,
+        slowed=tuple(rank.rank for rank in memory if waiting and gib - rank.parts.held / GIB < waiting),
     )
 
 

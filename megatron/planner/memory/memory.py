@@ -45,10 +45,11 @@ class MemoryParts:
         weights: all live versions, and their copies in FP8 where linears multiply in it; where they are predictions,
             also the true weights that no masters hold.
         gradients: all gradient buffers, and copies that predictions read.
-        optimizer: masters, FP32 copies of gradients, moments.
+        optimizer: masters, moments, and FP32 copies of gradients where these stay.
         activations: saved microbatches, those accepted from the pair included; on the last stage with their logits.
             Where backwards are split, at the moment at which these and `deferred` take most together.
         deferred: of microbatches between I and W, what W needs; 0 where backwards are whole.
+        step: FP32 copies of gradients that are held in the step alone, behind the last backward.
         workspace: what a backward recomputes, and the gradient of the logits; or what a prediction copies, if it is
             more. Where backwards are split, what it adds to the most that these take together.
         transfers: activations and gradients that arrive or leave, and one evicted microbatch while it is copied.
@@ -63,9 +64,22 @@ class MemoryParts:
     transfers: float
     communicators: float = 0.0
     deferred: float = 0.0
+    step: float = 0.0
+
+    @property
+    def while_computing(self) -> float:
+        """What is held at once while the pipeline computes."""
+        return self.held - self.step
 
     @property
     def total(self) -> float:
+        """What is held at once at most: while the pipeline computes, or in the step."""
+        moving = self.activations + self.deferred + self.workspace + self.transfers
+        return self.while_computing + max(0.0, self.step - moving)
+
+    @property
+    def held(self) -> float:
+        """What is held at any time, at once or not: the allocator's blocks, if none serves twice."""
         return sum(getattr(self, part.name) for part in fields(self))
 
 
@@ -79,7 +93,6 @@ class RankMemory:
         saved_microbatches: held at once at most, over all its stages.
         bytes_per_microbatch: what the largest of its stages saves of one.
         parts: see `MemoryParts`.
-        gradient_copies: bytes of `parts.optimizer` that are held in the step alone, behind the last backward.
         host: what it takes of its host's memory, where that has the weights.
     """
 
@@ -90,24 +103,12 @@ class RankMemory:
     saved_microbatches: int
     bytes_per_microbatch: float
     parts: MemoryParts
-    gradient_copies: float = 0.0
     host: HostParts | None = None
 
     @property
     def total(self) -> float:
-        """Bytes on the GPU, of all that is held at any time."""
+        """Bytes on the GPU, at once at most."""
         return self.parts.total
-
-    @property
-    def while_computing(self) -> float:
-        """Bytes that are held at once while the pipeline computes."""
-        return self.total - self.gradient_copies
-
-    @property
-    def needed(self) -> float:
-        """Bytes that are held at once at most: while the pipeline computes, or in the step."""
-        moving = self.parts.activations + self.parts.deferred + self.parts.workspace + self.parts.transfers
-        return self.while_computing + max(0.0, self.gradient_copies - moving)
 
 
 def estimate_memory(
@@ -169,18 +170,20 @@ def estimate_memory(
         whole, between, recomputed = _saved_on_rank(rank, saved, demand), 0.0, [workspace[each] for each in trained]
         if demand.moments:
             whole, between, *recomputed = _together_on_rank(rank, saved, deferred, workspace, demand)
+        step = state.copies_in_step(count, num_versions=versions, experts=experts)
         parts = MemoryParts(
             weights=state.weights(count, num_versions=versions, predicts=demand.predicts[rank])
             + frozen * state.weight_bytes
             + versions * fp8_copies * sum(layers[stage] for stage in stages),
             gradients=state.gradients(count, num_buffers=buffers + demand.held_gradients[rank])
             + state.gradients(embedding, num_buffers=demand.held_embeddings[rank]),
-            optimizer=state.optimizer(count, num_versions=versions, experts=experts),
+            optimizer=state.optimizer(count, num_versions=versions, experts=experts) - step,
             activations=whole,
             deferred=between,
             workspace=max(copies, in_a_forward, *recomputed),
             transfers=(demand.receives_ahead[rank] + sides + unread) * boundary + moving,
             communicators=communicators[rank],
+            step=step,
         )
         host = None
         if hosting:
@@ -190,6 +193,7 @@ def estimate_memory(
                 weights=resident_weights(state, own, hosting.stages),
                 gradients=gradient_buffers(state, own),
                 optimizer=0.0,
+                step=0.0,
                 activations=device_inputs(rank, boundary, demand, hosting),
                 # Gradients of tied embeddings come back to be added up, when nothing is recomputed any more.
                 workspace=max(
@@ -206,9 +210,6 @@ def estimate_memory(
                 saved_microbatches=demand.saved_on_rank[rank],
                 bytes_per_microbatch=max((saved[stage] for stage in trained), default=0.0),
                 parts=parts,
-                gradient_copies=state.copies_in_step(count, num_versions=versions, experts=experts)
-                if hosting is None
-                else 0.0,
                 host=host,
             )
         )

@@ -43,7 +43,8 @@ def sharded_memory(shape: Architecture, software: Software, configuration: Confi
     parts = MemoryParts(
         weights=kept + element * gathered,
         gradients=gradient * own + _unsharded(shape, tensor, root, of_layer, runtime, element, gradient),
-        optimizer=(_FP32 * (1 + _MOMENTS) + copies) * own,
+        optimizer=_FP32 * (1 + _MOMENTS) * own,
+        step=copies * own,
         activations=saved,
         workspace=activations.workspace(layers, **ends),
         transfers=0.0,
@@ -51,7 +52,7 @@ def sharded_memory(shape: Architecture, software: Software, configuration: Confi
     return (
         RankMemory(
             rank=0, stages=(0,), layers=(layers,), num_parameters=total, saved_microbatches=1,
-            bytes_per_microbatch=saved, parts=parts, gradient_copies=copies * own,
+            bytes_per_microbatch=saved, parts=parts,
         ),
     )  # fmt: skip
 

@@ -246,9 +246,13 @@ class _Builder:
         posted: int = _START,
         channel: int = _NONE,
     ) -> int:
-        takes = self._takes.setdefault((kind, stages), len(self._takes))
-        for column, value in zip(self._events, (before, takes, source, posted, channel, others), strict=True):
-            column.append(value)
+        befores, durations, sources, receives, channels, awaited = self._events
+        befores.append(before)
+        durations.append(self._takes.setdefault((kind, stages), len(self._takes)))
+        sources.append(source)
+        receives.append(posted)
+        channels.append(channel)
+        awaited.append(others)
         self._num_events += 1
         return self._num_events
 

@@ -55,7 +55,8 @@ def priced(costs: Costs, configuration: Configuration, schedule: Schedule) -> It
     closed, m = _closed(costs, configuration, schedule), configuration.num_microbatches
     if closed is None and has_event_graph(schedule):
         is_long = m * schedule.num_stages > _MOST_PRICED // _BATCHES
-        if is_long and closed_form_of(schedule) is one_f_one_b_overlapped:
+        reads_few = schedule.provisional_microbatches is not None  # what a prediction waits for is not its rate
+        if is_long and not reads_few and closed_form_of(schedule) is one_f_one_b_overlapped:
             return _overlapped(costs, schedule, m)
         return _extrapolated(costs, schedule, m, _MOST_PRICED, _time_rows)
     return closed or simulated(costs, configuration, schedule, most=_MOST_PRICED)

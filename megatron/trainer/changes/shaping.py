@@ -61,7 +61,7 @@ def memory_of_ranks(args: argparse.Namespace, *, counts_communicators: bool = Fa
 
 def state_bytes(memory: RankMemory) -> float:
     """The bytes of a rank's weights, gradients and optimizer, without activations."""
-    return memory.parts.weights + memory.parts.gradients + memory.parts.optimizer
+    return memory.parts.weights + memory.parts.gradients + memory.parts.optimizer + memory.parts.step
 
 
 def bytes_in_change(before: RankMemory, after: RankMemory) -> float:

@@ -14,6 +14,8 @@ from megatron.planner.time.calibration import DEFAULT_NAME, load_calibration
 from tests.planner.published.measured import KORTHIKANTI
 
 KNOWN = load_residuals(DEFAULT_NAME)
+PLAIN = [run for run in KNOWN.runs if not run.kind.extras]
+"""Those of pipelines, and of one stage whose weights are whole. FSDP's 15 runs are of 9 kinds."""
 CALIBRATION = load_calibration(DEFAULT_NAME)
 
 
@@ -39,21 +41,23 @@ def test_they_are_as_old_as_the_time_model(entry):
 
 def test_intervals_hold():
     """Of runs that are left out as many are inside as should be, a few more because few runs make wide intervals."""
-    found = without_run(KNOWN.runs)
+    found = without_run(PLAIN)
     assert found.num_without < 10 and 0.78 <= found.share <= 0.92
 
 
 def test_every_kind_that_was_compared_has_an_interval():
-    """One that is near 1; of runs near the limit of memory, of which there are few, it is said how many."""
-    found = {kind: interval_of(kind, KNOWN.runs) for kind in {run.kind for run in KNOWN.runs}}
+    """One that is near 1. Of runs near the limit of memory, and of FSDP, there are few: it is said how many."""
+    found = {kind: interval_of(kind, KNOWN.runs) for kind in {run.kind for run in PLAIN}}
     calm = {kind: each for kind, each in found.items() if not kind.under_pressure}
     assert all(isinstance(each, Interval) and 0.8 < each.low < 1 < each.high < 1.5 for each in calm.values())
-    pressed = sum(run.kind.under_pressure for run in KNOWN.runs)
+    pressed = sum(run.kind.under_pressure for run in PLAIN)
     for kind in found.keys() - calm.keys():
         each = found[kind]
         assert (
             f"memory only {pressed} were compared, which took " in each.reason if pressed < 9 else each.low < each.high
         )
+    for kind in {run.kind for run in KNOWN.runs} - found.keys():
+        assert "were compared" in interval_of(kind, KNOWN.runs).reason
 
 
 def test_a_file_gives_them_back(tmp_path):

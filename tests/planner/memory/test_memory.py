@@ -158,9 +158,9 @@ def test_copies_of_the_step_do_not_meet_activations():
         state = TrainingState(gradient_bytes=2, keeps_gradient_copies=keeps)
         for rank in estimate(schedule, state=state):
             copies = 4 * rank.num_parameters
-            assert rank.total - rank.while_computing == (0 if meets else copies)
+            assert rank.parts.step == (0 if meets else copies)
             moving = rank.parts.activations + rank.parts.workspace + rank.parts.transfers
-            assert rank.needed == (rank.total if meets else rank.total - min(copies, moving))
+            assert rank.total == rank.parts.held - min(rank.parts.step, moving)
 
 
 def test_names_of_gpus():

@@ -1,11 +1,14 @@
 """Rules about the run: batches, schedule, optimizer, learning rate, checkpoints, logging."""
 
 import argparse
+from dataclasses import replace
+from functools import lru_cache
 
 from megatron.elastic.stages import Stages
 from megatron.pipeline.program.weight_policies import TWO_BW, WeightPolicy
 from megatron.pipeline.schedules import PRESETS, ProgramSchedule, Schedule, TooManyRead
 from megatron.planner.job.devices import device_gib
+from megatron.planner.memory.sizes import alike
 from megatron.trainer.arguments.flags.classification import CLASSIFIERS
 from megatron.trainer.arguments.rules.classification import num_samples as num_classified
 from megatron.trainer.arguments.rules.optimizer import whole_tensors
@@ -89,6 +92,18 @@ def _batch_size_steps(args: argparse.Namespace) -> tuple[tuple[int, int], ...]:
     return steps
 
 
+@lru_cache(maxsize=64)
+def _returns_to_batches(schedule: Schedule | ProgramSchedule, num_microbatches: int) -> bool:
+    """Whether a backward of a batch comes after one of a later batch. Of an known order, with as few microbatches
+    as show it, since a search asks of thousands.
+    """
+    sizes: tuple[int, ...] = ()
+    if isinstance(schedule, Schedule):
+        schedule = replace(schedule, balance=False)
+        sizes = alike(schedule, num_microbatches, least=2 * schedule.num_ranks, step=schedule.num_ranks, count=1)
+    return schedule.build((sizes or (num_microbatches,)) * 3).returns_to_batches
+
+
 def schedule(args: argparse.Namespace) -> list[str]:
     """The schedule accepts every batch size of the run. Fills `schedule` (a `Schedule`) and `moves_activations`."""
     if args.program is None:
@@ -104,7 +119,7 @@ def schedule(args: argparse.Namespace) -> list[str]:
     except TooManyRead as error:
         raise error.under("--2bw-provisional-microbatches") from error
     smallest = min(args.batch_sizes.all_num_microbatches())
-    if args.pipeline_2bw_single_gradient_buffer and args.schedule.build((smallest,) * 3).returns_to_batches:
+    if args.pipeline_2bw_single_gradient_buffer and _returns_to_batches(args.schedule, smallest):
         raise ValueError(
             f"{choice_of(args).flag} comes back to a batch after a backward of the next one, for "
             "which a single gradient buffer has no room; leave out --2bw-single-gradient-buffer"
