@@ -265,7 +265,7 @@ def _print(outcome: Outcome, top: int, seconds: float) -> None:
         easy = outcome.best_without_pressure
         if outcome.best.estimate.under_pressure and easy is not None:
             say(
-                f"\nthe {outcome.superlative} that is not near the limit of memory (--avoid-pressure keeps only such)",
+                f"\nthe {outcome.superlative} that no allocator slows down (--avoid-pressure keeps only such)",
                 "bold",
             )
             console.print(best_table([easy], plain=plain))

@@ -66,7 +66,7 @@ def add_search_arguments(parser: argparse.ArgumentParser) -> None:
     space.add_argument("--require-fused-softmax", action="store_true",
                        help="leave out what cannot use Megatron's fused softmax")  # fmt: skip
     space.add_argument("--avoid-pressure", action="store_true",
-                       help="leave out what is so near the limit of memory that it may be slower")  # fmt: skip
+                       help="leave out what the allocator slows down for want of memory")  # fmt: skip
 
 
 def _names(known: tuple[str, ...] | list[str]):

@@ -26,7 +26,7 @@ _USUAL = {  # what is priced by arithmetic alone, or is part of the kind by anot
     }),
     Software: frozenset({
         "element_bytes", "gradient_bytes", "flash_attention", "fuses_softmax", "fuses_gradient_accumulation",
-        "overlaps_tensor", "overlaps_transfers", "splits_transfers", "overlaps_gradients", "overlaps_weights",
+        "overlaps_tensor", "overlaps_transfers", "splits_transfers",
         "keeps_gradient_copies", "own_communicators",
     }),
     Architecture: frozenset({
@@ -96,7 +96,8 @@ def _family(cluster: Cluster) -> str:
     sheet, has = DEVICES.get(cluster.gpu), cluster.device
     if sheet is None:
         return name
-    pairs = ((has.peak_teraflops, sheet.peak_teraflops), (has.memory_bandwidth, sheet.memory_bandwidth))
+    rates = ("peak_teraflops", "memory_bandwidth", "link_bandwidth")
+    pairs = ((getattr(has, rate), getattr(sheet, rate)) for rate in rates)
     is_other = any(abs(rate / usual - 1) > _OTHER_RATE for rate, usual in pairs)
     return f"{name} with rates of its own" if is_other else name
 

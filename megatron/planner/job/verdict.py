@@ -37,7 +37,7 @@ class Verdict:
 
     Attributes:
         spare_gib: what that rank leaves beside what is lost and what waits; negative is missing.
-        free_gib: what its tensors leave of the GPU; negative is missing.
+        free_gib: what the tensors of the fullest leave of the GPU; negative is missing, and then `rank` is that one.
         slowed: ranks whose allocator gives its blocks back again and again.
     """
 
@@ -85,11 +85,12 @@ def judge(
 
     recomputes_layers = setting is not None and setting.recompute.method is not None
     waiting = MOST * OPERANDS_OF_LAYER * operand if recomputes_layers else 0.0
-    tightest = min(memory, key=spare)
+    tightest, fullest = min(memory, key=spare), max(memory, key=lambda rank: rank.total)
+    free = gib - fullest.total / GIB
     return Verdict(
-        rank=tightest.rank,
+        rank=tightest.rank if free >= 0 else fullest.rank,
         spare_gib=spare(tightest),
-        free_gib=gib - tightest.total / GIB,
+        free_gib=free,
         slowed=tuple(rank.rank for rank in memory if waiting and gib - rank.parts.held / GIB < waiting),
     )
 

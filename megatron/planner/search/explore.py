@@ -232,11 +232,13 @@ class _Degrees:
                 continue
             key = (choice.schedule, choice.virtual, scope)
             rejected = _again(trial, missed.get(key)) or self._miss(trial)
-            if rejected and self._may_keep_one_buffer(trial):
+            if self._may_keep_one_buffer(trial) and (rejected or not self.space.early_stopping):
                 single = replace(trial, single_gradient_buffer=True)
-                if not self._miss(single):
+                if rejected and not self._miss(single):
                     yield rejected
                     rejected, trial = None, single
+                elif not rejected:
+                    yield from self._keep(single, slow)
             if rejected:
                 if not moves and self.space.safe_batch_size is None:  # memory grows with the microbatch
                     missed.setdefault(key, f"with microbatches of {choice.micro_batch_size} {rejected.reason}")
@@ -252,7 +254,8 @@ class _Degrees:
                     if moves and self.space.early_stopping and self._fits_easily(trial):
                         seconds[mapping], fits = each.estimate.seconds, f"recompute {scope.value} fits"
                 yield each
-            waits = trial.single_gradient_buffer and trial.data > 1  # for reductions, maybe longer than for a recompute
+            replicas = trial.data * (trial.context or 1)
+            waits = trial.single_gradient_buffer and (replicas > 1 or self.model.tied_embeddings)  # maybe the longer
             if kept and not moves and not waits and self.space.early_stopping and self._fits_easily(trial):
                 stops = f"recompute {scope.value} fits"
 
@@ -282,13 +285,13 @@ class _Degrees:
     def _rejected(self, verdict: Verdict, choice: Choice, *, shown: Choice, what: str) -> Rejected | None:
         if verdict.fits:
             return None
-        reason = f"{_place(verdict, choice)} {what} {_gib(verdict)}"
+        reason = f"{_place(verdict.rank, choice)} {what} {_gib(verdict)}"
         return Rejected(choice=shown, reason=reason, missing_gib=-verdict.spare_gib)
 
     def _keep(self, choice: Choice, slow: str | None) -> Iterator[Kept | Rejected]:
         reason = self.explorer.refuse(self._configuration(choice))
         verdict = self._judge(choice)
-        pressed = f"the allocator of {_place(verdict, choice)} is short of memory, which slows it down"
+        pressed = f"the allocator of {_place(next(iter(verdict.slowed), 0), choice)} is short of memory, which slows it"
         if verdict.under_pressure and self.space.avoids_pressure:
             reason = pressed
         if reason:
@@ -346,8 +349,8 @@ def _on_replicas(count: int) -> str:
     return f" on {count} replicas" if count > 1 else ""
 
 
-def _place(verdict: Verdict, choice: Choice) -> str:
-    return f"stage {verdict.rank}" if choice.virtual == 1 else f"pipeline rank {verdict.rank}"
+def _place(rank: int, choice: Choice) -> str:
+    return f"stage {rank}" if choice.virtual == 1 else f"pipeline rank {rank}"
 
 
 def _gib(verdict: Verdict) -> str:

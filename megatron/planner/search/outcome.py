@@ -118,7 +118,7 @@ class Outcome:
 
     @property
     def best_without_pressure(self) -> tuple[int, Kept] | None:
-        """The best that is not so near the limit of memory that it may be slower, with its rank from 1."""
+        """The best whose allocator is not short of memory, with its rank from 1."""
         ranked = enumerate(self.kept, start=1)
         return next(((rank, each) for rank, each in ranked if not each.estimate.under_pressure), None)
 

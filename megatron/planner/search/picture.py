@@ -53,7 +53,7 @@ def draw_outcome(outcome: Outcome, *, memory_gib: float, title: str = "") -> Fig
         entries.append(line)
     if any(each.estimate.under_pressure for each in outcome.kept):
         cross = {"linestyle": "none", "marker": "x", "markersize": 5, "color": "black"}
-        entries.append(Line2D([], [], label="near the limit of memory, may be slower", **cross))
+        entries.append(Line2D([], [], label="slowed for want of memory", **cross))
     axes.axvspan((1 - LOST) * memory_gib, memory_gib, color="#e8a33d", alpha=0.2, linewidth=0, zorder=0)
     axes.axvline(memory_gib, color="#b03030", linewidth=1)
     if outcome.best:

@@ -127,7 +127,7 @@ class _Simulation:
             first = next(each for each in rest if each.is_simulated)
             found = [first]
             rest.remove(first)
-        return [*sorted(found, key=_rank), *rest], dropped  # an optimized mapping may turn up late, and be faster
+        return [*sorted(found, key=self.rank), *rest], dropped  # an optimized mapping may turn up late, and be faster
 
     def _simulated(self, each: Kept) -> Kept:
         planner = self.planner_of(each.choice.tensor)

@@ -30,7 +30,7 @@ class Space:
         rank_mappings: names in `RANK_MAPPINGS`.
         early_stopping: where a scope fits, those that recompute more are left out, and so is balance.
         needs_fused_softmax: configurations without Megatron's fused softmax are left out.
-        avoids_pressure: configurations so near the limit of memory that they may be slower are left out.
+        avoids_pressure: configurations whose allocator is short of memory are left out.
         provisional, provisional_microbatches, provisional_reduce: how 2bw predicts its weights, as in `Configuration`.
             Where there are no replicas, none reduce.
         context, expert: context and expert parallel sizes that are considered, the latter where the model has experts.

@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 
@@ -14,6 +14,7 @@ from megatron.planner import (
     Activations,
     ActivationSetting,
     Architecture,
+    MemoryParts,
     RankMemory,
     Recompute,
     TrainingState,
@@ -32,6 +33,7 @@ SHAPE = Architecture.gpt3(
 
 
 NOTHING, IN_16_BITS = Recompute(), TrainingState()
+NO_BYTES = dict.fromkeys(("weights", "gradients", "optimizer", "activations", "workspace", "transfers"), 0.0)
 
 
 def estimate(
@@ -150,6 +152,15 @@ def test_verdict():
     assert [verdict.word for verdict in verdicts] == ["out of memory", "borderline", "fits"]
     assert verdicts[0].rank == verdicts[2].rank and verdicts[0].free_gib == pytest.approx(-0.1 * needed)
     assert verdicts[2].spare_gib == pytest.approx((1.2 * (1 - LOST) - 1) * needed)
+
+
+def test_a_verdict_is_of_the_fullest_rank_where_that_does_not_fit():
+    """One rank leaves least beside what is lost, and another one does not fit in its step."""
+    first, second = (replace(rank, parts=MemoryParts(**{**NO_BYTES, **parts})) for rank, parts in zip(
+        estimate("flush"), ({"activations": 76 * GIB}, {"weights": 60 * GIB, "step": 22 * GIB}), strict=False
+    ))  # fmt: skip
+    verdict = judge([first, second], 80.0)
+    assert verdict.word == "out of memory" and verdict.rank == second.rank and verdict.free_gib == pytest.approx(-2)
 
 
 def test_copies_of_the_step_do_not_meet_activations():

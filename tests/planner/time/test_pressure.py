@@ -31,9 +31,15 @@ def test_one_buffer_waits_for_what_a_forward_does_not_hide():
     assert found == replace(costs, step=[3.0, 6.0])
 
 
+def test_tied_embeddings_have_the_last_stage_wait_for_the_first_one():
+    """Their sum needs the gradients of both, and the first one's come behind all other backwards."""
+    costs = Costs(forward=[1.0] * 3, backward=[2.0] * 3, step=[3.0] * 3, reduce_grad=[0.5] * 3, reduce_embed=4.0)
+    assert in_one_gradient_buffer(costs).step == [3.0 + 3.5, 3.0, 3.0 + 4.0 + 0.5 + 4.0 - 1.0]
+
+
 def test_one_buffer_takes_less_memory_and_no_less_time():
     """A gradient of each parameter; without replicas there is nothing to wait for."""
-    model = gpt3(16, 4096, 32)
+    model = replace(gpt3(16, 4096, 32), tied_embeddings=False)
     for configuration, waits in ((TWO_BW, True), (replace(TWO_BW, data=1), False)):
         nodes = Cluster(gpu="A100-80", nodes=4, gpus_per_node=configuration.data, bandwidth={"between_nodes": 12.0})
         asked = planner(model, nodes, Software())
