@@ -101,7 +101,7 @@ def run(options: argparse.Namespace) -> int:
         if paper is not None:
             print("\nAlgorithm 1 of PipeDream-2BW, as it stands", *describe_paper(paper), sep="\n")
     if outcome.best is None:
-        said = filter(None, (nearest_miss(outcome), compared.sentence(outcome.without_pipeline, None)))
+        said = filter(None, (nearest_miss(outcome), compared.sentence(outcome, has_script=False)))
         raise ValueError(f"none of the {len(outcome.rejected)} choices can run; {'; '.join(said)}")
     return 0
 
@@ -277,16 +277,21 @@ def _print(outcome: Outcome, top: int, seconds: float) -> None:
 
 
 def _notes(outcome: Outcome) -> tuple[str, ...]:
-    others = compared.sentence(outcome.without_pipeline, outcome.best)
+    others = compared.sentence(outcome, has_script=_has_script(outcome))
     fixed = "all GPUs are used, so cost ranks as time; `grid_search sweep --gpus` compares numbers of GPUs"
     return (
         *delay.sentences(outcome.kept),
-        *relayed.sentences(outcome.kept),
+        *relayed.sentences(outcome),
         *unvalidated(outcome.kept),
         *shared_ranks.sentences(outcome.kept),
         *((fixed,) if outcome.objective == "cost" else ()),
         *filter(None, [others]),
     )
+
+
+def _has_script(outcome: Outcome) -> bool:
+    """Whether the best is one that this project trains, so that a script can start it."""
+    return outcome.best is not None and not shared_ranks.is_shared(outcome.best.choice)
 
 
 def _as_dict(outcome: Outcome, top: int, seconds: float, paper: PaperResult | None) -> dict:
@@ -339,9 +344,9 @@ def _write(folder: Path, outcome: Outcome, planner_of, model: ModelInput, cluste
     write_csv(outcome, folder / "configurations.csv")
     script = None
     remove_script(folder / "best.sh")
-    if outcome.best and not shared_ranks.is_shared(outcome.best.choice):
+    if _has_script(outcome):
         command = shlex.join(["tools/grid_search.py", *sys.argv[1:]])
-        others = compared.sentence(outcome.without_pipeline, outcome.best)
+        others = compared.sentence(outcome, has_script=True)
         script = script_text(job, outcome.best, cluster, command=command, others=others)
         write_whole(folder / "best.sh", script)
         if any(each.choice.rank_mapping == "optimized" for each in outcome.kept):

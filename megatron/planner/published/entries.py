@@ -32,6 +32,7 @@ from megatron.planner.published.software_names import (
     SIXTEEN_BITS_ONLY,
     in_bfloat16,
     named_software,
+    say_defaults,
     sharded_software,
 )
 
@@ -98,6 +99,7 @@ class _EntryRecord(BaseModel):
         cluster = self.hardware.cluster(configuration.num_gpus, assumed.append)
         texts = (self.config.framework, self.hardware.software, self.source)
         software = named_software(texts, cluster.gpu, assumed.append)
+        is_core = software.overlaps_gradients  # with Megatron-Core's defaults, which no other has
         configuration = with_defaults(
             configuration, software, says_recompute=self.config.recompute is not None, assume=assumed.append
         )
@@ -105,6 +107,8 @@ class _EntryRecord(BaseModel):
             software = sharded_software(software)
         software = self._compiled(self._precise(software))
         software = self._with_softmax(software, model, configuration)
+        if is_core:
+            assumed.extend(say_defaults(software, configuration, cluster.gpu, self._said))
         refuse_shares(model, configuration, software)
         run = MeasuredRun(model, configuration, cluster.device.peak(software.element_bytes))
         given = {key: value for key, value in self.measured.items() if key in TIMES}
@@ -140,9 +144,8 @@ class _EntryRecord(BaseModel):
 
     def _precise(self, software: Software) -> Software:
         """In the run's precision, and with the attention and the overlaps that it says."""
-        flash = self.config.flash_attention
         if self.config.precision == "fp32":
-            if flash:
+            if self.config.flash_attention:
                 raise ValueError(
                     "config.flash_attention is True in fp32, and its kernels take 16-bit numbers only; leave it out"
                 )
@@ -156,14 +159,18 @@ class _EntryRecord(BaseModel):
             software = replace(software, fp8=True)
         if self.config.precision == "bf16":
             software = in_bfloat16(software)
+        return replace(software, **self._said) if self._said else software
+
+    @property
+    def _said(self) -> dict[str, bool]:
+        """Fields of the software that the entry says."""
         said = {
-            "flash_attention": flash,
+            "flash_attention": self.config.flash_attention,
             "overlaps_gradients": self.config.overlap_grad_reduce,
             "overlaps_weights": self.config.overlap_param_gather,
             "gathers_keys": True if self.config.cp_comm_type == "all_gather" else None,
         }
-        changes = {name: value for name, value in said.items() if value is not None}
-        return replace(software, **changes) if changes else software
+        return {name: value for name, value in said.items() if value is not None}
 
     def _compiled(self, software: Software) -> Software:
         """With kernels that torch.compile fused, where it did."""

@@ -1,8 +1,10 @@
 """Which training software a published run had."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import replace
 
+from megatron.pipeline.schedules import PRESETS
+from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.devices import DEVICES
 from megatron.planner.job.sharding import DEEPSPEED
 from megatron.planner.job.software import (
@@ -49,10 +51,10 @@ def named_software(texts: Iterable[str | None], gpu: str, assume: Callable[[str]
     for text in filter(None, texts):
         for name, software in _NAMES.items():
             if name in text.lower():
-                return _with_defaults(of_its_year(software, text), gpu, assume)
+                return _with_defaults(of_its_year(software, text), gpu)
     if gpu in DEVICES and DEVICES[gpu].peak_teraflops_fp8:  # they came after Megatron-LM v3
         assume("the software of megatron-core")
-        return _with_defaults(MEGATRON_CORE, gpu, assume)
+        return _with_defaults(MEGATRON_CORE, gpu)
     assume("the software of Megatron-LM v3")
     return MEGATRON_V3
 
@@ -64,18 +66,34 @@ def sharded_software(software: Software) -> Software:
     return replace(software, sharding=DEEPSPEED) if is_older else software
 
 
-def _with_defaults(software: Software, gpu: str, assume: Callable[[str], None]) -> Software:
+def say_defaults(software: Software, configuration: Configuration, gpu: str, given: Container[str]) -> Iterator[str]:
+    """What of Megatron-Core's defaults is priced, in words.
+
+    Args:
+        software: of the run, with all that it says; it began as `named_software` of Megatron-Core.
+        given: fields of `software` that the run says itself.
+    """
+    shares = configuration.sharding is None and configuration.replicas > 1 and not configuration.is_hosted
+    overlaps = shares and PRESETS[configuration.schedule].policy.drains
+    gathers = configuration.distributed_optimizer and not configuration.predicts
+    if overlaps and software.overlaps_gradients and "overlaps_gradients" not in given:
+        yield "reductions over replicas beside the last backward, as Megatron-Core's runs"
+    if overlaps and gathers and software.overlaps_weights and "overlaps_weights" not in given:
+        yield "gathers over replicas beside the first forward, as Megatron-Core's runs"
+    if software.flash_attention and "flash_attention" not in given:
+        yield f"flash attention, as Megatron-Core has on {gpu}"
+
+
+def _with_defaults(software: Software, gpu: str) -> Software:
     """What runs of Megatron-Core have unless told otherwise.
 
     Its layers are Transformer Engine's, and their attention is flash attention where its kernels run: on GPUs with
     units for bfloat16, which came with them. Its flags leave overlaps with replicas off, and NVIDIA's published command
-    lines switch both on (--overlap-grad-reduce, --overlap-param-gather).
+    lines switch both on (--overlap-grad-reduce, --overlap-param-gather). `say_defaults` says what of it is priced.
     """
     if software is not MEGATRON_CORE:
         return software
-    assume("reductions and gathers of replicas beside the last backward and the first forward, as Megatron-Core's runs")
     software = replace(software, overlaps_gradients=True, overlaps_weights=True)
     if gpu not in DEVICES or not DEVICES[gpu].has_bfloat16:
         return software
-    assume(f"flash attention, as Megatron-Core has on {gpu}")
     return replace(software, flash_attention=True)

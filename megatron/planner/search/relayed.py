@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 from megatron.pipeline.program.lane_order import EAGER
 from megatron.planner.job.cluster import Cluster
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.search.offers import offer
-from megatron.planner.search.outcome import Choice, Kept
+from megatron.planner.search.outcome import Choice, Outcome
 from megatron.planner.search.rules import Training
 
 
@@ -33,13 +32,18 @@ def updated(configuration: Configuration, training: Training) -> Configuration:
     return replace(configuration, host_update=EAGER) if configuration.is_hosted and not waits else configuration
 
 
-def sentences(kept: Iterable[Kept]) -> tuple[str, ...]:
-    """What there is to know where a search kept it."""
-    kept = list(kept)
-    if kept and all(is_hosted(each.choice.schedule) for each in kept):
-        needed = min(each.estimate.host.needed_gib for each in kept)
+def sentences(outcome: Outcome) -> tuple[str, ...]:
+    """What there is to know where a search kept nothing else, of what it tried beside."""
+    tried_others = any(_holds_others(each.choice.schedule) for each in outcome.rejected)
+    if tried_others and outcome.kept and all(is_hosted(each.choice.schedule) for each in outcome.kept):
+        needed = min(each.estimate.host.needed_gib for each in outcome.kept)
         return (
             f"the model fits only with l2l, which keeps weights, gradients and optimizer in the hosts' memory, from "
             f"{needed:.3g} GiB a node on (docs/l2l.md)",
         )
     return ()
+
+
+def _holds_others(schedule: str | None) -> bool:
+    """Whether a rejected choice names a schedule whose weights stay on devices."""
+    return schedule is not None and not is_hosted(schedule)

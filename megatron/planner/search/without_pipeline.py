@@ -4,6 +4,7 @@ Each tensor parallel size, microbatch and number of shards of the space is tried
 those that fit, as the search itself does.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -28,6 +29,8 @@ def fastest(space: Space, planner_of: Callable[[int], Planner], training: Traini
     if planner.model.experts is not None:  # whose weights are not modelled so
         return None
     scopes = [each for each in space.scopes if training.saves_scores or each is not SCOPES[1]]
+    if not scopes:
+        return None
     best, nearest = None, None
     for configuration in _configurations(space, planner_of, training):
         planner = planner_of(configuration.tensor)
@@ -39,19 +42,20 @@ def fastest(space: Space, planner_of: Callable[[int], Planner], training: Traini
         if best is None or found.sequences_per_second > best.sequences_per_second:
             best = found
     if best is None and nearest is not None:
-        return WithoutPipeline(missing_gib=-nearest)
+        return WithoutPipeline(missing_gib=-nearest) if nearest < 0 else WithoutPipeline(is_slowed=True)
     return best
 
 
 def _least_recomputed(
     configuration: Configuration, planner: Planner, scopes: list[RecomputeScope], *, avoids_pressure: bool
 ) -> tuple[Configuration | None, float]:
-    """With the first scope that fits; None: none does. And the GiB that the last one tried leaves."""
-    spare = 0.0
+    """With the first scope that fits; None: none does, or pressure is avoided. And the GiB that the one that needs
+    least leaves: 0 or more beside None is what the allocator would slow."""
+    spare = -math.inf
     for scope in scopes:
         trial = replace(configuration, recompute=scope)
         verdict = planner.judge(trial, planner.memory(trial))
-        spare = verdict.spare_gib
+        spare = max(spare, verdict.spare_gib)
         if verdict.fits and not (avoids_pressure and verdict.under_pressure):
             return trial, spare
     return None, spare

@@ -42,7 +42,7 @@ class ShardedCosts:
         regathers: weights are released behind a forward (stage 3); else they are kept for the backward.
         keeps_batch: and then for the microbatches that follow.
         keeps_last: but for the last layer, which is needed again at once.
-        step: the optimizer's, once a batch.
+        step: the optimizer's, once a batch; with the casts of weights that stay gathered.
     """
 
     embedding: Seconds

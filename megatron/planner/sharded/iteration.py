@@ -40,14 +40,18 @@ def sharded_costs(cost_model: CostModel, configuration: Configuration, *, is_slo
     embedding, layer, head = (Seconds(*(way / kept for way in each)) for each in cost_model.pieces(configuration))
     times = 2 if runtime.gathers_to_recompute and configuration.recompute is RecomputeScope.LAYER else 1
     regathers = sharding.stage == 3
-    copied = 2 * element * of_layer if runtime.copies and regathers else 0
-    if software.fp8:  # what is gathered is cast
-        copied += (element + FP8_COPY_BYTES) * matrix_parameters(model, configuration.tensor, 1)
-    copy = cost_model.moved(copied)
+    copies = cost_model.moved(2 * element * of_layer) if runtime.copies and regathers else 0.0
+    casts = 0.0
+    if software.fp8:
+        casts = cost_model.moved((element + FP8_COPY_BYTES) * matrix_parameters(model, configuration.tensor, 1))
+    # What is gathered is cast: for each use, for each forward, or once a batch.
+    in_forward = copies + casts * (regathers or not runtime.keeps_batch)
+    in_backward = times * (copies + casts) * regathers
+    in_step = casts * model.num_layers * (not regathers and runtime.keeps_batch)
     written = element if runtime.keeps_shards else 0
     return ShardedCosts(
         embedding=embedding,
-        layer=Seconds(layer.forward + copy, layer.backward + times * copy),
+        layer=Seconds(layer.forward + in_forward, layer.backward + in_backward),
         head=head,
         gather=network.gather(of_layer * element, _MATRICES),
         times_again=times,
@@ -61,7 +65,7 @@ def sharded_costs(cost_model: CostModel, configuration: Configuration, *, is_slo
         keeps_batch=runtime.keeps_batch,
         keeps_last=runtime.keeps_last,
         # Adam reads and writes master and moments; the norm and the step read gradients; the step writes weights.
-        step=cost_model.moved(own * (6 * 4 + 2 * software.gradient_bytes + written)),
+        step=in_step + cost_model.moved(own * (6 * 4 + 2 * software.gradient_bytes + written)),
     )
 
 

@@ -3,7 +3,8 @@
     shards           masters and moments in FP32, gradients as they are reduced, and what software keeps of the weights
                      in the type of products; of each the part of one replica
     gathered         embedding, norm and head, and two layers: the one that is computed and the one that comes, which
-                     lies there twice where weights are copied out of a buffer; with stage 2 all weights
+                     lies there twice where weights are copied out of a buffer; with stage 2 all weights, and
+                     their copies in FP8
     gradients        of embedding and head, and of two layers: one that is computed, in the type of products, and one
                      that is reduced
     activations      of one microbatch, as without a pipeline
@@ -17,7 +18,13 @@ from megatron.planner.job.software import Software
 from megatron.planner.memory.activations import Activations
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.memory.memory import MemoryParts, RankMemory
-from megatron.planner.memory.parameters import largest_parameter, layer_parameters, stage_parameters
+from megatron.planner.memory.parameters import (
+    FP8_COPY_BYTES,
+    largest_parameter,
+    layer_parameters,
+    matrix_parameters,
+    stage_parameters,
+)
 
 _FP32 = 4
 _MOMENTS = 2
@@ -38,10 +45,12 @@ def sharded_memory(shape: Architecture, software: Software, configuration: Confi
     element, gradient = software.element_bytes, software.gradient_bytes
     copies = _FP32 if gradient < _FP32 else 0  # the optimizer steps with FP32 ones
     kept = element * own if runtime.keeps_shards and element < _FP32 else 0.0
-    gathered = float(total) if sharding.stage == 2 else _gathered(shape, tensor, root, of_layer, runtime)
+    stays = sharding.stage == 2
+    casts = FP8_COPY_BYTES * matrix_parameters(shape, tensor, layers) if stays and software.fp8 else 0
+    gathered = float(total) if stays else _gathered(shape, tensor, root, of_layer, runtime)
     saved = activations.saved(layers, **ends)
     parts = MemoryParts(
-        weights=kept + element * gathered,
+        weights=kept + element * gathered + casts,
         gradients=gradient * own + _unsharded(shape, tensor, root, of_layer, runtime, element, gradient),
         optimizer=_FP32 * (1 + _MOMENTS) * own,
         step=copies * own,

@@ -272,11 +272,7 @@ class LayerWork:
         e, shape = self.e, self.shape
         plain = self._activation_bytes(4 if backward else 2, shape.ffn_hidden_size)
         if self.software.fuses_elementwise:
-            return (
-                (5.0 if backward else 2.0) * e,
-                self._activation_bytes(4 if backward else 2, shape.ffn_hidden_size),
-                0.0,
-            )
+            return (5.0 if backward else 2.0) * e, plain, 0.0
         norm = 7 * e + 15 * _FP32 if backward else 4 * e + 6 * _FP32
         gated = (9.0 if backward else 5.0) * e * shape.ffn_hidden_size
         turned = (2 * e + 4 * _FP32) * (shape.query_width + shape.key_width)

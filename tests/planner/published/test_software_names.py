@@ -5,7 +5,7 @@ from dataclasses import replace
 from megatron.planner.job.sharding import DEEPSPEED, MEGATRON_FSDP
 from megatron.planner.job.software import MEGATRON_2021, MEGATRON_CORE, MEGATRON_DEEPSPEED, MEGATRON_V3
 from megatron.planner.job.software import TORCHTITAN as TORCHTITAN_SOFTWARE
-from megatron.planner.published.entries import read_entry
+from megatron.planner.published.entries import Entry, read_entry
 from megatron.planner.published.prediction import predict
 from megatron.planner.time.calibration import default_constants
 from tests.planner.published.measured import BPIPE_TABLE_7, VTRAIN, changed
@@ -20,7 +20,6 @@ def test_names_of_software():
     overlapped = replace(MEGATRON_CORE, overlaps_gradients=True, overlaps_weights=True)
     assert named.software == replace(overlapped, flash_attention=True)  # where its kernels run, that is its default
     assert "flash attention, as Megatron-Core has on A100-80" in named.assumed
-    assert any("beside the last backward" in each for each in named.assumed)
     volta = {"software": "Megatron-Core 0.16", "gpu": "V100-32"}
     assert read_entry(changed(entry, hardware=volta)).software == overlapped
     said = read_entry(
@@ -31,6 +30,28 @@ def test_names_of_software():
     old, new = (read_entry(changed(entry, hardware={"software": None, "gpu": gpu})) for gpu in ("A100-80", "H100"))
     assert old.software is MEGATRON_V3 and new.software.flash_attention and old.assumed and new.assumed
     assert read_entry(changed(entry, config={"flash_attention": True})).software.flash_attention
+
+
+def test_of_defaults_what_is_priced_is_said():
+    """Nothing that the run says itself or does not have: replicas, sharded optimizer, 16 bits, batches that drain."""
+    run = changed(BPIPE_TABLE_7[0], hardware={"software": "Megatron-Core 0.16"}, config={"d": 2, "zero1": True})
+    reduces, gathers = "reductions over replicas beside the last backward", "gathers over replicas beside the first"
+    attention = "flash attention, as Megatron-Core has on A100-80"
+
+    def said(base: dict = run, **config) -> list[str]:
+        entry = read_entry(changed(base, config=config))
+        assert isinstance(entry, Entry), entry.reason
+        return [each for each in (reduces, gathers, attention) if any(text.startswith(each) for text in entry.assumed)]
+
+    assert said() == [reduces, gathers, attention]
+    assert said(overlap_grad_reduce=False, overlap_param_gather=False) == [attention]
+    assert said(overlap_grad_reduce=False) == [gathers, attention]
+    assert said(zero1=False) == [reduces, attention]
+    assert said(flash_attention=False) == said(flash_attention=True) == said(precision="fp32") == [reduces, gathers]
+    assert said(schedule="2bw", zero1=False) == [attention]
+    assert said(d=1, global_batch=64, zero1=False) == [attention]
+    assert said(NARAYANAN[0] | {"hardware": NARAYANAN[0]["hardware"] | {"software": "Megatron-Core"}}) == [attention]
+    assert said(BPIPE_TABLE_7[0]) == said(TORCHTITAN[0]) == []
 
 
 def test_megatron_core_on_hopper_is_priced_with_flash_attention():

@@ -78,14 +78,27 @@ def test_pressure_is_avoided_where_that_is_asked_for():
     assert not calm.estimate.under_pressure and calm.sequences_per_second <= free.sequences_per_second
 
 
+def test_a_slowed_fit_that_is_left_out_misses_no_memory():
+    """Microbatches of 17 on 8 tensor ranks fit, and the operands that wait have no room."""
+    space = {"tensor": (8,), "micro_batch_sizes": (17,), "scopes": (RecomputeScope.LAYER,)}
+    free = found(LARGE, a100(16), global_batch_size=16 * 17, **space)
+    assert free.estimate.verdict.word == "slowed"
+    calm = found(LARGE, a100(16), global_batch_size=16 * 17, avoids_pressure=True, **space)
+    assert calm == WithoutPipeline(is_slowed=True)
+
+
 def test_what_is_not_compared():
-    """One GPU has no replicas, a CPU's processes no such systems, and a profile no gathers of weights."""
+    """One GPU has no replicas, a CPU's processes no such systems, and a profile no gathers of weights; nor are scopes
+    compared that layers do not have."""
     alone = Cluster(gpu="A100-80", nodes=1, gpus_per_node=1)
     assert found(SMALL, alone, global_batch_size=8) is None
     assert found(SMALL, Cluster(gpu="cpu", nodes=1, gpus_per_node=2), global_batch_size=8) is None
     profiled = Planner(PROFILED, a100(1), ProfiledCosts(profile(), PROFILED))
     space = Space(num_gpus=8, gpus_per_node=8, global_batch_size=8)
     assert fastest(space, lambda _: profiled, TRAINING) is None
+    attention = replace(space, scopes=(RecomputeScope.ATTENTION,))
+    small = planner(SMALL, a100(1), MEGATRON_CORE)
+    assert fastest(attention, lambda _: small, replace(TRAINING, saves_scores=False)) is None
 
 
 def test_the_search_has_it():

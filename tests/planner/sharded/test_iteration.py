@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from megatron.planner import Architecture, Cluster, Configuration, Planner
-from megatron.planner.job.sharding import DEEPSPEED, Sharding
+from megatron.planner.job.sharding import DEEPSPEED, MEGATRON_FSDP, STAGES, Sharding
 from megatron.planner.job.software import MEGATRON_2021, MEGATRON_CORE, TORCHTITAN, Software
-from megatron.planner.memory.parameters import layer_parameters
+from megatron.planner.memory.parameters import FP8_COPY_BYTES, layer_parameters, matrix_parameters
 from megatron.planner.sharded.batch import ShardedCosts
 from megatron.planner.sharded.iteration import sharded_costs, sharded_time
 from megatron.planner.time.first_principles import FirstPrinciples
@@ -92,6 +92,25 @@ def test_fsdp2_copies_weights_out_of_a_buffer():
     for way in ("forward", "backward"):
         seconds = [getattr(costs(software).layer, way) for software in (TORCHTITAN, plain)]
         assert seconds[0] - seconds[1] == pytest.approx(copy)
+
+
+def test_fp8_casts_what_is_gathered():
+    """Each layer in each forward and backward of stage 3; all layers once a batch of stage 2, and for each forward
+    where software gathers for each microbatch."""
+    hopper, chosen = Cluster(gpu="H100", nodes=1), [configuration(8, stage=stage) for stage in STAGES]
+    cast = FirstPrinciples(MODEL, hopper).moved((2 + FP8_COPY_BYTES) * matrix_parameters(MODEL, 1, 1))
+    renews = replace(MEGATRON_FSDP, keeps_batch=False)
+    for runtime, (stage_2, stage_3) in (
+        (MEGATRON_FSDP, ((0, 0, MODEL.num_layers), (1, 1, 0))), (renews, ((1, 0, 0), (1, 1, 0)))
+    ):  # fmt: skip
+        half = replace(MEGATRON_CORE, sharding=runtime)
+        eighth = FirstPrinciples(MODEL, hopper, replace(half, fp8=True))
+        for each, (forward, backward, step) in zip(chosen, (stage_2, stage_3), strict=True):
+            found, (_, alone, _) = sharded_costs(eighth, each), eighth.pieces(each)
+            assert found.layer.forward - alone[0] == pytest.approx(forward * cast)
+            assert found.layer.backward - alone[1] == pytest.approx(backward * cast)
+            other = sharded_costs(FirstPrinciples(MODEL, hopper, half), each).step
+            assert found.step - other == pytest.approx(step * cast)
 
 
 def test_the_planner_takes_it():

@@ -1,12 +1,19 @@
 """What a GPU holds of weights that are split: shards, what is gathered, gradients, one microbatch."""
 
+from dataclasses import replace
+
 import pytest
 
 from megatron.planner import Architecture, Cluster, Configuration, Planner
 from megatron.planner.job.sharding import Sharding
 from megatron.planner.job.software import MEGATRON_CORE, TORCHTITAN, Software
 from megatron.planner.memory.memory import MemoryParts
-from megatron.planner.memory.parameters import layer_parameters, stage_parameters
+from megatron.planner.memory.parameters import (
+    FP8_COPY_BYTES,
+    layer_parameters,
+    matrix_parameters,
+    stage_parameters,
+)
 
 LLAMA_8B = Architecture(
     num_layers=32, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32, num_query_groups=8, kv_channels=128,
@@ -77,3 +84,10 @@ def test_the_loss_of_pytorch_takes_more():
     fused = parts(Software(flash_attention=True))
     unfused = parts(Software(flash_attention=True, fuses_loss=False))
     assert unfused.workspace - fused.workspace == pytest.approx(6 * 8192 * 128256)
+
+
+def test_casts_to_fp8_stay_with_weights_that_stay():
+    """Of all layers' matrices with stage 2, in which each is cast once."""
+    for stage, copies in ((2, FP8_COPY_BYTES * matrix_parameters(LLAMA_8B, 1, 32)), (3, 0)):
+        half, eighth = (parts(software, stage=stage) for software in (MEGATRON_CORE, replace(MEGATRON_CORE, fp8=True)))
+        assert eighth.weights - half.weights == copies
