@@ -203,6 +203,8 @@ TWO = "bandwidth: {between_nodes: 100}"
          "H200 (SXM); give gpu H200 with memory_gib, peak_teraflops, memory_bandwidth and bandwidth.within_node"),
         ("gpu: A100-PCIe\nnodes: 1", "'A100-PCIe' is no GPU that is known; choose from A100-PCIe-80, A100-PCIe-40"),
         ("gpu: GH200\nnodes: 1", "those of H200 (SXM); give gpu H200 with"),
+        ("gpu: A100-80\nnodes: 1\nprice_per_gpu_hour: 1.0e+300",
+         "price_per_gpu_hour should be less than or equal to 1000000, not 1e+300; see"),
         ("gpu: A100-80\nnodes: 1\ngpus_per_host: 3", "gpus_per_host 3 does not divide the 8 GPUs of a node; give"),
         ("[" * 100_000, "brackets are nested too deeply; write YAML or JSON"),
         ("", "the file is no mapping; see"),
@@ -226,8 +228,12 @@ def test_a_cluster_that_is_wrong(run, tmp_path, text, reason):
         (["--global-batch-size", "0"], "error: --global-batch-size 0 is below 1; give the sequences of a batch"),
         (["--nodes", "99999999"], "error: --nodes 99999999 is more than any cluster has; give 65536 or less"),
         (["--gpus-per-node", "65537"], "error: --gpus-per-node 65537 is more than any cluster has; give 65536 or less"),
+        (["--price-per-gpu-hour", "1e308"],
+         "error: --price-per-gpu-hour 1e+308 is more than any GPU costs; give 1000000 or less"),
+        (["--expert-parallel-sizes", "2,4"], "error: --expert-parallel-sizes 2,4 share experts, and the model has "
+         "none; give --num-experts, or leave it out"),
     ],
-)
+)  # fmt: skip
 def test_numbers_that_no_job_has(run, arguments, reason):
     """The last that is given counts."""
     status, _, err = run(*GPT, "--cluster", "A100-80", *arguments)
@@ -367,6 +373,17 @@ def test_a_rack_of_many_hosts(run, tmp_path):
     assert status == 1 and "--rank-mappings optimized needs a node for each host" in err
 
 
+def test_less_than_a_host(run, tmp_path):
+    """2 GPUs of a rack are a part of a tray of 4; 6 are neither that nor trays, which one sentence says."""
+    status, _, err = run(*GPT, *QUICK, "--cluster", "GB200", "--gpus-per-node", 2, "--output", tmp_path)
+    script = (tmp_path / "best.sh").read_text()
+    assert status == 0, err
+    assert 'GPUS_PER_NODE="${GPUS_PER_NODE:-2}"' in script and "examples/cluster/one_node.sh" in script
+    status, _, err = run(*GPT, "--cluster", "GB200", "--gpus-per-node", 6)
+    assert status == 1 and err.startswith("error: ") and "pydantic" not in err and err.count("\n") == 1
+    assert "GB200.yaml with --gpus-per-node 6: gpus_per_host 4 does not divide the 6 GPUs of a node; give" in err
+
+
 def test_tokens_and_a_price(run, tmp_path):
     """Days and money stand in the table, in JSON, on the page and in the head of the script; the file's price counts
     unless another one is given. Without a price there is no cost."""
@@ -434,6 +451,11 @@ def test_the_interval_of_the_best(run, tmp_path):
 def test_no_number_of_tokens(run, tokens):
     status, _, err = run(*CLUSTER, *GPT, f"--tokens={tokens}")
     assert status == 2 and f"'{tokens}' is no number of tokens; write 300B, 1.5T or 300e9" in err
+
+
+def test_more_tokens_than_any_training_has(run):
+    status, _, err = run(*CLUSTER, *GPT, "--tokens", "1e308")
+    assert status == 2 and "'1e308' is more than any training has; give 1e+18 or less" in err
 
 
 SHARED = [

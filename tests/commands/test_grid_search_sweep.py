@@ -85,6 +85,22 @@ def test_files(run, tmp_path):
     assert "<svg" in (folder / "report.html").read_text()
 
 
+def test_the_length_of_the_flags_keeps_what_counts_sequences(run):
+    """Only another length makes other tokens of them."""
+    argv = [*MODEL, "--gpus", 8, "--sequence-lengths", 1024, "--train-samples", 1000, "--json"]
+    assert run("sweep", *argv)[0] == 0
+
+
+def test_parts_of_a_tray(run):
+    """2 and 4 of the 72 GPUs of a rack, whose hosts have 4; and two of them."""
+    argv = [*MODEL, "--cluster", "GB200", "--gpus", "2,4,8", "--json"]
+    status, out, _ = run("sweep", *argv)
+    points = json.loads(out)["points"]
+    assert status == 0 and [(each["num_gpus"], each["status"]) for each in points] == [
+        (2, "kept"), (4, "kept"), (8, "kept"),
+    ]  # fmt: skip
+
+
 def test_what_cannot_run_has_its_reason(run):
     """Beside what can; where nothing can, the status says so."""
     status, out, _ = run("sweep", *MODEL, "--hidden-size", 4096, "--gpus", "1,8", "--json")
@@ -107,6 +123,14 @@ def test_what_cannot_run_has_its_reason(run):
         (["--gpus", "8", "--max-safe-batch", "128"], "so iterations cannot be compared; give --tokens"),
         (["--sequence-lengths", "3000"], "--sequence-lengths 3000: the batch, 64 sequences of 1024, has 65,536 tokens, "
          "which do not divide into sequences of 3000; give another length or batch"),
+        (["--gpus", "524296"], "--gpus 524296 is more than any cluster has; give 524288 or less"),
+        (["--sequence-lengths", "1024,2048", "--train-samples", "1000"], "--sequence-lengths 2048: --train-samples "
+         "counts sequences, which have 1024 tokens in the model's flags; give --train-iters in its place"),
+        (["--sequence-lengths", "2048", "--rampup-batch-size", "16", "16", "1000"], "--sequence-lengths 2048: "
+         "--rampup-batch-size counts sequences, which have 1024 tokens in the model's flags; leave it out"),
+        (["--gpus", "8", "--expert-parallel-sizes", "2,4"], "--expert-parallel-sizes 2,4 share experts, and the model "
+         "has none; give --num-experts, or leave it out"),
+        (["--gpus", "6", "--cluster", "GB200"], "--gpus 6 do not fill hosts of 4; give a multiple of that, or a part"),
     ],
 )  # fmt: skip
 def test_refusals(run, argv, reason):
@@ -118,8 +142,9 @@ def test_refusals(run, argv, reason):
 def test_points_that_the_trainer_does_not_train_have_no_script(run, tmp_path):
     """Sequences are shared by 2 ranks at each point; the note says so."""
     argv = [*GPT, "--cluster", "A100-80", "--schedules", "flush", "--tensor", "1", "--simulate", 1, "--gpus", "4,8"]
-    status, out, _ = run("sweep", *argv, "--output", tmp_path)
+    status, out, err = run("sweep", *argv, "--output", tmp_path)
     assert status == 0 and len([*tmp_path.glob("best_*.sh")]) == 2 and "priced here" not in out
-    status, out, _ = run("sweep", *argv, "--context-parallel-size", 2, "--output", tmp_path)
-    assert status == 0 and not [*tmp_path.glob("best_*.sh")]
+    assert "2 x best_N_gpus_L_tokens.sh" in err
+    status, out, err = run("sweep", *argv, "--context-parallel-size", 2, "--output", tmp_path)
+    assert status == 0 and not [*tmp_path.glob("best_*.sh")] and "best_" not in err
     assert "note: context parallelism (cp): priced here and not trained by this project's trainer" in out

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.commands import grid_search as tool
+from megatron.placement.topology import load_topology
 from megatron.trainer.plan.command import PROGRAMS
 from tests.commands.in_process import ROOT, runner
 from tests.commands.search_argv import CLUSTER, GPT, QUICK, SCRIPT
@@ -99,6 +100,21 @@ def test_the_script_starts_the_job(run, tmp_path):
     assert stubbed(copy, tmp_path, "--seed", "7", **data) == argv
     changed = stubbed(script, tmp_path, MICRO_BATCH="1", DISTRIBUTED_OPTIMIZER="0", **data)
     assert changed[changed.index("--micro-batch-size") + 1] == "1" and "--use-distributed-optimizer" not in changed
+
+
+def test_scripts_of_a_sweep_read_topologies_of_their_nodes(capsys, tmp_path):
+    """Of an optimized rank order: each number of GPUs has a file of its own."""
+    plan, argv = tmp_path / "plan", [*GPT, *CLUSTER, "--schedules", "flush", "--tensor", 1, "--pipeline", 4]
+    argv += ["--rank-mappings", "optimized", "--simulate", 1, "--gpus", "16,32", "--output", plan]
+    status, _, err = runner(tool, capsys)("sweep", *argv)
+    assert status == 0 and "2 x topology_N_gpus.yaml" in err
+    data = {"DATA_PATH": "d", "VOCAB_FILE": "v", "MERGE_FILE": "m", "CHECKPOINTS": "c", "MASTER_ADDR": "node0"}
+    for num_gpus in (16, 32):
+        script = plan / f"best_{num_gpus}_gpus_1024_tokens.sh"
+        started = stubbed(script, tmp_path, NNODES=str(num_gpus // 8), NODE_RANK="0", **data)
+        assert started[started.index("--rank-mapping") + 1] == "optimized"
+        topology = load_topology(started[started.index("--rank-topology") + 1])
+        assert [node.gpus for node in topology.nodes] == [8] * (num_gpus // 8)
 
 
 def test_the_script_knows_what_the_user_said(run, tmp_path, monkeypatch):

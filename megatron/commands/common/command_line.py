@@ -71,6 +71,8 @@ def parser_of(description: str) -> argparse.ArgumentParser:
 
 # --- kinds of values
 
+_MOST_TOKENS = 1e18  # over 10,000 times what the longest trainings have; far beyond it costs are infinite
+
 
 def count(text: str) -> int:
     """A whole number of 1 and more."""
@@ -109,6 +111,8 @@ def tokens(text: str) -> float:
         value = math.nan
     if not (math.isfinite(value) and value >= 1):
         raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens; write 300B, 1.5T or 300e9")
+    if value > _MOST_TOKENS:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than any training has; give {_MOST_TOKENS:g} or less")
     return value
 
 

@@ -24,7 +24,7 @@ from megatron.commands.common import command_line
 from megatron.commands.grid_search_commands.search_arguments import add_search_arguments
 from megatron.commands.grid_search_commands.search_inputs import ModelInput, read_cluster, read_model
 from megatron.commands.grid_search_commands.search_progress import progress_bars
-from megatron.commands.grid_search_commands.search_script import ROOT, remove_script, script_text
+from megatron.commands.grid_search_commands.search_script import ROOT, remove_script, script_text, write_topology
 from megatron.documents.writing import write_whole
 from megatron.planner import Architecture, Cluster
 from megatron.planner.intervals.lookup import Intervals
@@ -350,8 +350,7 @@ def _write(folder: Path, outcome: Outcome, planner_of, model: ModelInput, cluste
         script = script_text(job, outcome.best, cluster, command=command, others=others)
         write_whole(folder / "best.sh", script)
         if any(each.choice.rank_mapping == "optimized" for each in outcome.kept):
-            topology = cluster.topology.model_dump(mode="json", exclude_none=True)
-            write_whole(folder / "topology.yaml", json.dumps(topology, indent=1) + "\n")
+            write_topology(folder / "topology.yaml", cluster)
     figure = draw_outcome(outcome, memory_gib=cluster.device.memory_gib, title=title)
     write_whole(folder / "throughput_memory.png", as_png(figure))
     page = html_report(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron.documents.reading import read_document
 from megatron.planner import DEVICES, Cluster, load_cluster
-from megatron.planner.job.cluster import CLUSTERS, MOST
+from megatron.planner.job.cluster import CLUSTERS, MOST, MOST_PRICE, make_cluster
 from megatron.trainer.arguments import Platform
 from megatron.trainer.arguments.script import read_script
 from megatron.trainer.plan.command import PROGRAMS, Job
@@ -30,6 +30,9 @@ def read_cluster(options: argparse.Namespace) -> Cluster:
     for flag, number in (("--nodes", options.nodes), ("--gpus-per-node", options.gpus_per_node)):
         if number is not None and number > MOST:
             raise ValueError(f"{flag} {number} is more than any cluster has; give {MOST} or less")
+    price = options.price_per_gpu_hour
+    if price is not None and price > MOST_PRICE:
+        raise ValueError(f"--price-per-gpu-hour {price:g} is more than any GPU costs; give {MOST_PRICE} or less")
     named = CLUSTERS / f"{options.cluster}.yaml"
     path = named if named.exists() else Path(options.cluster)
     if not path.exists():
@@ -45,14 +48,16 @@ def read_cluster(options: argparse.Namespace) -> Cluster:
         if isinstance(cluster.nodes, tuple) and options.nodes is None:
             raise ValueError(f"{path} lists its nodes one by one; give --nodes besides --gpus-per-node")
         changes["gpus_per_node"] = options.gpus_per_node
+        if cluster.gpus_per_host is not None:  # fewer GPUs than a host has are a part of it
+            changes["gpus_per_host"] = min(cluster.gpus_per_host, options.gpus_per_node)
     if options.network is not None:
         changes["bandwidth"] = {**cluster.bandwidth.model_dump(exclude_none=True), "between_nodes": options.network}
-    if options.price_per_gpu_hour is not None:
-        changes["price_per_gpu_hour"] = options.price_per_gpu_hour
+    if price is not None:
+        changes["price_per_gpu_hour"] = price
     nodes = changes.get("nodes", 1)
     if nodes > 1 and cluster.bandwidth.between_nodes is None and options.network is None:
         raise ValueError(f"{path} says nothing of the network between {nodes} nodes; give --network, GB/s of a node")
-    cluster = Cluster(**{**cluster.model_dump(exclude_none=True), **changes})
+    cluster = make_cluster({**cluster.model_dump(exclude_none=True), **changes}, _source(path, options))
     counts = dict.fromkeys(node.gpus for node in cluster.topology.nodes)
     if len(counts) > 1:
         raise ValueError(
@@ -60,6 +65,13 @@ def read_cluster(options: argparse.Namespace) -> Cluster:
             "times are modelled and launchers written"
         )
     return cluster
+
+
+def _source(path: Path, options: argparse.Namespace) -> str:
+    """A cluster's file, and what the command line changes in its nodes."""
+    given = [("--nodes", options.nodes), ("--gpus-per-node", options.gpus_per_node)]
+    flags = " ".join(f"{flag} {number}" for flag, number in given if number is not None)
+    return f"{path} with {flags}" if flags else str(path)
 
 
 @dataclass(frozen=True)
@@ -104,6 +116,12 @@ def read_model(options: argparse.Namespace, cluster: Cluster) -> ModelInput:
     argv, assumed = _for_processor(argv, options, cluster)
     job = Job.read(argv, architecture=architecture, platform=platform_of(cluster))
     notes += assumed
+    sizes = options.expert_parallel_sizes
+    if sizes is not None and max(sizes) > 1 and job.priced.experts is None:
+        raise ValueError(
+            f"--expert-parallel-sizes {','.join(map(str, sizes))} share experts, and the model has none; give "
+            "--num-experts, or leave it out"
+        )
     if job.dropped:
         notes.append(f"the search chooses what these said: {', '.join(job.dropped)}")
     return ModelInput(job, tuple(notes))

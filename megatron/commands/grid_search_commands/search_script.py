@@ -1,11 +1,13 @@
 """The best configuration as a script in the form of examples/cluster/models, which also starts by itself."""
 
+import json
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.documents.writing import write_whole
 from megatron.planner import Cluster
 from megatron.planner.search import Kept, delay
 from megatron.planner.search.expectation import expectation
@@ -24,8 +26,11 @@ _FILES = {"--vocab-file": "VOCAB_FILE", "--merge-file": "MERGE_FILE"}
 _WITHOUT_MODEL = ("GPT2BPETokenizer", "NullTokenizer", "ByteLevelTokenizer")  # none of job.sh's TOKENIZER_MODEL
 
 
-def script_text(job: Job, kept: Kept, cluster: Cluster, *, command: str, others: str | None = None) -> str:
-    """The script's text. For its head, `command`: that made it; `others`: what other systems reach."""
+def script_text(
+    job: Job, kept: Kept, cluster: Cluster, *, command: str, others: str | None = None, topology: str = "topology.yaml"
+) -> str:
+    """The script's text. For its head, `command`: that made it; `others`: what other systems reach. `topology`: the
+    name of the file beside it that an optimized mapping reads, which `write_topology` writes."""
     choice, estimate = kept.choice, kept.estimate
     preset, balance = preset_of(choice.schedule)
     hosts = cluster.gpus_of_hosts
@@ -74,7 +79,7 @@ def script_text(job: Job, kept: Kept, cluster: Cluster, *, command: str, others:
         f'    exec bash examples/cluster/{launcher} "$this" "$@"',
         "fi",
         "# shellcheck disable=SC2034  # job.sh reads them",
-        *_topology(choice.rank_mapping),
+        *_topology(choice.rank_mapping, topology),
         f"program={job.program} gpu={gpu} num_gpus={cluster.num_gpus}",
         *_assignments(variables),
         *_array("model_args", job.argv_of(*_MODEL_GROUPS) + _vocabulary(job)),
@@ -82,6 +87,12 @@ def script_text(job: Job, kept: Kept, cluster: Cluster, *, command: str, others:
         *locations.lines,
     ]
     return "\n".join(lines) + "\n"
+
+
+def write_topology(path: Path, cluster: Cluster) -> None:
+    """The cluster's nodes, for the user to enter their host names."""
+    topology = cluster.topology.model_dump(mode="json", exclude_none=True)
+    write_whole(path, json.dumps(topology, indent=1) + "\n")
 
 
 def remove_script(path: Path) -> None:
@@ -161,13 +172,13 @@ def _left_out(locations: _Locations) -> list[str]:
     return [*_comment(f"Left out, as they need variables that the search did not know: {flags}"), "#"]
 
 
-def _topology(rank_mapping: str) -> list[str]:
+def _topology(rank_mapping: str, name: str) -> list[str]:
     """The file that an optimized mapping needs: beside the script."""
     if rank_mapping != "optimized":
         return []
     return [
-        "# topology.yaml beside this file has to name the nodes by their host names (docs/placement.md).",
-        'TOPOLOGY="${TOPOLOGY:-$(dirname "${BASH_SOURCE[0]}")/topology.yaml}"',
+        f"# {name} beside this file has to name the nodes by their host names (docs/placement.md).",
+        f'TOPOLOGY="${{TOPOLOGY:-$(dirname "${{BASH_SOURCE[0]}}")/{name}}}"',
     ]
 
 

@@ -29,15 +29,22 @@ from megatron.commands.grid_search_commands.search import (
 from megatron.commands.grid_search_commands.search_arguments import add_search_arguments
 from megatron.commands.grid_search_commands.search_inputs import ModelInput, read_cluster, read_model
 from megatron.commands.grid_search_commands.search_progress import progress_bars
-from megatron.commands.grid_search_commands.search_script import remove_script, script_text
+from megatron.commands.grid_search_commands.search_script import remove_script, script_text, write_topology
 from megatron.documents.writing import write_whole
 from megatron.planner import Cluster
+from megatron.planner.job.cluster import MOST
 from megatron.planner.search import delay, shared_ranks
 from megatron.planner.search.bill import amount
 from megatron.planner.search.expectation import unvalidated
 from megatron.planner.search.sweep import Sweep, SweepPoint
 
 TAKES_FLAGS = True  # those of the training programs
+
+_IN_SEQUENCES = {  # flags that count sequences, however long, and what to do about them
+    "train_samples": "give --train-iters in its place",
+    "rampup_batch_size": "leave it out",
+    "step_batch_size_schedule": "leave it out",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -119,7 +126,13 @@ def _cluster(options: argparse.Namespace, cluster: Cluster, num_gpus: int) -> Cl
         raise ValueError(
             f"--gpus {num_gpus} do not fill nodes of {of_node}; give a multiple of that, or a part of one node"
         )
-    per_node = min(of_node, num_gpus)
+    per_node, of_host = min(of_node, num_gpus), cluster.gpus_of_hosts[0]
+    if per_node > of_host and per_node % of_host:
+        raise ValueError(
+            f"--gpus {num_gpus} do not fill hosts of {of_host}; give a multiple of that, or a part of one host"
+        )
+    if num_gpus // per_node > MOST:
+        raise ValueError(f"--gpus {num_gpus} is more than any cluster has; give {MOST * per_node} or less")
     changes = {"nodes": num_gpus // per_node, "gpus_per_node": per_node}
     return read_cluster(argparse.Namespace(**vars(options) | changes))
 
@@ -127,7 +140,7 @@ def _cluster(options: argparse.Namespace, cluster: Cluster, num_gpus: int) -> Cl
 def _lengths(options: argparse.Namespace, model: ModelInput) -> list[argparse.Namespace]:
     """The options at each sequence length: with its flags, and with batches of equally many tokens.
 
-    Raises ValueError where these do not divide.
+    Raises ValueError where these do not divide, and where other flags would make them unequal.
     """
     usual, batch = model.job.shape(1).sequence_length, model.job.global_batch_size
     found = []
@@ -135,6 +148,13 @@ def _lengths(options: argparse.Namespace, model: ModelInput) -> list[argparse.Na
         if length == usual:
             found.append(options)
             continue
+        for name, remedy in _IN_SEQUENCES.items():
+            if model.job.gives(name):
+                flag = f"--{name.replace('_', '-')}"
+                raise ValueError(
+                    f"--sequence-lengths {length}: {flag} counts sequences, which have {usual} tokens in the model's "
+                    f"flags; {remedy}"
+                )
         flags = ["--seq-length", str(length), "--max-position-embeddings", str(length)]
         if batch is not None:
             flags += ["--global-batch-size", str(_sequences("the batch", batch, usual, length))]
@@ -228,15 +248,23 @@ def _write(folder: Path, sweep: Sweep, found: list[_Found], notes: tuple[str, ..
     command = shlex.join(["tools/grid_search.py", *sys.argv[1:]])
     for path in folder.glob("best_*.sh"):
         remove_script(path)
+    scripts, topologies = set(), set()
     for each in found:
         best = each.point.best
         if best is not None and not shared_ranks.is_shared(best.choice):
             name = f"best_{each.point.num_gpus}_gpus_{each.point.sequence_length}_tokens.sh"
-            text = script_text(each.searched.model.job, best, each.searched.cluster, command=command)
-            write_whole(folder / name, text)
+            job, cluster = each.searched.model.job, each.searched.cluster
+            topology = f"topology_{cluster.num_gpus}_gpus.yaml"
+            write_whole(folder / name, script_text(job, best, cluster, command=command, topology=topology))
+            scripts.add(name)
+            if best.choice.rank_mapping == "optimized":
+                write_topology(folder / topology, cluster)
+                topologies.add(topology)
     write_whole(folder / "sweep.json", json.dumps(sweep_records(sweep), indent=1) + "\n")
     write_whole(folder / "time_cost.png", as_png(draw_sweep(sweep, title=title)))
     summary = ["Each row is the best of a search; all batches have equally many tokens."]
     write_whole(folder / "report.html", sweep_page(sweep, title=title, summary=summary, notes=notes, docs=docs_url()))
-    print(f"wrote {folder}/: sweep.json, time_cost.png, report.html, and best_N_gpus_L_tokens.sh for each point",
-          file=sys.stderr)  # fmt: skip
+    written = ["sweep.json", "time_cost.png", "report.html"]
+    written += [f"{len(scripts)} x best_N_gpus_L_tokens.sh"] if scripts else []
+    written += [f"{len(topologies)} x topology_N_gpus.yaml"] if topologies else []
+    print(f"wrote {folder}/: {', '.join(written)}", file=sys.stderr)

@@ -38,6 +38,8 @@ CLUSTERS = Path(__file__).parent / "clusters"
 """The folder of those that come along, NAME.yaml each."""
 MOST = 65_536
 """Nodes, and GPUs of a node."""
+MOST_PRICE = 1_000_000
+"""Of a GPU for an hour, in any currency; far beyond it costs of a training are no finite numbers."""
 
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _CPU = Device(  # a core of a laptop
@@ -91,7 +93,7 @@ class Cluster(BaseModel):
     host_bandwidth: _Positive | None = None
     host_optimizer_ns: _Positive | None = None
     gpus_per_host: Annotated[int, Field(ge=1, le=MOST)] | None = None
-    price_per_gpu_hour: _Positive | None = None
+    price_per_gpu_hour: Annotated[float, Field(gt=0, le=MOST_PRICE, allow_inf_nan=False)] | None = None
     currency: Annotated[str, AfterValidator(_code)] = "USD"
 
     def model_post_init(self, _context: object) -> None:
@@ -173,11 +175,15 @@ class Cluster(BaseModel):
 
 def load_cluster(path: str | Path) -> Cluster:
     """A cluster from its file. Raises ValueError, naming the file and the field."""
-    document = read_document(path)
+    return make_cluster(read_document(path), str(path))
+
+
+def make_cluster(document: object, source: str) -> Cluster:
+    """A cluster from what its file says. Raises ValueError: one sentence, with the source and the field."""
     try:
         return Cluster.model_validate(document)
     except ValidationError as error:
-        raise ValueError(f"{path}: {_problem(error, document)}") from error
+        raise ValueError(f"{source}: {_problem(error, document)}") from error
 
 
 def _problem(error: ValidationError, document: object) -> str:
