@@ -65,16 +65,24 @@ def _refusal(result: DryRun) -> str | None:
         return None
     gpu = result.args.dry_run_gpu
     there = f"the {device_gib(gpu):g} GiB of --dry-run-gpu {gpu}"
-    if result.verdict.free_gib < 0:
-        missing = f"{-result.verdict.free_gib:.1f} GiB"
-        return f"{result.place(result.verdict.rank)} misses {missing} of {there}; {_remedy(result)}"
+    if not result.verdict.fits:
+        place = result.place(result.verdict.rank)
+        return f"{place} {_misses(result.verdict, there)}; {_remedy(result)}"
     verdict = result.verdict_of_changes
-    if verdict is None or verdict.free_gib >= 0:
+    if verdict is None or verdict.fits:
         return None
     return (
-        f"{result.moment(result.fullest_change)} pipeline rank {verdict.rank} misses {-verdict.free_gib:.1f} GiB of "
-        f"{there}; {_remedy_of_change(result.args)}"
+        f"{result.moment(result.fullest_change)} pipeline rank {verdict.rank} {_misses(verdict, there)}; "
+        f"{_remedy_of_change(result.args)}"
     )
+
+
+def _misses(verdict: Verdict, gib: str) -> str:
+    """What is missing of a GPU's memory, of which the CUDA context, the allocator and collectives take a part."""
+    if verdict.free_gib < 0:
+        return f"misses {-verdict.free_gib:.1f} GiB of {gib}"
+    besides = verdict.free_gib - verdict.spare_gib
+    return f"misses {-verdict.spare_gib:.1f} GiB of {gib}, of which no tensor gets {besides:.1f} GiB"
 
 
 def _remedy_of_change(args: argparse.Namespace) -> str:

@@ -163,8 +163,8 @@ def _verdict_lines(result: DryRun, verdict: Verdict, where: str) -> list[str]:
     if verdict.is_borderline:
         besides = verdict.free_gib - verdict.spare_gib
         lines.append(
-            f"warning: the CUDA context, the allocator and what waits for collectives need {besides:.1f} GiB beside "
-            "tensors, so it may run out of memory"
+            f"the CUDA context, the allocator and what waits for collectives need {besides:.1f} GiB beside tensors: no "
+            "run is known that did with less"
         )
     return lines
 
