@@ -79,7 +79,7 @@ def test_job_that_is_right(dry):
     ],
 )
 def test_verdict_on_a_gpu(dry, schedule, gpu, status, said):
-    """A job that does not fit the named GPU is refused with the stage and what it misses, room for no tensor included."""
+    """A job that does not fit the named GPU is refused with the stage and what it misses, room for no tensor too."""
     found, out, err, _ = dry(f"{GPT3_96B} --pipeline-schedule {schedule} --dry-run-gpu {gpu}")
     assert found == status and said in (err if status else out)
     assert ("no run is known that did with less" in out) == ("borderline" in out)
