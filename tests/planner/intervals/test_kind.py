@@ -51,7 +51,8 @@ def test_editions_of_a_gpu_are_others():
     one = {"nodes": 1, "gpus_per_node": 8}
     assert of(cluster=Cluster(gpu="A100-40", **one)).device == "A100"
     assert of(cluster=Cluster(gpu="A100-80", memory_gib=60.0, peak_teraflops=312.0, **one)).device == "A100"
-    for rates in ({"peak_teraflops": 200.0}, {"memory_bandwidth": 1000.0}):
+    slow_links = {"bandwidth": {"within_node": 16.0}}
+    for rates in ({"peak_teraflops": 200.0}, {"memory_bandwidth": 1000.0}, slow_links):
         assert of(cluster=Cluster(gpu="A100-80", **one, **rates)).device == "A100 with rates of its own"
     assert of(cluster=Cluster(gpu="cpu", **one)).device == "cpu"
 
