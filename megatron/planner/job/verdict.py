@@ -87,9 +87,10 @@ def judge(
     waiting = MOST * OPERANDS_OF_LAYER * operand if recomputes_layers else 0.0
     tightest, fullest = min(memory, key=spare), max(memory, key=lambda rank: rank.total)
     free = gib - fullest.total / GIB
+    decisive = tightest if free >= 0 else fullest
     return Verdict(
-        rank=tightest.rank if free >= 0 else fullest.rank,
-        spare_gib=spare(tightest),
+        rank=decisive.rank,
+        spare_gib=spare(decisive),
         free_gib=free,
         slowed=tuple(rank.rank for rank in memory if waiting and gib - rank.parts.held / GIB < waiting),
     )

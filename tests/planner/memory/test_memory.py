@@ -161,6 +161,7 @@ def test_a_verdict_is_of_the_fullest_rank_where_that_does_not_fit():
     ))  # fmt: skip
     verdict = judge([first, second], 80.0)
     assert verdict.word == "out of memory" and verdict.rank == second.rank and verdict.free_gib == pytest.approx(-2)
+    assert verdict.spare_gib == verdict.free_gib  # of that rank, which misses it in its step
 
 
 def test_copies_of_the_step_do_not_meet_activations():
