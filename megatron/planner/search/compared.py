@@ -78,7 +78,7 @@ def sentence(outcome: Outcome, *, has_script: bool) -> str | None:
         f"{found.sequences_per_second:.3g} sequences/s and {gib:.1f} GiB"
     )
     if estimate.under_pressure:
-        text += " (near the limit of memory)"
+        text += " (slowed for want of memory)"
     if outcome.kept:
         text += f", {_compared(found, outcome)}"
     return (
