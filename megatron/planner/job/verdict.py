@@ -57,7 +57,7 @@ class Verdict:
 
     @property
     def under_pressure(self) -> bool:
-        """It is borderline, or slower for want of memory."""
+        """It is borderline, or ranks are slowed for want of memory; a rank may be, of a pipeline that does not fit."""
         return self.is_borderline or bool(self.slowed)
 
     @property
