@@ -80,8 +80,6 @@ def say_defaults(software: Software, configuration: Configuration, gpu: str, giv
         yield "reductions over replicas beside the last backward, as Megatron-Core's runs"
     if overlaps and gathers and software.overlaps_weights and "overlaps_weights" not in given:
         yield "gathers over replicas beside the first forward, as Megatron-Core's runs"
-    if software.overlaps_in_pieces and configuration.sequence_parallel and "overlaps_in_pieces" not in given:
-        yield "tensor ranks' collectives beside products in pieces, as Megatron-Core's runs"
     if software.flash_attention and "flash_attention" not in given:
         yield f"flash attention, as Megatron-Core has on {gpu}"
 
@@ -90,13 +88,12 @@ def _with_defaults(software: Software, gpu: str) -> Software:
     """What runs of Megatron-Core have unless told otherwise.
 
     Its layers are Transformer Engine's, and their attention is flash attention where its kernels run: on GPUs with
-    units for bfloat16, which came with them. Its flags leave overlaps off, and NVIDIA's published runs switch all on
-    (--overlap-grad-reduce, --overlap-param-gather, --tp-comm-overlap: README of Megatron-LM); the last is Transformer
-    Engine's, too. `say_defaults` says what of it is priced.
+    units for bfloat16, which came with them. Its flags leave overlaps with replicas off, and NVIDIA's published command
+    lines switch both on (--overlap-grad-reduce, --overlap-param-gather). `say_defaults` says what of it is priced.
     """
     if software is not MEGATRON_CORE:
         return software
     software = replace(software, overlaps_gradients=True, overlaps_weights=True)
     if gpu not in DEVICES or not DEVICES[gpu].has_bfloat16:
         return software
-    return replace(software, flash_attention=True, overlaps_in_pieces=True)
+    return replace(software, flash_attention=True)
