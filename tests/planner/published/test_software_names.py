@@ -38,17 +38,12 @@ def test_of_defaults_what_is_priced_is_said():
     """Nothing that the run says itself or does not have: replicas, sharded optimizer, 16 bits, batches that drain."""
     run = changed(BPIPE_TABLE_7[0], hardware={"software": "Megatron-Core 0.16"}, config={"d": 2, "zero1": True})
     reduces, gathers = "reductions over replicas beside the last backward", "gathers over replicas beside the first"
-    pieces = "tensor ranks' collectives beside products in pieces"
     attention = "flash attention, as Megatron-Core has on A100-80"
 
     def said(base: dict = run, **config) -> list[str]:
         entry = read_entry(changed(base, config=config))
         assert isinstance(entry, Entry), entry.reason
-        return [
-            each
-            for each in (reduces, gathers, pieces, attention)
-            if any(text.startswith(each) for text in entry.assumed)
-        ]
+        return [each for each in (reduces, gathers, attention) if any(text.startswith(each) for text in entry.assumed)]
 
     assert said() == [reduces, gathers, attention]
     assert said(overlap_grad_reduce=False, overlap_param_gather=False) == [attention]
@@ -57,9 +52,6 @@ def test_of_defaults_what_is_priced_is_said():
     assert said(flash_attention=False) == said(flash_attention=True) == said(precision="fp32") == [reduces, gathers]
     assert said(schedule="2bw", zero1=False) == [attention]
     assert said(d=1, global_batch=64, zero1=False) == [attention]
-    assert said(d=1, global_batch=64, zero1=False, t=2, sequence_parallel=True) == [pieces, attention]
-    assert said(d=1, global_batch=64, zero1=False, t=2, sequence_parallel=True, tp_comm_overlap=False) == [attention]
-    assert said(d=1, global_batch=64, zero1=False, t=2, sequence_parallel=False) == [attention]
     assert said(NARAYANAN[0] | {"hardware": NARAYANAN[0]["hardware"] | {"software": "Megatron-Core"}}) == [attention]
     assert said(BPIPE_TABLE_7[0]) == said(TORCHTITAN[0]) == []
 
