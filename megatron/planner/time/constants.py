@@ -8,7 +8,7 @@ class Constants:
     """The constants of one kind of processor. Some are fitted (`FITTED`), the others are stated here.
 
     Attributes:
-        product_efficiency: part of the peak arithmetic that large matrix products reach.
+        product_efficiency: part of the rate of the GPU's fastest matrix product that large ones reach.
         product_overhead: seconds of a matrix product beside them: filling and emptying the processor, waves of tiles
             that do not fill it, gaps between kernels. Small products are slower by it.
         memory_efficiency: part of the memory's bandwidth that kernels reach which read and write tensors.
@@ -44,5 +44,5 @@ class Constants:
 FITTED = ("product_efficiency", "product_overhead", "memory_efficiency", "tensor_efficiency", "pressed_efficiency")
 """The names of the constants that `calibrate` fits."""
 
-START = Constants(product_efficiency=0.8, product_overhead=10e-6, memory_efficiency=0.65, tensor_efficiency=0.6)
+START = Constants(product_efficiency=0.92, product_overhead=10e-6, memory_efficiency=0.65, tensor_efficiency=0.6)
 """Where a fit begins, from what is commonly seen on GPUs."""
