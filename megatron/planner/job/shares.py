@@ -45,11 +45,8 @@ def _refuse_experts(model: Architecture, configuration: Configuration, software:
         raise ValueError(f"{configuration.schedule} with experts is not modelled; choose another schedule")
     if configuration.sharding is not None:
         raise ValueError("experts whose weights are split over replicas (FSDP, ZeRO) are not modelled; leave that out")
-    if software.fp8 or not software.fuses_elementwise or software.keeps_every_other_product:
-        raise ValueError(
-            "experts are modelled in 16 or 32 bits, with megatron.core's kernels and recomputation; give another "
-            "precision or software"
-        )
+    if not software.fuses_elementwise or software.keeps_every_other_product:
+        raise ValueError("experts are modelled with megatron.core's kernels and recomputation; give another software")
     if experts.count % degrees.parallel:
         raise ValueError(f"{experts.count} experts do not divide over {degrees.parallel} ranks; change expert")
     if experts.ffn_hidden_size % degrees.tensor:

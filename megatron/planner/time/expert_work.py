@@ -51,10 +51,21 @@ class ExpertLayerWork(LayerWork):
         return 1 + (self.experts.shared_ffn_hidden_size > 0)
 
     def _linear(self, times: int) -> Work:
-        routed = self.experts.copies * self._matrix + self._router
-        operations = self.tokens * self._dense / self.t + self._routed_tokens * routed
+        linears = self.tokens * self._dense / self.t + self._routed_tokens * self.experts.copies * self._matrix
+        router = self._routed_tokens * self._router
         calls = 2 * self._num_sums + 2 * self._own + 1
-        return Work(operations=2.0 * times * operations, calls=calls * times)
+        if self.software.fp8:
+            return Work(operations=2.0 * times * router, fp8_operations=2.0 * times * linears, calls=calls * times)
+        return Work(operations=2.0 * times * (linears + router), calls=calls * times)
+
+    def _mlp_casts(self, backward: bool) -> tuple[float, int]:
+        experts = self.experts
+        gate = 1 + self.shape.gated * backward
+        routed = self.degrees.tensor * self.shape.hidden_size + gate * experts.ffn_hidden_size
+        elements, kernels = self._routed_tokens * experts.copies * routed, 2 * self._own
+        if experts.shared_ffn_hidden_size:
+            elements, kernels = elements + self._cast_elements(experts.shared_ffn_hidden_size, backward), kernels + 2
+        return elements, kernels
 
     def _mlp_traffic(self, *, backward: bool) -> float:
         experts, h, passes = self.experts, self.shape.hidden_size, 4 if backward else 2

@@ -22,8 +22,8 @@ from megatron.planner.memory.architecture import Architecture
 from megatron.planner.memory.node_memory import crowds_by_name, fewest_sharing
 from megatron.planner.memory.parameters import (
     FP8_COPY_BYTES,
-    matrix_parameters,
     stage_expert_parameters,
+    stage_matrices,
     stage_parameters,
 )
 from megatron.planner.time.calibration import default_constants
@@ -189,7 +189,8 @@ class FirstPrinciples:
         hidden = work.overlapped / tensor_link
         device_seconds = max(products + constants.contention * hidden, hidden) + traffic + work.exchanged / tensor_link
         device_seconds += self._shared_seconds(work, links)
-        return max(device_seconds, (work.kernels + work.calls + work.collectives) * constants.launch)
+        launch = 0.0 if self.software.cuda_graphs else constants.launch
+        return max(device_seconds, (work.kernels + work.calls + work.collectives) * launch)
 
     def _products(self, operations: float, calls: float) -> float:
         peak = self.cluster.device.peak(self.software.element_bytes)
@@ -331,8 +332,8 @@ class FirstPrinciples:
             reduce.append(once * state.gradient_bytes * (1 if state.distributed_optimizer else 2))
             buckets.append(num_buckets(count, configuration.replicas))
         if self.software.fp8:
-            for stage, count in enumerate(layers):
-                matrices = matrix_parameters(self.model, configuration.tensor, count)
+            of_stages = stage_matrices(self.model, configuration.tensor, layers, configuration.expert_degrees)
+            for stage, matrices in enumerate(of_stages):
                 step[stage] += matrices * (state.weight_bytes + FP8_COPY_BYTES) / self._memory_bandwidth
         ranks, contention = schedule.rank_of_stage, self.constants.contention
         drains = schedule.weights.drains and not configuration.is_hosted  # on the host's lanes programs overlap them

@@ -135,7 +135,7 @@ class LayerWork:
         attention = self.tokens / t * (around + (0 if self.software.flash_attention else 2 * e * q))
         return (
             self._linear(1)
-            + self._cast(along_tokens=2 * h, split=q + self.shape.ffn_hidden_size)
+            + self._casts(backward=False)
             + self._core_forward()
             + self._forward_exchange()
             + Work(traffic=along_tokens + attention + self._mlp_traffic(backward=False), kernels=18)
@@ -151,7 +151,7 @@ class LayerWork:
         weights = self._accumulated(self._matrices)
         return (
             self._linear(2)
-            + self._cast(along_tokens=2 * h, split=q + 2 * k + self.shape.ffn_hidden_size * (1 + self.shape.gated))
+            + self._casts(backward=True)
             + self._core_backward()
             + self._backward_exchange()
             + Work(traffic=along_tokens + attention + self._mlp_traffic(backward=True) + weights, kernels=36)
@@ -249,12 +249,23 @@ class LayerWork:
             return Work(fp8_operations=operations, calls=4 * times)
         return Work(operations=operations, calls=4 * times)
 
-    def _cast(self, *, along_tokens: int, split: int) -> Work:
-        """Tensors of four linears to FP8, of so many columns that are split along the sequence, and over ranks."""
+    def _casts(self, *, backward: bool) -> Work:
+        """Tensors to FP8: inputs of a layer's linears, or in a backward gradients of their outputs."""
         if not self.software.fp8:
             return Work()
-        elements = self.tokens * (along_tokens / self.shared + split / self.t)
-        return Work(traffic=(self.e + FP8_COPY_BYTES) * elements, kernels=4)
+        q, k = self.shape.query_width, self.shape.key_width
+        elements, kernels = self._mlp_casts(backward)
+        elements += self.tokens * (self.shape.hidden_size / self.shared + (q + 2 * k * backward) / self.t)
+        return Work(traffic=(self.e + FP8_COPY_BYTES) * elements, kernels=2 + kernels)
+
+    def _mlp_casts(self, backward: bool) -> tuple[float, int]:
+        """Of an MLP's: elements and kernels."""
+        return self._cast_elements(self.shape.ffn_hidden_size, backward), 2
+
+    def _cast_elements(self, width: int, backward: bool) -> float:
+        """Of the two tensors of an MLP with so many columns."""
+        columns = width * (1 + self.shape.gated * backward)
+        return self.tokens * (self.shape.hidden_size / self.shared + columns / self.t)
 
     @property
     def _all_but_kept(self) -> Work:
