@@ -53,7 +53,7 @@ class Software:
             one copy for a node, or a rank, however many of its experts want it).
         overlaps_experts: this goes on beside the other direction of another microbatch
             (`--overlap-moe-expert-parallel-comm`).
-        cuda_graphs: of whole iterations: the host issues no kernels.
+        cuda_graphs: of whole layers, or of iterations: the host issues none of their kernels.
         sharding: how weights that are split over replicas are gathered.
         fp8: linears of layers multiply in FP8, as Transformer Engine's do; all else is in `element_bytes` (fp8.py).
         gathers_keys: context parallel ranks gather keys and values of whole sequences before attention; else they pass

@@ -170,7 +170,7 @@ class _EntryRecord(BaseModel):
         said = {
             "dispatcher": FLEX if self.config.moe_flex_dispatcher_backend else None,
             "overlaps_experts": self.config.overlap_moe_expert_parallel_comm,
-            "cuda_graphs": self.config.records_iterations or None,
+            "cuda_graphs": self.config.records_layers or None,
             "flash_attention": self.config.flash_attention,
             "overlaps_gradients": self.config.overlap_grad_reduce,
             "overlaps_weights": self.config.overlap_param_gather,

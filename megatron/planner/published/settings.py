@@ -22,6 +22,7 @@ _WORDS = {  # Megatron-LM's, the papers' and torch's, in ours
     "interleaved 1f1b": "interleaved", "interleaved-1f1b": "interleaved", "1f1b-interleaved": "interleaved",
     "float8": "fp8", "float16": "fp16", "bfloat16": "bf16", "float32": "fp32",
 }  # fmt: skip
+_WHOLE_GRAPHS = ("full", "full_iteration")  # of --cuda-graph-scope
 _AS_THEY_ARE = (  # what a configuration calls alike
     "provisional", "provisional_microbatches", "provisional_reduce", "resident_stages", "host_update", "stash",
     "gathers_fetch",
@@ -115,9 +116,9 @@ class SettingsRecord(BaseModel):
         return (self.technique or "").split("+")
 
     @property
-    def records_iterations(self) -> bool:
-        """CUDA graphs of whole iterations; those of parts leave most kernels to the host, and are not counted."""
-        return self.cuda_graph_scope == "full_iteration"
+    def records_layers(self) -> bool:
+        """CUDA graphs of whole layers, or iterations; those of parts leave most kernels to the host, and do not count."""
+        return self.cuda_graph_scope in _WHOLE_GRAPHS
 
     def layers_of_stages(self, num_layers: int) -> tuple[int, ...] | None:
         """How many layers each stage has, where embedding and loss count as one; None: equally many. Raises ValueError

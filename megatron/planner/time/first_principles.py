@@ -16,7 +16,7 @@ from megatron.placement.traffic import Traffic
 from megatron.planner.job.cluster import Cluster
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.devices import SLOWEST_NVLINK
-from megatron.planner.job.software import MEGATRON_CORE, Software
+from megatron.planner.job.software import FLEX, MEGATRON_CORE, Software
 from megatron.planner.memory.activations import Activations, by_stage
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.memory.node_memory import crowds_by_name, fewest_sharing
@@ -188,7 +188,8 @@ class FirstPrinciples:
         traffic = work.traffic / (device.memory_bandwidth * _GIGA * constants.memory_efficiency)
         hidden = work.overlapped / tensor_link
         device_seconds = max(products + constants.contention * hidden, hidden) + traffic + work.exchanged / tensor_link
-        device_seconds += self._shared_seconds(work, links)
+        device_seconds += self._grouped_seconds(work)
+        device_seconds += self._shared_seconds(work, links, device_seconds)
         launch = 0.0 if self.software.cuda_graphs else constants.launch
         return max(device_seconds, (work.kernels + work.calls + work.collectives) * launch)
 
@@ -197,11 +198,21 @@ class FirstPrinciples:
         seconds = operations / (peak * self.constants.product_efficiency)
         return seconds + calls * self.constants.product_overhead
 
-    def _shared_seconds(self, work: Work, links: Links) -> float:
-        """What ranks wait for that share sequences or experts.
+    def _grouped_seconds(self, work: Work) -> float:
+        """Products of experts: of few tokens each takes as long as its matrix is read."""
+        if not work.grouped_operations:
+            return 0.0
+        device, efficiency = self.cluster.device, self.constants.product_efficiency
+        is_fp8 = self.software.fp8
+        peak = 1e12 * device.peak_teraflops_fp8 if is_fp8 else device.peak(self.software.element_bytes)
+        return max(work.grouped_operations / (peak * efficiency), work.grouped_bytes / self._memory_bandwidth)
+
+    def _shared_seconds(self, work: Work, links: Links, beside: float) -> float:
+        """What ranks wait for that share sequences or experts. `beside`: seconds of all else in this direction.
 
         A ring's step takes as long as its transfer or its part of the attention's core, which loses `contention` of the
-        transfer's time; in the last step nothing is passed on.
+        transfer's time; in the last step nothing is passed on. Copies of tokens are waited for, or go beside the other
+        direction of another microbatch, of which each has as much to compute as both have on average.
         """
         if not (work.ring or work.gathered or work.dispatched or work.spread):
             return 0.0
@@ -214,6 +225,8 @@ class FirstPrinciples:
         waits = max(constants.contention * ring, ring - core)
         spread = self._scaled(links.expert_tensor, links, within=constants.tensor_efficiency)
         copies = work.dispatched / self._scaled(links.expert, links) + work.spread / spread
+        if self.software.overlaps_experts:
+            copies = max(constants.contention * copies, copies - beside)
         return waits + work.gathered / context + copies
 
     def _works_of(self, configuration: Configuration) -> Works:
@@ -246,7 +259,8 @@ class FirstPrinciples:
                     "them equal"
                 )
             mapping = optimized(degrees, traffic, topology) if traffic else NAMED[name](degrees)
-            self._links[key] = Links(degrees, mapping, topology, context=shares[0], experts=shares[1])
+            reached = self.model.experts.reached if self.model.experts and self.software.dispatcher == FLEX else None
+            self._links[key] = Links(degrees, mapping, topology, context=shares[0], experts=shares[1], reached=reached)
         return self._links[key]
 
     def _traffic(self, configuration: Configuration, layers: Sequence[int], schedule: Schedule) -> Traffic:

@@ -15,6 +15,10 @@ Ranks that share sequences or experts send over links of their own:
     dispatched    bytes of tokens on their way to experts and back, likewise
     spread        of these between ranks that have parts of the same experts, likewise
 
+and experts multiply in groups:
+
+    grouped       operations of their products, and bytes of the matrices that these read
+
 Counted for megatron.core's and Megatron-LM's kernels, of T tokens with e bytes an element, and N scores of a rank. A
 pass over a tensor counts what it reads and what it writes.
 
@@ -82,6 +86,8 @@ class Work:
     overlapped: float = 0.0
     kernels: float = 0.0
     collectives: float = 0.0
+    grouped_operations: float = 0.0
+    grouped_bytes: float = 0.0
     fp8_operations: float = 0.0
     ring: float = 0.0
     ring_operations: float = 0.0
@@ -100,6 +106,7 @@ class Work:
     def _values(self) -> tuple[float, ...]:
         return (
             self.operations, self.calls, self.traffic, self.exchanged, self.overlapped, self.kernels, self.collectives,
+            self.grouped_operations, self.grouped_bytes,
             self.fp8_operations, self.ring, self.ring_operations, self.ring_calls, self.gathered, self.dispatched,
             self.spread,
         )  # fmt: skip
