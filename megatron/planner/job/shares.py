@@ -2,6 +2,7 @@
 
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.software import Software
+from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.architecture import Architecture
 
 
@@ -47,6 +48,8 @@ def _refuse_experts(model: Architecture, configuration: Configuration, software:
         raise ValueError("experts whose weights are split over replicas (FSDP, ZeRO) are not modelled; leave that out")
     if not software.fuses_elementwise or software.keeps_every_other_product:
         raise ValueError("experts are modelled with megatron.core's kernels and recomputation; give another software")
+    if software.overlaps_experts:
+        _refuse_overlap(configuration)
     if experts.count % degrees.parallel:
         raise ValueError(f"{experts.count} experts do not divide over {degrees.parallel} ranks; change expert")
     if experts.ffn_hidden_size % degrees.tensor:
@@ -58,3 +61,18 @@ def _refuse_experts(model: Architecture, configuration: Configuration, software:
             f"experts with tensor {configuration.tensor} need sequence parallelism, else each tensor rank would route "
             "all tokens; turn it on"
         )
+
+
+def _refuse_overlap(configuration: Configuration) -> None:
+    """What megatron.core wants for --overlap-moe-expert-parallel-comm."""
+    for is_asked, what, remedy in (
+        (configuration.expert == 1, "expert 1", "give more, or do without"),
+        (
+            configuration.pipeline > 1 and configuration.virtual == 1,
+            "one stage on each rank of a pipeline",
+            "interleave",
+        ),
+        (configuration.recompute is RecomputeScope.LAYER, "recompute layer", "choose another scope"),
+    ):
+        if is_asked:
+            raise ValueError(f"copies of tokens beside another microbatch do not go with {what}; {remedy}")

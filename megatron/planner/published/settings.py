@@ -117,7 +117,7 @@ class SettingsRecord(BaseModel):
 
     @property
     def records_layers(self) -> bool:
-        """CUDA graphs of whole layers, or iterations; those of parts leave most kernels to the host, and do not count."""
+        """CUDA graphs of whole layers, or iterations; those of parts leave most kernels to the host: not counted."""
         return self.cuda_graph_scope in _WHOLE_GRAPHS
 
     def layers_of_stages(self, num_layers: int) -> tuple[int, ...] | None:

@@ -77,6 +77,22 @@ def test_the_planner_asks():
         planner.layers(configuration(context=2, data=2, global_batch_size=4))
 
 
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"expert": 1}, "expert 1; give more"),
+        ({"pipeline": 2, "data": 2, "expert": 2, "global_batch_size": 4}, "one stage on each rank"),
+        ({"expert": 2, "recompute": "layer"}, "recompute layer; choose another"),
+    ],
+)
+def test_copies_beside_another_microbatch(changes, match):
+    """What megatron.core wants for them; else they may be."""
+    overlapping = replace(FLASH, overlaps_experts=True)
+    with pytest.raises(ValueError, match=match):
+        refuse_shares(shape_of(), configuration(**changes), overlapping)
+    refuse_shares(shape_of(), configuration(expert=2), overlapping)
+
+
 def test_no_experts_beside_fsdp_or_in_eager_layers():
     """Neither is modelled; nor are ranks that share sequences beside weights that are split over replicas."""
     split = {"sharding": Sharding(stage=3, shards=4)}
