@@ -26,7 +26,7 @@ _USUAL = {  # what is priced by arithmetic alone, or is part of the kind by anot
     }),
     Software: frozenset({
         "element_bytes", "gradient_bytes", "flash_attention", "fuses_softmax", "fuses_gradient_accumulation",
-        "overlaps_tensor", "overlaps_transfers", "splits_transfers",
+        "overlaps_tensor", "overlaps_transfers", "splits_transfers", "flash_attention_2",
         "keeps_gradient_copies", "own_communicators",
     }),
     Architecture: frozenset({

@@ -18,6 +18,8 @@ class Device:
         has_bfloat16: multiplies in it; others emulate it, many times slower.
         gpus_per_node: how many usually reach one another over these links.
         gpus_per_host: how many of them are at one host; None: all.
+        product_part, product_part_fp8: part of the peaks that its fastest matrix product reaches, in 16 and 8 bits.
+            Power bounds it, and newer GPUs have less of it for their units.
     """
 
     memory_gib: float
@@ -30,6 +32,8 @@ class Device:
     peak_teraflops_fp8: float | None = None
     gpus_per_node: int = 8
     gpus_per_host: int | None = None
+    product_part: float = 1.0
+    product_part_fp8: float | None = None
 
     @property
     def has_nvlink(self) -> bool:
@@ -39,6 +43,12 @@ class Device:
     def peak(self, element_bytes: int) -> float:
         """Operations per second of a product of numbers of 2 or 4 bytes."""
         return 1e12 * (self.peak_teraflops if element_bytes == 2 else self.peak_teraflops_fp32)
+
+    def product_rate(self, element_bytes: int) -> float:
+        """Operations per second of its fastest product of numbers of 1, 2 or 4 bytes."""
+        if element_bytes == 1:
+            return 1e12 * self.peak_teraflops_fp8 * self.product_part_fp8
+        return self.peak(element_bytes) * self.product_part
 
 
 _PCIE_3, _PCIE_4, _PCIE_5 = (16 * rate * 128 / 130 / 8 for rate in (8, 16, 32))
@@ -52,10 +62,30 @@ SLOWEST_NVLINK = 100.0
 
 _RACKS = {"GB200": {"gpus_per_node": 72, "gpus_per_host": 4}}  # NVL72, of 18 trays
 
+_AMPERE = 271.2 / 312
+_HOPPER, _HOPPER_FP8 = 794.5 / 989, 1402.6 / 1979
+_PRODUCT_PARTS = {  # 16 bits, and FP8
+    "A100-PCIe-80": (252.9 / 312, None),
+    "A100-PCIe-40": (252.9 / 312, None),
+    "H200": (_HOPPER, 1453.4 / 1979),
+    "B200": (1745.0 / 2250, 3432.5 / 4500),
+    "GB200": (1822.0 / 2500, 3615.6 / 5000),
+}
+"""Of the fastest product that was measured, over the peak: "Maximum Achievable Matmul FLOPS" of the Machine Learning
+Engineering Open Book, compute/accelerator. Of other GPUs none was: they are taken as H100 where they multiply in FP8,
+and else as A100."""
+
+
+def _product_parts(name: str, eighth: float | None) -> dict[str, float | None]:
+    usual = (_AMPERE, None) if eighth is None else (_HOPPER, _HOPPER_FP8)
+    return dict(zip(("product_part", "product_part_fp8"), _PRODUCT_PARTS.get(name, usual), strict=True))
+
+
 DEVICES: dict[str, Device] = {
     name: Device(
         memory_gib=gib, peak_teraflops=half, peak_teraflops_fp32=single, memory_bandwidth=memory, link_bandwidth=link,
         host_bandwidth=host, has_bfloat16=bfloat16, peak_teraflops_fp8=eighth, **_RACKS.get(name, {}),
+        **_product_parts(name, eighth),
     )
     for name, gib, eighth, half, single, memory, link, host, bfloat16 in (
         ("A100-80", 79.25, None, 312, 19.5, 2039, 300, _PCIE_4, True),

@@ -56,6 +56,9 @@ class Software:
         cuda_graphs: of whole layers, or of iterations: the host issues none of their kernels.
         sharding: how weights that are split over replicas are gathered.
         fp8: linears of layers multiply in FP8, as Transformer Engine's do; all else is in `element_bytes` (fp8.py).
+        flash_attention_2: flash attention is FlashAttention-2's kernels, as PyTorch has them, also on later GPUs.
+        overlaps_in_pieces: with split sequences, products of layers are computed in pieces, beside which their inputs
+            are gathered and their results scattered, by Transformer Engine's user buffers (`--tp-comm-overlap`).
         gathers_keys: context parallel ranks gather keys and values of whole sequences before attention; else they pass
             them round a ring beside it.
     """
@@ -83,6 +86,8 @@ class Software:
     sharding: ShardingRuntime = MEGATRON_FSDP
     fp8: bool = False
     gathers_keys: bool = False
+    overlaps_in_pieces: bool = False
+    flash_attention_2: bool = False
 
     def of(self, configuration: Configuration) -> "Software":
         """What trains a configuration: this, unless its schedule takes other layers."""
@@ -149,7 +154,8 @@ PIPEDREAM_2BW = Software(
 """PipeDream-2BW's, adapted from Megatron-LM of 2020 (section 5): 2BW computes while it sends."""
 
 TORCHTITAN = Software(
-    flash_attention=True, fuses_softmax=False, fuses_gradient_accumulation=False, overlaps_tensor=False,
+    flash_attention=True, flash_attention_2=True, fuses_softmax=False, fuses_gradient_accumulation=False,
+    overlaps_tensor=False,
     fuses_elementwise=False, keeps_every_other_product=True, fuses_loss=False, operands_wait=False,
     sharding=FSDP2,
 )  # fmt: skip

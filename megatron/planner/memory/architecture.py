@@ -73,6 +73,11 @@ class Architecture:
         )  # fmt: skip
 
     @property
+    def is_causal(self) -> bool:
+        """Whether tokens attend to earlier ones alone."""
+        return not (self.masked_head or self.binary_head or self.pooler or self.patch_elements)
+
+    @property
     def output_rows(self) -> int:
         """Rows of the output layer: the vocabulary's, none where classes are told."""
         return 0 if self.num_classes else self.vocabulary_size

@@ -165,7 +165,7 @@ class _EntryRecord(BaseModel):
         return replace(software, **self._said) if self._said else software
 
     @property
-    def _said(self) -> dict[str, bool]:
+    def _said(self) -> dict[str, bool | int]:
         """Fields of the software that the entry says."""
         said = {
             "dispatcher": FLEX if self.config.moe_flex_dispatcher_backend else None,
@@ -174,6 +174,8 @@ class _EntryRecord(BaseModel):
             "flash_attention": self.config.flash_attention,
             "overlaps_gradients": self.config.overlap_grad_reduce,
             "overlaps_weights": self.config.overlap_param_gather,
+            "overlaps_in_pieces": self.config.overlaps_in_pieces,
+            "gradient_bytes": 2 if self.config.grad_reduce_in_bf16 else None,
             "gathers_keys": True if self.config.cp_comm_type == "all_gather" else None,
         }
         return {name: value for name, value in said.items() if value is not None}

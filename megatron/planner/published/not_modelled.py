@@ -79,10 +79,10 @@ _TECHNIQUES = (
         "give a run without, or l2l",
     ),
     _Technique(
-        r"async_?tp|tp_comm_overlap|ub_overlap|userbuffer",
-        r"async_?tp|userbuffer",
-        "tensor-parallel collectives in pieces are not modelled",
-        "give a run without",
+        r"async_?tp|tp_comm_overlap_|ub_overlap|userbuffer",
+        r"userbuffer",
+        "tensor-parallel collectives in pieces are modelled as one switch",
+        "give config.tp_comm_overlap as true or false",
     ),
     _Technique(
         r"compile|cuda_?graph",

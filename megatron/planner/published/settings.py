@@ -27,8 +27,8 @@ _AS_THEY_ARE = (  # what a configuration calls alike
     "provisional", "provisional_microbatches", "provisional_reduce", "resident_stages", "host_update", "stash",
     "gathers_fetch",
 )  # fmt: skip
-_COMPILED, _FP8 = "compile", "fp8"
-_SAYS_NOTHING = frozenset({"", "eager", _COMPILED, _FP8})  # techniques that are no schedule
+_COMPILED, _FP8, _ASYNC_TP = "compile", "fp8", "asynctp"
+_SAYS_NOTHING = frozenset({"", "eager", _COMPILED, _FP8, _ASYNC_TP})  # techniques that are no schedule
 _NO_MICROBATCH = "config.micro_batch is not given; give its sequences"
 
 
@@ -83,6 +83,8 @@ class SettingsRecord(BaseModel):
     flash_attention: Boolean | None = None
     overlap_grad_reduce: Boolean | None = None
     overlap_param_gather: Boolean | None = None
+    tp_comm_overlap: Boolean | None = None
+    grad_reduce_in_bf16: Boolean = False
     cp: Count = Field(default=1, validation_alias=AliasChoices("cp", "context_parallel", "context_parallel_size"))
     cp_comm_type: Literal["p2p", "all_gather"] | None = None
     ep: Count = Field(
@@ -110,6 +112,12 @@ class SettingsRecord(BaseModel):
     def is_fp8(self) -> bool:
         """Linears multiply in FP8, as the precision or a technique says."""
         return self.precision == _FP8 or _FP8 in self._techniques
+
+    @property
+    def overlaps_in_pieces(self) -> bool | None:
+        """Whether tensor ranks send while they multiply, as Megatron's flag or torchtitan's asynchronous tensor
+        parallelism; None: it is not said."""
+        return True if _ASYNC_TP in self._techniques else self.tp_comm_overlap
 
     @property
     def _techniques(self) -> list[str]:

@@ -8,7 +8,7 @@ class Constants:
     """The constants of one kind of processor. Some are fitted (`FITTED`), the others are stated here.
 
     Attributes:
-        product_efficiency: part of the peak arithmetic that large matrix products reach.
+        product_efficiency: part of the rate of the GPU's fastest matrix product that large ones reach.
         product_overhead: seconds of a matrix product beside them: filling and emptying the processor, waves of tiles
             that do not fill it, gaps between kernels. Small products are slower by it.
         memory_efficiency: part of the memory's bandwidth that kernels reach which read and write tensors.
@@ -22,6 +22,9 @@ class Constants:
             slower one decides; this matters for small layers only.
         pressed_efficiency: part of its speed that a rank keeps whose allocator gives blocks back and asks for them anew
             in every backward (planner/job/verdict.py).
+        flash_efficiency: part of the products' rate that kernels of flash attention reach which were written for the
+            GPU: FlashAttention-2 forward 73% and backward 63% of A100's peak (Dao 2023, abstract and section 4.1).
+        flash_2_efficiency: the same of FlashAttention-2 on later GPUs: 35% of H100's peak (Shah et al. 2024, abstract).
     """
 
     product_efficiency: float
@@ -33,6 +36,8 @@ class Constants:
     contention: float = 0.25
     launch: float = 30e-6
     pressed_efficiency: float = 0.8
+    flash_efficiency: float = 0.7
+    flash_2_efficiency: float = 0.46
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -44,5 +49,5 @@ class Constants:
 FITTED = ("product_efficiency", "product_overhead", "memory_efficiency", "tensor_efficiency", "pressed_efficiency")
 """The names of the constants that `calibrate` fits."""
 
-START = Constants(product_efficiency=0.8, product_overhead=10e-6, memory_efficiency=0.65, tensor_efficiency=0.6)
+START = Constants(product_efficiency=0.92, product_overhead=10e-6, memory_efficiency=0.65, tensor_efficiency=0.6)
 """Where a fit begins, from what is commonly seen on GPUs."""

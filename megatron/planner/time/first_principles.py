@@ -32,11 +32,10 @@ from megatron.planner.time.constants import Constants
 from megatron.planner.time.expert_work import ExpertLayerWork
 from megatron.planner.time.links import Links
 from megatron.planner.time.overlap import gathers_shown, num_buckets, reductions_shown
+from megatron.planner.time.rates import Rates
 from megatron.planner.time.ring import Ring
 from megatron.planner.time.traffic import CutModel
 from megatron.planner.time.work import LayerWork, Work
-
-_GIGA = 1e9
 
 Works = tuple[LayerWork, LayerWork | None]
 """Of a layer without experts, and of one with them where the model has such."""
@@ -127,13 +126,13 @@ class FirstPrinciples:
         return Ring(
             size=len(replicas),
             num_nodes=links.num_nodes(replicas),
-            rate=self._scaled(links.among(replicas), links),
+            rate=self._rates.of_link(links.among(replicas), links),
             has_nvlink=self.cluster.device.link_bandwidth >= SLOWEST_NVLINK,
         )
 
     def moved(self, num_bytes: float) -> float:
         """Seconds in which kernels read and write so many bytes."""
-        return num_bytes / self._memory_bandwidth
+        return num_bytes / self._rates.memory
 
     def _links_alone(self, configuration: Configuration) -> Links:
         schedule = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
@@ -179,55 +178,12 @@ class FirstPrinciples:
             found[name][-1] += self._seconds(half, links)
         return found
 
+    @property
+    def _rates(self) -> Rates:
+        return Rates(self.cluster.device, self.software, self.constants)
+
     def _seconds(self, work: Work, links: Links) -> float:
-        constants, device = self.constants, self.cluster.device
-        tensor_link = self._scaled(links.tensor, links, within=constants.tensor_efficiency)
-        products = self._products(work.operations, work.calls)
-        if work.fp8_operations:
-            products += work.fp8_operations / (1e12 * device.peak_teraflops_fp8 * constants.product_efficiency)
-        traffic = work.traffic / (device.memory_bandwidth * _GIGA * constants.memory_efficiency)
-        hidden = work.overlapped / tensor_link
-        device_seconds = max(products + constants.contention * hidden, hidden) + traffic + work.exchanged / tensor_link
-        device_seconds += self._grouped_seconds(work)
-        device_seconds += self._shared_seconds(work, links, device_seconds)
-        launch = 0.0 if self.software.cuda_graphs else constants.launch
-        return max(device_seconds, (work.kernels + work.calls + work.collectives) * launch)
-
-    def _products(self, operations: float, calls: float) -> float:
-        peak = self.cluster.device.peak(self.software.element_bytes)
-        seconds = operations / (peak * self.constants.product_efficiency)
-        return seconds + calls * self.constants.product_overhead
-
-    def _grouped_seconds(self, work: Work) -> float:
-        """Products of experts: of few tokens each takes as long as its matrix is read."""
-        if not work.grouped_operations:
-            return 0.0
-        device, efficiency = self.cluster.device, self.constants.product_efficiency
-        is_fp8 = self.software.fp8
-        peak = 1e12 * device.peak_teraflops_fp8 if is_fp8 else device.peak(self.software.element_bytes)
-        return max(work.grouped_operations / (peak * efficiency), work.grouped_bytes / self._memory_bandwidth)
-
-    def _shared_seconds(self, work: Work, links: Links, beside: float) -> float:
-        """What ranks wait for that share sequences or experts. `beside`: seconds of all else in this direction.
-
-        A ring's step takes as long as its transfer or its part of the attention's core, which loses `contention` of the
-        transfer's time; in the last step nothing is passed on. Copies of tokens are waited for, or go beside the other
-        direction of another microbatch, of which each has as much to compute as both have on average.
-        """
-        if not (work.ring or work.gathered or work.dispatched or work.spread):
-            return 0.0
-        constants, peak = self.constants, self.cluster.device.peak(self.software.element_bytes)
-        context = self._scaled(links.context, links)
-        core = (
-            work.ring_operations / (peak * constants.product_efficiency) + work.ring_calls * constants.product_overhead
-        )
-        ring = work.ring / context
-        waits = max(constants.contention * ring, ring - core)
-        spread = self._scaled(links.expert_tensor, links, within=constants.tensor_efficiency)
-        copies = work.dispatched / self._scaled(links.expert, links) + work.spread / spread
-        if self.software.overlaps_experts:
-            copies = max(constants.contention * copies, copies - beside)
-        return waits + work.gathered / context + copies
+        return self._rates.seconds(work, links)
 
     def _works_of(self, configuration: Configuration) -> Works:
         """The work of a layer without experts, and of one with them."""
@@ -281,14 +237,7 @@ class FirstPrinciples:
 
     def _rate(self, source: int, target: int, links: Links) -> float:
         """Bytes per second from one rank of a pipeline to another."""
-        return math.inf if source == target else self._scaled(links.between(source, target), links)
-
-    def _scaled(self, rate: float, links: Links, *, within: float | None = None) -> float:
-        """What is reached of a link's rate; `within` a node by default what bulk transfers reach. What crosses nodes
-        also takes the links in them.
-        """
-        reached = links.within * (within or self.constants.link_efficiency)
-        return min(reached, rate * self.constants.network_efficiency) if rate < links.within else reached
+        return math.inf if source == target else self._rates.of_link(links.between(source, target), links)
 
     def _boundary(self, configuration: Configuration) -> float:
         setting = self.software.activation_setting(configuration)
@@ -301,7 +250,7 @@ class FirstPrinciples:
         self, configuration: Configuration, layers: Sequence[int], links: Links, schedule: Schedule
     ) -> list[float]:
         moved = zip(self._moved_bytes(configuration, layers), schedule.rank_of_stage, strict=True)
-        return [num / self._scaled(links.pairs[rank], links) for num, rank in moved]
+        return [num / self._rates.of_link(links.pairs[rank], links) for num, rank in moved]
 
     def _moved_bytes(self, configuration: Configuration, layers: Sequence[int]) -> list[float]:
         """Saved activations of a microbatch at each stage, where they are balanced."""
@@ -338,7 +287,7 @@ class FirstPrinciples:
         for own, count, once in self._counts(configuration, layers, links):
             # Adam reads and writes master and moments; the norm and the step read gradients, the step writes weights:
             # where they are predicted, only the masters.
-            step.append(own * (6 * 4 + 2 * state.gradient_bytes + written) / self._memory_bandwidth)
+            step.append(own * (6 * 4 + 2 * state.gradient_bytes + written) / self._rates.memory)
             # A ring sends a buffer once to sum it, once to spread it; a distributed optimizer spreads weights, in STEP,
             # or in PREDICT where there is one.
             gathers = state.distributed_optimizer and not configuration.predicts
@@ -348,7 +297,7 @@ class FirstPrinciples:
         if self.software.fp8:
             of_stages = stage_matrices(self.model, configuration.tensor, layers, configuration.expert_degrees)
             for stage, matrices in enumerate(of_stages):
-                step[stage] += matrices * (state.weight_bytes + FP8_COPY_BYTES) / self._memory_bandwidth
+                step[stage] += matrices * (state.weight_bytes + FP8_COPY_BYTES) / self._rates.memory
         ranks, contention = schedule.rank_of_stage, self.constants.contention
         drains = schedule.weights.drains and not configuration.is_hosted  # on the host's lanes programs overlap them
         if self.software.overlaps_gradients and drains:
@@ -381,10 +330,10 @@ class FirstPrinciples:
         norm = state.gradient_bytes if configuration.provisional == "stage" else 0
         for own, count, once in self._counts(configuration, layers, links):
             read = own if configuration.provisional_reduce else count
-            predict.append((own * moved + read * norm) / self._memory_bandwidth)
+            predict.append((own * moved + read * norm) / self._rates.memory)
             if state.distributed_optimizer:
                 predict[-1] += once * state.weight_bytes
-            hold.append(2 * count * state.gradient_bytes / self._memory_bandwidth)
+            hold.append(2 * count * state.gradient_bytes / self._rates.memory)
         return predict, hold
 
     def _hosted(self, configuration: Configuration, layers: Sequence[int]) -> dict[str, list[float]]:
@@ -397,21 +346,20 @@ class FirstPrinciples:
         if not configuration.is_hosted:
             return {}
         state = self.software.training_state(configuration)
-        rate = self.cluster.device.host_bandwidth * _GIGA * self.constants.link_efficiency
+        rates = self._rates
         copy = 0 if state.weight_bytes == 4 else state.weight_bytes
         per_parameter = 1e-9 * self.cluster.optimizer_ns(6 * 4 + state.gradient_bytes + copy)
         counts = stage_parameters(self.model, configuration.tensor, layers)
         host_of_slot = self.cluster.host_of_slot
         share = 1 / fewest_sharing(crowds_by_name(configuration.degrees, configuration.rank_mapping, host_of_slot))
-        per_byte = 1 / rate
+        per_byte = 1 / rates.to_host
         if configuration.gathers_fetch:
-            link = self.cluster.device.link_bandwidth * _GIGA * self.constants.link_efficiency
-            per_byte = share / rate + (1 - share) / link
+            per_byte = share / rates.to_host + (1 - share) / rates.to_neighbours
         return {
             "fetch": [count * state.weight_bytes * per_byte for count in counts],
-            "store": [share * count * state.gradient_bytes / rate for count in counts],
+            "store": [share * count * state.gradient_bytes / rates.to_host for count in counts],
             "update": [share * count * per_parameter for count in counts],
-            "offload": [self._boundary(configuration) / rate] * len(counts),
+            "offload": [self._boundary(configuration) / rates.to_host] * len(counts),
         }
 
     def _counts(
@@ -421,8 +369,8 @@ class FirstPrinciples:
         a byte for each.
         """
         state, degrees = self.software.training_state(configuration), configuration.expert_degrees
-        d, link = configuration.replicas, self._scaled(links.data, links)
-        same, expert_link = configuration.expert_replicas, self._scaled(links.expert_data, links)
+        d, link = configuration.replicas, self._rates.of_link(links.data, links)
+        same, expert_link = configuration.expert_replicas, self._rates.of_link(links.expert_data, links)
         counts = stage_parameters(self.model, configuration.tensor, layers, degrees)
         of_experts = stage_expert_parameters(self.model, layers, degrees)
         found = []
@@ -430,8 +378,3 @@ class FirstPrinciples:
             once = (d - 1) / d * (count - experts) / link + (same - 1) / same * experts / expert_link
             found.append((state.stepped(count, experts), count, once))
         return found
-
-    @property
-    def _memory_bandwidth(self) -> float:
-        """Bytes per second that are reached of the memory's."""
-        return self.cluster.device.memory_bandwidth * _GIGA * self.constants.memory_efficiency

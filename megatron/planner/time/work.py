@@ -95,6 +95,7 @@ class Work:
     gathered: float = 0.0
     dispatched: float = 0.0
     spread: float = 0.0
+    attended: float = 0.0
 
     def __add__(self, other: Work) -> Work:
         return Work(*(a + b for a, b in zip(self._values, other._values, strict=True)))
@@ -108,7 +109,7 @@ class Work:
             self.operations, self.calls, self.traffic, self.exchanged, self.overlapped, self.kernels, self.collectives,
             self.grouped_operations, self.grouped_bytes,
             self.fp8_operations, self.ring, self.ring_operations, self.ring_calls, self.gathered, self.dispatched,
-            self.spread,
+            self.spread, self.attended,
         )  # fmt: skip
 
 
@@ -306,7 +307,15 @@ class LayerWork:
         return passes * self.e * width * (1.5 if self.shape.gated else 1)
 
     def _forward_exchange(self) -> Work:
-        return Work(exchanged=self._num_sums * self._all_reduce, collectives=self._num_sums * (self.t > 1))
+        exposed, hidden = self._in_pieces(self._num_sums * self._all_reduce)
+        return Work(exchanged=exposed, overlapped=hidden, collectives=self._num_sums * (self.t > 1))
+
+    def _in_pieces(self, num_bytes: float) -> tuple[float, float]:
+        """Of sums that products would wait for, what goes alone, and what beside them: all pieces but one, where
+        products are computed in as many as there are tensor ranks."""
+        if not (self.software.overlaps_in_pieces and self.sequence_parallel):
+            return num_bytes, 0.0
+        return num_bytes / self.t, num_bytes * (self.t - 1) / self.t
 
     @property
     def _all_reduce(self) -> float:
@@ -316,8 +325,8 @@ class LayerWork:
     def _backward_exchange(self) -> Work:
         """With split sequences gradients are gathered before products, exposed; then the inputs are gathered again and
         the gradients scattered, under products."""
-        exposed = self._num_sums * self._all_reduce / 2 * self.sequence_parallel
-        hidden = self._num_sums * self._all_reduce
+        exposed, beside = self._in_pieces(self._num_sums * self._all_reduce / 2 * self.sequence_parallel)
+        hidden = self._num_sums * self._all_reduce + beside
         if not self.software.overlaps_tensor:
             exposed, hidden = exposed + hidden, 0.0
         return Work(exchanged=exposed, overlapped=hidden, collectives=self._num_sums * (self.t > 1))
@@ -340,9 +349,14 @@ class LayerWork:
         operations = 2.0 * self._scores * self.shape.kv_channels
         return Work(operations=2 * times * operations, calls=2 * times)
 
+    def _flash(self, times: float) -> Work:
+        """Products of flash attention, which leaves out blocks of scores of later tokens."""
+        operations = 4.0 * times * self._scores * self.shape.kv_channels
+        return Work(attended=operations / 2 if self.shape.is_causal else operations, calls=2 * times)
+
     def _core_forward(self) -> Work:
         if self.software.flash_attention:
-            return self._in_steps(self._core_products(1) + Work(kernels=1), self.shape.query_width, passed=1)
+            return self._in_steps(self._flash(1) + Work(kernels=1), self.shape.query_width, passed=1)
         e = self.e
         softmax = 2 * e if self.softmax_is_fused else 6 * _FP32 + 1 + self._widening
         dropout = 2 * e + 1 if self.shape.attention_dropout else 0
@@ -351,7 +365,7 @@ class LayerWork:
     def _core_backward(self) -> Work:
         if self.software.flash_attention:
             added = self.shape.query_width + 2 * self.shape.key_width
-            return self._in_steps(self._core_products(2.5) + Work(kernels=3), added, passed=2)
+            return self._in_steps(self._flash(2.5) + Work(kernels=3), added, passed=2)
         e = self.e
         softmax = 3 * e if self.softmax_is_fused else 7 * _FP32 + 1 + self._widening
         dropout = 2 * e + 1 if self.shape.attention_dropout else 0
@@ -369,7 +383,7 @@ class LayerWork:
         calls, added = self.cp * core.calls, self.cp * 3 * width * self.e * self.tokens / self.t
         return core + Work(
             calls=calls - core.calls, traffic=added, kernels=self.cp * (core.kernels + 1) - core.kernels,
-            collectives=self.cp - 1.0, ring=keys, ring_operations=part * core.operations, ring_calls=part * calls,
+            collectives=self.cp - 1.0, ring=keys, ring_operations=part * core.attended, ring_calls=part * calls,
         )  # fmt: skip
 
 

@@ -155,6 +155,7 @@ def software(args: argparse.Namespace) -> RunSoftware:
         fuses_softmax=args.masked_softmax_fusion and setting.element_bytes == _HALF,
         fuses_gradient_accumulation=args.gradient_accumulation_fusion,
         own_communicators=uses_nccl(args),
+        overlaps_in_pieces=args.tp_comm_overlap,
     )
 
 

@@ -89,7 +89,7 @@ def test_weights_are_cast_once_a_batch():
     ]
     steps = [each.step[0] for each in costs]
     assert steps[0] == steps[1] and steps[2] == steps[3]
-    bandwidth = FirstPrinciples(GPT, EIGHT_GPUS)._memory_bandwidth
+    bandwidth = FirstPrinciples(GPT, EIGHT_GPUS)._rates.memory
     assert steps[2] - steps[0] == pytest.approx(24 * 12 * 2048**2 * (2 + 2) / bandwidth)
 
 

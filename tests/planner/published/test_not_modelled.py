@@ -66,7 +66,7 @@ def test_a_degree_of_one_is_off_and_true_is_none(key):
         ({"config": {"precision": "fp8", "fp8_recipe": "blockwise"}}, "with a scale for each tensor, and no other way"),
         ({"config": {"technique": "compile+fp8"}}, "and the software that is named multiplies in 16"),
         ({"config": {"technique": "mxfp8"}}, "config.technique is 'mxfp8': products in FP8 are modelled"),
-        ({"config": {"technique": "compile+fp8+asyncTP"}}, "asyncTP': tensor-parallel collectives in pieces"),
+        ({"config": {"technique": "userbuffers"}}, "collectives in pieces are modelled as one switch"),
         ({"config": {"technique": "zigzag"}}, "config.technique is 'zigzag', which is no technique that is known"),
         ({"config": {"framework": "PyTorch FSDP2"}}, "fully sharded"),
         ({"hardware": {"software": "DeepSpeed ZeRO-3"}}, "fully sharded"),

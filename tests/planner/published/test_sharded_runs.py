@@ -1,5 +1,7 @@
 """Published runs whose weights are split over replicas, predicted with constants that were fitted to none of them."""
 
+from dataclasses import replace
+
 import pytest
 
 from megatron.planner.job.sharding import DEEPSPEED, Sharding
@@ -73,22 +75,43 @@ def predicted(run: dict) -> Prediction:
 
 
 def test_times_of_torchtitan():
-    """13 to 22% too short, as the clock of the GPUs was limited and is not known; a network costs little, and compiling
-    saves more than it did."""
+    """3 to 11% too short; a network costs little, and compiling saves more than it did."""
     found = [predicted(run) for run in TORCHTITAN]
     errors = [each.errors["iteration"] for each in found]
-    assert all(-0.23 < error < -0.11 for error in errors)
+    assert all(-0.12 < error < -0.02 for error in errors)
     eager, compiled, wide, _ = (each.estimate.seconds for each in found)
     assert 0.75 < compiled / eager < 0.9 and eager < wide < 1.03 * eager
 
 
 def test_torchtitan_in_fp8():
-    """As much too short as in 16 bits, on H100 and H200, and less beside tensor parallelism; faster than in 16 bits."""
+    """Within 4%, on H100 and H200, and beside tensor parallelism; faster than in 16 bits."""
     found = [predicted(run) for run in IN_FP8]
-    assert all(-0.21 < each.errors["iteration"] < -0.05 for each in found)
+    assert all(abs(each.errors["iteration"]) < 0.04 for each in found)
     assert all(each.entry.software.fp8 and each.entry.software.fuses_elementwise for each in found)
-    assert found[0].estimate.seconds < 0.85 * predicted(TORCHTITAN[1]).estimate.seconds
+    assert found[0].estimate.seconds < 0.86 * predicted(TORCHTITAN[1]).estimate.seconds
     assert all(abs(each.peak_error) < 0.03 for each in found[:2]) and all(abs(each.peak_error) < 0.26 for each in found)
+
+
+def test_torchtitan_multiplies_in_pieces():
+    """Asynchronous tensor parallelism makes the run with layers recomputed 16% faster, where it made it 6%."""
+    plain = IN_FP8[2]
+    pieces = changed(plain, config={"technique": "compile+fp8+asyncTP"}, measured={"tokens_per_s_per_gpu": 876})
+    each = predicted(pieces)
+    assert each.entry.software.overlaps_in_pieces and not predicted(plain).entry.software.overlaps_in_pieces
+    assert 0.8 < each.estimate.seconds / predicted(plain).estimate.seconds < 0.95
+    assert abs(each.errors["iteration"]) < 0.07
+    same = changed(plain, config={"tp_comm_overlap": True})
+    assert predicted(same).estimate.seconds == each.estimate.seconds
+
+
+def test_attention_kernels_of_the_generation_before_are_slower():
+    """On H100 FlashAttention-2, as PyTorch has it; on A100 it is the newest."""
+    for gpu, is_slower in (("H100", True), ("A100-80", False)):
+        run = changed(TORCHTITAN[0], hardware={"gpu": gpu})
+        older = read_entry(run)
+        newer = replace(older, software=replace(older.software, flash_attention_2=False))
+        times = [predict(each, default_constants()).estimate.seconds for each in (older, newer)]
+        assert (times[0] > 1.03 * times[1]) is is_slower and (times[0] == times[1]) is not is_slower
 
 
 def test_collectives_of_torchtitan_hold_no_operands():

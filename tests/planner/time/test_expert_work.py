@@ -36,7 +36,8 @@ def test_operations_of_all_ranks_are_the_models(degrees, shared):
     # Flash attention's backward runs half of its products again, which the model's operations do not have.
     again = 0.5 * 4 * TOKENS * LENGTH * shape.query_width
     both = each.forward + each.backward
-    done = tensor * context * (both.operations + both.grouped_operations) - again
+    products = both.operations + both.grouped_operations + 2 * both.attended  # half of the scores, as it is causal
+    done = tensor * context * products - again
     head = 6 * TOKENS * H * shape.vocabulary_size
     assert done == pytest.approx(shape.operations(2) - head, rel=1e-12)
 

@@ -151,13 +151,33 @@ def test_ranks_that_share_sequences_do_a_part_each():
     their gradients, while it computes all steps but the last."""
     alone, four = shared(1), shared(4)
     for part in ("forward", "backward"):
-        assert 4 * getattr(four, part).operations == pytest.approx(getattr(alone, part).operations)
+        for name in ("operations", "attended"):
+            assert 4 * getattr(getattr(four, part), name) == pytest.approx(getattr(getattr(alone, part), name)) != 0
     passed = 3 * 2 * (H / 2) * 2 * S / 4  # 3 steps, K and V, 2 bytes
     assert four.forward.ring == passed and four.backward.ring == 2 * passed
-    core = 4 * S * S * H / 2 / 4
+    core = 4 * S * S * H / 2 / 4 / 2  # of 2 tensor ranks, of 4 parts of a sequence, of the half that is causal
     assert four.forward.ring_operations == pytest.approx(3 / 4 * core)
     assert four.forward.ring_calls == 3 / 4 * 4 * 2 and four.forward.calls == 4 + 4 * 2
     assert alone.forward.ring == alone.backward.ring == alone.forward.gathered == 0
+
+
+def test_flash_attention_leaves_out_later_tokens():
+    """Half of the products, but where tokens attend to all, as BERT's do; in the backward 2.5 times as many."""
+    causal, both_ways = shared(1), shared(1, shape=replace(SHAPE, masked_head=True))
+    assert both_ways.forward.attended == 2 * causal.forward.attended == 4 * S * S * H / 2
+    assert causal.backward.attended == 2.5 * causal.forward.attended
+    assert causal.forward.operations == 2 * S * SHAPE.layer_matrices / 2
+
+
+def test_products_in_pieces_hide_what_they_would_wait_for():
+    """Of 4 ranks a quarter stays exposed, in both directions; without split sequences nothing is in pieces."""
+    software = replace(MEGATRON_CORE, overlaps_in_pieces=True)
+    whole, pieces = (work(4, split=True, software=each) for each in (MEGATRON_CORE, software))
+    for part in ("forward", "backward"):
+        before, after = getattr(whole, part), getattr(pieces, part)
+        assert after.exchanged == pytest.approx(before.exchanged / 4)
+        assert after.exchanged + after.overlapped == pytest.approx(before.exchanged + before.overlapped)
+    assert work(4, split=False, software=software).forward == work(4, split=False, software=MEGATRON_CORE).forward
 
 
 def test_grouped_queries_pass_on_less():

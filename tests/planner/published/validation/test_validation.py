@@ -95,10 +95,10 @@ def test_runs_without_a_pipeline_are_groups_of_their_own():
     entries = [read_entry(run) for run in [*TORCHTITAN, *NARAYANAN]]
     found = row_errors(entries, load_calibration())
     outcomes = validate(found, [], choices(found), [], lambda entry: 1.0)
-    for text, count in (("torchtitan's FSDP", 4), ("DeepSpeed's ZeRO-3", 6)):
+    for text, count, least, most in (("torchtitan's FSDP", 4, 0.05, 0.1), ("DeepSpeed's ZeRO-3", 6, 0.1, 0.2)):
         group = outcome(outcomes, text)
         assert group.numbers["num_runs"] == count and group.numbers["num_left_out"] == 0 and group.reached is None
-        assert 0.1 < group.numbers["mean_error"] < 0.2
+        assert least < group.numbers["mean_error"] < most
     peaks = outcome(outcomes, "most memory of a GPU")
     assert peaks.numbers["num_runs"] == 4 and peaks.numbers["max_error"] < 0.07
     assert abs(peaks.numbers["8-eager"]) == peaks.numbers["max_error"]
