@@ -54,6 +54,7 @@ class Software:
         overlaps_experts: this goes on beside the other direction of another microbatch
             (`--overlap-moe-expert-parallel-comm`).
         cuda_graphs: of whole layers, or of iterations: the host issues none of their kernels.
+        fp8_weights: with `fp8`, linears' weights are kept and gathered in FP8 alone (`--fp8-param-gather`).
         sharding: how weights that are split over replicas are gathered.
         fp8: linears of layers multiply in FP8, as Transformer Engine's do; all else is in `element_bytes` (fp8.py).
         flash_attention_2: flash attention is FlashAttention-2's kernels, as PyTorch has them, also on later GPUs.
@@ -83,6 +84,7 @@ class Software:
     dispatcher: str = ALL_TO_ALL
     overlaps_experts: bool = False
     cuda_graphs: bool = False
+    fp8_weights: bool = False
     sharding: ShardingRuntime = MEGATRON_FSDP
     fp8: bool = False
     gathers_keys: bool = False
@@ -123,6 +125,7 @@ class Software:
             distributed_optimizer=configuration.distributed_optimizer,
             data=configuration.replicas,
             expert_data=configuration.expert_replicas,
+            fp8_weights=self.fp8_weights,
             keeps_gradient_copies=self.keeps_gradient_copies,
         )
 

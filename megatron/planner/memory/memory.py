@@ -26,7 +26,6 @@ from megatron.planner.memory.hosted import (
     resident_weights,
 )
 from megatron.planner.memory.parameters import (
-    FP8_COPY_BYTES,
     largest_parameter,
     stage_expert_parameters,
     stage_matrices,
@@ -142,8 +141,8 @@ def estimate_memory(
     boundary = activations.boundary
     one_layer = activations.workspace(1, is_first=False, is_last=False)  # at once in a forward that saves nothing
     embedding = shape.vocabulary_size // setting.tensor * shape.hidden_size
-    fp8_copies = [FP8_COPY_BYTES * setting.fp8 * count
-                  for count in stage_matrices(shape, setting.tensor, layers, setting.expert_degrees)]  # fmt: skip
+    matrices = stage_matrices(shape, setting.tensor, layers, setting.expert_degrees)
+    fp8_copies = [state.fp8_copies(count) if setting.fp8 else 0.0 for count in matrices]
     communicators = (0.0,) * demand.num_ranks
     if counts_communicators:
         communicators = communicator_bytes(

@@ -96,6 +96,7 @@ class _EntryRecord(BaseModel):
     def entry(self) -> Entry:
         assumed: list[str] = []
         model = self.model.architecture(self.config.t, assumed.append)
+        self.config.refuse_idle(has_experts=model.experts is not None)
         configuration = self.config.configuration(self.hardware, assumed.append)
         configuration = replace(configuration, layers=self.config.layers_of_stages(model.num_layers))
         cluster = self.hardware.cluster(configuration.num_gpus, assumed.append)
@@ -171,6 +172,7 @@ class _EntryRecord(BaseModel):
             "dispatcher": FLEX if self.config.moe_flex_dispatcher_backend else None,
             "overlaps_experts": self.config.overlap_moe_expert_parallel_comm,
             "cuda_graphs": self.config.records_layers or None,
+            "fp8_weights": True if self.config.is_fp8 and self.config.fp8_param_gather else None,
             "flash_attention": self.config.flash_attention,
             "overlaps_gradients": self.config.overlap_grad_reduce,
             "overlaps_weights": self.config.overlap_param_gather,

@@ -99,6 +99,7 @@ class SettingsRecord(BaseModel):
     account_for_embedding_in_pipeline_split: Boolean = False
     account_for_loss_in_pipeline_split: Boolean = False
     fp8_recipe: Annotated[str | None, BeforeValidator(_known_recipe)] = None
+    fp8_param_gather: Boolean | None = None
     moe_flex_dispatcher_backend: Literal["deepep", "hybridep"] | None = None
     overlap_moe_expert_parallel_comm: Boolean | None = None
     cuda_graph_scope: str | None = None
@@ -127,6 +128,19 @@ class SettingsRecord(BaseModel):
     def records_layers(self) -> bool:
         """CUDA graphs of whole layers, or iterations; those of parts leave most kernels to the host: not counted."""
         return self.cuda_graph_scope in _WHOLE_GRAPHS
+
+    def refuse_idle(self, *, has_experts: bool) -> None:
+        """Raises ValueError for a setting of something that the run has not, or that is not modelled beside another."""
+        is_split = self.fsdp not in (None, False) or self.zero > 1
+        for name, reads, what in (
+            ("fp8_recipe", self.is_fp8, "another precision than fp8"),
+            ("fp8_param_gather", self.is_fp8, "another precision than fp8"),
+            ("fp8_param_gather", not is_split, "weights that are split over replicas"),
+            ("moe_flex_dispatcher_backend", has_experts, "no experts"),
+            ("overlap_moe_expert_parallel_comm", has_experts, "no experts"),
+        ):
+            if getattr(self, name) and not reads:
+                raise ValueError(f"config.{name} is {shown(getattr(self, name))} with {what}; leave it out")
 
     def layers_of_stages(self, num_layers: int) -> tuple[int, ...] | None:
         """How many layers each stage has, where embedding and loss count as one; None: equally many. Raises ValueError

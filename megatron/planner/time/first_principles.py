@@ -284,20 +284,20 @@ class FirstPrinciples:
         state = self.software.training_state(configuration)
         written = 0 if configuration.predicts else state.weight_bytes
         step, reduce, gather, buckets = [], [], [], []
-        for own, count, once in self._counts(configuration, layers, links):
+        matrices = stage_matrices(self.model, configuration.tensor, layers, configuration.expert_degrees)
+        for stage, (own, count, once) in enumerate(self._counts(configuration, layers, links)):
             # Adam reads and writes master and moments; the norm and the step read gradients, the step writes weights:
             # where they are predicted, only the masters.
             step.append(own * (6 * 4 + 2 * state.gradient_bytes + written) / self._rates.memory)
             # A ring sends a buffer once to sum it, once to spread it; a distributed optimizer spreads weights, in STEP,
             # or in PREDICT where there is one.
             gathers = state.distributed_optimizer and not configuration.predicts
-            gather.append(once * state.weight_bytes if gathers else 0.0)
+            gather.append(once * state.gathered(count, matrices[stage]) / count if gathers and count else 0.0)
             reduce.append(once * state.gradient_bytes * (1 if state.distributed_optimizer else 2))
             buckets.append(num_buckets(count, configuration.replicas))
         if self.software.fp8:
-            of_stages = stage_matrices(self.model, configuration.tensor, layers, configuration.expert_degrees)
-            for stage, matrices in enumerate(of_stages):
-                step[stage] += matrices * (state.weight_bytes + FP8_COPY_BYTES) / self._rates.memory
+            for stage, elements in enumerate(matrices):
+                step[stage] += elements * (state.weight_bytes + FP8_COPY_BYTES) / self._rates.memory
         ranks, contention = schedule.rank_of_stage, self.constants.contention
         drains = schedule.weights.drains and not configuration.is_hosted  # on the host's lanes programs overlap them
         if self.software.overlaps_gradients and drains:
