@@ -150,7 +150,7 @@ class Planner:
         return slowed(costs, stages, self.cost_model.pressed_efficiency)
 
     def judge(self, configuration: Configuration, memory: Sequence[RankMemory]) -> Verdict:
-        """Whether GPUs have the memory, and whether the allocator is under pressure."""
+        """Whether GPUs have the memory, and which ranks are slowed for want of it."""
         software = self.software.of(configuration)
         setting = software.activation_setting(configuration) if software.operands_wait else None
         return judge(memory, self.cluster.device.memory_gib, self.model, setting)

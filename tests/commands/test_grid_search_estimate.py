@@ -64,7 +64,7 @@ def test_estimate_has_an_interval_or_a_reason(run, entries):
     assert interval["level"] == 0.8 and interval["num_runs"] >= 9 and calm["not_validated"] is None
     assert interval["low_seconds"] < seconds < interval["high_seconds"] and "flush" in interval["runs"]
     pressed = found["t8p4d1mb8-layer"]
-    assert "near the limit of memory" in (pressed["not_validated"] or pressed["interval"]["runs"])
+    assert "slowed or borderline" in (pressed["not_validated"] or pressed["interval"]["runs"])
     two_bw = [line for line in found.values() if "2bw" in (line.get("not_validated") or "")]
     assert two_bw and all(line["interval"] is None for line in two_bw)
     _, out, _ = run("estimate", "--entries", entries)

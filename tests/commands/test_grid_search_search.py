@@ -257,6 +257,28 @@ def test_nodes_that_a_file_does_not_connect(run, tmp_path):
     assert run(*GPT, *QUICK, "--cluster", path, "--nodes", 2, "--network", 50)[0] == 0
 
 
+def test_a_part_of_each_node_has_that_part_of_the_network(run):
+    """Half of the GPUs have half of the adapters, as a note says, and the prices are those of that rate by hand. A rate
+    that is given stays, and is no matter for a note; nor is one between nodes where there is a single one."""
+    argv = [*GPT, *QUICK, "--cluster", "A100-80", "--gpus-per-node", 4, "--json"]
+
+    def best(*more):
+        status, out, err = run(*argv, *more)
+        assert status == 0, err
+        found = json.loads(out)
+        return found["best"][0], [note for note in found["notes"] if "--network" in note]
+
+    half, notes = best("--nodes", 4)
+    assert notes == [
+        "4 of the 8 GPUs of a node are taken to have their part of its network, "
+        "50 of 100 GB/s; --network says otherwise"
+    ]
+    assert best("--nodes", 4, "--network", 50) == (half, [])
+    whole, notes = best("--nodes", 4, "--network", 100)
+    assert whole["iteration_seconds"] < half["iteration_seconds"] and not notes
+    assert best()[1] == []
+
+
 @pytest.mark.parametrize("architecture", PROGRAMS)
 def test_programs_have_these_defaults(architecture):
     """What a job assumes of its program is what the program says."""

@@ -3,7 +3,7 @@
     python tools/grid_search.py estimate --entries measurements.json --json
 
 Prints one line for each entry, with its id. One that says too little, or asks for what is not modelled, has the reason
-instead. `under pressure`: so little memory is left that a run may fail, or that the allocator slows it down.
+instead. `under pressure`: ranks are slowed for want of memory, as the seconds say, or the verdict is borderline.
 `80%`: between which seconds 80% of the published runs of its kind were; docs/planner.md says of which.
 """
 

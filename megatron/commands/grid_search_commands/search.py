@@ -81,7 +81,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     started = time.perf_counter()
-    cluster = read_cluster(options)
+    machines = read_cluster(options)
+    cluster = machines.cluster
     model = read_model(options, cluster)
     if options.output:
         make_folder(Path(options.output))
@@ -89,15 +90,16 @@ def run(options: argparse.Namespace) -> int:
         print(f"note: {note}", file=sys.stderr)
     with progress_bars() as progress:
         found = search_for(options, model, cluster, progress)
-    outcome, planner_of, space = found.outcome, found.planner_of, found.space
+    outcome = found.outcome
+    notes = (*machines.notes, *_notes(outcome))
     seconds = time.perf_counter() - started
-    paper = run_paper_algorithm(planner_of(1), safe_batch=space.largest_batch_size) if options.paper_algorithm else None
+    paper = _paper_result(found) if options.paper_algorithm else None
     if options.output:
-        _write(Path(options.output), outcome, planner_of, model, cluster, space)
+        _write(Path(options.output), found, notes)
     if options.json:
-        print(json.dumps(_as_dict(outcome, options.top, seconds, paper)))
+        print(json.dumps(_as_dict(outcome, options.top, notes, seconds, paper)))
     else:
-        _print(outcome, options.top, seconds)
+        _print(outcome, options.top, notes, seconds)
         if paper is not None:
             print("\nAlgorithm 1 of PipeDream-2BW, as it stands", *describe_paper(paper), sep="\n")
     if outcome.best is None:
@@ -238,10 +240,14 @@ def _schedules(cluster: Cluster) -> tuple[str, ...]:
     return schedules_on_device() if cluster.host_memory_gib is None else tuple(offered())
 
 
+def _paper_result(found: Searched) -> PaperResult:
+    return run_paper_algorithm(found.planner_of(1), safe_batch=found.space.largest_batch_size)
+
+
 # --- what is printed and written
 
 
-def _print(outcome: Outcome, top: int, seconds: float) -> None:
+def _print(outcome: Outcome, top: int, notes: tuple[str, ...], seconds: float) -> None:
     from rich.console import Console
 
     from megatron.planner.search.table import best_table, reasons
@@ -269,7 +275,7 @@ def _print(outcome: Outcome, top: int, seconds: float) -> None:
                 "bold",
             )
             console.print(best_table([easy], plain=plain))
-    for note in _notes(outcome):
+    for note in notes:
         say(f"\nnote: {note}")
     say("\nwhy choices were rejected", "bold")
     for reason, count in reasons(outcome.rejected, 12):
@@ -294,14 +300,14 @@ def _has_script(outcome: Outcome) -> bool:
     return outcome.best is not None and not shared_ranks.is_shared(outcome.best.choice)
 
 
-def _as_dict(outcome: Outcome, top: int, seconds: float, paper: PaperResult | None) -> dict:
+def _as_dict(outcome: Outcome, top: int, notes: tuple[str, ...], seconds: float, paper: PaperResult | None) -> dict:
     return {
         **({} if paper is None else {"paper_algorithm": describe_paper(paper)}),
         "num_kept": len(outcome.kept),
         "num_rejected": len(outcome.rejected),
         "objective": outcome.objective,
         "seconds": seconds,
-        "notes": _notes(outcome),
+        "notes": notes,
         "without_pipeline": compared.record(outcome.without_pipeline),
         "best": [kept_record(each, rank) for rank, each in enumerate(outcome.kept[:top], start=1)],
     }
@@ -325,13 +331,13 @@ def docs_url() -> str | None:
     return folder.as_uri() if (folder / "convergence.md").is_file() else None
 
 
-def _write(folder: Path, outcome: Outcome, planner_of, model: ModelInput, cluster: Cluster, space: Space) -> None:
+def _write(folder: Path, found: Searched, notes: tuple[str, ...]) -> None:
     from megatron.planner.search.picture import as_png, draw_outcome
     from megatron.planner.search.report import html_report
 
-    job = model.job
+    outcome, cluster, job, space = found.outcome, found.cluster, found.model.job, found.space
     title = f"{job.program.removesuffix('.py').removeprefix('pretrain_').upper()} on {cluster.num_gpus} x {cluster.gpu}"
-    shape = planner_of(1).model
+    shape = found.planner_of(1).model
     summary = [
         f"{shape.num_layers} layers, hidden size {shape.hidden_size}, {shape.num_attention_heads} heads, sequences of "
         f"{shape.sequence_length}; " + (
@@ -354,7 +360,7 @@ def _write(folder: Path, outcome: Outcome, planner_of, model: ModelInput, cluste
     figure = draw_outcome(outcome, memory_gib=cluster.device.memory_gib, title=title)
     write_whole(folder / "throughput_memory.png", as_png(figure))
     page = html_report(
-        outcome, planner_of, title=title, summary=summary, notes=_notes(outcome), docs=docs_url(), script=script
+        outcome, found.planner_of, title=title, summary=summary, notes=notes, docs=docs_url(), script=script
     )
     write_whole(folder / "report.html", page)
     print(f"wrote {folder}/: configurations.jsonl, configurations.csv, throughput_memory.png, report.html"

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,10 +23,18 @@ def cluster_names() -> list[str]:
     return sorted(path.stem for path in CLUSTERS.glob("*.yaml"))
 
 
-def read_cluster(options: argparse.Namespace) -> Cluster:
+@dataclass(frozen=True)
+class ClusterInput:
+    """The cluster, and lines for the user about what was taken how."""
+
+    cluster: Cluster
+    notes: tuple[str, ...]
+
+
+def read_cluster(options: argparse.Namespace) -> ClusterInput:
     """--cluster, with --nodes, --gpus-per-node, --network and --price-per-gpu-hour in place of what its file says.
 
-    Raises ValueError.
+    Fewer GPUs than a node has get their part of its network. Raises ValueError.
     """
     for flag, number in (("--nodes", options.nodes), ("--gpus-per-node", options.gpus_per_node)):
         if number is not None and number > MOST:
@@ -40,8 +49,9 @@ def read_cluster(options: argparse.Namespace) -> Cluster:
             f"--cluster {options.cluster} is no file, and no cluster that comes along; give a file, or one of "
             f"{', '.join(cluster_names())}"
         )
-    cluster = load_cluster(path)
+    whole = cluster = load_cluster(path)
     changes: dict = {}
+    network = options.network
     if options.nodes is not None:
         changes["nodes"] = options.nodes
     if options.gpus_per_node is not None:
@@ -50,8 +60,9 @@ def read_cluster(options: argparse.Namespace) -> Cluster:
         changes["gpus_per_node"] = options.gpus_per_node
         if cluster.gpus_per_host is not None:  # fewer GPUs than a host has are a part of it
             changes["gpus_per_host"] = min(cluster.gpus_per_host, options.gpus_per_node)
-    if options.network is not None:
-        changes["bandwidth"] = {**cluster.bandwidth.model_dump(exclude_none=True), "between_nodes": options.network}
+        network = network or cluster.network_of(options.gpus_per_node)
+    if network is not None:
+        changes["bandwidth"] = {**cluster.bandwidth.model_dump(exclude_none=True), "between_nodes": network}
     if price is not None:
         changes["price_per_gpu_hour"] = price
     nodes = changes.get("nodes", 1)
@@ -64,7 +75,18 @@ def read_cluster(options: argparse.Namespace) -> Cluster:
             f"{path}: nodes have {' and '.join(map(str, counts))} GPUs; give nodes that have equally many, for which "
             "times are modelled and launchers written"
         )
-    return cluster
+    return ClusterInput(cluster, tuple(_network_notes(whole, cluster, options)))
+
+
+def _network_notes(whole: Cluster, cluster: Cluster, options: argparse.Namespace) -> Iterator[str]:
+    """What a part of each node has of the `whole` one's network, where nobody said."""
+    all_of_it, taken = whole.bandwidth.between_nodes, cluster.bandwidth.between_nodes
+    if options.network is None and len(cluster.topology.nodes) > 1 and taken < all_of_it:
+        of_node = max(node.gpus for node in whole.topology.nodes)
+        yield (
+            f"{options.gpus_per_node} of the {of_node} GPUs of a node are taken to have their part of its network, "
+            f"{taken:.4g} of {all_of_it:g} GB/s; --network says otherwise"
+        )
 
 
 def _source(path: Path, options: argparse.Namespace) -> str:

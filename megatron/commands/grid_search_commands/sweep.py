@@ -27,7 +27,7 @@ from megatron.commands.grid_search_commands.search import (
     search_for,
 )
 from megatron.commands.grid_search_commands.search_arguments import add_search_arguments
-from megatron.commands.grid_search_commands.search_inputs import ModelInput, read_cluster, read_model
+from megatron.commands.grid_search_commands.search_inputs import ClusterInput, ModelInput, read_cluster, read_model
 from megatron.commands.grid_search_commands.search_progress import progress_bars
 from megatron.commands.grid_search_commands.search_script import remove_script, script_text, write_topology
 from megatron.documents.writing import write_whole
@@ -71,9 +71,10 @@ class _Found:
 def run(options: argparse.Namespace) -> int:
     started = time.perf_counter()
     _refuse(options)
-    cluster = read_cluster(options)
+    cluster = read_cluster(options).cluster
     refuse_without_price(options, cluster)
-    clusters = [_cluster(options, cluster, num_gpus) for num_gpus in sorted(set(options.gpus or (cluster.num_gpus,)))]
+    numbers = sorted(set(options.gpus or (cluster.num_gpus,)))
+    machines = [_cluster(options, cluster, num_gpus) for num_gpus in numbers]
     lengths = _lengths(options, read_model(options, cluster))
     models = [read_model(each, cluster) for each in lengths]
     if options.output:
@@ -83,17 +84,17 @@ def run(options: argparse.Namespace) -> int:
     with progress_bars() as progress:
         found = []
         for each, model in zip(lengths, models, strict=True):
-            for machines in clusters:
+            for machine in machines:
                 if progress:
-                    progress("searches", len(found), len(models) * len(clusters))
-                found.append(_search(each, model, machines))
+                    progress("searches", len(found), len(models) * len(machines))
+                found.append(_search(each, model, machine.cluster))
     sweep = Sweep(
         points=tuple(each.point for each in found),
         tokens=options.tokens,
         currency=None if cluster.price_per_gpu_hour is None else cluster.currency,
     )
     seconds = time.perf_counter() - started
-    notes = tuple(_notes(sweep))
+    notes = (*dict.fromkeys(note for each in machines for note in each.notes), *_notes(sweep))
     if options.output:
         _write(Path(options.output), sweep, found, notes)
     if options.json:
@@ -117,10 +118,10 @@ def _refuse(options: argparse.Namespace) -> None:
         )
 
 
-def _cluster(options: argparse.Namespace, cluster: Cluster, num_gpus: int) -> Cluster:
+def _cluster(options: argparse.Namespace, cluster: Cluster, num_gpus: int) -> ClusterInput:
     """As many of its GPUs: whole nodes, or a part of one. Raises ValueError."""
     if options.gpus is None:
-        return cluster
+        return read_cluster(options)
     of_node = cluster.topology.nodes[0].gpus
     if num_gpus > of_node and num_gpus % of_node:
         raise ValueError(

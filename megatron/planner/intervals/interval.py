@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron.planner.intervals.kind import Kind
+from megatron.planner.intervals.kind import PRESSED, Kind
 from megatron.planner.intervals.residuals import Residual
 
 LEVEL = 0.8
@@ -97,7 +97,7 @@ def _kernels(kind: Kind) -> tuple:
 def _groups(kind: Kind) -> Iterator[tuple[str, Callable[[Kind], bool]]]:
     """From the narrowest on: in words, and what belongs to it."""
     nodes = "several nodes" if kind.several_nodes else "one node"
-    pressed = ", near the limit of memory" if kind.under_pressure else ""
+    pressed = f", {PRESSED}" if kind.under_pressure else ""
     kernels = ", ".join((kind.attention, *kind.extras))
 
     def alike(*names: str) -> Callable[[Kind], bool]:

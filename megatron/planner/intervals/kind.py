@@ -1,7 +1,7 @@
 """The kind of a run: what decides how far off the prediction of its time is.
 
 Kinds are few, since published runs are. What the time model prices by a rule of its own is one: the processor, the
-attention's kernels, the precision, the schedule, a network between nodes, and little memory left. Whatever else a
+attention's kernels, the precision, the schedule, a network between nodes, and a short memory. Whatever else a
 configuration, a model or a software says besides its usual value (`extras`) makes another kind, so that no feature that
 was never compared borrows the interval of one that was.
 """
@@ -16,6 +16,8 @@ from megatron.planner.job.software import Software
 from megatron.planner.memory.architecture import Architecture
 
 NO_PIPELINE = "one pipeline stage"
+PRESSED = "slowed or borderline"
+"""What a run under pressure is, in the words of verdicts (job/verdict.py)."""
 _OTHER_RATE = 0.05  # a GPU whose rates differ by so much from its data sheet's is another edition
 
 _USUAL = {  # what is priced by arithmetic alone, or is part of the kind by another name
@@ -52,7 +54,7 @@ class Kind:
         strategy: the schedule's name, or `NO_PIPELINE`.
         extras: what else is not as usual.
         several_nodes: there is a network between its GPUs.
-        under_pressure: it leaves so little memory that the allocator may slow it down.
+        under_pressure: as of its verdict, which is borderline, or has ranks that are slowed for want of memory.
     """
 
     device: str
@@ -65,7 +67,7 @@ class Kind:
 
     def __str__(self) -> str:
         where = "several nodes" if self.several_nodes else "one node"
-        pressed = ("near the limit of memory",) if self.under_pressure else ()
+        pressed = (PRESSED,) if self.under_pressure else ()
         return ", ".join((self.device, self.strategy, self.attention, *self.extras, self.precision, where, *pressed))
 
 

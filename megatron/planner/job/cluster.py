@@ -9,7 +9,7 @@ processor it is.
     gpus_per_host: 8        # optional: how many of them share a host; by default all, of GB200 the 4 of a tray
     bandwidth:              # GB/s (10^9 bytes) in one direction
       within_node: 300      # of one GPU, to the others of its node; by default that of the GPU's data sheet
-      between_nodes: 100    # of one node to the network, shared by its GPUs
+      between_nodes: 100    # of one node to the network, shared by its GPUs; a part of them has that part of it
     memory_gib: 79.25       # optional: what a GPU has; `cpu`: what a process may use
     peak_teraflops: 312     # optional, of the type that training multiplies in, likewise memory_bandwidth (GB/s);
                             # `cpu`: of one process
@@ -167,6 +167,15 @@ class Cluster(BaseModel):
             nodes=nodes,
             bandwidth=Bandwidth(within_node=within, between_nodes=self.bandwidth.between_nodes or within),
         )
+
+    def network_of(self, gpus: int) -> float | None:
+        """GB/s to the network that so many GPUs of one of its nodes have; None: that of a node is not known.
+
+        Adapters are shared out with the GPUs, as where each GPU has one of its own (DGX). More GPUs than a node has
+        get no more than the node.
+        """
+        whole, of_node = self.bandwidth.between_nodes, max(node.gpus for node in self.topology.nodes)
+        return None if whole is None else whole * min(gpus / of_node, 1)
 
     @property
     def num_gpus(self) -> int:

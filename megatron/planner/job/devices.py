@@ -20,6 +20,8 @@ class Device:
         gpus_per_host: how many of them are at one host; None: all.
         product_part, product_part_fp8: part of the peaks that its fastest matrix product reaches, in 16 and 8 bits.
             Power bounds it, and newer GPUs have less of it for their units.
+        attention_part: part of the rate of 16-bit products that kernels of flash attention reach which were written for
+            it; older_attention_part: FlashAttention-2, which was written for A100.
     """
 
     memory_gib: float
@@ -34,6 +36,8 @@ class Device:
     gpus_per_host: int | None = None
     product_part: float = 1.0
     product_part_fp8: float | None = None
+    attention_part: float = 0.7
+    older_attention_part: float = 0.7
 
     @property
     def has_nvlink(self) -> bool:
@@ -81,11 +85,24 @@ def _product_parts(name: str, eighth: float | None) -> dict[str, float | None]:
     return dict(zip(("product_part", "product_part_fp8"), _PRODUCT_PARTS.get(name, usual), strict=True))
 
 
+_NEWER_ATTENTION = {"B200": 0.59, "GB200": 0.59}
+
+
+def _attention_parts(name: str, eighth: float | None) -> dict[str, float]:
+    """FlashAttention-2 reaches 73% of A100's peak forward and 63% backward (Dao 2023), and 35% of H100's (Shah et al.
+    2024). In a step of Llama 3.1 8B FlashAttention-3 does 447 TFLOP/s on H200, FlashAttention-4 834 on B200, not
+    counting what a backward computes again, which makes 7 of 6 (insights/when-to-upgrade-gpus of the same book).
+    """
+    if eighth is None:
+        return {}
+    return {"attention_part": _NEWER_ATTENTION.get(name, 0.7), "older_attention_part": 0.46}
+
+
 DEVICES: dict[str, Device] = {
     name: Device(
         memory_gib=gib, peak_teraflops=half, peak_teraflops_fp32=single, memory_bandwidth=memory, link_bandwidth=link,
         host_bandwidth=host, has_bfloat16=bfloat16, peak_teraflops_fp8=eighth, **_RACKS.get(name, {}),
-        **_product_parts(name, eighth),
+        **_product_parts(name, eighth), **_attention_parts(name, eighth),
     )
     for name, gib, eighth, half, single, memory, link, host, bfloat16 in (
         ("A100-80", 79.25, None, 312, 19.5, 2039, 300, _PCIE_4, True),

@@ -37,5 +37,5 @@ class Estimate:
 
     @property
     def under_pressure(self) -> bool:
-        """So near the limit of memory that a run may fail, or is slower, as `seconds` then says."""
+        """It is borderline, or ranks are slowed for want of memory, which `seconds` then counts."""
         return self.verdict.under_pressure

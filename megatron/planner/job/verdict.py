@@ -57,7 +57,7 @@ class Verdict:
 
     @property
     def under_pressure(self) -> bool:
-        """It is borderline, or slower for want of memory."""
+        """It is borderline, or ranks are slowed for want of memory; a rank may be, of a pipeline that does not fit."""
         return self.is_borderline or bool(self.slowed)
 
     @property
@@ -77,14 +77,14 @@ def judge(
 
     `shape`, `setting`: of what trains; None: nothing is known of collectives, and none wait.
     """
-    operand = 0.0 if shape is None or setting is None else operand_gib(shape, setting)
-    lost = LOST * gib + FEWEST * OPERANDS_OF_LAYER * operand
+    is_known = shape is not None and setting is not None
+    lost = lost_gib(gib, waiting=waiting_gib(shape, setting) if is_known else 0.0)
 
     def spare(rank: RankMemory) -> float:
         return gib - max(lost + rank.parts.while_computing / GIB, rank.total / GIB)
 
-    recomputes_layers = setting is not None and setting.recompute.method is not None
-    waiting = MOST * OPERANDS_OF_LAYER * operand if recomputes_layers else 0.0
+    recomputes_layers = is_known and setting.recompute.method is not None
+    waiting = MOST * OPERANDS_OF_LAYER * operand_gib(shape, setting) if recomputes_layers else 0.0
     tightest, fullest = min(memory, key=spare), max(memory, key=lambda rank: rank.total)
     free = gib - fullest.total / GIB
     decisive = tightest if free >= 0 else fullest
@@ -94,6 +94,25 @@ def judge(
         free_gib=free,
         slowed=tuple(rank.rank for rank in memory if waiting and gib - rank.parts.held / GIB < waiting),
     )
+
+
+def judge_fullest(num_bytes: float, gib: float, *, rank: int, waiting: float = 0.0) -> Verdict:
+    """The verdict where nothing but this is known: what the fullest rank takes, and which one it is.
+
+    `waiting`: GiB of operands that wait (`waiting_gib`); whether a rank is slowed is not judged.
+    """
+    free = gib - num_bytes / GIB
+    return Verdict(rank=rank, spare_gib=free - lost_gib(gib, waiting=waiting), free_gib=free)
+
+
+def lost_gib(gib: float, *, waiting: float = 0.0) -> float:
+    """What no tensor of a GPU with so much memory gets: what is lost, and the operands that wait."""
+    return LOST * gib + waiting
+
+
+def waiting_gib(shape: Architecture, setting: ActivationSetting) -> float:
+    """GiB of the operands that wait at least while the pipeline computes."""
+    return FEWEST * OPERANDS_OF_LAYER * operand_gib(shape, setting)
 
 
 def operand_gib(shape: Architecture, setting: ActivationSetting) -> float:

@@ -14,7 +14,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, Field, ValidationError
 
-from megatron.documents.faults import Boolean, Name, sentence, shown
+from megatron.documents.faults import Boolean, Name, place, sentence, shown
 from megatron.documents.reading import read_document
 from megatron.planner.job.cluster import Cluster
 from megatron.planner.job.configuration import Configuration
@@ -27,6 +27,7 @@ from megatron.planner.published.hardware import HardwareRecord
 from megatron.planner.published.measured_times import TIMES, MeasuredRun, is_measured
 from megatron.planner.published.model_names import ModelRecord
 from megatron.planner.published.not_modelled import without_what_is_off
+from megatron.planner.published.same_names import in_our_keys
 from megatron.planner.published.settings import SettingsRecord
 from megatron.planner.published.software_defaults import with_defaults
 from megatron.planner.published.software_names import (
@@ -230,12 +231,17 @@ def read_entry(entry: object, name: str = "?") -> Entry | Unpredictable:
     given = {"id": name, **_without_nulls(entry)}
     if type(given["id"]) in (str, int):
         name = str(given["id"])
+    written: dict[tuple[str, str], str] = {}
     try:
+        given, written = in_our_keys(given)
         given = without_what_is_off(given)
         refuse_unknown(given, _KEYS)
         return _EntryRecord.model_validate(given).entry()
     except ValidationError as error:
-        return Unpredictable(name, sentence(error.errors(include_url=False)[0]))
+        fault = error.errors(include_url=False)[0]
+        part, *keys = fault["loc"]
+        theirs = written.get((part, keys[0])) if keys else None
+        return Unpredictable(name, sentence(fault, where=theirs and place(part, theirs, *keys[1:])))
     except ValueError as error:
         return Unpredictable(name, str(error))
 

@@ -1,7 +1,8 @@
 """The keys of an entry: what is read, what is a remark, and a sentence for everything else.
 
 A key that nobody reads would change nothing in silence, however much it meant for the run. So it is refused, with the
-nearest one that is known: by its letters, by another framework's name for it, or in another part of the entry.
+nearest one that is known: by its letters, by another framework's name for it, or in another part of the entry. Names
+that mean the same are read (same_names.py).
 """
 
 from collections.abc import Collection, Mapping
@@ -12,30 +13,19 @@ from megatron.documents.faults import nearest, place, unknown_key
 from megatron.planner.published.hardware import HardwareRecord
 from megatron.planner.published.measured_times import MEASURED, TIMES
 from megatron.planner.published.model_names import ModelRecord
+from megatron.planner.published.same_names import SAME, in_small_words
 from megatron.planner.published.settings import SettingsRecord
 
 REMARKS = frozenset({"note", "comment", "about", "confidence", "provenance", "params_B"})
 """For the reader; in any part."""
 
-_NAMES = {  # in other frameworks, in small letters with _
-    "tp": "t", "tensor_parallel": "t", "tensor_parallel_size": "t", "tensor_model_parallel_size": "t",
-    "pp": "p", "pipeline_parallel": "p", "pipeline_parallel_size": "p", "pipeline_model_parallel_size": "p",
-    "dp": "d", "data_parallel": "d", "data_parallel_size": "d",
-    "vp": "v", "vpp": "v", "virtual_pipeline": "v", "num_virtual_stages_per_pipeline_rank": "v",
-    "mbs": "micro_batch", "micro_batch_size": "micro_batch", "microbatch_size": "micro_batch",
-    "gbs": "global_batch", "batch_size": "global_batch", "global_batch_size": "global_batch",
-    "num_layers": "layers", "hidden_size": "hidden", "num_attention_heads": "heads", "num_heads": "heads",
-    "num_query_groups": "kv_heads", "num_key_value_heads": "kv_heads", "ffn_hidden_size": "ffn",
-    "intermediate_size": "ffn", "head_size": "head_dim",
-    "seq_length": "seq", "seq_len": "seq", "sequence_length": "seq",
-    "vocab_size": "vocab", "num_gpus": "gpus", "num_gpus_per_node": "gpus_per_node", "memory_gb": "mem_GB",
-    "peak_teraflops": "peak_tflops", "between_nodes": "internode", "within_node": "intranode",
-    "use_distributed_optimizer": "zero1", "distributed_optimizer": "zero1", "use_flash_attn": "flash_attention",
+_NAMES = {  # in other frameworks, in small letters with _: what they may mean here, if it is not said by SAME
+    "batch_size": "global_batch", "between_nodes": "internode", "within_node": "intranode",
     "activation_checkpointing": "recompute", "gradient_checkpointing": "recompute",
-    "recompute_granularity": "recompute", "iteration_time": "iteration_s", "step_time": "iteration_s",
+    "iteration_time": "iteration_s", "step_time": "iteration_s",
     "experts": "num_experts", "num_local_experts": "num_experts", "num_moe_experts": "num_experts",
-    "topk": "moe_router_topk", "num_experts_per_tok": "moe_router_topk", "moe_intermediate_size": "moe_ffn",
-}  # fmt: skip
+    "topk": "moe_router_topk", "head_size": "head_dim",
+} | {name: key for names in SAME.values() for name, key in names.items()}  # fmt: skip
 
 
 def keys_of(record: type[BaseModel]) -> frozenset[str]:
@@ -108,5 +98,5 @@ def _near(part: str, key: object, known: Collection[str]) -> str | None:
 
 
 def _known_as(key: object, known: Collection[str]) -> str | None:
-    name = _NAMES.get(str(key).lower().replace("-", "_").strip("_"))
+    name = _NAMES.get(in_small_words(key))
     return name if name in known else None

@@ -172,8 +172,10 @@ class HardwareRecord(BaseModel):
                 "there are several nodes, and the bandwidth between them is not given (hardware.internode); give it "
                 "with its unit, as 100 GB/s, or the machine as hardware.system"
             )
-        name, network, _ = machine
-        assume(f"{network:g} GB/s between nodes, as {name} has")
+        name, whole, of_node = machine
+        network = whole * min(per_node / of_node, 1)
+        part = f", {per_node} of whose {of_node} GPUs have" if network < whole else " has"
+        assume(f"{network:g} GB/s between nodes, as {name}{part}")
         return network
 
 

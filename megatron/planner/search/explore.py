@@ -7,8 +7,8 @@ Solution: choices are made one after another, and what excludes a configuration 
 far. Memory comes before time, in closed form: first what every schedule needs at least, one saved microbatch on one
 weight version, which only grows with the microbatch; then the schedule's own. For each of the rest scopes are tried in
 the order of BPipe, section 4.2, until one fits, and balance only where its schedule does not fit without. A scope that
-fits near the limit of memory, where throughput falls, does not end the trial; nor does one whose saved activations
-move, since over a slow link fewer of them may save more time than it takes to recompute them. Only what fits is timed.
+fits, and is slowed for want of memory, does not end the trial; nor does one whose saved activations move, since over a
+slow link fewer of them may save more time than it takes to recompute them. Only what fits is timed.
 """
 
 import math
@@ -327,7 +327,7 @@ class _Degrees:
         return relayed.updated(configuration, self.training)
 
     def _fits_easily(self, choice: Choice) -> bool:
-        """Without pressure."""
+        """And no rank is slowed for want of memory."""
         verdict = self._judge(choice)
         return verdict.fits and not verdict.under_pressure
 

@@ -22,9 +22,6 @@ class Constants:
             slower one decides; this matters for small layers only.
         pressed_efficiency: part of its speed that a rank keeps whose allocator gives blocks back and asks for them anew
             in every backward (planner/job/verdict.py).
-        flash_efficiency: part of the products' rate that kernels of flash attention reach which were written for the
-            GPU: FlashAttention-2 forward 73% and backward 63% of A100's peak (Dao 2023, abstract and section 4.1).
-        flash_2_efficiency: the same of FlashAttention-2 on later GPUs: 35% of H100's peak (Shah et al. 2024, abstract).
     """
 
     product_efficiency: float
@@ -36,8 +33,6 @@ class Constants:
     contention: float = 0.25
     launch: float = 30e-6
     pressed_efficiency: float = 0.8
-    flash_efficiency: float = 0.7
-    flash_2_efficiency: float = 0.46
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -62,9 +62,10 @@ class Rates:
     @property
     def _attention(self) -> float:
         """Of the products of flash attention, by kernels that were written for this GPU, or for the one before it."""
-        is_older = self.software.flash_attention_2 and self.device.peak_teraflops_fp8 is not None
-        efficiency = self.constants.flash_2_efficiency if is_older else self.constants.flash_efficiency
-        return self._product * efficiency
+        device = self.device
+        return self._product * (
+            device.older_attention_part if self.software.flash_attention_2 else device.attention_part
+        )
 
     def _products(self, operations: float, calls: float) -> float:
         return operations / self._product + calls * self.constants.product_overhead

@@ -9,7 +9,7 @@ import argparse
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from megatron.elastic.cache import CacheSeconds
@@ -17,7 +17,7 @@ from megatron.elastic.freeze_rule import ByHand
 from megatron.pipeline.schedules import PRESETS
 from megatron.placement.hosts import Process
 from megatron.planner import GIB, RankMemory, Verdict, device_gib
-from megatron.planner.job.verdict import LOST
+from megatron.planner.job.verdict import judge_fullest, waiting_gib
 from megatron.planner.memory.parameters import embedding_parameters, head_parameters, layer_parameters
 from megatron.trainer.arguments.rules.classification import data_paths
 from megatron.trainer.arguments.rules.freezing import make_rule
@@ -40,6 +40,8 @@ class PlannedChange:
         rank: of the pipeline behind it, the one that takes the more of both.
         bytes_moved: that ranks send each other at most, all together.
         outlook: seconds of a batch, up to a factor; None where no other cut is looked for.
+        waiting_bytes: of operands of collectives, which a rank needs room for beside `num_bytes`, and not within the
+            change, where nothing is computed (planner/job/verdict.py).
     """
 
     iteration: int
@@ -49,15 +51,16 @@ class PlannedChange:
     rank: int
     bytes_moved: float
     outlook: Outlook | None = None
+    waiting_bytes: float = 0.0
 
     @property
     def is_fullest_within(self) -> bool:
-        """Whether a rank takes more while it changes than any from then on."""
-        return self.bytes_in_change > self.num_bytes
+        """Whether a rank needs more while it changes than any from then on."""
+        return self.bytes_in_change > self.num_bytes + self.waiting_bytes
 
     @property
     def most_bytes(self) -> float:
-        return max(self.num_bytes, self.bytes_in_change)
+        return max(self.num_bytes + self.waiting_bytes, self.bytes_in_change)
 
     @property
     def speedup(self) -> float | None:
@@ -66,8 +69,9 @@ class PlannedChange:
 
     def judge(self, gib: float) -> Verdict:
         """The verdict on GPUs with this much memory, in GiB."""
-        free = gib - self.most_bytes / GIB
-        return Verdict(rank=self.rank, spare_gib=free - LOST * gib, free_gib=free)
+        if self.is_fullest_within:
+            return judge_fullest(self.bytes_in_change, gib, rank=self.rank)
+        return judge_fullest(self.num_bytes, gib, rank=self.rank, waiting=self.waiting_bytes / GIB)
 
 
 @dataclass(frozen=True)
@@ -168,8 +172,11 @@ def _change(
         (within_change(old.memory, new.memory), new.memory.rank) for old, new in zip(before, after, strict=True)
     )
     moved = sum(_bytes_of_others(args, old.layers, new.layers) for old, new in zip(before, after, strict=True))
-    rank = rank if num_bytes >= bytes_in_change else rank_within
-    return PlannedChange(iteration, args.arrangement, num_bytes, bytes_in_change, rank, moved, outlook), after
+    waiting = waiting_gib(from_flags.architecture(args), from_flags.activation_setting(args)) * GIB
+    change = PlannedChange(
+        iteration, args.arrangement, num_bytes, bytes_in_change, rank, moved, outlook, waiting_bytes=waiting
+    )
+    return (replace(change, rank=rank_within) if change.is_fullest_within else change), after
 
 
 def _held(args: argparse.Namespace) -> list[_ProcessPart]:

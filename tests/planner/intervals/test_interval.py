@@ -60,7 +60,7 @@ def test_few_runs_are_joined_by_wider_groups():
     nodes = interval_of(BPIPE, [*few, *runs(ONE_NODE, *NINE)])
     assert nodes.num_runs == 11 and nodes.group.endswith("one node or several")
     pressed = interval_of(PRESSED, [*runs(FLUSH, *NINE), *runs(PRESSED, *(2 * each for each in NINE))])
-    assert pressed.low == 1.8 and pressed.group.endswith("near the limit of memory")
+    assert pressed.low == 1.8 and pressed.group.endswith(", slowed or borderline")
     assert "only 0 were compared" in interval_of(PRESSED, runs(FLUSH, *NINE)).reason
 
 

@@ -46,6 +46,15 @@ def test_a_price_and_its_currency():
     assert Cluster(**WHOLE, price_per_gpu_hour=2, currency="CHF").currency == "CHF"
 
 
+@pytest.mark.parametrize(("gpus", "network"), [(1, 12.5), (4, 50), (8, 100), (16, 100)])
+def test_a_part_of_a_node_has_that_part_of_its_network(gpus, network):
+    assert Cluster(**WHOLE).network_of(gpus) == network
+
+
+def test_no_part_of_a_network_that_is_not_known():
+    assert Cluster(gpu="A100-80", nodes=1).network_of(4) is None
+
+
 def test_a_name_of_several_lines_is_shown_on_one(tmp_path):
     assert "'A100\\n80' is no GPU that is known; choose from" in refusal(tmp_path, WHOLE | {"gpu": "A100\n80"})
 

@@ -76,11 +76,12 @@ def test_a_boolean_is_no_text(part, key):
 @pytest.mark.parametrize(
     ("part", "key", "near"),
     [
-        ("config", "micro_bach", "config.micro_batch"), ("config", "tp", "config.t"), ("config", "dp", "config.d"),
-        ("config", "micro_batch_size", "config.micro_batch"), ("config", "layers", "model.layers"),
-        ("model", "hidden_size", "model.hidden"), ("model", "num-layers", "model.layers"),
+        ("config", "micro_bach", "config.micro_batch"), ("model", "tp", "config.t"), ("hardware", "dp", "config.d"),
+        ("config", "batch_size", "config.global_batch"), ("config", "layers", "model.layers"),
+        ("config", "hidden_size", "model.hidden"), ("config", "num-layers", "model.layers"),
+        ("config", "gradient_checkpointing", "config.recompute"), ("hardware", "between_nodes", "hardware.internode"),
         ("model", "micro_batch", "config.micro_batch"), ("config", "seq_length", "model.seq"),
-        ("hardware", "memory_GB", "hardware.mem_GB"), ("hardware", "gpu_per_node", "hardware.gpus_per_node"),
+        ("config", "memory_GB", "hardware.mem_GB"), ("hardware", "gpu_per_node", "hardware.gpus_per_node"),
         ("config", "sequence_paralel", "config.sequence_parallel"), ("", "hardwear", "hardware"),
         ("measured", "iteration_sec", "measured.iteration_s"), ("measured", "step_time", "measured.iteration_s"),
     ],

@@ -110,6 +110,16 @@ def test_a_network_that_follows_from_the_machine_is_said():
     assert said == []
 
 
+def test_a_part_of_a_machines_node_has_that_part_of_its_network():
+    """A rate that the entry gives is of its own nodes, and stays."""
+    said = []
+    part = HardwareRecord(gpu="A100-80", system="Selene", gpus_per_node=4)
+    assert part.cluster(16, said.append).bandwidth.between_nodes == 100
+    assert said == ["100 GB/s between nodes, as selene, 4 of whose 8 GPUs have"]
+    given = part.model_copy(update={"internode": "200 GB/s"})
+    assert given.cluster(16, said.append).bandwidth.between_nodes == 200
+
+
 @pytest.mark.parametrize(
     ("fields", "num_nodes"),
     [

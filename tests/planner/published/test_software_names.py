@@ -18,9 +18,7 @@ def test_names_of_software():
     entry = BPIPE_TABLE_7[0] | {"source": "a blog"}
     named = read_entry(changed(entry, hardware={"software": "Megatron-Core 0.16"}))
     overlapped = replace(MEGATRON_CORE, overlaps_gradients=True, overlaps_weights=True)
-    assert named.software == replace(
-        overlapped, flash_attention=True, overlaps_in_pieces=True
-    )  # where its kernels run, that is its default
+    assert named.software == replace(overlapped, flash_attention=True)  # where its kernels run, that is its default
     assert "flash attention, as Megatron-Core has on A100-80" in named.assumed
     volta = {"software": "Megatron-Core 0.16", "gpu": "V100-32"}
     assert read_entry(changed(entry, hardware=volta)).software == overlapped

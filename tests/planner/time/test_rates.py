@@ -38,8 +38,8 @@ def test_products_take_their_part_of_the_fastest():
 @pytest.mark.parametrize(
     ("gpu", "is_older", "efficiency"),
     [
-        ("A100-80", False, CONSTANTS.flash_efficiency), ("A100-80", True, CONSTANTS.flash_efficiency),
-        ("H100", False, CONSTANTS.flash_efficiency), ("H100", True, CONSTANTS.flash_2_efficiency),
+        ("A100-80", False, 0.7), ("A100-80", True, 0.7), ("H100", False, 0.7), ("H100", True, 0.46),
+        ("B200", False, 0.59), ("B200", True, 0.46), ("V100-32", False, 0.7),
     ],
 )  # fmt: skip
 def test_attention_by_kernels_for_this_gpu_or_the_one_before(gpu, is_older, efficiency):

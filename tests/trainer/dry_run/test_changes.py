@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -9,6 +10,8 @@ from megatron import backend
 
 backend.install()
 
+from megatron.planner import GIB
+from megatron.planner.job.verdict import FEWEST, LOST, OPERANDS_OF_LAYER
 from megatron.trainer.arguments import parse_args
 from megatron.trainer.changes.shaping import Shaping
 from megatron.trainer.dry_run import changes as room
@@ -113,6 +116,24 @@ def test_bytes_within_a_change():
     )
     layer, embedding, head = 12 * 64**2 + 13 * 64, (128 + 32) * 64, 128 * 64 + 2 * 64
     assert change.bytes_in_change == 12 * (2 * layer + embedding) + 16 * (4 * layer + embedding + head)
+
+
+def test_operands_that_wait_count_behind_a_change():
+    """As for the pipeline at first: with split sequences a GPU that has room for tensors and what is lost does not do.
+    Within the change nothing is computed, so nothing waits."""
+    flags = "--freeze-interval 2 --freeze-schedule 1 --tensor-model-parallel-size 2 --seq-length 128 --vocab-size 128"
+    summed, split = (
+        changes(f"{flags} {more} --max-position-embeddings 128", layers=(2, 2))[0]
+        for more in ("", "--sequence-parallel")
+    )
+    operand = 128 * 64 * 4  # of all tokens of a microbatch, in FP32
+    assert summed.waiting_bytes == 0 and split.waiting_bytes == FEWEST * OPERANDS_OF_LAYER * operand
+    assert not split.is_fullest_within and split.most_bytes == split.num_bytes + split.waiting_bytes
+    room = split.num_bytes / (1 - LOST) / GIB * 1.001
+    assert replace(split, waiting_bytes=0.0).judge(room).fits and split.judge(room).is_borderline
+    within = replace(split, bytes_in_change=2 * split.most_bytes)
+    room = within.bytes_in_change / (1 - LOST) / GIB
+    assert within.is_fullest_within and within.judge(room * 1.001).fits and within.judge(room * 0.999).is_borderline
 
 
 def test_bytes_that_move():
