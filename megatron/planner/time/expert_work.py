@@ -17,6 +17,9 @@ Where the dispatcher is DeepEP's or HybridEP's (`flex`), a token is sent once to
 in place of k times: to r < k ranks, where all choices are alike likely. It is copied where it arrives, and the results
 are summed there before they go back: (2 r + 2 k) etp e h bytes are read and written.
 
+In FP8 the copies of each expert are padded to what its products take, and so are copied once more on their way in and
+out, 4 k etp e h bytes, unless a capacity makes them alike.
+
 The backward moves as much, and computes twice as much.
 """
 
@@ -85,9 +88,10 @@ class ExpertLayerWork(LayerWork):
     def _moved(self) -> float:
         """Copies of a token that kernels read and write in a direction."""
         k, etp = self.experts.copies, self.degrees.tensor
+        padded = 4 * k * etp * (self.software.fp8 and self.experts.capacity_factor is None)
         if self.software.dispatcher == FLEX:
-            return 2 * (self._sent + k) * etp
-        return 2 + 2 * k + 4 * k * etp * (self._own > 1)
+            return 2 * (self._sent + k) * etp + padded
+        return 2 + 2 * k + 4 * k * etp * (self._own > 1) + padded
 
     @property
     def _sent(self) -> float:

@@ -127,3 +127,14 @@ def test_casts_of_experts():
         assert found[0].kernels - found[1].kernels == 2 * 2
         attention = H + shape_of().query_width + 2 * shape_of().key_width * backward
         assert found[0].traffic == found[1].traffic == 4 * TOKENS * (attention + 2 * (H + columns))
+
+
+def test_padding_for_products_in_fp8():
+    """Copies are read and written once more on their way in and out, unless a capacity makes experts alike."""
+    fp8 = replace(FLASH, fp8=True)
+    for software in (FLASH, replace(FLASH, dispatcher=FLEX)):
+        moved = [work(software=replace(software, fp8=each), parallel=2)._moved for each in (False, True)]
+        assert moved[1] - moved[0] == 4 * 2
+    even = shape_of(capacity_factor=1.0)
+    assert work(shape=even, software=fp8)._moved == work(shape=even)._moved == work()._moved
+    assert work(2, parallel=2, expert_tensor=2, software=fp8)._moved - work(2, expert_tensor=2)._moved == 4 * 2 * 2
