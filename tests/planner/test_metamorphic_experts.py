@@ -150,7 +150,8 @@ def test_padding_to_a_capacity_is_never_faster():
         yield times[0], times[1]
         yield times[1], times[2]
         yield times[0], case.seconds
-        yield case.seconds, times[0]
+        if not case.software.fp8:  # whose products want copies padded, where nothing else makes experts alike
+            yield case.seconds, times[0]
 
     assert violations(relation) == []
 

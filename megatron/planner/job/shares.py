@@ -5,6 +5,10 @@ from megatron.planner.job.software import Software
 from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.architecture import Architecture
 
+OVERLAPPED = ("flush", "interleaved")
+"""Schedules whose microbatches megatron.core merges, so that copies of one's tokens go beside another: the first on one
+stage alone."""
+
 
 def refuse_shares(model: Architecture, configuration: Configuration, software: Software) -> None:
     """Raises ValueError for what megatron.core refuses, or what is not modelled, with the remedy."""
@@ -65,13 +69,11 @@ def _refuse_experts(model: Architecture, configuration: Configuration, software:
 
 def _refuse_overlap(configuration: Configuration) -> None:
     """What megatron.core wants for --overlap-moe-expert-parallel-comm."""
+    is_plain = configuration.pipeline > 1 and configuration.virtual == 1
     for is_asked, what, remedy in (
         (configuration.expert == 1, "expert 1", "give more, or do without"),
-        (
-            configuration.pipeline > 1 and configuration.virtual == 1,
-            "one stage on each rank of a pipeline",
-            "interleave",
-        ),
+        (is_plain, "one stage on each rank of a pipeline", "interleave"),
+        (configuration.schedule not in OVERLAPPED, configuration.schedule, "interleave"),
         (configuration.recompute is RecomputeScope.LAYER, "recompute layer", "choose another scope"),
     ):
         if is_asked:
