@@ -9,7 +9,9 @@ import pytest
 
 from megatron.planner.published.entries import Entry, Unpredictable, load_entries
 from megatron.planner.published.prediction import Prediction, predict
+from megatron.planner.search import Training
 from megatron.planner.time.calibration import default_constants
+from tests.planner.search.helper import run
 
 FILE = Path(__file__).parents[3] / "benchmarks" / "published" / "hopper_blackwell.json"
 ABOUT = json.loads(FILE.read_text())["about"]
@@ -85,6 +87,21 @@ def test_copies_beside_another_microbatch_save_what_they_saved():
     saved = 1 - beside.estimate.seconds / without.estimate.seconds
     assert saved == pytest.approx(1 - 20.9920 / 24.7138, abs=0.03)
     assert abs(without.errors["iteration"]) < 0.05 and abs(beside.errors["iteration"]) < 0.05
+    assert abs(beside.peak_error) < 0.05
+
+
+def test_a_search_finds_the_degrees_of_the_fastest_published_run():
+    """Of that model on 16 H100, over t, p, microbatches and stages on a rank, with 8 and 16 ranks that have different
+    experts."""
+    entry = predictions()["bridge-2026-07-h100-qwen3-30b-a3b-bf16-overlap-on"].entry
+    asked = entry.configuration
+    outcome = run(
+        entry.model, entry.cluster, entry.software, Training(saves_scores=False, fuses_softmax=False),
+        global_batch_size=asked.global_batch_size, expert=(8, 16), expert_tensor=1, schedules=("flush", "interleaved"),
+    )  # fmt: skip
+    best = outcome.best.estimate.configuration
+    for name in ("tensor", "pipeline", "data", "expert", "micro_batch_size", "recompute"):
+        assert getattr(best, name) == getattr(asked, name), name
 
 
 def test_memory_of_runs_that_ran():
