@@ -4,14 +4,15 @@ Where a run and n others of its kind are in no particular order, the ratio of me
 equally likely to stand at any of n + 1 places among the others'. So it lies between the k-th smallest and the k-th
 largest of them, k = floor(0.1 (n + 1)), with a probability of 80% at least (split conformal prediction). That takes 9
 others. Fewer are joined by those of wider groups: of other schedules on such GPUs, then on other GPUs, then with or
-without a network between nodes. What was never compared at all gets no interval from others.
+without a network between nodes; then by those that differ in what goes on beside the rest (`BESIDE`). What was never
+compared at all gets no interval from others.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron.planner.intervals.kind import PRESSED, Kind
+from megatron.planner.intervals.kind import BESIDE, PRESSED, Kind
 from megatron.planner.intervals.residuals import Residual
 
 LEVEL = 0.8
@@ -108,3 +109,21 @@ def _groups(kind: Kind) -> Iterator[tuple[str, Callable[[Kind], bool]]]:
     yield f"any schedule, {kernels}, {kind.device}, {nodes}{pressed}", alike("device", "several_nodes")
     yield f"any schedule and GPU, {kernels}, {nodes}{pressed}", alike("several_nodes")
     yield f"any schedule and GPU, {kernels}, one node or several{pressed}", alike()
+    if not BESIDE & set(kind.extras):
+        return
+    apart = _without_beside(kind)
+    kernels = ", ".join((kind.attention, *apart))
+
+    def nearly(*names: str) -> Callable[[Kind], bool]:
+        wanted = ("attention", "precision", "under_pressure", *names)
+        return lambda other: (
+            all(getattr(other, name) == getattr(kind, name) for name in wanted) and _without_beside(other) == apart
+        )
+
+    yield f"any schedule and overlap, {kernels}, {kind.device}, {nodes}{pressed}", nearly("device", "several_nodes")
+    yield f"any schedule, overlap and GPU, {kernels}, {nodes}{pressed}", nearly("several_nodes")
+    yield f"any schedule, overlap and GPU, {kernels}, one node or several{pressed}", nearly()
+
+
+def _without_beside(kind: Kind) -> tuple[str, ...]:
+    return tuple(each for each in kind.extras if each not in BESIDE)

@@ -39,6 +39,11 @@ _USUAL = {  # what is priced by arithmetic alone, or is part of the kind by anot
     }),
 }  # fmt: skip
 
+BESIDE = frozenset({
+    "overlaps gradients", "overlaps weights", "overlaps in pieces", "overlaps experts", "cuda graphs", "fp8 weights",
+})  # fmt: skip
+"""Of extras: what goes on beside something else, or is left to the device. It decides little beside the rest, so that
+runs with and without it are joined where each was compared (interval.py)."""
 _WORDS = {"context": "context parallelism", "expert": "expert parallelism", "fp8": "FP8"}
 """Of fields whose names say too little."""
 

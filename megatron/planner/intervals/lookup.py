@@ -5,7 +5,7 @@ from pathlib import Path
 
 from megatron.planner.intervals.interval import LEVEL, Interval, NotValidated, interval_of
 from megatron.planner.intervals.kind import Kind, kind_of
-from megatron.planner.intervals.residuals import Residual, load_residuals, read_residuals
+from megatron.planner.intervals.residuals import Residual, load_others, load_residuals, read_residuals
 from megatron.planner.job.cluster import Cluster
 from megatron.planner.job.estimate import Estimate
 from megatron.planner.job.software import Software
@@ -23,13 +23,14 @@ class Intervals:
     def of_calibration(
         cls, name: str, constants: Mapping[str, float], residuals: str | Path | None = None
     ) -> "Intervals":
-        """For what these constants predict. `residuals`: their file; None: that which comes along, if there is one.
+        """For what these constants predict. `residuals`: their file; None: those that come along, if there are any.
 
         Raises ValueError where the file is none, or is of other constants.
         """
         known = load_residuals(name) if residuals is None else read_residuals(residuals)
         if known is not None and known.constants == constants:
-            return cls(known.runs)
+            others = load_others(name) if residuals is None else ()
+            return cls([*known.runs, *(run for each in others if each.constants == constants for run in each.runs)])
         if residuals is not None:
             raise ValueError(
                 f"{residuals} was written with other constants than those of {name}; write it again with validate "

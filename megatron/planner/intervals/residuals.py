@@ -1,6 +1,7 @@
 """Measured over predicted times of published runs, as files.
 
-One comes with the package for each calibration that has been validated, `residuals/NAME.json`. They are written by
+They come with the package for each calibration that has been validated: `residuals/NAME.json`, and one more for each
+other file of runs, `residuals/NAME.FILE.json`. They are written by
 
     python tools/grid_search.py validate --entries measurements.json --write-residuals FILE
 
@@ -70,6 +71,12 @@ def load_residuals(calibration: str) -> Residuals | None:
     """Those of a calibration by its name; None: it was never validated. Raises ValueError for a file that is none."""
     path = _FOLDER / f"{calibration}.json"
     return read_residuals(path) if path.is_file() else None
+
+
+@cache
+def load_others(calibration: str) -> tuple[Residuals, ...]:
+    """Those of a calibration that other files of runs gave. Raises ValueError as `load_residuals`."""
+    return tuple(read_residuals(path) for path in sorted(_FOLDER.glob(f"{calibration}.*.json")))
 
 
 def read_residuals(path: str | Path) -> Residuals:

@@ -8,7 +8,20 @@ from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.devices import Device
 from megatron.planner.memory.architecture import Architecture
 
+FP8_RECIPES = ("delayed", "tensorwise", "mxfp8")
+"""Of Transformer Engine: a scale for each tensor, from earlier batches or from this one; or one for 32 elements, which
+Blackwell's units multiply by themselves. None has a price of its own."""
+_SCALES_BLOCKS = ("B200", "GB200")
 _WIDTH, _TOKENS = 16, 8  # what divides rows and columns of a product in FP8
+
+
+def refuse_recipe(recipe: str | None, gpu: str) -> None:
+    """Raises ValueError where such scales are not in the GPU's units."""
+    if recipe == "mxfp8" and gpu not in _SCALES_BLOCKS:
+        raise ValueError(
+            f"config.fp8_recipe is 'mxfp8', which {gpu} does not multiply; give one of {', '.join(_SCALES_BLOCKS)}, or "
+            "another recipe"
+        )
 
 
 def refuse_fp8(gpu: str, device: Device, model: Architecture, configuration: Configuration) -> None:
@@ -26,12 +39,18 @@ def refuse_fp8(gpu: str, device: Device, model: Architecture, configuration: Con
     t = configuration.tensor
     tokens = configuration.micro_batch_size * (model.sequence_length // configuration.context)
     wide = model.ffn_hidden_size * (2 if model.gated else 1)
-    for size, divisor, what in (
-        (model.hidden_size, _WIDTH, "columns of the residual stream"),
-        (model.query_width // t, _WIDTH, "columns of a rank's queries"),
-        (model.key_width // t, _WIDTH, "columns of a rank's keys"),
-        (wide // t, _WIDTH, "columns of a rank's feed-forward layer"),
-        (tokens, _TOKENS, "tokens of a microbatch"),
+    experts, etp = model.experts, configuration.expert_degrees.tensor
+    of_expert = (experts.ffn_hidden_size // etp, _WIDTH, "columns of a rank's part of an expert") if experts else None
+    for size, divisor, what in filter(
+        None,
+        (
+            (model.hidden_size, _WIDTH, "columns of the residual stream"),
+            (model.query_width // t, _WIDTH, "columns of a rank's queries"),
+            (model.key_width // t, _WIDTH, "columns of a rank's keys"),
+            (wide // t, _WIDTH, "columns of a rank's feed-forward layer"),
+            (tokens, _TOKENS, "tokens of a microbatch"),
+            of_expert,
+        ),
     ):
         if size % divisor:
             raise ValueError(

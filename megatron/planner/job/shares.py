@@ -2,7 +2,12 @@
 
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.software import Software
+from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.architecture import Architecture
+
+OVERLAPPED = ("flush", "interleaved")
+"""Schedules whose microbatches megatron.core merges, so that copies of one's tokens go beside another: the first on one
+stage alone."""
 
 
 def refuse_shares(model: Architecture, configuration: Configuration, software: Software) -> None:
@@ -45,11 +50,10 @@ def _refuse_experts(model: Architecture, configuration: Configuration, software:
         raise ValueError(f"{configuration.schedule} with experts is not modelled; choose another schedule")
     if configuration.sharding is not None:
         raise ValueError("experts whose weights are split over replicas (FSDP, ZeRO) are not modelled; leave that out")
-    if software.fp8 or not software.fuses_elementwise or software.keeps_every_other_product:
-        raise ValueError(
-            "experts are modelled in 16 or 32 bits, with megatron.core's kernels and recomputation; give another "
-            "precision or software"
-        )
+    if not software.fuses_elementwise or software.keeps_every_other_product:
+        raise ValueError("experts are modelled with megatron.core's kernels and recomputation; give another software")
+    if software.overlaps_experts:
+        _refuse_overlap(configuration)
     if experts.count % degrees.parallel:
         raise ValueError(f"{experts.count} experts do not divide over {degrees.parallel} ranks; change expert")
     if experts.ffn_hidden_size % degrees.tensor:
@@ -61,3 +65,16 @@ def _refuse_experts(model: Architecture, configuration: Configuration, software:
             f"experts with tensor {configuration.tensor} need sequence parallelism, else each tensor rank would route "
             "all tokens; turn it on"
         )
+
+
+def _refuse_overlap(configuration: Configuration) -> None:
+    """What megatron.core wants for --overlap-moe-expert-parallel-comm."""
+    is_plain = configuration.pipeline > 1 and configuration.virtual == 1
+    for is_asked, what, remedy in (
+        (configuration.expert == 1, "expert 1", "give more, or do without"),
+        (is_plain, "one stage on each rank of a pipeline", "interleave"),
+        (configuration.schedule not in OVERLAPPED, configuration.schedule, "interleave"),
+        (configuration.recompute is RecomputeScope.LAYER, "recompute layer", "choose another scope"),
+    ):
+        if is_asked:
+            raise ValueError(f"copies of tokens beside another microbatch do not go with {what}; {remedy}")

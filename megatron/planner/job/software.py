@@ -7,6 +7,7 @@ from megatron.planner.job.sharding import FSDP2, MEGATRON_FSDP, ShardingRuntime
 from megatron.planner.memory.activations import EVERY_OTHER_PRODUCT, ActivationSetting, Recompute, RecomputeScope
 from megatron.planner.memory.state import TrainingState
 
+ALL_TO_ALL, FLEX = "alltoall", "flex"
 _FLASH_BACKENDS = ("auto", "flash", "fused")
 
 
@@ -48,6 +49,12 @@ class Software:
         fuses_loss: the loss needs the softmax of the logits alone; else, as in PyTorch, gradients of it in FP32 too.
         compiles_loss: torch.compile, where it is used, fuses the loss, too.
         operands_wait: collectives of tensor ranks hold their operands on a stream of their own (verdict.py).
+        dispatcher: how copies of tokens get to experts: `alltoall` (each copy by itself) or `flex` (DeepEP, HybridEP:
+            one copy for a node, or a rank, however many of its experts want it).
+        overlaps_experts: this goes on beside the other direction of another microbatch
+            (`--overlap-moe-expert-parallel-comm`).
+        cuda_graphs: of whole layers, or of iterations: the host issues none of their kernels.
+        fp8_weights: with `fp8`, linears' weights are kept and gathered in FP8 alone (`--fp8-param-gather`).
         sharding: how weights that are split over replicas are gathered.
         fp8: linears of layers multiply in FP8, as Transformer Engine's do; all else is in `element_bytes` (fp8.py).
         flash_attention_2: flash attention is FlashAttention-2's kernels, as PyTorch has them, also on later GPUs.
@@ -74,6 +81,10 @@ class Software:
     fuses_loss: bool = True
     compiles_loss: bool = False
     operands_wait: bool = True
+    dispatcher: str = ALL_TO_ALL
+    overlaps_experts: bool = False
+    cuda_graphs: bool = False
+    fp8_weights: bool = False
     sharding: ShardingRuntime = MEGATRON_FSDP
     fp8: bool = False
     gathers_keys: bool = False
@@ -114,6 +125,7 @@ class Software:
             distributed_optimizer=configuration.distributed_optimizer,
             data=configuration.replicas,
             expert_data=configuration.expert_replicas,
+            fp8_weights=self.fp8_weights,
             keeps_gradient_copies=self.keeps_gradient_copies,
         )
 

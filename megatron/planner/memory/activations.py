@@ -273,8 +273,8 @@ class Activations:
         shape, setting = self.shape, self.setting
         gate = 1 if not shape.gated else 2 if setting.fused_gate else 4
         width = shape.experts.shared_ffn_hidden_size - (MLP not in recomputed) * shape.ffn_hidden_size
-        split = setting.element_bytes * (gate + 1) * width / setting.tensor
-        kept = self._per_token(routed, fused_gate=setting.fused_gate)
+        split = (setting.element_bytes * gate + setting.input_bytes) * width / setting.tensor
+        kept = self._per_token(routed, fused_gate=setting.fused_gate, input_bytes=setting.input_bytes)
         return self.tokens * (kept + split)
 
     @property

@@ -9,8 +9,9 @@ of these has all the tokens for them. So with k copies of a token, experts f wid
     router: a probability and a bit for each expert        5 E
     indices and probabilities of the copies                24 topk
 
-An activation without a fused kernel that weighs its result keeps the result before that, too: k 3 e f, and gated, where
-the halves and the gate's result are kept as well, k 6 e f. megatron.core has such kernels for gated MLPs only.
+In FP8 the inputs of both matrices are kept in a byte: h etp and one f. An activation without a fused kernel that weighs
+its result keeps the result before that, too: k 3 e f, and gated, where the halves and the gate's result are kept as
+well, k 6 e f. megatron.core has such kernels for gated MLPs only.
 """
 
 from megatron.planner.memory.architecture import Architecture
@@ -19,12 +20,15 @@ from megatron.planner.memory.experts import ExpertDegrees
 _ROUTER, _INDEX = 4 + 1, 2 * 8 + 2 * 4
 
 
-def routed(shape: Architecture, degrees: ExpertDegrees, *, element_bytes: int, fused_gate: bool) -> float:
-    """What is kept from the forward to the backward."""
+def routed(
+    shape: Architecture, degrees: ExpertDegrees, *, element_bytes: int, input_bytes: int, fused_gate: bool
+) -> float:
+    """What is kept from the forward to the backward. `input_bytes`: of an element of a linear's input."""
     experts = shape.experts
-    columns = (3 if fused_gate else 6) if shape.gated else 3
-    width = degrees.tensor * shape.hidden_size + columns * experts.ffn_hidden_size
-    return experts.copies * element_bytes * width + _ROUTER * experts.count + _INDEX * experts.topk
+    columns = (2 if fused_gate else 5) if shape.gated else 2
+    inputs = degrees.tensor * shape.hidden_size + experts.ffn_hidden_size
+    kept = input_bytes * inputs + element_bytes * columns * experts.ffn_hidden_size
+    return experts.copies * kept + _ROUTER * experts.count + _INDEX * experts.topk
 
 
 def routed_gradients(shape: Architecture, degrees: ExpertDegrees, *, element_bytes: int) -> float:

@@ -7,6 +7,7 @@ depends on how many tokens it gets. Balanced load is assumed: each expert gets a
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import comb
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +69,11 @@ class Experts:
     def copies(self) -> float:
         """Experts for which a token is computed, on average."""
         return self.topk * (1.0 if self.capacity_factor is None else self.capacity_factor)
+
+    def reached(self, groups: int) -> float:
+        """In how many of so many groups of equally many experts a token has one, on average, where all choices are
+        alike likely."""
+        return groups * (1 - comb(self.count - self.count // groups, self.topk) / comb(self.count, self.topk))
 
     def check_layers(self, num_layers: int) -> None:
         """Raises ValueError where the pattern is not of so many layers."""

@@ -26,10 +26,9 @@ from megatron.planner.memory.hosted import (
     resident_weights,
 )
 from megatron.planner.memory.parameters import (
-    FP8_COPY_BYTES,
     largest_parameter,
-    matrix_parameters,
     stage_expert_parameters,
+    stage_matrices,
     stage_parameters,
 )
 from megatron.planner.memory.state import TrainingState
@@ -142,7 +141,8 @@ def estimate_memory(
     boundary = activations.boundary
     one_layer = activations.workspace(1, is_first=False, is_last=False)  # at once in a forward that saves nothing
     embedding = shape.vocabulary_size // setting.tensor * shape.hidden_size
-    fp8_copies = FP8_COPY_BYTES * matrix_parameters(shape, setting.tensor, 1) if setting.fp8 else 0  # of a layer
+    matrices = stage_matrices(shape, setting.tensor, layers, setting.expert_degrees)
+    fp8_copies = [state.fp8_copies(count) if setting.fp8 else 0.0 for count in matrices]
     communicators = (0.0,) * demand.num_ranks
     if counts_communicators:
         communicators = communicator_bytes(
@@ -174,7 +174,7 @@ def estimate_memory(
         parts = MemoryParts(
             weights=state.weights(count, num_versions=versions, predicts=demand.predicts[rank])
             + frozen * state.weight_bytes
-            + versions * fp8_copies * sum(layers[stage] for stage in stages),
+            + versions * sum(fp8_copies[stage] for stage in stages),
             gradients=state.gradients(count, num_buffers=buffers + demand.held_gradients[rank])
             + state.gradients(embedding, num_buffers=demand.held_embeddings[rank]),
             optimizer=state.optimizer(count, num_versions=versions, experts=experts) - step,

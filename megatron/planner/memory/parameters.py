@@ -50,6 +50,22 @@ def routing_layer_parameters(shape: Architecture, tensor: int) -> int:
     return _layer_with_mlp(shape, tensor, shape.experts.shared_ffn_hidden_size) + router
 
 
+def stage_matrices(
+    shape: Architecture, tensor: int, layers: Sequence[int], degrees: ExpertDegrees | None = None
+) -> tuple[int, ...]:
+    """Elements of the linears of each stage's layers on one rank, those of its experts among them, without routers."""
+    of_layer = matrix_parameters(shape, tensor, 1)
+    if shape.experts is None:
+        return tuple(count * of_layer for count in layers)
+    dense = shape.projections + shape.mlp_matrices(shape.experts.shared_ffn_hidden_size)
+    own = degrees or ExpertDegrees(tensor=tensor)
+    routed = shape.experts.count // own.parallel * (shape.mlp_matrices(shape.experts.ffn_hidden_size) // own.tensor)
+    return tuple(
+        (count - some) * of_layer + some * (dense // tensor + routed)
+        for count, some in zip(layers, shape.layers_with_experts(layers), strict=True)
+    )
+
+
 def matrix_parameters(shape: Architecture, tensor: int, num_layers: int) -> int:
     """Elements of the linears of so many layers on one of `tensor` ranks."""
     return num_layers * (shape.layer_matrices // tensor)

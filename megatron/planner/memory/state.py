@@ -16,6 +16,8 @@ The distributed optimizer (ZeRO-1) divides the last three by the number of repli
 
 from dataclasses import dataclass
 
+from megatron.planner.memory.parameters import FP8_COPY_BYTES
+
 _FP32 = 4
 PREDICTION_CHUNK = 64 * 2**20
 """Bytes of the masters from which a prediction steps at a time: as many as reach them first (provisional_step.py)."""
@@ -30,6 +32,7 @@ class TrainingState:
         keeps_gradient_copies: FP32 copies of gradients stay from step to step; else the step makes them.
         data: ranks with the same parameters, context parallel ones among them.
         expert_data: ranks with the same experts.
+        fp8_weights: linears have weights in FP8 alone, which are gathered so (`--fp8-param-gather`).
     """
 
     weight_bytes: int = 2
@@ -39,11 +42,20 @@ class TrainingState:
     data: int = 1
     keeps_gradient_copies: bool = False
     expert_data: int = 1
+    fp8_weights: bool = False
 
     def weights(self, num_parameters: int, *, num_versions: int, predicts: bool = False) -> float:
         """The bytes of all weight versions. `predicts`: they are predictions."""
         steps_weights = self.weight_bytes == _FP32 and not self.distributed_optimizer  # there are no masters
         return float(num_parameters * self.weight_bytes * (num_versions + (predicts and steps_weights)))
+
+    def fp8_copies(self, num_elements: int) -> float:
+        """Bytes that linears' weights take in FP8, less what they do not take in 16 bits where they are FP8 alone."""
+        return float(num_elements * (FP8_COPY_BYTES - self.fp8_weights * self.weight_bytes))
+
+    def gathered(self, num_parameters: int, num_elements: int) -> float:
+        """Bytes of the weights that replicas gather, `num_elements` of which are of linears."""
+        return float(num_parameters * self.weight_bytes - self.fp8_weights * num_elements * (self.weight_bytes - 1))
 
     def gradients(self, num_parameters: int, *, num_buffers: int) -> float:
         """The bytes of all gradient buffers."""

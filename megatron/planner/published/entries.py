@@ -18,8 +18,9 @@ from megatron.documents.faults import Boolean, Name, place, sentence, shown
 from megatron.documents.reading import read_document
 from megatron.planner.job.cluster import Cluster
 from megatron.planner.job.configuration import Configuration
+from megatron.planner.job.fp8 import refuse_recipe
 from megatron.planner.job.shares import refuse_shares
-from megatron.planner.job.software import Software
+from megatron.planner.job.software import FLEX, Software
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.published.entry_keys import keys_of, refuse_unknown, unknown_measurements
 from megatron.planner.published.hardware import HardwareRecord
@@ -96,7 +97,9 @@ class _EntryRecord(BaseModel):
     def entry(self) -> Entry:
         assumed: list[str] = []
         model = self.model.architecture(self.config.t, assumed.append)
+        self.config.refuse_idle(has_experts=model.experts is not None)
         configuration = self.config.configuration(self.hardware, assumed.append)
+        configuration = replace(configuration, layers=self.config.layers_of_stages(model.num_layers))
         cluster = self.hardware.cluster(configuration.num_gpus, assumed.append)
         texts = (self.config.framework, self.hardware.software, self.source)
         software = named_software(texts, cluster.gpu, assumed.append)
@@ -106,7 +109,7 @@ class _EntryRecord(BaseModel):
         )
         if configuration.sharding is not None:
             software = sharded_software(software)
-        software = self._compiled(self._precise(software))
+        software = self._compiled(self._precise(software, cluster.gpu))
         software = self._with_softmax(software, model, configuration)
         if is_core:
             assumed.extend(say_defaults(software, configuration, cluster.gpu, self._said))
@@ -143,7 +146,7 @@ class _EntryRecord(BaseModel):
             peak_gib=_peak_gib(self.measured),
         )
 
-    def _precise(self, software: Software) -> Software:
+    def _precise(self, software: Software, gpu: str) -> Software:
         """In the run's precision, and with the attention and the overlaps that it says."""
         if self.config.precision == "fp32":
             if self.config.flash_attention:
@@ -152,6 +155,7 @@ class _EntryRecord(BaseModel):
                 )
             software = replace(software, element_bytes=4, gradient_bytes=4, fuses_softmax=False, flash_attention=False)
         if self.config.is_fp8:
+            refuse_recipe(self.config.fp8_recipe, gpu)
             if software in SIXTEEN_BITS_ONLY:
                 raise ValueError(
                     "config.precision is 'fp8', and the software that is named multiplies in 16 bits; give bf16, or "
@@ -166,6 +170,10 @@ class _EntryRecord(BaseModel):
     def _said(self) -> dict[str, bool | int]:
         """Fields of the software that the entry says."""
         said = {
+            "dispatcher": FLEX if self.config.moe_flex_dispatcher_backend else None,
+            "overlaps_experts": self.config.overlap_moe_expert_parallel_comm,
+            "cuda_graphs": self.config.records_layers or None,
+            "fp8_weights": True if self.config.is_fp8 and self.config.fp8_param_gather else None,
             "flash_attention": self.config.flash_attention,
             "overlaps_gradients": self.config.overlap_grad_reduce,
             "overlaps_weights": self.config.overlap_param_gather,

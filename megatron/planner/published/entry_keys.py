@@ -26,7 +26,7 @@ _NAMES = {  # in other frameworks, in small letters with _: what they may mean h
     "tflops": "tflops_per_gpu", "teraflops": "tflops_per_gpu", "tflop/s": "tflops_per_gpu", "tflop_s": "tflops_per_gpu",
     "tokens_per_s": "tokens_per_s_per_gpu", "tokens/s": "tokens_per_s_per_gpu", "tps": "tokens_per_s_per_gpu",
     "experts": "num_experts", "num_local_experts": "num_experts", "num_moe_experts": "num_experts",
-    "topk": "moe_router_topk",
+    "topk": "moe_router_topk", "head_size": "head_dim",
 } | {name: key for names in SAME.values() for name, key in names.items()}  # fmt: skip
 
 

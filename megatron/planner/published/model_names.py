@@ -15,6 +15,16 @@ _BERT_LARGE = {"hidden": 1024, "heads": 16}  # Devlin et al. 2018; PipeDream-2BW
 _VOCABULARY, _VOCABULARY_OF_BERT = 51200, 30522
 _LLAMA_3_FFN = {4096: 14336, 8192: 28672, 16384: 53248}  # by hidden size; Dubey et al. 2024, Table 3
 _PADDING = 128
+_RMS_GATED = {"num_positions": 0, "tied_embeddings": False, "gated": True, "linear_biases": False, "norm_vectors": 1,
+              "hidden_dropout": False, "attention_dropout": False}  # fmt: skip
+_FAMILIES = {  # what a word in the name says, as megatron.core's flags would
+    "llama": _RMS_GATED,
+    "mixtral": _RMS_GATED,
+    "qwen3": _RMS_GATED | {"qk_norm": True},
+    "nemotron-3": _RMS_GATED | {"gated": False, "norm_vectors": 2},  # squared ReLU, LayerNorm
+    "nemotron-4": _RMS_GATED | {"gated": False, "norm_vectors": 2},
+    "bert": {"masked_head": True, "binary_head": True},
+}
 _OF_EXPERTS = frozenset({"moe_router_topk", "moe_ffn", "moe_shared_ffn", "moe_layer_freq", "moe_capacity_factor"})
 _SIZES = ("layers", "hidden", "heads")
 _GPT3_SIZES = {  # billions of parameters: layers, hidden size and heads; Narayanan et al. 2021, Tables 1 and 2
@@ -39,6 +49,7 @@ class ModelRecord(BaseModel):
     hidden: Count | None = None
     heads: Count | None = None
     kv_heads: Count | None = None
+    head_dim: Count | None = Field(default=None, validation_alias=AliasChoices("head_dim", "kv_channels"))
     ffn: Count | None = None
     seq: Count | None = None
     vocab: Count | None = None
@@ -56,9 +67,10 @@ class ModelRecord(BaseModel):
     )
 
     def architecture(self, tensor: int, assume: Callable[[str], None]) -> Architecture:
-        """A GPT-3, a BERT or a Llama, by the name. `assume` is told what is filled in. Raises ValueError."""
+        """A GPT-3, or what the name says. `assume` is told what is filled in. Raises ValueError."""
         name = self.name.lower()
-        is_bert, is_llama = "bert" in name, "llama" in name or "mixtral" in name
+        family = next((word for word in _FAMILIES if word in name), None)
+        is_bert, says_ffn = family == "bert", _FAMILIES.get(family, {}).get("gated", False)
         found = {field: getattr(self, field) for field in ("layers", "hidden", "heads", "seq", "vocab", "ffn")}
         prefix, _, num_layers = self.name.partition("-")
         known = {"vocab": _VOCABULARY_OF_BERT if is_bert else _VOCABULARY}
@@ -66,7 +78,7 @@ class ModelRecord(BaseModel):
             known |= _BERT_LARGE
         if "llama 3" in name and self.hidden in _LLAMA_3_FFN:
             known["ffn"] = _LLAMA_3_FFN[self.hidden]
-        if all(found[field] is None for field in _SIZES) and not (is_bert or is_llama) and self.params_B in _GPT3_SIZES:
+        if all(found[field] is None for field in _SIZES) and family is None and self.params_B in _GPT3_SIZES:
             found |= dict(zip(_SIZES, _GPT3_SIZES[self.params_B], strict=True))
             assume("the GPT-3 of {:g} billion parameters: {} layers of {}, {} heads".format(
                 self.params_B, *_GPT3_SIZES[self.params_B]))  # fmt: skip
@@ -76,12 +88,12 @@ class ModelRecord(BaseModel):
             if found[field] is None and field in known:
                 found[field] = known[field]
                 assume(f"{'vocabulary' if field == 'vocab' else field} {known[field]}")
-            if found[field] is None and field == "ffn" and not is_llama:
+            if found[field] is None and field == "ffn" and not says_ffn:
                 found[field] = 4 * found["hidden"]
             if found[field] is None:
                 raise ValueError(f"model.{field} is not given; give it")
         h, heads, multiple = found["hidden"], found["heads"], _PADDING * tensor
-        if h % heads:
+        if self.head_dim is None and h % heads:
             raise ValueError(f"hidden size {h} does not divide into {heads} heads; correct model.hidden or model.heads")
         if heads % (self.kv_heads or heads):
             raise ValueError(
@@ -94,20 +106,16 @@ class ModelRecord(BaseModel):
             ffn_hidden_size=found["ffn"],
             num_attention_heads=heads,
             num_query_groups=self.kv_heads or heads,
-            kv_channels=h // heads,
+            kv_channels=self.head_dim or h // heads,
             sequence_length=found["seq"],
             vocabulary_size=-(-found["vocab"] // multiple) * multiple,
-            num_positions=0 if is_llama else found["seq"],
-            tied_embeddings=not is_llama if self.tied_embeddings is None else self.tied_embeddings,
-            gated=is_llama,
-            linear_biases=not is_llama,
-            norm_vectors=1 if is_llama else 2,
-            masked_head=is_bert,
-            binary_head=is_bert,
-            hidden_dropout=not is_llama,
-            attention_dropout=not is_llama,
             experts=self._experts(found["ffn"], assume),
+            **{"num_positions": found["seq"]} | _FAMILIES.get(family, {}) | self._said,
         )
+
+    @property
+    def _said(self) -> dict[str, bool]:
+        return {} if self.tied_embeddings is None else {"tied_embeddings": self.tied_embeddings}
 
     def _experts(self, ffn: int, assume: Callable[[str], None]) -> Experts | None:
         """Of layers with experts, which are as wide as the others unless said. Raises ValueError."""

@@ -5,11 +5,13 @@ from dataclasses import replace
 from typing import Annotated, Literal
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 from megatron.documents.faults import Boolean, Number, shown
 from megatron.pipeline.program.lane_order import DEFERRED, DEVICE
 from megatron.pipeline.schedules import PRESETS, Schedule
 from megatron.planner.job.configuration import Configuration
+from megatron.planner.job.fp8 import FP8_RECIPES
 from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.published.hardware import HardwareRecord
 from megatron.planner.published.model_names import Count
@@ -20,6 +22,7 @@ _WORDS = {  # Megatron-LM's, the papers' and torch's, in ours
     "interleaved 1f1b": "interleaved", "interleaved-1f1b": "interleaved", "1f1b-interleaved": "interleaved",
     "float8": "fp8", "float16": "fp16", "bfloat16": "bf16", "float32": "fp32",
 }  # fmt: skip
+_WHOLE_GRAPHS = ("full", "full_iteration")  # of --cuda-graph-scope
 _AS_THEY_ARE = (  # what a configuration calls alike
     "provisional", "provisional_microbatches", "provisional_reduce", "resident_stages", "host_update", "stash",
     "gathers_fetch",
@@ -35,6 +38,16 @@ def _in_our_words(text: object) -> str:
         return text
     plain = text.partition("(")[0].partition(",")[0].strip().lower()
     return _WORDS.get(plain, plain)
+
+
+def _known_recipe(value: object) -> object:
+    """Transformer Engine's recipe for scales. Raises pydantic's error."""
+    if value not in (None, *FP8_RECIPES):
+        raise PydanticCustomError(
+            "value_error_recipe",
+            "products in FP8 are modelled with a scale for each tensor, and no other way but mxfp8's",
+        )
+    return value
 
 
 class SettingsRecord(BaseModel):
@@ -83,6 +96,13 @@ class SettingsRecord(BaseModel):
         default=None, validation_alias=AliasChoices("fsdp", "data_parallel_shard_degree")
     )
     reshard_after_forward: Boolean | None = None
+    account_for_embedding_in_pipeline_split: Boolean = False
+    account_for_loss_in_pipeline_split: Boolean = False
+    fp8_recipe: Annotated[str | None, BeforeValidator(_known_recipe)] = None
+    fp8_param_gather: Boolean | None = None
+    moe_flex_dispatcher_backend: Literal["deepep", "hybridep"] | None = None
+    overlap_moe_expert_parallel_comm: Boolean | None = None
+    cuda_graph_scope: str | None = None
 
     @property
     def is_compiled(self) -> bool:
@@ -103,6 +123,39 @@ class SettingsRecord(BaseModel):
     @property
     def _techniques(self) -> list[str]:
         return (self.technique or "").split("+")
+
+    @property
+    def records_layers(self) -> bool:
+        """CUDA graphs of whole layers, or iterations; those of parts leave most kernels to the host: not counted."""
+        return self.cuda_graph_scope in _WHOLE_GRAPHS
+
+    def refuse_idle(self, *, has_experts: bool) -> None:
+        """Raises ValueError for a setting of something that the run has not, or that is not modelled beside another."""
+        is_split = self.fsdp not in (None, False) or self.zero > 1
+        for name, reads, what in (
+            ("fp8_recipe", self.is_fp8, "another precision than fp8"),
+            ("fp8_param_gather", self.is_fp8, "another precision than fp8"),
+            ("fp8_param_gather", not is_split, "weights that are split over replicas"),
+            ("moe_flex_dispatcher_backend", has_experts, "no experts"),
+            ("overlap_moe_expert_parallel_comm", has_experts, "no experts"),
+        ):
+            if getattr(self, name) and not reads:
+                raise ValueError(f"config.{name} is {shown(getattr(self, name))} with {what}; leave it out")
+
+    def layers_of_stages(self, num_layers: int) -> tuple[int, ...] | None:
+        """How many layers each stage has, where embedding and loss count as one; None: equally many. Raises ValueError
+        where these do not divide."""
+        ends = self.account_for_embedding_in_pipeline_split, self.account_for_loss_in_pipeline_split
+        if not any(ends):
+            return None
+        stages = self.p * self.v
+        count, rest = divmod(num_layers + sum(ends), stages)
+        if rest or stages < 2:
+            raise ValueError(
+                f"{num_layers} layers and {sum(ends)} for embedding and loss do not divide into {stages} stages; "
+                "correct config.p, config.v or config.account_for_embedding_in_pipeline_split"
+            )
+        return (count - ends[0], *[count] * (stages - 2), count - ends[1])
 
     def configuration(self, hardware: HardwareRecord, assume: Callable[[str], None]) -> Configuration:
         """The configuration. `assume` is told what is filled in. Raises ValueError where too little is said."""

@@ -72,6 +72,7 @@ class Explorer:
         for schedule in space.schedules:
             reason = rules.refuse_schedule(model, self.training, schedule, p)
             reason = reason or shared_ranks.refuse_schedule(choice, self.training, schedule)
+            reason = reason or shared_ranks.refuse_overlap(choice, self.planner_of(t), schedule)
             if reason:
                 yield Rejected(choice=replace(choice, schedule=schedule), reason=reason)
             else:
@@ -143,9 +144,10 @@ class _Degrees:
                 yield from self._schedule(replace(choice, schedule=schedule), scopes, missed, slow)
 
     def _scopes(self) -> list[RecomputeScope]:
-        """Without scores to recompute, the scope attention is none."""
-        saves = self.training.saves_scores
-        return [each for each in self.space.scopes if saves or each is not SCOPES[1]]
+        """Without scores to recompute, the scope attention is none; whole layers are not merged with others."""
+        saves, merges = self.training.saves_scores, self.planner.software.overlaps_experts
+        left_out = {SCOPES[1]: not saves, RecomputeScope.LAYER: merges and self.choice.expert is not None}
+        return [each for each in self.space.scopes if not left_out.get(each)]
 
     def _floor(self, choice: Choice, some: str) -> Rejected | None:
         """What every schedule misses: memory of a single microbatch on one weight version."""

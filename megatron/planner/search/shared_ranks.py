@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from megatron.planner.job.configuration import Configuration
-from megatron.planner.job.shares import refuse_shares
+from megatron.planner.job.shares import OVERLAPPED, refuse_shares
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.planner import Planner
 from megatron.planner.search.offers import offer, splits
@@ -52,7 +52,9 @@ def _refused(choice: Choice, planner: Planner) -> Rejected | None:
             global_batch_size=choice.data, sequence_parallel=splits_sequences(planner.model, choice),
             context=choice.context or 1, expert=choice.expert or 1, expert_tensor=choice.expert_tensor,
         )  # fmt: skip
-        refuse_shares(planner.model, configuration, planner.software)
+        if planner.software.overlaps_experts and planner.model.experts is not None and choice.expert in (None, 1):
+            raise ValueError("copies of tokens beside another microbatch take ep above 1")
+        refuse_shares(planner.model, configuration, replace(planner.software, overlaps_experts=False))
     except ValueError as error:
         return Rejected(choice=choice, reason=clause(error))
     return None
@@ -74,6 +76,16 @@ def refuse_schedule(choice: Choice, training: Training, schedule: str) -> str | 
     return None
 
 
+def refuse_overlap(choice: Choice, planner: Planner, schedule: str) -> str | None:
+    """What excludes a schedule where copies of tokens go beside another microbatch; in a clause."""
+    if not planner.software.overlaps_experts or choice.expert is None:
+        return None
+    taken = OVERLAPPED[choice.pipeline > 1 :]
+    if schedule in taken:
+        return None
+    return f"copies of tokens beside another microbatch take {' or '.join(taken)}, not {schedule}"
+
+
 def sentences(kept: Iterable[Kept]) -> tuple[str, ...]:
     """What there is to know where a search kept some: that they are prices, of what the trainer does not train."""
     kept = list(kept)
@@ -86,6 +98,6 @@ def sentences(kept: Iterable[Kept]) -> tuple[str, ...]:
         return ()
     return (
         f"{' and '.join(names)}: priced here and not trained by this project's trainer, which refuses the flags, so "
-        "no script is written that would start a configuration with them; no published run was compared with these "
-        "prices (docs/planner.md)",
+        "no script is written that would start a configuration with them; how near such prices came to published "
+        "runs says docs/planner.md",
     )

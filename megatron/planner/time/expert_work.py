@@ -6,17 +6,24 @@ back. As many come as leave, since balanced load is assumed. With n tokens to ro
 matrix elements, E of them in a layer and E/ep on a rank, in the forward:
 
     router             a product of 2 n h E operations; its softmax and choice in FP32, 6 passes over E numbers
-    experts            2 n k M operations in a product for each matrix and expert of the rank, so `product_overhead`
-                       counts E/ep times: small experts are slow
+    experts            2 n k M operations, or the bytes of the matrices that they read if that takes longer. Each matrix
+                       of each expert of the rank is a product of its own, so `product_overhead` counts E/ep times:
+                       small experts are slow
     copies             read and written: made, sorted by expert, sorted back and summed, (2 + 2 k + 4 k etp) e h bytes
-    between ranks      2 all-to-alls of n k e h bytes, of which (ep - 1) / ep leave the rank; nothing is computed beside
-                       them. With etp the ranks with parts of the same experts gather and scatter, 2 n k (etp - 1) e h
+    between ranks      2 all-to-alls of n k e h bytes, of which (ep - 1) / ep leave the rank. With etp the ranks with
+                       parts of the same experts gather and scatter, 2 n k (etp - 1) e h
 
-The backward moves as much, and computes twice as much. That a product of few tokens takes as long as its weights are
-read is not counted.
+Where the dispatcher is DeepEP's or HybridEP's (`flex`), a token is sent once to each rank that has one of its experts,
+in place of k times: to r < k ranks, where all choices are alike likely. It is copied where it arrives, and the results
+are summed there before they go back: (2 r + 2 k) etp e h bytes are read and written.
+
+In FP8 the copies of each expert are padded to what its products take, and so are copied once more on their way in and
+out, 4 k etp e h bytes, unless a capacity makes them alike.
+
+The backward moves as much, and computes twice as much.
 """
 
-from megatron.planner.job.software import Software
+from megatron.planner.job.software import FLEX, Software
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.memory.experts import ExpertDegrees
 from megatron.planner.time.work import LayerWork, Work
@@ -51,17 +58,47 @@ class ExpertLayerWork(LayerWork):
         return 1 + (self.experts.shared_ffn_hidden_size > 0)
 
     def _linear(self, times: int) -> Work:
-        routed = self.experts.copies * self._matrix + self._router
-        operations = self.tokens * self._dense / self.t + self._routed_tokens * routed
-        calls = 2 * self._num_sums + 2 * self._own + 1
-        return Work(operations=2.0 * times * operations, calls=calls * times)
+        dense, router = 2.0 * self.tokens * self._dense / self.t, 2.0 * self._routed_tokens * self._router
+        is_fp8 = self.software.fp8
+        once = Work(
+            operations=router + (0.0 if is_fp8 else dense),
+            fp8_operations=dense if is_fp8 else 0.0,
+            grouped_operations=2.0 * self._routed_tokens * self.experts.copies * self._matrix,
+            grouped_bytes=(1 if is_fp8 else self.e) * self._own * self._matrix / self.degrees.tensor,
+            calls=2 * self._num_sums + 1 + 2 * self._own,
+        )
+        return once * times
+
+    def _mlp_casts(self, backward: bool) -> tuple[float, int]:
+        experts = self.experts
+        gate = 1 + self.shape.gated * backward
+        routed = self.degrees.tensor * self.shape.hidden_size + gate * experts.ffn_hidden_size
+        elements, kernels = self._routed_tokens * experts.copies * routed, 2 * self._own
+        if experts.shared_ffn_hidden_size:
+            elements, kernels = elements + self._cast_elements(experts.shared_ffn_hidden_size, backward), kernels + 2
+        return elements, kernels
 
     def _mlp_traffic(self, *, backward: bool) -> float:
         experts, h, passes = self.experts, self.shape.hidden_size, 4 if backward else 2
         shared = self.tokens / self.t * self._activation_bytes(passes, experts.shared_ffn_hidden_size)
         columns = experts.copies * self._activation_bytes(passes, experts.ffn_hidden_size)
-        copies = self.e * h * (2 + 2 * experts.copies + 4 * experts.copies * self.degrees.tensor * (self._own > 1))
-        return shared + self._routed_tokens * (columns + copies + _CHOICES * experts.count)
+        return shared + self._routed_tokens * (columns + self.e * h * self._moved + _CHOICES * experts.count)
+
+    @property
+    def _moved(self) -> float:
+        """Copies of a token that kernels read and write in a direction."""
+        k, etp = self.experts.copies, self.degrees.tensor
+        padded = 4 * k * etp * (self.software.fp8 and self.experts.capacity_factor is None)
+        if self.software.dispatcher == FLEX:
+            return 2 * (self._sent + k) * etp + padded
+        return 2 + 2 * k + 4 * k * etp * (self._own > 1) + padded
+
+    @property
+    def _sent(self) -> float:
+        """How many times a token is sent to experts."""
+        if self.software.dispatcher == FLEX:
+            return min(self.experts.copies, self.experts.reached(self.degrees.parallel))
+        return self.experts.copies
 
     def _forward_exchange(self) -> Work:
         return super()._forward_exchange() + self._between_ranks
@@ -72,7 +109,7 @@ class ExpertLayerWork(LayerWork):
     @property
     def _between_ranks(self) -> Work:
         """Copies on their way to experts and back, in one direction of the computation."""
-        sent = 2 * self._routed_tokens * self.experts.copies * self.e * self.shape.hidden_size
+        sent = 2 * self._routed_tokens * self._sent * self.e * self.shape.hidden_size
         ep, etp = self.degrees.parallel, self.degrees.tensor
         return Work(
             kernels=_KERNELS, dispatched=sent * (ep - 1) / ep, spread=sent * (etp - 1),

@@ -16,14 +16,14 @@ from megatron.placement.traffic import Traffic
 from megatron.planner.job.cluster import Cluster
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.devices import SLOWEST_NVLINK
-from megatron.planner.job.software import MEGATRON_CORE, Software
+from megatron.planner.job.software import FLEX, MEGATRON_CORE, Software
 from megatron.planner.memory.activations import Activations, by_stage
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.memory.node_memory import crowds_by_name, fewest_sharing
 from megatron.planner.memory.parameters import (
     FP8_COPY_BYTES,
-    matrix_parameters,
     stage_expert_parameters,
+    stage_matrices,
     stage_parameters,
 )
 from megatron.planner.time.calibration import default_constants
@@ -215,7 +215,8 @@ class FirstPrinciples:
                     "them equal"
                 )
             mapping = optimized(degrees, traffic, topology) if traffic else NAMED[name](degrees)
-            self._links[key] = Links(degrees, mapping, topology, context=shares[0], experts=shares[1])
+            reached = self.model.experts.reached if self.model.experts and self.software.dispatcher == FLEX else None
+            self._links[key] = Links(degrees, mapping, topology, context=shares[0], experts=shares[1], reached=reached)
         return self._links[key]
 
     def _traffic(self, configuration: Configuration, layers: Sequence[int], schedule: Schedule) -> Traffic:
@@ -283,20 +284,20 @@ class FirstPrinciples:
         state = self.software.training_state(configuration)
         written = 0 if configuration.predicts else state.weight_bytes
         step, reduce, gather, buckets = [], [], [], []
-        for own, count, once in self._counts(configuration, layers, links):
+        matrices = stage_matrices(self.model, configuration.tensor, layers, configuration.expert_degrees)
+        for stage, (own, count, once) in enumerate(self._counts(configuration, layers, links)):
             # Adam reads and writes master and moments; the norm and the step read gradients, the step writes weights:
             # where they are predicted, only the masters.
             step.append(own * (6 * 4 + 2 * state.gradient_bytes + written) / self._rates.memory)
             # A ring sends a buffer once to sum it, once to spread it; a distributed optimizer spreads weights, in STEP,
             # or in PREDICT where there is one.
             gathers = state.distributed_optimizer and not configuration.predicts
-            gather.append(once * state.weight_bytes if gathers else 0.0)
+            gather.append(once * state.gathered(count, matrices[stage]) / count if gathers and count else 0.0)
             reduce.append(once * state.gradient_bytes * (1 if state.distributed_optimizer else 2))
             buckets.append(num_buckets(count, configuration.replicas))
         if self.software.fp8:
-            for stage, count in enumerate(layers):
-                matrices = matrix_parameters(self.model, configuration.tensor, count)
-                step[stage] += matrices * (state.weight_bytes + FP8_COPY_BYTES) / self._rates.memory
+            for stage, elements in enumerate(matrices):
+                step[stage] += elements * (state.weight_bytes + FP8_COPY_BYTES) / self._rates.memory
         ranks, contention = schedule.rank_of_stage, self.constants.contention
         drains = schedule.weights.drains and not configuration.is_hosted  # on the host's lanes programs overlap them
         if self.software.overlaps_gradients and drains:

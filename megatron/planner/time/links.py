@@ -6,6 +6,8 @@ its speed is the node's, divided by the number of groups that use it at once. A 
 node's link with the transfers that other ranks of the node make at the same time. Of an all-to-all each member's part
 for those on other nodes crosses, while all GPUs of the node send as much.
 
+Where a token is sent once to each node, and from there once to each rank (DeepEP, HybridEP), less of it crosses.
+
 Replicas are numbered with the ranks that share sequences: those of context parallel ranks first, which so lie next to
 one another, behind the tensor ranks. Experts are shared by ranks in that order, too: etp ranks have parts of the same,
 ep times as many different ones.
@@ -13,7 +15,7 @@ ep times as many different ones.
 Nodes are taken to be alike; the ranks of the first replica stand for all.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from megatron.pipeline.program.move_order import pair_of
 from megatron.placement.degrees import Degrees
@@ -35,6 +37,9 @@ class Links:
         context: round the ring of ranks that share sequences, or in a collective of them.
         expert: in an all-to-all of the ranks with different experts.
         expert_tensor, expert_data: in a collective of those with parts of the same experts, and of their replicas.
+
+    `reached`: to how many of so many groups of ranks a token is sent, where it is sent once to each; None: a copy is
+    sent for each expert.
     """
 
     def __init__(
@@ -45,8 +50,9 @@ class Links:
         *,
         context: int = 1,
         experts: ExpertDegrees | None = None,
+        reached: Callable[[int], float] | None = None,
     ) -> None:
-        self._topology, self._degrees = topology, degrees
+        self._topology, self._degrees, self._reached = topology, degrees, reached
         slots = inverse(mapping)
         self._nodes = [topology.node_of_slot[slot] for slot in slots]
         self._ranks_on: dict[int, list[int]] = {}
@@ -109,10 +115,13 @@ class Links:
 
     def _all_to_all(self, members: Sequence[int]) -> float:
         nodes = [self._nodes[rank] for rank in members]
-        elsewhere = sum(node != nodes[0] for node in nodes)
-        if not elsewhere:
+        count, num_nodes = len(members), len(set(nodes))
+        if num_nodes == 1:
             return self.within
-        share = elsewhere / (len(members) - 1)
+        share = sum(node != nodes[0] for node in nodes) / (count - 1)
+        if self._reached is not None:
+            sent, crossing = ((size - 1) / size * self._reached(size) for size in (count, num_nodes))
+            share = crossing / sent
         return min(self.within, self._between / len(self._ranks_on[nodes[0]]) / share)
 
     def _transfer(self, stage: int, target: Sequence[int]) -> float:

@@ -28,8 +28,10 @@ class Rates:
             products += work.fp8_operations / (self.device.product_rate(1) * constants.product_efficiency)
         hidden = work.overlapped / tensor
         seconds = max(products + constants.contention * hidden, hidden)
-        seconds += work.traffic / self.memory + work.exchanged / tensor + self._shared(work, links)
-        return max(seconds, (work.kernels + work.calls + work.collectives) * constants.launch)
+        seconds += work.traffic / self.memory + work.exchanged / tensor + self._grouped(work)
+        seconds += self._shared(work, links, seconds)
+        launch = 0.0 if self.software.cuda_graphs else constants.launch
+        return max(seconds, (work.kernels + work.calls + work.collectives) * launch)
 
     @property
     def memory(self) -> float:
@@ -68,11 +70,20 @@ class Rates:
     def _products(self, operations: float, calls: float) -> float:
         return operations / self._product + calls * self.constants.product_overhead
 
-    def _shared(self, work: Work, links: Links) -> float:
-        """Seconds that ranks wait for which share sequences or experts.
+    def _grouped(self, work: Work) -> float:
+        """Products of experts: of few tokens each takes as long as its matrix is read."""
+        if not work.grouped_operations:
+            return 0.0
+        element_bytes = 1 if self.software.fp8 else self.software.element_bytes
+        rate = self.device.product_rate(element_bytes) * self.constants.product_efficiency
+        return max(work.grouped_operations / rate, work.grouped_bytes / self.memory)
+
+    def _shared(self, work: Work, links: Links, beside: float) -> float:
+        """Seconds that ranks wait for which share sequences or experts. `beside`: of all else in this direction.
 
         A ring's step takes as long as its transfer or its part of the attention's core, which loses `contention` of the
-        transfer's time; in the last step nothing is passed on.
+        transfer's time; in the last step nothing is passed on. Copies of tokens are waited for, or go beside the other
+        direction of another microbatch, of which each has as much to compute as both have on average.
         """
         if not (work.ring or work.gathered or work.dispatched or work.spread):
             return 0.0
@@ -82,4 +93,6 @@ class Rates:
         waits = max(constants.contention * ring, ring - core)
         spread = self.of_link(links.expert_tensor, links, within=constants.tensor_efficiency)
         copies = work.dispatched / self.of_link(links.expert, links) + work.spread / spread
+        if self.software.overlaps_experts:
+            copies = max(constants.contention * copies, copies - beside)
         return waits + work.gathered / context + copies

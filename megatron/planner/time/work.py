@@ -15,6 +15,10 @@ Ranks that share sequences or experts send over links of their own:
     dispatched    bytes of tokens on their way to experts and back, likewise
     spread        of these between ranks that have parts of the same experts, likewise
 
+and experts multiply in groups:
+
+    grouped       operations of their products, and bytes of the matrices that these read
+
 Counted for megatron.core's and Megatron-LM's kernels, of T tokens with e bytes an element, and N scores of a rank. A
 pass over a tensor counts what it reads and what it writes.
 
@@ -82,6 +86,8 @@ class Work:
     overlapped: float = 0.0
     kernels: float = 0.0
     collectives: float = 0.0
+    grouped_operations: float = 0.0
+    grouped_bytes: float = 0.0
     fp8_operations: float = 0.0
     ring: float = 0.0
     ring_operations: float = 0.0
@@ -101,6 +107,7 @@ class Work:
     def _values(self) -> tuple[float, ...]:
         return (
             self.operations, self.calls, self.traffic, self.exchanged, self.overlapped, self.kernels, self.collectives,
+            self.grouped_operations, self.grouped_bytes,
             self.fp8_operations, self.ring, self.ring_operations, self.ring_calls, self.gathered, self.dispatched,
             self.spread, self.attended,
         )  # fmt: skip
@@ -136,7 +143,7 @@ class LayerWork:
         attention = self.tokens / t * (around + (0 if self.software.flash_attention else 2 * e * q))
         return (
             self._linear(1)
-            + self._cast(along_tokens=2 * h, split=q + self.shape.ffn_hidden_size)
+            + self._casts(backward=False)
             + self._core_forward()
             + self._forward_exchange()
             + Work(traffic=along_tokens + attention + self._mlp_traffic(backward=False), kernels=18)
@@ -152,7 +159,7 @@ class LayerWork:
         weights = self._accumulated(self._matrices)
         return (
             self._linear(2)
-            + self._cast(along_tokens=2 * h, split=q + 2 * k + self.shape.ffn_hidden_size * (1 + self.shape.gated))
+            + self._casts(backward=True)
             + self._core_backward()
             + self._backward_exchange()
             + Work(traffic=along_tokens + attention + self._mlp_traffic(backward=True) + weights, kernels=36)
@@ -250,12 +257,23 @@ class LayerWork:
             return Work(fp8_operations=operations, calls=4 * times)
         return Work(operations=operations, calls=4 * times)
 
-    def _cast(self, *, along_tokens: int, split: int) -> Work:
-        """Tensors of four linears to FP8, of so many columns that are split along the sequence, and over ranks."""
+    def _casts(self, *, backward: bool) -> Work:
+        """Tensors to FP8: inputs of a layer's linears, or in a backward gradients of their outputs."""
         if not self.software.fp8:
             return Work()
-        elements = self.tokens * (along_tokens / self.shared + split / self.t)
-        return Work(traffic=(self.e + FP8_COPY_BYTES) * elements, kernels=4)
+        q, k = self.shape.query_width, self.shape.key_width
+        elements, kernels = self._mlp_casts(backward)
+        elements += self.tokens * (self.shape.hidden_size / self.shared + (q + 2 * k * backward) / self.t)
+        return Work(traffic=(self.e + FP8_COPY_BYTES) * elements, kernels=2 + kernels)
+
+    def _mlp_casts(self, backward: bool) -> tuple[float, int]:
+        """Of an MLP's: elements and kernels."""
+        return self._cast_elements(self.shape.ffn_hidden_size, backward), 2
+
+    def _cast_elements(self, width: int, backward: bool) -> float:
+        """Of the two tensors of an MLP with so many columns."""
+        columns = width * (1 + self.shape.gated * backward)
+        return self.tokens * (self.shape.hidden_size / self.shared + columns / self.t)
 
     @property
     def _all_but_kept(self) -> Work:

@@ -134,7 +134,8 @@ class Job:
     @cached_property
     def software(self) -> from_flags.RunSoftware:
         """What trains; where schedules split backwards, with the layers that the program takes for them."""
-        whole = replace(from_flags.software(self._alone), gathers_keys=self.priced.gathers_keys)
+        asked = {name: getattr(self.priced, name) for name in ("gathers_keys", "dispatcher", "overlaps_experts")}
+        whole = replace(from_flags.software(self._alone), **asked)
         if self._given.transformer_impl is not None or self._alone.transformer_impl == "local":
             return whole
         args = argparse.Namespace(**{**vars(self._alone), "transformer_impl": "local"})

@@ -5,13 +5,14 @@ import ast
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from megatron.planner.job.software import ALL_TO_ALL, FLEX
 from megatron.planner.memory.experts import Experts
 from megatron.trainer.arguments.flags.specification import Flag
 
 _TOPK = 2  # Megatron-LM's default
 _OF_EXPERTS = (
     "moe_router_topk", "moe_ffn_hidden_size", "moe_layer_freq", "moe_expert_capacity_factor",
-    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_intermediate_size", "overlap_moe_expert_parallel_comm",
 )  # fmt: skip
 
 
@@ -22,7 +23,7 @@ class PricedFlags:
     Attributes:
         written: those that ask for something, as the user wrote them.
         context, expert, expert_tensor: degrees, as a configuration has them.
-        gathers_keys: as `Software.gathers_keys`.
+        gathers_keys, dispatcher, overlaps_experts: as in `Software`.
         experts: of what they say; `ffn_hidden_size` is 0 where they are as wide as the model's MLP.
     """
 
@@ -31,6 +32,8 @@ class PricedFlags:
     expert: int = 1
     expert_tensor: int | None = None
     gathers_keys: bool = False
+    dispatcher: str = ALL_TO_ALL
+    overlaps_experts: bool = False
     experts: Mapping[str, object] | None = None
 
     def experts_of(self, ffn_hidden_size: int) -> Experts | None:
@@ -52,9 +55,9 @@ def read_priced(given: argparse.Namespace, flags: Sequence[tuple[Flag, tuple[str
     kind = values.get("cp_comm_type") or ["p2p"]
     if set(kind) - {"p2p", "all_gather"} or len(set(kind)) > 1:
         raise ValueError(f"--cp-comm-type {' '.join(kind)} has no price; give p2p or all_gather")
-    dispatcher = values.get("moe_token_dispatcher_type", "alltoall")
-    if dispatcher != "alltoall":
-        raise ValueError(f"--moe-token-dispatcher-type {dispatcher} has no price; give alltoall")
+    dispatcher = values.get("moe_token_dispatcher_type", ALL_TO_ALL)
+    if dispatcher not in (ALL_TO_ALL, FLEX):
+        raise ValueError(f"--moe-token-dispatcher-type {dispatcher} has no price; give {ALL_TO_ALL} or {FLEX}")
     for name in ("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size", "num_experts"):
         least = 0 if name == "num_experts" else 1
         if values.get(name) is not None and values[name] < least:
@@ -72,6 +75,8 @@ def read_priced(given: argparse.Namespace, flags: Sequence[tuple[Flag, tuple[str
         expert=values.get("expert_model_parallel_size") or 1,
         expert_tensor=values.get("expert_tensor_parallel_size") if experts is not None else None,
         gathers_keys="all_gather" in kind,
+        dispatcher=dispatcher,
+        overlaps_experts=values.get("overlap_moe_expert_parallel_comm", False),
         experts=experts,
     )
 

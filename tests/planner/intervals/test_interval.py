@@ -90,3 +90,20 @@ def test_coverage_leaves_out_a_run_or_a_source():
     apart = without_source([*near, *far])
     assert (apart.num_runs, apart.num_inside) == (19, 0)
     assert without_source(near).num_without == 10
+
+
+def test_what_goes_on_beside_the_rest_is_joined_at_last():
+    """Where it was compared on such a GPU; and with nothing that has another feature."""
+    hidden = replace(FLUSH, extras=("overlaps gradients", "FP8"))
+    other = replace(FLUSH, extras=("overlaps weights", "cuda graphs", "FP8"))
+    few = runs(hidden, 1.0)
+    found = interval_of(hidden, [*few, *runs(other, *NINE), *runs(replace(FLUSH, extras=("overlaps gradients",)), 2.0)])
+    assert (found.num_runs, found.high) == (10, 1.3)
+    assert found.group == "any schedule and overlap, unfused attention, FP8, A100, several nodes"
+    gpus = interval_of(hidden, [*few, *runs(replace(other, device="V100", several_nodes=False), *NINE)])
+    assert gpus.num_runs == 10
+    assert gpus.group == "any schedule, overlap and GPU, unfused attention, FP8, one node or several"
+    never = interval_of(replace(hidden, device="V100"), [*few, *runs(other, *NINE)])
+    assert isinstance(never, NotValidated)
+    plain = replace(FLUSH, extras=("FP8",))
+    assert isinstance(interval_of(plain, [*runs(plain, 1.0), *runs(hidden, *NINE)]), NotValidated)

@@ -1,14 +1,15 @@
 """The residuals that come along: as files, as old as the time model, and how often their intervals hold."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from megatron.planner.intervals import Interval, Kind, Residual, Residuals, interval_of, kind_of, load_residuals
 from megatron.planner.intervals.coverage import without_run
 from megatron.planner.intervals.lookup import Intervals, interval_record, interval_text
-from megatron.planner.intervals.residuals import read_residuals
-from megatron.planner.published.entries import read_entry
+from megatron.planner.intervals.residuals import load_others, read_residuals
+from megatron.planner.published.entries import Entry, load_entries, read_entry
 from megatron.planner.published.prediction import predict
 from megatron.planner.time.calibration import DEFAULT_NAME, load_calibration
 from tests.planner.published.measured import KORTHIKANTI
@@ -37,6 +38,23 @@ def test_they_are_as_old_as_the_time_model(entry):
     assert stored.ratio == pytest.approx(now.seconds / prediction.estimate.seconds, rel=5e-3)
     pressed = prediction.estimate.under_pressure
     assert stored.kind == kind_of(now.configuration, now.model, now.cluster, now.software, under_pressure=pressed)
+
+
+@pytest.mark.parametrize("file", [Path(__file__).parents[3] / "benchmarks" / "published" / "hopper_blackwell.json"])
+def test_other_files_of_runs_have_residuals_of_their_own(file):
+    """As old as the constants and the time model; else write them again with the command that they name."""
+    (others,) = [each for each in load_others(DEFAULT_NAME) if each.entries == file.name]
+    assert others.constants == CALIBRATION.constants
+    runs = {run.id: run for run in others.runs}
+    predicted = [entry for entry in load_entries(file) if isinstance(entry, Entry)]
+    assert set(runs) == {entry.id for entry in predicted}
+    for entry in predicted[::6]:
+        seconds = predict(entry, CALIBRATION.fitted).estimate.seconds
+        assert runs[entry.id].ratio == pytest.approx(entry.seconds / seconds, rel=5e-3), entry.id
+    joined = Intervals.of_calibration(DEFAULT_NAME, CALIBRATION.constants)
+    estimates = {entry.id: (predict(entry, CALIBRATION.fitted).estimate, entry) for entry in predicted[::6]}
+    known = [joined.of(found, each.model, each.cluster, each.software) for found, each in estimates.values()]
+    assert sum(isinstance(each, Interval) for each in known) >= len(known) / 2
 
 
 def test_intervals_hold():

@@ -77,13 +77,30 @@ def test_the_planner_asks():
         planner.layers(configuration(context=2, data=2, global_batch_size=4))
 
 
-def test_no_experts_beside_fsdp_or_fp8():
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"expert": 1}, "expert 1; give more"),
+        ({"pipeline": 2, "data": 2, "expert": 2, "global_batch_size": 4}, "one stage on each rank"),
+        ({"expert": 2, "recompute": "layer"}, "recompute layer; choose another"),
+    ],
+)
+def test_copies_beside_another_microbatch(changes, match):
+    """What megatron.core wants for them; else they may be."""
+    overlapping = replace(FLASH, overlaps_experts=True)
+    with pytest.raises(ValueError, match=match):
+        refuse_shares(shape_of(), configuration(**changes), overlapping)
+    refuse_shares(shape_of(), configuration(expert=2), overlapping)
+
+
+def test_no_experts_beside_fsdp_or_in_eager_layers():
     """Neither is modelled; nor are ranks that share sequences beside weights that are split over replicas."""
     split = {"sharding": Sharding(stage=3, shards=4)}
     with pytest.raises(ValueError, match="experts whose weights are split over replicas"):
         refuse_shares(shape_of(), configuration(**split), FLASH)
     with pytest.raises(ValueError, match="context 2 beside weights that are split over replicas"):
         configuration(context=2, **split)
-    for software in (replace(FLASH, fp8=True), replace(FLASH, fuses_elementwise=False)):
-        with pytest.raises(ValueError, match="experts are modelled in 16 or 32 bits"):
+    for software in (replace(FLASH, keeps_every_other_product=True), replace(FLASH, fuses_elementwise=False)):
+        with pytest.raises(ValueError, match=r"experts are modelled with megatron\.core's kernels"):
             refuse_shares(shape_of(), configuration(), software)
+    refuse_shares(shape_of(), configuration(), replace(FLASH, fp8=True))

@@ -43,7 +43,7 @@ def test_sequences_are_shared_where_that_is_considered():
     assert shared.best.choice.context > 1 and shared.best.estimate.seconds < alone.best.estimate.seconds
     (sentence,) = shared_ranks.sentences(shared.kept)
     assert "context parallelism (cp): priced here and not trained" in sentence
-    assert "no script is written" in sentence and "no published run was compared" in sentence
+    assert "no script is written" in sentence and "how near such prices came to published runs" in sentence
     unshared = [each for each in shared.kept if each.choice.context == 1]
     assert shared_ranks.sentences(unshared) == ()
     assert shared_ranks.sentences([*unshared[:1], *shared.kept]) == (sentence,)
@@ -88,3 +88,20 @@ def test_unfused_attention_takes_whole_sequences():
     split = run(LONG, a100(1), FLASH, halves, context=(1, 2), **SMALL | {"schedules": ("flush", "zb-h1")})
     assert any("flash attention, which the layers of zb-h1 do not have" in each.reason for each in split.rejected)
     assert {each.choice.context for each in split.kept if each.choice.schedule == "zb-h1"} <= {1}
+
+
+def test_copies_beside_another_microbatch_where_megatron_core_takes_them():
+    """On one stage, or interleaved, with several sizes of ep; whole layers are not recomputed. They are never slower
+    than the same without."""
+    merged = replace(FLASH, overlaps_experts=True)
+    space = SMALL | {"expert": (1, 2, 8), "early_stopping": False, "pipeline": (1, 2)}
+    outcome, without = (run(MOE, a100(2), software, TRAINING, **space) for software in (merged, FLASH))
+    assert outcome.kept and {each.choice.expert for each in outcome.kept} == {2, 8}
+    assert {(each.choice.pipeline, each.choice.schedule) for each in outcome.kept} == {(1, "flush"), (2, "interleaved")}
+    assert not any(each.choice.recompute.value == "layer" for each in outcome.kept)
+    times = {each.choice: each.estimate.seconds for each in without.kept}
+    same = [each for each in outcome.kept if each.choice in times]
+    assert same and all(each.estimate.seconds <= times[each.choice] for each in same)
+    reasons = {each.reason for each in outcome.rejected}
+    assert "copies of tokens beside another microbatch take interleaved, not flush" in reasons
+    assert "copies of tokens beside another microbatch take ep above 1" in reasons

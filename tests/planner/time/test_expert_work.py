@@ -1,10 +1,11 @@
 """What a layer with experts does, against the model's operations and by hand."""
 
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 
-from megatron.planner.job.software import MEGATRON_CORE
+from megatron.planner.job.software import FLEX, MEGATRON_CORE
 from megatron.planner.memory.experts import ExpertDegrees
 from megatron.planner.time.expert_work import ExpertLayerWork
 from megatron.planner.time.work import LayerWork, Work
@@ -15,9 +16,11 @@ H, F, E = 128, 96, 4
 TOKENS = 2 * LENGTH
 
 
-def work(tensor: int = 1, *, shape=None, parallel: int = 1, expert_tensor: int = 1, context: int = 1) -> LayerWork:
+def work(
+    tensor: int = 1, *, shape=None, parallel: int = 1, expert_tensor: int = 1, context: int = 1, software=FLASH
+) -> LayerWork:
     return ExpertLayerWork(
-        shape or shape_of(), FLASH, degrees=ExpertDegrees(parallel=parallel, tensor=expert_tensor), tensor=tensor,
+        shape or shape_of(), software, degrees=ExpertDegrees(parallel=parallel, tensor=expert_tensor), tensor=tensor,
         micro_batch_size=2, sequence_parallel=tensor > 1, context=context,
     )  # fmt: skip
 
@@ -33,7 +36,8 @@ def test_operations_of_all_ranks_are_the_models(degrees, shared):
     # Flash attention's backward runs half of its products again, which the model's operations do not have.
     again = 0.5 * 4 * TOKENS * LENGTH * shape.query_width
     both = each.forward + each.backward
-    done = tensor * context * (both.operations + 2 * both.attended) - again  # half of the scores, as it is causal
+    products = both.operations + both.grouped_operations + 2 * both.attended  # half of the scores, as it is causal
+    done = tensor * context * products - again
     head = 6 * TOKENS * H * shape.vocabulary_size
     assert done == pytest.approx(shape.operations(2) - head, rel=1e-12)
 
@@ -81,7 +85,56 @@ def test_halves_are_the_whole():
     each = work(2, parallel=2, shape=shape_of(shared_ffn_hidden_size=64))
     both = each.backward_input + each.backward_weight
     whole = each.backward
-    for name in ("operations", "calls", "traffic", "dispatched"):
+    for name in ("operations", "grouped_operations", "grouped_bytes", "calls", "traffic", "dispatched"):
         assert getattr(both, name) == pytest.approx(getattr(whole, name)), name
     assert both.exchanged == pytest.approx(whole.exchanged + whole.overlapped)
     assert isinstance(both, Work)
+
+
+def test_a_token_is_sent_once_to_each_rank_that_has_one_of_its_experts():
+    """DeepEP's dispatcher, of 4 experts and 2 for a token: counted over all 6 choices."""
+    shape, flex = shape_of(), replace(FLASH, dispatcher=FLEX)
+    choices = list(combinations(range(4), 2))
+    for ranks in (1, 2, 4):
+        reached = [len({expert * ranks // 4 for expert in chosen}) for chosen in choices]
+        mean = sum(reached) / len(reached)
+        assert shape.experts.reached(ranks) == pytest.approx(mean)
+        once, each = (work(parallel=ranks, software=software).forward for software in (flex, FLASH))
+        assert once.dispatched == pytest.approx(2 * TOKENS * mean * 2 * H * (ranks - 1) / ranks)
+        assert each.traffic - once.traffic == pytest.approx(2 * H * TOKENS * (6 + 8 * (ranks < 4) - 2 * (mean + 2)))
+
+
+def test_experts_multiply_in_groups_whose_matrices_are_read_in_each_product():
+    """In 2 bytes an element, and in FP8 in one; the other linears do not change kind but with them."""
+    matrices = 3 * H * F
+    for software, size in ((FLASH, 2), (replace(FLASH, fp8=True), 1)):
+        each = work(parallel=2, software=software)
+        assert each.forward.grouped_bytes == size * 2 * matrices
+        assert each.backward.grouped_bytes == 2 * each.forward.grouped_bytes
+        assert each.forward.grouped_operations == 2 * TOKENS * 2 * matrices
+    dense, fp8 = work(), work(software=replace(FLASH, fp8=True))
+    router = 2 * TOKENS * H * E
+    assert fp8.forward.fp8_operations == 2 * TOKENS * shape_of().projections
+    assert dense.forward.operations - fp8.forward.operations == pytest.approx(fp8.forward.fp8_operations)
+    assert fp8.forward.operations - fp8._core_forward().operations == pytest.approx(router)
+
+
+def test_casts_of_experts():
+    """In FP8 a kernel for each matrix of each expert of a rank, and for the attention's two: of what copies of tokens
+    bring and what an activation makes of it, or of gradients of both outputs."""
+    for backward, columns in ((False, F), (True, 2 * F)):
+        found = [work(parallel=ep, software=replace(FLASH, fp8=True))._casts(backward=backward) for ep in (1, 2)]
+        assert found[0].kernels - found[1].kernels == 2 * 2
+        attention = H + shape_of().query_width + 2 * shape_of().key_width * backward
+        assert found[0].traffic == found[1].traffic == 4 * TOKENS * (attention + 2 * (H + columns))
+
+
+def test_padding_for_products_in_fp8():
+    """Copies are read and written once more on their way in and out, unless a capacity makes experts alike."""
+    fp8 = replace(FLASH, fp8=True)
+    for software in (FLASH, replace(FLASH, dispatcher=FLEX)):
+        moved = [work(software=replace(software, fp8=each), parallel=2)._moved for each in (False, True)]
+        assert moved[1] - moved[0] == 4 * 2
+    even = shape_of(capacity_factor=1.0)
+    assert work(shape=even, software=fp8)._moved == work(shape=even)._moved == work()._moved
+    assert work(2, parallel=2, expert_tensor=2, software=fp8)._moved - work(2, expert_tensor=2)._moved == 4 * 2 * 2

@@ -5,7 +5,7 @@ import pytest
 from megatron.placement.degrees import Degrees
 from megatron.placement.mapping import pair_adjacent, standard
 from megatron.placement.topology import Bandwidth, Node, Topology
-from megatron.planner.memory.experts import ExpertDegrees
+from megatron.planner.memory.experts import ExpertDegrees, Experts
 from megatron.planner.time.links import Links
 
 GB = 1e9
@@ -81,6 +81,17 @@ def test_what_goes_to_experts_on_other_nodes_crosses(expert, expert_tensor, rate
     found = links(4, tensor=2, data=16, experts=degrees)
     assert found.expert == pytest.approx(rate * GB)
     assert found.expert_tensor == 300 * GB
+
+
+def test_less_crosses_where_a_token_goes_to_a_node_once():
+    """16 experts, 2 for a token, on 16 ranks of 2 nodes: a token goes to 2 ranks, and to 2 * 8 / 15 + 7 / 15 nodes, of
+    each of which half is its own; with a copy for each expert 8 of 15 cross."""
+    experts = Experts(count=16, topk=2, ffn_hidden_size=64)
+    found = links(4, tensor=2, data=16, experts=ExpertDegrees(parallel=16, tensor=1), reached=experts.reached)
+    nodes = 2 * 8 / 15 + 7 / 15
+    assert found.expert == pytest.approx(100 / 8 * GB * (2 * 15 / 16) / (nodes / 2))
+    one = links(4, tensor=2, data=16, experts=ExpertDegrees(parallel=8, tensor=1), reached=experts.reached)
+    assert one.expert == 300 * GB
 
 
 def test_replicas_of_experts_are_further_apart_than_those_of_the_rest():

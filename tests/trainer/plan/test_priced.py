@@ -52,6 +52,16 @@ def test_experts():
     assert not any("moe" in word or "expert" in word for word in asked.argv)
 
 
+def test_how_copies_of_tokens_get_to_experts():
+    """DeepEP's dispatcher, and beside another microbatch; by default neither."""
+    plain = job("--num-experts 8 --expert-model-parallel-size 4").software
+    assert (plain.dispatcher, plain.overlaps_experts) == ("alltoall", False)
+    flags = "--moe-token-dispatcher-type flex --overlap-moe-expert-parallel-comm"
+    asked = job(f"--num-experts 8 --expert-model-parallel-size 4 {flags}")
+    assert (asked.software.dispatcher, asked.software.overlaps_experts) == ("flex", True)
+    assert set(flags.split(" --", 1)[:1]) <= set(asked.priced.written)
+
+
 def test_context_parallelism():
     """The rules are asked about a rank for each sequence, of as many replicas."""
     asked = job("--context-parallel-size 4 --cp-comm-type all_gather")
@@ -74,7 +84,8 @@ def test_context_parallelism():
         ("--num-experts 8 --moe-layer-freq [1,0]", "has 2 entries, and the model 8 layers; give one for each"),
         ("--num-experts 8 --moe-router-topk 9", "a token goes to 9 of 8 experts; lower topk"),
         ("--context-parallel-size 2 --cp-comm-type a2a", "--cp-comm-type a2a has no price; give p2p or all_gather"),
-        ("--num-experts 8 --moe-token-dispatcher-type flex", "--moe-token-dispatcher-type flex has no price; give all"),
+        ("--num-experts 8 --moe-token-dispatcher-type allgather", "allgather has no price; give alltoall or flex"),
+        ("--overlap-moe-expert-parallel-comm", "--overlap-moe-expert-parallel-comm is given, and --num-experts is not"),
     ],
 )
 def test_refusals(flags, reason):

@@ -64,7 +64,13 @@ GROUP = Group(
             "--moe-shared-expert-intermediate-size",
             takes=None,
         ),
-        *_list(_EXPERTS, "--moe-grouped-gemm", "--moe-permute-fusion", "--moe-pad-expert-input-to-capacity"),
+        *_list(
+            _EXPERTS,
+            "--moe-grouped-gemm",
+            "--moe-permute-fusion",
+            "--moe-pad-expert-input-to-capacity",
+            "--overlap-moe-expert-parallel-comm",
+        ),
         *_list("multi-latent attention is not supported; use --group-query-attention.", "--multi-latent-attention"),
         refused(
             "--mtp-num-layers",
