@@ -172,7 +172,7 @@ def gpipe(stages: StageTimes, m: int) -> float:
 
 def one_f_one_b(stages: StageTimes, m: int) -> float | None:
     rate = max(stages.work)
-    if not _keeps_up(_rate(stages), rate) or not _hides_moves(stages):
+    if not _keeps_up(round_trips(stages), rate) or not _hides_moves(stages):
         return None
     return max(_busy_at(stages, m)) + end_of_batch(stages) + stages.longest_step
 
@@ -180,7 +180,7 @@ def one_f_one_b(stages: StageTimes, m: int) -> float | None:
 def one_f_one_b_overlapped(stages: StageTimes, m: int) -> float | None:
     """The time with weights of a delay of one batch and more."""
     rate = max(stages.work)
-    if not _keeps_up(_rate(stages), rate) or not _hides_moves(stages):
+    if not _keeps_up(round_trips(stages), rate) or not _hides_moves(stages):
         return None
     seconds, late, longest = _overlapped(stages, m, rate)
     most = max(longest, m * rate + stages.longest_update(m) + late)
@@ -193,12 +193,7 @@ def one_f_one_b_overlapped(stages: StageTimes, m: int) -> float | None:
 
 def rate_of(stages: StageTimes) -> float | None:
     """Seconds from one microbatch to the next of 1F1B; None: moves of saved activations decide, and no form knows."""
-    return _rate(stages) if _hides_moves(stages) else None
-
-
-def overlapped_at(stages: StageTimes, m: int, rate: float) -> float:
-    """The same where a microbatch is known to take so long, for whatever reason."""
-    return max(m * rate + stages.longest_update(m), _overlapped(stages, m, rate)[2])
+    return round_trips(stages) if _hides_moves(stages) else None
 
 
 def _overlapped(stages: StageTimes, m: int, rate: float) -> tuple[float, float, float]:
@@ -213,7 +208,7 @@ def one_f_one_b_alone(stages: StageTimes, m: int) -> float:
     """The time with stages that update alone, after every microbatch."""
     alone = [*map(add, stages.reduce, stages.step)]
     received = zip(stages.backward, alone, stages.arrival_backward, strict=True)  # receives stand behind the STEP
-    return max(_rate(stages, [*map(add, alone, stages.arrival_forward)]), *map(sum, received))
+    return max(round_trips(stages, [*map(add, alone, stages.arrival_forward)]), *map(sum, received))
 
 
 def interleaved(stages: StageTimes, m: int) -> float | None:
@@ -288,7 +283,7 @@ def _once(stages: StageTimes) -> list[float]:
     return [sum(each) for each in zip(stages.work, there, back, strict=True)]
 
 
-def _rate(stages: StageTimes, between: list[float] | None = None) -> float:
+def round_trips(stages: StageTimes, between: list[float] | None = None) -> float:
     """Seconds from one microbatch to the next of 1F1B, once the pipeline is full: as the slowest stage, edge or
     receive, or round trip between any two stages, in which as many microbatches are in flight as it has stages.
 
