@@ -49,8 +49,7 @@ def steady_seconds(costs: Costs, schedule: Schedule, num_microbatches: int) -> f
     rate = rate_of(stages)
     if rate is None:
         rate = max(round_trips(stages), _rate_with_moves(costs, schedule))
-        alone = _alone(stages, m, round_trips(stages))
-        alone = max(alone, _with_moves(costs, schedule, m, rate) if schedule.num_ranks <= _MOST_RANKS else m * rate)
+        alone = max(_alone(stages, m, round_trips(stages)), _alone_with_moves(costs, stages, m, rate))
     else:
         alone = _alone(stages, m, rate)
     if not any(stages.partial) and _latest(stages, m, rate) <= alone:
@@ -71,12 +70,14 @@ def _of_predictions(stages: StageTimes, m: int, rate: float) -> list[float]:
     schedule = stages.schedule
     if not schedule.reduce_partial:
         return []
+    parts = zip(_unread(schedule, m), stages.predict, stages.held(m), stages.reduce, strict=True)
+    return [(m - left) * rate + predict + held + reduce for left, predict, held, reduce in parts]
+
+
+def _unread(schedule: Schedule, m: int) -> list[int]:
+    """By stage, how many microbatches of a batch come behind those of which a prediction reads gradients."""
     read = schedule.provisional_microbatches
-    return [
-        (m if read is None else unread + read) * rate + predict + held + reduce
-        for unread, predict, held, reduce in
-        zip(schedule.unread(m), stages.predict, stages.held(m), stages.reduce, strict=True)
-    ]  # fmt: skip
+    return [0 if read is None else m - earlier - read for earlier in schedule.unread(m)]
 
 
 def _through_reductions(costs: Costs, schedule: Schedule, m: int, rate: float) -> float:
@@ -130,8 +131,21 @@ def _rate_with_moves(costs: Costs, schedule: Schedule) -> float:
     return (second - first) / ((_GROUPS // 2 - 1) * p)
 
 
-def _with_moves(costs: Costs, schedule: Schedule, m: int, rate: float) -> float:
-    """A batch of which moves decide how long it takes, and of which fewer microbatches move the shorter it is."""
+def _alone_with_moves(costs: Costs, stages: StageTimes, m: int, rate: float) -> float:
+    """The same as `_alone` where moves decide."""
+    schedule = stages.schedule
+    if schedule.num_ranks > _MOST_RANKS:
+        return _alone(stages, m, rate)
+    found = [_moving(costs, schedule, m, rate)]
+    if schedule.reduce_partial:
+        unread = _unread(schedule, m)
+        stepless = _moving(replace(costs, step=0.0), schedule, m, rate)
+        found += [stepless - left * rate + reduce for left, reduce in zip(unread, stages.reduce, strict=True)]
+    return max(found)
+
+
+def _moving(costs: Costs, schedule: Schedule, m: int, rate: float) -> float:
+    """A batch without reductions. The shorter it is, the smaller is the part of its microbatches that move."""
     fewer = _fewer(schedule, m)
     graph = event_graph(resized(schedule, m, fewer), (fewer,) * _BATCHES)
     ends = graph.ends(_without_reductions(costs))
