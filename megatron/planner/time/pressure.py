@@ -24,9 +24,9 @@ def in_one_gradient_buffer(costs: Costs) -> Costs:
     """2bw's costs without a second gradient buffer.
 
     Between two batches' backwards a stage has one forward, and all that the slowest stage takes longer; beside that the
-    first one's gradients are reduced. What is longer, the next backward waits for: as a step that takes so much more, and a reduction so much less. Tied
-    embeddings are summed behind that, so the last stage waits for the first one's last backward, too. The step comes
-    before some backwards of the batch that was reduced, so this is an upper bound.
+    first one's gradients are reduced. What is longer, the next backward waits for: as a step that takes so much more,
+    and a reduction so much less. Tied embeddings are summed behind that, so the last stage waits for the first one's
+    last backward, too. The step comes before some backwards of the batch that was reduced, so this is an upper bound.
     """
     num_stages = len(costs.forward)
     step, reduce = spread("step", costs.step, num_stages), list(spread("reduce_grad", costs.reduce_grad, num_stages))
