@@ -82,8 +82,9 @@ def _unread(schedule: Schedule, m: int) -> list[int]:
 
 def _through_reductions(costs: Costs, schedule: Schedule, m: int, rate: float) -> float:
     delay, fewer = schedule.weights.delay, _fewer(schedule, m)
-    first, last = delay + 1, 2 * (delay + 1)
-    graph = event_graph(resized(schedule, m, fewer), (fewer,) * (last + 2 + schedule.num_stages // fewer))
+    first, last = 1, delay + 2
+    in_flight = -(-schedule.num_stages // fewer)  # batches that begin before one has ended
+    graph = event_graph(resized(schedule, m, fewer), (fewer,) * (last + in_flight))
     norms = [graph.shared[Kind.REDUCE_NORM, version] for version in range(first, last + 1)]
     growth, most = (m - fewer) * rate, 0.0
     for batches, seconds in enumerate(graph.returns(costs, norms[0], norms[1:]), start=1):
