@@ -1,7 +1,9 @@
 """Search a space, rank what fits by estimates, and simulate the very programs of the best."""
 
+import gc
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from megatron.pipeline.schedules import PRESETS
@@ -24,6 +26,19 @@ Progress = Callable[[str, int, int], None]
 """What is being done, how much of it is done, and of how much."""
 
 
+@contextmanager
+def _without_cycle_collection() -> Iterator[None]:
+    """Programs have millions of instructions and no cycles; looking for these takes a quarter of a large search."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_without_cycle_collection()
 def search(
     space: Space,
     planner_of: Callable[[int], Planner],
