@@ -2,9 +2,12 @@
 
 import gc
 import heapq
+import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import accumulate
 
 from megatron.pipeline.schedules import PRESETS
 from megatron.planner.job.configuration import Configuration
@@ -15,11 +18,14 @@ from megatron.planner.search.outcome import Choice, Kept, Outcome, Rejected
 from megatron.planner.search.rules import Training
 from megatron.planner.search.shared_ranks import is_shared
 from megatron.planner.search.space import Space
+from megatron.processes.forked import map_forked
 
 NUM_SIMULATED = 5
 _MOST_COMPUTATIONS = 400_000  # that are simulated unless a number is asked for: 20 seconds or so
 
 _MOST_TURNS = 4  # simulations for each of the best, at most
+_MANY_GPUS = 64  # from here on a search is worth processes, which take a hundredth of a second to start
+_WORTH_A_PROCESS = 20_000  # computations of simulations
 _WORTH_A_FILE = 0.002  # an optimized mapping needs a file with the cluster's nodes, so it has to gain something
 
 Progress = Callable[[str, int, int], None]
@@ -48,6 +54,7 @@ def search(
     refuse: Refusal | None = None,
     progress: Progress | None = None,
     objective: str = "time",
+    num_processes: int = 1,
 ) -> Outcome:
     """All configurations of a space, the best first.
 
@@ -60,21 +67,20 @@ def search(
         refuse: why the training program would refuse a configuration.
         progress: is told how far the search is.
         objective: one of `OBJECTIVES`. For memory a space without early stopping has what recomputes more.
+        num_processes: that share a search of many GPUs. The outcome does not depend on it.
     """
     report = progress or (lambda *_: None)
-    explorer, degrees = Explorer(space, planner_of, training, refuse), list(space.degrees())
+    if space.num_gpus < _MANY_GPUS:
+        num_processes = 1
     kept: list[Kept] = []
     rejected: dict[Rejected, None] = {}  # t alone may exclude several pairs of degrees
-    for index, (t, p) in enumerate(degrees):
-        report("configurations", index, len(degrees))
-        for each in explorer.explore(t, p):
-            if isinstance(each, Kept):
-                kept.append(each)
-            else:
-                rejected[each] = None
-    report("configurations", len(degrees), len(degrees))
+    for each in _explored(space, Explorer(space, planner_of, training, refuse), report, num_processes):
+        if isinstance(each, Kept):
+            kept.append(each)
+        else:
+            rejected[each] = None
     rank = _rank_by_memory if objective == "memory" else _rank
-    simulation = _Simulation(space, planner_of, report, rank)
+    simulation = _Simulation(space, planner_of, report, rank, num_processes)
     ranked, dropped = simulation.best(sorted(kept, key=rank), num_simulated)
     return Outcome(
         kept=tuple(ranked),
@@ -82,6 +88,21 @@ def search(
         objective=objective,
         without_pipeline=without_pipeline.fastest(space, planner_of, training),
     )
+
+
+def _explored(space: Space, explorer: Explorer, report: Progress, num_processes: int) -> Iterator[Kept | Rejected]:
+    """All choices, in the order of their degrees. A process takes all pairs with the same p, whose programs are alike;
+    the deepest pipelines take longest."""
+    degrees = list(space.degrees())
+    depths = sorted({p for _, p in degrees}, reverse=True)
+
+    def explore(depth: int) -> dict[tuple[int, int], list[Kept | Rejected]]:
+        return {(t, p): list(explorer.explore(t, p)) for t, p in degrees if p == depth}
+
+    parts = map_forked(explore, depths, num_processes, taken=lambda index: report("configurations", index, len(depths)))
+    report("configurations", len(depths), len(depths))
+    found = {pair: choices for part in parts for pair, choices in part.items()}
+    return (each for pair in degrees for each in found[pair])
 
 
 def _rank(each: Kept) -> tuple:
@@ -99,9 +120,16 @@ class _Simulation:
     """Proves and simulates the best, and the best mapping of each of them."""
 
     def __init__(
-        self, space: Space, planner_of: Callable[[int], Planner], report: Progress, rank: Callable[[Kept], tuple]
+        self,
+        space: Space,
+        planner_of: Callable[[int], Planner],
+        report: Progress,
+        rank: Callable[[Kept], tuple],
+        num_processes: int,
     ) -> None:
         self.space, self.planner_of, self.report, self.rank = space, planner_of, report, rank
+        self.num_processes = num_processes
+        self._ahead: dict[Choice, Kept | ValueError] = {}  # what is simulated before its turn
         self.tries_optimized = "optimized" in space.rank_mappings and len(space.rank_mappings) > 1
         self._tried: set[Choice] = set()
 
@@ -112,6 +140,7 @@ class _Simulation:
         large not all turns are taken, and the fastest that was simulated stands first.
         """
         total = NUM_SIMULATED if count is None else count
+        self._simulate_ahead(kept, total, _MOST_COMPUTATIONS if count is None else math.inf)
         waiting = [
             (self.rank(each), index, each) for index, each in enumerate(kept)
         ]  # the index stands for what cannot
@@ -144,7 +173,26 @@ class _Simulation:
             rest.remove(first)
         return [*sorted(found, key=self.rank), *rest], dropped  # an optimized mapping may turn up late, and be faster
 
+    def _simulate_ahead(self, kept: list[Kept], total: int, most: float) -> None:
+        """In several processes, those whose turn comes in any case, unless optimized mappings are better."""
+        ends = list(accumulate(_computations(each.estimate.configuration) for each in kept[:total]))
+        chosen = kept[: max(1, bisect_right(ends, most))]
+        if self.num_processes > 1 and ends and ends[len(chosen) - 1] >= _WORTH_A_PROCESS:
+            found = map_forked(self._try, chosen, self.num_processes)
+            self._ahead = {each.choice: result for each, result in zip(chosen, found, strict=True)}
+
+    def _try(self, each: Kept) -> Kept | ValueError:
+        try:
+            return self._simulated(each)
+        except ValueError as error:
+            return error
+
     def _simulated(self, each: Kept) -> Kept:
+        ahead = self._ahead.pop(each.choice, None)
+        if isinstance(ahead, ValueError):
+            raise ahead
+        if ahead is not None:
+            return ahead
         planner = self.planner_of(each.choice.tensor)
         estimate = planner.estimate(each.estimate.configuration, simulate=True)
         return replace(each, estimate=estimate, is_simulated=True)
