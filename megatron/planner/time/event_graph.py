@@ -36,7 +36,7 @@ from megatron.pipeline.program.instruction import (
 from megatron.pipeline.program.move_order import awaited_moves
 from megatron.pipeline.program.stages import stages_by_rank
 from megatron.pipeline.schedules import Schedule
-from megatron.pipeline.schedules.passes import Segments
+from megatron.pipeline.schedules.passes import Segment, Segments
 from megatron.pipeline.simulate.costs import Costs
 
 _START = 0  # the event before all others, at time 0
@@ -278,7 +278,7 @@ class _Builder:
         is_balanced = self._schedule.balance
         partner = [pairs.of_rank(rank) if is_balanced else rank for rank in ranks]
         self._pair = [min(rank, partner[rank]) for rank in ranks]
-        self._awaited = [awaited_moves(_row(each)) if is_balanced else {} for each in self._segments]
+        self._awaited = [awaited_moves(_row(each)) if any(map(_evicts, each)) else {} for each in self._segments]
         self._requests: list[list[list[tuple[int, Instruction]]]] = [[[], []] for _ in ranks]  # of both ends of a pair
         self._moves: list[list[int]] = [[] for _ in ranks]
 
@@ -329,6 +329,10 @@ class _Builder:
             self._pending[queue.rank][version] -= 1
             if not self._pending[queue.rank][version]:
                 self._wake((queue.rank, version))
+
+
+def _evicts(segment: Segment) -> bool:
+    return any(each.kind is Kind.EVICT for each in segment)
 
 
 def _row(segments: Segments) -> Iterator[Instruction]:
