@@ -14,6 +14,8 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
+from megatron.processes.parent import end_with_parent
+
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 _NUMBER = 4  # bytes of an item's number in the pipe
@@ -84,8 +86,9 @@ def _take(
 def _copy(
     function: Callable[[Any], Any], items: Sequence[Any], numbers: int, receiver: Connection, sender: Connection
 ) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends its copies
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)  # the first process says all that there is to say
+    end_with_parent()
     receiver.close()  # so that nothing is sent when the first process is gone
     try:
         said = _take(function, items, numbers, lambda _: None), None

@@ -2,7 +2,11 @@
 
 import os
 import signal
+import subprocess
+import sys
+import time
 
+import psutil
 import pytest
 
 from megatron.processes.forked import map_forked, num_processors
@@ -27,7 +31,7 @@ def test_results_stand_in_the_order_of_the_items(table):
 
 
 def test_a_copy_takes_what_this_process_has_no_time_for(table):
-    """This one is held up at its first item until the other has taken an item, too."""
+    """This one is held up at its first item until the other has taken one."""
     reads, writes = os.pipe()
     here = os.getpid()
 
@@ -41,7 +45,7 @@ def test_a_copy_takes_what_this_process_has_no_time_for(table):
 
     taken = []
     found = map_forked(function, list(table), 2, taken=taken.append)
-    assert len({pid for pid, _ in found}) == 2
+    assert {pid for pid, _ in found} - {here}
     assert [value for _, value in found] == list(table.values())
     assert len(taken) == [pid for pid, _ in found].count(here)
     os.close(reads)
@@ -100,3 +104,26 @@ def test_a_copy_that_is_killed_is_noticed():
 
 def test_processors_are_those_of_this_process():
     assert num_processors() == len(os.sched_getaffinity(0)) >= 1
+
+
+def test_a_copy_ends_with_the_process_that_made_it():
+    """Killed, it can end nobody."""
+    program = (
+        "import os, time\n"
+        "from megatron.processes.forked import map_forked\n"
+        "here = os.getpid()\n"
+        "def wait(_):\n"
+        "    if os.getpid() != here:\n"
+        "        print(os.getpid(), flush=True)\n"
+        "    time.sleep(60)\n"
+        "map_forked(wait, [1, 2], 2)\n"
+    )
+    first = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    copy = psutil.Process(int(first.stdout.readline()))
+    first.kill()
+    first.wait()
+    deadline = time.monotonic() + 20
+    while copy.is_running() and copy.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not copy.is_running() or copy.status() == psutil.STATUS_ZOMBIE
+    first.stdout.close()
