@@ -25,7 +25,6 @@ _MOST_COMPUTATIONS = 400_000  # that are simulated unless a number is asked for:
 
 _MOST_TURNS = 4  # simulations for each of the best, at most
 _MANY_GPUS = 64  # from here on a search is worth processes, which take a hundredth of a second to start
-_WORTH_A_PROCESS = 20_000  # computations of simulations
 _WORTH_A_FILE = 0.002  # an optimized mapping needs a file with the cluster's nodes, so it has to gain something
 
 Progress = Callable[[str, int, int], None]
@@ -129,7 +128,7 @@ class _Simulation:
     ) -> None:
         self.space, self.planner_of, self.report, self.rank = space, planner_of, report, rank
         self.num_processes = num_processes
-        self._ahead: dict[Choice, Kept | ValueError] = {}  # what is simulated before its turn
+        self._ahead: dict[Choice, list[Kept] | ValueError] = {}  # what was simulated before its turn
         self.tries_optimized = "optimized" in space.rank_mappings and len(space.rank_mappings) > 1
         self._tried: set[Choice] = set()
 
@@ -158,12 +157,14 @@ class _Simulation:
                 heapq.heappush(waiting, (self.rank(each), len(kept) + num_done, each))
                 break
             self.report("simulations", len(found), total)
-            try:
-                simulated = [self._simulated(each), *map(self._simulated, self._optimized(each))]
-            except ValueError as error:
-                dropped.append(Rejected(choice=each.choice, reason=rules.clause(error)))
+            simulated = self._ahead.pop(each.choice, None) or self._turn(each)
+            if isinstance(simulated, ValueError):
+                dropped.append(Rejected(choice=each.choice, reason=rules.clause(simulated)))
                 continue
             for one in simulated:
+                if one.choice in self._tried:  # with another mapping ahead of its turn
+                    continue
+                self._tried.add(one.choice)
                 num_done += 1
                 heapq.heappush(waiting, (self.rank(one), len(kept) + num_done, one))
         rest = [each for *_, each in sorted(waiting, key=lambda item: item[:2])]
@@ -175,24 +176,20 @@ class _Simulation:
 
     def _simulate_ahead(self, kept: list[Kept], total: int, most: float) -> None:
         """In several processes, those whose turn comes in any case, unless optimized mappings are better."""
-        ends = list(accumulate(_computations(each.estimate.configuration) for each in kept[:total]))
-        chosen = kept[: max(1, bisect_right(ends, most))]
-        if self.num_processes > 1 and ends and ends[len(chosen) - 1] >= _WORTH_A_PROCESS:
-            found = map_forked(self._try, chosen, self.num_processes)
+        ends = accumulate(_computations(each.estimate.configuration) for each in kept[:total])
+        chosen = kept[: min(total, max(1, bisect_right(list(ends), most)))]
+        if self.num_processes > 1 and len(chosen) > 1:
+            found = map_forked(self._turn, chosen, self.num_processes)
             self._ahead = {each.choice: result for each, result in zip(chosen, found, strict=True)}
 
-    def _try(self, each: Kept) -> Kept | ValueError:
+    def _turn(self, each: Kept) -> list[Kept] | ValueError:
+        """It, and where a gain is expected the same with the optimized mapping, simulated; or why it cannot be."""
         try:
-            return self._simulated(each)
+            return [self._simulated(each), *map(self._simulated, self._optimized(each))]
         except ValueError as error:
             return error
 
     def _simulated(self, each: Kept) -> Kept:
-        ahead = self._ahead.pop(each.choice, None)
-        if isinstance(ahead, ValueError):
-            raise ahead
-        if ahead is not None:
-            return ahead
         planner = self.planner_of(each.choice.tensor)
         estimate = planner.estimate(each.estimate.configuration, simulate=True)
         return replace(each, estimate=estimate, is_simulated=True)
@@ -208,7 +205,6 @@ class _Simulation:
         estimate = self.planner_of(choice.tensor).estimate(configuration)
         if estimate.seconds > each.estimate.seconds * (1 - _WORTH_A_FILE):
             return []
-        self._tried.add(choice)
         return [replace(each, choice=choice, estimate=estimate)]
 
 

@@ -32,8 +32,7 @@ def shared(monkeypatch):
 
 
 @pytest.mark.parametrize("asked", [{}, {"objective": "memory", "num_simulated": 3}])
-def test_the_same_for_any_number_of_processes(shared, monkeypatch, asked):
-    monkeypatch.setattr(module, "_WORTH_A_PROCESS", 1)
+def test_the_same_for_any_number_of_processes(shared, asked):
     expected = outcome(num_processes=1, **asked)
     assert {each.choice.pipeline for each in expected.kept} == {4, 8}
     num_simulated = asked.get("num_simulated", module.NUM_SIMULATED)
