@@ -98,8 +98,11 @@ def _explored(space: Space, explorer: Explorer, report: Progress, num_processes:
     def explore(depth: int) -> dict[tuple[int, int], list[Kept | Rejected]]:
         return {(t, p): list(explorer.explore(t, p)) for t, p in degrees if p == depth}
 
-    parts = map_forked(explore, depths, num_processes, taken=lambda index: report("configurations", index, len(depths)))
-    report("configurations", len(depths), len(depths))
+    def say(index: int) -> None:
+        report("configurations", sum(p > depths[index] for _, p in degrees), len(degrees))
+
+    parts = map_forked(explore, depths, num_processes, taken=say)
+    report("configurations", len(degrees), len(degrees))
     found = {pair: choices for part in parts for pair, choices in part.items()}
     return (each for pair in degrees for each in found[pair])
 
