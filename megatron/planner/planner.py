@@ -104,18 +104,25 @@ class Planner:
             hosting=configuration.hosting,
         )
 
-    def estimate(self, configuration: Configuration, simulate: bool = False) -> Estimate:
+    def estimate(
+        self,
+        configuration: Configuration,
+        simulate: bool = False,
+        *,
+        memory: tuple[RankMemory, ...] | None = None,
+    ) -> Estimate:
         """Time and memory of a configuration.
 
         Args:
             simulate: prove and execute the very program that would run, on the table of costs; else closed forms, where
                 the schedule has some.
+            memory: what `memory` says of it, where that is known.
 
         Raises:
             ValueError: what cannot run, with the reason; see `layers`.
         """
         layers = self.layers(configuration)
-        memory = self.memory(configuration, layers, proved=simulate)
+        memory = memory or self.memory(configuration, layers, proved=simulate)
         verdict = self.judge(configuration, memory)
         time = self._time(configuration, layers, verdict, simulate)
         operations = self.model.operations(configuration.global_batch_size)

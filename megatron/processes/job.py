@@ -11,9 +11,7 @@ finds what one that was killed has left; and that another is still at work there
 
 import contextlib
 import os
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,8 +19,9 @@ from pathlib import Path
 
 import psutil
 
+from megatron.processes.parent import end_with_parent
+
 MARK = "PIPELINE_JOB"
-_PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _POLL = 0.05
 
@@ -54,7 +53,7 @@ class Job:
                 self.process = subprocess.Popen(
                     list(command), cwd=directory, env={**variables, **(environment or {}), MARK: self.mark},
                     stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True,
-                    preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+                    preexec_fn=end_with_parent,  # the launcher then ends its ranks
                 )  # fmt: skip
         except BaseException:
             end_marked(self.mark)  # a signal may have come when it had started
@@ -122,13 +121,6 @@ def end_left(folder: Path) -> None:
                     "--output"
                 )
     _end(is_of_folder)
-
-
-def _end_with_parent() -> None:
-    """Runs in the new process: if the one that started it is killed, the launcher is asked to end its ranks."""
-    import ctypes
-
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _end(is_wanted: Callable[[str], bool], patience: float = 10.0) -> None:

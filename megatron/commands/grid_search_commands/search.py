@@ -51,6 +51,7 @@ from megatron.planner.time.calibration import load_calibration
 from megatron.planner.time.first_principles import FirstPrinciples
 from megatron.planner.time.profile import Profile, load_profile
 from megatron.planner.time.profiled import ProfiledCosts, shape_of, vocab_size_of
+from megatron.processes.forked import num_processors
 from megatron.trainer.plan.command import Job
 
 TAKES_FLAGS = True  # those of the training programs
@@ -144,7 +145,7 @@ def search_for(
     )  # fmt: skip
     outcome = search(
         space, planner_of, training, num_simulated=options.simulate, refuse=job.refusal, progress=progress,
-        objective=options.objective,
+        objective=options.objective, num_processes=num_processors(),
     )  # fmt: skip
     budget = Budget(
         num_gpus=cluster.num_gpus, sequence_length=planner_of(1).model.sequence_length, tokens=options.tokens,

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron.pipeline.program.edges import Edge, StageGraph
-from megatron.pipeline.program.instruction import BEGINS_BACKWARD, ENDS_BACKWARD, Instruction, Kind, Row, Rows
+from megatron.pipeline.program.instruction import BACKWARDS, ENDS_BACKWARD, Instruction, Kind, Row, Rows
 from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.program.weight_policies import FLUSH, POLICIES, WeightPolicy
 
@@ -272,7 +272,7 @@ def _derive_facts(rows: Rows, stated: dict[str, Any]) -> dict[str, Any]:
         "data_parallel": Kind.REDUCE_GRAD in kinds,
         "global_norm": Kind.REDUCE_NORM in kinds or Kind.STEP not in kinds,
         "reduce_partial": Kind.REDUCE_PARTIAL in kinds,
-        "forward_only": not kinds & (BEGINS_BACKWARD | ENDS_BACKWARD),
+        "forward_only": not kinds & BACKWARDS,
     }
 
 

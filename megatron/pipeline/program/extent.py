@@ -8,12 +8,13 @@ they are making before there is one.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
 from megatron.pipeline.program.edges import Edge, StageGraph
-from megatron.pipeline.program.instruction import RESIDENCY_WORDS, Instruction
+from megatron.pipeline.program.instruction import BACKWARDS, RESIDENCY_WORDS, Instruction
 from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.program.move_order import Pairs
 from megatron.pipeline.program.stages import stages_of
@@ -129,6 +130,17 @@ class Extent:
         if not first <= microbatch < end:
             raise ValueError(f"microbatch {microbatch} is not in this program, which has {first} to {end - 1}")
         return self.first_batch + bisect_right(self._batch_starts, microbatch) - 1
+
+    def returns_in(self, row: Iterable[Instruction]) -> bool:
+        """Whether a row has a backward of a batch, or a half of one, after one of a later batch."""
+        newest = self.first_batch
+        for instruction in row:
+            if instruction.kind in BACKWARDS:
+                batch = self.batch_of(instruction.microbatch)
+                if batch < newest:
+                    return True
+                newest = batch
+        return False
 
     def batch_served(self, instruction: Instruction) -> int:
         """The batch that an instruction belongs to: of its microbatch; else the one whose gradients make its version,

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 
 class Kind(str, Enum):
@@ -49,7 +49,9 @@ class Kind(str, Enum):
     STORE_GRAD = "STORE_GRAD"  # copy the gradients that lead to a version of a stage to the host
     UPDATE = "UPDATE"  # the host's optimizer makes a version of a stage
 
-    @property
+    __hash__ = str.__hash__  # that of enums is written in Python, and programs ask for it millions of times
+
+    @cached_property
     def row(self) -> Word:
         """What the word means."""
         return WORDS[self]
@@ -92,6 +94,8 @@ class Lane(Enum):
 
 class Tensor(Enum):
     """What travels between stages that have an edge (see `edges`)."""
+
+    __hash__ = object.__hash__  # as of `Kind`
 
     ACTIVATION = "activation"
     GRADIENT = "gradient"
@@ -237,6 +241,7 @@ SHARED_REDUCTIONS = kinds(lambda word: word.members in (Members.ENDS, Members.AL
 USES_SAVED = kinds(lambda word: word.uses_saved)
 BEGINS_BACKWARD = kinds(lambda word: word.needs is Tensor.GRADIENT)
 ENDS_BACKWARD = kinds(lambda word: word.adds_gradients)
+BACKWARDS = BEGINS_BACKWARD | ENDS_BACKWARD
 HALVES = kinds(lambda word: word.deferred)  # of a split backward
 
 SEND_OF = {WORDS[kind].sends: kind for kind in SENDS}  # by the tensor that is sent

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 
 from megatron.pipeline.program import csv_text
 from megatron.pipeline.program.extent import Extent
-from megatron.pipeline.program.instruction import BEGINS_BACKWARD, ENDS_BACKWARD, Instruction, Kind, Row, Rows
+from megatron.pipeline.program.instruction import Instruction, Kind, Row, Rows
 
 __all__ = ["Program", "Row", "Rows", "shifted_row"]
 
@@ -55,15 +55,7 @@ class Program(Extent):
     @property
     def returns_to_batches(self) -> bool:
         """Whether some rank has a backward of a batch, or a half of one, after one of a later batch."""
-        for row in self.rows:
-            newest = self.first_batch
-            for instruction in row:
-                if instruction.kind in BEGINS_BACKWARD | ENDS_BACKWARD:
-                    batch = self.batch_of(instruction.microbatch)
-                    if batch < newest:
-                        return True
-                    newest = batch
-        return False
+        return any(map(self.returns_in, self.rows))
 
     def with_rows(self, rows: Rows) -> Program:
         """The same program with other rows."""

@@ -90,6 +90,15 @@ def computations_of(schedule: Schedule, order: Order, rank: int, batches: Sequen
     return tuple(each for segment in segments for each in segment)
 
 
+def returns_to_batches(schedule: Schedule, order: Order, batches: Sequence[int]) -> bool:
+    """`Program.returns_to_batches` of the program of these batches, which is not built: the order says it."""
+    extent = _extent(schedule, order, batches)
+    return any(
+        extent.returns_in(each for segment in _order_segments(order, rank, extent) for each in segment)
+        for rank in range(schedule.num_ranks)
+    )
+
+
 # --- parts
 
 

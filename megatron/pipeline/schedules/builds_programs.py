@@ -66,6 +66,12 @@ class BuildsPrograms(ABC):
             self.validate(num_microbatches)
         return self._build(batches, first_batch, first_microbatch)
 
+    def returns_to_batches(self, batches: Sequence[int]) -> bool:
+        """Whether in the program of these batches some rank has a backward of a batch, or a half of one, after one of a
+        later batch. Raises ValueError as `build`.
+        """
+        return self.build(batches).returns_to_batches
+
     def build_evaluation(self, num_microbatches: int, *, version: int, first_microbatch: int = 0) -> Program:
         """Forwards of one batch, of any size, with one weight version, the newest of a drained state.
 

@@ -6,6 +6,7 @@ subclass and enter it into the table in `orders`.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import ClassVar
 
 from megatron.pipeline.program.edges import Edge, StageGraph
@@ -113,17 +114,24 @@ class Order(ABC):
         """Raises ValueError where the order has no place for a batch of this size."""
 
 
+_shared = lru_cache(maxsize=65536)  # programs of one size after the other have the same, which take long to make
+
+
+@_shared
 def forward(stage: int, microbatch: int) -> Instruction:
     return Instruction(Kind.FORWARD, stage, microbatch)
 
 
+@_shared
 def backward(stage: int, microbatch: int) -> Instruction:
     return Instruction(Kind.BACKWARD, stage, microbatch)
 
 
+@_shared
 def backward_input(stage: int, microbatch: int) -> Instruction:
     return Instruction(Kind.BACKWARD_INPUT, stage, microbatch)
 
 
+@_shared
 def backward_weight(stage: int, microbatch: int) -> Instruction:
     return Instruction(Kind.BACKWARD_WEIGHT, stage, microbatch)

@@ -88,6 +88,7 @@ class SavedBounds:
         return max(batches) if self.drains else sum(batches)
 
 
+@lru_cache(maxsize=256)
 def bounds_of_ranks(order: Order) -> tuple[int, ...]:
     """Where activations are balanced, the most microbatches that each rank may hold, over all its stages."""
     return balanced_bounds(_limits_of_ranks(order), order.pairs)

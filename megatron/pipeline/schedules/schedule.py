@@ -20,6 +20,7 @@ from megatron.pipeline.schedules.building import (
     build_in_segments,
     build_periodic,
     computations_of,
+    returns_to_batches,
     segments_without_transfers,
 )
 from megatron.pipeline.schedules.builds_programs import BuildsPrograms
@@ -277,6 +278,10 @@ class Schedule(BuildsPrograms):
         without the versions that computations use. It takes a fifth of the time to build the program.
         """
         return segments_without_transfers(self, self._order, batches)
+
+    def returns_to_batches(self, batches: Sequence[int]) -> bool:
+        """As in `BuildsPrograms`, from the order alone: of a deep pipeline the program takes a second to build."""
+        return returns_to_batches(self, self._order, batches)
 
     def build_periodic(self, num_microbatches: int) -> PeriodicProgram:
         """The run from batch 0 on of any number of batches of this size."""

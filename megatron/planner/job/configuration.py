@@ -1,10 +1,12 @@
 """One way to train a model on a number of GPUs: what a search chooses, and what an estimate is for."""
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
 
 from megatron.pipeline.program.lane_order import DEFERRED, DEVICE, Residency
 from megatron.pipeline.program.weight_policies import TWO_BW
-from megatron.pipeline.schedules import PRESETS, Preset, Schedule
+from megatron.pipeline.schedules import ORDERS, PLACEMENTS, PRESETS, Preset, Schedule
 from megatron.placement.degrees import Degrees
 from megatron.placement.mapping import NAMES
 from megatron.planner.job.sharding import Sharding
@@ -242,11 +244,23 @@ class Configuration:
 
     def pipeline_schedule(self, *, tied_embeddings: bool) -> Schedule:
         """The schedule whose programs would run. Raises ValueError where the choices do not go together."""
-        return Schedule.preset(
-            self.schedule, num_stages=self.num_stages, num_virtual_stages=self.virtual, balance=self.balance,
+        return _schedule(
+            self.schedule, _meaning(PRESETS[self.schedule]), num_stages=self.num_stages,
+            num_virtual_stages=self.virtual, balance=self.balance,
             tied_embeddings=tied_embeddings and self.num_stages > 1,
             data_parallel=max(self.replicas, self.expert_replicas) > 1,
             predict=self.predicts, provisional_microbatches=self.provisional_microbatches,
             reduce_partial=self.provisional_reduce,
             residency=Residency(self.resident_stages, self.host_update, self.stash) if self.is_hosted else None,
         )  # fmt: skip
+
+
+def _meaning(preset: Preset) -> tuple[object, ...]:
+    """What a preset is made of, and what its names stand for now."""
+    return preset, ORDERS.get(preset.order), preset.policy, PLACEMENTS.get(preset.placement)
+
+
+@lru_cache(maxsize=1024)
+def _schedule(name: str, _: tuple[object, ...], **choices: Any) -> Schedule:
+    """The schedule of that name, for whoever asks again: a search does ten times for each configuration."""
+    return Schedule.preset(name, **choices)

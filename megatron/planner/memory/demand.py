@@ -94,9 +94,8 @@ def _moments_of_both(first: Demand, other: Demand) -> tuple[tuple[Moment, ...], 
 def largest_moments(moments: Iterable[Moment]) -> tuple[Moment, ...]:
     """Those of which no other one holds at least as much of everything, in order."""
     found: list[Moment] = []
-    for moment in dict.fromkeys(moments):
+    for moment in sorted(set(moments), key=sum, reverse=True):  # what holds as much of everything holds more in all
         if not any(all(map(ge, other, moment)) for other in found):
-            found = [other for other in found if not all(map(ge, moment, other))]
             found.append(moment)
     return tuple(sorted(found))
 

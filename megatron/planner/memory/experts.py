@@ -7,6 +7,8 @@ depends on how many tokens it gets. Balanced load is assumed: each expert gets a
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, pairwise
 from math import comb
 
 
@@ -85,11 +87,7 @@ class Experts:
 
     def of_stages(self, layers: Sequence[float]) -> tuple[float, ...]:
         """How many of the layers of each stage have experts. A part of a layer counts as that part."""
-        found, begin = [], 0
-        for count in layers:
-            found.append(self._first(begin + count) - self._first(begin))
-            begin += count
-        return tuple(found)
+        return _of_stages(self, tuple(layers))
 
     def _first(self, num_layers: float) -> float:
         """Of the first so many layers."""
@@ -98,3 +96,9 @@ class Experts:
             return -(-whole // self.layers) + (num_layers - whole) * (whole % self.layers == 0)
         rest = num_layers - whole
         return sum(self.layers[:whole]) + (rest * self.layers[whole] if rest else 0)
+
+
+@lru_cache(maxsize=256)
+def _of_stages(experts: Experts, layers: tuple[float, ...]) -> tuple[float, ...]:
+    first = [experts._first(num_layers) for num_layers in accumulate(layers, initial=0)]
+    return tuple(end - begin for begin, end in pairwise(first))

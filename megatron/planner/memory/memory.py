@@ -9,7 +9,7 @@ context and other communicators hold, is not.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from operator import mul
+from operator import attrgetter, mul
 
 from megatron.pipeline.program.move_order import Pairs
 from megatron.pipeline.program.stages import stages_by_rank
@@ -79,7 +79,10 @@ class MemoryParts:
     @property
     def held(self) -> float:
         """What is held at any time, at once or not: the allocator's blocks, if none serves twice."""
-        return sum(getattr(self, part.name) for part in fields(self))
+        return sum(_all_parts(self))
+
+
+_all_parts = attrgetter(*(part.name for part in fields(MemoryParts)))
 
 
 @dataclass(frozen=True, kw_only=True)

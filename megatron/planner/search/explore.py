@@ -22,6 +22,7 @@ from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.verdict import Verdict
 from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.architecture import Architecture
+from megatron.planner.memory.memory import RankMemory
 from megatron.planner.planner import Planner
 from megatron.planner.search import delay, relayed, rules, shared_ranks
 from megatron.planner.search.offers import offer, splits
@@ -89,6 +90,7 @@ class _Degrees:
         self.space, self.training = explorer.space, explorer.training
         self.planner = explorer.planner_of(choice.tensor)
         self.sequence_parallel = shared_ranks.splits_sequences(model, choice)
+        self._memory: dict[Choice, tuple[RankMemory, ...]] = {}  # whatever the mapping
         self._verdicts: dict[Choice, Verdict] = {}
 
     def explore(self, schedules: list[str]) -> Iterator[Kept | Rejected]:
@@ -278,7 +280,7 @@ class _Degrees:
 
     def _miss_host(self, choice: Choice) -> Rejected | None:
         configuration = self._configuration(choice)
-        verdict = self.planner.judge_host(configuration, self.planner.memory(configuration, proved=False))
+        verdict = self.planner.judge_host(configuration, self._memory[choice])
         if verdict.fits:
             return None
         reason = f"the host of node {verdict.node} misses {-verdict.spare_gib:.1f} GiB"
@@ -303,7 +305,7 @@ class _Degrees:
         for mapping in self._mappings(choice):
             mapped = replace(choice, rank_mapping=mapping)
             try:
-                estimate = self.planner.estimate(self._configuration(mapped))
+                estimate = self.planner.estimate(self._configuration(mapped), memory=self._memory[choice])
             except ValueError as error:
                 yield Rejected(choice=mapped, reason=rules.clause(error))
                 continue
@@ -334,11 +336,11 @@ class _Degrees:
         return verdict.fits and not verdict.under_pressure
 
     def _judge(self, choice: Choice) -> Verdict:
-        """By memory alone, whatever the mapping."""
+        """By memory alone."""
         if choice not in self._verdicts:
             configuration = self._configuration(choice)
-            memory = self.planner.memory(configuration, proved=False)
-            self._verdicts[choice] = self.planner.judge(configuration, memory)
+            self._memory[choice] = self.planner.memory(configuration, proved=False)
+            self._verdicts[choice] = self.planner.judge(configuration, self._memory[choice])
         return self._verdicts[choice]
 
 

@@ -1,8 +1,13 @@
 """Search a space, rank what fits by estimates, and simulate the very programs of the best."""
 
+import gc
 import heapq
-from collections.abc import Callable
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import accumulate
 
 from megatron.pipeline.schedules import PRESETS
 from megatron.planner.job.configuration import Configuration
@@ -13,17 +18,32 @@ from megatron.planner.search.outcome import Choice, Kept, Outcome, Rejected
 from megatron.planner.search.rules import Training
 from megatron.planner.search.shared_ranks import is_shared
 from megatron.planner.search.space import Space
+from megatron.processes.forked import map_forked
 
 NUM_SIMULATED = 5
 _MOST_COMPUTATIONS = 400_000  # that are simulated unless a number is asked for: 20 seconds or so
 
 _MOST_TURNS = 4  # simulations for each of the best, at most
+_MANY_GPUS = 64  # from here on a search is worth processes, which take a hundredth of a second to start
 _WORTH_A_FILE = 0.002  # an optimized mapping needs a file with the cluster's nodes, so it has to gain something
 
 Progress = Callable[[str, int, int], None]
 """What is being done, how much of it is done, and of how much."""
 
 
+@contextmanager
+def _without_cycle_collection() -> Iterator[None]:
+    """Programs have millions of instructions and no cycles; looking for these takes a quarter of a large search."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_without_cycle_collection()
 def search(
     space: Space,
     planner_of: Callable[[int], Planner],
@@ -33,6 +53,7 @@ def search(
     refuse: Refusal | None = None,
     progress: Progress | None = None,
     objective: str = "time",
+    num_processes: int = 1,
 ) -> Outcome:
     """All configurations of a space, the best first.
 
@@ -45,21 +66,20 @@ def search(
         refuse: why the training program would refuse a configuration.
         progress: is told how far the search is.
         objective: one of `OBJECTIVES`. For memory a space without early stopping has what recomputes more.
+        num_processes: that share a search of many GPUs. The outcome does not depend on it.
     """
     report = progress or (lambda *_: None)
-    explorer, degrees = Explorer(space, planner_of, training, refuse), list(space.degrees())
+    if space.num_gpus < _MANY_GPUS:
+        num_processes = 1
     kept: list[Kept] = []
     rejected: dict[Rejected, None] = {}  # t alone may exclude several pairs of degrees
-    for index, (t, p) in enumerate(degrees):
-        report("configurations", index, len(degrees))
-        for each in explorer.explore(t, p):
-            if isinstance(each, Kept):
-                kept.append(each)
-            else:
-                rejected[each] = None
-    report("configurations", len(degrees), len(degrees))
+    for each in _explored(space, Explorer(space, planner_of, training, refuse), report, num_processes):
+        if isinstance(each, Kept):
+            kept.append(each)
+        else:
+            rejected[each] = None
     rank = _rank_by_memory if objective == "memory" else _rank
-    simulation = _Simulation(space, planner_of, report, rank)
+    simulation = _Simulation(space, planner_of, report, rank, num_processes)
     ranked, dropped = simulation.best(sorted(kept, key=rank), num_simulated)
     return Outcome(
         kept=tuple(ranked),
@@ -67,6 +87,24 @@ def search(
         objective=objective,
         without_pipeline=without_pipeline.fastest(space, planner_of, training),
     )
+
+
+def _explored(space: Space, explorer: Explorer, report: Progress, num_processes: int) -> Iterator[Kept | Rejected]:
+    """All choices, in the order of their degrees. A process takes all pairs with the same p, whose programs are alike;
+    the deepest pipelines take longest."""
+    degrees = list(space.degrees())
+    depths = sorted({p for _, p in degrees}, reverse=True)
+
+    def explore(depth: int) -> dict[tuple[int, int], list[Kept | Rejected]]:
+        return {(t, p): list(explorer.explore(t, p)) for t, p in degrees if p == depth}
+
+    def say(index: int) -> None:
+        report("configurations", sum(p > depths[index] for _, p in degrees), len(degrees))
+
+    parts = map_forked(explore, depths, num_processes, taken=say)
+    report("configurations", len(degrees), len(degrees))
+    found = {pair: choices for part in parts for pair, choices in part.items()}
+    return (each for pair in degrees for each in found[pair])
 
 
 def _rank(each: Kept) -> tuple:
@@ -84,9 +122,16 @@ class _Simulation:
     """Proves and simulates the best, and the best mapping of each of them."""
 
     def __init__(
-        self, space: Space, planner_of: Callable[[int], Planner], report: Progress, rank: Callable[[Kept], tuple]
+        self,
+        space: Space,
+        planner_of: Callable[[int], Planner],
+        report: Progress,
+        rank: Callable[[Kept], tuple],
+        num_processes: int,
     ) -> None:
         self.space, self.planner_of, self.report, self.rank = space, planner_of, report, rank
+        self.num_processes = num_processes
+        self._ahead: dict[Choice, list[Kept] | ValueError] = {}  # what was simulated before its turn
         self.tries_optimized = "optimized" in space.rank_mappings and len(space.rank_mappings) > 1
         self._tried: set[Choice] = set()
 
@@ -97,6 +142,7 @@ class _Simulation:
         large not all turns are taken, and the fastest that was simulated stands first.
         """
         total = NUM_SIMULATED if count is None else count
+        self._simulate_ahead(kept, total, _MOST_COMPUTATIONS if count is None else math.inf)
         waiting = [
             (self.rank(each), index, each) for index, each in enumerate(kept)
         ]  # the index stands for what cannot
@@ -114,12 +160,14 @@ class _Simulation:
                 heapq.heappush(waiting, (self.rank(each), len(kept) + num_done, each))
                 break
             self.report("simulations", len(found), total)
-            try:
-                simulated = [self._simulated(each), *map(self._simulated, self._optimized(each))]
-            except ValueError as error:
-                dropped.append(Rejected(choice=each.choice, reason=rules.clause(error)))
+            simulated = self._ahead.pop(each.choice, None) or self._turn(each)
+            if isinstance(simulated, ValueError):
+                dropped.append(Rejected(choice=each.choice, reason=rules.clause(simulated)))
                 continue
             for one in simulated:
+                if one.choice in self._tried:  # with another mapping ahead of its turn
+                    continue
+                self._tried.add(one.choice)
                 num_done += 1
                 heapq.heappush(waiting, (self.rank(one), len(kept) + num_done, one))
         rest = [each for *_, each in sorted(waiting, key=lambda item: item[:2])]
@@ -128,6 +176,21 @@ class _Simulation:
             found = [first]
             rest.remove(first)
         return [*sorted(found, key=self.rank), *rest], dropped  # an optimized mapping may turn up late, and be faster
+
+    def _simulate_ahead(self, kept: list[Kept], total: int, most: float) -> None:
+        """In several processes, those whose turn comes in any case, unless optimized mappings are better."""
+        ends = accumulate(_computations(each.estimate.configuration) for each in kept[:total])
+        chosen = kept[: min(total, max(1, bisect_right(list(ends), most)))]
+        if self.num_processes > 1 and len(chosen) > 1:
+            found = map_forked(self._turn, chosen, self.num_processes)
+            self._ahead = {each.choice: result for each, result in zip(chosen, found, strict=True)}
+
+    def _turn(self, each: Kept) -> list[Kept] | ValueError:
+        """It, and where a gain is expected the same with the optimized mapping, simulated; or why it cannot be."""
+        try:
+            return [self._simulated(each), *map(self._simulated, self._optimized(each))]
+        except ValueError as error:
+            return error
 
     def _simulated(self, each: Kept) -> Kept:
         planner = self.planner_of(each.choice.tensor)
@@ -145,7 +208,6 @@ class _Simulation:
         estimate = self.planner_of(choice.tensor).estimate(configuration)
         if estimate.seconds > each.estimate.seconds * (1 - _WORTH_A_FILE):
             return []
-        self._tried.add(choice)
         return [replace(each, choice=choice, estimate=estimate)]
 
 

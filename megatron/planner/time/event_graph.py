@@ -36,11 +36,12 @@ from megatron.pipeline.program.instruction import (
 from megatron.pipeline.program.move_order import awaited_moves
 from megatron.pipeline.program.stages import stages_by_rank
 from megatron.pipeline.schedules import Schedule
-from megatron.pipeline.schedules.passes import Segments
+from megatron.pipeline.schedules.passes import Segment, Segments
 from megatron.pipeline.simulate.costs import Costs
 
 _START = 0  # the event before all others, at time 0
-_NONE = -1  # no channel
+_NONE = -1  # no channel, no tensor
+_TENSORS = tuple(Tensor)
 
 _Takes = tuple[Kind, tuple[int, ...]]  # the kind, and the stages: times are added up, or the longest counts
 
@@ -76,7 +77,7 @@ class EventGraph:
     @staticmethod
     def of(schedule: Schedule, batches: Sequence[int]) -> EventGraph:
         """The graph of some batches, from a drained state to a drained state. The schedule `has_event_graph`."""
-        return _Builder(schedule, schedule.segments_without_transfers(batches)).graph()
+        return _Builder(schedule, schedule.segments_without_transfers(batches), sum(batches)).graph()
 
     def seconds(self, costs: Costs) -> float:
         """The end of the last computation or update. Transfers run beside computations."""
@@ -157,17 +158,6 @@ def has_event_graph(schedule: Schedule) -> bool:
     return not (host or schedule.edges or schedule.num_frozen or schedule.weights.updates_alone)
 
 
-def receives(segment: Sequence[Instruction]) -> Iterator[tuple[int, int]]:
-    """The position of each computation that may need a tensor, and that before which its receive stands."""
-    begins = before = None
-    for position, each in enumerate(segment):
-        if begins is None and each.kind in COMPUTATIONS:
-            begins = position
-        if each.kind.row.needs is not None:
-            yield position, begins if before is None else before
-            before, begins = begins, None
-
-
 class _ReductionQueue:
     """Reductions that a rank runs one after another."""
 
@@ -180,117 +170,140 @@ class _ReductionQueue:
         self.free_at = _START
 
 
+_Meaning = tuple[int, int, int, int]
+"""Of the computations of a kind at a stage: what they take; where `_Builder._made` has the tensor that the one of
+microbatch 0 needs, and the one that it makes; the channel of the former. -1: there is none."""
+
+
 class _Builder:
     """Goes through the rows of all ranks, each until it waits for an event that is not known yet."""
 
-    def __init__(self, schedule: Schedule, segments_of_rank: Sequence[Segments]) -> None:
-        self._schedule = schedule
-        self._rows = [[each for segment in segments for each in segment] for segments in segments_of_rank]
-        self._receives = [_receives_of_row(segments) for segments in segments_of_rank]
+    def __init__(self, schedule: Schedule, segments_of_rank: Sequence[Segments], num_microbatches: int) -> None:
+        self._schedule, self._segments, self._num_microbatches = schedule, segments_of_rank, num_microbatches
         self._stages = stages_by_rank(schedule.rank_of_stage)
         self._events = (*(array("l") for _ in range(5)), [])
-        self._num_events = 0
         self._takes: dict[_Takes, int] = {}
-        self._made: dict[tuple[Tensor, int, int], int] = {}  # (tensor, stage, microbatch) -> event
+        self._made = [_START] * (len(_TENSORS) * schedule.num_stages * num_microbatches)  # events; _START: none yet
         self._waiting: dict[object, list[int]] = {}  # what is to come -> ranks
         self._shared: dict[tuple[Kind, int], int] = {}
         self._steps: dict[tuple[int, int], int] = {}
         self._done: dict[int, int] = {}  # microbatch -> event
         self._runnable = list(range(schedule.num_ranks))[::-1]
-        self._position, self._now = [0] * schedule.num_ranks, [_START] * schedule.num_ranks
-        self._behind = [[_START] * len(row) for row in self._rows]  # by position: the event before it
+        self._last = [_START] * schedule.num_ranks
         self._set_up_moves()
         self._queues = [_ReductionQueue(rank) for rank in range(schedule.num_ranks)]
-        self._pending: list[Counter[int]] = [Counter() for _ in self._rows]  # version -> reductions to come
-        self._reduced: list[dict[int, int]] = [{} for _ in self._rows]  # version -> the last of its reductions
+        self._pending: list[Counter[int]] = [Counter() for _ in self._segments]  # version -> reductions to come
+        self._reduced: list[dict[int, int]] = [{} for _ in self._segments]  # version -> the last of its reductions
         self._running: dict[tuple[Kind, int], list[tuple[_ReductionQueue, int, Instruction]]] = {}
-        shared = (each for row in self._rows for each in row if each.kind in SHARED_REDUCTIONS)
+        shared = (each for row in map(_row, segments_of_rank) for each in row if each.kind in SHARED_REDUCTIONS)
         self._num_members = Counter((each.kind, each.version) for each in shared)
 
     def graph(self) -> EventGraph:
+        runs = [self._run(rank) for rank in range(self._schedule.num_ranks)]
+        unfinished = set(self._runnable)
         while self._runnable:
-            self._run(self._runnable.pop())
-        unfinished = [rank for rank, row in enumerate(self._rows) if self._position[rank] < len(row)]
-        assert not unfinished, f"ranks {unfinished} wait for what never comes"
+            rank = self._runnable.pop()
+            awaited = next(runs[rank], None)
+            if awaited is None:
+                unfinished.remove(rank)
+            else:
+                self._waiting.setdefault(awaited, []).append(rank)
+        assert not unfinished, f"ranks {sorted(unfinished)} wait for what never comes"
         ranks = self._schedule.rank_of_stage
         return EventGraph(
             self._schedule.num_stages,
             tuple(one != other for one, other in pairwise(ranks)),
             self._events,
             tuple(self._takes),
-            tuple(self._now),
+            tuple(self._last),
             self._shared,
             self._steps,
             tuple(event for _, event in sorted(self._done.items())),
-            tuple(Counter((each.kind, each.stage) for each in row if each.kind in COMPUTATIONS) for row in self._rows),
+            self._counts(),
         )
+
+    def _counts(self) -> tuple[Counter[tuple[Kind, int]], ...]:
+        found: list[Counter[tuple[Kind, int]]] = [Counter() for _ in self._stages]
+        times = Counter(self._events[1])
+        for (kind, stages), index in self._takes.items():
+            if kind in COMPUTATIONS:
+                found[self._schedule.rank_of_stage[stages[0]]][kind, stages[0]] = times[index]
+        return tuple(found)
 
     # --- rows
 
-    def _run(self, rank: int) -> None:
-        row, behind = self._rows[rank], self._behind[rank]
-        for position in range(self._position[rank], len(row)):
-            instruction, kind = row[position], row[position].kind
-            behind[position] = now = self._now[rank]
-            if kind in COMPUTATIONS:
-                event = self._compute(rank, position, instruction)
-                if event is None:
-                    self._position[rank] = position
-                    return
-                self._now[rank] = event
-            elif kind in MOVES:
-                self._request(rank, instruction)
-            elif kind in REDUCTIONS:
-                self._post(rank, instruction)
-            else:
-                version = instruction.version
-                if self._pending[rank][version]:
-                    self._wait(rank, (rank, version))
-                    self._position[rank] = position
-                    return
-                reduced = self._reduced[rank].get(version, _START)
-                self._now[rank] = self._add(now, kind, self._stages[rank], (reduced,))
-                if kind is Kind.STEP:
-                    self._steps[rank, version] = self._now[rank]
-        self._position[rank] = len(row)
+    def _run(self, rank: int) -> Iterator[object]:
+        """Add the events of a rank. Yields what it waits for."""
+        made, waiting, awaited, meanings = self._made, self._waiting, self._awaited[rank], {}
+        now, position = _START, -1
+        for segment in self._segments[rank]:
+            begins = before = None  # behind which event receives stand: of this computation and of the one before
+            for instruction in segment:
+                position += 1
+                kind, stage = instruction.kind, instruction.stage
+                if kind not in COMPUTATIONS:
+                    if kind in MOVES:
+                        self._request(rank, instruction, now)
+                    elif kind in REDUCTIONS:
+                        self._post(rank, instruction, now)
+                    else:
+                        while self._pending[rank][instruction.version]:
+                            yield rank, instruction.version
+                        reduced = self._reduced[rank].get(instruction.version, _START)
+                        now = self._add(now, self._index(kind, self._stages[rank]), (reduced,))
+                        if kind is Kind.STEP:
+                            self._steps[rank, instruction.version] = now
+                    continue
+                meaning = meanings.get((kind, stage))
+                if meaning is None:
+                    meaning = meanings[kind, stage] = self._meaning(kind, stage)
+                takes, needs, makes, channel = meaning
+                begins = now if begins is None else begins
+                source, posted, others = _START, _START, ()
+                if kind.row.needs is not None:
+                    if needs != _NONE:
+                        needs += instruction.microbatch
+                        if made[needs] == _START:
+                            yield needs
+                        source = made[needs]
+                    if channel != _NONE:
+                        posted = begins if before is None else before
+                    before, begins = begins, None
+                if position in awaited:
+                    moves, needed = self._moves[self._pair[rank]], awaited[position]
+                    if len(moves) < needed:
+                        yield self._pair[rank], "moves", needed
+                    others = (moves[needed - 1],)
+                now = self._add(now, takes, others, source, posted, channel)
+                if stage == 0 and kind in BEGINS_BACKWARD:
+                    self._done[instruction.microbatch] = now
+                if makes != _NONE:
+                    makes += instruction.microbatch
+                    made[makes] = now
+                    if makes in waiting:
+                        self._runnable += waiting.pop(makes)
+        self._last[rank] = now
 
-    def _compute(self, rank: int, position: int, instruction: Instruction) -> int | None:
-        """The event of a computation; None: it waits."""
-        kind, stage, microbatch = instruction.kind, instruction.stage, instruction.microbatch
-        source, channel, others = _START, _NONE, ()
-        maker, edge = stage - 1, stage - 1
-        tensor = kind.row.needs
-        if kind in BEGINS_BACKWARD:
-            maker, edge = stage + 1, stage
-        if tensor is not None and 0 <= maker < self._schedule.num_stages:
-            key = (tensor, maker, microbatch)
-            if key not in self._made:
-                self._wait(rank, key)
-                return None
-            source = self._made[key]
-            if self._schedule.rank_of_stage[maker] != rank:
-                channel = 2 * edge + (kind in BEGINS_BACKWARD)
-        if needed := self._awaited[rank].get(position):
-            moves = self._moves[self._pair[rank]]
-            if len(moves) < needed:
-                self._wait(rank, (self._pair[rank], "moves", needed))
-                return None
-            others = (moves[needed - 1],)
-        posted = self._behind[rank][self._receives[rank][position]] if channel != _NONE else _START
-        event = self._add(self._now[rank], kind, (stage,), others, source, posted, channel)
-        if stage == 0 and kind in BEGINS_BACKWARD:
-            self._done[microbatch] = event
-        if kind.row.makes is not None:
-            key = (kind.row.makes, stage, microbatch)
-            self._made[key] = event
-            self._wake(key)
-        return event
+    def _meaning(self, kind: Kind, stage: int) -> _Meaning:
+        word, places, channel = kind.row, [], _NONE
+        maker = stage + (1 if kind in BEGINS_BACKWARD else -1)
+        for tensor, of_stage in ((word.needs, maker), (word.makes, stage)):
+            known = tensor is not None and 0 <= of_stage < self._schedule.num_stages
+            place = _TENSORS.index(tensor) * self._schedule.num_stages + of_stage if known else _NONE
+            places.append(place * self._num_microbatches if known else _NONE)
+        ranks = self._schedule.rank_of_stage
+        if places[0] != _NONE and ranks[maker] != ranks[stage]:
+            channel = 2 * min(maker, stage) + (kind in BEGINS_BACKWARD)
+        return self._index(kind, (stage,)), *places, channel
+
+    def _index(self, kind: Kind, stages: tuple[int, ...]) -> int:
+        """Of what an event takes."""
+        return self._takes.setdefault((kind, stages), len(self._takes))
 
     def _add(
         self,
         before: int,
-        kind: Kind,
-        stages: tuple[int, ...],
+        takes: int,
         others: tuple[int, ...] = (),
         source: int = _START,
         posted: int = _START,
@@ -298,20 +311,15 @@ class _Builder:
     ) -> int:
         befores, durations, sources, receives, channels, awaited = self._events
         befores.append(before)
-        durations.append(self._takes.setdefault((kind, stages), len(self._takes)))
+        durations.append(takes)
         sources.append(source)
         receives.append(posted)
         channels.append(channel)
         awaited.append(others)
-        self._num_events += 1
-        return self._num_events
-
-    def _wait(self, rank: int, key: object) -> None:
-        self._waiting.setdefault(key, []).append(rank)
+        return len(befores)
 
     def _wake(self, key: object) -> None:
-        if key in self._waiting:
-            self._runnable += self._waiting.pop(key)
+        self._runnable += self._waiting.pop(key, ())
 
     # --- moves of a pair, named by its lower rank
 
@@ -320,27 +328,27 @@ class _Builder:
         is_balanced = self._schedule.balance
         partner = [pairs.of_rank(rank) if is_balanced else rank for rank in ranks]
         self._pair = [min(rank, partner[rank]) for rank in ranks]
-        self._awaited = [awaited_moves(row) if is_balanced else {} for row in self._rows]
+        self._awaited = [awaited_moves(_row(each)) if any(map(_evicts, each)) else {} for each in self._segments]
         self._requests: list[list[list[tuple[int, Instruction]]]] = [[[], []] for _ in ranks]  # of both ends of a pair
         self._moves: list[list[int]] = [[] for _ in ranks]
 
-    def _request(self, rank: int, move: Instruction) -> None:
+    def _request(self, rank: int, move: Instruction, now: int) -> None:
         pair = self._pair[rank]
-        self._requests[pair][rank != pair].append((self._now[rank], move))
+        self._requests[pair][rank != pair].append((now, move))
         moves, requests = self._moves[pair], self._requests[pair]
         nth = len(moves)
         if min(map(len, requests)) == nth:
             return
         ends, (one, other) = zip(*(each[nth] for each in requests), strict=True)
         named = one if one.kind in OWN_MOVES else other
-        moves.append(self._add(moves[-1] if moves else _START, named.kind, (named.stage,), ends))
+        moves.append(self._add(moves[-1] if moves else _START, self._index(named.kind, (named.stage,)), ends))
         self._wake((pair, "moves", nth + 1))
 
     # --- reductions
 
-    def _post(self, rank: int, reduction: Instruction) -> None:
+    def _post(self, rank: int, reduction: Instruction, now: int) -> None:
         self._pending[rank][reduction.version] += 1
-        self._queues[rank].posted.append((self._now[rank], reduction))
+        self._queues[rank].posted.append((now, reduction))
         agenda = [self._queues[rank]]
         while agenda:  # what one completes lets the next of all its members join theirs
             queue = agenda.pop()
@@ -363,7 +371,7 @@ class _Builder:
         else:
             stages = self._stages[members[0][0].rank]
         waits = tuple(dict.fromkeys(each for queue, posted, _ in members for each in (queue.free_at, posted)))
-        event = self._add(waits[0], kind, stages, waits[1:])
+        event = self._add(waits[0], self._index(kind, stages), waits[1:])
         if kind in SHARED_REDUCTIONS:
             self._shared[kind, version] = event
         for queue, _, _ in members:
@@ -375,13 +383,13 @@ class _Builder:
                 self._wake((queue.rank, version))
 
 
-def _receives_of_row(segments: Segments) -> dict[int, int]:
-    """By position in the row of a computation that needs a tensor: where its receive stands."""
-    found, start = {}, 0
-    for segment in segments:
-        found |= {start + needed: start + posted for needed, posted in receives(segment)}
-        start += len(segment)
-    return found
+def _evicts(segment: Segment) -> bool:
+    return any(each.kind is Kind.EVICT for each in segment)
+
+
+def _row(segments: Segments) -> Iterator[Instruction]:
+    """All that a rank does."""
+    return (each for segment in segments for each in segment)
 
 
 @lru_cache(maxsize=256)

@@ -32,7 +32,7 @@ freed.
 from collections.abc import Iterable, Iterator, Sequence
 
 from megatron.pipeline.program.extent import Extent
-from megatron.pipeline.program.instruction import BEGINS_BACKWARD, ENDS_BACKWARD, Instruction, Kind
+from megatron.pipeline.program.instruction import BEGINS_BACKWARD, ENDS_BACKWARD, MOVES, Instruction, Kind
 from megatron.pipeline.program.move_order import Pairs
 from megatron.pipeline.schedules.passes import Segment, Segments
 
@@ -66,7 +66,9 @@ def add_balance(segments_of_rank: Sequence[Segments], extent: Extent, bounds: Se
     pairs = extent.pairs
     partners = [pairs.of_rank(rank) for rank in range(len(segments_of_rank))]
     balanced = [
-        list(segments) if rank == partner else _Evictor(segments, bounds[rank], pairs.num_frozen).segments()
+        list(segments)
+        if rank == partner or _has_room(segments, bounds[rank], pairs.num_frozen)
+        else _Evictor(segments, bounds[rank], pairs.num_frozen).segments()
         for rank, (partner, segments) in enumerate(zip(partners, segments_of_rank, strict=True))
     ]
     requests = [[_requests(segment, pairs) for segment in segments] for segments in balanced]
@@ -78,7 +80,23 @@ def add_balance(segments_of_rank: Sequence[Segments], extent: Extent, bounds: Se
 
 def _requests(segment: Segment, pairs: Pairs) -> Segment:
     """The acceptor's side of the moves of an evictor's segment."""
-    return [pairs.counterpart(instruction) for instruction in segment if instruction.kind.is_move]
+    return [pairs.counterpart(instruction) for instruction in segment if instruction.kind in MOVES]
+
+
+def _has_room(segments: Segments, bound: int, num_frozen: int) -> bool:
+    """Whether a rank holds no more than its bound, also if another forward came behind each segment but the last."""
+    num_held, last = 0, len(segments) - 1
+    for index, segment in enumerate(segments):
+        for each in segment:
+            if each.kind in ENDS_BACKWARD:
+                num_held -= 1
+            elif each.kind is Kind.FORWARD and each.stage >= num_frozen:
+                num_held += 1
+                if num_held > bound:
+                    return False
+        if index < last and num_held + 1 > bound:
+            return False
+    return True
 
 
 def _apart(segment: Segment, num_frozen: int) -> tuple[Segment, list[Segment]]:

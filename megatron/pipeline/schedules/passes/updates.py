@@ -24,6 +24,7 @@ def add_updates(segments: Segments, rank: int, extent: Extent) -> Segments:
     is_frozen = extent.is_frozen(rank)
     ends = {Kind.FORWARD} if is_frozen else ENDS_BACKWARD
     chains = [_ChainOfStages(rank, stages, extent) for stages in extent.owners(rank)]
+    chain_of = {stage: chain for chain in chains for stage in chain.stages}
     left = dict.fromkeys(range(extent.first_batch, extent.first_batch + len(extent.batches)), len(chains))
     result = []
     for segment in segments:
@@ -31,8 +32,7 @@ def add_updates(segments: Segments, rank: int, extent: Extent) -> Segments:
         for instruction in segment:
             extended.append(instruction)
             if instruction.kind in ends:
-                chain = next(each for each in chains if instruction.stage in each.stages)
-                links = chain.after(instruction)
+                links = chain_of[instruction.stage].after(instruction)
                 if links is None:
                     continue
                 batch = extent.batch_of(instruction.microbatch)

@@ -101,7 +101,7 @@ def _returns_to_batches(schedule: Schedule | ProgramSchedule, num_microbatches: 
     if isinstance(schedule, Schedule):
         schedule = replace(schedule, balance=False)
         sizes = alike(schedule, num_microbatches, least=2 * schedule.num_ranks, step=schedule.num_ranks, count=1)
-    return schedule.build((sizes or (num_microbatches,)) * 3).returns_to_batches
+    return schedule.returns_to_batches((sizes or (num_microbatches,)) * 3)
 
 
 def schedule(args: argparse.Namespace) -> list[str]:
