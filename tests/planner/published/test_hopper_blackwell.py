@@ -68,7 +68,7 @@ def test_nothing_of_a_run_is_left_unread():
 @pytest.mark.parametrize(
     ("kind", "count", "bar"),
     [
-        ("dense, H100", 15, 0.06), ("context, H100", 8, 0.06), ("FSDP, H100", 2, 0.15), ("dense, Blackwell", 14, 0.15),
+        ("dense, H100", 15, 0.06), ("context, H100", 8, 0.06), ("FSDP, H100", 2, 0.10), ("dense, Blackwell", 14, 0.15),
         ("context, Blackwell", 5, 0.18), ("experts, H100", 10, 0.20), ("experts, Blackwell", 16, 0.12),
     ],
 )  # fmt: skip
