@@ -19,9 +19,9 @@ from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.parameters import stage_parameters
 from megatron.planner.planner import Planner
 from megatron.planner.search import Space, Training, search
-from megatron.planner.time.closed_forms import StageTimes
 from megatron.planner.time.first_principles import FirstPrinciples
 from megatron.planner.time.iteration import simulated
+from megatron.planner.time.stage_times import StageTimes
 from megatron.planner.time.traffic import CutModel
 
 GPU, GPUS_PER_NODE, BETWEEN_NODES = "A100-80", 8, 200.0  # GB/s of a node: eight adapters of 200 Gb/s

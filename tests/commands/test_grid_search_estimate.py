@@ -97,6 +97,30 @@ def test_estimate_prints_a_plain_table_into_a_pipe(run, entries):
     assert "config.micro_batch is not given" in out and "\x1b" not in out
 
 
+def test_estimate_says_what_it_took_and_what_it_left(run, tmp_path):
+    """A rate becomes a time, and a machine's network is taken; a rate that may be either is left out. Both outputs say
+    so."""
+    changes = [{"measured": {"model_tflops_per_gpu": 158}}, {"measured": {"tflops_per_gpu": 158, "mfu": True}},
+               {"hardware": {"internode": None, "system": "Selene"}}]  # fmt: skip
+    runs = [measured.changed(measured.BPIPE_TABLE_7[0], **each) | {"id": f"e{i}"} for i, each in enumerate(changes)]
+    for entry in runs[:2]:
+        entry["measured"] = {key: value for key, value in entry["measured"].items() if "flops" in key or value is True}
+    path = tmp_path / "runs.json"
+    path.write_text(json.dumps(runs))
+    status, out, err = run("estimate", "--entries", path, "--json")
+    rate, either, network = map(json.loads, out.splitlines())
+    assert status == 0 and any(" s an iteration, of 158 TFLOP/s a GPU" in text for text in rate["assumed"])
+    assert "200 GB/s between nodes, as selene has" in network["assumed"] and rate["unread"] == []
+    assert either["unread"][0] == "measured.mfu is True, no number above 0"
+    assert any(text.startswith("measured.tflops_per_gpu") for text in either["unread"])
+    assert "note: e1: measured.mfu is True, no number above 0, and left out" in err
+    _, out, again = run("estimate", "--entries", path)
+    rows = {
+        line.split()[0]: line for line in out[out.index("taken, where it does not say:") :].splitlines()[1:] if line
+    }
+    assert again == err and "158 TFLOP/s a GPU" in rows["e0"] and "as selene has" in rows["e2"]
+
+
 def test_estimate_by_simulation(run, tmp_path):
     path = tmp_path / "one.json"
     path.write_text(json.dumps([measured.KORTHIKANTI[3]]))

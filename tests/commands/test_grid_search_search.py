@@ -226,6 +226,10 @@ def test_a_cluster_that_is_wrong(run, tmp_path, text, reason):
     [
         (["--global-batch-size=-1"], "error: --global-batch-size -1 is below 1; give the sequences of a batch"),
         (["--global-batch-size", "0"], "error: --global-batch-size 0 is below 1; give the sequences of a batch"),
+        (["--global-batch-size", "9" * 20],
+         f"error: --global-batch-size {'9' * 20} is more than any batch has; give 10000000 or less"),
+        (["--max-safe-batch", "10000001"],
+         "error: --max-safe-batch 10000001 is more than any batch has; give 10000000 or less"),
         (["--nodes", "99999999"], "error: --nodes 99999999 is more than any cluster has; give 65536 or less"),
         (["--gpus-per-node", "65537"], "error: --gpus-per-node 65537 is more than any cluster has; give 65536 or less"),
         (["--price-per-gpu-hour", "1e308"],

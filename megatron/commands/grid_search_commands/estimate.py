@@ -10,7 +10,7 @@ instead. `under pressure`: ranks are slowed for want of memory, as the seconds s
 import argparse
 import json
 
-from megatron.commands.grid_search_commands.tables import print_table
+from megatron.commands.grid_search_commands.tables import note_unread, print_table
 from megatron.planner.intervals import LEVEL, Interval, NotValidated
 from megatron.planner.intervals.lookup import Intervals, interval_record, interval_text
 from megatron.planner.memory.memory import GIB
@@ -38,11 +38,12 @@ def run(options: argparse.Namespace) -> int:
         _predict(entry, calibration.fitted, simulate=options.simulate) for entry in load_entries(options.entries)
     ]
     intervals = Intervals.of_calibration(calibration.name, calibration.constants, options.residuals)
+    predicted = [each for each in results if isinstance(each, Prediction)]
+    note_unread([each.entry for each in predicted])
     if options.json:
         for result in results:
             print(json.dumps(_as_dict(result, intervals) | {"calibrated_on": calibration.name}))
         return 0
-    predicted = [each for each in results if isinstance(each, Prediction)]
     print_table(
         ("entry", "seconds", f"{LEVEL:.0%}", "measured", "MFU", "bubble", "GiB", "verdict", ""),
         [_cells(each, intervals) for each in predicted],
@@ -53,6 +54,10 @@ def run(options: argparse.Namespace) -> int:
     if unknown:
         print()
         print_table(("entry", "not validated:"), unknown)
+    assumed = [(each.entry.id, "; ".join(each.entry.assumed)) for each in predicted if each.entry.assumed]
+    if assumed:
+        print()
+        print_table(("entry", "taken, where it does not say:"), assumed)
     reasons = [(each.id, each.reason) for each in results if isinstance(each, Unpredictable)]
     if reasons:
         print()
@@ -94,6 +99,7 @@ def _as_dict(result: Prediction | Unpredictable, intervals: Intervals) -> dict:
         "spare_gib": estimate.verdict.spare_gib,
         "under_pressure": estimate.under_pressure,
         "assumed": list(entry.assumed),
+        "unread": list(entry.unread),
     }
 
 

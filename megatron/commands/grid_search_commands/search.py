@@ -54,6 +54,7 @@ from megatron.planner.time.profiled import ProfiledCosts, shape_of, vocab_size_o
 from megatron.trainer.plan.command import Job
 
 TAKES_FLAGS = True  # those of the training programs
+_MOST_SEQUENCES = 10_000_000  # of a batch, of which all divisors are looked for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +194,9 @@ def _space(options: argparse.Namespace, model: ModelInput, cluster: Cluster) -> 
     if batch is None:
         raise ValueError("the batch is not known; give --global-batch-size, or --max-safe-batch")
     least = model.job.global_batch_size or 1
+    for flag, number in (("--global-batch-size", least), ("--max-safe-batch", options.max_safe_batch)):
+        if number is not None and number > _MOST_SEQUENCES:
+            raise ValueError(f"{flag} {number} is more than any batch has; give {_MOST_SEQUENCES} or less")
     split = {"yes": (True,), "no": (False,), "both": (True, False)}[options.distributed_optimizer]
     return Space(
         num_gpus=cluster.num_gpus,

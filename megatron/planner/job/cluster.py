@@ -211,6 +211,8 @@ def _problem(error: ValidationError, document: object) -> str:
         return f"{where} is missing; {_FORM}"
     if first["type"] == "model_type":
         return f"{where} is no mapping; {_FORM}"
+    if first["type"] in ("too_short", "string_too_short"):
+        return f"{where} is empty; {_FORM}"
     if first["type"] == "extra_forbidden":
         near = nearest(parts[-1], known)
         return f"{where} is not known; {_FORM}{f'; the nearest that is known is {near}' if near else ''}"

@@ -23,6 +23,8 @@ _NAMES = {  # in other frameworks, in small letters with _: what they may mean h
     "batch_size": "global_batch", "between_nodes": "internode", "within_node": "intranode",
     "activation_checkpointing": "recompute", "gradient_checkpointing": "recompute",
     "iteration_time": "iteration_s", "step_time": "iteration_s",
+    "tflops": "tflops_per_gpu", "teraflops": "tflops_per_gpu", "tflop/s": "tflops_per_gpu", "tflop_s": "tflops_per_gpu",
+    "tokens_per_s": "tokens_per_s_per_gpu", "tokens/s": "tokens_per_s_per_gpu", "tps": "tokens_per_s_per_gpu",
     "experts": "num_experts", "num_local_experts": "num_experts", "num_moe_experts": "num_experts",
     "topk": "moe_router_topk", "head_size": "head_dim",
 } | {name: key for names in SAME.values() for name, key in names.items()}  # fmt: skip

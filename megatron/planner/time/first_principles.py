@@ -27,10 +27,10 @@ from megatron.planner.memory.parameters import (
     stage_parameters,
 )
 from megatron.planner.time.calibration import default_constants
-from megatron.planner.time.closed_forms import moving_parts
 from megatron.planner.time.constants import Constants
 from megatron.planner.time.expert_work import ExpertLayerWork
 from megatron.planner.time.links import Links
+from megatron.planner.time.moves import moving_parts
 from megatron.planner.time.overlap import gathers_shown, num_buckets, reductions_shown
 from megatron.planner.time.rates import Rates
 from megatron.planner.time.ring import Ring

@@ -22,13 +22,13 @@ from megatron.pipeline.simulate.timeline import BUSY, Timeline
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.memory.sizes import alike, resized
 from megatron.planner.time.closed_forms import (
-    StageTimes,
     closed_form_of,
     one_f_one_b_overlapped,
     overlapped_at,
     rate_of,
 )
 from megatron.planner.time.event_graph import event_graph, has_event_graph
+from megatron.planner.time.stage_times import StageTimes
 
 _MOST_SIMULATED = 60_000  # computations; beyond, an iteration is extrapolated from some that have fewer microbatches
 _MOST_PRICED = 4_000  # the same for a price, of which a search asks hundreds

@@ -39,6 +39,12 @@ def test_any_wrong_value(tmp_path, key, value):
     assert key in refusal(tmp_path, WHOLE | {key: value}) or key == "gpu"
 
 
+@pytest.mark.parametrize("nodes", [[], [{"name": "", "gpus": 8}]])
+def test_what_is_empty_is_told_in_our_words(tmp_path, nodes):
+    told = refusal(tmp_path, WHOLE | {"nodes": nodes})
+    assert f"nodes{'.0.name' * bool(nodes)} is empty; see docs/grid_search.md" in told
+
+
 def test_a_price_and_its_currency():
     """Neither is there unless it is said; the currency is then that of the United States."""
     assert Cluster(**WHOLE).price_per_gpu_hour is None

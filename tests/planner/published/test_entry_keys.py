@@ -84,6 +84,8 @@ def test_a_boolean_is_no_text(part, key):
         ("config", "memory_GB", "hardware.mem_GB"), ("hardware", "gpu_per_node", "hardware.gpus_per_node"),
         ("config", "sequence_paralel", "config.sequence_parallel"), ("", "hardwear", "hardware"),
         ("measured", "iteration_sec", "measured.iteration_s"), ("measured", "step_time", "measured.iteration_s"),
+        ("measured", "tflops", "measured.tflops_per_gpu"), ("measured", "tflop_s", "measured.tflops_per_gpu"),
+        ("measured", "tokens_per_s", "measured.tokens_per_s_per_gpu"),
     ],
 )  # fmt: skip
 def test_the_nearest_known_key_is_named(part, key, near):
@@ -132,3 +134,10 @@ def test_facts_are_read_as_strictly(tmp_path, changes, told):
     with pytest.raises(ValueError) as refusal:
         load_facts(path)
     assert told in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_a_unit_as_a_key():
+    """A key that is no word stands in quotes."""
+    found = read_entry(changed(RUN, measured={"TFLOP/s": 158}))
+    assert_one_sentence(found, "measured.'TFLOP/s' is 158, and there is no such key; the nearest that is known is ")
+    assert found.reason.endswith("measured.tflops_per_gpu")
