@@ -97,6 +97,16 @@ def test_estimate_prints_a_plain_table_into_a_pipe(run, entries):
     assert "config.micro_batch is not given" in out and "\x1b" not in out
 
 
+def test_a_long_reason_is_not_cut_in_a_pipe(run, tmp_path):
+    """A sentence ends with its remedy, however many keys it names; and so does what was taken."""
+    odd = measured.changed(measured.BPIPE_TABLE_7[0], config={"colour": 1}) | {"id": "odd"}
+    path = tmp_path / "runs.json"
+    path.write_text(json.dumps([odd]))
+    reason = json.loads(run("estimate", "--entries", path, "--json")[1])["reason"]
+    out = run("estimate", "--entries", path)[1]
+    assert len(reason) > 250 and reason in out and "…" not in out
+
+
 def test_estimate_says_what_it_took_and_what_it_left(run, tmp_path):
     """A rate becomes a time, and a machine's network is taken; a rate that may be either is left out. Both outputs say
     so."""

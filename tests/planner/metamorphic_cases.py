@@ -1,7 +1,6 @@
 """Configurations of all kinds, drawn once and for all, for relations that hold of every one of them."""
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -13,10 +12,11 @@ from megatron.planner.time.calibration import default_constants
 from megatron.planner.time.constants import Constants
 from megatron.planner.time.first_principles import FirstPrinciples
 
+SEED = 20261125
 NUM_CASES = 220
 NETWORK = "between_nodes"
 
-_WIDTHS = (  # hidden size, heads, and the most layers: models of 1B to 1T
+SIZES = (  # hidden size, heads, and the most layers: models of 1B to 1T
     (2048, 16, 24), (4096, 32, 32), (6144, 48, 48), (8192, 64, 80), (12288, 96, 96), (20480, 128, 105),
     (25600, 160, 128),
 )  # fmt: skip
@@ -84,7 +84,10 @@ class Case:
 
     def scheduled(self, schedule: str, virtual: int = 1) -> "Case | None":
         """With nothing beside it."""
-        return self.configured(schedule=schedule, virtual=virtual, balance=False, provisional="off")
+        return self.configured(
+            schedule=schedule, virtual=virtual, balance=False, provisional="off", provisional_microbatches=None,
+            provisional_reduce=False, single_gradient_buffer=False,
+        )  # fmt: skip
 
     def shaped(self, **changes: object) -> "Case":
         return replace(self, model=replace(self.model, **changes))
@@ -110,7 +113,7 @@ class Case:
         return self.name
 
 
-def cases(seed: int = 20261125) -> list[Case]:
+def cases(seed: int = SEED) -> list[Case]:
     """The same in every run."""
     draw = random.Random(seed)
     return [_runnable(draw, index) for index in range(NUM_CASES)]
@@ -123,7 +126,7 @@ def _runnable(draw: random.Random, index: int) -> Case:
 
 def _drawn(draw: random.Random, index: int) -> Case | None:
     gpu, (schedule, balance) = _GPUS[index % len(_GPUS)], _SCHEDULES[index % len(_SCHEDULES)]
-    hidden, heads, most = draw.choice(_WIDTHS)
+    hidden, heads, most = draw.choice(SIZES)
     t = draw.choice((1, 2, 4, 8))
     p = draw.choice((2, 4, 6, 8) if schedule in _SIMULATED else (1, 2, 4, 6, 8, 9, 12, 16))
     if schedule in ("flush", "gpipe"):
@@ -172,12 +175,12 @@ def _drawn(draw: random.Random, index: int) -> Case | None:
     return Case(name, model, cluster | {"bandwidth": {NETWORK: network}}, software, configuration)
 
 
-def doubled(case: Case, name: str) -> Iterator[Case]:
-    """The same on machines of which one rate is twice as high."""
+def faster(case: Case, name: str, factor: float) -> Case:
+    """The same on machines of which one rate is so many times as high."""
     device = case.machines.device
     rates = {
         "memory_bandwidth": device.memory_bandwidth, "peak_teraflops": device.peak_teraflops,
         "within_node": device.link_bandwidth, NETWORK: case.cluster["bandwidth"][NETWORK],
         "host_bandwidth": device.host_bandwidth,
     }  # fmt: skip
-    yield case.on(**{name: 2 * rates[name]})
+    return case.on(**{name: factor * rates[name]})

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from megatron.planner.published.entries import Entry
 
-_PIPE_WIDTH = 250
+_PIPE_WIDTH = 10_000  # where nothing is cut
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> None:

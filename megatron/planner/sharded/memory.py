@@ -3,8 +3,8 @@
     shards           masters and moments in FP32, gradients as they are reduced, and what software keeps of the weights
                      in the type of products; of each the part of one replica
     gathered         embedding, norm and head, and two layers: the one that is computed and the one that comes, which
-                     lies there twice where weights are copied out of a buffer; with stage 2 all weights, and
-                     their copies in FP8
+                     lies there twice where weights are copied out of a buffer; with stage 2 all weights, a layer
+                     twice likewise, and their copies in FP8
     gradients        of embedding and head, and of two layers: one that is computed, in the type of products, and one
                      that is reduced
     activations      of one microbatch, as without a pipeline
@@ -48,7 +48,7 @@ def sharded_memory(shape: Architecture, software: Software, configuration: Confi
     kept = state.gathered(total, matrices) / sharding.shards if runtime.keeps_shards and element < _FP32 else 0.0
     stays = sharding.stage == 2
     casts = state.fp8_copies(matrices) if stays else 0.0
-    gathered = float(total) if stays else _gathered(shape, tensor, root, of_layer, runtime)
+    gathered = _gathered(shape, tensor, root, of_layer, runtime, stays=stays)
     saved = activations.saved(layers, **ends)
     parts = MemoryParts(
         weights=kept + element * gathered + casts,
@@ -67,12 +67,17 @@ def sharded_memory(shape: Architecture, software: Software, configuration: Confi
     )  # fmt: skip
 
 
-def _gathered(shape: Architecture, tensor: int, root: int, of_layer: int, runtime: ShardingRuntime) -> float:
-    """Parameters that are whole at once. Where they are copied, one unit of them is there twice."""
+def _gathered(
+    shape: Architecture, tensor: int, root: int, of_layer: int, runtime: ShardingRuntime, *, stays: bool
+) -> float:
+    """Parameters that are whole at once: all where they stay. Where they are copied, one unit of them is there
+    twice."""
+    total, unit = root + shape.num_layers * of_layer, of_layer
+    live = root + min(2, shape.num_layers) * of_layer
     if runtime.by_matrix:
-        largest = largest_parameter(shape, tensor, is_first=True, is_last=True)
-        return max(largest, _MOST_LIVE) + runtime.copies * largest
-    return root + (min(2, shape.num_layers) + runtime.copies) * of_layer
+        unit = largest_parameter(shape, tensor, is_first=True, is_last=True)
+        live = min(total, max(unit, _MOST_LIVE))
+    return (total if stays else live) + runtime.copies * unit
 
 
 def _unsharded(
@@ -81,5 +86,6 @@ def _unsharded(
     """Bytes of gradients that are not scattered yet, and of one that is copied for that."""
     if runtime.by_matrix:
         largest = largest_parameter(shape, tensor, is_first=True, is_last=True)
-        return gradient * (max(largest, _REDUCED_TOGETHER) + runtime.copies * largest)
+        reduced = min(root + shape.num_layers * of_layer, max(largest, _REDUCED_TOGETHER))
+        return gradient * (reduced + runtime.copies * largest)
     return element * root + (element + gradient) * of_layer

@@ -86,11 +86,6 @@ def rate_of(stages: StageTimes) -> float | None:
     return round_trips(stages) if hides_moves(stages) else None
 
 
-def overlapped_at(stages: StageTimes, m: int, rate: float) -> float:
-    """The same where a microbatch is known to take so long, for whatever reason."""
-    return max(m * rate + stages.longest_update(m), _overlapped(stages, m, rate)[2])
-
-
 def _overlapped(stages: StageTimes, m: int, rate: float) -> tuple[float, float, float]:
     """Seconds of a batch, those by which the STEP is late, and seconds with what predictions wait for."""
     chains = [Chain(stages, stage, m) for stage in range(len(stages.work))]

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -57,6 +57,8 @@ class EventGraph:
             stands behind all that it waits for; the first is number 1.
         takes: what events take.
         last: of each rank, its last computation or update.
+        shared: (kind, version) of each reduction that several ranks share -> its event.
+        done: by microbatch, the event of the first stage's backward.
         counts: of each rank, how often it has each computation of a stage.
     """
 
@@ -65,6 +67,8 @@ class EventGraph:
     events: tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int], Sequence[int], Sequence[tuple[int, ...]]]
     takes: tuple[_Takes, ...]
     last: tuple[int, ...]
+    shared: Mapping[tuple[Kind, int], int]
+    done: tuple[int, ...]
     counts: tuple[Counter[tuple[Kind, int]], ...]
 
     @staticmethod
@@ -74,15 +78,58 @@ class EventGraph:
 
     def seconds(self, costs: Costs) -> float:
         """The end of the last computation or update. Transfers run beside computations."""
-        of_kind = costs.seconds(self.num_stages)
-        takes = [
+        ends = self.ends(costs)
+        return max(ends[each] for each in self.last)
+
+    def ends(self, costs: Costs) -> Sequence[float]:
+        """When each event ends; the first one is that before all others, at 0."""
+        clock = _Clock(self, costs, _START)
+        clock.run(len(self.events[0]))
+        return clock.ends
+
+    def returns(self, costs: Costs, since: int, until: Sequence[int]) -> list[float]:
+        """How long after the event `since` each of these ends, for nothing but that one: minus infinity if it does not
+        wait for it, or only by way of those before it in `until`, which ascends."""
+        clock, found = _Clock(self, costs, since), []
+        for event in until:
+            clock.run(event)
+            found.append(clock.ends[event])
+            clock.ends[event] = -math.inf
+        return found
+
+    def channels(self, costs: Costs) -> tuple[list[float], list[float]]:
+        """Occupation and latency of each channel: two for each edge, forward and backward."""
+        occupations, latencies = [], []
+        for forward, backward, latency, crosses in zip(*costs.edges(self.num_stages - 1), self.crossing, strict=True):
+            occupations += [forward * crosses, backward * crosses]
+            latencies += [latency * crosses] * 2
+        return occupations, latencies
+
+
+class _Clock:
+    """Events that end, one after another.
+
+    Attributes:
+        ends: of the events so far. That of `since` ends at 0, and what is before it never.
+    """
+
+    def __init__(self, graph: EventGraph, costs: Costs, since: int) -> None:
+        of_kind = costs.seconds(graph.num_stages)
+        self._events = graph.events
+        self._takes = [
             (max if kind in SHARED_REDUCTIONS else math.fsum)([of_kind[kind][each] for each in stages])
-            for kind, stages in self.takes
+            for kind, stages in graph.takes
         ]
-        occupation, latency = self._channels(costs)
-        free_at, ends = [0.0] * len(occupation), [0.0]
-        add = ends.append
-        for before, duration, source, posted, channel, others in zip(*self.events, strict=True):
+        self._occupation, self._latency = graph.channels(costs)
+        self._free_at = [-math.inf if since else 0.0] * len(self._occupation)
+        self.ends = [-math.inf] * since + [0.0]
+
+    def run(self, until: int) -> None:
+        """All up to this event, which is included."""
+        takes, occupation, latency, free_at = self._takes, self._occupation, self._latency, self._free_at
+        ends, add = self.ends, self.ends.append
+        columns = [each[len(ends) - 1 : until] for each in self._events]
+        for before, duration, source, posted, channel, others in zip(*columns, strict=True):
             time = ends[before]
             made = ends[source]
             if channel >= 0:
@@ -98,15 +145,6 @@ class EventGraph:
                 if ends[other] > time:
                     time = ends[other]
             add(time + takes[duration])
-        return max(ends[each] for each in self.last)
-
-    def _channels(self, costs: Costs) -> tuple[list[float], list[float]]:
-        """Occupation and latency of each channel: two for each edge, forward and backward."""
-        occupations, latencies = [], []
-        for forward, backward, latency, crosses in zip(*costs.edges(self.num_stages - 1), self.crossing, strict=True):
-            occupations += [forward * crosses, backward * crosses]
-            latencies += [latency * crosses] * 2
-        return occupations, latencies
 
 
 def has_event_graph(schedule: Schedule) -> bool:
@@ -153,6 +191,8 @@ class _Builder:
         self._takes: dict[_Takes, int] = {}
         self._made: dict[tuple[Tensor, int, int], int] = {}  # (tensor, stage, microbatch) -> event
         self._waiting: dict[object, list[int]] = {}  # what is to come -> ranks
+        self._shared: dict[tuple[Kind, int], int] = {}
+        self._done: dict[int, int] = {}  # microbatch -> event
         self._runnable = list(range(schedule.num_ranks))[::-1]
         self._position, self._now = [0] * schedule.num_ranks, [_START] * schedule.num_ranks
         self._behind = [[_START] * len(row) for row in self._rows]  # by position: the event before it
@@ -176,6 +216,8 @@ class _Builder:
             self._events,
             tuple(self._takes),
             tuple(self._now),
+            self._shared,
+            tuple(event for _, event in sorted(self._done.items())),
             tuple(Counter((each.kind, each.stage) for each in row if each.kind in COMPUTATIONS) for row in self._rows),
         )
 
@@ -230,6 +272,8 @@ class _Builder:
             others = (moves[needed - 1],)
         posted = self._behind[rank][self._receives[rank][position]] if channel != _NONE else _START
         event = self._add(self._now[rank], kind, (stage,), others, source, posted, channel)
+        if stage == 0 and kind in BEGINS_BACKWARD:
+            self._done[microbatch] = event
         if kind.row.makes is not None:
             key = (kind.row.makes, stage, microbatch)
             self._made[key] = event
@@ -314,6 +358,8 @@ class _Builder:
             stages = self._stages[members[0][0].rank]
         waits = tuple(dict.fromkeys(each for queue, posted, _ in members for each in (queue.free_at, posted)))
         event = self._add(waits[0], kind, stages, waits[1:])
+        if kind in SHARED_REDUCTIONS:
+            self._shared[kind, version] = event
         for queue, _, _ in members:
             queue.posted.popleft()
             queue.reached, queue.free_at = False, event

@@ -1,6 +1,7 @@
 """How long an iteration takes: in closed form to rank thousands of configurations, or by simulating the very program.
 
-`priced` takes the closed form that an order brings for its weight policy (closed_forms.py). Where there is none, or
+`priced` takes the closed form that an order brings for its weight policy (closed_forms.py), and of 1F1B that does not
+drain the slowest circle of what waits for one another (steady.py). Where there is none, or
 where it says of these times that it does not hold, the rows of the schedule are timed (event_graph.py): the same as a
 simulation without the program. What has no event graph is simulated. Where a batch is long, fewer microbatches are
 looked at.
@@ -14,26 +15,19 @@ from itertools import islice
 
 from megatron.pipeline.program.instruction import COMPUTATIONS, Kind
 from megatron.pipeline.program.program import Program
-from megatron.pipeline.program.weight_policies import FLUSH
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs, PerStage
 from megatron.pipeline.simulate.timeline import BUSY, Timeline
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.memory.sizes import alike, resized
-from megatron.planner.time.closed_forms import (
-    closed_form_of,
-    one_f_one_b_overlapped,
-    overlapped_at,
-    rate_of,
-)
+from megatron.planner.time.closed_forms import closed_form_of
 from megatron.planner.time.event_graph import event_graph, has_event_graph
 from megatron.planner.time.stage_times import StageTimes
+from megatron.planner.time.steady import has_circles, steady_seconds
 
 _MOST_SIMULATED = 60_000  # computations; beyond, an iteration is extrapolated from some that have fewer microbatches
 _MOST_PRICED = 4_000  # the same for a price, of which a search asks hundreds
-_MOST_RANKS = 32  # for which moves across the borders of batches are looked at
-_BATCHES = 6  # in which a pipeline that does not drain is looked at, on average
 _STEADY = 2e-3  # by how much what further microbatches add may change, where no closed form says that it does not
 
 
@@ -52,12 +46,11 @@ class IterationTime:
 
 def priced(costs: Costs, configuration: Configuration, schedule: Schedule) -> IterationTime:
     """The closed form, or where the schedule has none that holds what its programs take."""
-    closed, m = _closed(costs, configuration, schedule), configuration.num_microbatches
+    m = configuration.num_microbatches
+    if has_circles(schedule):
+        return _time(steady_seconds(costs, schedule, m), _closed_busy(StageTimes(costs, schedule), m))
+    closed = _closed(costs, configuration, schedule)
     if closed is None and has_event_graph(schedule):
-        is_long = m * schedule.num_stages > _MOST_PRICED // _BATCHES
-        reads_few = schedule.provisional_microbatches is not None  # what a prediction waits for is not its rate
-        if is_long and not reads_few and closed_form_of(schedule) is one_f_one_b_overlapped:
-            return _overlapped(costs, schedule, m)
         return _extrapolated(costs, schedule, m, _MOST_PRICED, _time_rows)
     return closed or simulated(costs, configuration, schedule, most=_MOST_PRICED)
 
@@ -75,7 +68,11 @@ def _closed(costs: Costs, configuration: Configuration, schedule: Schedule) -> I
     seconds = form(stages, m)
     if seconds is None:
         return None
-    return _time(seconds, m * max(stages.by_rank(stages.work)) + stages.longest_update(m))
+    return _time(seconds, _closed_busy(stages, m))
+
+
+def _closed_busy(stages: StageTimes, m: int) -> float:
+    return m * max(stages.by_rank(stages.work)) + stages.longest_update(m)
 
 
 def simulated(
@@ -128,19 +125,6 @@ def _extrapolated(costs: Costs, schedule: Schedule, m: int, most: int, run: _Run
 def _num_groups(schedule: Schedule, most: int) -> int:
     """Of how many groups of p microbatches a batch is that stands for a larger one."""
     return max(4, min(16, most // (schedule.num_stages * schedule.num_ranks)))
-
-
-def _overlapped(costs: Costs, schedule: Schedule, m: int) -> IterationTime:
-    """1F1B that does not drain, by its rate: seconds from one microbatch to the next in the midst of a batch."""
-    stages = StageTimes(costs, schedule)
-    rate = rate_of(stages)
-    if rate is None:
-        p, hidden = schedule.num_ranks, _without_updates(costs)
-        if p > _MOST_RANKS:
-            schedule = replace(schedule, weights=FLUSH, provisional_microbatches=None, reduce_partial=False)
-        fewer, more = (_time_rows(hidden, resized(schedule, m, groups * p), groups * p)[0] for groups in (2, 3))
-        rate = (more - fewer) / p
-    return _time(overlapped_at(stages, m, rate), _busy(stages, m))
 
 
 def _steady(costs: Costs, schedule: Schedule, m: int, groups: int, run: _Run) -> tuple[float, float] | None:
@@ -213,10 +197,6 @@ def _hides_reductions(costs: Costs, schedules: Sequence[Schedule], sizes: Sequen
 
 def _without_reductions(costs: Costs) -> Costs:
     return replace(costs, reduce_grad=0.0, reduce_embed=0.0, reduce_norm=0.0)
-
-
-def _without_updates(costs: Costs) -> Costs:
-    return replace(_without_reductions(costs), step=0.0, predict=0.0, hold=0.0)
 
 
 def _time(seconds: float, busy: float) -> IterationTime:

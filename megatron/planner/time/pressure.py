@@ -23,16 +23,19 @@ def slowed(costs: Costs, stages: Collection[int], efficiency: float) -> Costs:
 def in_one_gradient_buffer(costs: Costs) -> Costs:
     """2bw's costs without a second gradient buffer.
 
-    Between two batches' backwards a stage has one forward, beside which the first one's gradients are reduced. What is
-    longer than it, the next backward waits for: as a step that takes so much more. Tied embeddings are summed behind
-    that, so the last stage waits for the first one's last backward, too. What the step waits for besides stays as it
-    is, so this is an upper bound.
+    Between two batches' backwards a stage has one forward, and all that the slowest stage takes longer; beside that the
+    first one's gradients are reduced. What is longer, the next backward waits for: as a step that takes so much more,
+    and a reduction so much less. Tied embeddings are summed behind that, so the last stage waits for the first one's
+    last backward, too. The step comes before some backwards of the batch that was reduced, so this is an upper bound.
     """
     num_stages = len(costs.forward)
     step, reduce = spread("step", costs.step, num_stages), list(spread("reduce_grad", costs.reduce_grad, num_stages))
+    alone = list(reduce)
     if costs.reduce_embed:
         until_first = sum(costs.backward[:-1]) + reduce[0]
         reduce[-1] = max(reduce[-1], until_first) + costs.reduce_embed
         reduce[0] += costs.reduce_embed
-    waits = [max(0.0, each - beside) for each, beside in zip(reduce, costs.forward, strict=True)]
-    return replace(costs, step=list(map(sum, zip(step, waits, strict=True))))
+    pace = max(map(sum, zip(costs.forward, costs.backward, strict=True)))
+    waits = [max(0.0, each - (pace - own)) for each, own in zip(reduce, costs.backward, strict=True)]
+    left = [max(0.0, each - wait) for each, wait in zip(alone, waits, strict=True)]
+    return replace(costs, step=list(map(sum, zip(step, waits, strict=True))), reduce_grad=left, reduce_embed=0.0)

@@ -28,13 +28,14 @@ def test_a_slowed_rank_keeps_a_part_of_its_speed():
 def test_one_buffer_waits_for_what_a_forward_does_not_hide():
     costs = Costs(forward=[1.0, 1.0], backward=[2.0, 2.0], step=[3.0, 3.0], reduce_grad=[0.5, 4.0])
     found = in_one_gradient_buffer(costs)
-    assert found == replace(costs, step=[3.0, 6.0])
+    assert found == replace(costs, step=[3.0, 6.0], reduce_grad=[0.5, 1.0])
 
 
 def test_tied_embeddings_have_the_last_stage_wait_for_the_first_one():
     """Their sum needs the gradients of both, and the first one's come behind all other backwards."""
     costs = Costs(forward=[1.0] * 3, backward=[2.0] * 3, step=[3.0] * 3, reduce_grad=[0.5] * 3, reduce_embed=4.0)
-    assert in_one_gradient_buffer(costs).step == [3.0 + 3.5, 3.0, 3.0 + 4.0 + 0.5 + 4.0 - 1.0]
+    found = in_one_gradient_buffer(costs)
+    assert found.step == [3.0 + 3.5, 3.0, 3.0 + 4.0 + 0.5 + 4.0 - 1.0] and found.reduce_embed == 0
 
 
 def test_one_buffer_takes_less_memory_and_no_less_time():

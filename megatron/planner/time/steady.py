@@ -1,0 +1,159 @@
+"""How long a batch takes of 1F1B whose batches do not drain, on any costs.
+
+A pipeline without a drain repeats itself, so a batch takes as long as the slowest circle of events that wait for one
+another, by how many batches it goes on. There are two kinds of circles:
+
+- Those that pass through a reduction that ranks share: the norm, for which all wait, or the tied embeddings of a
+  prediction. All of them together are found by one look at the rows (event_graph.py): if that reduction of one version
+  ends at 0 and nothing was before, when do those of the next versions end?
+- Those that pass through none: a microbatch goes on at the rate of the slowest stage or round trip (closed_forms.py),
+  and once a batch comes the update of a rank. What is on that rank alone is counted exactly; of a round trip, the
+  longest update on its way, even if only some turns meet it. So this is up to 3% too much or too little where steps
+  are a large part of a batch.
+
+Both only grow with any of the costs, and with the number of microbatches. A period cut out of a run need not: the first
+batches may fall behind, and catch up slowly, sooner or later.
+"""
+
+import math
+from dataclasses import replace
+
+from megatron.pipeline.program.instruction import Kind
+from megatron.pipeline.program.weight_policies import FLUSH
+from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.schedules.one_f_one_b import OneForwardOneBackward
+from megatron.pipeline.simulate.costs import Costs
+from megatron.planner.memory.sizes import resized
+from megatron.planner.time.closed_forms import rate_of
+from megatron.planner.time.event_graph import event_graph, has_event_graph
+from megatron.planner.time.microbatch_flow import round_trips
+from megatron.planner.time.stage_times import StageTimes
+
+_MOST = 600  # computations of a stage's forwards in the batches that are looked at; longer ones go on at the rate
+_MOST_RANKS = 32  # for which moves across the borders of batches are looked at
+_GROUPS = 8  # of p microbatches, in which moves come to their rate
+_BATCHES = 8  # the same where a batch is as long as it is
+
+
+def has_circles(schedule: Schedule) -> bool:
+    """Whether this is 1F1B as circles are found in it."""
+    return (
+        schedule.order_class is OneForwardOneBackward
+        and schedule.weights.overlaps_updates
+        and not schedule.extra_warmup
+        and has_event_graph(schedule)
+    )
+
+
+def steady_seconds(costs: Costs, schedule: Schedule, num_microbatches: int) -> float:
+    """Of a batch, once as many are under way as ever. The schedule `has_circles`."""
+    stages, m = StageTimes(costs, schedule), num_microbatches
+    rate = rate_of(stages)
+    if rate is None:
+        rate = max(round_trips(stages), _rate_with_moves(costs, schedule))
+        alone = max(_alone(stages, m, round_trips(stages)), _alone_with_moves(costs, stages, m, rate))
+    else:
+        alone = _alone(stages, m, rate)
+    if not any(stages.partial) and _latest(stages, m, rate) <= alone:
+        return alone
+    return max(alone, _through_reductions(costs, schedule, m, rate))
+
+
+def _alone(stages: StageTimes, m: int, rate: float) -> float:
+    """Circles through no shared reduction."""
+    updates = stages.updates(m)
+    own = (m * work + update + arrival for work, update, arrival in
+           zip(stages.work, updates, stages.arrival_forward, strict=True))  # fmt: skip
+    return max(*own, m * rate + max(updates), *_of_predictions(stages, m, rate))
+
+
+def _of_predictions(stages: StageTimes, m: int, rate: float) -> list[float]:
+    """By stage, from one prediction to the next by way of what it reduces over its own replicas."""
+    schedule = stages.schedule
+    if not schedule.reduce_partial:
+        return []
+    parts = zip(_unread(schedule, m), stages.predict, stages.held(m), stages.reduce, strict=True)
+    return [(m - left) * rate + predict + held + reduce for left, predict, held, reduce in parts]
+
+
+def _unread(schedule: Schedule, m: int) -> list[int]:
+    """By stage, how many microbatches of a batch come behind those of which a prediction reads gradients."""
+    read = schedule.provisional_microbatches
+    return [0 if read is None else m - earlier - read for earlier in schedule.unread(m)]
+
+
+def _through_reductions(costs: Costs, schedule: Schedule, m: int, rate: float) -> float:
+    delay, fewer = schedule.weights.delay, _fewer(schedule, m)
+    first, last = delay + 1, 2 * (delay + 1)
+    graph = event_graph(resized(schedule, m, fewer), (fewer,) * (last + 2 + schedule.num_stages // fewer))
+    norms = [graph.shared[Kind.REDUCE_NORM, version] for version in range(first, last + 1)]
+    growth, most = (m - fewer) * rate, 0.0
+    for batches, seconds in enumerate(graph.returns(costs, norms[0], norms[1:]), start=1):
+        most = max(most, (seconds + max(0, batches - delay) * growth) / batches)
+    ties = [graph.shared.get((Kind.REDUCE_PARTIAL_EMBED, version)) for version in (first, first + 1)]
+    if None not in ties:
+        until = sorted([ties[1], *(each for each in norms if each > ties[0])])
+        most = max(most, graph.returns(costs, ties[0], until)[until.index(ties[1])] + growth)
+    return most
+
+
+def _fewer(schedule: Schedule, m: int) -> int:
+    return min(m, max(schedule.num_stages, _MOST // schedule.num_stages))
+
+
+def _latest(stages: StageTimes, m: int, rate: float) -> float:
+    """The same, at most, if all that ranks wait for is at its latest at once."""
+    p, delay, update = len(stages.work), stages.schedule.weights.delay, stages.longest_update(m)
+    begin, way = update + max(stages.arrival_forward), []
+    for stage in range(p):  # forwards down the pipeline
+        way.append(max(begin, way[-1] + stages.forward[stage - 1] + stages.arrival_forward[stage]) if way else begin)
+    ends, above = [0.0] * p, -math.inf
+    for stage in reversed(range(p)):  # backwards up
+        turn = way[stage] + stages.forward[stage] - rate
+        above = ends[stage] = max(turn, above + stages.arrival_backward[stage] - rate) + stages.backward[stage]
+    found = [max(stages.reduce)]
+    for batches in range(1, delay + 2):
+        behind = (batches - delay) * m - 1 + p
+        if behind > 0:
+            extra = max(0, batches - delay) * update
+            ended = (end + rate * (behind - stage) + reduce
+                     for stage, (end, reduce) in enumerate(zip(ends, stages.reduce, strict=True)))  # fmt: skip
+            found.append((max(ended) + extra) / batches)
+    chain = stages.reduce_norm + stages.reduce_embed + 2 * max(stages.partial)
+    return max(each + chain for each in found)
+
+
+def _rate_with_moves(costs: Costs, schedule: Schedule) -> float:
+    """Seconds from one microbatch to the next where moves of saved activations decide."""
+    p = schedule.num_ranks
+    drained = replace(schedule, weights=FLUSH, provisional_microbatches=None, reduce_partial=False)
+    graph = event_graph(drained, (_GROUPS * p,))
+    ends = graph.ends(_without_reductions(costs, step=0.0, predict=0.0, hold=0.0))
+    first, second = (ends[graph.done[groups * p]] for groups in (_GROUPS // 2 - 1, _GROUPS - 2))
+    return (second - first) / ((_GROUPS // 2 - 1) * p)
+
+
+def _alone_with_moves(costs: Costs, stages: StageTimes, m: int, rate: float) -> float:
+    """The same as `_alone` where moves decide."""
+    schedule = stages.schedule
+    if schedule.num_ranks > _MOST_RANKS:
+        return _alone(stages, m, rate)
+    found = [_moving(costs, schedule, m, rate)]
+    if schedule.reduce_partial:
+        unread = _unread(schedule, m)
+        stepless = _moving(replace(costs, step=0.0), schedule, m, rate)
+        found += [stepless - left * rate + reduce for left, reduce in zip(unread, stages.reduce, strict=True)]
+    return max(found)
+
+
+def _moving(costs: Costs, schedule: Schedule, m: int, rate: float) -> float:
+    """A batch without reductions. The shorter it is, the smaller is the part of its microbatches that move."""
+    fewer = _fewer(schedule, m)
+    graph = event_graph(resized(schedule, m, fewer), (fewer,) * _BATCHES)
+    ends = graph.ends(_without_reductions(costs))
+    first, second = (ends[graph.done[batches * fewer]] for batches in (_BATCHES // 2 - 1, _BATCHES - 2))
+    return (second - first) / (_BATCHES // 2 - 1) + (m - fewer) * rate
+
+
+def _without_reductions(costs: Costs, **changes: float) -> Costs:
+    return replace(costs, reduce_grad=0.0, reduce_embed=0.0, reduce_norm=0.0, **changes)

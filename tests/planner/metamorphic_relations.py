@@ -1,0 +1,44 @@
+"""Of which cases relations are held, and how violations are found.
+
+METAMORPHIC_SEED in the environment draws others: relations have to hold for any.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+
+from megatron.planner.memory.memory import RankMemory
+from tests.planner.metamorphic_cases import SEED, Case, cases
+from tests.planner.metamorphic_kinds import kinds
+
+_SEED = int(os.environ.get("METAMORPHIC_SEED", SEED))
+CASES = [*cases(_SEED), *kinds(112, _SEED)]
+ROOMY = [case.roomy for case in CASES]
+"""Where memory is short, time may jump: these are for relations that do not ask how much there is."""
+
+ROUNDING = 1e-9
+
+Relation = Callable[[Case], Iterator[tuple[float, float]]]
+"""Pairs of numbers, the first of which is not above the second; none where it says nothing of the case."""
+
+
+def violations(relation: Relation, of: Sequence[Case] | None = None, *, fewest: int = 20) -> list[str]:
+    """Cases of which it is not true, with how far off they are. Fails where it says something of fewer."""
+    found, num_checks = [], 0
+    for case in CASES if of is None else of:
+        for low, high in relation(case):
+            num_checks += 1
+            if low > high * (1 + ROUNDING):
+                found.append(f"{case}: {low:.9g} > {high:.9g}, by {100 * (low / high - 1):.3g}%")
+    assert num_checks >= fewest
+    return found
+
+
+def running(*found: Case | None) -> Iterator[tuple[Case, ...]]:
+    """These, where all of them can run."""
+    if all(case is not None and case.can_run() for case in found):
+        yield found
+
+
+def saved(rank: RankMemory) -> float:
+    """Bytes of microbatches, also of those between the halves of a backward."""
+    return rank.parts.activations + rank.parts.deferred
