@@ -1,10 +1,9 @@
 """How long an iteration takes: in closed form to rank thousands of configurations, or by simulating the very program.
 
 `priced` takes the closed form that an order brings for its weight policy (closed_forms.py), and of 1F1B that does not
-drain the slowest circle of what waits for one another (steady.py). Where there is none, or
-where it says of these times that it does not hold, the rows of the schedule are timed (event_graph.py): the same as a
-simulation without the program. What has no event graph is simulated. Where a batch is long, fewer microbatches are
-looked at.
+drain the slowest cycle of what waits for one another (steady.py). Where there is none, or where it says of these times
+that it does not hold, the rows of the schedule are timed (event_graph.py): the same as a simulation without the
+program. What has no event graph is simulated. Where a batch is long, fewer microbatches are looked at.
 """
 
 from collections import Counter
@@ -24,7 +23,7 @@ from megatron.planner.memory.sizes import alike, resized
 from megatron.planner.time.closed_forms import closed_form_of
 from megatron.planner.time.event_graph import event_graph, has_event_graph
 from megatron.planner.time.stage_times import StageTimes
-from megatron.planner.time.steady import has_circles, steady_seconds
+from megatron.planner.time.steady import has_cycles, steady_seconds
 
 _MOST_SIMULATED = 60_000  # computations; beyond, an iteration is extrapolated from some that have fewer microbatches
 _MOST_PRICED = 4_000  # the same for a price, of which a search asks hundreds
@@ -47,7 +46,7 @@ class IterationTime:
 def priced(costs: Costs, configuration: Configuration, schedule: Schedule) -> IterationTime:
     """The closed form, or where the schedule has none that holds what its programs take."""
     m = configuration.num_microbatches
-    if has_circles(schedule):
+    if has_cycles(schedule):
         return _time(steady_seconds(costs, schedule, m), _closed_busy(StageTimes(costs, schedule), m))
     closed = _closed(costs, configuration, schedule)
     if closed is None and has_event_graph(schedule):

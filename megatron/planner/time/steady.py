@@ -1,15 +1,15 @@
 """How long a batch takes of 1F1B whose batches do not drain, on any costs.
 
-A pipeline without a drain repeats itself, so a batch takes as long as the slowest circle of events that wait for one
-another, by how many batches it goes on. There are two kinds of circles:
+A pipeline without a drain repeats itself, so a batch takes as long as the slowest cycle of events that wait for one
+another, by how many batches it goes on. There are two kinds of cycles:
 
 - Those that pass through a reduction that ranks share: the norm, for which all wait, or the tied embeddings of a
   prediction. All of them together are found by one look at the rows (event_graph.py): if that reduction of one version
   ends at 0 and nothing was before, when do those of the next versions end?
 - Those that pass through none: a microbatch goes on at the rate of the slowest stage or round trip (closed_forms.py),
   and once a batch comes the update of a rank. What is on that rank alone is counted exactly; of a round trip, the
-  longest update on its way, even if only some turns meet it. So this is up to 3% too much or too little where steps
-  are a large part of a batch.
+  longest update on its way, even if only some turns meet it. So this is some percent too much or too little where
+  updates are a large part of a batch; of few ranks, the rows say what comes back to each update.
 
 Both only grow with any of the costs, and with the number of microbatches. A period cut out of a run need not: the first
 batches may fall behind, and catch up slowly, sooner or later.
@@ -30,13 +30,15 @@ from megatron.planner.time.microbatch_flow import round_trips
 from megatron.planner.time.stage_times import StageTimes
 
 _MOST = 600  # computations of a stage's forwards in the batches that are looked at; longer ones go on at the rate
+_FEW_RANKS = 8  # of which updates are looked at
+_TURNS = 4  # batches, in which a cycle meets an update
 _MOST_RANKS = 32  # for which moves across the borders of batches are looked at
 _GROUPS = 8  # of p microbatches, in which moves come to their rate
 _BATCHES = 8  # the same where a batch is as long as it is
 
 
-def has_circles(schedule: Schedule) -> bool:
-    """Whether this is 1F1B as circles are found in it."""
+def has_cycles(schedule: Schedule) -> bool:
+    """Whether this is 1F1B as cycles are found in it."""
     return (
         schedule.order_class is OneForwardOneBackward
         and schedule.weights.overlaps_updates
@@ -46,7 +48,7 @@ def has_circles(schedule: Schedule) -> bool:
 
 
 def steady_seconds(costs: Costs, schedule: Schedule, num_microbatches: int) -> float:
-    """Of a batch, once as many are under way as ever. The schedule `has_circles`."""
+    """Of a batch, once as many are under way as ever. The schedule `has_cycles`."""
     stages, m = StageTimes(costs, schedule), num_microbatches
     rate = rate_of(stages)
     if rate is None:
@@ -54,6 +56,8 @@ def steady_seconds(costs: Costs, schedule: Schedule, num_microbatches: int) -> f
         alone = max(_alone(stages, m, round_trips(stages)), _alone_with_moves(costs, stages, m, rate))
     else:
         alone = _alone(stages, m, rate)
+        if 1 < schedule.num_stages <= _FEW_RANKS and alone > _own(stages, m):
+            alone = min(alone, _through_updates(costs, stages, m, rate))
     if not any(stages.partial) and _latest(stages, m, rate) <= alone:
         return alone
     return max(alone, _through_reductions(costs, schedule, m, rate))
@@ -61,10 +65,7 @@ def steady_seconds(costs: Costs, schedule: Schedule, num_microbatches: int) -> f
 
 def _alone(stages: StageTimes, m: int, rate: float) -> float:
     """Circles through no shared reduction."""
-    updates = stages.updates(m)
-    own = (m * work + update + arrival for work, update, arrival in
-           zip(stages.work, updates, stages.arrival_forward, strict=True))  # fmt: skip
-    return max(*own, m * rate + max(updates), *_of_predictions(stages, m, rate))
+    return max(_own(stages, m), m * rate + stages.longest_update(m), *_of_predictions(stages, m, rate))
 
 
 def _of_predictions(stages: StageTimes, m: int, rate: float) -> list[float]:
@@ -82,10 +83,29 @@ def _unread(schedule: Schedule, m: int) -> list[int]:
     return [0 if read is None else m - earlier - read for earlier in schedule.unread(m)]
 
 
+def _through_updates(costs: Costs, stages: StageTimes, m: int, rate: float) -> float:
+    """The same as `_alone`, exactly but for cycles that meet an update less often than once in `_TURNS` batches."""
+    schedule, fewer = stages.schedule, min(m, 2 * stages.schedule.num_stages)
+    graph = event_graph(resized(schedule, m, fewer), (fewer,) * (_TURNS + 2 + schedule.weights.delay))
+    still, most = _without_reductions(costs), _own(stages, m)
+    for rank in range(schedule.num_ranks):
+        events = [graph.steps[rank, version] for version in range(1, _TURNS + 2)]
+        for batches, seconds in enumerate(graph.returns(still, events[0], events[1:]), start=1):
+            most = max(most, seconds / batches + (m - fewer) * rate)
+    return max(most, m * rate, *_of_predictions(stages, m, rate))
+
+
+def _own(stages: StageTimes, m: int) -> float:
+    """What the slowest rank takes alone; the receive of a batch's first forward stands behind its update."""
+    parts = zip(stages.work, stages.updates(m), stages.arrival_forward, strict=True)
+    return max(m * work + update + arrival for work, update, arrival in parts)
+
+
 def _through_reductions(costs: Costs, schedule: Schedule, m: int, rate: float) -> float:
     delay, fewer = schedule.weights.delay, _fewer(schedule, m)
-    first, last = delay + 1, 2 * (delay + 1)
-    graph = event_graph(resized(schedule, m, fewer), (fewer,) * (last + 2 + schedule.num_stages // fewer))
+    first, last = 1, delay + 2
+    in_flight = -(-schedule.num_stages // fewer)  # batches that begin before one has ended
+    graph = event_graph(resized(schedule, m, fewer), (fewer,) * (last + in_flight))
     norms = [graph.shared[Kind.REDUCE_NORM, version] for version in range(first, last + 1)]
     growth, most = (m - fewer) * rate, 0.0
     for batches, seconds in enumerate(graph.returns(costs, norms[0], norms[1:]), start=1):

@@ -1,4 +1,4 @@
-"""1F1B without a drain by its slowest circle, against closed forms, simulations and what is known."""
+"""1F1B without a drain by its slowest cycle, against closed forms, simulations and what is known."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate.costs import Costs
 from megatron.planner.time import closed_form, priced, simulated
 from megatron.planner.time.event_graph import EventGraph
-from megatron.planner.time.steady import has_circles, steady_seconds
+from megatron.planner.time.steady import has_cycles, steady_seconds
 from tests.planner import made_up
 from tests.planner.time.test_iteration import configuration
 
@@ -62,12 +62,12 @@ def test_weights_of_any_delay(delay, p, m):
             assert steady_seconds(late, schedule, m) == 14.0 > simulated(late, asked, schedule).seconds
 
 
-def test_of_which_schedules_circles_are_found():
-    assert has_circles(two_bw(4)) and has_circles(Schedule.preset("2bw", num_stages=4, predict=True))
-    assert not has_circles(replace(two_bw(4), extra_warmup=True))
+def test_of_which_schedules_cycles_are_found():
+    assert has_cycles(two_bw(4)) and has_cycles(Schedule.preset("2bw", num_stages=4, predict=True))
+    assert not has_cycles(replace(two_bw(4), extra_warmup=True))
     for name in ("flush", "gpipe", "pipedream", "interleaved"):
         virtual = 2 if name == "interleaved" else 1
-        assert not has_circles(Schedule.preset(name, num_stages=4 * virtual, num_virtual_stages=virtual))
+        assert not has_cycles(Schedule.preset(name, num_stages=4 * virtual, num_virtual_stages=virtual))
 
 
 def test_when_the_norm_comes_again():
