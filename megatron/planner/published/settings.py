@@ -130,12 +130,10 @@ class SettingsRecord(BaseModel):
         return self.cuda_graph_scope in _WHOLE_GRAPHS
 
     def refuse_idle(self, *, has_experts: bool) -> None:
-        """Raises ValueError for a setting of something that the run has not, or that is not modelled beside another."""
-        is_split = self.fsdp not in (None, False) or self.zero > 1
+        """Raises ValueError for a setting of something that the run has not."""
         for name, reads, what in (
             ("fp8_recipe", self.is_fp8, "another precision than fp8"),
             ("fp8_param_gather", self.is_fp8, "another precision than fp8"),
-            ("fp8_param_gather", not is_split, "weights that are split over replicas"),
             ("moe_flex_dispatcher_backend", has_experts, "no experts"),
             ("overlap_moe_expert_parallel_comm", has_experts, "no experts"),
         ):

@@ -41,19 +41,21 @@ def sharded_costs(cost_model: CostModel, configuration: Configuration, *, is_slo
     times = 2 if runtime.gathers_to_recompute and configuration.recompute is RecomputeScope.LAYER else 1
     regathers = sharding.stage == 3
     copies = cost_model.moved(2 * element * of_layer) if runtime.copies and regathers else 0.0
-    casts = 0.0
-    if software.fp8:
-        casts = cost_model.moved((element + FP8_COPY_BYTES) * matrix_parameters(model, configuration.tensor, 1))
-    # What is gathered is cast: for each use, for each forward, or once a batch.
-    in_forward = copies + casts * (regathers or not runtime.keeps_batch)
-    in_backward = times * (copies + casts) * regathers
-    in_step = casts * model.num_layers * (not regathers and runtime.keeps_batch)
+    state, matrices = software.training_state(configuration), matrix_parameters(model, configuration.tensor, 1)
+    casts = cost_model.moved((element + FP8_COPY_BYTES) * matrices) if software.fp8 else 0.0
+    if software.fp8 and state.fp8_weights:  # shards are cast, once a batch; what is gathered is transposed
+        in_forward, in_step = copies, casts * model.num_layers / sharding.shards
+        in_backward = times * (copies + cost_model.moved(FP8_COPY_BYTES * matrices)) * regathers
+    else:  # what is gathered is cast: for each use, for each forward, or once a batch
+        in_forward = copies + casts * (regathers or not runtime.keeps_batch)
+        in_backward = times * (copies + casts) * regathers
+        in_step = casts * model.num_layers * (not regathers and runtime.keeps_batch)
     written = element if runtime.keeps_shards else 0
     return ShardedCosts(
         embedding=embedding,
         layer=Seconds(layer.forward + in_forward, layer.backward + in_backward),
         head=head,
-        gather=network.gather(of_layer * element, _MATRICES),
+        gather=network.gather(state.gathered(of_layer, matrices if software.fp8 else 0), _MATRICES),
         times_again=times,
         reduce=network.reduce(of_layer * software.gradient_bytes, _MATRICES),
         host=network.host_seconds,

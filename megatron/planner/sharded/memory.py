@@ -19,7 +19,6 @@ from megatron.planner.memory.activations import Activations
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.memory.memory import MemoryParts, RankMemory
 from megatron.planner.memory.parameters import (
-    FP8_COPY_BYTES,
     largest_parameter,
     layer_parameters,
     matrix_parameters,
@@ -44,9 +43,11 @@ def sharded_memory(shape: Architecture, software: Software, configuration: Confi
     root, own, ends = total - layers * of_layer, total / sharding.shards, {"is_first": True, "is_last": True}
     element, gradient = software.element_bytes, software.gradient_bytes
     copies = _FP32 if gradient < _FP32 else 0  # the optimizer steps with FP32 ones
-    kept = element * own if runtime.keeps_shards and element < _FP32 else 0.0
+    matrices = matrix_parameters(shape, tensor, layers) if software.fp8 else 0
+    state = software.training_state(configuration)
+    kept = state.gathered(total, matrices) / sharding.shards if runtime.keeps_shards and element < _FP32 else 0.0
     stays = sharding.stage == 2
-    casts = FP8_COPY_BYTES * matrix_parameters(shape, tensor, layers) if stays and software.fp8 else 0
+    casts = state.fp8_copies(matrices) if stays else 0.0
     gathered = _gathered(shape, tensor, root, of_layer, runtime, stays=stays)
     saved = activations.saved(layers, **ends)
     parts = MemoryParts(

@@ -78,7 +78,6 @@ def test_graphs_of_whole_layers_count(scope, is_counted):
     [
         ({"fp8_recipe": "tensorwise"}, "config.fp8_recipe is 'tensorwise' with another precision than fp8"),
         ({"fp8_param_gather": True}, "config.fp8_param_gather is True with another precision"),
-        (FP8 | {"fp8_param_gather": True, "p": 1, "fsdp": True, "zero1": False}, "weights that are split over"),
         ({"moe_flex_dispatcher_backend": "deepep"}, "config.moe_flex_dispatcher_backend is 'deepep' with no experts"),
         ({"overlap_moe_expert_parallel_comm": True}, "overlap_moe_expert_parallel_comm is True with no experts"),
         ({"moe_flex_dispatcher_backend": "naive"}, "give one of these"),

@@ -113,6 +113,22 @@ def test_fp8_casts_what_is_gathered():
             assert found.step - other == pytest.approx(step * cast)
 
 
+def test_weights_in_fp8_alone_are_gathered_so():
+    """A byte less of each element of a matrix; each rank casts its shard once a batch, and a backward transposes."""
+    hopper, matrices = Cluster(gpu="H100", nodes=1), matrix_parameters(MODEL, 1, 1)
+    kept = FirstPrinciples(MODEL, hopper, replace(MEGATRON_CORE, fp8=True))
+    alone = FirstPrinciples(MODEL, hopper, replace(MEGATRON_CORE, fp8=True, fp8_weights=True))
+    (both, own), (_, layer, _) = (
+        (sharded_costs(each, configuration(8)) for each in (kept, alone)),
+        kept.pieces(configuration(8)),
+    )
+    assert both.gather - own.gather == pytest.approx(7 / 8 * matrices / (0.75 * 450e9), rel=0.05)
+    assert own.layer.forward == pytest.approx(layer[0])
+    assert own.layer.backward - layer[1] == pytest.approx(kept.moved(FP8_COPY_BYTES * matrices))
+    cast = kept.moved((2 + FP8_COPY_BYTES) * matrices)
+    assert own.step - both.step == pytest.approx(MODEL.num_layers * cast / 8)
+
+
 def test_the_planner_takes_it():
     """An estimate has the time of the tasks, one rank's memory, and as bubble what the network shows."""
     given = cluster(2, network=10.0)

@@ -91,3 +91,11 @@ def test_casts_to_fp8_stay_with_weights_that_stay():
     for stage, copies in ((2, FP8_COPY_BYTES * matrix_parameters(LLAMA_8B, 1, 32)), (3, 0)):
         half, eighth = (parts(software, stage=stage) for software in (MEGATRON_CORE, replace(MEGATRON_CORE, fp8=True)))
         assert eighth.weights - half.weights == copies
+
+
+def test_shards_in_fp8_alone():
+    """A byte less of each element of a matrix in a rank's shard; with stage 2 two bytes less in what stays, besides."""
+    matrices = matrix_parameters(LLAMA_8B, 1, 32)
+    for stage in (2, 3):
+        kept, alone = (parts(replace(MEGATRON_CORE, fp8=True, fp8_weights=each), stage=stage) for each in (False, True))
+        assert kept.weights - alone.weights == matrices / 8 + 2 * matrices * (stage == 2)
