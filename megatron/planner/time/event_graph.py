@@ -58,7 +58,7 @@ class EventGraph:
         takes: what events take.
         last: of each rank, its last computation or update.
         shared: (kind, version) of each reduction that several ranks share -> its event.
-        steps: (rank, version) of each update -> its event.
+        own: (kind, rank, version) of each update and each reduction that predictions wait for -> its event.
         done: by microbatch, the event of the first stage's backward.
         counts: of each rank, how often it has each computation of a stage.
     """
@@ -69,7 +69,7 @@ class EventGraph:
     takes: tuple[_Takes, ...]
     last: tuple[int, ...]
     shared: Mapping[tuple[Kind, int], int]
-    steps: Mapping[tuple[int, int], int]
+    own: Mapping[tuple[Kind, int, int], int]
     done: tuple[int, ...]
     counts: tuple[Counter[tuple[Kind, int]], ...]
 
@@ -194,7 +194,7 @@ class _Builder:
         self._made: dict[tuple[Tensor, int, int], int] = {}  # (tensor, stage, microbatch) -> event
         self._waiting: dict[object, list[int]] = {}  # what is to come -> ranks
         self._shared: dict[tuple[Kind, int], int] = {}
-        self._steps: dict[tuple[int, int], int] = {}
+        self._own: dict[tuple[Kind, int, int], int] = {}
         self._done: dict[int, int] = {}  # microbatch -> event
         self._runnable = list(range(schedule.num_ranks))[::-1]
         self._position, self._now = [0] * schedule.num_ranks, [_START] * schedule.num_ranks
@@ -220,7 +220,7 @@ class _Builder:
             tuple(self._takes),
             tuple(self._now),
             self._shared,
-            self._steps,
+            self._own,
             tuple(event for _, event in sorted(self._done.items())),
             tuple(Counter((each.kind, each.stage) for each in row if each.kind in COMPUTATIONS) for row in self._rows),
         )
@@ -250,8 +250,7 @@ class _Builder:
                     return
                 reduced = self._reduced[rank].get(version, _START)
                 self._now[rank] = self._add(now, kind, self._stages[rank], (reduced,))
-                if kind is Kind.STEP:
-                    self._steps[rank, version] = self._now[rank]
+                self._own[kind, rank, version] = self._now[rank]
         self._position[rank] = len(row)
 
     def _compute(self, rank: int, position: int, instruction: Instruction) -> int | None:
@@ -366,6 +365,8 @@ class _Builder:
         event = self._add(waits[0], kind, stages, waits[1:])
         if kind in SHARED_REDUCTIONS:
             self._shared[kind, version] = event
+        elif kind is Kind.REDUCE_PARTIAL:
+            self._own[kind, members[0][0].rank, version] = event
         for queue, _, _ in members:
             queue.posted.popleft()
             queue.reached, queue.free_at = False, event
