@@ -63,10 +63,12 @@ def gpipe(stages: StageTimes, m: int) -> float:
 
 
 def one_f_one_b(stages: StageTimes, m: int) -> float | None:
-    rate = max(stages.work)
-    if not keeps_up(round_trips(stages), rate) or not hides_moves(stages):
+    p, row, rate = len(stages.work), max(stages.work), round_trips(stages)
+    if not keeps_up(rate, row) or not hides_moves(stages):
         return None
-    return max(busy_at(stages, m)) + end_of_batch(stages) + stages.longest_step
+    # Once the first p microbatches are under way, round trips decide that are a little slower than any stage.
+    late = (rate - row) * max(0.0, m - p * p / (p - 1)) if p > 1 else 0.0
+    return max(busy_at(stages, m)) + late + end_of_batch(stages) + stages.longest_step
 
 
 def one_f_one_b_overlapped(stages: StageTimes, m: int) -> float | None:

@@ -59,7 +59,7 @@ class EventGraph:
         takes: what events take.
         last: of each rank, its last computation or update.
         shared: (kind, version) of each reduction that several ranks share -> its event.
-        steps: (rank, version) of each update -> its event.
+        own: (kind, rank, version) of each update and each reduction that predictions wait for -> its event.
         done: by microbatch, the event of the first stage's backward.
         counts: of each rank, how often it has each computation of a stage.
     """
@@ -70,7 +70,7 @@ class EventGraph:
     takes: tuple[_Takes, ...]
     last: tuple[int, ...]
     shared: Mapping[tuple[Kind, int], int]
-    steps: Mapping[tuple[int, int], int]
+    own: Mapping[tuple[Kind, int, int], int]
     done: tuple[int, ...]
     counts: tuple[Counter[tuple[Kind, int]], ...]
 
@@ -186,7 +186,7 @@ class _Builder:
         self._made = [_START] * (len(_TENSORS) * schedule.num_stages * num_microbatches)  # events; _START: none yet
         self._waiting: dict[object, list[int]] = {}  # what is to come -> ranks
         self._shared: dict[tuple[Kind, int], int] = {}
-        self._steps: dict[tuple[int, int], int] = {}
+        self._own: dict[tuple[Kind, int, int], int] = {}
         self._done: dict[int, int] = {}  # microbatch -> event
         self._runnable = list(range(schedule.num_ranks))[::-1]
         self._last = [_START] * schedule.num_ranks
@@ -217,7 +217,7 @@ class _Builder:
             tuple(self._takes),
             tuple(self._last),
             self._shared,
-            self._steps,
+            self._own,
             tuple(event for _, event in sorted(self._done.items())),
             self._counts(),
         )
@@ -251,8 +251,7 @@ class _Builder:
                             yield rank, instruction.version
                         reduced = self._reduced[rank].get(instruction.version, _START)
                         now = self._add(now, self._index(kind, self._stages[rank]), (reduced,))
-                        if kind is Kind.STEP:
-                            self._steps[rank, instruction.version] = now
+                        self._own[kind, rank, instruction.version] = now
                     continue
                 meaning = meanings.get((kind, stage))
                 if meaning is None:
@@ -374,6 +373,8 @@ class _Builder:
         event = self._add(waits[0], self._index(kind, stages), waits[1:])
         if kind in SHARED_REDUCTIONS:
             self._shared[kind, version] = event
+        elif kind is Kind.REDUCE_PARTIAL:
+            self._own[kind, members[0][0].rank, version] = event
         for queue, _, _ in members:
             queue.posted.popleft()
             queue.reached, queue.free_at = False, event

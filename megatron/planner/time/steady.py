@@ -86,10 +86,11 @@ def _unread(schedule: Schedule, m: int) -> list[int]:
 def _through_updates(costs: Costs, stages: StageTimes, m: int, rate: float) -> float:
     """The same as `_alone`, exactly but for cycles that meet an update less often than once in `_TURNS` batches."""
     schedule, fewer = stages.schedule, min(m, 2 * stages.schedule.num_stages)
-    graph = event_graph(resized(schedule, m, fewer), (fewer,) * (_TURNS + 2 + schedule.weights.delay))
+    first = _first_version(schedule)
+    graph = event_graph(resized(schedule, m, fewer), (fewer,) * (first + _TURNS + 1 + schedule.weights.delay))
     still, most = _without_reductions(costs), _own(stages, m)
     for rank in range(schedule.num_ranks):
-        events = [graph.steps[rank, version] for version in range(1, _TURNS + 2)]
+        events = [graph.own[Kind.STEP, rank, version] for version in range(first, first + _TURNS + 1)]
         for batches, seconds in enumerate(graph.returns(still, events[0], events[1:]), start=1):
             most = max(most, seconds / batches + (m - fewer) * rate)
     return max(most, m * rate, *_of_predictions(stages, m, rate))
@@ -103,7 +104,8 @@ def _own(stages: StageTimes, m: int) -> float:
 
 def _through_reductions(costs: Costs, schedule: Schedule, m: int, rate: float) -> float:
     delay, fewer = schedule.weights.delay, _fewer(schedule, m)
-    first, last = 1, delay + 2
+    first = _first_version(schedule)
+    last = first + delay + 1
     in_flight = -(-schedule.num_stages // fewer)  # batches that begin before one has ended
     graph = event_graph(resized(schedule, m, fewer), (fewer,) * (last + in_flight))
     norms = [graph.shared[Kind.REDUCE_NORM, version] for version in range(first, last + 1)]
@@ -115,6 +117,11 @@ def _through_reductions(costs: Costs, schedule: Schedule, m: int, rate: float) -
         until = sorted([ties[1], *(each for each in norms if each > ties[0])])
         most = max(most, graph.returns(costs, ties[0], until)[until.index(ties[1])] + growth)
     return most
+
+
+def _first_version(schedule: Schedule) -> int:
+    """From which on rows repeat themselves: the first batch is not predicted."""
+    return 2 if schedule.weights.predicts else 1
 
 
 def _fewer(schedule: Schedule, m: int) -> int:
@@ -158,11 +165,12 @@ def _alone_with_moves(costs: Costs, stages: StageTimes, m: int, rate: float) -> 
     schedule = stages.schedule
     if schedule.num_ranks > _MOST_RANKS:
         return _alone(stages, m, rate)
-    found = [_moving(costs, schedule, m, rate)]
+    found, fewer = [_moving(costs, schedule, m, rate)], _fewer(schedule, m)
     if schedule.reduce_partial:
-        unread = _unread(schedule, m)
-        stepless = _moving(replace(costs, step=0.0), schedule, m, rate)
-        found += [stepless - left * rate + reduce for left, reduce in zip(unread, stages.reduce, strict=True)]
+        graph = event_graph(resized(schedule, m, fewer), (fewer,) * 5)
+        for stage in range(schedule.num_stages):
+            first, second = (graph.own[Kind.REDUCE_PARTIAL, stage, version] for version in (2, 3))
+            found += [seconds + (m - fewer) * rate for seconds in graph.returns(costs, first, [second])]
     return max(found)
 
 
