@@ -74,7 +74,8 @@ def test_a_program_says_whether_it_returns_to_batches():
     check(program)
     assert program.returns_to_batches
     with registered():
-        assert Schedule.preset("2bw-entangled", num_stages=1).build((3, 3, 3)).returns_to_batches
+        entangled = Schedule.preset("2bw-entangled", num_stages=1)
+        assert entangled.build((3, 3, 3)).returns_to_batches and entangled.returns_to_batches((3, 3, 3))
     for preset, options in (("flush", {}), ("gpipe", {}), ("2bw", {}), ("interleaved", {"num_virtual_stages": 2})):
         schedule = Schedule.preset(preset, num_stages=4, **options)
-        assert not schedule.build((4, 4, 4)).returns_to_batches
+        assert not schedule.build((4, 4, 4)).returns_to_batches and not schedule.returns_to_batches((4, 4, 4))

@@ -10,6 +10,7 @@ from megatron.pipeline.check import check, check_periodic
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.program.move_order import Pairs
 from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.schedules.passes import balance as balance_pass
 from megatron.pipeline.schedules.passes.balance import add_balance, balanced_bounds
 from tests.pipeline.schedules.passes.written import extent, segments, texts
 from tests.pipeline.strategies import kinds_of, text
@@ -162,3 +163,19 @@ def test_interleaved_evicts_twice_in_its_warm_up():
     warm_up = row[: next(place for place, each in enumerate(row) if "B" in each)]
     assert [each for each in warm_up if "EVICT" in each] == ["0EVICT3", "0EVICT4"]
     assert schedule.max_saved_on_rank((8,)) == (9, 9, 7, 9)
+
+
+@pytest.mark.parametrize(("preset", "v"), [("bpipe", 1), ("2bw", 1), ("interleaved", 2)])
+def test_ranks_with_room_stay_as_they_are(preset, v, monkeypatch):
+    """They are not walked through for moves, and that would set none."""
+    given = balance_pass._has_room
+    for p in (4, 6, 7):
+        schedule = Schedule.preset(preset, num_stages=p * v, num_virtual_stages=v, balance=True)
+        batches = (2 * p,) * (1 if schedule.weights.drains else 3)
+        found, answers = schedule.build(batches), []
+        monkeypatch.setattr(balance_pass, "_has_room", lambda *asked, to=answers: to.append(given(*asked)))
+        assert schedule.build(batches) == found
+        monkeypatch.setattr(balance_pass, "_has_room", lambda *asked, to=answers: to.append(given(*asked)) or to[-1])
+        answers.clear()
+        assert schedule.build(batches) == found
+        assert set(answers) == {True, False}
