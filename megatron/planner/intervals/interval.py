@@ -88,11 +88,7 @@ def _never_compared(kind: Kind, known: Sequence[Kind]) -> str | None:
 
 
 def _core(kind: Kind) -> tuple:
-    return kind.device, kind.strategy, *_kernels(kind)
-
-
-def _kernels(kind: Kind) -> tuple:
-    return kind.attention, kind.precision, kind.extras
+    return kind.device, kind.strategy, kind.attention, kind.precision, _without_beside(kind)
 
 
 def _groups(kind: Kind) -> Iterator[tuple[str, Callable[[Kind], bool]]]:
@@ -109,8 +105,6 @@ def _groups(kind: Kind) -> Iterator[tuple[str, Callable[[Kind], bool]]]:
     yield f"any schedule, {kernels}, {kind.device}, {nodes}{pressed}", alike("device", "several_nodes")
     yield f"any schedule and GPU, {kernels}, {nodes}{pressed}", alike("several_nodes")
     yield f"any schedule and GPU, {kernels}, one node or several{pressed}", alike()
-    if not BESIDE & set(kind.extras):
-        return
     apart = _without_beside(kind)
     kernels = ", ".join((kind.attention, *apart))
 

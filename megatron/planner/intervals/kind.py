@@ -43,7 +43,7 @@ BESIDE = frozenset({
     "overlaps gradients", "overlaps weights", "overlaps in pieces", "overlaps experts", "cuda graphs", "fp8 weights",
 })  # fmt: skip
 """Of extras: what goes on beside something else, or is left to the device. It decides little beside the rest, so that
-runs with and without it are joined where each was compared (interval.py)."""
+runs with and without it are joined where what there is of it was compared (interval.py)."""
 _WORDS = {"context": "context parallelism", "expert": "expert parallelism", "fp8": "FP8"}
 """Of fields whose names say too little."""
 
