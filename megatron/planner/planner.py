@@ -152,7 +152,7 @@ class Planner:
         assert self.cost_model is not None
         costs = self.cost_model.costs(configuration, layers)
         if configuration.single_gradient_buffer:
-            costs = in_one_gradient_buffer(costs)
+            costs = in_one_gradient_buffer(costs, schedule)
         stages = [stage for stage, rank in enumerate(schedule.rank_of_stage) if rank in verdict.slowed]
         return slowed(costs, stages, self.cost_model.pressed_efficiency)
 

@@ -180,14 +180,18 @@ def test_a_larger_microbatch_takes_no_less_and_at_most_twice_as_long():
 
 
 def test_twice_the_microbatches_take_no_less_and_at_most_twice_as_long():
-    """More than twice as long where activations move: of few microbatches a smaller part does."""
+    """More than twice as long where activations move: of few microbatches a smaller part does; where ranks take turns
+    with chunks that differ, and wait for one another's from the second group on; and with inputs on the host, which few
+    microbatches hardly wait for."""
 
     def relation(case: Case) -> Iterator[tuple[float, float]]:
         longer = case.configured(global_batch_size=2 * case.configuration.global_batch_size)
         if longer:  # under `pipedream` each is a batch
             yield case.seconds, longer.seconds
             yield case.fullest, longer.fullest
-            if not case.configuration.preset.balance:
+            asked = case.configuration
+            takes_turns = asked.virtual > 1 and asked.layers is not None
+            if not (asked.preset.balance or takes_turns or asked.is_hosted):
                 yield longer.seconds, 2 * case.seconds
 
     assert violations(relation, ROOMY) == []

@@ -5,7 +5,9 @@ one gradient buffer waits for its reductions.
 from collections.abc import Collection
 from dataclasses import replace
 
+from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate.costs import Costs, spread
+from megatron.planner.time.closed_forms import StageTimes, round_trips
 
 
 def slowed(costs: Costs, stages: Collection[int], efficiency: float) -> Costs:
@@ -20,10 +22,10 @@ def slowed(costs: Costs, stages: Collection[int], efficiency: float) -> Costs:
     )
 
 
-def in_one_gradient_buffer(costs: Costs) -> Costs:
+def in_one_gradient_buffer(costs: Costs, schedule: Schedule) -> Costs:
     """2bw's costs without a second gradient buffer.
 
-    Between two batches' backwards a stage has one forward, and all that the slowest stage takes longer; beside that the
+    Between two batches' backwards a stage has one forward, and waits for the rate of the pipeline; beside both the
     first one's gradients are reduced. What is longer, the next backward waits for: as a step that takes so much more,
     and a reduction so much less. Tied embeddings are summed behind that, so the last stage waits for the first one's
     last backward, too. The step comes before some backwards of the batch that was reduced, so this is an upper bound.
@@ -35,7 +37,7 @@ def in_one_gradient_buffer(costs: Costs) -> Costs:
         until_first = sum(costs.backward[:-1]) + reduce[0]
         reduce[-1] = max(reduce[-1], until_first) + costs.reduce_embed
         reduce[0] += costs.reduce_embed
-    pace = max(map(sum, zip(costs.forward, costs.backward, strict=True)))
-    waits = [max(0.0, each - (pace - own)) for each, own in zip(reduce, costs.backward, strict=True)]
+    rate = round_trips(StageTimes(costs, schedule))
+    waits = [max(0.0, each - (rate - own)) for each, own in zip(reduce, costs.backward, strict=True)]
     left = [max(0.0, each - wait) for each, wait in zip(alone, waits, strict=True)]
     return replace(costs, step=list(map(sum, zip(step, waits, strict=True))), reduce_grad=left, reduce_embed=0.0)
