@@ -83,11 +83,6 @@ def one_f_one_b_overlapped(stages: StageTimes, m: int) -> float | None:
     return longest
 
 
-def rate_of(stages: StageTimes) -> float | None:
-    """Seconds from one microbatch to the next of 1F1B; None: moves of saved activations decide, and no form knows."""
-    return round_trips(stages) if hides_moves(stages) else None
-
-
 def _overlapped(stages: StageTimes, m: int, rate: float) -> tuple[float, float, float]:
     """Seconds of a batch, those by which the STEP is late, and seconds with what predictions wait for."""
     chains = [Chain(stages, stage, m) for stage in range(len(stages.work))]

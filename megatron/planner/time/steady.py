@@ -24,9 +24,9 @@ from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.schedules.one_f_one_b import OneForwardOneBackward
 from megatron.pipeline.simulate.costs import Costs
 from megatron.planner.memory.sizes import resized
-from megatron.planner.time.closed_forms import rate_of
 from megatron.planner.time.event_graph import event_graph, has_event_graph
 from megatron.planner.time.microbatch_flow import round_trips
+from megatron.planner.time.moves import hides_moves
 from megatron.planner.time.stage_times import StageTimes
 
 _MOST = 600  # computations of a stage's forwards in the batches that are looked at; longer ones go on at the rate
@@ -50,14 +50,12 @@ def has_cycles(schedule: Schedule) -> bool:
 def steady_seconds(costs: Costs, schedule: Schedule, num_microbatches: int) -> float:
     """Of a batch, once as many are under way as ever. The schedule `has_cycles`."""
     stages, m = StageTimes(costs, schedule), num_microbatches
-    rate = rate_of(stages)
-    if rate is None:
-        rate = max(round_trips(stages), _rate_with_moves(costs, schedule))
-        alone = max(_alone(stages, m, round_trips(stages)), _alone_with_moves(costs, stages, m, rate))
-    else:
-        alone = _alone(stages, m, rate)
-        if 1 < schedule.num_stages <= _FEW_RANKS and alone > _own(stages, m):
-            alone = min(alone, _through_updates(costs, stages, m, rate))
+    rate, alone = round_trips(stages), _alone(stages, m, round_trips(stages))
+    if 1 < schedule.num_stages <= _FEW_RANKS and alone > _own(stages, m):
+        alone = min(alone, _through_updates(costs, stages, m, rate))
+    if not hides_moves(stages):
+        rate = max(rate, _rate_with_moves(costs, schedule))
+        alone = max(alone, _alone_with_moves(costs, stages, m, rate))
     if not any(stages.partial) and _latest(stages, m, rate) <= alone:
         return alone
     return max(alone, _through_reductions(costs, schedule, m, rate))
