@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.commands.common import command_line
+from megatron.commands.grid_search_commands import fewer_nodes
 from megatron.commands.grid_search_commands.search_arguments import add_search_arguments
 from megatron.commands.grid_search_commands.search_inputs import ModelInput, read_cluster, read_model
 from megatron.commands.grid_search_commands.search_progress import progress_bars
@@ -92,8 +93,11 @@ def run(options: argparse.Namespace) -> int:
         print(f"note: {note}", file=sys.stderr)
     with progress_bars() as progress:
         found = search_for(options, model, cluster, progress)
-    outcome = found.outcome
-    notes = (*machines.notes, *_notes(outcome))
+        outcome = found.outcome
+        fewer = fewer_nodes.sentence(
+            outcome, cluster, lambda part: search_for(options, model, part, progress).outcome.best
+        )
+    notes = (*machines.notes, *filter(None, [fewer]), *_notes(outcome))
     seconds = time.perf_counter() - started
     paper = _paper_result(found) if options.paper_algorithm else None
     if options.output:
