@@ -9,6 +9,8 @@ holds all their numbers. So results do not depend on who took what, and a copy t
 import multiprocessing
 import os
 import signal
+import sys
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -22,9 +24,20 @@ _NUMBER = 4  # bytes of an item's number in the pipe
 _MOST_ITEMS = 4096 // _NUMBER  # that fit into any pipe at once
 
 
+class _InACopy(Exception):
+    """The traceback of an error, which is lost on the way from a copy of the process."""
+
+
 def num_processors() -> int:
     """Those that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def can_fork() -> bool:
+    """Whether copies of this process can work: not on macOS, whose libraries may crash in them, and not where this one
+    is of a pool, which may have none."""
+    forks = sys.platform != "darwin" and "fork" in multiprocessing.get_all_start_methods()
+    return forks and not multiprocessing.current_process().daemon
 
 
 def map_forked(
@@ -34,7 +47,10 @@ def map_forked(
     *,
     taken: Callable[[int], None] = lambda _: None,
 ) -> list[_Result]:
-    """The results in the order of the items. Where nothing forks, or for one process, this one computes all.
+    """The results in the order of the items, which do not depend on the number of processes.
+
+    This process computes all where another cannot begin (`can_fork`), for one process, and for very many items; those
+    that the system has no process or memory for are done without.
 
     Args:
         function: its results and errors can be pickled. What else it changes is seen in the process that ran it alone.
@@ -46,8 +62,12 @@ def map_forked(
         ValueError: a copy ended before it was through. Else what `function` raises.
     """
     num_processes = min(num_processes, len(items))
-    if num_processes < 2 or len(items) > _MOST_ITEMS or "fork" not in multiprocessing.get_all_start_methods():
-        return [function(item) for index, item in enumerate(items) if not taken(index)]
+    if num_processes < 2 or len(items) > _MOST_ITEMS or not can_fork():
+        found = []
+        for index, item in enumerate(items):
+            taken(index)
+            found.append(function(item))
+        return found
     numbers, filled = os.pipe()
     os.write(filled, b"".join(index.to_bytes(_NUMBER, "big") for index in range(len(items))))
     os.close(filled)
@@ -56,8 +76,13 @@ def map_forked(
         for _ in range(num_processes - 1):
             receiver, sender = context.Pipe(duplex=False)
             copy = context.Process(target=_copy, args=(function, items, numbers, receiver, sender), daemon=True)
-            copy.start()
-            sender.close()
+            try:
+                copy.start()
+            except OSError:  # no process, or no memory for one
+                receiver.close()
+                break
+            finally:
+                sender.close()
             copies.append((copy, receiver))
         found = _take(function, items, numbers, taken)
         for copy, receiver in copies:
@@ -91,16 +116,16 @@ def _copy(
     end_with_parent()
     receiver.close()  # so that nothing is sent when the first process is gone
     try:
-        said = _take(function, items, numbers, lambda _: None), None
+        said = _take(function, items, numbers, lambda _: None), None, ""
     except Exception as error:
-        said = {}, error
+        said = {}, error, traceback.format_exc()
     with suppress(BrokenPipeError):
         sender.send(said)
 
 
 def _results(copy: multiprocessing.Process, receiver: Connection) -> dict[int, Any]:
     try:
-        found, error = receiver.recv()
+        found, error, where = receiver.recv()
     except EOFError:
         copy.join()
         raise ValueError(
@@ -108,5 +133,5 @@ def _results(copy: multiprocessing.Process, receiver: Connection) -> dict[int, A
             "run on a single processor (taskset -c 0)"
         ) from None
     if error is not None:
-        raise error
+        raise error from _InACopy(where)
     return found

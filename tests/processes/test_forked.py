@@ -1,9 +1,11 @@
 """Items that several processes compute: the same results in the same order, and nobody waits for one that is gone."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import psutil
@@ -127,3 +129,56 @@ def test_a_copy_ends_with_the_process_that_made_it():
         time.sleep(0.02)
     assert not copy.is_running() or copy.status() == psutil.STATUS_ZOMBIE
     first.stdout.close()
+
+
+def test_where_copies_cannot_work_this_process_computes_all(table, monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert {pid for pid, _ in map_forked(look_up, list(table), 2)} == {os.getpid()}
+
+
+def test_a_process_of_a_pool_computes_all(table):
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        found = pool.apply(map_forked, (look_up, list(table), 2))
+    assert [value for _, value in found] == list(table.values())
+    assert len({pid for pid, _ in found}) == 1
+
+
+def test_what_no_process_can_be_made_for_is_computed_here(table, monkeypatch):
+    starts, given = [], multiprocessing.context.ForkProcess.start
+
+    def start(self):
+        starts.append(self)
+        if len(starts) > 1:
+            raise BlockingIOError("no process is left")
+        given(self)
+
+    monkeypatch.setattr(multiprocessing.context.ForkProcess, "start", start)
+    found = map_forked(look_up, list(table), 4)
+    assert len(starts) == 2
+    assert [value for _, value in found] == list(table.values())
+
+
+def test_results_from_a_thread(table):
+    found = []
+    thread = threading.Thread(target=lambda: found.extend(map_forked(look_up, list(table), 3)))
+    thread.start()
+    thread.join()
+    assert [value for _, value in found] == list(table.values())
+
+
+def test_an_error_of_a_copy_says_where_it_was():
+    here = os.getpid()
+    reads, writes = os.pipe()
+
+    def refuse(item: int) -> int:
+        if os.getpid() == here:
+            os.read(reads, 1)
+            return item
+        os.write(writes, b"11")
+        raise KeyError(item)
+
+    with pytest.raises(KeyError) as caught:
+        map_forked(refuse, [1, 2], 2)
+    assert "in refuse" in str(caught.value.__cause__)
+    os.close(reads)
+    os.close(writes)
