@@ -97,7 +97,6 @@ class _EntryRecord(BaseModel):
     def entry(self) -> Entry:
         assumed: list[str] = []
         model = self.model.architecture(self.config.t, assumed.append)
-        self.config.refuse_idle(has_experts=model.experts is not None)
         configuration = self.config.configuration(self.hardware, assumed.append)
         configuration = replace(configuration, layers=self.config.layers_of_stages(model.num_layers))
         cluster = self.hardware.cluster(configuration.num_gpus, assumed.append)
@@ -107,6 +106,7 @@ class _EntryRecord(BaseModel):
         configuration = with_defaults(
             configuration, software, says_recompute=self.config.recompute is not None, assume=assumed.append
         )
+        self.config.refuse_idle(configuration, has_experts=model.experts is not None)
         if configuration.sharding is not None:
             software = sharded_software(software)
         software = self._compiled(self._precise(software, cluster.gpu))

@@ -23,6 +23,8 @@ _WORDS = {  # Megatron-LM's, the papers' and torch's, in ours
     "float8": "fp8", "float16": "fp16", "bfloat16": "bf16", "float32": "fp32",
 }  # fmt: skip
 _WHOLE_GRAPHS = ("full", "full_iteration")  # of --cuda-graph-scope
+_PARTS_OF_GRAPHS = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
+_IN_BFLOAT16 = (None, "bf16", "fp8")  # precisions with gradients in it
 _AS_THEY_ARE = (  # what a configuration calls alike
     "provisional", "provisional_microbatches", "provisional_reduce", "resident_stages", "host_update", "stash",
     "gathers_fetch",
@@ -47,6 +49,15 @@ def _known_recipe(value: object) -> object:
             "value_error_recipe",
             "products in FP8 are modelled with a scale for each tensor, and no other way but mxfp8's",
         )
+    return value
+
+
+def _known_scopes(value: object) -> object:
+    """Megatron's words for what CUDA graphs are of, separated by commas. Raises pydantic's error."""
+    words = value.split(",") if isinstance(value, str) else ()
+    if any(word.strip() not in (*_WHOLE_GRAPHS, *_PARTS_OF_GRAPHS) for word in words):
+        known = ", ".join((*_WHOLE_GRAPHS, *_PARTS_OF_GRAPHS))
+        raise PydanticCustomError("value_error_scope", "graphs are of {known}", {"known": known})
     return value
 
 
@@ -102,7 +113,7 @@ class SettingsRecord(BaseModel):
     fp8_param_gather: Boolean | None = None
     moe_flex_dispatcher_backend: Literal["deepep", "hybridep"] | None = None
     overlap_moe_expert_parallel_comm: Boolean | None = None
-    cuda_graph_scope: str | None = None
+    cuda_graph_scope: Annotated[str | None, BeforeValidator(_known_scopes)] = None
 
     @property
     def is_compiled(self) -> bool:
@@ -129,11 +140,26 @@ class SettingsRecord(BaseModel):
         """CUDA graphs of whole layers, or iterations; those of parts leave most kernels to the host: not counted."""
         return self.cuda_graph_scope in _WHOLE_GRAPHS
 
-    def refuse_idle(self, *, has_experts: bool) -> None:
-        """Raises ValueError for a setting of something that the run has not."""
+    def refuse_idle(self, configuration: Configuration, *, has_experts: bool) -> None:
+        """Raises ValueError for a setting of something that the run has not, which would change nothing.
+
+        Megatron-LM takes weights in FP8 alone only where the optimizer is split.
+        """
+        splits_optimizer = configuration.distributed_optimizer or configuration.sharding is not None
+        is_whole = configuration.tensor > 1 and not configuration.sequence_parallel
+        if self.tp_comm_overlap is False and self.overlaps_in_pieces:
+            raise ValueError("config.tp_comm_overlap is False, and config.technique has asyncTP; correct one of them")
+        if self.overlaps_in_pieces and is_whole:
+            name = "tp_comm_overlap" if self.tp_comm_overlap else "technique"
+            raise ValueError(
+                f"config.{name} asks for products in pieces, and tensor ranks have whole sequences; give "
+                "config.sequence_parallel as true, or leave it out"
+            )
         for name, reads, what in (
+            ("grad_reduce_in_bf16", self.precision in _IN_BFLOAT16, f"precision {self.precision}"),
             ("fp8_recipe", self.is_fp8, "another precision than fp8"),
             ("fp8_param_gather", self.is_fp8, "another precision than fp8"),
+            ("fp8_param_gather", splits_optimizer, "a whole optimizer on each replica (no zero1, no fsdp)"),
             ("moe_flex_dispatcher_backend", has_experts, "no experts"),
             ("overlap_moe_expert_parallel_comm", has_experts, "no experts"),
         ):

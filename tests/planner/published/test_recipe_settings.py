@@ -81,6 +81,14 @@ def test_graphs_of_whole_layers_count(scope, is_counted):
         ({"moe_flex_dispatcher_backend": "deepep"}, "config.moe_flex_dispatcher_backend is 'deepep' with no experts"),
         ({"overlap_moe_expert_parallel_comm": True}, "overlap_moe_expert_parallel_comm is True with no experts"),
         ({"moe_flex_dispatcher_backend": "naive"}, "give one of these"),
+        ({"cuda_graph_scope": "banana"}, "graphs are of full, full_iteration, attn"),
+        ({"cuda_graph_scope": "attn, ful"}, "graphs are of full, full_iteration, attn"),
+        ({"tp_comm_overlap": True, "sequence_parallel": False}, "config.tp_comm_overlap asks for products in pieces"),
+        ({"technique": "asyncTP", "sequence_parallel": False}, "config.technique asks for products in pieces"),
+        ({"technique": "asyncTP", "tp_comm_overlap": False}, "and config.technique has asyncTP; correct one"),
+        ({"grad_reduce_in_bf16": True, "precision": "fp16"}, "grad_reduce_in_bf16 is True with precision fp16"),
+        ({"grad_reduce_in_bf16": True, "precision": "fp32"}, "grad_reduce_in_bf16 is True with precision fp32"),
+        (FP8 | {"fp8_param_gather": True, "zero1": False}, "with a whole optimizer on each replica"),
     ],
 )  # fmt: skip
 def test_what_changes_nothing_is_refused(config, words):
