@@ -20,7 +20,7 @@ from megatron.planner.job.cluster import Cluster
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.fp8 import refuse_recipe
 from megatron.planner.job.shares import refuse_shares
-from megatron.planner.job.software import FLEX, Software
+from megatron.planner.job.software import Software
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.published.entry_keys import keys_of, refuse_unknown, unknown_measurements
 from megatron.planner.published.hardware import HardwareRecord
@@ -170,7 +170,7 @@ class _EntryRecord(BaseModel):
     def _said(self) -> dict[str, bool | int]:
         """Fields of the software that the entry says."""
         said = {
-            "dispatcher": FLEX if self.config.moe_flex_dispatcher_backend else None,
+            "dispatcher": self.config.dispatcher,
             "overlaps_experts": self.config.overlap_moe_expert_parallel_comm,
             "cuda_graphs": self.config.records_layers or None,
             "fp8_weights": True if self.config.is_fp8 and self.config.fp8_param_gather else None,

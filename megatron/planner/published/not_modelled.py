@@ -19,7 +19,7 @@ _READ = frozenset({
     "etp", "expert_tensor_parallel_size",
     "num_experts", "num_moe_experts", "moe_router_topk", "moe_ffn", "moe_ffn_hidden_size", "moe_shared_ffn",
     "moe_shared_expert_intermediate_size", "moe_layer_freq", "moe_capacity_factor", "moe_expert_capacity_factor",
-    "moe_flex_dispatcher_backend", "overlap_moe_expert_parallel_comm", "cuda_graph_scope",
+    "moe_token_dispatcher_type", "moe_flex_dispatcher_backend", "overlap_moe_expert_parallel_comm", "cuda_graph_scope",
     "fp8_recipe", "fp8_param_gather",
 })  # fmt: skip
 """Keys of techniques that are modelled as far as these go."""

@@ -12,6 +12,7 @@ from megatron.pipeline.program.lane_order import DEFERRED, DEVICE
 from megatron.pipeline.schedules import PRESETS, Schedule
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.fp8 import FP8_RECIPES
+from megatron.planner.job.software import FLEX
 from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.published.hardware import HardwareRecord
 from megatron.planner.published.model_names import Count
@@ -111,6 +112,7 @@ class SettingsRecord(BaseModel):
     account_for_loss_in_pipeline_split: Boolean = False
     fp8_recipe: Annotated[str | None, BeforeValidator(_known_recipe)] = None
     fp8_param_gather: Boolean | None = None
+    moe_token_dispatcher_type: Literal["alltoall", "flex"] | None = None
     moe_flex_dispatcher_backend: Literal["deepep", "hybridep"] | None = None
     overlap_moe_expert_parallel_comm: Boolean | None = None
     cuda_graph_scope: Annotated[str | None, BeforeValidator(_known_scopes)] = None
@@ -136,6 +138,11 @@ class SettingsRecord(BaseModel):
         return (self.technique or "").split("+")
 
     @property
+    def dispatcher(self) -> str | None:
+        """How copies of tokens get to experts; None: it is not said."""
+        return FLEX if self.moe_flex_dispatcher_backend else self.moe_token_dispatcher_type
+
+    @property
     def records_layers(self) -> bool:
         """CUDA graphs of whole layers, or iterations; those of parts leave most kernels to the host: not counted."""
         return self.cuda_graph_scope in _WHOLE_GRAPHS
@@ -145,6 +152,11 @@ class SettingsRecord(BaseModel):
 
         Megatron-LM takes weights in FP8 alone only where the optimizer is split.
         """
+        if self.moe_token_dispatcher_type not in (None, self.dispatcher):
+            raise ValueError(
+                f"config.moe_token_dispatcher_type is {shown(self.moe_token_dispatcher_type)}, which has no "
+                "moe_flex_dispatcher_backend; leave one out"
+            )
         splits_optimizer = configuration.distributed_optimizer or configuration.sharding is not None
         is_whole = configuration.tensor > 1 and not configuration.sequence_parallel
         if self.tp_comm_overlap is False and self.overlaps_in_pieces:
@@ -161,6 +173,7 @@ class SettingsRecord(BaseModel):
             ("fp8_param_gather", self.is_fp8, "another precision than fp8"),
             ("fp8_param_gather", splits_optimizer, "a whole optimizer on each replica (no zero1, no fsdp)"),
             ("moe_flex_dispatcher_backend", has_experts, "no experts"),
+            ("moe_token_dispatcher_type", has_experts or self.dispatcher != FLEX, "no experts"),
             ("overlap_moe_expert_parallel_comm", has_experts, "no experts"),
         ):
             if getattr(self, name) and not reads:

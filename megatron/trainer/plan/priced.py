@@ -67,6 +67,8 @@ def read_priced(given: argparse.Namespace, flags: Sequence[tuple[Flag, tuple[str
         lone = next((names[name] for name in names if name in _OF_EXPERTS), None)
         if lone is None and (values.get("expert_model_parallel_size") or 1) > 1:
             lone = names["expert_model_parallel_size"]
+        if lone is None and dispatcher != ALL_TO_ALL:
+            lone = f"{names['moe_token_dispatcher_type']} {dispatcher}"
         if lone is not None:
             raise ValueError(f"{lone} is given, and --num-experts is not; give both, or neither")
     return PricedFlags(

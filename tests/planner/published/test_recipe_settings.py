@@ -61,6 +61,11 @@ def test_dispatchers_and_copies_beside_another_microbatch():
     plain, flex = entry(given), entry(given, moe_flex_dispatcher_backend="hybridep")
     beside = entry(given, moe_flex_dispatcher_backend="deepep", overlap_moe_expert_parallel_comm=True)
     assert (plain.software.dispatcher, flex.software.dispatcher) == ("alltoall", FLEX)
+    assert entry(given, moe_token_dispatcher_type="flex").software == flex.software
+    assert entry(given, moe_token_dispatcher_type="alltoall").software == plain.software
+    assert "'alltoall', which has no moe_flex_dispatcher_backend" in reason(
+        given, moe_token_dispatcher_type="alltoall", moe_flex_dispatcher_backend="deepep"
+    )
     times = [predict(each, default_constants()).estimate.seconds for each in (plain, flex, beside)]
     assert times[0] > times[1] > times[2]
     assert "one stage on each rank" in reason(MOE, overlap_moe_expert_parallel_comm=True)
@@ -81,6 +86,8 @@ def test_graphs_of_whole_layers_count(scope, is_counted):
         ({"moe_flex_dispatcher_backend": "deepep"}, "config.moe_flex_dispatcher_backend is 'deepep' with no experts"),
         ({"overlap_moe_expert_parallel_comm": True}, "overlap_moe_expert_parallel_comm is True with no experts"),
         ({"moe_flex_dispatcher_backend": "naive"}, "give one of these"),
+        ({"moe_token_dispatcher_type": "flex"}, "config.moe_token_dispatcher_type is 'flex' with no experts"),
+        ({"moe_token_dispatcher_type": "allgather"}, "should be 'alltoall' or 'flex'; give one of these"),
         ({"cuda_graph_scope": "banana"}, "graphs are of full, full_iteration, attn"),
         ({"cuda_graph_scope": "attn, ful"}, "graphs are of full, full_iteration, attn"),
         ({"tp_comm_overlap": True, "sequence_parallel": False}, "config.tp_comm_overlap asks for products in pieces"),

@@ -86,6 +86,7 @@ def test_context_parallelism():
         ("--context-parallel-size 2 --cp-comm-type a2a", "--cp-comm-type a2a has no price; give p2p or all_gather"),
         ("--num-experts 8 --moe-token-dispatcher-type allgather", "allgather has no price; give alltoall or flex"),
         ("--overlap-moe-expert-parallel-comm", "--overlap-moe-expert-parallel-comm is given, and --num-experts is not"),
+        ("--moe-token-dispatcher-type flex", "--moe-token-dispatcher-type flex is given, and --num-experts is not"),
     ],
 )
 def test_refusals(flags, reason):
