@@ -89,8 +89,9 @@ _NEWER_ATTENTION = {"B200": 0.59, "GB200": 0.59}
 
 
 def _attention_parts(name: str, eighth: float | None) -> dict[str, float]:
-    """FlashAttention-2 reaches 73% of A100's peak forward and 63% backward (Dao 2023), and 35% of H100's (Shah et al.
-    2024). In a step of Llama 3.1 8B FlashAttention-3 does 447 TFLOP/s on H200, FlashAttention-4 834 on B200, not
+    """FlashAttention-2 reaches 73% of A100's peak forward and 63% backward at its best, which would be 0.8 of products;
+    0.7 is taken, since with a mask and shorter sequences it reaches less (Dao 2023). Of H100's peak it has 35% (Shah
+    et al. 2024). In a step of Llama 3.1 8B FlashAttention-3 does 447 TFLOP/s on H200, FlashAttention-4 834 on B200, not
     counting what a backward computes again, which makes 7 of 6 (insights/when-to-upgrade-gpus of the same book).
     """
     if eighth is None:

@@ -23,7 +23,7 @@ from megatron.planner.memory.sizes import alike, resized
 from megatron.planner.time.closed_forms import closed_form_of
 from megatron.planner.time.event_graph import event_graph, has_event_graph
 from megatron.planner.time.stage_times import StageTimes
-from megatron.planner.time.steady import has_cycles, steady_seconds
+from megatron.planner.time.steady import has_cycles, steady_seconds, without_reductions
 
 _MOST_SIMULATED = 60_000  # computations; beyond, an iteration is extrapolated from some that have fewer microbatches
 _MOST_PRICED = 4_000  # the same for a price, of which a search asks hundreds
@@ -92,7 +92,7 @@ def simulated(
     more, span = groups * p + m % p, groups // 2 * p
     if m * schedule.num_stages <= most or m <= more:
         return _time(*_simulate(costs, schedule, m))
-    hidden, shown = _without_reductions(costs), 0.0
+    hidden, shown = without_reductions(costs), 0.0
     if not schedule.weights.drains:
         closed = [_closed(each, configuration, schedule) for each in (costs, hidden)]
         if None in closed:
@@ -132,7 +132,7 @@ def _steady(costs: Costs, schedule: Schedule, m: int, groups: int, run: _Run) ->
 
     Where batches do not drain, they are doubled until they hide their reductions, as longer ones then do.
     """
-    drains, p, hidden = schedule.weights.drains, schedule.num_ranks, _without_reductions(costs)
+    drains, p, hidden = schedule.weights.drains, schedule.num_ranks, without_reductions(costs)
     while sizes := alike(schedule, m, least=groups // 2 * p, step=groups // 4 * p, count=3):
         of_size = [resized(schedule, m, size) for size in sizes]
         longest = run(costs, of_size[2], sizes[2])
@@ -184,7 +184,7 @@ def _hides_reductions(costs: Costs, schedules: Sequence[Schedule], sizes: Sequen
 
     Where the weights predict, they show as much as those of the first: each prediction waits for reductions of its own.
     """
-    hidden = _without_reductions(costs)
+    hidden = without_reductions(costs)
 
     def shown(schedule: Schedule, size: int) -> float:
         return run(costs, schedule, size)[0] - run(hidden, schedule, size)[0]
@@ -192,10 +192,6 @@ def _hides_reductions(costs: Costs, schedules: Sequence[Schedule], sizes: Sequen
     seconds = shown(schedules[-1], sizes[-1])
     expected = shown(schedules[0], sizes[0]) if schedules[0].weights.predicts else 0.0
     return abs(seconds - expected) <= 1e-9 * run(hidden, schedules[-1], sizes[-1])[0]
-
-
-def _without_reductions(costs: Costs) -> Costs:
-    return replace(costs, reduce_grad=0.0, reduce_embed=0.0, reduce_norm=0.0)
 
 
 def _time(seconds: float, busy: float) -> IterationTime:

@@ -86,7 +86,7 @@ def _through_updates(costs: Costs, stages: StageTimes, m: int, rate: float) -> f
     schedule, fewer = stages.schedule, min(m, 2 * stages.schedule.num_stages)
     first = _first_version(schedule)
     graph = event_graph(resized(schedule, m, fewer), (fewer,) * (first + _TURNS + 1 + schedule.weights.delay))
-    still, most = _without_reductions(costs), _own(stages, m)
+    still, most = without_reductions(costs), _own(stages, m)
     for rank in range(schedule.num_ranks):
         events = [graph.own[Kind.STEP, rank, version] for version in range(first, first + _TURNS + 1)]
         for batches, seconds in enumerate(graph.returns(still, events[0], events[1:]), start=1):
@@ -153,7 +153,7 @@ def _rate_with_moves(costs: Costs, schedule: Schedule) -> float:
     p = schedule.num_ranks
     drained = replace(schedule, weights=FLUSH, provisional_microbatches=None, reduce_partial=False)
     graph = event_graph(drained, (_GROUPS * p,))
-    ends = graph.ends(_without_reductions(costs, step=0.0, predict=0.0, hold=0.0))
+    ends = graph.ends(without_reductions(costs, step=0.0, predict=0.0, hold=0.0))
     first, second = (ends[graph.done[groups * p]] for groups in (_GROUPS // 2 - 1, _GROUPS - 2))
     return (second - first) / ((_GROUPS // 2 - 1) * p)
 
@@ -176,10 +176,11 @@ def _moving(costs: Costs, schedule: Schedule, m: int, rate: float) -> float:
     """A batch without reductions. The shorter it is, the smaller is the part of its microbatches that move."""
     fewer = _fewer(schedule, m)
     graph = event_graph(resized(schedule, m, fewer), (fewer,) * _BATCHES)
-    ends = graph.ends(_without_reductions(costs))
+    ends = graph.ends(without_reductions(costs))
     first, second = (ends[graph.done[batches * fewer]] for batches in (_BATCHES // 2 - 1, _BATCHES - 2))
     return (second - first) / (_BATCHES // 2 - 1) + (m - fewer) * rate
 
 
-def _without_reductions(costs: Costs, **changes: float) -> Costs:
+def without_reductions(costs: Costs, **changes: float) -> Costs:
+    """The costs with reductions that take no time, and what else changes."""
     return replace(costs, reduce_grad=0.0, reduce_embed=0.0, reduce_norm=0.0, **changes)
