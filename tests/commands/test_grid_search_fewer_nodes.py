@@ -58,3 +58,9 @@ def test_a_part_of_the_nodes_may_be_faster(run):
 )
 def test_nothing_is_said_otherwise(run, nodes, batch, more):
     assert run(nodes, batch, *more)[1] is None
+
+
+def test_degrees_that_take_all_nodes(run):
+    """Half of them cannot be searched, and so there is nothing to say; what was found is."""
+    whole, said = run(16, 64, "--tensor", 8, "--pipeline", 16, "--num-layers", 16)
+    assert whole["best"] and said is None

@@ -27,9 +27,11 @@ def sentence(outcome: Outcome, cluster: Cluster, best_on: Callable[[Cluster], Ke
         return None
     best, nodes = whole, cluster.nodes
     while isinstance(nodes, int) and nodes % 2 == 0 and _can_gain(best, cluster):
-        found = best_on(
-            make_cluster(cluster.model_dump(exclude_none=True) | {"nodes": nodes // 2}, "half of the nodes")
-        )
+        half = make_cluster(cluster.model_dump(exclude_none=True) | {"nodes": nodes // 2}, "half of the nodes")
+        try:
+            found = best_on(half)
+        except ValueError:  # what is asked for, such as degrees, takes more GPUs
+            found = None
         if found is None or found.sequences_per_second <= best.sequences_per_second:
             break
         best, nodes = found, nodes // 2

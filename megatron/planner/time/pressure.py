@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate.costs import Costs, spread
-from megatron.planner.time.closed_forms import StageTimes, round_trips
+from megatron.planner.time.microbatch_flow import round_trips
+from megatron.planner.time.stage_times import StageTimes
 
 
 def slowed(costs: Costs, stages: Collection[int], efficiency: float) -> Costs:
