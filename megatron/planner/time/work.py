@@ -324,7 +324,7 @@ class LayerWork:
 
     def _backward_exchange(self) -> Work:
         """With split sequences gradients are gathered before products, exposed; then the inputs are gathered again and
-        the gradients scattered, under products."""
+        the gradients scattered, under products. Software that hides neither waits for all, in pieces or not."""
         exposed, beside = self._in_pieces(self._num_sums * self._all_reduce / 2 * self.sequence_parallel)
         hidden = self._num_sums * self._all_reduce + beside
         if not self.software.overlaps_tensor:
