@@ -30,7 +30,7 @@ from megatron.planner.time.moves import hides_moves
 from megatron.planner.time.stage_times import StageTimes
 
 _MOST = 600  # computations of a stage's forwards in the batches that are looked at; longer ones go on at the rate
-_FEW_RANKS = 8  # of which updates are looked at
+_FEW_RANKS = 16  # of which updates are looked at
 _TURNS = 4  # batches, in which a cycle meets an update
 _MOST_RANKS = 32  # for which moves across the borders of batches are looked at
 _GROUPS = 8  # of p microbatches, in which moves come to their rate
