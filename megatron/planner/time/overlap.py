@@ -16,13 +16,14 @@ _OF_REPLICA = 1e6
 """Parameters of a bucket, at least and for each replica (megatron.core 0.16, DistributedDataParallel)."""
 
 
-def num_buckets(num_parameters: int, replicas: int) -> int:
-    """Buckets of a stage on the first rank."""
-    return max(1, int(num_parameters / max(_BUCKET, _OF_REPLICA * replicas)))
+def num_buckets(num_parameters: int, replicas: int) -> float:
+    """Buckets of a stage on the first rank, 1 at least; a fraction is a part of one, so that more parameters never
+    leave less behind the backward."""
+    return max(1.0, num_parameters / max(_BUCKET, _OF_REPLICA * replicas))
 
 
 def reductions_shown(
-    reduce: Sequence[float], backward: Sequence[float], buckets: Sequence[int], ranks: Sequence[int], contention: float
+    reduce: Sequence[float], backward: Sequence[float], buckets: Sequence[float], ranks: Sequence[int], contention: float
 ) -> list[float]:
     """Seconds of each stage's reduction that come behind its last backward, or lengthen it. `ranks`: of the stages."""
     return [
@@ -32,7 +33,7 @@ def reductions_shown(
 
 
 def gathers_shown(
-    gather: Sequence[float], forward: Sequence[float], buckets: Sequence[int], ranks: Sequence[int], contention: float
+    gather: Sequence[float], forward: Sequence[float], buckets: Sequence[float], ranks: Sequence[int], contention: float
 ) -> list[float]:
     """Seconds of each stage's gather that come before its first forward, or lengthen it."""
     before = accumulate(forward, initial=0.0)

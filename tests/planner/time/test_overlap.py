@@ -22,6 +22,15 @@ def test_buckets_are_megatron_cores():
     assert num_buckets(1_000_000, 8) == 1
 
 
+def test_more_parameters_never_show_less():
+    """Reductions as long as parameters are many, beside the same backward: no step where another bucket begins."""
+    counts = range(39_000_000, 400_000_000, 1_000_000)
+    buckets = [num_buckets(count, 8) for count in counts]
+    seconds, beside = [count / 1e8 for count in counts], [10.0] * len(counts)
+    shown = reductions_shown(seconds, beside, buckets, [0] * len(counts), 0.25)
+    assert shown == sorted(shown) and shown[0] < shown[-1]
+
+
 def test_the_first_rank_shows_a_bucket_or_what_is_longer():
     """The last bucket comes behind the backward; a reduction that is longer than it shows the rest; the others' lies in
     the program, behind their backwards."""
