@@ -297,8 +297,9 @@ class Activations:
             shared += 2 * setting.input_bytes * h
         keeps_scores = setting.saves_scores and CORE_ATTENTION not in recomputed
         split = e * self._attention_width(keeps_scores=keeps_scores)
-        if setting.fp8:  # the output projection's input is a copy; the result itself is kept by flash attention alone
-            split += (setting.input_bytes - e * setting.saves_scores) * shape.query_width
+        if setting.fp8:  # the output projection's input is a copy; flash attention keeps its result, if not recomputed
+            keeps_result = not setting.saves_scores and CORE_ATTENTION not in recomputed
+            split += (setting.input_bytes - e * (not keeps_result)) * shape.query_width
         if shape.qk_norm:
             split += e * (shape.query_width + shape.key_width)
         if keeps_scores:

@@ -23,7 +23,11 @@ def num_buckets(num_parameters: int, replicas: int) -> float:
 
 
 def reductions_shown(
-    reduce: Sequence[float], backward: Sequence[float], buckets: Sequence[float], ranks: Sequence[int], contention: float
+    reduce: Sequence[float],
+    backward: Sequence[float],
+    buckets: Sequence[float],
+    ranks: Sequence[int],
+    contention: float,
 ) -> list[float]:
     """Seconds of each stage's reduction that come behind its last backward, or lengthen it. `ranks`: of the stages."""
     return [

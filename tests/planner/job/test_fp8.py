@@ -99,6 +99,7 @@ def test_weights_are_cast_once_a_batch():
         (False, RecomputeScope.NONE, 2 + 4 - 1),  # norms' results, that of GELU; the attention's result twice
         (True, RecomputeScope.NONE, 2 + 4 + 1),
         (True, RecomputeScope.ATTENTION, 2 + 4 + 1),
+        (False, RecomputeScope.ATTENTION, 2 + 4 + 1),
         (False, RecomputeScope.LAYER, 0),
     ],
 )
