@@ -14,7 +14,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, Field, ValidationError
 
-from megatron.documents.faults import Boolean, Name, place, sentence, shown
+from megatron.documents.faults import Boolean, Name, place, refuse_unknown_keys, sentence, shown
 from megatron.documents.reading import read_document
 from megatron.planner.job.cluster import Cluster
 from megatron.planner.job.configuration import Configuration
@@ -22,7 +22,7 @@ from megatron.planner.job.fp8 import refuse_recipe
 from megatron.planner.job.shares import refuse_shares
 from megatron.planner.job.software import Software
 from megatron.planner.memory.architecture import Architecture
-from megatron.planner.published.entry_keys import keys_of, refuse_unknown, unknown_measurements
+from megatron.planner.published.entry_keys import REMARKS, keys_of, refuse_unknown, unknown_measurements
 from megatron.planner.published.hardware import HardwareRecord
 from megatron.planner.published.measured_times import TIMES, MeasuredRun, is_measured
 from megatron.planner.published.model_names import ModelRecord
@@ -210,11 +210,19 @@ _KEYS = keys_of(_EntryRecord)
 
 
 def load_entries(path: str | Path) -> list[Entry | Unpredictable]:
-    """The entries of a file, in its order. Raises ValueError where it is none of this form, or two have one id."""
+    """The entries of a file, in its order.
+
+    Raises ValueError where it is none of this form, has a key beside them that is no remark, or two have one id.
+    """
     document = read_document(path)
     entries = document.get("entries") if isinstance(document, dict) else document
     if not isinstance(entries, list):
         raise ValueError(f"{path} has no list of entries; give measurements in the form of docs/planner.md")
+    if isinstance(document, dict):
+        try:
+            refuse_unknown_keys(document, {"entries", *REMARKS})
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
     found = [read_entry(entry, f"entry {number}") for number, entry in enumerate(entries, start=1)]
     names: set[str] = set()
     for each in found:

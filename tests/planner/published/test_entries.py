@@ -131,3 +131,6 @@ def test_reads_files_with_a_list_or_entries(tmp_path):
     path.write_text('{"runs": []}')
     with pytest.raises(ValueError, match="no list of entries"):
         load_entries(path)
+    path.write_text('{"entries": [], "config": {"zero1": true}}')  # of no entry, and not to be passed over
+    with pytest.raises(ValueError, match=r"config is {.*}, and there is no such key"):
+        load_entries(path)
