@@ -47,7 +47,7 @@ def priced(costs: Costs, configuration: Configuration, schedule: Schedule) -> It
     """The closed form, or where the schedule has none that holds what its programs take."""
     m = configuration.num_microbatches
     if has_cycles(schedule):
-        return _time(steady_seconds(costs, schedule, m), _closed_busy(StageTimes(costs, schedule), m))
+        return _time(steady_seconds(costs, schedule, m), _busy(StageTimes(costs, schedule), m))
     closed = _closed(costs, configuration, schedule)
     if closed is None and has_event_graph(schedule):
         return _extrapolated(costs, schedule, m, _MOST_PRICED, _time_rows)
@@ -67,11 +67,7 @@ def _closed(costs: Costs, configuration: Configuration, schedule: Schedule) -> I
     seconds = form(stages, m)
     if seconds is None:
         return None
-    return _time(seconds, _closed_busy(stages, m))
-
-
-def _closed_busy(stages: StageTimes, m: int) -> float:
-    return m * max(stages.by_rank(stages.work)) + stages.longest_update(m)
+    return _time(seconds, _busy(stages, m))
 
 
 def simulated(
@@ -235,9 +231,9 @@ def _runs(schedule: Schedule, num_microbatches: int) -> tuple[list[tuple[int, ..
 
 
 def _busy(stages: StageTimes, num_microbatches: int) -> float:
-    """Seconds of a batch in which the rank that computes most computes or steps."""
-    by_rank = zip(stages.by_rank(stages.work), stages.by_rank(stages.step), strict=True)
-    return max(num_microbatches * work + step for work, step in by_rank)
+    """Seconds of a batch in which the rank that computes most computes, predicts or steps."""
+    by_rank = zip(stages.by_rank(stages.work), stages.by_rank(stages.updates(num_microbatches)), strict=True)
+    return max(num_microbatches * work + update for work, update in by_rank)
 
 
 _Counts = tuple[Mapping[tuple[Kind, int], float], ...]  # by rank, how often a batch has a computation of a stage

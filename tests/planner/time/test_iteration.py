@@ -162,3 +162,12 @@ def test_no_bubble_is_zero(monkeypatch):
     monkeypatch.setattr(iteration, "_simulate", lambda *arguments: (1.0, 1.0 + 2**-52))
     asked = configuration("flush", 1, 7)
     assert simulated(Costs(), asked, asked.pipeline_schedule(tied_embeddings=False)).bubble == 0
+
+
+@pytest.mark.parametrize("schedule", ["flush", "2bw", "gpipe"])
+def test_bubble_is_of_one_rank(schedule):
+    """Of the one that computes most with its update, also where another one has the longest update."""
+    costs, asked = Costs(forward=[1.0, 3.0], backward=[2.0, 4.0], step=[9.0, 1.0]), configuration(schedule, 2, 4)
+    of_asked = costs, asked, asked.pipeline_schedule(tied_embeddings=False)
+    for each in (priced(*of_asked), simulated(*of_asked)):
+        assert each.busy == pytest.approx(4 * 7 + 1)
