@@ -3,9 +3,9 @@
 Where a run and n others of its kind are in no particular order, the ratio of measured to predicted time of that run is
 equally likely to stand at any of n + 1 places among the others'. So it lies between the k-th smallest and the k-th
 largest of them, k = floor(0.1 (n + 1)), with a probability of 80% at least (split conformal prediction). That takes 9
-others. Fewer are joined by those of wider groups: of other schedules on such GPUs, then on other GPUs, then with or
-without a network between nodes; then by those that differ in what goes on beside the rest (`BESIDE`). What was never
-compared at all gets no interval from others.
+others. The prediction itself is always inside, which makes it no less likely. Fewer are joined by those of wider
+groups: of other schedules on such GPUs, then on other GPUs, then with or without a network between nodes; then by those
+that differ in what goes on beside the rest (`BESIDE`). What was never compared at all gets no interval from others.
 """
 
 import math
@@ -27,7 +27,7 @@ class Interval:
     """Measured over predicted times between which `LEVEL` of the runs are.
 
     Attributes:
-        low, high: these ratios.
+        low, high: these ratios, of which the one is not above 1 and the other not below.
         num_runs: that it is from.
         group: what these have in common, in words.
     """
@@ -59,7 +59,7 @@ def interval_of(kind: Kind, runs: Sequence[Residual]) -> Interval | NotValidated
         alike = [run for run in runs if has(run.kind)]
         if len(alike) >= FEWEST:
             low, high = quantiles([run.ratio for run in alike])
-            return Interval(low=low, high=high, num_runs=len(alike), group=group)
+            return Interval(low=min(low, 1.0), high=max(high, 1.0), num_runs=len(alike), group=group)
     ratios = [run.ratio for run in alike]
     range_of = f", which took {min(ratios):.2f} to {max(ratios):.2f} of the predicted times" if ratios else ""
     return NotValidated(

@@ -158,7 +158,7 @@ class _EntryRecord(BaseModel):
             refuse_recipe(self.config.fp8_recipe, gpu)
             if software in SIXTEEN_BITS_ONLY:
                 raise ValueError(
-                    "config.precision is 'fp8', and the software that is named multiplies in 16 bits; give bf16, or "
+                    "config.precision is 'fp8', and the software of this run multiplies in 16 bits; give bf16, or "
                     "Megatron-Core as config.framework"
                 )
             software = replace(software, fp8=True)

@@ -93,7 +93,10 @@ def _compared(found: WithoutPipeline, outcome: Outcome) -> str:
     best: Kept = max(outcome.kept, key=lambda each: each.sequences_per_second)
     ratio = found.sequences_per_second / best.sequences_per_second
     name = "best" if best is outcome.best else "fastest"
-    text = f"{100 * abs(ratio - 1):.1f}% {'faster' if ratio > 1 else 'slower'} than the {name} here"
+    part = f"{100 * abs(ratio - 1):.1f}%"
+    text = f"{part} {'faster' if ratio > 1 else 'slower'} than the {name} here"
+    if part == "0.0%":
+        text = f"as fast as the {name} here"
     if -MARGIN_OF_WHOLE <= ratio - 1 <= MARGIN_OF_SPLIT:
         return f"{text}, which is less than such predictions may be off (docs/planner.md)"
     if best.choice.pipeline == 1:

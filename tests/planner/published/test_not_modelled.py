@@ -64,7 +64,7 @@ def test_a_degree_of_one_is_off_and_true_is_none(key):
         ({"config": {"precision": "nvfp4"}}, "config.precision is 'nvfp4': products in FP4"),
         ({"config": {"precision": "mxfp8"}}, "config.precision is 'mxfp8': products in FP8 are modelled as"),
         ({"config": {"precision": "fp8", "fp8_recipe": "blockwise"}}, "with a scale for each tensor, and no other way"),
-        ({"config": {"technique": "compile+fp8"}}, "and the software that is named multiplies in 16"),
+        ({"config": {"technique": "compile+fp8"}}, "and the software of this run multiplies in 16"),
         ({"config": {"technique": "mxfp8"}}, "config.technique is 'mxfp8': products in FP8 are modelled"),
         ({"config": {"technique": "userbuffers"}}, "collectives in pieces are modelled as one switch"),
         ({"config": {"technique": "zigzag"}}, "config.technique is 'zigzag', which is no technique that is known"),
