@@ -2,6 +2,10 @@
 
 import pytest
 
+from megatron import backend
+
+backend.install()  # before anything imports megatron.core
+
 from megatron.trainer.arguments.rules.run import behind_frozen
 from megatron.trainer.plan.arrangement import Arrangement, arrange
 from tests.trainer.arguments.command_line import arguments
