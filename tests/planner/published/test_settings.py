@@ -111,7 +111,7 @@ def test_fp8(word):
 @pytest.mark.parametrize(
     ("parts", "reason"),
     [
-        ({"hardware": {"software": "Megatron-LM v3"}}, "config.precision is 'fp8', and the software that is named"),
+        ({"hardware": {"software": "Megatron-LM v3"}}, "config.precision is 'fp8', and the software of this run"),
         ({"hardware": HOPPER["hardware"] | {"gpu": "A100-80"}}, "A100-80 has no units for FP8; give a GPU that has"),
         (HOPPER | {"model": {"hidden": 9984, "heads": 104, "ffn": 39944}}, "feed-forward layer are 39944, and"),
     ],

@@ -112,7 +112,8 @@ def test_what_is_kept_between_halves_is_a_counter():
     counters = [event for event in trace.chrome_trace([rank])["traceEvents"] if event["ph"] == "C"]
     assert [event["args"]["bytes"] for event in counters] == [100, 300, 0]
     assert {(event["name"], event["pid"]) for event in counters} == {("bytes between I and W", 3)}
-    assert 0 <= counters[0]["ts"] <= counters[-1]["ts"] < 1e6
+    # Spans and counters are moved to the time of day apart, which a float has to a quarter of a microsecond.
+    assert -1 < counters[0]["ts"] <= counters[-1]["ts"] < 1e6
 
 
 def test_only_the_last_batches_are_kept():
