@@ -39,19 +39,17 @@ def refuse_fp8(gpu: str, device: Device, model: Architecture, configuration: Con
     t = configuration.tensor
     tokens = configuration.micro_batch_size * (model.sequence_length // configuration.context)
     wide = model.ffn_hidden_size * (2 if model.gated else 1)
-    experts, etp = model.experts, configuration.expert_degrees.tensor
-    of_expert = (experts.ffn_hidden_size // etp, _WIDTH, "columns of a rank's part of an expert") if experts else None
-    for size, divisor, what in filter(
-        None,
-        (
-            (model.hidden_size, _WIDTH, "columns of the residual stream"),
-            (model.query_width // t, _WIDTH, "columns of a rank's queries"),
-            (model.key_width // t, _WIDTH, "columns of a rank's keys"),
-            (wide // t, _WIDTH, "columns of a rank's feed-forward layer"),
-            (tokens, _TOKENS, "tokens of a microbatch"),
-            of_expert,
-        ),
-    ):
+    sizes = [
+        (model.hidden_size, _WIDTH, "columns of the residual stream"),
+        (model.query_width // t, _WIDTH, "columns of a rank's queries"),
+        (model.key_width // t, _WIDTH, "columns of a rank's keys"),
+        (wide // t, _WIDTH, "columns of a rank's feed-forward layer"),
+        (tokens, _TOKENS, "tokens of a microbatch"),
+    ]
+    if model.experts:
+        columns = model.experts.ffn_hidden_size // configuration.expert_degrees.tensor
+        sizes.append((columns, _WIDTH, "columns of a rank's part of an expert"))
+    for size, divisor, what in sizes:
         if size % divisor:
             raise ValueError(
                 f"{what} are {size}, and products in FP8 take multiples of {divisor}; give another precision"

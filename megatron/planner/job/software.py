@@ -158,9 +158,8 @@ PIPEDREAM_2BW = Software(
 
 TORCHTITAN = Software(
     flash_attention=True, flash_attention_2=True, fuses_softmax=False, fuses_gradient_accumulation=False,
-    overlaps_tensor=False,
-    fuses_elementwise=False, keeps_every_other_product=True, fuses_loss=False, operands_wait=False,
-    sharding=FSDP2,
+    overlaps_tensor=False, fuses_elementwise=False, keeps_every_other_product=True, fuses_loss=False,
+    operands_wait=False, sharding=FSDP2,
 )  # fmt: skip
 """torchtitan of December 2024, eager: its norms and rotary embeddings are PyTorch's operators (norms.py, model.py), its
 gradients are reduced in FP32 (`mixed_precision_reduce`), and its functional collectives are waited for on the stream

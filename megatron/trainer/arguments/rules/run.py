@@ -94,7 +94,7 @@ def _batch_size_steps(args: argparse.Namespace) -> tuple[tuple[int, int], ...]:
 
 @lru_cache(maxsize=64)
 def _returns_to_batches(schedule: Schedule | ProgramSchedule, num_microbatches: int) -> bool:
-    """Whether a backward of a batch comes after one of a later batch. Of an known order, with as few microbatches
+    """Whether a backward of a batch comes after one of a later batch. Of a known order, with as few microbatches
     as show it, since a search asks of thousands.
     """
     sizes: tuple[int, ...] = ()
