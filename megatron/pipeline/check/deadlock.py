@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from megatron.pipeline.check.balance import moves_of_rank
 from megatron.pipeline.check.compact import AWAITS, KIND_OF_CODE, RECV_F, SEND_B, SEND_F, B, F
 from megatron.pipeline.check.error import ProgramError
+from megatron.pipeline.check.transfers import list_channels
 
 if TYPE_CHECKING:
     from megatron.pipeline.check.progress import Execution
@@ -79,7 +80,9 @@ def _send_waits_for(execution: Execution, rank: int, here: str) -> tuple[str, _N
         each for each in reversed(sorted(execution.receives.items(), key=lambda item: item[1])) if each[1][0] <= awaited
     )
     edge = compact.program.graph.edges[number]
-    place = edge.target * compact.num_microbatches + awaited - begin - bound
+    _, received = list_channels(compact, [len(codes) for codes in compact.codes])
+    microbatch = received[SEND_F, edge.source, edge.target][awaited - begin - bound]
+    place = edge.target * compact.num_microbatches + microbatch
     other = compact.rank_of_stage[edge.target]
     reason = f"{here}, with {bound} sent and unread, for {compact.word(RECV_F, place, edge.source)} of rank {other}"
     return reason, (_ROW, other)

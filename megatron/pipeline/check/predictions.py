@@ -3,15 +3,21 @@
 PREDICT@t takes the step to version t provisionally. A rank has one stage, and on each rank PREDICT@t stands
 
 - after STEP@(t-1), from whose weights it starts, where that is in the program, and after PREDICT@(t-1);
-- behind as many backwards of batch t-1 as it reads at the stage (`Program.num_read`): exactly these, for what is in
-  the buffer is what it reads; or anywhere behind a HOLD@t that stands so;
+- behind the backwards of the microbatches of batch t-1 that it reads, and of no others, for what is in the buffer is
+  what it reads: the batch's first ones, as many as the stage reads (`Program.num_read`), in any order; or anywhere
+  behind a HOLD@t that stands so;
 - before every forward of batch t, and before the chain that leads to version t, which changes the buffer.
 
 Where replicas read what all have done, REDUCE_PARTIAL@t stands behind a HOLD@t and before PREDICT@t. Where two ranks
-tie embeddings, REDUCE_PARTIAL_EMBED@t stands before it on both, behind as many backwards as both ends have
+tie embeddings, REDUCE_PARTIAL_EMBED@t stands before it on both, behind the backwards of those that both ends read
 (`Program.num_read_of_ties`). Each stands once a batch, also for the batch that follows the program: the next program
 begins with that prediction.
+
+So which microbatches a prediction reads follows from the policy and its numbers alone: they are the same at all stages
+that read as many, behind a drain, and in one process.
 """
+
+from itertools import accumulate
 
 from megatron.pipeline.check.compact import (
     FIRST_HOST_WORD,
@@ -94,7 +100,10 @@ class _RankPredictions:
         (self.stage,) = compact.stages_of(rank)
         self.num_predicted = 0
         self.num_stepped = 0
-        self.done = [0] * len(self.program.batches)  # backwards
+        self.firsts = [0, *accumulate(self.program.batches)]  # microbatch of each batch, and one past the last
+        # Backwards of each batch: how many, and one past the last microbatch of them. Each microbatch has one.
+        self.num_done = [0] * len(self.program.batches)
+        self.end_done = self.firsts[:-1]
         self.held = False  # whether gradients are kept for the next prediction
         self.posted: set[int] = set()  # reductions for it
         self.wanted = set(codes_of_predictions(compact, rank)) - {PREDICT}
@@ -110,7 +119,10 @@ class _RankPredictions:
                 if batch > self.num_predicted:
                     reason = f"its batch begins before {self._word(PREDICT, batch)}"
             elif code in (B, W):
-                self.done[batch_of[place % width]] += 1
+                microbatch = place % width
+                batch = batch_of[microbatch]
+                self.num_done[batch] += 1
+                self.end_done[batch] = max(self.end_done[batch], microbatch + 1)
             elif code >= FIRST_PREDICTION:
                 reason = self._prediction(code, version - program.first_batch)
             elif code >= FIRST_UPDATE:
@@ -163,11 +175,16 @@ class _RankPredictions:
         return self.program.first_batch + self.num_predicted
 
     def _unless_done(self, wanted: int) -> str:
-        """What is wrong unless exactly the backwards that are read stand before."""
-        found = self.done[self.num_predicted]
-        if found == wanted:
+        """What is wrong unless the backwards of just as many first microbatches of the batch stand before."""
+        found = self.num_done[self.num_predicted]
+        if found != wanted:
+            return f"it reads {wanted} backwards of batch {self._last_batch}, and {found} stand before it"
+        first, last = self.firsts[self.num_predicted], self.end_done[self.num_predicted] - 1
+        if last < first + wanted:
             return ""
-        return f"it reads {wanted} backwards of batch {self._last_batch}, and {found} stand before it"
+        end, last = (each + self.program.first_microbatch for each in (first + wanted, last))
+        batch = f"batch {self._last_batch}"
+        return f"it reads the backwards of {batch} before microbatch {end}, and that of {last} stands before it"
 
     def _word(self, code: int, index: int) -> str:
         return f"{self.stage}{KIND_OF_CODE[code].value}@{self.program.first_batch + index}"

@@ -59,7 +59,7 @@ class Execution:
     Tensors that computations wait for are numbered: the activations that microbatch i takes over edge e are e * M + i,
     their gradients (E + e) * M + i, where M is the number of microbatches, and E that of edges. Behind them are the
     receives that a SEND of a forward-only stage waits for: for each such edge, of bound u, u that count as posted, and
-    then those of the microbatches.
+    then its receives in their order.
     """
 
     def __init__(self, compact: CompactProgram) -> None:
@@ -80,6 +80,7 @@ class Execution:
         ]
         self.partners = compact.partners if compact.moves else range(num_ranks)
         self._rank_awaiting: dict[int, int] = {}  # tensor -> rank
+        self._bounded: dict[int, int] = {}  # slot of a SEND or RECV over such an edge -> the receive that is its next
         self._waits, self._brings = self._offsets()
         self._runnable: list[int] = []
 
@@ -106,23 +107,19 @@ class Execution:
             if transfer.is_send:
                 tensor = transfer.edge + (len(edges) if transfer.code == SEND_B else 0)
                 add(brings, slot, tensor, transfer.stage)
-            self._bound(transfer, slot, waits, brings)
+            self._bound(transfer, slot)
         return waits, brings
 
-    def _bound(
-        self, transfer: Transfer, slot: int, waits: list[tuple[int, ...]], brings: list[tuple[int, ...]]
-    ) -> None:
-        """What a SEND waits for, and a RECV brings, where the sender is forward-only."""
-        edge, width = self.compact.program.graph.edges[transfer.edge], self.compact.num_microbatches
+    def _bound(self, transfer: Transfer, slot: int) -> None:
+        """Where the sender is forward-only, the SEND waits for a receive, and the RECV is one."""
+        edge = self.compact.program.graph.edges[transfer.edge]
         bound = self.compact.program.graph.most_unread(edge.source)
         if bound is None:
             return
         if transfer.edge not in self.receives:
             self.receives[transfer.edge] = len(self.arrived), bound
-            self.arrived += b"\1" * bound + bytes(width)
-        offset = self.receives[transfer.edge][0] - transfer.stage * width
-        table, offset = (waits, offset) if transfer.is_send else (brings, offset + bound)
-        table[slot] = (*table[slot], offset)
+            self.arrived += b"\1" * bound + bytes(self.compact.num_microbatches)
+        self._bounded[slot] = self.receives[transfer.edge][0] + (0 if transfer.is_send else bound)
 
     def run(self, ends: list[int]) -> None:
         """Execute each row up to position `ends[rank]`, so that no rank goes beyond before all have come there.
@@ -148,7 +145,7 @@ class Execution:
         """Execute a rank's row until it waits or ends."""
         compact, arrived, rank_awaiting, runnable = self.compact, self.arrived, self._rank_awaiting, self._runnable
         codes, places, versions = compact.codes[rank], compact.places[rank], compact.versions[rank]
-        slots, waits, brings = compact.slots[rank], self._waits, self._brings
+        slots, waits, brings, bounded = compact.slots[rank], self._waits, self._brings, self._bounded
         self.awaited_tensor[rank] = NOTHING
         held = self._held[rank]
         for position in range(self.position[rank], self.ends[rank]):
@@ -164,10 +161,15 @@ class Execution:
                 slot = slots[position]
                 for offset in waits[slot]:
                     if not arrived[place + offset]:
-                        self.awaited_tensor[rank] = place + offset
-                        rank_awaiting[place + offset] = rank
-                        self.position[rank] = position
-                        return
+                        return self._await(rank, position, place + offset)
+                if slot in bounded:
+                    receive = bounded[slot]
+                    if compact.transfers[slot].is_send and not arrived[receive]:
+                        return self._await(rank, position, receive)
+                    arrived[receive] = True
+                    bounded[slot] += 1
+                    if receive in rank_awaiting:
+                        runnable.append(rank_awaiting.pop(receive))
                 for offset in brings[slot]:
                     arrived[place + offset] = True
                     if place + offset in rank_awaiting:
@@ -179,6 +181,12 @@ class Execution:
             elif code < FIRST_HOST_WORD:
                 runnable += self.reductions.post(rank, code, versions[position])
         self.position[rank] = self.ends[rank]
+
+    def _await(self, rank: int, position: int, tensor: int) -> None:
+        """The rank waits there for a tensor, or a receive."""
+        self.awaited_tensor[rank] = tensor
+        self._rank_awaiting[tensor] = rank
+        self.position[rank] = position
 
     def _request_move(self, rank: int) -> None:
         """Request a rank's next move; its partner may go on if it waits for that one."""

@@ -6,8 +6,8 @@ Where its version is that of its own batch there is nothing ahead of it, so q is
 STEP@(v+1) are those of batch v, which is proved with the versions; so these gradients are of the batch that the
 forward's version waits for, and fewer than all of it.
 
-How many there are follows from the graph alone, too: at depth k, microbatch i finds those of the batch of microbatch
-i - k that come before that. Several stages count on it (`runtime.shared_parameters`), so it is proved along.
+Which they are follows from the graph alone, too: at depth k, microbatch i finds those of the batch of microbatch i - k
+that come before that, and no others. Several stages count on it (`runtime.shared_parameters`), so it is proved along.
 
 These weights are one more set, which the next such forward of the stage overwrites. So its stage has to recompute.
 """
@@ -41,14 +41,16 @@ def prove_unstepped(compact: CompactProgram, live_versions: Sequence[int]) -> tu
     batch_of = [batch for batch, size in enumerate(program.batches) for _ in range(size)]
     depths = [program.graph.depth(stage) for stage in range(compact.num_stages)]
     done = [0] * compact.num_stages  # backwards since the last STEP
+    end_done = [0] * compact.num_stages  # one past the last microbatch of them; each has one
     stepped_ahead = set()
     for rank, row in enumerate(program.rows):
         for position, (code, place) in enumerate(zip(compact.codes[rank], compact.places[rank], strict=True)):
             stage, index = divmod(place, width)
             if code in (B, W):
                 done[stage] += 1
+                end_done[stage] = max(end_done[stage], index + 1)
             elif code == STEP:
-                done[stage] = 0  # each stage has its own
+                done[stage] = end_done[stage] = 0  # each stage has its own
             if code != F:
                 continue
             forward, reason = row[position], ""
@@ -58,6 +60,12 @@ def prove_unstepped(compact: CompactProgram, live_versions: Sequence[int]) -> tu
                 reason = (
                     f"{wanted} microbatches have gradients here that no STEP has taken, and at depth {depths[stage]} "
                     f"they are {before - firsts[batch_of[before]]}"
+                )
+            elif wanted and end_done[stage] > before:
+                last, end = (program.first_microbatch + each for each in (end_done[stage] - 1, before))
+                reason = (
+                    f"the gradients here that no STEP has taken are to be those of the microbatches before {end}, and "
+                    f"the backward of {last} stands before it"
                 )
             elif forward.unstepped != wanted:
                 reason = (

@@ -22,6 +22,9 @@ A link stands after the batch's last backward at any of the rank's stages (witho
 the links before it in its chain, and after the same link of the batch before; and each stands once. Where each stage
 uses its newest version (`stash`), REDUCE_NORM comes last, for it only reports.
 
+The first backward of a batch, or half of one, stands where fewer batches have begun theirs and wait for their STEP than
+the policy has gradient buffers (`WeightPolicy.max_gradient_buffers`).
+
 So every member of a group posts the group's reductions in order of v: their order agrees. That members of different
 groups do not wait for one another in a circle is proved with the progress.
 """
@@ -40,6 +43,7 @@ from megatron.pipeline.check.compact import (
     B,
     CompactProgram,
     F,
+    I,
     W,
 )
 
@@ -93,6 +97,13 @@ def prove_updates(compact: CompactProgram) -> None:
         ]
         owner_of = {stage: owner for owner in owners for stage in owner.stages}
         for position, (code, place, version) in enumerate(zip(codes, places, versions, strict=True)):
+            if code in (B, I, W):
+                owner, batch = owner_of[place // num_microbatches], batch_of[place % num_microbatches]
+                owner.begun.add(batch)
+                if len(owner.begun) - owner.posted[STEP] > program.weights.max_gradient_buffers:
+                    due = _word(owner.stages[0], STEP, program.first_batch + 1 + owner.posted[STEP])
+                    reason = f"all gradient buffers hold batches before it: no {due} stands before it"
+                    raise compact.error(rank, position, reason)
             if code in ends:
                 owner_of[place // num_microbatches].unfinished[batch_of[place % num_microbatches]] -= 1
             elif FIRST_UPDATE <= code < FIRST_PREDICTION and code not in of_stages:
@@ -128,12 +139,13 @@ def prove_updates(compact: CompactProgram) -> None:
 
 class _Owner:
     """Stages that are updated at once, of them those that take part. `unfinished`: per batch, the backwards still to
-    come; `posted`: per code, how many batches have this link.
+    come; `begun`: batches that have had some; `posted`: per code, how many batches have this link.
     """
 
     def __init__(self, stages: Sequence[int], taking_part: Sequence[int], batches: Sequence[int]) -> None:
         self.stages = stages
         self.unfinished = [size * len(taking_part) for size in batches]
+        self.begun: set[int] = set()
         self.posted = [0] * NUM_CODES
 
 

@@ -1,9 +1,13 @@
 """Programs with one instruction changed, and what their rejection has to say."""
 
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations
+
 import pytest
 
 from megatron.pipeline.check import ProgramError, check
-from megatron.pipeline.program.instruction import Instruction
+from megatron.pipeline.program.instruction import RECEIVES, SENDS, Instruction, Kind, Row
 from megatron.pipeline.program.program import Program
 from tests.pipeline.check.examples import with_row
 
@@ -40,6 +44,50 @@ def replacements(instruction: Instruction) -> list[list[Instruction]]:
             [Instruction(instruction.kind, instruction.stage, instruction.microbatch, version)] for version in versions
         ]
     return changed
+
+
+def with_other_members(program: Program) -> Iterator[tuple[Program, str]]:
+    """As many of everything, of other microbatches: in each batch two that are exchanged in the forwards of one stage,
+    in all that follows there, or everywhere.
+    """
+    for batch in range(program.first_batch, program.first_batch + len(program.batches)):
+        for pair in combinations(program.microbatches_of(batch), 2):
+            what = f"{pair[0]} and {pair[1]} exchanged"
+            yield program.with_rows(tuple(tuple(_exchanged(each, *pair) for each in row) for row in program.rows)), what
+            for stage, rank in enumerate(program.rank_of_stage):
+                for is_forward in (True, False):
+                    row = tuple(
+                        _exchanged(each, *pair)
+                        if each.stage == stage
+                        and each.kind.is_computation
+                        and (each.kind is Kind.FORWARD) == is_forward
+                        else each
+                        for each in program.rows[rank]
+                    )
+                    changed = with_row(program, rank, _in_the_order_of_channels(row))
+                    yield changed, f"{what} in the {'forwards' if is_forward else 'backwards'} of stage {stage}"
+
+
+def _exchanged(each: Instruction, one: int, other: int) -> Instruction:
+    return replace(each, microbatch={one: other, other: one}.get(each.microbatch, each.microbatch))
+
+
+def _in_the_order_of_channels(row: Row) -> list[Instruction]:
+    """The row with all receives first, and each send as soon as may be, in the order that its channel has had."""
+    channels: dict[tuple, list[Instruction]] = {}
+    for each in row:
+        if each.kind in SENDS:
+            channels.setdefault((each.kind, each.stage, each.peer), []).append(each)
+    result, made = [each for each in row if each.kind in RECEIVES], set()
+    for each in row:
+        if each.kind in SENDS | RECEIVES:
+            continue
+        result.append(each)
+        made.add((each.kind.row.makes, each.stage, each.microbatch))
+        for sends in channels.values():
+            while sends and (sends[0].kind.row.sends, sends[0].stage, sends[0].microbatch) in made:
+                result.append(sends.pop(0))
+    return result
 
 
 def accepts(program: Program, bounds: list[int]) -> bool:

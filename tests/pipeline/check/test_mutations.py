@@ -9,7 +9,13 @@ from megatron.pipeline.program.program import Program
 from megatron.pipeline.program.weight_policies import PROVISIONAL
 from megatron.pipeline.schedules import Schedule
 from tests.pipeline.check.examples import broken, cases, saved_bounds, swapped, with_row
-from tests.pipeline.check.mutations import accepts, assert_every_mutation_is_rejected, assert_judged, assert_rejected
+from tests.pipeline.check.mutations import (
+    accepts,
+    assert_every_mutation_is_rejected,
+    assert_judged,
+    assert_rejected,
+    with_other_members,
+)
 from tests.pipeline.check.oracle import verdict
 
 SMALL = {"max_stages": 4, "max_microbatches": 5, "max_batches": 3}
@@ -86,6 +92,18 @@ def test_every_adjacent_swap_is_judged_as_the_oracle_judges_it(name: str):
                 wrong,
             )
             verdicts.append(not wrong)
+    assert any(verdicts) and not all(verdicts)
+
+
+@pytest.mark.parametrize("name", ["flush", "2bw-zb-h1", "zbv", *PREDICTIONS])
+def test_other_members_are_judged_as_the_oracle_judges_them(name: str):
+    """As many forwards, backwards and transfers before everything that counts them, and of other microbatches."""
+    program, verdicts = full_program(name), []
+    bounds = saved_bounds(full_schedule(name), program.batches)
+    for mutant, what in with_other_members(program):
+        wrong = verdict(mutant, bounds)
+        assert accepts(mutant, bounds) == (not wrong), f"{what}: {wrong}"
+        verdicts.append(not wrong)
     assert any(verdicts) and not all(verdicts)
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from megatron.pipeline.check import ProgramError, check
 from megatron.pipeline.check.compact import CODE_OF_KIND, KIND_OF_CODE
+from megatron.pipeline.program.edges import Edge
 from megatron.pipeline.program.instruction import Instruction, Kind
 from megatron.pipeline.program.program import Program
 from tests.pipeline.check.examples import with_row, written
@@ -284,3 +285,57 @@ def test_a_kind_without_a_proof_is_no_silent_skip(monkeypatch):
     program = written(FIRST, SECOND)
     error = rejected(with_row(program, 0, [*program.rows[0], Instruction(Kind.RECOMPUTE, 0, 0)]))
     assert "the checker proves nothing about R," in error.reason
+
+
+HELD = (  # two stages, batches of 3, of which a prediction reads one microbatch
+    "0F0@0 0F1@0 {} 0F2@0 0B2@0 0PREDICT@1 0REDUCE_NORM@1 0STEP@1",
+    "1F0@0 1B0@0 {} 1F1@0 1B1@0 1F2@0 1B2@0 1PREDICT@1 1REDUCE_NORM@1 1STEP@1",
+)
+
+
+def test_a_prediction_reads_the_first_microbatches_and_not_as_many_others():
+    """The same at all stages: where one holds the gradients of another microbatch, the stages train on two batches."""
+    fields = {"batches": (3,), "weights": "2bw-provisional", "provisional_microbatches": 1}
+    check(written(HELD[0].format("0B0@0 0HOLD@1 0B1@0"), HELD[1].format("1HOLD@1"), **fields))
+    error = rejected(written(HELD[0].format("0B1@0 0HOLD@1 0B0@0"), HELD[1].format("1HOLD@1"), **fields))
+    assert (error.rank, str(error.instruction)) == (0, "0HOLD@1")
+    assert error.reason == "it reads the backwards of batch 0 before microbatch 1, and that of 1 stands before it"
+    fields["provisional_microbatches"] = 2
+    second = HELD[1].format("").replace("1B1@0", "1B1@0 1HOLD@1")
+    check(written(HELD[0].format("0B1@0 0B0@0 0HOLD@1"), second, **fields))  # in any order
+
+
+def test_no_batch_begins_its_gradients_while_all_buffers_are_taken():
+    """PipeDream's weights have one, so a stage steps before its next backward, where the run drains, too."""
+    first = "0F0@0 0F1@0 0B0@0 {}0REDUCE_NORM@1 0B1@0 {}0STEP@2 0REDUCE_NORM@2"
+    second = "1F0@0 1B0@0 1STEP@1 1REDUCE_NORM@1 1F1@1 1B1@1 1STEP@2 1REDUCE_NORM@2"
+    fields = {"batches": (1, 1), "weights": "stash"}
+    check(written(first.format("0STEP@1 ", ""), second, **fields))
+    error = rejected(written(first.replace("0REDUCE_NORM@1 0B1@0 {}", "0B1@0 {}0REDUCE_NORM@1 ").format("", "0STEP@1 "),
+                             second, **fields))  # fmt: skip
+    assert str(error.instruction) == "0B1@0"
+    assert error.reason == "all gradient buffers hold batches before it: no 0STEP@1 stands before it"
+
+
+@pytest.mark.parametrize(
+    ("order", "last"), [((0, 1, 2, 3, 4), None), ((4, 3, 2, 1, 0), None), ((1, 2, 3, 4, 5, 0), "0SEND_F0>1")]
+)
+def test_a_frozen_stage_counts_what_is_unread_in_the_order_of_its_channel(order: tuple[int, ...], last: str | None):
+    """Four may be unread here, and a fifth where one was read: whichever microbatches they are."""
+
+    def row(text: str) -> str:
+        return " ".join(text.replace("#", str(each)) for each in order)
+
+    program = written(
+        " ".join(map(row, ("0F#", "0SEND_F#>1", "0SEND_F#>2"))),
+        row("1RECV_F# 1F# 1SEND_F# 1RECV_B# 1B#"),
+        row("2RECV_F#<0 2RECV_F#<1 2F# 2B# 2SEND_B#"),
+        batches=(len(order),),
+        edges=(Edge(0, 1, gradient=False), Edge(0, 2, gradient=False), Edge(1, 2)),
+    )
+    if last is None:
+        check(program)
+        return
+    error = rejected(program)
+    assert str(error.instruction) == last
+    assert f"rank 0 waits at {last}, with 4 sent and unread, for 1RECV_F2 of rank 1" in error.reason

@@ -270,6 +270,20 @@ def test_a_forward_that_comes_earlier_finds_less_and_is_rejected():
     assert found == 4 - 2
 
 
+def test_a_provisional_step_of_other_microbatches_is_rejected():
+    """As many, but not the first ones of the batch, which other stages count on."""
+    program = stale(1 + 1, **PROVISIONAL, rank_of_stage=(0, 0)).build((3,) * 2)
+    check(program)
+    exchanged = {1: 2, 2: 1}
+    rows = tuple(
+        tuple(replace(each, microbatch=exchanged.get(each.microbatch, each.microbatch)) for each in row)
+        for row in program.rows
+    )
+    with pytest.raises(ProgramError, match=r"are to be those of the microbatches before 2, and .* of 2 ") as error:
+        check(program.with_rows(rows))
+    assert error.value.instruction.ahead
+
+
 def test_only_a_policy_with_provisional_steps_has_them():
     with pytest.raises(ProgramError, match=r"weights stale-predicted are not stepped provisionally ahead"):
         check(replaced(predicted(), "0F4@1+3", Instruction.parse("0F4@1~1")))

@@ -70,6 +70,12 @@ def test_a_run_that_is_stopped_goes_on_exactly(name, tmp_path):
     assert 2 in evaluated and all(by_one[iteration] == loss for iteration, loss in evaluated.items())
 
 
+def test_stages_that_disagree_in_the_order_of_forwards_read_the_same_samples(tmp_path):
+    """The last stage takes the labels of a microbatch whose tokens the first one took, in whichever order."""
+    rows = "0F0,0F1,1F1,1F0,1B0,1B1,0B0,0B1,0F3,0F2,1F2,1F3,1B2,0B2,1B3,0B3\n"
+    check(1, FOUR, f"--pipeline-program {written(tmp_path, rows)}", exact=True)
+
+
 # name: (number of ranks, text, flags of the single process, flags of the layout)
 CLOSE = {
     "folded": (2, FOLDED, f"{CLIPPED} {TWO_BW}", ""),

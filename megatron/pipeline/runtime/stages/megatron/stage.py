@@ -31,6 +31,7 @@ from megatron.pipeline.runtime.activations.dropout import SeededDropout, Unseede
 from megatron.pipeline.runtime.activations.weight_products import DeferredProducts
 from megatron.pipeline.runtime.contract.stage import EVALUATION_BATCH, Eviction, Microbatch
 from megatron.pipeline.runtime.contract.tensors import TensorSpec
+from megatron.pipeline.runtime.stages.megatron.drawn_data import DrawnData, Recorder
 from megatron.pipeline.runtime.stages.megatron.frozen_update import MegatronFrozenUpdate
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import at_stage
 from megatron.pipeline.runtime.stages.megatron.prefix import without_first_layers
@@ -62,7 +63,7 @@ class _SavedMicrobatch:
         if source is None:
             return None
         self.data = []
-        return _Recorder(source, self.data)
+        return Recorder(source, self.data)
 
     def replay(self) -> Iterator | None:
         """What the recorder remembers."""
@@ -97,7 +98,8 @@ class MegatronStage:
         index, num_stages: place in the pipeline; default: megatron.core's pipeline rank and size.
         seq_length, micro_batch_size: of every microbatch; they give the shape of what travels between stages,
             [sequence, microbatch, hidden] with the sequence divided by the tensor ranks under sequence parallelism.
-        data_iterator: training data, or None where this rank reads none; may be replaced between batches.
+        data_iterator: training data, or None where this rank reads none; may be replaced between batches. It yields
+            microbatches in their order; where a program computes them in another, an item for each.
         evaluation_iterator: the same for `forward_only`.
         recompute: the schedule recomputes: forwards keep their input and data only, no graph.
         seed: the run's seed, for dropout; None: random numbers go on as they come, so no forward is computed twice.
@@ -136,6 +138,7 @@ class MegatronStage:
         self.num_stages = parallel_state.get_pipeline_model_parallel_world_size() if num_stages is None else num_stages
         self.loss_names = loss_names
         self.data_iterator = data_iterator
+        self._drawn = DrawnData()
         self.evaluation_iterator = evaluation_iterator
         self.output_cache: OutputCache | None = None
         """The first stage's, once it is frozen: what has its output for samples that come again."""
@@ -194,14 +197,15 @@ class MegatronStage:
         """Forward of one microbatch. Returns the detached output; None on the last stage, which records its loss."""
         self._set_training(True)
         saved = self._saved[microbatch.index] = _SavedMicrobatch(input)
+        data = self._drawn.of(microbatch.index, self.data_iterator, first=microbatch.index - microbatch.position)
         with self._captured.capture(microbatch.index):
             if self._recompute:
                 with torch.no_grad():
-                    output = self._run(microbatch, saved, saved.recorder(self.data_iterator), record=True)
+                    output = self._run(microbatch, saved, saved.recorder(data), record=True)
                 saved.kept_input = self._captured.keep(microbatch.index, saved.input)
             else:
                 self._require_input_grad(saved)
-                output = saved.output = self._run(microbatch, saved, self.data_iterator, record=True)
+                output = saved.output = self._run(microbatch, saved, data, record=True)
         self._captured.seal(microbatch.index, input=saved.input, output=output)
         return None if self._is_last else output.detach()
 
@@ -367,22 +371,6 @@ class MegatronStage:
         divides the gradients.
         """
         return 1 if self._config.calculate_per_token_loss else microbatch.num_microbatches
-
-
-class _Recorder:
-    """An iterator that remembers what was drawn from it, so that a recomputed forward sees the same data."""
-
-    def __init__(self, source: Iterator | None, drawn: list[Any]) -> None:
-        self._source = source
-        self._drawn = drawn
-
-    def __iter__(self) -> "_Recorder":
-        return self
-
-    def __next__(self) -> Any:
-        item = next(self._source)
-        self._drawn.append(item)
-        return item
 
 
 def _pair(value: Tensor | float) -> Tensor:
