@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from megatron.capture.paths import attribute
+from megatron.pipeline.runtime.contract.tensors import has_gradients
 
 aten = torch.ops.aten
 
@@ -18,8 +19,8 @@ _WITHOUT_GRADIENT = {
 
 
 def differentiable(graph_module: fx.GraphModule) -> frozenset[fx.Node]:
-    """The nodes whose results need a gradient: parameters that are trained, and operators of floating dtype that depend
-    on one, unless gradients are switched off there.
+    """The nodes whose results need a gradient: parameters that are trained, and operators of a floating or complex
+    dtype that depend on one, unless gradients are switched off there.
     """
     found: set[fx.Node] = set()
     for node in graph_module.graph.nodes:
@@ -31,6 +32,6 @@ def differentiable(graph_module: fx.GraphModule) -> frozenset[fx.Node]:
             if node.target in _WITHOUT_GRADIENT or (node.target is _SET_GRAD and not node.args[0]):
                 continue
             values = torch.utils._pytree.tree_leaves(node.meta.get("val"))
-            if any(isinstance(value, torch.Tensor) and value.is_floating_point() for value in values):
+            if any(isinstance(value, torch.Tensor) and has_gradients(value.dtype) for value in values):
                 found.add(node)
     return frozenset(found)

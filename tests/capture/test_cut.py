@@ -190,6 +190,32 @@ def test_a_transposed_tensor_arrives_as_it_was():
     assert torch.equal(loss, whole) and equal(found, gradients(whole, model))
 
 
+class Spectral(nn.Module):
+    """Real, complex and real again."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.filter = nn.Linear(5, 6), nn.Parameter(torch.randn(4, dtype=torch.complex64))
+
+    def forward(self, x):
+        return torch.fft.irfft(torch.fft.rfft(self.first(x)).conj() * self.filter, n=6).square().mean()
+
+
+@pytest.mark.parametrize("border", ["fft_rfft", "conj"])
+def test_gradients_of_complex_tensors_come_back(border):
+    model, batch = Spectral(), {"x": torch.randn(3, 5)}
+    ours = capture(model, batch)
+    blocks = blocks_of(ours)
+    place = next(place for place, block in enumerate(blocks) if border in ours.nodes[block[0]].name)
+    stages = cut(ours, {number: int(at > place) for at, block in enumerate(blocks) for number in block})
+    (edge,) = stages[0].targets[1]
+    assert edge.dtype is torch.complex64 and edge.has_gradient
+    whole = ours.run(batch)[0]
+    loss, found, _ = in_stages(stages, model, batch)
+    assert torch.equal(loss, whole) and equal(found, gradients(whole, model))
+    assert found["first.weight"].abs().max() > 0
+
+
 def test_devices_are_replaced():
     """Tensors that the graph makes are made where the stage is to run."""
     _, ours = captured("t5")

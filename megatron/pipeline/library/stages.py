@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megatron.pipeline.library.batches import MicrobatchData
 from megatron.pipeline.runtime.contract.stage import Microbatch
+from megatron.pipeline.runtime.contract.tensors import has_gradients
 from megatron.pipeline.runtime.stages.module.graph_stage import GraphModuleStage
 
 Loss = Callable[[Any, Any], Tensor]
@@ -90,17 +91,18 @@ class StageModule(nn.Module):
                 f"the module of stage {self._index} returns a {type(output).__name__}; hand on a tensor, or a tuple of "
                 "tensors"
             )
-        if target in self._with_gradients and not any(each.is_floating_point() for each in tensors):
+        if target in self._with_gradients and not any(has_gradients(each.dtype) for each in tensors):
             raise ValueError(
-                f"the module of stage {self._index} hands on no tensor of floating dtype, so no gradient can come "
-                "back; move its last layers to the next stage"
+                f"the module of stage {self._index} hands on no tensor of a floating or complex dtype, so no "
+                "gradient can come back; move its last layers to the next stage"
             )
         return tensors
 
     def _scalar(self, loss: Any) -> Tensor:
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
             found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-            raise ValueError(f"the loss is {found}; return its mean over the microbatch, a scalar tensor")
+            found = f"complex ({loss.dtype})" if isinstance(loss, Tensor) and loss.is_complex() else found
+            raise ValueError(f"the loss is {found}; return its mean over the microbatch, a real scalar tensor")
         return loss.reshape(())
 
     # An evaluation leaves each module in the mode in which it was; `train` would give all of them one.

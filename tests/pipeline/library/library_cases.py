@@ -55,18 +55,45 @@ class Head(nn.Module):
         return self.linear(hidden * (ids > 2).unsqueeze(-1))
 
 
-def build(num_stages: int, *, seed: int = 1, dropout: float = 0.0, plain: bool = False) -> list[nn.Module]:
-    """The stages of a model; `plain`: one tensor between two of them."""
+class Waves(nn.Module):
+    """Real and complex tensors in and out: of the complex ones some are conjugated, or negated, when somebody reads
+    them. A stage in front takes real ones alone, and `is_last` hands on one.
+    """
+
+    def __init__(self, dtype: torch.dtype, *, is_last: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=dtype)
+        self.waves = nn.Linear(WIDTH // 2 + 1, WIDTH // 2 + 1, dtype=dtype.to_complex())
+        self.is_last = is_last
+
+    def forward(self, hidden: Tensor, waves: Tensor | None = None, imaginary: Tensor | None = None) -> Any:
+        waves = torch.fft.rfft(hidden) if waves is None else waves
+        waves = self.waves(waves).conj()
+        if imaginary is not None:
+            hidden = hidden * (1 + imaginary.sum(-1, keepdim=True))
+        if not self.is_last:
+            return self.linear(hidden), waves, waves.imag
+        return self.linear(hidden) + torch.fft.irfft(waves, n=WIDTH)
+
+
+def build(
+    num_stages: int, *, seed: int = 1, dropout: float = 0.0, plain: bool = False, waves: torch.dtype | None = None
+) -> list[nn.Module]:
+    """The stages of a model; `plain`: one tensor between two of them. `waves`: `Waves` of that dtype."""
     torch.manual_seed(seed)
+    if waves is not None:
+        return [Waves(waves, is_last=stage == num_stages - 1) for stage in range(num_stages)]
     if plain:
         return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(dropout)) for _ in range(num_stages)]
     return [Words(), *(Layer(dropout) for _ in range(num_stages - 2)), Head()]
 
 
-def data(batch: int, *, size: int = 8, length: int = 5, plain: bool = False) -> tuple[Tensor, Tensor]:
+def data(
+    batch: int, *, size: int = 8, length: int = 5, plain: bool = False, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(batch)
     if plain:
-        return torch.randn(size, WIDTH, generator=generator), torch.randn(size, WIDTH, generator=generator)
+        return tuple(torch.randn(size, WIDTH, generator=generator, dtype=dtype) for _ in range(2))
     return tuple(torch.randint(WORDS, (size, length), generator=generator) for _ in range(2))
 
 
@@ -106,7 +133,9 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Run:
-    """`sizes`: of each batch. `lengths`: of its sequences. `evaluate`: after which batches. `settings`: of Pipeline."""
+    """`sizes`: of each batch. `lengths`: of its sequences. `evaluate`: after which batches. `settings`: of Pipeline.
+    `waves`: the dtype of stages of `Waves`.
+    """
 
     num_stages: int = 4
     sizes: tuple[int, ...] = (8,) * 6
@@ -118,9 +147,11 @@ class Run:
     scheduled: bool = False
     evaluate: tuple[int, ...] = ()
     recompute: bool = False
+    waves: torch.dtype | None = None
 
     def batch(self, index: int) -> tuple[Tensor, Tensor]:
-        return data(index, size=self.sizes[index], length=self.lengths[index], plain=self.plain)
+        sizes = {"size": self.sizes[index], "length": self.lengths[index]}
+        return data(index, **sizes, plain=self.plain or self.waves is not None, dtype=self.waves or torch.float32)
 
 
 EVALUATED = {"size": 16, "length": 3}
@@ -128,7 +159,7 @@ EVALUATED = {"size": 16, "length": 3}
 
 def single_process(run: Run, *, delay: int) -> Outcome:
     """Batch j's gradients are taken at version max(j - delay, 0) and applied to version j."""
-    modules = build(run.num_stages, plain=run.plain)
+    modules = build(run.num_stages, plain=run.plain, waves=run.waves)
     trained = [each for module in modules for each in module.parameters() if each.requires_grad]
     optimizer = make_optimizer(trained)
     scheduler = make_scheduler(optimizer) if run.scheduled else None
@@ -188,7 +219,7 @@ def values_of(modules: dict[int, nn.Module]) -> dict[str, Tensor]:
 
 def make(run: Run, schedule: Any, *, seed: int = 1, order: Sequence[int] | None = None, **settings: Any) -> Pipeline:
     """A pipeline over all ranks, with stages dealt out in turn unless `order` says the rank of each."""
-    modules = build(run.num_stages, seed=seed, dropout=run.dropout, plain=run.plain)
+    modules = build(run.num_stages, seed=seed, dropout=run.dropout, plain=run.plain, waves=run.waves)
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     size //= settings.get("replicas", 1)
     placed = order or [stage % size for stage in range(run.num_stages)]

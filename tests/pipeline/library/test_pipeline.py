@@ -1,5 +1,7 @@
 """`Pipeline` over plain modules: what it computes is what one process computes, under any schedule."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -62,6 +64,40 @@ def test_it_is_training_in_one_process(way):
     """
     schedule, num_ranks, settings, delay = WAYS[way]
     assert_same(run(num_ranks, settings, schedule), single_process(settings, delay=delay))
+
+
+SINGLE, DOUBLE = Run(num_stages=2, waves=torch.float32), Run(num_stages=2, waves=torch.float64)
+HALVED = "".join(f"0F{i},1F{i},1I{i},0I{i},1W{i},0W{i}," for i in range(4))
+
+
+def test_complex_tensors_travel_with_their_gradients():
+    """Beside real ones, conjugated or negated only when they are read, and of complex parameters: bit-equal."""
+    settings = Run(num_stages=4, waves=torch.float32)
+    assert_same(run(2, settings, "interleaved"), single_process(settings, delay=0))
+
+
+@pytest.mark.parametrize("settings", [SINGLE, DOUBLE, replace(DOUBLE, clip_grad=0.3)])
+@pytest.mark.parametrize(
+    ("schedule", "delay"), [("flush", 0), ("halved", 0), ("recomputed", 0), ("2bw", 1), ("provisional", 0)]
+)
+def test_complex_and_double_parameters_are_trained_as_torch_trains_them(schedule, delay, settings, tmp_path):
+    """Under 2bw, with predictions from whole batches, recomputed and with backwards in halves."""
+    settings = replace(settings, recompute=schedule == "recomputed")
+    if schedule == "provisional":  # a prediction does not know by what the step clips
+        settings = replace(settings, clip_grad=1e9 if settings.clip_grad else 0.0)
+    alone = replace(settings, num_stages=1)
+    found = {
+        "flush": lambda: cases.run(settings, "flush"),
+        "halved": lambda: cases.run(settings, str(written(tmp_path, HALVED))),
+        "recomputed": lambda: cases.run(settings, "flush"),
+        "2bw": lambda: cases.run(alone, "2bw"),
+        "provisional": lambda: cases.run(alone, "2bw", provisional=True),
+    }[schedule]()
+    expected = single_process(alone if schedule in ("2bw", "provisional") else settings, delay=delay)
+    if not settings.clip_grad:
+        assert_same([found], expected)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-13 if settings.waves is torch.float64 else 1e-6)
+    assert found.norms == pytest.approx(expected.norms, rel=1e-13 if settings.waves is torch.float64 else 1e-6)
 
 
 def test_stages_in_a_v():

@@ -117,7 +117,7 @@ class _GradientOf(torch.autograd.Function):
     @staticmethod
     def forward(ctx, parameter: Parameter, factors: list[_Factors]) -> Tensor:
         ctx.factors = factors
-        return parameter.new_empty(())
+        return parameter.new_empty((), dtype=torch.float32)  # real, as where a backward begins has to be
 
     @staticmethod
     def backward(ctx, _: Tensor) -> tuple[Tensor | None, None]:

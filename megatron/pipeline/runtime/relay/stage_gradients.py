@@ -19,6 +19,7 @@ from megatron.pipeline.program.lane_order import GRADIENT_BUFFERS
 from megatron.pipeline.runtime.relay.flat_layout import Flat
 from megatron.pipeline.runtime.relay.host_store import HostStage
 from megatron.pipeline.runtime.relay.node_replicas import NodeReplicas
+from megatron.pipeline.runtime.update.gradient_norm import norm_of
 
 Name = TypeVar("Name")
 
@@ -94,7 +95,7 @@ class StageGradients:
     def norms(self, stage: int) -> dict[str, Tensor]:
         """name -> the norm of the gradient, FP64 scalars on the device: nobody has waited for them."""
         views = self.views(stage)
-        return {name: torch.linalg.vector_norm(view, dtype=torch.float64) for name, view in views.items()}
+        return {name: norm_of(view) for name, view in views.items()}
 
     def store(self, stage: int) -> Callable[[], None]:
         """No backward adds to the gradients any more. Returns what copies them to the host, or this replica's share;

@@ -25,7 +25,7 @@ from megatron.pipeline.program.edges import Edge, StageGraph
 from megatron.pipeline.program.instruction import SENDS, Instruction, Kind
 from megatron.pipeline.program.move_order import Pairs
 from megatron.pipeline.runtime.contract.stage import GraphStage, Stage
-from megatron.pipeline.runtime.contract.tensors import TensorSpec
+from megatron.pipeline.runtime.contract.tensors import TensorSpec, as_memory
 from megatron.pipeline.runtime.transport.links import LINKS, Link, Receive
 from megatron.pipeline.runtime.transport.move_links import MOVE_LINKS, MoveLink
 
@@ -211,7 +211,7 @@ class Channels:
             )
         self.bytes_sent += spec.num_bytes
         try:
-            link.send(tensor if tensor.is_contiguous() else tensor.contiguous(), microbatch)
+            link.send(as_memory(tensor), microbatch)
         except RuntimeError as error:
             raise self._transfer_error((kind, stage, peer), str(Instruction(kind, stage, microbatch, peer=peer)),
                                        error) from error  # fmt: skip

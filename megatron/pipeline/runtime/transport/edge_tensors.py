@@ -18,7 +18,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from megatron.pipeline.runtime.contract.tensors import ALIGNMENT, TensorSpec
+from megatron.pipeline.runtime.contract.tensors import ALIGNMENT, TensorSpec, as_memory, has_gradients
 
 
 class TravellingTensors:
@@ -63,7 +63,7 @@ class EdgeTensors:
     """The tensors of one microbatch on an edge.
 
     Args:
-        specs: of the activations; those of floating dtype have gradients.
+        specs: of the activations; those of a floating or complex dtype have gradients.
         owners: of a shared parameter, the stage that owns it; None of an activation. None: all are activations.
 
     Attributes:
@@ -74,9 +74,7 @@ class EdgeTensors:
         if not specs:
             raise ValueError("an edge carries no tensor; leave it out")
         owners = (None,) * len(specs) if owners is None else owners
-        with_gradients = [
-            (spec, owner) for spec, owner in zip(specs, owners, strict=True) if spec.dtype.is_floating_point
-        ]
+        with_gradients = [(spec, owner) for spec, owner in zip(specs, owners, strict=True) if has_gradients(spec.dtype)]
         self.activations = TravellingTensors(specs, owners)
         self.gradients = TravellingTensors(*zip(*with_gradients, strict=True)) if with_gradients else _NOTHING
 
@@ -98,7 +96,7 @@ def _pack(tensors: Sequence[Tensor], specs: Sequence[TensorSpec]) -> Tensor:
                 f"{spec.dtype}; every microbatch must have the same shapes"
             )
     if len(tensors) == 1:
-        return tensors[0].contiguous()
+        return as_memory(tensors[0])
     starts = _starts(specs)
     packed = torch.empty(starts[-1], dtype=torch.uint8, device=tensors[0].device)
     for tensor, spec, start in zip(tensors, specs, starts, strict=False):

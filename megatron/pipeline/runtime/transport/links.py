@@ -33,7 +33,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 from megatron.backend.communicators import shut_down
 from megatron.backend.streams import streams_of
 from megatron.pipeline.communicators import COMMUNICATOR_CTAS
-from megatron.pipeline.runtime.contract.tensors import TensorSpec, num_holders
+from megatron.pipeline.runtime.contract.tensors import TensorSpec, as_real, num_holders
 
 NUM_TAGS = 4096  # tags tell microbatches apart, so that a mismatch hangs visibly instead of delivering a wrong tensor
 FOREVER = timedelta(days=3650)
@@ -292,11 +292,11 @@ class NcclLink:
     def send(self, tensor: Tensor, tag: int) -> None:
         self.drop_read()
         alias = tensor.detach()
-        self._unread.append((self._group.send([alias], _RECEIVER, 0), alias))
+        self._unread.append((self._group.send([as_real(alias)], _RECEIVER, 0), alias))
 
     def receive(self, spec: TensorSpec, tag: int) -> Receive:
         tensor = self._free_buffer(spec)
-        return _NcclReceive(self._group.recv([tensor], _SENDER, 0), tensor)
+        return _NcclReceive(self._group.recv([as_real(tensor)], _SENDER, 0), tensor)
 
     def _free_buffer(self, spec: TensorSpec) -> Tensor:
         """Memory to receive in, which stays with the link: the allocator would give none of it away again before all

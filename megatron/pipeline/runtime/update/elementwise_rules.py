@@ -146,4 +146,4 @@ def _are_numbers(*values: Any) -> bool:
 
 def _scalar(value: float | Tensor) -> Tensor:
     """The value in a tensor: a number is wrapped anew in each call, which takes about as long as the call itself."""
-    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32)
+    return value.float() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32)

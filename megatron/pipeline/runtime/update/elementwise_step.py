@@ -29,7 +29,7 @@ class Operands:
     """One parameter to step; all tensors have its number of elements.
 
     `parameter`: one of the optimizer's, and `state` what that keeps for it. `gradient`: of any floating dtype; the step
-    is taken with `factor` times it, a number or an FP32 scalar on the device. `target`: receives the stepped values, of
+    is taken with `factor` times it, a number or a scalar on the device. `target`: receives the stepped values, of
     any floating dtype.
     """
 
@@ -116,7 +116,8 @@ def _multiplied(gradients: list[Tensor], factors: list[float | Tensor]) -> list[
     result = list(gradients)
     for factor in {id(factor): factor for factor in factors}.values():
         places = [place for place, each in enumerate(factors) if each is factor]
-        products = torch._foreach_mul([gradients[place] for place in places], factor)
+        scale = factor.float() if isinstance(factor, Tensor) else factor
+        products = torch._foreach_mul([gradients[place] for place in places], scale)
         for place, product in zip(places, products, strict=True):
             result[place] = product
     return result

@@ -8,9 +8,9 @@ Solution: element by element, a gradient is divided by
     1 + |w - w_F| / C
 
 w are the weights that the step changes, w_F those of the forward, predicted or not, and C is a running average of the
-size of that element's steps. So the gap is counted in steps of usual size. A batch of several microbatches has that of
-its first one, whose forward was the furthest behind. A batch whose forward has the weights of its backward is stepped
-as the optimizer steps it, bit for bit.
+size of that element's steps. So the gap is counted in steps of usual size; of complex weights, the real and the
+imaginary parts are elements. A batch of several microbatches has that of its first one, whose forward was the furthest
+behind. A batch whose forward has the weights of its backward is stepped as the optimizer steps it, bit for bit.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from megatron.pipeline.runtime.contract.tensors import as_real
 
 SMOOTHING = 0.99
 """The share of the running average that is kept with each step."""
@@ -49,13 +51,13 @@ class GapAware:
         for parameter, before in self._weights_of_forward.pop(batch, {}).items():
             average = self.optimizer.state.get(parameter, {}).get(_AVERAGE)
             if parameter.grad is not None and average is not None:
-                gap = before.sub_(parameter).abs_().div_(average)
+                gap = as_real(before.sub_(parameter)).abs_().div_(average)
                 gap.masked_fill_(average == 0, 0.0)  # an element that no step has moved
-                parameter.grad.div_(gap.add_(1.0))
+                as_real(parameter.grad).div_(gap.add_(1.0))
         stepped = {each: each.detach().clone() for each in self._parameters() if each.grad is not None}
         self.optimizer.step()
         for parameter, before in stepped.items():
-            size = before.sub_(parameter).abs_()
+            size = as_real(before.sub_(parameter)).abs_()
             state = self.optimizer.state[parameter]  # which the optimizer has filled by now
             if _AVERAGE in state:
                 state[_AVERAGE].lerp_(size, 1.0 - SMOOTHING)

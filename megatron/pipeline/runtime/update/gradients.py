@@ -16,6 +16,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megatron.pipeline.runtime.update.gradient_norm import norm_of
+
 
 class GradientBuffer:
     """One set of gradients: `flat` holds one tensor per dtype, `views` name -> its part in the parameter's shape."""
@@ -46,11 +48,7 @@ class GradientBuffer:
 
     def norm_squared(self, *, leave_out: frozenset[str] = frozenset()) -> Tensor:
         """Sum of squares in float64, a scalar on the device: nobody has waited for it."""
-        norms = [
-            torch.linalg.vector_norm(view, dtype=torch.float64)
-            for name, view in self.views.items()
-            if name not in leave_out
-        ]
+        norms = [norm_of(view) for name, view in self.views.items() if name not in leave_out]
         return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
 
     def scale(self, factor: float) -> None:

@@ -12,12 +12,14 @@ batch is S^2 + N^2. The root of f times it is at most the latter, and equal wher
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
 def prediction_factor(
-    part: float, squares: Tensor, *, last: float, largest: float, num_unread: int = 0, loss_scale: float = 1.0
-) -> Tensor:
+    part: float, squares: Tensor, *, last: float, largest: float, num_unread: int = 0, loss_scale: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:  # fmt: skip
     """The factor that makes a part of a batch's gradients an estimate of all of them, clipped.
 
     Args:
@@ -27,10 +29,11 @@ def prediction_factor(
         largest: norm that gradients are clipped to.
         num_unread: replicas that share the batch, beside the one that reads; 0 where the mean of all is read.
         loss_scale: of the batch.
+        dtype: of the factor.
 
     Returns:
-        A scalar in FP32 on the device of `squares`, for which nobody has waited.
+        A scalar of `dtype` on the device of `squares`, for which nobody has waited.
     """
     part_of_batch = part / (1 + num_unread)
     norm = squares.sqrt() * (part_of_batch**0.5 / (part * loss_scale))
-    return norm.add_(1e-6).reciprocal_().mul_(largest).clamp_(max=last).div_(part * loss_scale).float()
+    return norm.add_(1e-6).reciprocal_().mul_(largest).clamp_(max=last).div_(part * loss_scale).to(dtype)

@@ -41,9 +41,9 @@ class ProvisionalStep:
         """Step from where the optimizer's parameters are.
 
         Args:
-            gradient_of: the gradient of one of them, and a factor on it, a number or an FP32 scalar on the device. The
-                gradient has as many elements and any floating dtype, and is not changed. None: the parameter is not
-                stepped.
+            gradient_of: the gradient of one of them, and a factor on it, a number or a real scalar on the device. The
+                gradient has as many elements and any floating or complex dtype, and is not changed. None: the
+                parameter is not stepped.
             target_of: of a parameter, a tensor of as many elements that receives where the step leads.
             where: of a parameter, a scalar on the device that says whether to step it; None: yes.
         """

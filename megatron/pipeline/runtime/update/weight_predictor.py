@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.pipeline.runtime.contract.tensors import as_real
 from megatron.pipeline.runtime.update.coming_learning_rates import learning_rates_to_come
 
 _Rule = Callable[[Mapping[str, Any], Mapping[str, Any], Tensor], bool]
@@ -99,9 +100,10 @@ def _moments(group: Mapping[str, Any], state: Mapping[str, Any], target: Tensor)
     num_steps = float(state["step"])
     first, second = (1.0 - float(beta) ** num_steps for beta in group["betas"])
     squares = state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]
+    target, mean, squares = as_real(target), as_real(state["exp_avg"]), as_real(squares)  # as torch steps complex ones
     torch.sqrt(squares, out=target)
     target.div_(second**0.5).add_(group["eps"])
-    torch.div(state["exp_avg"], target, out=target)
+    torch.div(mean, target, out=target)
     target.div_(first)
     return True
 

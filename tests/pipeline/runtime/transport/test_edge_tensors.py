@@ -25,6 +25,17 @@ def test_tensors_of_an_edge_are_packed_and_aligned():
         EdgeTensors([])
 
 
+def test_bytes_say_what_a_tensor_is():
+    """torch puts conjugation and negation off: a link that sent the bytes as they are would lose it."""
+    waves = torch.randn(3, dtype=torch.complex64)
+    for tensor in (waves.conj(), waves.conj().imag):
+        edge = EdgeTensors([TensorSpec((3,), tensor.dtype)])
+        for travelling in (edge.activations, edge.gradients):
+            packed = travelling.pack([tensor])
+            assert packed.is_contiguous() and not packed.is_conj() and not packed.is_neg()
+            assert torch.equal(packed, tensor)
+
+
 def test_shared_parameters_may_be_left_out():
     """What is there is packed as if it were all; of nothing there is no transfer."""
     edge = EdgeTensors([TensorSpec((2, 3)), TensorSpec((4,)), TensorSpec((2,), torch.int64)], [1, None, None])

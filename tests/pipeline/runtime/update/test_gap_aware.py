@@ -79,3 +79,16 @@ def test_a_checkpoint_has_the_average(maker):
     assert torch.equal(weights, other) and torch.equal(*shrunk)
     assert (shrunk[0].abs() < third.abs()).all()
     assert len(loaded.param_groups) == 1
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_real_and_imaginary_parts_have_gaps_of_their_own(maker):
+    weights = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    parts = torch.nn.Parameter(torch.view_as_real(weights.detach()).clone())
+    for parameter, as_its in ((weights, torch.view_as_complex), (parts, torch.clone)):
+        optimizer = GapAware(MAKERS[maker]([parameter]))
+        for batch, gradient in enumerate(gradients(6)):
+            optimizer.remember(batch + 1)
+            parameter.grad = as_its(gradient[:4].reshape(2, 2))
+            optimizer.step_of(batch)
+    torch.testing.assert_close(torch.view_as_real(weights.detach()), parts.detach())

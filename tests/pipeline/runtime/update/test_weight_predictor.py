@@ -153,3 +153,20 @@ def test_a_prediction_is_made_once_and_forgotten_with_the_weights():
     versions.restore({2: {name: torch.zeros_like(each) for name, each in named.items()}})
     versions.load_ahead(2, 1)
     torch.testing.assert_close(named["1"].detach(), torch.full((4,), -0.19))
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_complex_parameters_are_predicted_as_their_real_and_imaginary_parts(maker):
+    """As torch steps them."""
+    torch.manual_seed(0)
+    weights = torch.randn(3, dtype=torch.complex64, requires_grad=True)
+    parts = torch.view_as_real(weights.detach()).clone().requires_grad_()
+    found = []
+    for parameter, as_its in ((weights, torch.view_as_complex), (parts, torch.clone)):
+        generator = torch.Generator().manual_seed(1)
+        optimizer = MAKERS[maker]([parameter])
+        for _ in range(3):
+            step(optimizer, None, [as_its(torch.randn(3, 2, generator=generator))])
+        found += predicted([parameter], optimizer, None, 2)
+    assert_close([torch.view_as_real(found[0])], [found[1]])
+    assert (found[1] - parts).abs().max() > 1e-3

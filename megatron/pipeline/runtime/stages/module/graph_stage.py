@@ -19,6 +19,7 @@ from megatron.pipeline.program.weight_policies import Ahead
 from megatron.pipeline.runtime.activations.kept import ActivationStore, RandomState
 from megatron.pipeline.runtime.activations.weight_products import DeferredProducts
 from megatron.pipeline.runtime.contract.stage import Microbatch
+from megatron.pipeline.runtime.contract.tensors import has_gradients
 from megatron.pipeline.runtime.stages.module.split_linears import split_linears
 from megatron.pipeline.runtime.transport.edge_tensors import EdgeTensors
 from megatron.pipeline.runtime.update.ahead_versions import AheadVersions
@@ -206,14 +207,14 @@ class GraphModuleStage:
         """The forward with a graph, from inputs that are leaves of it."""
         saved.inputs = {
             source: tuple(
-                tensor.detach().requires_grad_(source in self._wanted and tensor.is_floating_point())
+                tensor.detach().requires_grad_(source in self._wanted and has_gradients(tensor.dtype))
                 for tensor in tensors
             )
             for source, tensors in saved.inputs.items()
         }
         outputs, loss = self._run(microbatch, saved.inputs)
         saved.roots = [
-            (target, [_root(tensor) for tensor in outputs[target] if tensor.is_floating_point()])
+            (target, [_root(tensor) for tensor in outputs[target] if has_gradients(tensor.dtype)])
             for target in self._with_gradients
         ]
         saved.loss = None if loss is None else loss / microbatch.num_microbatches
@@ -236,6 +237,6 @@ def _root(tensor: Tensor) -> object | None:
 
 
 def _gradients(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The gradients of the tensors of floating dtype; zeros where nothing came back."""
-    floating = (tensor for tensor in tensors if tensor.is_floating_point())
-    return tuple(torch.zeros_like(each) if each.grad is None else each.grad for each in floating)
+    """The gradients of the tensors that can have one; zeros where nothing came back."""
+    wanted = (tensor for tensor in tensors if has_gradients(tensor.dtype))
+    return tuple(torch.zeros_like(each) if each.grad is None else each.grad for each in wanted)

@@ -28,6 +28,7 @@ from megatron.pipeline.runtime.relay.norms_on_host import NormsOnHost
 from megatron.pipeline.runtime.relay.resident_weights import ResidentWeights
 from megatron.pipeline.runtime.relay.stage_gradients import StageGradients, copied_back
 from megatron.pipeline.runtime.stages.module.reduction import ModuleReduction, TiedParameter, clip_factor
+from megatron.pipeline.runtime.update.gradient_norm import norm_of
 
 
 @dataclass
@@ -131,7 +132,7 @@ class ModuleRelayUpdate:
         back = copied_back(on_host, self._tied_replicas, device=self._reduction.device)
         self._reduction.add_copies(back)  # on the device, which groups join
         for name, each in back.items():
-            self._norms.note(version, {name: torch.linalg.vector_norm(each, dtype=torch.float64)})
+            self._norms.note(version, {name: norm_of(each)})
             place = places[name]
             place.own(name, place.gradients[name]).copy_(place.own(name, each))
 

@@ -44,7 +44,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, output_grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         input, weight = ctx.saved_tensors
         needs_input, _, needs_bias = ctx.needs_input_grad
-        input_grad = output_grad @ weight if needs_input else None
+        input_grad = output_grad @ weight.conj() if needs_input else None
         bias_grad = output_grad.sum(0) if needs_bias else None
         products = collecting()
         if products is None:
@@ -54,4 +54,4 @@ class _Linear(torch.autograd.Function):
 
 
 def _product(input: Tensor, output_grad: Tensor) -> Tensor:
-    return output_grad.t() @ input
+    return output_grad.t() @ input.conj()

@@ -285,7 +285,9 @@ class ModuleUpdate:
             return last / part
         group = None if self._reduces_partial else self._reduction.data_parallel_group
         num_unread = 0 if group is None else torch.distributed.get_world_size(group) - 1
-        return prediction_factor(part, squares, last=last, largest=self._clip_grad, num_unread=num_unread)
+        return prediction_factor(
+            part, squares, last=last, largest=self._clip_grad, num_unread=num_unread, dtype=torch.float64
+        )
 
     def _norm_squared(self, buffer: GradientBuffer) -> Tensor:
         return buffer.norm_squared(leave_out=self._reduction.uncounted)
