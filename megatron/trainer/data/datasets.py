@@ -12,17 +12,35 @@ from collections.abc import Callable
 import torch
 
 from megatron.core import parallel_state
+from megatron.core.datasets import gpt_dataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.indexed_dataset import IndexedDataset, get_bin_path
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from megatron.trainer.data.microbatches import gpt_fields
 from megatron.trainer.files.directories import problem_with_directory
-from megatron.trainer.files.indexed_files import Contents, check_indexed_dataset
+from megatron.trainer.files.indexed_files import BinReader, Contents, check_indexed_dataset, damaged_index_cache
 from megatron.trainer.ranks.agreement import on_rank_zero
 
 Blend = tuple[list[str], list[float] | None]
 SPLITS = ("training", "validation", "test")
+
+
+class TokenFiles(IndexedDataset):
+    """megatron.core's, read so that a .bin that is cut short meanwhile is named (`BinReader`)."""
+
+    def initialize(self, path_prefix: str, multimodal: bool, mmap: bool, *options: object) -> None:
+        super().initialize(path_prefix, multimodal, False, *options)
+        self.bin_reader = BinReader(get_bin_path(path_prefix))
+
+
+class GPTDataset(gpt_dataset.GPTDataset):
+    """megatron.core's, over `TokenFiles`. The same name, since those of kept sample indices have it."""
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> IndexedDataset:
+        return TokenFiles(dataset_path)
 
 
 def parse_blend(words: list[str] | None) -> Blend | None:
@@ -80,7 +98,7 @@ def num_samples(args: argparse.Namespace) -> list[int]:
 def build_datasets(args: argparse.Namespace, tokenizer: MegatronTokenizerBase) -> list:
     """A GPT's three datasets; see `build_blended`."""
     if args.mock_data:
-        logging.getLogger(GPTDataset.__module__).setLevel(logging.ERROR)  # it warns that mock indices are not cached
+        logging.getLogger(gpt_dataset.__name__).setLevel(logging.ERROR)  # it warns that mock indices are not cached
     return build_blended(
         args,
         MockGPTDataset if args.mock_data else GPTDataset,
@@ -134,7 +152,6 @@ def build_blended(
         split=None if per_split else args.split,
         num_dataset_builder_threads=args.num_dataset_builder_threads,
         path_to_cache=args.data_cache_path,
-        mmap_bin_files=args.mmap_bin_files,
         **options,
     )
     wanted = num_samples(args)
@@ -158,6 +175,9 @@ def build_blended(
             f"{error or type(error).__name__}; give more text or shorten --seq-length"
         ) from error
     except Exception as error:  # megatron.core raises no subclass of it where it cannot write
+        folders = [args.data_cache_path] if args.data_cache_path else [f"{prefix}/cache" for prefix in prefixes]
+        if (problem := damaged_index_cache(folders)) is not None:
+            raise ValueError(problem) from error
         if not isinstance(error.__cause__, OSError):
             raise
         raise ValueError(

@@ -2,7 +2,10 @@
 
 import itertools
 import os
+import re
 import signal
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -82,6 +85,64 @@ def test_sigterm_is_no_business_of_loading_processes(tmp_path):
     """A launcher signals whole process groups: data keep coming, and the processes end with their iterator."""
     flags = f"--data-path {write_dataset(tmp_path / 'text')} --num-workers 2"
     assert workers.run(1, "tests.trainer.data.test_microbatches:loading_processes_case", flags=flags) == [(True, 0)]
+
+
+def cut_case(flags: str, prefix: str) -> list[str]:
+    """What is said where the data are cut short under a run, in loading processes and without, and where sample indices
+    are cut before the next one."""
+    from megatron.core import parallel_state
+    from megatron.trainer.data.bert import BertDataset
+    from megatron.trainer.data.datasets import build_datasets
+    from megatron.trainer.data.microbatches import MicrobatchIterator, gpt_fields
+    from megatron.trainer.data.tokenizer import build_tokenizer
+
+    said, binary = [], Path(f"{prefix}.bin")
+    parallel_state.initialize_model_parallel()
+
+    def note(attempt: Callable[[], object]) -> None:
+        try:
+            attempt()
+        except ValueError as error:
+            said.append(str(error))
+
+    for num_workers in (0, 1):
+        args, whole = arguments(f"{flags} --num-workers {num_workers}", without="--mock-data"), binary.read_bytes()
+        iterator = MicrobatchIterator(
+            args, build_datasets(args, build_tokenizer(args))[0], fields=gpt_fields(args), name="training",
+            consumed_samples=0, vocab_size=101,
+        )  # fmt: skip
+        of_bert = BertDataset.build_low_level_dataset(prefix, None)
+        next(iterator)
+        os.truncate(binary, 10)
+        note(lambda iterator=iterator: [next(iterator) for _ in range(9)])
+        note(lambda of_bert=of_bert: of_bert[30])
+        iterator.close()
+        binary.write_bytes(whole)
+    (indices,) = Path(prefix).rglob("*GPTDataset-train-shuffle_index.npy")
+    os.truncate(indices, indices.stat().st_size - 8)
+    note(lambda: build_datasets(args, build_tokenizer(args)))
+    return said
+
+
+def test_data_that_are_cut_short_under_a_run_are_named(tmp_path):
+    """Not by zeros, what the memory held before, or a bus error: the .bin with both sizes, at the first read that it is
+    too short for; and sample indices that megatron.core kept."""
+    prefix = write_dataset(tmp_path / "text")
+    ((*of_bin, of_cache),) = workers.run(
+        1, "tests.trainer.data.test_microbatches:cut_case", flags=f"--data-path {prefix}", prefix=prefix
+    )
+    assert len(of_bin) == 4
+    for sentence in of_bin:
+        assert re.fullmatch(
+            rf"data file {prefix}\.bin was cut short while the run read it: it has 10 bytes, and \d+ are wanted; run "
+            r"tools/preprocess_data\.py again, and go on from the last checkpoint",
+            sentence,
+        )
+    assert re.fullmatch(
+        r"sample indices .*shuffle_index\.npy are truncated: \d+ of \d+ bytes; remove that file, and they are made "
+        "anew",
+        of_cache,
+    )
 
 
 def test_blend_words():
