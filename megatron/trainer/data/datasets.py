@@ -4,7 +4,6 @@
 """
 
 import argparse
-import json
 import logging
 import os
 from collections.abc import Callable
@@ -18,12 +17,12 @@ from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatr
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset, get_bin_path
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
+from megatron.trainer.arguments.values.blends import blends
 from megatron.trainer.data.microbatches import gpt_fields
 from megatron.trainer.files.directories import problem_with_directory
 from megatron.trainer.files.indexed_files import BinReader, Contents, check_indexed_dataset, damaged_index_cache
 from megatron.trainer.ranks.agreement import on_rank_zero
 
-Blend = tuple[list[str], list[float] | None]
 SPLITS = ("training", "validation", "test")
 
 
@@ -41,51 +40,6 @@ class GPTDataset(gpt_dataset.GPTDataset):
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> IndexedDataset:
         return TokenFiles(dataset_path)
-
-
-def parse_blend(words: list[str] | None) -> Blend | None:
-    """`--data-path`'s value: prefixes, or weights and prefixes in turn. Raises ValueError for a weight that is not
-    one."""
-    if not words:
-        return None
-    weights = []
-    for word in words[0::2]:
-        try:
-            weights.append(float(word))
-        except ValueError:
-            return list(words), None
-    prefixes = words[1::2]
-    if len(words) == 1 or len(prefixes) != len(weights):
-        return list(words), None
-    if min(weights) < 0 or sum(weights) <= 0:
-        raise ValueError(f"--data-path has the weights {' '.join(words[0::2])}; they must not be negative or all 0")
-    return list(prefixes), weights
-
-
-def blends(args: argparse.Namespace) -> tuple[Blend | None, list[Blend | None] | None]:
-    """(one blend that is split, or None; a blend per split, or None). Both None mean mock data."""
-    if args.mock_data:
-        return None, None
-    if args.data_args_path:
-        return parse_blend(_read(args.data_args_path).split()), None
-    if args.per_split_data_args_path:
-        try:
-            per_split = json.loads(_read(args.per_split_data_args_path))
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"--per-split-data-args-path {args.per_split_data_args_path} is not JSON: {error}"
-            ) from error
-        return None, [parse_blend(per_split.get(name)) for name in ("train", "valid", "test")]
-    if args.data_path:
-        return parse_blend(args.data_path), None
-    return None, [parse_blend(paths) for paths in (args.train_data_path, args.valid_data_path, args.test_data_path)]
-
-
-def _read(path: str) -> str:
-    if not os.path.isfile(path):
-        raise ValueError(f"file {path} does not exist")
-    with open(path, encoding="utf-8") as stream:
-        return stream.read()
 
 
 def num_samples(args: argparse.Namespace) -> list[int]:
@@ -172,7 +126,7 @@ def build_blended(
     except (AssertionError, IndexError, ZeroDivisionError) as error:
         raise ValueError(
             f"no samples of {args.seq_length} tokens can be made from {' '.join(prefixes) or 'mock data'}: "
-            f"{error or type(error).__name__}; give more text or shorten --seq-length"
+            f"{str(error) or type(error).__name__}; give more text or shorten --seq-length"
         ) from error
     except Exception as error:  # megatron.core raises no subclass of it where it cannot write
         folders = [args.data_cache_path] if args.data_cache_path else [f"{prefix}/cache" for prefix in prefixes]

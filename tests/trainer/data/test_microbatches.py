@@ -1,6 +1,7 @@
 """Which samples a rank computes on, and that all see the same ones."""
 
 import itertools
+import json
 import os
 import re
 import signal
@@ -16,10 +17,12 @@ from megatron import backend
 
 backend.install()
 
-from megatron.trainer.data.datasets import blends, num_samples, parse_blend
+from megatron.trainer.arguments import parse_args, validate_args
+from megatron.trainer.arguments.values.blends import blends, parse_blend
+from megatron.trainer.data.datasets import num_samples
 from megatron.trainer.data.microbatches import MicrobatchIterator, SequentialSampler, gpt_fields, language_model_loss
 from tests import workers
-from tests.trainer.arguments.command_line import arguments
+from tests.trainer.arguments.command_line import arguments, argv
 from tests.trainer.data.small_data import write_dataset
 
 
@@ -151,8 +154,36 @@ def test_blend_words():
     assert parse_blend(["a", "b"]) == (["a", "b"], None)
     assert parse_blend(["0.3", "a", "0.7", "b"]) == (["a", "b"], [0.3, 0.7])
     assert parse_blend(None) is None
-    with pytest.raises(ValueError, match="must not be negative"):
-        parse_blend(["-1", "a", "1", "b"])
+    assert parse_blend(["0", "a", "1", "b", "0.0", "c"]) == (["b"], [1.0])
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("-1 a 1 b", "a the weight -1, which is negative; give"),
+        ("1 a nan b", "b the weight nan, which is no finite number; give"),
+        ("1 a inf b", "b the weight inf, which is no finite number; give"),
+        ("0 a 0.0 b", "every prefix the weight 0, so there is nothing to read; weigh one above 0"),
+    ],
+)
+@pytest.mark.parametrize("source", ["--data-path", "--data-args-path", "--per-split-data-args-path"])
+def test_weights_that_are_none_are_refused_with_a_reason(tmp_path, source, words, reason):
+    """By the flags alone, wherever the weights stand."""
+    file = tmp_path / "blend"
+    file.write_text(json.dumps({"train": words.split()}) if "split" in source else words)
+    value = words if source == "--data-path" else file
+    with pytest.raises(ValueError, match=rf"^{source}.* gives {reason}"):
+        arguments(f"{source} {value}", without="--mock-data")
+
+
+def test_a_weight_of_zero_leaves_its_data_out(tmp_path):
+    """With a note, and the samples are those of the others alone."""
+    one, other = (write_dataset(tmp_path / name, seed=seed) for seed, name in enumerate("ab"))
+    args = parse_args(argv(f"--data-path 0 {one} 1 {other}", without="--mock-data"))
+    assert validate_args(args, world_size=1) == [f"nothing is read of {one}: --data-path gives the weight 0"]
+    each = (f"0 {one} 1 {other}", f"1 {other}")
+    found, alone = (read(1, f"--num-workers 0 --data-path {blend}")[0] for blend in each)
+    assert all(torch.equal(found[step][key], alone[step][key]) for step in range(3) for key in found[step])
 
 
 def test_sources(tmp_path):

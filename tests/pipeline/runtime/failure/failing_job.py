@@ -1,14 +1,15 @@
 """A training job in which one rank goes wrong: `python failing_job.py MODE RANK` under torchrun or a plain
 launch, or `run` in a forked process.
 
-Modes: `raise` (its forward of microbatch 5 raises), `kill` (it kills itself there), `cut` (it reads a mapped file
-there that is cut short), `hang` (it sleeps there for longer than the transfer timeout of 3 s), `chain` (its third norm
+Modes: `raise` (its forward of microbatch 5 raises), `kill` (it kills itself there), `cut` (it reads a mapped file there
+that is cut short), `hang` (it sleeps there for longer than the transfer timeout of 3 s), `chain` (its third norm
 reduction raises), `none` (all goes well), `input` (all ranks raise the same ValueError before the first batch). Under
 bpipe: `kill-in-move` (it kills itself when its fifth move of saved activations has begun to send or to receive),
-`hang-in-move` (it sleeps before it). Under l2l, two stages a rank: `raise-in-update` and `kill-in-update` (its lane of the host's optimizer, in the third update of its
-higher stage); `kill-in-shared-update` and `hang-in-shared-update` (the ranks are replicas that share one store, and it
-kills itself, or sleeps, there); `kill-in-shared-fetch` and `hang-in-shared-fetch` (they gather what each fetches a
-share of, and it does before its eighth). A rank that goes wrong prints when, in seconds of the machine's steady clock.
+`hang-in-move` (it sleeps before it). Under l2l, two stages a rank: `raise-in-update` and `kill-in-update` (its lane of
+the host's optimizer, in the third update of its higher stage); `kill-in-shared-update` and `hang-in-shared-update` (the
+ranks are replicas that share one store, and it kills itself, or sleeps, there); `kill-in-shared-fetch` and
+`hang-in-shared-fetch` (they gather what each fetches a share of, and it does before its eighth). A rank that goes wrong
+prints when, in seconds of the machine's steady clock.
 """
 
 import os
