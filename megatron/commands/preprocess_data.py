@@ -3,9 +3,9 @@
     python tools/preprocess_data.py --input corpus.jsonl --output-prefix corpus \
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.json --append-eod --workers 4
 
-Each line is a JSON object; each of `--json-keys` becomes `PREFIX_KEY_document.bin` and `.idx`, which `--data-path
-PREFIX_KEY_document` reads. Documents keep the order of the lines, so the files do not depend on the number of
-workers. They appear under their names only when they are complete.
+Each line is a JSON object, and lines without text are left out; each of `--json-keys` becomes `PREFIX_KEY_document.bin`
+and `.idx`, which `--data-path PREFIX_KEY_document` reads. Documents keep the order of the lines, so the files do not
+depend on the number of workers. They appear under their names only when they are complete.
 
 For BERT, `--split-sentences` keeps a document as a list of sentences, in `PREFIX_KEY_sentence`. Where a key holds a
 list of texts, each is a sentence; a text is split by the rules of megatron/trainer/data/sentences.py.
@@ -28,6 +28,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
 from megatron.commands.common import command_line
+from megatron.documents.texts import is_compressed, open_text
 from megatron.trainer.arguments.flags import data as data_flags
 from megatron.trainer.arguments.flags.parser import build_parser, fill_defaults, parse_known, refuse
 from megatron.trainer.arguments.flags.specification import Group, integer, option, refused, switch
@@ -42,7 +43,8 @@ INPUT = Group(
             "--input",
             str,
             None,
-            "File with one JSON object a line; a pattern such as 'part-*.jsonl' names several.",
+            "File with one JSON object a line, plain or compressed (.gz, .bz2, .xz); a pattern such as 'part-*.jsonl' "
+            "names several.",
             metavar="FILE",
         ),
         option("--output-prefix", str, None, "Start of the names of the written files.", metavar="PREFIX"),
@@ -93,7 +95,7 @@ class _Encoder:
         and line."""
         try:
             document = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{where}: not JSON: {error}") from error
         if not isinstance(document, dict):
             raise ValueError(f"{where}: not a JSON object but {type(document).__name__}")
@@ -158,15 +160,12 @@ def _work(items: list[tuple[str, str]]) -> list[tuple[dict[str, list[list[int]]]
 
 
 def lines(paths: list[str]) -> Iterator[tuple[str, str]]:
-    """("file:line", text) of all lines that are not empty, in order."""
+    """("file:line", text) of all lines that are not empty, in order. Raises ValueError for what is no text."""
     for path in paths:
-        with open(path, encoding="utf-8", newline="\n") as stream:
-            try:
-                for number, line in enumerate(stream, start=1):
-                    if line.strip():
-                        yield f"{path}:{number}", line
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{path}: not UTF-8 text: {error}") from error
+        with open_text(path, newline="\n") as stream:
+            for number, line in enumerate(stream, start=1):
+                if line.strip():
+                    yield f"{path}:{number}", line
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -194,7 +193,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 class _Progress:
     """A bar on a terminal, else a line every `log_interval` documents."""
 
-    def __init__(self, total_bytes: int, log_interval: int) -> None:
+    def __init__(self, total_bytes: int | None, log_interval: int) -> None:
         self.start, self.log_interval = time.monotonic(), log_interval
         self.documents = self.bytes = 0
         self.bar = None
@@ -245,7 +244,8 @@ def preprocess(args: argparse.Namespace) -> dict[str, int]:
     finals = final_prefixes(args)
     partials = {key: f"{final}.{os.getpid()}.partial" for key, final in finals.items()}
     counts = {"documents": 0, "tokens": 0}
-    progress = _Progress(sum(map(os.path.getsize, args.paths)), args.log_interval)
+    size = None if any(map(is_compressed, args.paths)) else sum(map(os.path.getsize, args.paths))
+    progress = _Progress(size, args.log_interval)
     try:
         builders = {key: IndexedDatasetBuilder(f"{path}.bin", dtype=dtype) for key, path in partials.items()}
         for result in _encoded(args):

@@ -171,7 +171,7 @@ def add_data(group, *, required: bool) -> None:
     """What is learned from which data."""
     add = both_spellings(group)
     add("--task", choices=TASKS, required=required, help="what is learned")
-    add("--train_file", metavar="FILE", help="JSONL, CSV or parquet")
+    add("--train_file", metavar="FILE", help="JSONL, CSV (also .gz, .bz2, .xz) or parquet")
     add("--validation_file", metavar="FILE", help="the same for evaluations")
     add("--text_column", help="column of the text; none: the first known name that the file has")
     add("--text_pair_column", help="column of a second text")

@@ -1,7 +1,9 @@
 """tools/preprocess_data.py: Megatron's bytes, whatever the number of workers, and nothing half-written."""
 
 import contextlib
+import gzip
 import json
+import lzma
 import signal
 import subprocess
 import sys
@@ -73,18 +75,36 @@ def test_same_bytes_whatever_the_workers(tmp_path):
         ('["1 2"]', "in.jsonl:3: not a JSON object but list"),
         ('{"content": "1 2"}', "in.jsonl:3: no text under the key 'text'"),
         ('{"text": "one two"}', "in.jsonl:3: cannot be tokenized"),
+        ("[" * 10**5, "in.jsonl:3: not JSON: maximum recursion depth"),
+        ("9" * 5000, "in.jsonl:3: not JSON: Exceeds the limit"),
+        ('{"text": "caf\udce9"}', "in.jsonl, line 3 is no UTF-8 text"),
     ],
 )
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_a_bad_line_is_named_and_leaves_nothing(tmp_path, line, message, workers):
     """The error names file and line, and no file is left, finished or partial."""
     path = tmp_path / "in.jsonl"
-    path.write_text('{"text": "1"}\n\n' + line + "\n")
+    path.write_bytes(('{"text": "1"}\n\n' + line + "\n").encode("utf-8", "surrogateescape"))
     argv = ["--input", str(path), "--output-prefix", str(tmp_path / "out"), "--tokenizer-type", "NullTokenizer",
              "--vocab-size", "100", "--workers", workers]  # fmt: skip
     with pytest.raises(ValueError, match=message):
         preprocess_data.preprocess(preprocess_data.parse_args(argv))
     assert [found.name for found in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_compressed_lines_and_a_mark_make_the_same_files(tmp_path):
+    """As dumps of text are published, and as programs of Windows write; blank lines make no document."""
+    plain, lines = convert(tmp_path), (tmp_path / "in.jsonl").read_bytes()
+    (tmp_path / "part-0.jsonl.gz").write_bytes(
+        gzip.compress(b"\xef\xbb\xbf" + lines[: lines.index(b"\n") + 1] + b"  \n")
+    )
+    (tmp_path / "part-1.jsonl.xz").write_bytes(lzma.compress(lines[lines.index(b"\n") + 1 :]))
+    argv = ["--input", str(tmp_path / "part-*"), "--output-prefix", str(tmp_path / "packed"), "--tokenizer-type",
+            "NullTokenizer", "--vocab-size", "100"]  # fmt: skip
+    preprocess_data.preprocess(preprocess_data.parse_args(argv))
+    for suffix in (".bin", ".idx"):
+        packed = tmp_path / f"packed_text_document{suffix}"
+        assert packed.read_bytes() == plain.with_suffix(suffix).read_bytes()
 
 
 def test_several_keys_and_files(tmp_path):

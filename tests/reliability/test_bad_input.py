@@ -129,6 +129,21 @@ def test_token_ids_beyond_the_vocabulary(tmp_path, text):
     outcome.assert_failed_clearly("4000", "vocabulary")
 
 
+@pytest.mark.full  # without a launcher: tests/trainer/data/test_microbatches.py
+def test_data_file_cut_during_a_run(tmp_path, text):
+    """Both ranks read it; the file and its bytes stand last on the screen, in a bus error's place."""
+    _copy_and_damage(text, tmp_path, lambda prefix: None)
+    command = launch.training_command(
+        2, "--train-iters", 10**6, "--metrics-file", "metrics.jsonl", model=[*launch.TINY, *DATA]
+    )
+    with launch.Job(command, directory=tmp_path) as job:
+        launch.wait_for_iteration(job, tmp_path / "metrics.jsonl", 2)
+        (tmp_path / "text.bin").write_bytes(b"")
+        outcome = job.wait()
+    outcome.assert_failed_clearly("text.bin was cut short while the run read it: it has 0 bytes")
+    assert "text.bin was cut short" in outcome.root_cause
+
+
 def _flip(path):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 16

@@ -8,15 +8,14 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from megatron.documents.texts import ending, is_compressed, open_text
+
 Sample = dict[str, object]
 
 _TOO_MANY = object()
 """The key of fields beyond those that the first line names."""
 
 csv.field_size_limit(2**27)
-
-_TEXT = "utf-8-sig"
-"""UTF-8, with or without the mark that Windows programs put first."""
 
 
 def read_samples(path: str, *, limit: int | None = None) -> list[Sample]:
@@ -31,18 +30,18 @@ def read_samples(path: str, *, limit: int | None = None) -> list[Sample]:
     if not file.is_file():
         raise ValueError(f"there is no file {path}; give JSONL, CSV or parquet")
     readers = {".jsonl": _json_lines, ".json": _json, ".csv": _csv, ".parquet": _parquet}
-    reader = readers.get(file.suffix.lower())
-    if reader is None:
-        raise ValueError(f"{path} has an unknown ending; give {', '.join(readers)}")
+    reader = readers.get(ending(file))
+    if reader is None or (reader is _parquet and is_compressed(file)):
+        raise ValueError(
+            f"{path} has an unknown ending; give {', '.join(readers)}, or text with .gz, .bz2 or .xz behind"
+        )
     samples: list[Sample] = []
     try:
         for sample in reader(file):
             samples.append(sample)
             if limit is not None and len(samples) == limit:
                 break
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no UTF-8 text (byte {error.start}); convert it") from error
-    except (OSError, csv.Error, RecursionError) as error:
+    except (OSError, csv.Error) as error:
         raise ValueError(f"{path} cannot be read ({error}); mend it") from error
     if not samples:
         raise ValueError(f"{path} has no samples; give a file that has")
@@ -94,14 +93,15 @@ def texts_of(samples: Sequence[Sample], path: str, name: str) -> list[str]:
 
 
 def _json_lines(file: Path) -> Iterator[Sample]:
-    with file.open(encoding=_TEXT) as lines:
+    with open_text(file) as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 yield _object(_loaded(line, file, f"line {number}"), file, f"line {number}")
 
 
 def _json(file: Path) -> Iterator[Sample]:
-    text = file.read_text(encoding=_TEXT)
+    with open_text(file) as stream:
+        text = stream.read()
     if not text.lstrip().startswith("["):
         yield from _json_lines(file)
         return
@@ -114,6 +114,8 @@ def _loaded(text: str, file: Path, where: str) -> object:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{file}, {where} is no JSON ({error.msg} at character {error.pos}); mend it") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file}, {where} cannot be read ({error}); mend it") from error
 
 
 def _object(value: object, file: Path, where: str) -> Sample:
@@ -124,7 +126,7 @@ def _object(value: object, file: Path, where: str) -> Sample:
 
 def _csv(file: Path) -> Iterator[Sample]:
     """A line may have fewer fields than the first line names: the last ones are not there."""
-    with file.open(encoding=_TEXT, newline="") as stream:
+    with open_text(file, newline="") as stream:
         reader = csv.DictReader(stream, restkey=_TOO_MANY, restval=None)
         names = reader.fieldnames or ()
         if twice := sorted({name for name in names if names.count(name) > 1}):

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
-from megatron.trainer.data.datasets import SPLITS, build_blended
+from megatron.trainer.data.datasets import SPLITS, TokenFiles, build_blended
 from megatron.trainer.data.microbatches import Field
 from megatron.trainer.data.sentences import LONGEST_SENTENCE
 from megatron.trainer.files.indexed_files import document_lengths
@@ -102,6 +102,10 @@ class BertDataset(BERTMaskedWordPieceDataset):
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
         self.token_lookup.sort()
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str, config: BERTMaskedWordPieceDatasetConfig) -> TokenFiles:
+        return TokenFiles(dataset_path)
 
     def __getitem__(self, idx: int) -> dict:
         try:

@@ -4,7 +4,6 @@
 """
 
 import argparse
-import json
 import logging
 import os
 from collections.abc import Callable
@@ -12,62 +11,35 @@ from collections.abc import Callable
 import torch
 
 from megatron.core import parallel_state
+from megatron.core.datasets import gpt_dataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.indexed_dataset import IndexedDataset, get_bin_path
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
+from megatron.trainer.arguments.values.blends import blends
 from megatron.trainer.data.microbatches import gpt_fields
 from megatron.trainer.files.directories import problem_with_directory
-from megatron.trainer.files.indexed_files import Contents, check_indexed_dataset
+from megatron.trainer.files.indexed_files import BinReader, Contents, check_indexed_dataset, damaged_index_cache
 from megatron.trainer.ranks.agreement import on_rank_zero
 
-Blend = tuple[list[str], list[float] | None]
 SPLITS = ("training", "validation", "test")
 
 
-def parse_blend(words: list[str] | None) -> Blend | None:
-    """`--data-path`'s value: prefixes, or weights and prefixes in turn. Raises ValueError for a weight that is not
-    one."""
-    if not words:
-        return None
-    weights = []
-    for word in words[0::2]:
-        try:
-            weights.append(float(word))
-        except ValueError:
-            return list(words), None
-    prefixes = words[1::2]
-    if len(words) == 1 or len(prefixes) != len(weights):
-        return list(words), None
-    if min(weights) < 0 or sum(weights) <= 0:
-        raise ValueError(f"--data-path has the weights {' '.join(words[0::2])}; they must not be negative or all 0")
-    return list(prefixes), weights
+class TokenFiles(IndexedDataset):
+    """megatron.core's, read so that a .bin that is cut short meanwhile is named (`BinReader`)."""
+
+    def initialize(self, path_prefix: str, multimodal: bool, mmap: bool, *options: object) -> None:
+        super().initialize(path_prefix, multimodal, False, *options)
+        self.bin_reader = BinReader(get_bin_path(path_prefix))
 
 
-def blends(args: argparse.Namespace) -> tuple[Blend | None, list[Blend | None] | None]:
-    """(one blend that is split, or None; a blend per split, or None). Both None mean mock data."""
-    if args.mock_data:
-        return None, None
-    if args.data_args_path:
-        return parse_blend(_read(args.data_args_path).split()), None
-    if args.per_split_data_args_path:
-        try:
-            per_split = json.loads(_read(args.per_split_data_args_path))
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"--per-split-data-args-path {args.per_split_data_args_path} is not JSON: {error}"
-            ) from error
-        return None, [parse_blend(per_split.get(name)) for name in ("train", "valid", "test")]
-    if args.data_path:
-        return parse_blend(args.data_path), None
-    return None, [parse_blend(paths) for paths in (args.train_data_path, args.valid_data_path, args.test_data_path)]
+class GPTDataset(gpt_dataset.GPTDataset):
+    """megatron.core's, over `TokenFiles`. The same name, since those of kept sample indices have it."""
 
-
-def _read(path: str) -> str:
-    if not os.path.isfile(path):
-        raise ValueError(f"file {path} does not exist")
-    with open(path, encoding="utf-8") as stream:
-        return stream.read()
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> IndexedDataset:
+        return TokenFiles(dataset_path)
 
 
 def num_samples(args: argparse.Namespace) -> list[int]:
@@ -80,7 +52,7 @@ def num_samples(args: argparse.Namespace) -> list[int]:
 def build_datasets(args: argparse.Namespace, tokenizer: MegatronTokenizerBase) -> list:
     """A GPT's three datasets; see `build_blended`."""
     if args.mock_data:
-        logging.getLogger(GPTDataset.__module__).setLevel(logging.ERROR)  # it warns that mock indices are not cached
+        logging.getLogger(gpt_dataset.__name__).setLevel(logging.ERROR)  # it warns that mock indices are not cached
     return build_blended(
         args,
         MockGPTDataset if args.mock_data else GPTDataset,
@@ -134,7 +106,6 @@ def build_blended(
         split=None if per_split else args.split,
         num_dataset_builder_threads=args.num_dataset_builder_threads,
         path_to_cache=args.data_cache_path,
-        mmap_bin_files=args.mmap_bin_files,
         **options,
     )
     wanted = num_samples(args)
@@ -155,9 +126,12 @@ def build_blended(
     except (AssertionError, IndexError, ZeroDivisionError) as error:
         raise ValueError(
             f"no samples of {args.seq_length} tokens can be made from {' '.join(prefixes) or 'mock data'}: "
-            f"{error or type(error).__name__}; give more text or shorten --seq-length"
+            f"{str(error) or type(error).__name__}; give more text or shorten --seq-length"
         ) from error
     except Exception as error:  # megatron.core raises no subclass of it where it cannot write
+        folders = [args.data_cache_path] if args.data_cache_path else [f"{prefix}/cache" for prefix in prefixes]
+        if (problem := damaged_index_cache(folders)) is not None:
+            raise ValueError(problem) from error
         if not isinstance(error.__cause__, OSError):
             raise
         raise ValueError(

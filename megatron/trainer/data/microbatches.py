@@ -19,6 +19,7 @@ import torch
 
 from megatron import backend
 from megatron.core import parallel_state
+from megatron.pipeline.runtime.failure import bus_error
 
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
@@ -111,7 +112,9 @@ class SequentialSampler:
 
 
 def _start_worker(_: int) -> None:
-    """A loading process leaves SIGINT to its parent, and goes when the parent is gone."""
+    """A loading process leaves SIGINT to its parent, and goes when the parent is gone. Of a bus error torch would say
+    that shared memory is short."""
+    bus_error.name_files()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":  # elsewhere torch's own watch over the parent takes seconds
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -212,6 +215,8 @@ class MicrobatchIterator:
             raise ValueError(
                 f"the {self.name} data ends at sample {self.next_sample}; give more data or shorten the run"
             ) from None
+        except ValueError as error:  # of a loading process torch tells the whole traceback
+            raise ValueError(str(error).strip().rpartition("ValueError: ")[2]) from error
 
     def _check(self, batch: dict[str, torch.Tensor], first: int) -> None:
         for field in self.fields:

@@ -116,7 +116,9 @@ def build_tokenizer(args: argparse.Namespace) -> MegatronTokenizerBase:
     except Exception as error:  # each library has its own errors for a file that is not its own
         kind = args.tokenizer_type
         source = args.tokenizer_model or args.vocab_file
-        raise ValueError(f"--tokenizer-type {kind} cannot read {source}: {error or type(error).__name__}") from error
+        raise ValueError(
+            f"--tokenizer-type {kind} cannot read {source}: {str(error) or type(error).__name__}"
+        ) from error
 
 
 def problem_with_tokenizer(args: argparse.Namespace) -> str | None:

@@ -86,7 +86,7 @@ def _part(file: Path, name: str) -> numpy.ndarray:
             raise
         raise ValueError(f"{file} is no file of numpy arrays (.npz): {error}") from error
     except Exception as error:  # zip files that are damaged or none have many ways to say so
-        raise ValueError(f"{file} is no file of numpy arrays (.npz): {error or type(error).__name__}") from error
+        raise ValueError(f"{file} is no file of numpy arrays (.npz): {str(error) or type(error).__name__}") from error
 
 
 def _pixels(file: Path) -> numpy.ndarray:

@@ -1,13 +1,18 @@
-"""Is a .bin/.idx pair what it says it is? Checked at the start of a run, in constant time per pair.
+"""Is a .bin/.idx pair what it says it is? Checked at the start of a run, in constant time per pair, and at each read.
 
 A truncated or empty file otherwise shows itself hours later, in the middle of an epoch, as a wrong slice or a crash.
+A file that is cut short while a run reads it ends the process by a bus error where it is mapped into memory, and
+megatron.core's other reader returns what the memory held before; `BinReader` names the file.
+
 The layout is that of megatron.core's IndexedDataset: a header (magic, version, dtype code, number of sequences,
 number of document borders), then lengths (int32), byte offsets (int64) and document borders (int64, from 0).
 """
 
+import math
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import numpy
@@ -53,25 +58,21 @@ def check_indexed_dataset(prefix: str) -> Contents:
         if num_sequences == 0:
             raise ValueError(f"data file {index} has no sequences; was the text empty?")
         expected = _HEADER_SIZE + 12 * num_sequences + 8 * num_documents
-        if size < expected:
-            raise ValueError(
-                f"data file {index} is truncated: {size} of {expected} bytes; run tools/preprocess_data.py again"
-            )
+        if size not in (expected, expected + num_sequences):  # some have a mode of each sequence, a byte
+            raise ValueError(_another_size(index, size, expected))
         lengths = _last_two(stream, _HEADER_SIZE, "i", num_sequences)
         offsets = _last_two(stream, _HEADER_SIZE + 4 * num_sequences, "q", num_sequences)
     expected = offsets[-1] + lengths[-1] * _ITEM_SIZES[code]
     size = os.path.getsize(binary)
-    stored = _bytes_a_token(lengths, offsets, size, _ITEM_SIZES[code])
+    stored, is_sure = _bytes_a_token(lengths, offsets, size, _ITEM_SIZES[code])
     if stored is not None and stored != _ITEM_SIZES[code]:
+        or_cut = "" if is_sure else f"is truncated, {size} of {expected} bytes, or "
         raise ValueError(
-            f"data file {binary} holds tokens of {stored} byte{'s' * (stored > 1)}, and {index} says {_NAMES[code]}, "
-            f"of {_ITEM_SIZES[code]}: they do not belong together; run tools/preprocess_data.py again"
+            f"data file {binary} {or_cut}holds tokens of {stored} byte{'s' * (stored > 1)}, and {index} says "
+            f"{_NAMES[code]}, of {_ITEM_SIZES[code]}: they do not belong together; run tools/preprocess_data.py again"
         )
     if size != expected:
-        what = "empty" if size == 0 else "truncated" if size < expected else "longer than its index says"
-        raise ValueError(
-            f"data file {binary} is {what}: {size} of {expected} bytes; run tools/preprocess_data.py again"
-        )
+        raise ValueError(_another_size(binary, size, expected))
     num_tokens = expected // _ITEM_SIZES[code]
     if num_tokens == 0:
         raise ValueError(f"data file {binary} has no tokens; was the text empty?")
@@ -85,17 +86,82 @@ def _last_two(stream: BinaryIO, start: int, kind: str, count: int) -> tuple[int,
     return layout.unpack(stream.read(layout.size))
 
 
-def _bytes_a_token(lengths: tuple[int, ...], offsets: tuple[int, ...], size: int, said: int) -> int | None:
-    """How many bytes a token has, by the offsets, or where these agree with the dtype, by the size of the data.
-    None where that comes out at no number that a token can have: then bytes are missing, or too many."""
+def _another_size(path: str, size: int, expected: int) -> str:
+    what = "empty" if size == 0 else "truncated" if size < expected else "longer than its index says"
+    return f"data file {path} is {what}: {size} of {expected} bytes; run tools/preprocess_data.py again"
+
+
+def _bytes_a_token(lengths: tuple[int, ...], offsets: tuple[int, ...], size: int, said: int) -> tuple[int | None, bool]:
+    """How many bytes a token has, by the offsets, or where these agree with the dtype, by the size of the data; and
+    whether that is sure. None where that comes out at no number that a token can have: then bytes are missing, or too
+    many. An index that agrees with itself, beside too few bytes, says that the data are cut."""
     known = set(_ITEM_SIZES.values())
-    if len(lengths) == 2 and lengths[0] > 0:
+    has_two = len(lengths) == 2 and lengths[0] > 0
+    if has_two:
         by_offsets, rest = divmod(offsets[1] - offsets[0], lengths[0])
         if rest == 0 and by_offsets in known - {said}:
-            return by_offsets
+            return by_offsets, True
     num_tokens = offsets[-1] // said + lengths[-1]
     by_size, rest = divmod(size, num_tokens) if num_tokens > 0 else (0, 0)
-    return by_size if rest == 0 and by_size in known else None
+    is_known = rest == 0 and by_size in known and not (has_two and by_size < said)
+    return (by_size if is_known else None), by_size >= said
+
+
+class BinReader:
+    """What megatron.core's IndexedDataset reads a .bin by: through its open file, which processes may share.
+
+    Raises ValueError for a file that cannot be opened.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        try:
+            self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - as long as the dataset
+        except OSError as error:
+            raise ValueError(f"data file {path} cannot be read: {error.strerror}") from error
+
+    def read(self, dtype: type[numpy.number], count: int, offset: int) -> numpy.ndarray:
+        """`count` numbers from byte `offset` on. Raises ValueError where the file has no so many."""
+        numbers = numpy.empty(count, dtype)
+        left = numbers.view(numpy.uint8)
+        try:
+            while left.size:  # one call reads at most 2 GiB
+                num_read = os.preadv(self._file.fileno(), [left], offset)
+                if num_read == 0:
+                    raise ValueError(
+                        f"data file {self._path} was cut short while the run read it: it has "
+                        f"{os.fstat(self._file.fileno()).st_size} bytes, and {offset + left.size} are wanted; run "
+                        "tools/preprocess_data.py again, and go on from the last checkpoint"
+                    )
+                left, offset = left[num_read:], offset + num_read
+        except OSError as error:
+            raise ValueError(f"data file {self._path} cannot be read: {error.strerror}") from error
+        return numbers
+
+
+def damaged_index_cache(folders: Iterable[str]) -> str | None:
+    """One sentence about a file of sample indices (.npy) in these folders that is shorter than its header says, or has
+    none; None where there is no such file. megatron.core's error names none."""
+    for folder in folders:
+        for path in sorted(Path(folder).rglob("*.npy")):
+            size, expected = path.stat().st_size, _bytes_of_array(path)
+            if expected is None or size < expected:
+                what = "damaged" if expected is None else f"truncated: {size} of {expected} bytes"
+                return f"sample indices {path} are {what}; remove that file, and they are made anew"
+    return None
+
+
+def _bytes_of_array(path: Path) -> int | None:
+    """How long numpy's file has to be, by its header; None where it has none."""
+    layout = numpy.lib.format
+    with open(path, "rb") as stream:
+        try:
+            is_short = layout.read_magic(stream) == (1, 0)
+            header = layout.read_array_header_1_0 if is_short else layout.read_array_header_2_0
+            shape, _, dtype = header(stream)
+        except ValueError:
+            return None
+        return stream.tell() + math.prod(shape) * dtype.itemsize
 
 
 def document_lengths(prefix: str, part: tuple[float, float] = (0.0, 1.0)) -> Iterator[numpy.ndarray]:

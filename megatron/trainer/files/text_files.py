@@ -1,10 +1,12 @@
 """Texts with classes in files: JSON lines with `text` and `label`, or a table with tabs whose first line names its
-columns, `text` (or `sentence`, as GLUE says) and `label`. No torch in here.
+columns, `text` (or `sentence`, as GLUE says) and `label`; plain, or compressed (.gz, .bz2, .xz). No torch in here.
 """
 
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from megatron.documents.texts import ending, open_text
 
 _TEXT = ("text", "sentence")
 _LABEL = "label"
@@ -25,14 +27,10 @@ def read(paths: Sequence[str]) -> list[Sample]:
     """
     samples: list[Sample] = []
     for path in map(Path, paths):
-        try:
-            lines = path.read_text(encoding="utf-8").split("\n")
-        except FileNotFoundError as error:
-            raise ValueError(f"file {path} does not exist") from error
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} cannot be read as text: {error}") from error
+        with open_text(path) as stream:
+            lines = stream.read().split("\n")
         before = len(samples)
-        samples += _table(path, lines) if path.suffix == ".tsv" else _objects(path, lines)
+        samples += _table(path, lines) if ending(path) == ".tsv" else _objects(path, lines)
         if len(samples) == before:
             raise ValueError(f"{path} has no samples; give lines with a text and a label")
     return samples
@@ -56,10 +54,9 @@ def _objects(path: Path, lines: Sequence[str]) -> Iterator[Sample]:
             continue
         try:
             found = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{path}, line {number} is not JSON: {error.msg}; a table needs the ending .tsv"
-            ) from error
+        except (ValueError, RecursionError) as error:
+            reason = error.msg if isinstance(error, json.JSONDecodeError) else error
+            raise ValueError(f"{path}, line {number} is not JSON: {reason}; a table needs the ending .tsv") from error
         if not isinstance(found, dict):
             raise ValueError(f'{path}, line {number} is no object; write {{"text": ..., "label": ...}}')
         text, label = next((found[name] for name in _TEXT if name in found), None), found.get(_LABEL)

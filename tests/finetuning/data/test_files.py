@@ -62,9 +62,10 @@ def test_parquet(tmp_path):
         ),
         ("a.csv", "text,label\n", "has no samples"),
         ("a.csv", "text,text\na,b\n", r"a\.csv: the first line names 'text' twice; rename one"),
-        ("a.jsonl", "[" * 10**5, r"a\.jsonl cannot be read \(maximum recursion depth"),
+        ("a.jsonl", "[" * 10**5, r"a\.jsonl, line 1 cannot be read \(maximum recursion depth"),
         ("a.txt", "a", "unknown ending; give .jsonl"),
-        ("a.jsonl", b'{"text": "\xff"}', "no UTF-8 text"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}', "line 2 is no UTF-8 text"),
+        ("a.parquet.gz", b"PAR1", r"unknown ending; give .*or text with \.gz, \.bz2 or \.xz behind"),
     ],
 )
 def test_sentences(tmp_path, name, content, sentence):

@@ -1,8 +1,12 @@
 """Which samples a rank computes on, and that all see the same ones."""
 
 import itertools
+import json
 import os
+import re
 import signal
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +17,12 @@ from megatron import backend
 
 backend.install()
 
-from megatron.trainer.data.datasets import blends, num_samples, parse_blend
+from megatron.trainer.arguments import parse_args, validate_args
+from megatron.trainer.arguments.values.blends import blends, parse_blend
+from megatron.trainer.data.datasets import num_samples
 from megatron.trainer.data.microbatches import MicrobatchIterator, SequentialSampler, gpt_fields, language_model_loss
 from tests import workers
-from tests.trainer.arguments.command_line import arguments
+from tests.trainer.arguments.command_line import arguments, argv
 from tests.trainer.data.small_data import write_dataset
 
 
@@ -84,14 +90,100 @@ def test_sigterm_is_no_business_of_loading_processes(tmp_path):
     assert workers.run(1, "tests.trainer.data.test_microbatches:loading_processes_case", flags=flags) == [(True, 0)]
 
 
+def cut_case(flags: str, prefix: str) -> list[str]:
+    """What is said where the data are cut short under a run, in loading processes and without, and where sample indices
+    are cut before the next one."""
+    from megatron.core import parallel_state
+    from megatron.trainer.data.bert import BertDataset
+    from megatron.trainer.data.datasets import build_datasets
+    from megatron.trainer.data.microbatches import MicrobatchIterator, gpt_fields
+    from megatron.trainer.data.tokenizer import build_tokenizer
+
+    said, binary = [], Path(f"{prefix}.bin")
+    parallel_state.initialize_model_parallel()
+
+    def note(attempt: Callable[[], object]) -> None:
+        try:
+            attempt()
+        except ValueError as error:
+            said.append(str(error))
+
+    for num_workers in (0, 1):
+        args, whole = arguments(f"{flags} --num-workers {num_workers}", without="--mock-data"), binary.read_bytes()
+        iterator = MicrobatchIterator(
+            args, build_datasets(args, build_tokenizer(args))[0], fields=gpt_fields(args), name="training",
+            consumed_samples=0, vocab_size=101,
+        )  # fmt: skip
+        of_bert = BertDataset.build_low_level_dataset(prefix, None)
+        next(iterator)
+        os.truncate(binary, 10)
+        note(lambda iterator=iterator: [next(iterator) for _ in range(9)])
+        note(lambda of_bert=of_bert: of_bert[30])
+        iterator.close()
+        binary.write_bytes(whole)
+    (indices,) = Path(prefix).rglob("*GPTDataset-train-shuffle_index.npy")
+    os.truncate(indices, indices.stat().st_size - 8)
+    note(lambda: build_datasets(args, build_tokenizer(args)))
+    return said
+
+
+def test_data_that_are_cut_short_under_a_run_are_named(tmp_path):
+    """Not by zeros, what the memory held before, or a bus error: the .bin with both sizes, at the first read that it is
+    too short for; and sample indices that megatron.core kept."""
+    prefix = write_dataset(tmp_path / "text")
+    ((*of_bin, of_cache),) = workers.run(
+        1, "tests.trainer.data.test_microbatches:cut_case", flags=f"--data-path {prefix}", prefix=prefix
+    )
+    assert len(of_bin) == 4
+    for sentence in of_bin:
+        assert re.fullmatch(
+            rf"data file {prefix}\.bin was cut short while the run read it: it has 10 bytes, and \d+ are wanted; run "
+            r"tools/preprocess_data\.py again, and go on from the last checkpoint",
+            sentence,
+        )
+    assert re.fullmatch(
+        r"sample indices .*shuffle_index\.npy are truncated: \d+ of \d+ bytes; remove that file, and they are made "
+        "anew",
+        of_cache,
+    )
+
+
 def test_blend_words():
     """One prefix, prefixes without weights, and weights with prefixes are told apart as in Megatron-LM."""
     assert parse_blend(["a"]) == (["a"], None)
     assert parse_blend(["a", "b"]) == (["a", "b"], None)
     assert parse_blend(["0.3", "a", "0.7", "b"]) == (["a", "b"], [0.3, 0.7])
     assert parse_blend(None) is None
-    with pytest.raises(ValueError, match="must not be negative"):
-        parse_blend(["-1", "a", "1", "b"])
+    assert parse_blend(["0", "a", "1", "b", "0.0", "c"]) == (["b"], [1.0])
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("-1 a 1 b", "a the weight -1, which is negative; give"),
+        ("1 a nan b", "b the weight nan, which is no finite number; give"),
+        ("1 a inf b", "b the weight inf, which is no finite number; give"),
+        ("0 a 0.0 b", "every prefix the weight 0, so there is nothing to read; weigh one above 0"),
+    ],
+)
+@pytest.mark.parametrize("source", ["--data-path", "--data-args-path", "--per-split-data-args-path"])
+def test_weights_that_are_none_are_refused_with_a_reason(tmp_path, source, words, reason):
+    """By the flags alone, wherever the weights stand."""
+    file = tmp_path / "blend"
+    file.write_text(json.dumps({"train": words.split()}) if "split" in source else words)
+    value = words if source == "--data-path" else file
+    with pytest.raises(ValueError, match=rf"^{source}.* gives {reason}"):
+        arguments(f"{source} {value}", without="--mock-data")
+
+
+def test_a_weight_of_zero_leaves_its_data_out(tmp_path):
+    """With a note, and the samples are those of the others alone."""
+    one, other = (write_dataset(tmp_path / name, seed=seed) for seed, name in enumerate("ab"))
+    args = parse_args(argv(f"--data-path 0 {one} 1 {other}", without="--mock-data"))
+    assert validate_args(args, world_size=1) == [f"nothing is read of {one}: --data-path gives the weight 0"]
+    each = (f"0 {one} 1 {other}", f"1 {other}")
+    found, alone = (read(1, f"--num-workers 0 --data-path {blend}")[0] for blend in each)
+    assert all(torch.equal(found[step][key], alone[step][key]) for step in range(3) for key in found[step])
 
 
 def test_sources(tmp_path):

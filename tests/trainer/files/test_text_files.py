@@ -42,5 +42,5 @@ def test_files_that_are_none(tmp_path):
     with pytest.raises(ValueError, match=r"file .*none does not exist"):
         text_files.count([str(tmp_path / "none")])
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match=r"bytes cannot be read as text"):
+    with pytest.raises(ValueError, match=r"bytes, line 1 is no UTF-8 text"):
         text_files.read([str(tmp_path / "bytes")])

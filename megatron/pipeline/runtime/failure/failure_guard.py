@@ -17,6 +17,7 @@ Solution: a guard around the training of each rank.
   more ends once it has been silent for as long.
 - A rank that fails lingers until the others have read the story (at most `LINGER` seconds), because a launcher that
   sees it go would end them before they could speak, and because one of them may host the store.
+- A bus error, which comes where a mapped file is cut short, is such a failure, and names the file.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from typing import Any
 import torch
 from torch.distributed import Store, distributed_c10d
 
+from megatron.pipeline.runtime.failure import bus_error
 from megatron.pipeline.runtime.failure.error_file import write_error_file
 from megatron.pipeline.runtime.failure.failure_board import FailureBoard
 from megatron.pipeline.runtime.transport.channels import TransferError
@@ -78,6 +80,11 @@ def report(error: BaseException) -> None:
         _active.fail(error)
 
 
+def _end_by_bus_error(sentence: str) -> None:
+    report(OSError(sentence))
+    bus_error.end(sentence)
+
+
 @contextmanager
 def guard(
     *,
@@ -98,6 +105,7 @@ def guard(
     `before_exit`: called where a failure ends this process, which unwinds nothing.
     """
     global _active, _num_guards
+    bus_error.name_files(_end_by_bus_error)
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         yield None
         return

@@ -80,7 +80,6 @@ DATA = Group(
         option(
             "--data-cache-path", str, None, "Where sample indices are kept. Default: beside the data.", metavar="DIR"
         ),
-        negation("--no-mmap-bin-files", "mmap_bin_files", "Read .bin files through file handles, not by memory map."),
         switch("--mock-data", "Synthetic samples, no files.", roles=Role.LOCATION | Role.SOURCE),
         option("--num-workers", integer, 2, "Processes that load samples on each rank that needs them."),
         option("--num-dataset-builder-threads", integer, 1, "Threads that build datasets of a blend."),

@@ -29,6 +29,9 @@ GROUP = Group(
         ignored("--no-contiguous-buffers-in-local-ddp", _GRADIENTS),
         ignored("--use-persistent-ckpt-worker", "--async-save has a worker for each save"),
         ignored("--vision-pretraining", "pretrain_vision_classify.py trains for classes in any case"),
+        ignored(
+            "--no-mmap-bin-files", ".bin files are always read through file handles, so that one cut short is named"
+        ),
         ignored("--no-data-sharding", "all replicas take the samples of one order in turns"),
         ignored("--keep-last", "an epoch's last samples begin a batch that the next epoch fills up, so none is lost"),
         ignored("--no-query-key-layer-scaling", "it is off unless --apply-query-key-layer-scaling is given"),

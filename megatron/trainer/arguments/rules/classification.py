@@ -20,7 +20,6 @@ _REFUSALS: Refusals = {
     "per_split_data_args_path": (None, "data are named by --data-path TRAIN VALID, or by --train-data-path; use these"),
     "data_cache_path": (None, "no sample indices are kept; leave the flag out"),
     "split": (None, "training and validation have files of their own; leave the flag out"),
-    "mmap_bin_files": (True, "there are no .bin files; leave the flag out"),
     "reset_position_ids": (False, "a sample is one sequence; leave the flag out"),
     "reset_attention_mask": (False, "a sample is one sequence; leave the flag out"),
     "eod_mask_loss": (False, "a sample has one loss; leave the flag out"),

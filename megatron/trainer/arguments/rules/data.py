@@ -4,15 +4,19 @@ import argparse
 import re
 
 from megatron.trainer.arguments.flags.classification import CLASSIFIERS
+from megatron.trainer.arguments.values.blends import notes_on_weights
 
 
-def data(args: argparse.Namespace) -> None:
+def data(args: argparse.Namespace) -> list[str]:
+    """Notes prefixes that a weight leaves out."""
     if args.dataloader_type != "single":
         raise ValueError(
             f"--dataloader-type {args.dataloader_type} is not supported; use single, the dataset shuffles already"
         )
-    if args.architecture not in CLASSIFIERS:
-        _blends(args)
+    if args.architecture in CLASSIFIERS:
+        return []
+    _blends(args)
+    return notes_on_weights(args)
 
 
 def _blends(args: argparse.Namespace) -> None:

@@ -1,25 +1,28 @@
 """A training job in which one rank goes wrong: `python failing_job.py MODE RANK` under torchrun or a plain
 launch, or `run` in a forked process.
 
-Modes: `raise` (its forward of microbatch 5 raises), `kill` (it kills itself there), `hang` (it sleeps there for
-longer than the transfer timeout of 3 s), `chain` (its third norm reduction raises), `none` (all goes well), `input`
-(all ranks raise the same ValueError before the first batch). Under bpipe: `kill-in-move` (it kills itself when its
-fifth move of saved activations has begun to send or to receive), `hang-in-move` (it sleeps before it). Under l2l, two
-stages a rank: `raise-in-update` and `kill-in-update` (its lane of the host's optimizer, in the third update of its
-higher stage); `kill-in-shared-update` and `hang-in-shared-update` (the ranks are replicas that share one store, and it
-kills itself, or sleeps, there); `kill-in-shared-fetch` and `hang-in-shared-fetch` (they gather what each fetches a
-share of, and it does before its eighth). A rank that goes wrong prints when, in seconds of the machine's steady clock.
+Modes: `raise` (its forward of microbatch 5 raises), `kill` (it kills itself there), `cut` (it reads a mapped file there
+that is cut short), `hang` (it sleeps there for longer than the transfer timeout of 3 s), `chain` (its third norm
+reduction raises), `none` (all goes well), `input` (all ranks raise the same ValueError before the first batch). Under
+bpipe: `kill-in-move` (it kills itself when its fifth move of saved activations has begun to send or to receive),
+`hang-in-move` (it sleeps before it). Under l2l, two stages a rank: `raise-in-update` and `kill-in-update` (its lane of
+the host's optimizer, in the third update of its higher stage); `kill-in-shared-update` and `hang-in-shared-update` (the
+ranks are replicas that share one store, and it kills itself, or sleeps, there); `kill-in-shared-fetch` and
+`hang-in-shared-fetch` (they gather what each fetches a share of, and it does before its eighth). A rank that goes wrong
+prints when, in seconds of the machine's steady clock.
 """
 
 import os
 import signal
 import sys
+import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[4]))
 
+import numpy
 import torch
 
 from megatron.pipeline.runtime.transport.links import NUM_TAGS
@@ -35,6 +38,15 @@ from tests.pipeline.runtime.stages.module.reference import Training
 
 def say_when() -> None:
     print(f"goes wrong at {time.monotonic()}", flush=True)
+
+
+def read_cut_file() -> None:
+    with tempfile.NamedTemporaryFile(prefix="cut_short_", suffix=".idx") as file:
+        file.write(bytes(100_000))
+        file.flush()
+        mapped = numpy.memmap(file.name, numpy.int64, "r")
+        os.truncate(file.name, 5000)
+        mapped.sum()
 
 
 def go_wrong_in_move(pipeline: Pipeline, mode: str, *, number: int = 5) -> None:
@@ -98,12 +110,14 @@ def go_wrong(pipeline: Pipeline, mode: str) -> None:
     forward, reduce_norm = stage.forward, update.reduce_norm
 
     def failing_forward(microbatch, input):
-        if microbatch.index == 5 and mode in ("raise", "kill", "hang"):
+        if microbatch.index == 5 and mode in ("raise", "kill", "hang", "cut"):
             say_when()
         if microbatch.index == 5 and mode == "raise":
             raise RuntimeError("the disk is on fire")
         if microbatch.index == 5 and mode == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if microbatch.index == 5 and mode == "cut":
+            read_cut_file()
         if microbatch.index == 5 and mode == "hang":
             time.sleep(60)
         return forward(microbatch, input)

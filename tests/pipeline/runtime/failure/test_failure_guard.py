@@ -122,6 +122,16 @@ def test_a_killed_rank_is_named_by_the_others(with_torchrun, bad_rank):
     assert re.match(rf"rank {bad_rank}.* ended without a word", told.popitem()[1]), output
 
 
+def test_a_mapped_file_that_is_cut_short_is_named_in_a_bus_errors_place():
+    """The rank that reads it tells which file, and with how many bytes, before it ends; the other says the same."""
+    codes, output = launch("cut", 1, num_ranks=2, with_torchrun=False)
+    assert codes == [1, 1], output
+    told = endings(output)
+    assert len(told) == 2 and len(set(told.values())) == 1, output
+    cause = r"rank 1 \(stage 1\) failed: OSError: file \S*cut_short_\S*\.idx was cut short while .*: it has 5000 bytes"
+    assert re.match(cause, told["rank 0 (stage 0)"]), output
+
+
 def test_a_transfer_that_never_comes_names_who_waits_for_whom():
     """After the timeout the waiting rank tells for what it waited, and what the rank it waits for is doing."""
     codes, output = launch("hang", 1, num_ranks=2, with_torchrun=False)
