@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy
 import psutil
 import pytest
+from tokenizers import Tokenizer, models
 
 from megatron import backend
 
@@ -85,6 +86,28 @@ def test_a_bad_line_is_named_and_leaves_nothing(tmp_path, line, message, workers
     with pytest.raises(ValueError, match=message):
         preprocess_data.preprocess(preprocess_data.parse_args(argv))
     assert [found.name for found in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_what_a_tokenizer_cannot_take_is_named(tmp_path, monkeypatch):
+    """Half a character, of which each library has another error, and any error that one of them may raise."""
+    (tmp_path / "in.jsonl").write_text('{"text": "good"}\n{"text": "bad \\ud800 half"}\n')
+    argv = ["--input", str(tmp_path / "in.jsonl"), "--output-prefix", str(tmp_path / "out"), "--tokenizer-model"]
+    core = Tokenizer(models.WordLevel({"[UNK]": 0, "</s>": 1}, unk_token="[UNK]"))
+    core.save(str(tmp_path / "tokenizer.json"))
+    args = preprocess_data.parse_args(
+        [*argv, str(tmp_path / "tokenizer.json"), "--tokenizer-type", "HuggingFaceTokenizer"]
+    )
+    with pytest.raises(
+        ValueError, match=r"in.jsonl:2: the text under 'text' has the lone surrogate \\ud800 at charact"
+    ):
+        preprocess_data.preprocess(args)
+
+    def fails(self, text):
+        raise KeyError("another error")
+
+    monkeypatch.setattr("megatron.trainer.data.tokenizer.FastTokenizer.tokenize", fails)
+    with pytest.raises(ValueError, match=r"in.jsonl:1: cannot be tokenized: 'another error'"):
+        preprocess_data.preprocess(args)
 
 
 def test_several_keys_and_files(tmp_path):
