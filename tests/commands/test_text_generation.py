@@ -195,5 +195,7 @@ def test_door(checkpoint):
 
 def test_a_prompt_with_half_a_character(capsys):
     """As bytes that are no UTF-8 come from the command line; nothing is loaded."""
+    from megatron.commands import text_generation
+
     assert text_generation.main(["--load", "nowhere", "--prompt", "a\udcff"]) == 2
     assert "error: the prompt has the lone surrogate \\udcff at character 2" in capsys.readouterr().err
