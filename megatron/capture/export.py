@@ -50,6 +50,11 @@ class Captured:
     loss: fx.Node
     kept: dict[str, fx.Node]
 
+    @property
+    def all_names(self) -> frozenset[str]:
+        """Of all parameters that operators read, and of the buffers that checkpoints have."""
+        return self.persistent.union(*self.names.values())
+
     def run(self, batch: Mapping[str, Tensor], draw: Draw | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """The whole model in one go: its loss, and what was to be kept. `draw`: needed where something is random."""
         first = (draw,) if self.num_random else ()

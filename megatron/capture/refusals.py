@@ -1,4 +1,4 @@
-"""What cannot be captured or cut, each said in one sentence that names the module."""
+"""What cannot be captured or cut, each said in one sentence: the module, its line of source, and what to set."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from megatron.capture.aliases import aliased_by, graph_modules_of, written_by
+from megatron.capture.known_causes import remedy_of
 from megatron.capture.paths import place_of, without_model
 from megatron.capture.randomness import is_random
+from megatron.capture.source_line import line_of_error, line_of_node
 from megatron.capture.wrapper import NoLossError
 
+_OR_ANOTHER = "or, where the model is not yours, choose another configuration or model"
 _OF_VMAP = {"_add_batch_dim", "_remove_batch_dim", "_vmap_increment_nesting", "_vmap_decrement_nesting"}
 
 
@@ -24,27 +27,18 @@ def refuse_what_cannot_be_cut(graph: fx.Graph) -> None:
         for target in written_by(node):
             _refuse_write(node, target)
         if getattr(node.target, "__name__", "") in _OF_VMAP:
-            raise ValueError(
-                f"{place_of(node)} uses torch.vmap, of which torch.export keeps no more than the shell; Hugging Face "
-                "models do so for their masks before transformers 5, so install transformers>=5"
-            )
+            _refuse(node, "uses torch.vmap, of which torch.export keeps no more than the shell", "leave it out")
         if is_random(node):
-            raise ValueError(
-                f"{place_of(node)} draws random numbers ({node.target}), in an evaluation, too, as it was captured; "
-                "only dropout can be seeded for each stage, so express it as that"
-            )
+            what = f"draws random numbers ({node.target}), in an evaluation, too, as it was captured"
+            _refuse(node, what, "only dropout can be seeded for each stage, so express it as that")
         inner = [each for part in graph_modules_of(node) for each in part.graph.nodes if is_random(each)]
         if inner:
-            raise ValueError(
-                f"{place_of(inner[0])} draws random numbers ({inner[0].target}) under torch.no_grad or torch.autocast, "
-                "where they cannot be seeded for each stage; draw them outside"
-            )
+            what = f"draws random numbers ({inner[0].target}) under torch.no_grad or torch.autocast"
+            _refuse(inner[0], f"{what}, where they cannot be seeded for each stage", "draw them outside")
         value = node.meta.get("val")
         if isinstance(value, (torch.Tensor, torch.SymInt)) and free_unbacked_symbols(value):
-            raise ValueError(
-                f"{place_of(node)} makes a shape that depends on values ({node.target}), and stages agree on shapes "
-                "beforehand; use a mask in its place"
-            )
+            what = f"makes a shape that depends on values ({node.target}), and stages agree on shapes beforehand"
+            _refuse(node, what, f"use a mask in its place, {_OR_ANOTHER}")
 
 
 def _refuse_write(node: fx.Node, target: fx.Node) -> None:
@@ -56,36 +50,51 @@ def _refuse_write(node: fx.Node, target: fx.Node) -> None:
         seen.add(root)
         roots += aliased_by(root)
         if root.op == "get_attr":
-            raise ValueError(
-                f"{place_of(node)} writes into {without_model(root.target)} in its forward ({node.target}), and stages "
-                "run again, and with other weights, so nothing may be kept in a forward; call model.train() "
-                "and eval() of that module, or use one without a state (GroupNorm or LayerNorm in place of BatchNorm)"
+            what = (
+                f"writes into {without_model(root.target)} in its forward ({node.target}), and stages run again, and "
+                "with other weights, so nothing may be kept in a forward"
+            )
+            _refuse(
+                node, what, f"call model.train() and eval() of that module, or use one without a state, {_OR_ANOTHER}"
             )
         if root.op == "placeholder":
-            raise ValueError(
-                f"{place_of(node)} writes into {root.target}, which is data, and other stages may read it, too; "
-                "let it write into a clone"
-            )
+            what = f"writes into {root.target}, which is data, and other stages may read it, too"
+            _refuse(node, what, "let it write into a clone")
+
+
+def _refuse(node: fx.Node, what: str, otherwise: str) -> None:
+    place, line = place_of(node), line_of_node(node)
+    raise ValueError(f"{place} {what}{_at(line)}; {remedy_of(_class(place), line, what, otherwise=otherwise)}")
+
+
+def _at(line: str) -> str:
+    return f" [{line}]" if line else ""
+
+
+def _class(place: str) -> str:
+    """That of a place in words, ``blocks.0 (Block)`` or ``Block``."""
+    return place.rpartition("(")[2].rstrip(")")
 
 
 def sentence_of(error: BaseException, model: torch.nn.Module) -> str:
-    """Why torch.export could not capture `model`: the innermost module that was being run, and the first line of the
-    reason.
+    """Why torch.export could not capture `model`: the innermost module that was being run, its line, the first line of
+    the reason, and what to set.
     """
     for each in _causes(error):
         if isinstance(each, NoLossError):
             return str(each)
-    path, reason = "", ""
+    path, reason, line = "", "", ""
     for each in _causes(error):
-        path = _running(each, model) or path
+        path, line = _running(each, model) or path, line_of_error(each) or line
         reason = reason or next((line.strip() for line in str(each).splitlines() if line.strip()), "")
     where = path or type(model).__name__
     if any("DataDependent" in type(each).__name__ for each in _causes(error)) or "data-dependent" in reason.lower():
-        return (
-            f"{where} decides by the values of a tensor what it computes, and a captured graph is the same for all "
-            "values; use torch.where or a mask in its place"
-        )
-    return f"{where} cannot be captured ({type(error).__name__}: {reason}); run it under torch.export to see more"
+        what = "decides by the values of a tensor what it computes, and a captured graph is the same for all values"
+        otherwise = f"use torch.where or a mask in its place, {_OR_ANOTHER}"
+    else:
+        what = f"cannot be captured ({type(error).__name__}: {reason})"
+        otherwise = f"run it under torch.export to see more, {_OR_ANOTHER}"
+    return f"{where} {what}{_at(line)}; {remedy_of(_class(where), line, reason, otherwise=otherwise)}"
 
 
 def _causes(error: BaseException | None) -> list[BaseException]:

@@ -7,7 +7,9 @@ tensor lies. Of a file only the header and the wanted tensors are read.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -42,16 +44,62 @@ def tensor_files(folder: Path | str) -> dict[str, Path]:
         return dict.fromkeys(file.keys(), folder / _ONE)
 
 
-def names_in_files(names: Iterable[str], renamed: Callable[[str], str] | None) -> dict[str, str]:
-    """Name of a tensor -> its name in the files, where `renamed` says the name in the model of one in a file.
+class FolderTensors:
+    """The tensors of a folder by their names in its files, for use in a ``with``; a file is opened when it is needed.
 
-    A file may have the model's own names, too.
+    Raises ValueError as `tensor_files`, and for a file whose tensors are not those that the index names.
     """
-    found = {name: name for name in names}
-    if renamed is not None:
-        for name in list(found):
-            found.setdefault(renamed(name), name)
-    return found
+
+    def __init__(self, folder: Path | str) -> None:
+        self.folder = Path(folder)
+        self.places = tensor_files(folder)
+        self._stack, self._files = ExitStack(), {}
+
+    def __enter__(self) -> FolderTensors:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+        self._files.clear()
+
+    def read(self, name: str, shape: torch.Size | None = None) -> Tensor:
+        """One tensor, on the CPU. Raises ValueError where it has another shape than `shape`."""
+        path = self.places[name]
+        if path not in self._files:
+            file = self._stack.enter_context(_opened(path))
+            other = set(file.keys()) ^ {each for each, place in self.places.items() if place == path}
+            if other:
+                raise ValueError(f"{path} and {_INDEX} do not agree about {min(other)}; download both again")
+            self._files[path] = file
+        file = self._files[path]
+        found = tuple(file.get_slice(name).get_shape())
+        if shape is not None and found != tuple(shape):
+            raise ValueError(
+                f"{name} in {path} has shape {found}, and the model has {tuple(shape)}; give the folder and the "
+                "configuration of one model"
+            )
+        return file.get_tensor(name)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A tensor of a model: all its names there, its own first."""
+
+    names: tuple[str, ...]
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+Read = Callable[[FolderTensors, Mapping[str, Wanted]], Iterator[tuple[str, Tensor]]]
+"""(files, what is wanted by its own name) -> own name and value, of the wanted dtype, of what the files have."""
+
+
+def read_by_name(files: FolderTensors, wanted: Mapping[str, Wanted]) -> Iterator[tuple[str, Tensor]]:
+    """For files whose tensors have the names of the model's."""
+    for own, each in wanted.items():
+        name = next((name for name in each.names if name in files.places), None)
+        if name is not None:
+            yield own, files.read(name, each.shape).to(each.dtype)
 
 
 def load_stage(
@@ -59,8 +107,7 @@ def load_stage(
     folder: Path | str,
     *,
     device: torch.device | str = "cpu",
-    base: str = "",
-    renamed: Callable[[str], str] | None = None,
+    read: Read = read_by_name,
     initial: Callable[[str, torch.Size, torch.dtype], Tensor] | None = None,
     exact: dict[str, Tensor] | None = None,
 ) -> tuple[str, ...]:
@@ -70,40 +117,41 @@ def load_stage(
         stage: fake parameters are replaced by real ones on `device`, real ones are written in place.
         folder: what `tensor_files` takes.
         device: of replaced parameters.
-        base: the name of the model inside the model (``base_model_prefix``), without which a folder of the inner model
-            has its names.
-        renamed: the name in the model of a tensor in a file, where modules were renamed since; None: the same.
-        initial: makes a parameter that the folder lacks, such as a new classifier, from name, shape and dtype; None:
-            that is refused.
+        read: finds tensors of the model in the files.
+        initial: makes a parameter that the folder lacks, such as a new classifier, from name, shape and dtype; a buffer
+            that it lacks keeps its value. None: both are refused.
         exact: receives the values of all that are floating in FP32, as the files have them, on `device`.
 
-    Returns the names that `initial` made. Raises ValueError for a tensor that is missing or has another shape.
+    Returns the names that the folder lacked. Raises ValueError for a tensor that is missing or has another shape.
     """
-    places = tensor_files(folder)
-    wanted = {**dict(stage.named_parameters()), **_persistent_buffers(stage)}
-    known = names_in_files(places, renamed)
-    found = {name: _name_in(known, stage.names.get(name, (name,)), base) for name in wanted}
+    buffers = _persistent_buffers(stage)
+    targets = {**dict(stage.named_parameters()), **buffers}
+
+    def in_files(tensor: Tensor) -> torch.dtype:
+        return torch.float32 if exact is not None and tensor.is_floating_point() else tensor.dtype
+
+    wanted = {
+        name: Wanted(tuple(stage.names.get(name, (name,))), tensor.shape, in_files(tensor))
+        for name, tensor in targets.items()
+    }
     values: dict[str, Tensor] = {}
 
-    def converted(name: str, value: Tensor) -> Tensor:
+    def settle(name: str, value: Tensor) -> None:
         if exact is not None and value.is_floating_point():
             exact[name] = value.to(device, torch.float32, copy=True)  # never the weight itself
-        return value.to(wanted[name].dtype)
+        values[name] = value.to(targets[name].dtype)
 
-    for path in dict.fromkeys(places[there] for there in found.values() if there is not None):
-        with _opened(path) as file:
-            for name, there in found.items():
-                if there is not None and places[there] == path:
-                    values[name] = converted(name, _read(file, path, there, wanted[name]))
-    made = tuple(name for name, there in found.items() if there is None)
+    with FolderTensors(folder) as files:
+        for name, value in read(files, wanted):
+            settle(name, value)
+    made = tuple(name for name in targets if name not in values)
     if made and initial is None:
         raise ValueError(f"{folder} has no tensor for {made[0]}; give the folder of a model of this class")
     for name in made:
-        dtype = wanted[name].dtype
-        value = initial(name, wanted[name].shape, torch.float32 if dtype.is_floating_point else dtype)
-        values[name] = converted(name, value)
+        each = wanted[name]
+        settle(name, buffers[name].clone() if name in buffers else initial(name, each.shape, each.dtype))
     with torch.no_grad():
-        for name, tensor in wanted.items():
+        for name, tensor in targets.items():
             if not is_fake(tensor):
                 tensor.copy_(values[name])
     give_values(stage, lambda name: values[name].to(device))
@@ -113,23 +161,6 @@ def load_stage(
 def _persistent_buffers(stage: CapturedStage) -> dict[str, Tensor]:
     kept = stage.state_dict(keep_vars=True)
     return {name: buffer for name, buffer in stage.named_buffers() if name in kept}
-
-
-def _name_in(known: Mapping[str, str], names: Sequence[str], base: str) -> str | None:
-    """What a tensor of these names is called in the files."""
-    short = tuple(name.removeprefix(f"{base}.") for name in names) if base else ()
-    long = tuple(f"{base}.{name}" for name in names) if base else ()
-    return next((known[name] for name in (*names, *short, *long) if name in known), None)
-
-
-def _read(file, path: Path, name: str, like: Tensor) -> Tensor:
-    shape = tuple(file.get_slice(name).get_shape())
-    if shape != tuple(like.shape):
-        raise ValueError(
-            f"{name} in {path} has shape {shape}, and the model has {tuple(like.shape)}; give the folder and the "
-            "configuration of one model"
-        )
-    return file.get_tensor(name)
 
 
 def _opened(path: Path):

@@ -28,6 +28,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
 from megatron.commands.common import command_line
+from megatron.documents.reading import require_characters
 from megatron.documents.texts import is_compressed, open_text
 from megatron.trainer.arguments.flags import data as data_flags
 from megatron.trainer.arguments.flags.parser import build_parser, fill_defaults, parse_known, refuse
@@ -104,10 +105,11 @@ class _Encoder:
             texts = self._texts(document.get(key))
             if texts is None:
                 raise ValueError(f"{where}: no text under the key '{key}'; see --json-keys")
+            texts = [require_characters(text, f"{where}: the text under '{key}'") for text in texts if text]
             try:
-                sequences = [list(self.tokenizer.tokenize(text)) for text in texts if text]
-            except ValueError as error:
-                raise ValueError(f"{where}: cannot be tokenized: {error}") from error
+                sequences = [list(self.tokenizer.tokenize(text)) for text in texts]
+            except Exception as error:  # each library has its own
+                raise ValueError(f"{where}: cannot be tokenized: {error or type(error).__name__}") from error
             if self.splits:
                 sequences = [part for tokens in sequences for part in _pieces(tokens)]
             sequences = [tokens for tokens in sequences if tokens]

@@ -12,6 +12,8 @@ import json
 import sys
 from collections.abc import Iterable, Iterator
 
+from megatron.documents.reading import require_characters
+
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
@@ -119,6 +121,7 @@ def _decodes(tokenizer, token: int) -> bool:
 def generate(options: argparse.Namespace) -> int:
     """Load, generate and print; returns the exit status. Raises ValueError for what the user can mend."""
     prompt = sys.stdin.read() if options.prompt is None else options.prompt
+    require_characters(prompt, "the prompt")
     args = training_arguments(options)
     from megatron.trainer.start_up.initialize import left_in_order
 

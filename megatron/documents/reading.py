@@ -1,4 +1,4 @@
-"""Reads the files that users write: JSON, or else YAML. Errors are one sentence.
+"""Reads the files that users write: JSON, or else YAML; and what is wrong in a text. Errors are one sentence.
 
 JSON is tried first, since YAML 1.1 is not quite a superset of it: tabs and numbers such as 1e2 are JSON only. A key
 that is given twice is an error in both, where the parsers would silently take the last.
@@ -41,6 +41,21 @@ def read_json(text: str) -> object:
         raise ValueError(str(error).removeprefix(": ")) from error
     except RecursionError as error:
         raise ValueError("brackets are nested too deeply") from error
+
+
+def require_characters(text: str, where: str) -> str:
+    """The text. Raises ValueError where it has half a character, as JSON can write it (``"\\ud800"``): no tokenizer
+    takes that, and each has an error of its own for it.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        raise ValueError(
+            f"{where} has the lone surrogate {half} at character {error.start + 1}, which is half a character; mend "
+            "it, or leave the text out"
+        ) from error
+    return text
 
 
 class _RepeatedKey(ValueError):

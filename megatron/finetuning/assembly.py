@@ -19,6 +19,7 @@ from megatron.capture.tensors import load_stage
 from megatron.finetuning.feed import Feed
 from megatron.finetuning.optimizers import make_optimizer, make_scheduler
 from megatron.finetuning.plan import RunPlan
+from megatron.finetuning.pretrained import Pretrained
 from megatron.finetuning.stage_module import Results, StageModule, Summary
 from megatron.pipeline.runtime.contract.tensors import TensorSpec
 from megatron.pipeline.runtime.contract.trace import Tracer
@@ -36,8 +37,8 @@ from megatron.trainer.ranks.agreement import agreed
 @dataclass
 class BuiltPipeline:
     """This rank's part. `modules`, `versions`: by stage; stages that step together share versions. `updates`: those
-    that step, by the stage or, where the rank steps as one, under -1. `made`: names of tensors that the folder lacked.
-    `exact`: with --bf16, the FP32 value of each floating tensor by its name: masters, and what is not trained.
+    that step, by the stage or, where the rank steps as one, under -1. `exact`: with --bf16, the FP32 value of each
+    floating tensor by its name: masters, and what is not trained.
     """
 
     engine: PipelineEngine
@@ -46,7 +47,6 @@ class BuiltPipeline:
     updates: dict[int, ModuleUpdate]
     feed: Feed
     results: Results
-    made: tuple[str, ...]
     exact: dict[str, Tensor]
 
 
@@ -56,26 +56,25 @@ def build_pipeline(
     *,
     feed: Feed,
     summary: Summary,
-    folder: str,
+    pretrained: Pretrained,
     num_steps: int,
     first_batch: int = 0,
     first_microbatch: int = 0,
 ) -> BuiltPipeline:
-    """Cut this rank's stages, load their tensors from `folder` and connect the ranks. Collective.
+    """Cut this rank's stages, load their tensors and connect the ranks; a new head begins at random. Collective.
 
-    Raises ValueError for tensors that the folder lacks, but those of a new head, which begin at random.
+    Raises ValueError where tensors cannot be read.
     """
     rank, device = torch.distributed.get_rank(), backend.device()
     own = plan.schedule.stages_of(rank)
     results = Results(summary)
     cut_stages = cut(plan.captured, plan.stage_of_operator, device=device, only=own)
-    made: list[str] = []
     exact: dict[str, Tensor] = {}
     modules = {}
     with agreed():  # each rank reads its own tensors
         for index, stage in cut_stages.items():
-            made += load_stage(
-                stage, folder, device=device, base=plan.base, renamed=plan.renamed, initial=_initial(args, plan),
+            load_stage(
+                stage, pretrained.folder, device=device, read=pretrained.read, initial=_initial(args, plan),
                 exact=exact if args.bf16 else None,
             )  # fmt: skip
             modules[index] = StageModule(stage.to(device), results)
@@ -99,7 +98,7 @@ def build_pipeline(
         backend=args.distributed_backend, device=device, tracer=tracer, first_batch=first_batch,
         first_microbatch=first_microbatch,
     )  # fmt: skip
-    return BuiltPipeline(engine, modules, versions, updates, feed, results, tuple(made), exact)
+    return BuiltPipeline(engine, modules, versions, updates, feed, results, exact)
 
 
 def _updates(plan: RunPlan, args, of_stage, versions, exact, num_steps, job, device):

@@ -1,9 +1,9 @@
 """What a run writes: a folder that `from_pretrained` loads, and beside the weights what it takes to go on.
 
-Each rank writes the tensors of its stages into a file of its own, as large models come from Hugging Face; the index
-says in which file each lies. Tensors that belong to no stage, because the task has no use for them, are copied from
-where the model came from. A folder is written under another name and renamed when all of it is on the disk: there is a
-whole checkpoint under its name, or none.
+Each rank writes the tensors of its stages into a file of its own, as large models come from Hugging Face, in the form
+that `save_pretrained` would give them; the index says in which file each lies. The first rank adds tensors that belong
+to no stage, because the task has no use for them, from where the model came from. A folder is written under another
+name and renamed when all of it is on the disk: there is a whole checkpoint under its name, or none.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import pickle
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron.capture.tensors import names_in_files, tensor_files
 from megatron.documents.writing import write_whole
 from megatron.finetuning.assembly import BuiltPipeline
 from megatron.finetuning.model import first_line
+from megatron.finetuning.pretrained import Pretrained
 from megatron.trainer.checkpoint.directory import sync_directory, sync_file
 from megatron.trainer.ranks.agreement import agreed
 
@@ -95,14 +95,12 @@ def _num_batches(folder: Path) -> int:
 class CheckpointOrigin:
     """What a folder has beside the stages' tensors.
 
-    `source`: the folder from which tensors that belong to no stage are copied. `unused`: the names under which each of
-    them may lie there, its own first. `renamed`: the name in the model of a tensor in a file. `save_rest(folder)`:
-    writes configuration and tokenizer, on rank 0.
+    `source`: where the model came from. `used`: names of the tensors of all stages. `save_rest(folder)`: writes
+    configuration and tokenizer, on rank 0.
     """
 
-    source: str
-    unused: tuple[tuple[str, ...], ...]
-    renamed: Callable[[str], str]
+    source: Pretrained
+    used: frozenset[str]
     save_rest: Callable[[Path], None]
 
 
@@ -173,6 +171,10 @@ def _write(pipeline: BuiltPipeline, partial: Path, origin: CheckpointOrigin, pro
             partial.mkdir(parents=True)
     own = _newest(pipeline)
     with _all_write(partial):
+        if rank == 0:
+            own.update(origin.source.unused(origin.used))
+    own = origin.source.reverted(_reunited(own, origin.source.written_with))
+    with _all_write(partial):
         if own:
             _write_tensors(own, partial / _file(rank, size, token[0]))
         if progress is not None:
@@ -191,11 +193,8 @@ def _write_rest(
     sizes: Sequence[Mapping[str, int]],
     token: str,
 ) -> None:
-    """What no rank has: tensors of no stage, the index, configuration and tokenizer, and how far the run is."""
-    rest = _rest(origin.source, origin.unused, origin.renamed)
-    if rest:
-        _write_tensors(rest, partial / _file(len(sizes), len(sizes), token))
-    _write_index(partial, [*sizes, {name: each.nbytes for name, each in rest.items()}], token)
+    """The index, configuration and tokenizer, and how far the run is."""
+    _write_index(partial, sizes, token)
     origin.save_rest(partial)
     if progress is not None:
         write_whole(partial / _PROGRESS, json.dumps(asdict(progress), indent=1) + "\n")
@@ -205,8 +204,7 @@ def _write_rest(
 
 
 def _file(rank: int, size: int, token: str) -> str:
-    """The name of the file of a rank's tensors; where `rank` is `size`, of those that no rank has."""
-    return f"model-{rank + 1:05d}-of-{size + 1:05d}-{token}.safetensors"
+    return f"model-{rank + 1:05d}-of-{size:05d}-{token}.safetensors"
 
 
 def prune(output_dir: Path, most: int | None) -> None:
@@ -279,20 +277,27 @@ def _newest(pipeline: BuiltPipeline) -> dict[str, Tensor]:
     return {name: tensor.detach().to("cpu").contiguous() for name, tensor in found.items()}
 
 
-def _rest(source: str, unused: Iterable[Sequence[str]], renamed: Callable[[str], str]) -> dict[str, Tensor]:
-    """Tensors of the model that no stage uses, as they were."""
-    places, rest = tensor_files(source), {}
-    known = names_in_files(places, renamed)
-    for own, *others in unused:
-        name = next((known[each] for each in (own, *others) if each in known), None)
-        if name is not None:
-            with safe_open(places[name], framework="pt") as file:
-                rest[own] = file.get_tensor(name)
-    return rest
+def _reunited(own: dict[str, Tensor], written_with: Callable[[str], str]) -> dict[str, Tensor]:
+    """The same, where the first rank has all tensors that are written together and lie on several. Collective."""
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    groups: list[dict[str, str]] = [{} for _ in range(size)]
+    torch.distributed.all_gather_object(groups, {name: written_with(name) for name in own})
+    ranks: dict[str, set[int]] = {}
+    for holder, names in enumerate(groups):
+        for group in names.values():
+            ranks.setdefault(group, set()).add(holder)
+    for group, holders in sorted(ranks.items()):
+        if len(holders) > 1:
+            part = {name: own.pop(name) for name, its in groups[rank].items() if its == group}
+            parts = [{} for _ in range(size)] if rank == min(holders) else None
+            torch.distributed.gather_object(part, parts, dst=min(holders))
+            for each in parts or ():
+                own.update(each)
+    return own
 
 
 def _write_index(partial: Path, sizes: Sequence[Mapping[str, int]], token: str) -> None:
-    weight_map = {name: _file(rank, len(sizes) - 1, token) for rank, of_rank in enumerate(sizes) for name in of_rank}
+    weight_map = {name: _file(rank, len(sizes), token) for rank, of_rank in enumerate(sizes) for name in of_rank}
     total = sum(size for of_rank in sizes for size in of_rank.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     write_whole(partial / _INDEX, json.dumps(index, indent=1, sort_keys=True) + "\n")

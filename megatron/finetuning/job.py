@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Sequence
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
@@ -21,6 +20,7 @@ from megatron.finetuning.data.epochs import Epochs
 from megatron.finetuning.dry_run import first_lines
 from megatron.finetuning.feed import Feed
 from megatron.finetuning.plan import RunPlan, make_plan
+from megatron.finetuning.pretrained import Pretrained
 from megatron.finetuning.report import Report, peak_memory
 from megatron.finetuning.samples import Data, read_data
 from megatron.finetuning.trainer import Trainer, checkpoint_saver
@@ -33,9 +33,6 @@ from megatron.trainer.ranks.signals import StopSignal
 from megatron.trainer.report.by_products import ByProduct
 from megatron.trainer.report.log import configure_logging
 from megatron.trainer.start_up import initialize
-
-MOST_NEW = 0.3
-"""The part of a model's parameters that may begin at random: a new head, and no more."""
 
 KEPT = (
     "gradient_accumulation_steps", "dataloader_drop_last", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2",
@@ -116,22 +113,20 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
     with agreement.agreed():  # the first rank alone writes
         report = Report(args, num_steps=num_steps, steps_per_epoch=steps_per_epoch)
     feed = Feed(data.training, size=args.per_device_train_batch_size, seed=args.seed, device=backend.device())
+    with agreement.agreed():
+        pretrained = Pretrained(plan.model, args.model_name_or_path, new_head=data.task.new_head)
     pipeline = build_pipeline(
-        plan, args, feed=feed, summary=data.task.summary, folder=args.model_name_or_path, num_steps=max(num_steps, 1),
+        plan, args, feed=feed, summary=data.task.summary, pretrained=pretrained, num_steps=max(num_steps, 1),
         first_batch=done.batches, first_microbatch=done.microbatches,
     )  # fmt: skip
     if args.resumed_from is not None:
         checkpoint.restore(pipeline, args.resumed_from)
-    for line in (*first_lines(plan, args), *(f"note: {note}" for note in args.notes)):
+    for line in (*first_lines(plan, args), *(f"note: {note}" for note in [*args.notes, *pretrained.notes])):
         report.say(line)
-    new = _gathered_names(pipeline)
-    require_most(plan, new, args.model_name_or_path)
-    if new:
-        report.say(f"note: {args.model_name_or_path} has no values for {', '.join(new)}; they begin at random")
     seconds = time.perf_counter() - started
     left = max(num_steps - done.batches, 0)
     report.say(f"{left} of {num_steps} batches to train, {seconds:.1f} s since the start")
-    origin = CheckpointOrigin(args.model_name_or_path, plan.unused, plan.renamed, plan.save_rest)
+    origin = CheckpointOrigin(pretrained, plan.captured.all_names, plan.save_rest)
     trainer = Trainer(
         pipeline, args, report, stop,
         batches=batches.batches(done.batches) if batches else iter(()), num_steps=num_steps,
@@ -212,20 +207,3 @@ def _progress(args: argparse.Namespace, facts: dict) -> SavedProgress:
     found = SavedProgress.read(args.resumed_from)
     found.require_same(begin, args.resumed_from, trains=args.do_train)
     return found
-
-
-def require_most(plan: RunPlan, new: Sequence[str], folder: str) -> None:
-    """Raises ValueError where more is new than a head: the folder is of another model, or has other names."""
-    sizes = {name: each.numel() for name, each in plan.captured.parameters.items()}
-    part = sum(sizes.get(name, 0) for name in new) / sum(sizes.values())
-    if part > MOST_NEW:
-        raise ValueError(
-            f"{folder} has no values for {part:.0%} of the parameters of {plan.captured.model_name}, such as {new[0]}; "
-            "give the folder of such a model"
-        )
-
-
-def _gathered_names(pipeline: BuiltPipeline) -> list[str]:
-    found: list = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, pipeline.made)
-    return sorted({name for names in found for name in names})

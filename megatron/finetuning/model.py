@@ -6,7 +6,7 @@ transformers is imported where it is used, since only fine-tuning needs it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -76,25 +76,6 @@ def open_model(
             f"{config.model_type} of {folder} has no {auto_model}: {first_line(error)}; choose another --task"
         ) from error
     return model.to(dtype) if real else model
-
-
-def renaming(model: torch.nn.Module) -> Callable[[str], str]:
-    """The name in the model of a tensor in a file: transformers renames modules, and files keep the old names.
-
-    A tensor that transformers would have to make of several keeps its name, and so is missing.
-    """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, rename_source_key
-
-    conversions = get_model_conversion_mapping(model)
-    converters = [each for each in conversions if isinstance(each, WeightConverter)]
-    renamings = [each for each in conversions if not isinstance(each, WeightConverter)]
-
-    def renamed(name: str) -> str:
-        found, converted = rename_source_key(name, renamings, converters)
-        return name if converted is not None else found
-
-    return renamed
 
 
 def capture_model(model: torch.nn.Module, batch: Mapping[str, Tensor], keep: Sequence[str]) -> Captured:

@@ -18,7 +18,7 @@ import torch
 
 from megatron.capture.edges import crossings
 from megatron.capture.export import Captured
-from megatron.finetuning.model import capture_model, open_model, renaming
+from megatron.finetuning.model import capture_model, open_model
 from megatron.finetuning.optimizers import decaying
 from megatron.finetuning.partition_file import LENGTHS, PartitionFile
 from megatron.finetuning.partitioning import PlannedMachine, cut_model, num_bytes
@@ -33,25 +33,21 @@ EFFORT = 0.2
 
 @dataclass(frozen=True)
 class RunPlan:
-    """`stage_of_operator`: for `cut`. `sizes`: what decides the shapes of a microbatch. `base`: the name of the model
-    inside the model. `decays`: names of the weights that decay. `unused`: names under which each tensor that belongs to
-    no stage may lie in the model's folder, its own first. `edge_bytes`: by (source, target).
-    `save_rest(folder)`: writes the configuration and the tokenizer. `renamed`: the name in the model of a tensor in a
-    file.
+    """`model`: without memory for its parameters. `stage_of_operator`: for `cut`. `sizes`: what decides the shapes of a
+    microbatch. `decays`: names of the weights that decay. `edge_bytes`: by (source, target).
+    `save_rest(folder)`: writes the configuration and the tokenizer.
     """
 
+    model: torch.nn.Module
     captured: Captured
     partition: PartitionFile
     schedule: Schedule
     stage_of_operator: Mapping[int, int]
     sizes: Mapping[sympy.Symbol, int]
-    base: str
     decays: frozenset[str]
     initializer_range: float
-    unused: tuple[tuple[str, ...], ...]
     edge_bytes: Mapping[tuple[int, int], EdgeBytes]
     save_rest: Callable[[Path], None]
-    renamed: Callable[[str], str]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -94,17 +90,15 @@ def make_plan(args: argparse.Namespace, data: Data) -> RunPlan:
         predict=args.weight_prediction, provisional=args.provisional_steps,
     )  # fmt: skip
     return RunPlan(
+        model=model,
         captured=captured,
         partition=partition,
         schedule=schedule,
         stage_of_operator=stage_of_operator,
         sizes=sizes,
-        base=getattr(model, "base_model_prefix", ""),
         decays=decaying(model),
         initializer_range=float(getattr(model.config, "initializer_range", 0.02) or 0.02),
-        unused=_unused(model, captured),
         edge_bytes=bytes_of_edges(captured, crossing, sizes),
-        renamed=renaming(model),
         save_rest=lambda folder: _save_rest(folder, model, data, args),
     )
 
@@ -159,17 +153,6 @@ def _made_on_first_rank(args, captured: Captured, batch) -> PartitionFile:
         return choice.file.to_json()
 
     return PartitionFile.from_json(on_rank_zero(make) if torch.distributed.is_initialized() else make())
-
-
-def _unused(model: torch.nn.Module, captured: Captured) -> tuple[tuple[str, ...], ...]:
-    used = {name for names in captured.names.values() for name in names} | captured.persistent
-    base = getattr(model, "base_model_prefix", "")
-    found, seen = [], set()
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name not in used and id(parameter) not in seen:
-            seen.add(id(parameter))
-            found.append((name, name.removeprefix(f"{base}."), f"{base}.{name}"))
-    return tuple(found)
 
 
 def _save_rest(folder: Path, model: torch.nn.Module, data: Data, args: argparse.Namespace) -> None:

@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from megatron.capture.export import capture
+from megatron.capture.known_causes import remedy_of
+from megatron.capture.randomness import Draw
 
 
 class Around(nn.Module):
@@ -77,12 +80,22 @@ class Fails(nn.Module):
         (nn.BatchNorm1d(4), r"blocks.0 \(BatchNorm1d\) writes into blocks.0.(running_mean|num_batches_tracked)"),
         (Counts(), r"blocks.0 \(Counts\) writes into blocks.0.calls"),
         (CountsThroughAView(), r"blocks.0 \(CountsThroughAView\) writes into blocks.0.calls"),
-        (Decides(), r"blocks.0 \(Decides\) decides by the values of a tensor"),
-        (Noise(), r"blocks.0 \(Noise\) draws random numbers \(aten.rand_like"),
+        (
+            Decides(),
+            r"blocks.0 \(Decides\) decides by the values .* \[test_refusals.py:[0-9]+: return x \* 2 if x.sum"
+            r"\(\) > 0 else x\]; use torch.where or a mask in its place, or, where the model is not yours, choose",
+        ),
+        (
+            Noise(),
+            r"blocks.0 \(Noise\) draws random numbers \(aten.rand_like.* \[test_refusals.py:[0-9]+: return x",
+        ),
         (DropsWithoutGradients(), r"blocks.0 \(DropsWithoutGradients\) draws random numbers .* under torch.no_grad"),
         (Selects(), r"blocks.0 \(Selects\) makes a shape that depends on values"),
         (Maps(), r"blocks.0 \(Maps\) uses torch.vmap.*install transformers>=5"),
-        (Fails(), r"blocks.0 \(Fails\) cannot be captured \(RuntimeError: no such luck\)"),
+        (
+            Fails(),
+            r"blocks.0 \(Fails\) cannot be captured \(RuntimeError: no such luck\) \[test_refusals.py:[0-9]+: raise ",
+        ),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )
@@ -90,6 +103,81 @@ def test_refused(inner, sentence):
     with pytest.raises(ValueError, match=sentence) as caught:
         capture(Around(inner), {"x": torch.randn(3, 4)})
     assert "\n" not in str(caught.value)
+
+
+_SMALL = {
+    "vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "max_position_embeddings": 16,
+}  # fmt: skip
+_TOKENS = torch.randint(16, (2, 5))
+
+
+def _mixtral():
+    config = transformers.MixtralConfig(**_SMALL, num_key_value_heads=2, num_local_experts=2)
+    config._experts_implementation = "eager"
+    return transformers.MixtralForCausalLM(config), {"input_ids": _TOKENS, "labels": _TOKENS}
+
+
+def _deberta():
+    model = transformers.DebertaForSequenceClassification(transformers.DebertaConfig(**_SMALL))
+    return model, {"input_ids": _TOKENS, "labels": torch.tensor([0, 1])}
+
+
+def _opt():
+    config = transformers.OPTConfig(
+        vocab_size=16, hidden_size=8, ffn_dim=8, num_hidden_layers=1, num_attention_heads=2, word_embed_proj_dim=8,
+        layerdrop=0.5,
+    )  # fmt: skip
+    return transformers.OPTForCausalLM(config), {"input_ids": _TOKENS, "labels": _TOKENS}
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence", "settings"),
+    [
+        (
+            _deberta,
+            r"\[modeling_deberta.py:[0-9]+: if label_index.* set problem_type to single_label_classification in",
+            {"problem_type": "single_label_classification"},
+        ),
+        pytest.param(
+            _mixtral,
+            r"experts \(MixtralExperts\) .* \[modeling_mixtral.py:[0-9]+: for .* set experts_implementation to batch",
+            {"_experts_implementation": "batched_mm"},
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            _opt,
+            r"decoder \(OPTDecoder\) .*layerdrop.*; set layerdrop, .* to 0.0 in its config",
+            {"layerdrop": 0.0},
+            marks=pytest.mark.full,
+        ),
+    ],
+    ids=["label", "experts", "layerdrop"],
+)
+def test_what_to_set_is_said_and_helps(make, sentence, settings):
+    """Models of transformers with a setting that cannot be captured, and with the one that the sentence names."""
+    model, batch = make()
+    with pytest.raises(ValueError, match=sentence):
+        capture(model, batch)
+    for name, value in settings.items():
+        setattr(model.config, name, value)
+    again = type(model)(model.config).train()
+    assert capture(again, batch).run(batch, Draw(1, 0))[0].isfinite()
+
+
+def test_known_causes_are_told_apart():
+    """By the class of a module, its line and the reason; the first row that fits."""
+    for clues, said in (
+        (("SwinDropPath", "a.py:1: torch.rand(shape)", ""), "drop_path_rate to 0"),
+        (("Wav2Vec2Encoder", "a.py:1: if not skip_the_layer or synced_gpus:", ""), "layerdrop"),
+        (("Phi3RotaryEmbedding", "", "writes"), "rope_type"),
+        (("LlamaAttention", "", "FlexAttention does not support"), "attn_implementation to eager or sdpa"),
+        (("LongformerSelfAttention", "a.py:1: if is_global_attn:", ""), "without global attention"),
+        (("BertLayer", "a.py:1: past_key_values.update(key)", ""), "use_cache to false"),
+        (("BatchNorm2d", "", "writes"), "LayerNorm"),
+        (("MyExpertsAndMore", "a.py:1: if x > 0:", "data-dependent"), "other"),
+    ):
+        assert said in remedy_of(*clues, otherwise="other")
 
 
 def test_data_that_is_written_is_refused():

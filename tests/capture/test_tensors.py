@@ -6,14 +6,14 @@ import shutil
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from megatron.capture import tensors
 from megatron.capture.cut import cut
 from megatron.capture.export import capture
 from megatron.capture.fake import fake_parameters, is_fake
 from megatron.capture.stage import StageData
-from megatron.capture.tensors import load_stage, names_in_files, tensor_files
+from megatron.capture.tensors import load_stage, tensor_files
 from tests.capture.cuts import contiguous
 from tests.capture.in_turn import train_in_turn
 from tests.capture.models import gpt2, tokens
@@ -50,7 +50,7 @@ def test_stages_load_what_a_model_saved(model, graph, tmp_path, shards):
     assert torch.equal(train_in_turn(stages, StageData(BATCH))[0], model(**BATCH).loss)
 
 
-def test_a_stage_reads_no_file_of_others(model, graph, tmp_path):
+def test_a_stage_reads_no_file_of_others(model, graph, tmp_path, monkeypatch):
     """All files may be missing in which a stage has no tensor, and no other tensor is read."""
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     stage = fresh(graph)[1]
@@ -61,30 +61,38 @@ def test_a_stage_reads_no_file_of_others(model, graph, tmp_path):
     for path in others:
         path.unlink()
     read = []
-    original = tensors._read
-    tensors._read = lambda file, path, name, like: read.append(name) or original(file, path, name, like)
-    try:
-        load_stage(stage, tmp_path)
-    finally:
-        tensors._read = original
+    original = tensors.FolderTensors.read
+
+    def noted(files, name, shape=None):
+        read.append(name)
+        return original(files, name, shape)
+
+    monkeypatch.setattr(tensors.FolderTensors, "read", noted)
+    load_stage(stage, tmp_path)
     assert sorted(read) == sorted(name for name, _ in stage.named_parameters())
     assert all(torch.equal(each, model.get_parameter(name)) for name, each in stage.named_parameters())
     with pytest.raises(ValueError, match="is no safetensors file that can be read"):
         load_stage(fresh(graph)[0], tmp_path)
 
 
-def test_a_folder_of_the_model_inside(model, graph, tmp_path):
-    """The names of GPT2Model lack the prefix; what it has not is refused, or made."""
+def test_what_a_folder_lacks(model, graph, tmp_path):
+    """A folder of GPT2Model, whose names lack the prefix: it is refused, or made."""
     model.transformer.save_pretrained(tmp_path)
-    for stage in fresh(graph).values():
-        load_stage(stage, tmp_path, base=model.base_model_prefix)
-        assert all(torch.equal(each, model.get_parameter(name)) for name, each in stage.named_parameters())
     stage = fresh(graph)[0]
     with pytest.raises(ValueError, match=r"has no tensor for transformer.*; give the folder"):
         load_stage(stage, tmp_path)
     made = load_stage(stage, tmp_path, initial=lambda name, shape, dtype: torch.full(shape, 2.0, dtype=dtype))
     assert sorted(made) == sorted(name for name, _ in stage.named_parameters())
     assert all((each == 2).all() for each in stage.parameters())
+
+
+def test_an_index_of_other_files(model, graph, tmp_path):
+    """A file that lacks what the index names, or has more, is of another download."""
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    path = tensor_files(tmp_path)["transformer.wte.weight"]
+    save_file({**load_file(path), "more": torch.zeros(1)}, path)
+    with pytest.raises(ValueError, match=r"and model.safetensors.index.json do not agree about more; download both ag"):
+        load_stage(fresh(graph)[0], tmp_path)
 
 
 def test_bf16_from_fp32(model, tmp_path):
@@ -132,12 +140,3 @@ def test_another_shape_is_refused(graph, tmp_path):
     save_file({"other": torch.ones(2)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"has no tensor for transformer"):
         load_stage(fresh(graph)[0], tmp_path)
-
-
-def test_modules_that_were_renamed_since():
-    """A file's names lead to the model's, and a name that the model has, too, is itself."""
-    found = names_in_files(["old.0.weight", "head", "new.1.weight"], lambda name: name.replace("old.", "new."))
-    assert found == {
-        "old.0.weight": "old.0.weight", "new.0.weight": "old.0.weight", "head": "head", "new.1.weight": "new.1.weight",
-    }  # fmt: skip
-    assert names_in_files(["a"], None) == {"a": "a"}

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy
 import psutil
 import pytest
+from tokenizers import Tokenizer, models
 
 from megatron import backend
 
@@ -105,6 +106,28 @@ def test_compressed_lines_and_a_mark_make_the_same_files(tmp_path):
     for suffix in (".bin", ".idx"):
         packed = tmp_path / f"packed_text_document{suffix}"
         assert packed.read_bytes() == plain.with_suffix(suffix).read_bytes()
+
+
+def test_what_a_tokenizer_cannot_take_is_named(tmp_path, monkeypatch):
+    """Half a character, of which each library has another error, and any error that one of them may raise."""
+    (tmp_path / "in.jsonl").write_text('{"text": "good"}\n{"text": "bad \\ud800 half"}\n')
+    argv = ["--input", str(tmp_path / "in.jsonl"), "--output-prefix", str(tmp_path / "out"), "--tokenizer-model"]
+    core = Tokenizer(models.WordLevel({"[UNK]": 0, "</s>": 1}, unk_token="[UNK]"))
+    core.save(str(tmp_path / "tokenizer.json"))
+    args = preprocess_data.parse_args(
+        [*argv, str(tmp_path / "tokenizer.json"), "--tokenizer-type", "HuggingFaceTokenizer"]
+    )
+    with pytest.raises(
+        ValueError, match=r"in.jsonl:2: the text under 'text' has the lone surrogate \\ud800 at charact"
+    ):
+        preprocess_data.preprocess(args)
+
+    def fails(self, text):
+        raise KeyError("another error")
+
+    monkeypatch.setattr("megatron.trainer.data.tokenizer.FastTokenizer.tokenize", fails)
+    with pytest.raises(ValueError, match=r"in.jsonl:1: cannot be tokenized: 'another error'"):
+        preprocess_data.preprocess(args)
 
 
 def test_several_keys_and_files(tmp_path):

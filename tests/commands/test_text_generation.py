@@ -191,3 +191,11 @@ def test_door(checkpoint):
     assert expected["text"]
     assert result.stdout == PROMPT + expected["text"] + "\n"
     assert "Traceback" not in result.stderr
+
+
+def test_a_prompt_with_half_a_character(capsys):
+    """As bytes that are no UTF-8 come from the command line; nothing is loaded."""
+    from megatron.commands import text_generation
+
+    assert text_generation.main(["--load", "nowhere", "--prompt", "a\udcff"]) == 2
+    assert "error: the prompt has the lone surrogate \\udcff at character 2" in capsys.readouterr().err

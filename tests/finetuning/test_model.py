@@ -11,9 +11,9 @@ from megatron import backend
 backend.install()
 
 from megatron.capture.tensors import tensor_files
-from megatron.finetuning import job
-from megatron.finetuning.model import check_folder, open_model, read_config, renaming
+from megatron.finetuning.model import check_folder, open_model, read_config
 from megatron.finetuning.plan import captured_model, make_plan, num_positions
+from megatron.finetuning.pretrained import Pretrained
 from megatron.finetuning.samples import read_data
 from tests.finetuning import tiny
 
@@ -26,17 +26,9 @@ def test_renamed_modules_are_found(tmp_path):
     model = open_model(str(folder), "AutoModelForImageClassification")
     own, in_files = dict(model.named_parameters()), set(tensor_files(folder))
     assert own.keys() != in_files, "the names are the same, so this shows nothing"
-    assert {renaming(model)(name) for name in in_files} == own.keys()
-    assert {renaming(model)(name) for name in own} == own.keys()
-
-
-def test_a_folder_without_most_of_the_model_is_refused(tmp_path):
-    args = tiny.arguments(tmp_path)
-    plan = make_plan(tiny.namespace(args, partition=None, max_stages_per_device=1), read_data(args))
-    head = [name for name in plan.captured.parameters if name.startswith("classifier")]
-    job.require_most(plan, head, "folder")
-    with pytest.raises(ValueError, match=r"folder has no values for 100% of the parameters of BertForSequence"):
-        job.require_most(plan, list(plan.captured.parameters), "folder")
+    pretrained = Pretrained(model, folder, new_head=True)
+    assert pretrained.notes == [] and pretrained.unused(set()).keys() == own.keys()
+    assert pretrained.reverted(pretrained.unused(set())).keys() == in_files
 
 
 def test_how_text_is_generated_is_kept(tmp_path):

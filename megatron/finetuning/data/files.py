@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from megatron.documents.reading import require_characters
 from megatron.documents.texts import ending, is_compressed, open_text
 
 Sample = dict[str, object]
@@ -89,6 +90,7 @@ def texts_of(samples: Sequence[Sample], path: str, name: str) -> list[str]:
     for number, sample in enumerate(samples, start=1):
         if not isinstance(sample[name], str):
             raise ValueError(f"{path}, sample {number}: {name!r} is {sample[name]!r}, and a text is wanted; mend it")
+        require_characters(sample[name], f"{path}, sample {number}: {name!r}")
     return [sample[name] for sample in samples]
 
 

@@ -64,4 +64,4 @@ def _perplexity(predictions: Mapping[str, Tensor], loss: float) -> dict[str, flo
     return {"perplexity": math.exp(min(loss, 700.0))}
 
 
-TASK = Task("AutoModelForCausalLM", _prepare)
+TASK = Task("AutoModelForCausalLM", _prepare, new_head=False)

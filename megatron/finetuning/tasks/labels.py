@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from megatron.documents.reading import require_characters
 from megatron.finetuning.data.files import column
 from megatron.finetuning.data.rows import Metrics
 from megatron.finetuning.tasks.task import File
@@ -76,4 +77,4 @@ def _plain(file: File, number: int, name: str) -> str:
         raise ValueError(
             f"{file.path}, sample {number + 1}: {name!r} is empty; name its class, or leave the sample out"
         )
-    return str(value)
+    return require_characters(str(value), f"{file.path}, sample {number + 1}: {name!r}")

@@ -35,6 +35,7 @@ class Task:
     `prepare(args, processor, file, classes)`: reads of a file, the training one where there is one, what the rows need;
     `classes`: those that the model knows already, and their numbers.
     `summary(name, tensor, batch)`: what metrics need of a kept output. `auto_processor`: the class that makes rows.
+    `new_head`: a head begins at random where the model's folder has none, or another task's.
     """
 
     auto_model: str
@@ -42,6 +43,7 @@ class Task:
     keep: tuple[str, ...] = ()
     summary: Callable[[str, Tensor, Mapping[str, Tensor]], Tensor] = lambda name, tensor, batch: tensor
     auto_processor: str = "AutoTokenizer"
+    new_head: bool = True
 
 
 def most_likely(name: str, tensor: Tensor, batch: Mapping[str, Tensor]) -> Tensor:

@@ -58,4 +58,4 @@ def _matches(labels: Tensor) -> Metrics:
     return metrics
 
 
-TASK = Task("AutoModelForSeq2SeqLM", _prepare, keep=("logits",), summary=most_likely)
+TASK = Task("AutoModelForSeq2SeqLM", _prepare, keep=("logits",), summary=most_likely, new_head=False)

@@ -182,7 +182,7 @@ def apply_checkpoint_arguments(args: argparse.Namespace) -> argparse.Namespace:
 
 def _judge_what_is_left_over(reader: CheckpointReader, model: dict, strictness: str) -> None:
     """--dist-ckpt-strictness: weights of the checkpoint that the model has no place for are logged, or an error."""
-    if not strictness.startswith(("log_", "raise_")):
+    if strictness.startswith(("ignore_", "return_")):
         return
     left_over = reader.left_over(model)
     if not left_over:

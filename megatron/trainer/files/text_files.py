@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from megatron.documents.reading import require_characters
 from megatron.documents.texts import ending, open_text
 
 _TEXT = ("text", "sentence")
@@ -67,7 +68,8 @@ def _objects(path: Path, lines: Sequence[str]) -> Iterator[Sample]:
         if text is None or not isinstance(label, (str, int)):
             there = ", ".join(found) or "nothing"
             raise ValueError(f"{path}, line {number} has no text and label, but {there}; name them text and label")
-        yield text, str(int(label)) if isinstance(label, int) else label
+        label = str(int(label)) if isinstance(label, int) else label
+        yield tuple(require_characters(each, f"{path}, line {number}") for each in (text, label))
 
 
 def _table(path: Path, lines: Sequence[str]) -> Iterator[Sample]:

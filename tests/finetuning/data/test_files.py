@@ -98,6 +98,15 @@ def test_columns():
         texts_of([{"text": 3}], "f", "text")
 
 
+def test_half_a_character(tmp_path):
+    """JSON can write it, and tokenizers have other errors for it, or none."""
+    path = written(tmp_path, "a.jsonl", '{"text": "good"}\n{"text": "bad \\ud800 half", "note": "\\udc00"}\n')
+    with pytest.raises(
+        ValueError, match=r"a.jsonl, sample 2: 'text' has the lone surrogate \\ud800 at character 5, wh"
+    ):
+        texts_of(read_samples(path), path, "text")
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [

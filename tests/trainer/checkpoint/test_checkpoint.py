@@ -2,10 +2,16 @@
 
 import re
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megatron import backend
+
+backend.install()
+
+from megatron.trainer.checkpoint import checkpoint
 from tests import workers
 from tests.trainer.run import run_case
 
@@ -264,6 +270,17 @@ def test_weights_beyond_the_model(tmp_path):
         directory = str(tmp_path / name)
         ((message, untouched),) = workers.run(1, CASES + "load_error", directory=directory, changes={}, **options)
         assert re.search(said, message) and untouched if said else message is None
+
+
+@pytest.mark.parametrize("strictness", ["assume_ok_unexpected", "log_unexpected", "ignore_all"])
+def test_weights_that_are_left_out_are_named(monkeypatch, strictness):
+    """Unless the flag says that they are to be ignored."""
+    said = []
+    monkeypatch.setattr(checkpoint, "log_once", said.append)
+    reader = SimpleNamespace(left_over=lambda model: ["mtp.0.weight"], location=SimpleNamespace(path="there"))
+    checkpoint._judge_what_is_left_over(reader, {}, strictness)
+    line = "checkpoint there holds weights that the model has no place for: mtp.0.weight"
+    assert said == ([] if strictness == "ignore_all" else [line])
 
 
 @FULL

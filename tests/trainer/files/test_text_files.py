@@ -23,6 +23,11 @@ def test_lines_of_json_and_tables_say_the_same(tmp_path):
         ("a.jsonl", '{"text": "a", "label": 1}\n{"text"', r"a\.jsonl, line 2 is not JSON"),
         ("a.jsonl", "[1]", r"a\.jsonl, line 1 is no object"),
         ("a.jsonl", '{"text": "a"}', r"a\.jsonl, line 1 has no text and label, but text; name them"),
+        (
+            "a.jsonl",
+            '{"text": "a \\ud800", "label": 1}',
+            r"a\.jsonl, line 1 has the lone surrogate \\ud800 at character 3",
+        ),
         ("a.jsonl", '{"text": 5, "label": 1}', r"a\.jsonl, line 1 has the text 5, which is no string"),
         ("a.jsonl", "\n\n", r"a\.jsonl has no samples"),
         ("a.tsv", "text\tscore\na\t1", r"a\.tsv has the columns text, score; its first line must name text and label"),

@@ -40,8 +40,8 @@ CHECKPOINT = Group(
             "--dist-ckpt-strictness",
             str,
             "assume_ok_unexpected",
-            "What becomes of weights that a checkpoint has beyond the model: left out; log_...: and named in the log; "
-            "raise_...: an error. What a checkpoint lacks is always an error.",
+            "What becomes of weights that a checkpoint has beyond the model: left out and named in the log; "
+            "ignore_..., return_...: without a word; raise_...: an error. What a checkpoint lacks is always an error.",
             choices=(
                 "assume_ok_unexpected",
                 "log_unexpected",
