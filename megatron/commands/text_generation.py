@@ -12,10 +12,12 @@ import json
 import sys
 from collections.abc import Iterable, Iterator
 
+from megatron.documents.flag_files import FlagFileParser
+
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
+    parser = FlagFileParser(
         description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False
     )
     model = parser.add_argument_group("model")
