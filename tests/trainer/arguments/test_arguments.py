@@ -115,7 +115,6 @@ def test_values_that_follow():
         ("--train-data-path a --split 1,1,1", "--mock-data", "--split belongs to --data-path"),
         ("--tokenizer-type HuggingFaceTokenizer", "", "needs --tokenizer-model"),
         ("", "--tokenizer-type", "--tokenizer-type is needed"),
-        ("--save-interval 5", "", "--save-interval needs --save"),
         ("--finetune", "", "--finetune needs --load"),
         ("--save=", "", "--save is empty; name a path or leave the flag out"),
         ("--load=", "", "--load is empty"),

@@ -18,7 +18,13 @@ GROUP = Group(
         option("--num-attention-heads", integer, None, "Number of attention heads."),
         option("--kv-channels", integer, None, "Width of one attention head. Default: hidden size / attention heads."),
         switch("--group-query-attention", "Share keys and values between groups of heads (see --num-query-groups)."),
-        option("--num-query-groups", integer, 1, "Number of key/value heads with --group-query-attention."),
+        option(
+            "--num-query-groups",
+            integer,
+            1,
+            "Number of key/value heads with --group-query-attention; it divides the tensor parallel size, or the other "
+            "way round.",
+        ),
         option("--seq-length", integer, None, "Tokens in a training sequence.", roles=Role.SAVED),
         option(
             "--max-position-embeddings",

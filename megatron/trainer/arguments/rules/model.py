@@ -102,6 +102,11 @@ def attention(args: argparse.Namespace) -> None:
 
 def positions(args: argparse.Namespace) -> None:
     if args.use_rotary_position_embeddings:
+        if args.position_embedding_type != "rope" and "position_embedding_type" in args.given:
+            raise ValueError(
+                f"--use-rotary-position-embeddings and --position-embedding-type {args.position_embedding_type} "
+                "exclude each other; keep one"
+            )
         args.position_embedding_type = "rope"
     if not args.add_position_embedding and args.position_embedding_type == "learned_absolute":
         args.position_embedding_type = "none"
@@ -123,6 +128,10 @@ def sequence_parallel(args: argparse.Namespace) -> list[str]:
     if args.sequence_parallel and t == 1:
         args.sequence_parallel = False
         return ["--sequence-parallel has no effect with --tensor-model-parallel-size 1"]
+    if args.tp_comm_overlap and t > 1 and not args.sequence_parallel:
+        raise ValueError(
+            "--tp-comm-overlap overlaps what --sequence-parallel sends; add the latter, or leave the former out"
+        )
     if args.sequence_parallel and args.seq_length % t:
         raise ValueError(
             f"--sequence-parallel needs --seq-length {args.seq_length} divisible by --tensor-model-parallel-size {t}"
