@@ -25,7 +25,7 @@ GROUP = Group(
             "Number of key/value heads with --group-query-attention; it divides the tensor parallel size, or the other "
             "way round.",
         ),
-        option("--seq-length", integer, None, "Tokens in a training sequence.", roles=Role.SAVED),
+        option("--seq-length", integer, None, "Tokens in a training sequence.", roles=Role.SAVED | Role.ORDER),
         option(
             "--max-position-embeddings",
             integer,
@@ -112,7 +112,7 @@ GROUP = Group(
             "without CUDA.",
             roles=Role.NONE,
         ),
-        option("--seed", integer, 1234, "Seed of weights, dropout and data order.", roles=Role.NONE),
+        option("--seed", integer, 1234, "Seed of weights, dropout and data order.", roles=Role.ORDER),
         switch("--use-mcore-models", "Accepted: models always come from megatron.core.", roles=Role.NONE),
         switch("--use-flash-attn", "Old name of --attention-backend flash.", roles=Role.NONE),
     ),

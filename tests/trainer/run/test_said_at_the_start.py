@@ -1,4 +1,4 @@
-"""Evaluations that are asked for, and for which there are no data: said at the start, or refused."""
+"""What a run says at its start: evaluations that it has no data for, and another order of samples."""
 
 import argparse
 
@@ -38,6 +38,14 @@ def test_asked_for_by_name(given, flags):
         noted("t", given)
     with pytest.raises(ValueError, match=r"^--skip-train evaluates, and there are no .*; give --valid-data-path$"):
         noted("", given, None, skip_train=True)
+
+
+def test_a_resumed_run_with_another_seed(tmp_path):
+    """The log says that the order of samples changes, and from what to what."""
+    train(1, f"--train-iters 2 --save {tmp_path}")
+    lines = {seed: train(1, f"--train-iters 2 --load {tmp_path} --seed {seed}")[0]["lines"] for seed in (1234, 7)}
+    said = {seed: [line for line in each if "samples stand in another order" in line] for seed, each in lines.items()}
+    assert not said[1234] and len(said[7]) == 1 and "changes from --seed 1234 to 7: " in said[7][0]
 
 
 def test_ten_documents(tmp_path):
