@@ -10,6 +10,7 @@ import argparse
 import importlib
 import sys
 
+from megatron.documents.flag_files import FlagFileParser
 from megatron.pipeline import interrupt
 
 NAME = "megatron-pipeline"
@@ -39,7 +40,7 @@ def main() -> int | None:
     """The console script: its first word names the command, and the others are the command's."""
     width = max(map(len, COMMANDS))
     listed = "\n".join(f"  {name:{width}}  {summary}" for name, summary in COMMANDS.items())
-    parser = argparse.ArgumentParser(
+    parser = FlagFileParser(
         prog=NAME, description=__doc__.partition("\n\n")[0], epilog=f"commands:\n{listed}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip

@@ -130,7 +130,7 @@ def draw(compared: list[Comparison], reference: str, path: Path, *, title: str =
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line.parser_of(__doc__)
     parser.add_argument("folder", type=Path, help="of a sweep")
     parser.add_argument("--reference", default="flush", help="schedule to compare with (default: %(default)s)")
     parser.add_argument("--output", type=Path, help="picture to write (default: sweep.png in the folder)")

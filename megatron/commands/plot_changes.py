@@ -221,7 +221,7 @@ def show(options: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line.parser_of(__doc__)
     parser.add_argument("metrics", type=Path, help="what --metrics-file wrote")
     parser.add_argument("--output", type=Path, required=True, help="the picture")
     parser.add_argument("--title", default="", help="above it")

@@ -6,7 +6,6 @@ The runs counted their saved activations (`pretrain_gpt.py --log-saved-activatio
 numbers are printed as a table, in MiB: bars are the largest count of any iteration.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from megatron.commands.common import command_line
 from megatron.trainer.report.metrics import read_metrics
 
 METRIC = "saved_activation_bytes"
@@ -83,7 +83,7 @@ def show(runs: Sequence[Peaks]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line.parser_of(__doc__)
     parser.add_argument("metrics", type=Path, nargs="+", help="metrics files")
     parser.add_argument("--labels", nargs="+", help="a name for each file (default: its file name)")
     parser.add_argument("--output", type=Path, default=Path("memory.png"), help="picture (default: %(default)s)")

@@ -6,7 +6,6 @@ A metrics file is what `pretrain_gpt.py --metrics-file` writes. Training losses 
 marked lines; where a resumed run repeats iterations, the later figures count. The last validation losses are printed.
 """
 
-import argparse
 import math
 import sys
 from dataclasses import dataclass
@@ -89,7 +88,7 @@ def validation_fall(run: Curves) -> float:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line.parser_of(__doc__)
     parser.add_argument("metrics", type=Path, nargs="+", help="metrics files")
     parser.add_argument("--labels", nargs="+", help="a name for each file (default: its file name)")
     parser.add_argument("--output", type=Path, default=Path("loss.png"), help="picture to write (default: %(default)s)")

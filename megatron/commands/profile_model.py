@@ -97,7 +97,7 @@ def _run(options: argparse.Namespace) -> int:
     from megatron import backend  # imports torch
 
     session = _session(options)
-    _refuse_output(options.output)  # now, and not when all is measured
+    command_line.require_file(options.output)  # now, and not when all is measured
     backend.require_core()  # the processes that measure need it
     with command_line.unwinding("no profile is written"):
         profile = _measure(session)
@@ -105,12 +105,6 @@ def _run(options: argparse.Namespace) -> int:
     _show(profile)
     print(f"Profile: {options.output}")
     return 0
-
-
-def _refuse_output(path: Path) -> None:
-    folder = next(each for each in path.absolute().parents if each.exists())
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ValueError(f"--output {path} cannot be written; name a file in a folder of yours")
 
 
 def _session(options: argparse.Namespace) -> Session:

@@ -60,6 +60,9 @@ def _run(options: argparse.Namespace) -> int:
     schedule.validate(num_microbatches)
     cut = _cut_model(options, schedule)
     traffic = None if cut is None else cut.traffic(count_transfers(schedule, num_microbatches))
+    for flag, path in (("--output", options.output), ("--write-mapping", options.write_mapping)):
+        if path:
+            command_line.require_file(Path(path), flag)
     mapping = _mapping(options, degrees, topology, traffic)
     report = make_report(
         options.rank_mapping, mapping, degrees, topology, traffic=traffic,

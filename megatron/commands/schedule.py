@@ -127,6 +127,8 @@ def _simulate(options: argparse.Namespace) -> int:
 def _draw(options: argparse.Namespace) -> int:
     from megatron.pipeline.draw import draw_timeline
 
+    if options.output:
+        command_line.require_file(Path(options.output))
     program = meaning.program(options)
     _prove(options, program)
     costs = schedule_costs.costs(options)

@@ -12,12 +12,13 @@ import json
 import sys
 from collections.abc import Iterable, Iterator
 
+from megatron.documents.flag_files import FlagFileParser
 from megatron.documents.reading import require_characters
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
+    parser = FlagFileParser(
         description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False
     )
     model = parser.add_argument_group("model")

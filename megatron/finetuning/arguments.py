@@ -8,8 +8,9 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
-from megatron.documents.flag_files import FlagFileParser
+from megatron.documents.flag_files import HEAD, FlagFileParser, in_one
 from megatron.finetuning import intervals
 from megatron.pipeline.start_up.shared_errors import environment_ranks
 
@@ -145,8 +146,8 @@ _count, _whole, _real, _part = _within(1, int), _within(0, int), _within(0, floa
 
 
 class _Parser(FlagFileParser):
-    def error(self, message: str) -> None:
-        raise ValueError(message)
+    def end(self, mistakes: list[str]) -> NoReturn:
+        raise ValueError(in_one(mistakes, HEAD))
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:

@@ -341,11 +341,25 @@ def test_output_that_cannot_be_written_is_said_before_the_search(run, tmp_path, 
     """And not after it, when its result would be lost."""
     monkeypatch.setattr(search_command, "search", lambda *arguments, **options: pytest.fail("it has searched"))
     (tmp_path / "file").write_text("")
-    status, _, err = run(*CLUSTER, *GPT, "--output", tmp_path / "file")
-    assert status == 2 and err.splitlines()[-1] == f"error: {tmp_path / 'file'}: File exists"
-    monkeypatch.setattr(search_command.os, "access", lambda path, mode: False)
-    status, _, err = run(*CLUSTER, *GPT, "--output", tmp_path / "plan")
-    assert status == 1 and f"--output {tmp_path / 'plan'} cannot be written to; give another folder" in err
+    for name, why in (("file", "File exists"), ("file/plan", "Not a directory")):
+        status, _, err = run(*CLUSTER, *GPT, "--output", tmp_path / name)
+        reason = f"error: --output {tmp_path / name} cannot be written: {why}; name a directory where files can be"
+        assert status == 1 and err.splitlines()[-1].startswith(reason)
+
+
+def test_flags_that_are_taken_are_said(run):
+    """Those that a search sets aside, those that change nothing here, which precision goes first, and whose vocabulary
+    is taken; nothing of these where nothing of it is given."""
+    flags = ["--overlap-grad-reduce", "--tensor-model-parallel-size", 2, "--log-straggler", "--fp16"]
+    status, _, err = run(*CLUSTER, *GPT, *QUICK, *flags, "--precision", "fp32")
+    notes = [line.removeprefix("note: ") for line in err.splitlines()]
+    assert status == 0 and "--precision fp32 goes before --fp16" in notes
+    assert "the search chooses what these said: --tensor-model-parallel-size 2" in notes
+    assert "these change neither training nor prediction: --overlap-grad-reduce, --log-straggler" in notes
+    without = [each for each in GPT if each not in ("--vocab-size", GPT[GPT.index("--vocab-size") + 1])]
+    _, _, err = run(*CLUSTER, *without, *QUICK, "--fp16")
+    assert err.splitlines() == ["note: no --vocab-size was given; the embedding is taken to have GPT-2's 50257 words"]
+    assert run(*CLUSTER, *GPT, *QUICK, "--fp16")[2] == ""
 
 
 def test_an_interrupt_is_one_line(run, monkeypatch):

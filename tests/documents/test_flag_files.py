@@ -31,3 +31,25 @@ def test_what_cannot_be_read_is_refused(tmp_path, capsys):
         with pytest.raises(SystemExit):
             parser().parse_args([f"@{tmp_path}/{file}"])
         assert reason in capsys.readouterr().err
+
+
+def test_all_mistakes_at_once_and_no_usage(capsys):
+    """Values that are none, missing values, missing and unknown flags: one message, with how to see the usage."""
+    made = parser()
+    made.prog = "tool"
+    made.add_argument("--count", type=int)
+    made.add_argument("--way", choices=("up", "down"))
+    made.add_argument("--needed", required=True)
+    with pytest.raises(SystemExit) as end:
+        made.parse_args(["--count", "two", "--way", "left", "--name", "--needed", "x", "--more"])
+    head, *mistakes = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2 and head == "tool: error: 4 mistakes in the command line"
+    assert mistakes[-1].endswith("--more (tool --help shows the usage)")
+    starts = ("argument --count: invalid int", "argument --way: invalid choice: 'left'", "argument --name: expected",
+              "unrecognized arguments: --more")  # fmt: skip
+    assert all(line.strip().startswith(start) for line, start in zip(mistakes, starts, strict=True))
+    with pytest.raises(SystemExit):
+        made.parse_args([])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("tool: error: the following arguments are required: --needed (")
+    assert made.parse_args(["--way", "up", "--needed", "x"]).way == "up"  # what was wrong before is forgotten

@@ -11,8 +11,10 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from megatron.documents.flag_files import FlagFileParser
+from megatron.trainer.files.directories import problem_with_directory
 
 
 def run(command: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
@@ -67,6 +69,22 @@ def parser_of(description: str) -> argparse.ArgumentParser:
     return FlagFileParser(
         description=summary, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
+
+
+# --- outputs, tried before the work
+
+
+def make_folder(folder: Path, flag: str = "--output") -> None:
+    """Raises ValueError where files cannot be created in the folder that the flag names."""
+    if (problem := problem_with_directory(flag, str(folder))) is not None:
+        raise ValueError(problem)
+
+
+def require_file(path: Path, flag: str = "--output") -> None:
+    """Raises ValueError where a file of this name cannot be written."""
+    folder = next(each for each in path.absolute().parents if each.exists())
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"{flag} {path} cannot be written; name a file in a folder of yours")
 
 
 # --- kinds of values

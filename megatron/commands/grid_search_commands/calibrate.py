@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 
+from megatron.commands.common import command_line
 from megatron.commands.grid_search_commands.tables import note_unread, print_table
 from megatron.planner.job.devices import DEVICES
 from megatron.planner.published.entries import Entry, load_entries
@@ -43,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     _refuse_what_does_not_go_together(options)
+    command_line.require_file(options.output)
     fit = _of_profile(options) if options.profile else _of_entries(options)
     calibration = _calibration(fit, options)
     calibration.save(options.output)

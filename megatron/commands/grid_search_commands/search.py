@@ -12,7 +12,6 @@ microbatch, schedule, ...) are set aside. docs/grid_search.md explains the resul
 
 import argparse
 import json
-import os
 import shlex
 import sys
 import time
@@ -88,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
     cluster = machines.cluster
     model = read_model(options, cluster)
     if options.output:
-        make_folder(Path(options.output))
+        command_line.make_folder(Path(options.output))
     for note in model.notes:
         print(f"note: {note}", file=sys.stderr)
     with progress_bars() as progress:
@@ -176,13 +175,6 @@ def _refuse_shared(options: argparse.Namespace, space: Space, job: Job) -> None:
     for name, dest in (("--predict-from", "predict_from"), ("--paper-algorithm", "paper_algorithm")):
         if vars(options).get(dest):  # a sweep has no paper's algorithm
             raise ValueError(f"{name} knows neither context parallelism nor experts; leave it, or these, out")
-
-
-def make_folder(folder: Path) -> None:
-    """Before a search that may take long. Raises ValueError, OSError."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(f"--output {folder} cannot be written to; give another folder")
 
 
 def _shape(job: Job, profile: Profile | None, tensor: int) -> Architecture:

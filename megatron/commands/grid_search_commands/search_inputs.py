@@ -146,6 +146,11 @@ def read_model(options: argparse.Namespace, cluster: Cluster) -> ModelInput:
         )
     if job.dropped:
         notes.append(f"the search chooses what these said: {', '.join(job.dropped)}")
+    if job.accepted:
+        notes.append(f"these change neither training nor prediction: {', '.join(job.accepted)}")
+    if job.vocab_size is None and options.predict_from is None:
+        whose, size = job.usual_vocabulary
+        notes.append(f"no --vocab-size was given; the embedding is taken to have {whose} {size} words")
     return ModelInput(job, tuple(notes))
 
 
@@ -166,6 +171,9 @@ def _for_processor(argv: list[str], options: argparse.Namespace, cluster: Cluste
         precision = _PRECISION.get(cluster.gpu, "bf16")
         notes.append(f"no precision was given; taken is {precision}, as it suits {cluster.gpu}")
     if precision is not None:
+        others = [word for word in ("--fp16", "--bf16") if word in argv and word != f"--{precision}"]
+        if others:
+            notes.append(f"--precision {precision} goes before {' and '.join(others)}")
         argv = [word for word in argv if word not in ("--fp16", "--bf16")]
         argv += [f"--{precision}"] if precision != "fp32" else []
     if "--bf16" in argv and not cluster.device.has_bfloat16:

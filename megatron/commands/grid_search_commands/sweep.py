@@ -21,7 +21,6 @@ from megatron.commands.common import command_line
 from megatron.commands.grid_search_commands.search import (
     Searched,
     docs_url,
-    make_folder,
     nearest_miss,
     refuse_without_price,
     search_for,
@@ -78,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
     lengths = _lengths(options, read_model(options, cluster))
     models = [read_model(each, cluster) for each in lengths]
     if options.output:
-        make_folder(Path(options.output))
+        command_line.make_folder(Path(options.output))
     for note in dict.fromkeys(note for model in models for note in model.notes):
         print(f"note: {note}", file=sys.stderr)
     with progress_bars() as progress:

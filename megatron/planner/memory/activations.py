@@ -324,6 +324,8 @@ class Activations:
         q, k = self.shape.query_width, self.shape.key_width
         if q == k or keeps_scores:
             return 4 * q
+        if self.shape.num_query_groups < self.setting.tensor:  # views of what all ranks have gathered
+            return q + self.setting.tensor * (q + 2 * k)
         copies_queries = self.shape.num_query_groups > self.setting.tensor
         return (2 + copies_queries) * q + 2 * k
 

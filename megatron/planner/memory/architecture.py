@@ -118,10 +118,11 @@ class Architecture:
         return (0,) * len(layers) if self.experts is None else self.experts.of_stages(layers)
 
     def undivided(self, tensor: int) -> str | None:
-        """The first that does not divide over so many tensor ranks, of what is split: `12 attention heads`."""
+        """The first that does not divide over so many tensor ranks, of what is split: `12 attention heads`. Several
+        ranks may share a query group."""
         for count, what in (
             (self.num_attention_heads, "attention heads"),
-            (self.num_query_groups, "query groups"),
+            (self.num_query_groups * (tensor % self.num_query_groups > 0), "query groups"),
             (self.ffn_hidden_size, "columns of the feed-forward layer"),
             (self.experts.shared_ffn_hidden_size if self.experts else 0, "columns of the shared expert"),
         ):

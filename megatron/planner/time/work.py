@@ -308,7 +308,15 @@ class LayerWork:
 
     def _forward_exchange(self) -> Work:
         exposed, hidden = self._in_pieces(self._num_sums * self._all_reduce)
-        return Work(exchanged=exposed, overlapped=hidden, collectives=self._num_sums * (self.t > 1))
+        return (
+            Work(exchanged=exposed, overlapped=hidden, collectives=self._num_sums * (self.t > 1)) + self._shared_groups
+        )
+
+    @property
+    def _shared_groups(self) -> Work:
+        """Where several ranks compute a query group, they gather queries, keys and values, or scatter gradients."""
+        width = (self.shape.query_width + 2 * self.shape.key_width) * (self.shape.num_query_groups < self.t)
+        return Work(exchanged=(self.t - 1) / self.t * self.tokens * width * self.e, collectives=float(width > 0))
 
     def _in_pieces(self, num_bytes: float) -> tuple[float, float]:
         """Of sums that products would wait for, what goes alone, and what beside them: all pieces but one, where
@@ -329,7 +337,9 @@ class LayerWork:
         hidden = self._num_sums * self._all_reduce + beside
         if not self.software.overlaps_tensor:
             exposed, hidden = exposed + hidden, 0.0
-        return Work(exchanged=exposed, overlapped=hidden, collectives=self._num_sums * (self.t > 1))
+        return (
+            Work(exchanged=exposed, overlapped=hidden, collectives=self._num_sums * (self.t > 1)) + self._shared_groups
+        )
 
     @property
     def _scores(self) -> float:

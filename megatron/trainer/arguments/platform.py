@@ -5,7 +5,7 @@ Pure: the machine is described by a record, so that the CUDA cases are tested wi
 """
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from megatron.pipeline.start_up.transformer_engine import LOOKS_UP_GRADIENTS
@@ -75,10 +75,29 @@ def resolve_platform(args: argparse.Namespace, platform: Platform) -> list[str]:
     )
     turn_off("apply_rope_fusion", platform.is_cuda and uses_engine, "it needs Transformer Engine")
     turn_off("masked_softmax_fusion", platform.is_cuda and platform.has_apex, "it needs CUDA and Apex")
+    turn_off("masked_softmax_fusion", not args.reset_attention_mask, f"its kernel reads no mask, and {_RESETS}")
     turn_off("persist_layer_norm", platform.is_cuda and platform.has_apex, "it needs CUDA and Apex")
     if args.position_embedding_type != "rope":
         args.apply_rope_fusion = False
     return [note for note in notes if not note.startswith("apply_rope") or args.position_embedding_type == "rope"]
+
+
+_ATTENTION_VARIABLES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+_VALUES_OF_BACKEND = {"flash": "100", "fused": "010", "unfused": "001", "local": "000", "auto": "111"}
+"""What megatron.core sets these variables to, and ends where they have other values."""
+
+
+def require_attention_environment(args: argparse.Namespace, environment: Mapping[str, str]) -> None:
+    """Raise ValueError where a variable says another attention than --attention-backend."""
+    for name, value in zip(_ATTENTION_VARIABLES, _VALUES_OF_BACKEND[args.attention_backend], strict=True):
+        if environment.get(name, value) != value:
+            raise ValueError(
+                f"{name} is {environment[name]}, and --attention-backend {args.attention_backend} asks for {value}; "
+                f"unset {', '.join(_ATTENTION_VARIABLES)}, and choose the attention with the flag"
+            )
+
+
+_RESETS = "--reset-attention-mask keeps documents apart by one"
 
 
 def _keeps_several_gradient_buffers(args: argparse.Namespace) -> bool:
@@ -92,16 +111,24 @@ def _choose_implementation(args: argparse.Namespace, platform: Platform) -> Iter
     can_use_engine = platform.is_cuda and platform.has_transformer_engine
     splits = args.schedule.splits_backward
     if args.transformer_impl is None:
-        args.transformer_impl = "transformer_engine" if can_use_engine and not splits else "local"
+        plain = splits or args.reset_attention_mask
+        args.transformer_impl = "transformer_engine" if can_use_engine and not plain else "local"
         if can_use_engine and splits:
             yield (
                 f"transformer_impl is local: {choice_of(args).name} splits backwards into I and W, which Transformer "
                 "Engine's layers compute in one"
             )
+        elif can_use_engine and plain:
+            yield f"transformer_impl is local: Transformer Engine's causal attention reads no mask, and {_RESETS}"
     elif args.transformer_impl == "transformer_engine" and splits:
         raise ValueError(
             f"--transformer-impl transformer_engine computes a backward in one, and "
             f"{choice_of(args).flag} splits it into I and W; use --transformer-impl local, or another schedule"
+        )
+    elif args.transformer_impl == "transformer_engine" and args.reset_attention_mask:
+        raise ValueError(
+            f"--transformer-impl transformer_engine has a causal attention that reads no mask, and {_RESETS}; use "
+            "--transformer-impl local, or leave the latter out"
         )
     elif args.transformer_impl == "transformer_engine" and not can_use_engine:
         missing = "the transformer_engine package, which is not installed" if platform.is_cuda else "CUDA"

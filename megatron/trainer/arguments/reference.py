@@ -4,6 +4,7 @@ import sys
 
 from megatron.trainer.arguments.flags.parser import GROUPS, describe_default
 from megatron.trainer.arguments.flags.specification import Flag
+from megatron.trainer.arguments.rules.without_effect import FLAG_OF, ROWS, Idle
 
 
 def _row(flag: Flag) -> str:
@@ -17,6 +18,11 @@ def _row(flag: Flag) -> str:
             values += " (several)"
     text = (flag.refused or flag.help).replace("|", "\\|")
     return f"| {names} | {values} | {describe_default(flag)} | {text} |"
+
+
+def _idle(row: Idle) -> str:
+    names = ", ".join(f"`{FLAG_OF[name].name}`" for name in row.names.split())
+    return f"| {names} | {row.reason} |"
 
 
 def render() -> str:
@@ -41,6 +47,15 @@ def render() -> str:
             "|---|---|---|---|",
         ]
         lines += [_row(flag) for flag in group.flags] + [""]
+    lines += [
+        "## Without effect beside others",
+        "",
+        "Where one of these is given and nothing comes of it, the run says so at its start, with the reason.",
+        "",
+        "| flags | reason |",
+        "|---|---|",
+    ]
+    lines += [_idle(row) for row in ROWS] + [""]
     return "\n".join(lines)
 
 

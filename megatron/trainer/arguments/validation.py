@@ -20,6 +20,7 @@ from megatron.trainer.arguments.rules import (
     programs,
     run,
     stages,
+    without_effect,
 )
 
 RULES: tuple[Callable[[argparse.Namespace], Iterable[str] | None], ...] = (
@@ -36,6 +37,7 @@ RULES: tuple[Callable[[argparse.Namespace], Iterable[str] | None], ...] = (
     freezing.schedules,
     freezing.intervals,
     *classification.LAST,
+    *without_effect.RULES,
 )
 
 

@@ -90,11 +90,46 @@ def _check_can_be_built(
         )
 
 
-def other_program(args: argparse.Namespace, saved: argparse.Namespace | None) -> str | None:
-    """What the log says where a run goes on under another pipeline program than it was saved under; None: nothing.
+def what_changes(args: argparse.Namespace, saved: argparse.Namespace | None) -> list[str]:
+    """What the log says of a run that goes on with other flags than it was saved with, where the weights fit."""
+    return [line for line in (_other_program(args, saved), _other_samples(args, saved)) if line]
 
-    That is sound: a checkpoint is a drained state, in which nothing of a program is under way.
-    """
+
+def _other_samples(args: argparse.Namespace, saved: argparse.Namespace | None) -> str | None:
+    """Of a run that trains on: its position counts samples, and these stand in another order, or are others."""
+    if saved is None or getattr(args, "skip_train", False):
+        return None
+    values = [(flag, getattr(saved, flag.dest), getattr(args, flag.dest)) for flag in FLAGS
+              if Role.ORDER in flag.roles and hasattr(saved, flag.dest) and hasattr(args, flag.dest)]  # fmt: skip
+    changed = [f"{flag.name} {_words(there)} to {_words(here)}" for flag, there, here in values
+               if _words(here).replace(" ", "") != _words(there).replace(" ", "")]  # fmt: skip
+    if changed:
+        return (
+            f"changes from {', '.join(changed)}: samples stand in another order from the beginning, or are others, so "
+            "the run takes some again and others never; give the former values to go on where it stopped"
+        )
+    there, here = _length(saved), _length(args)
+    if there in (None, here):
+        return None
+    return (
+        f"is of a run of {there} samples, and this one is of {here}: data of which a run takes several passes are "
+        "shuffled over all of them, so there the order changes"
+    )
+
+
+def _length(args: argparse.Namespace) -> int | None:
+    """Samples of the whole run, but for a ramp-up of the batch size."""
+    iterations, size = getattr(args, "train_iters", None), getattr(args, "global_batch_size", None)
+    return getattr(args, "train_samples", None) or (iterations and size and iterations * size)
+
+
+def _words(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def _other_program(args: argparse.Namespace, saved: argparse.Namespace | None) -> str | None:
+    """Of a run under another pipeline program than it was saved under; that is sound: a checkpoint is a drained state,
+    in which nothing of a program is under way."""
     here, there = (getattr(each, "pipeline_program_sha256", None) for each in (args, saved))
     if here == there:
         return None

@@ -130,7 +130,7 @@ def load_checkpoint(
     Args:
         body_only: leave the parts of a chunk that its `new_parts` name as they are, and those of its `optional_parts`
             that the checkpoint lacks; the model there may have another head.
-        say: told, on every rank, that the run goes on under another pipeline program than before.
+        say: told, on every rank, what goes on otherwise than before: the pipeline program, the order of samples.
 
     Returns:
         Where to go on; None if the directory holds no checkpoint at all (the run then starts from its initial weights).
@@ -146,7 +146,9 @@ def load_checkpoint(
         arguments.check_same_model(args, common.get("args"), location.path, body_only=body_only)
     reader = CheckpointReader(location, common=common, fully_parallel=args.ckpt_fully_parallel_load)
     starts_anew = args.finetune or location.is_release
-    if not starts_anew and (line := arguments.other_program(args, common.get("args"))):
+    if not location.is_named:
+        say(f"{location.root / directory.TRACKER} is missing; taken is the only checkpoint, {location.path}")
+    for line in () if starts_anew else arguments.what_changes(args, common.get("args")):
         say(f"checkpoint {location.path} {line}")
     position = CheckpointPosition() if starts_anew else _position(common)
     new = new_parts(parts.chunks, reader.holds_prefix) if body_only else ()

@@ -29,12 +29,14 @@ _REPLACED = re.compile(r"\.iter_(\d{7,})\.replaced")
 
 @dataclass(frozen=True)
 class CheckpointLocation:
-    """One checkpoint on disk. `iteration` is 0 for a release checkpoint (weights without a training position)."""
+    """One checkpoint on disk. `iteration` is 0 for a release checkpoint (weights without a training position).
+    `is_named`: by the tracker, or by whoever asked for it."""
 
     root: Path
     path: Path
     iteration: int
     is_release: bool = False
+    is_named: bool = True
 
 
 def iteration_directory(root: Path | str, iteration: int) -> Path:
@@ -93,10 +95,11 @@ def read_tracker(root: Path | str) -> int | str | None:
 
 
 def locate(root: Path | str, *, step: int | None = None) -> CheckpointLocation | None:
-    """Find the checkpoint to load: `step` where given, else the one that the tracker names, else the newest whole one
-    (the job was killed after its very first checkpoint had been completed and before the tracker was written).
+    """Find the checkpoint to load: `step` where given, else the one that the tracker names. Without a tracker, the only
+    one there: the job was killed between its very first checkpoint and the tracker.
 
-    Returns None where the directory holds no checkpoint. Raises CheckpointError where the one asked for is missing.
+    Returns None where the directory holds no checkpoint. Raises CheckpointError where the one asked for is missing, and
+    where there are several and no tracker, which no job leaves behind.
     """
     root = Path(root)
     named = step if step is not None else read_tracker(root)
@@ -106,7 +109,12 @@ def locate(root: Path | str, *, step: int | None = None) -> CheckpointLocation |
         complete = complete_iterations(root)
         if not complete:
             return None
-        named = complete[-1]
+        if len(complete) > 1:
+            raise CheckpointError(
+                f"{root / TRACKER}, which names the checkpoint to go on from, is missing. "
+                f"{other_iterations_hint(root, None)}"
+            )
+        return CheckpointLocation(root, _existing_directory(root, complete[0]), complete[0], is_named=False)
     path = _existing_directory(root, named)
     return CheckpointLocation(root, _require(path, root, named), named)
 

@@ -154,6 +154,20 @@ class Job:
         """What --vocab-size says."""
         return self._given.vocab_size
 
+    @property
+    def usual_vocabulary(self) -> tuple[str, int]:
+        """Whose vocabulary is taken where --vocab-size is not given, and how many words that has."""
+        return vocabulary.usual(self._given)
+
+    @property
+    def accepted(self) -> tuple[str, ...]:
+        """Flags of the user, as written, that nothing reads."""
+        return tuple(
+            " ".join(written(flag, self._given))
+            for flag in given_flags(self._given)
+            if (flag.ignored or flag.help.startswith("Accepted")) and Role.LOCATION not in flag.roles
+        )
+
     # --- argv for a script
 
     def argv_of(self, *groups: str) -> list[tuple[str, ...]]:

@@ -26,6 +26,7 @@ from megatron.trainer.ranks.agreement import agreed
 from megatron.trainer.report import provisional
 from megatron.trainer.report.log import Reporter
 from megatron.trainer.report.throughput import flops_per_sample
+from megatron.trainer.run.evaluation import without_data
 from megatron.trainer.start_up.engine import build_engine
 from megatron.trainer.start_up.model_and_optimizer import ModelAndOptimizer, setup_model_and_optimizer
 from megatron.trainer.start_up.outputs import prepare_outputs
@@ -56,6 +57,8 @@ def _build(args: argparse.Namespace, program: TrainingProgram, owner_mark: Owner
             require_cache(args)
     reporter = Reporter(args)
     datasets = program.datasets_provider(args, tokenizer)
+    for note in without_data(args):
+        reporter.say(f"note: {note}")
     began = time.perf_counter()
     built = setup_model_and_optimizer(args, program)
     seconds_of_setup = time.perf_counter() - began

@@ -14,6 +14,7 @@ from megatron.trainer.arguments import notes_on_overridden, resolve_platform, va
 from megatron.trainer.arguments.flags.parser import destinations
 from megatron.trainer.arguments.flags.specification import Role
 from megatron.trainer.arguments.hardware_queues import require_hardware_queues
+from megatron.trainer.arguments.platform import require_attention_environment
 from megatron.trainer.checkpoint.checkpoint import apply_checkpoint_arguments
 from megatron.trainer.checkpoint.ownership import release_all
 from megatron.trainer.plan.rank_mapping import RankAssignment, assign_rank
@@ -99,6 +100,8 @@ def complete(args: argparse.Namespace, notes: Sequence[str] | None = None) -> li
         overridden = _take_over(args) if args.use_checkpoint_args else []
         notes = overridden + validate_args(args, world_size=world_size, rank=rank)
     notes = [*notes, *resolve_platform(args, initialize.this_platform())]
+    if args.architecture != "vit":
+        require_attention_environment(args, os.environ)
     initialize.choose_device(args)
     if args.distributed_backend == "nccl":
         require_hardware_queues(args, os.environ)

@@ -177,6 +177,8 @@ CASES = (
     "--recompute-granularity full --recompute-method block --recompute-num-layers 3",
     "--group-query-attention --num-query-groups 2",
     "--group-query-attention --num-query-groups 2 --recompute-activations",
+    "--group-query-attention --num-query-groups 1",
+    "--group-query-attention --num-query-groups 1 --recompute-activations",
     "--swiglu --disable-bias-linear",
     "--swiglu --no-bias-swiglu-fusion --disable-bias-linear",
 )

@@ -213,6 +213,15 @@ def test_reasons():
     assert "26 attention heads do not divide by tensor parallel size 4" in {each.reason for each in heads.rejected}
 
 
+def test_tensor_ranks_may_share_a_query_group():
+    """Groups over ranks or ranks over groups, as megatron.core takes them; where neither divides, none."""
+    shape = replace(Architecture.gpt3(
+        num_layers=2, hidden_size=768, num_attention_heads=12, sequence_length=64, vocabulary_size=1000
+    ), num_query_groups=2)  # fmt: skip
+    assert [shape.undivided(t) for t in (1, 2, 4, 12)] == [None] * 4
+    assert shape.undivided(3) == "2 query groups"
+
+
 @pytest.mark.parametrize(
     ("space", "reason"),
     [

@@ -81,6 +81,18 @@ def test_values_that_follow():
         ("--seq-length 64", "", "--seq-length 64 is beyond --max-position-embeddings 32"),
         ("--pipeline-model-parallel-size 3", "", "start a multiple of 3 processes"),
         ("--group-query-attention --num-query-groups 3", "", "is not divisible by --num-query-groups 3"),
+        (
+            "--num-attention-heads 16 --group-query-attention --num-query-groups 1 --kv-channels 3 "
+            "--tensor-model-parallel-size 4",
+            "",
+            "does not divide the 6 rows of keys and values",
+        ),
+        (
+            "--hidden-size 96 --num-attention-heads 12 --group-query-attention --num-query-groups 4 "
+            "--tensor-model-parallel-size 6",
+            "",
+            "neither of --num-query-groups 4 and --tensor-model-parallel-size 6",
+        ),
         ("--fp16 --bf16", "", "--fp16 and --bf16 exclude each other"),
         ("--loss-scale 8", "", "--loss-scale needs --fp16"),
         ("--recompute-granularity full", "", "needs --recompute-method and --recompute-num-layers"),
@@ -103,7 +115,6 @@ def test_values_that_follow():
         ("--train-data-path a --split 1,1,1", "--mock-data", "--split belongs to --data-path"),
         ("--tokenizer-type HuggingFaceTokenizer", "", "needs --tokenizer-model"),
         ("", "--tokenizer-type", "--tokenizer-type is needed"),
-        ("--save-interval 5", "", "--save-interval needs --save"),
         ("--finetune", "", "--finetune needs --load"),
         ("--save=", "", "--save is empty; name a path or leave the flag out"),
         ("--load=", "", "--load is empty"),
@@ -147,7 +158,8 @@ def test_values_that_follow():
 def test_errors_are_one_sentence(extra, without, message):
     """A wrong command line is one sentence with value and remedy, whichever rule finds it."""
     with pytest.raises(ValueError) as error:
-        arguments(extra, without=without)
+        ranks = re.search(r"--tensor-model-parallel-size (\d+)", extra)
+        arguments(extra, without=without, world_size=int(ranks[1]) if ranks else 1)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 

@@ -122,6 +122,14 @@ def test_virtual_stages_that_cannot_be(flags, message):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
+def test_stages_that_the_schedule_names():
+    """zbv has two on each rank, whether the flags say so or not; on one rank that buys nothing, and is refused."""
+    flags = "--pipeline-schedule zbv --pipeline-model-parallel-size 2"
+    assert arguments(flags, world_size=2).schedule == arguments(f"{flags} {V} 2", world_size=2).schedule
+    with pytest.raises(ValueError, match="--pipeline-schedule zbv gives a rank 2 stages, which buys nothing with"):
+        arguments("--pipeline-schedule zbv")
+
+
 def test_a_rank_with_nothing_to_hold():
     """Empty stages are for ranks that have others."""
     with pytest.raises(

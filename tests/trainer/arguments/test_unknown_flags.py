@@ -84,6 +84,17 @@ def test_unknown_and_refused_flags_are_one_message():
     assert all(line.strip().startswith(start) for line, start in zip(rest, starts, strict=True))
 
 
+def test_values_that_are_none_hide_no_other_refusal():
+    """A word where a number belongs, a choice that there is none of, a missing value: beside what else has to go."""
+    with pytest.raises(ValueError) as error:
+        parse_args(argv("--ckpt-format tar --seed one --foo 1 --num-experts 8 --lr --num-experts two --save"))
+    first, *rest = str(error.value).splitlines()
+    assert first == "7 flags cannot be used here"
+    starts = ["--ckpt-format: invalid choice: 'tar'", "--seed: 'one' is not a whole", "--lr: expected one argument",
+              "--num-experts: 'two' is not", "--save: expected one", "--foo is not", "--num-experts 8: "]  # fmt: skip
+    assert all(line.strip().startswith(start) for line, start in zip(rest, starts, strict=True))
+
+
 def test_flags_without_effect_are_said_once():
     """Logging, checks and speed of what is done otherwise: each is one note; a neutral value is none."""
     ignored = [flag for group in GROUPS for flag in group.flags if flag.ignored]

@@ -58,6 +58,22 @@ def test_what_does_not_matter_may_differ():
     arguments.check_same_model(model(), None, "DIR")
 
 
+def test_another_order_of_samples_is_said():
+    """What decides the order, from what to what; how it is spelled, what else differs, or nothing to train, no word."""
+    there = model(seed=1, seq_length=32, split="969, 30, 1", data_path=["a"], train_iters=10, global_batch_size=4)
+    (line,) = arguments.what_changes(
+        model(**{**vars(there), "seed": 7, "seq_length": 64, "data_path": ["a", "b"]}), there
+    )
+    assert line.startswith(
+        "changes from --seq-length 32 to 64, --seed 1 to 7, --data-path a to a b: samples stand in ano"
+    )
+    assert not arguments.what_changes(model(**{**vars(there), "split": "969,30,1", "lr": 3}), there)
+    assert not arguments.what_changes(model(**{**vars(there), "seed": 7, "skip_train": True}), there)
+    assert not arguments.what_changes(model(**{**vars(there), "train_iters": 5, "global_batch_size": 8}), there)
+    (line,) = arguments.what_changes(model(**{**vars(there), "train_iters": 20}), there)
+    assert line.startswith("is of a run of 40 samples, and this one is of 80: data of which a run takes several passes")
+
+
 def test_padding_of_the_vocabulary_may_differ_but_not_the_vocabulary():
     """Padded sizes agree if one vocabulary can be padded to both at the two tensor-parallel degrees."""
     arguments.check_same_model(model(), model(padded_vocab_size=1024, tensor_model_parallel_size=8), "DIR")

@@ -84,6 +84,17 @@ def test_first_save_killed_before_the_tracker_is_found(tmp_path):
     save(tmp_path, 10, "first")
     (tmp_path / directory.TRACKER).unlink()
     assert loaded(tmp_path) == (10, "first")
+    assert not directory.locate(tmp_path).is_named and directory.locate(tmp_path, step=10).is_named
+
+
+def test_several_checkpoints_without_a_tracker_are_refused(tmp_path):
+    """No job leaves these behind, so which one is meant is not guessed: they are listed, with how to load one."""
+    save(tmp_path, 10, "a")
+    save(tmp_path, 20, "b")
+    (tmp_path / directory.TRACKER).unlink()
+    with pytest.raises(CheckpointError, match=r"is missing.*iteration 10, 20; load one with .*--ckpt-step 20"):
+        directory.locate(tmp_path)
+    assert directory.locate(tmp_path, step=20).iteration == 20
 
 
 def test_directory_without_checkpoints_holds_none(tmp_path):

@@ -10,10 +10,10 @@ SAME = (
 )
 
 
-def losses(num_ranks: int, flags: str) -> list[float]:
-    """The loss of each batch at that tensor parallel size."""
+def losses(num_ranks: int, flags: str, name: str = "lm_loss") -> list[float]:
+    """The loss of each batch at that tensor parallel size, or its `grad_norm`."""
     records = train(num_ranks, f"{SAME} --tensor-model-parallel-size {num_ranks} {flags}")[-1]["records"]
-    return [record["lm_loss"] for record in records]
+    return [record[name] for record in records]
 
 
 @pytest.mark.parametrize(
@@ -30,3 +30,13 @@ def test_losses_at_another_tensor_parallel_size(flags, agree):
     one, two = losses(1, flags), losses(2, flags)
     assert (one == pytest.approx(two, rel=1e-5)) is agree
     assert one == pytest.approx(two, rel=0.05)
+
+
+def test_ranks_that_share_a_query_group():
+    """One group of keys and values over two ranks: the gradients' norms, of weights that the losses follow, are those
+    of one rank."""
+    flags = (
+        "--group-query-attention --num-query-groups 1 --attention-dropout 0 --hidden-dropout 0 --qk-layernorm "
+        "--position-embedding-type rope --sequence-parallel"
+    )
+    assert losses(1, flags, "grad_norm") == pytest.approx(losses(2, flags, "grad_norm"), rel=1e-5)

@@ -10,12 +10,13 @@ GROUP = Group(
     "What `pretrain_bert.py` learns to predict. The other programs refuse these flags, but for --bert-no-binary-head, "
     "which `finetune_bert.py` needs for a BERT that was trained with it.",
     (
-        option("--mask-prob", number, 0.15, "Share of a sample's tokens that are to be predicted."),
+        option("--mask-prob", number, 0.15, "Share of a sample's tokens that are to be predicted.", roles=Role.ORDER),
         option(
             "--short-seq-prob",
             number,
             0.1,
             "Share of samples that are cut to a random length; rounded to 1 / a whole number.",
+            roles=Role.ORDER,
         ),
         negation(
             "--bert-no-binary-head",

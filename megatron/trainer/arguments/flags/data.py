@@ -28,9 +28,15 @@ DATA = Group(
             "many as there are.",
             nargs="*",
             metavar="PREFIX",
-            roles=Role.LOCATION | Role.SOURCE,
+            roles=Role.LOCATION | Role.SOURCE | Role.ORDER,
         ),
-        option("--split", str, None, "Shares of training, validation and test in --data-path. Default: 969, 30, 1."),
+        option(
+            "--split",
+            str,
+            None,
+            "Shares of training, validation and test in --data-path. Default: 969, 30, 1.",
+            roles=Role.LOCATION | Role.ORDER,
+        ),
         option(
             "--train-data-path",
             str,
@@ -39,7 +45,7 @@ DATA = Group(
             aliases=("--train-data",),
             nargs="*",
             metavar="PREFIX",
-            roles=Role.LOCATION | Role.SOURCE,
+            roles=Role.LOCATION | Role.SOURCE | Role.ORDER,
         ),
         option(
             "--valid-data-path",
@@ -67,7 +73,7 @@ DATA = Group(
             None,
             "File that holds the value of --data-path.",
             metavar="FILE",
-            roles=Role.LOCATION | Role.SOURCE,
+            roles=Role.LOCATION | Role.SOURCE | Role.ORDER,
         ),
         option(
             "--per-split-data-args-path",
@@ -75,12 +81,12 @@ DATA = Group(
             None,
             "JSON file with keys train, valid and test, each a value of --data-path.",
             metavar="FILE",
-            roles=Role.LOCATION | Role.SOURCE,
+            roles=Role.LOCATION | Role.SOURCE | Role.ORDER,
         ),
         option(
             "--data-cache-path", str, None, "Where sample indices are kept. Default: beside the data.", metavar="DIR"
         ),
-        switch("--mock-data", "Synthetic samples, no files.", roles=Role.LOCATION | Role.SOURCE),
+        switch("--mock-data", "Synthetic samples, no files.", roles=Role.LOCATION | Role.SOURCE | Role.ORDER),
         option("--num-workers", integer, 2, "Processes that load samples on each rank that needs them."),
         option("--num-dataset-builder-threads", integer, 1, "Threads that build datasets of a blend."),
         option(

@@ -18,8 +18,14 @@ GROUP = Group(
         option("--num-attention-heads", integer, None, "Number of attention heads."),
         option("--kv-channels", integer, None, "Width of one attention head. Default: hidden size / attention heads."),
         switch("--group-query-attention", "Share keys and values between groups of heads (see --num-query-groups)."),
-        option("--num-query-groups", integer, 1, "Number of key/value heads with --group-query-attention."),
-        option("--seq-length", integer, None, "Tokens in a training sequence.", roles=Role.SAVED),
+        option(
+            "--num-query-groups",
+            integer,
+            1,
+            "Number of key/value heads with --group-query-attention; it divides the tensor parallel size, or the other "
+            "way round.",
+        ),
+        option("--seq-length", integer, None, "Tokens in a training sequence.", roles=Role.SAVED | Role.ORDER),
         option(
             "--max-position-embeddings",
             integer,
@@ -106,7 +112,7 @@ GROUP = Group(
             "without CUDA.",
             roles=Role.NONE,
         ),
-        option("--seed", integer, 1234, "Seed of weights, dropout and data order.", roles=Role.NONE),
+        option("--seed", integer, 1234, "Seed of weights, dropout and data order.", roles=Role.ORDER),
         switch("--use-mcore-models", "Accepted: models always come from megatron.core.", roles=Role.NONE),
         switch("--use-flash-attn", "Old name of --attention-backend flash.", roles=Role.NONE),
     ),

@@ -7,7 +7,7 @@ CHECKPOINT = Group(
     "Saving and loading.",
     (
         option("--save", str, None, "Directory to save checkpoints in.", metavar="DIR"),
-        option("--save-interval", integer, None, "Iterations between checkpoints."),
+        option("--save-interval", integer, None, "Iterations between checkpoints, with --save."),
         option(
             "--load",
             str,

@@ -155,7 +155,7 @@ DISTRIBUTED = Group(
             "--num-virtual-stages-per-pipeline-rank",
             integer,
             None,
-            "Stages of each rank (v): its share of the layers is cut into v parts, dealt out in turn.",
+            "Stages of each rank (v): its share of the layers is cut into v parts, dealt out in turn. zbv has 2.",
             roles=Role.CONFIGURATION | Role.DEGREES,
         ),
         option(

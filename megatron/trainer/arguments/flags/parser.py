@@ -5,8 +5,9 @@ import re
 import sys
 from collections.abc import Sequence
 from functools import cache
+from typing import NoReturn
 
-from megatron.documents.flag_files import FlagFileParser
+from megatron.documents.flag_files import FlagFileParser, in_one
 from megatron.trainer.arguments.flags import (
     bert,
     classification,
@@ -45,6 +46,7 @@ GROUPS: tuple[Group, ...] = (
     refusals.GROUP,
 )
 FLAGS: tuple[Flag, ...] = tuple(flag for group in GROUPS for flag in group.flags)
+_HEAD = "flags cannot be used here"
 
 
 def destinations(role: Role) -> tuple[str, ...]:
@@ -53,9 +55,17 @@ def destinations(role: Role) -> tuple[str, ...]:
 
 
 class _FlagParser(FlagFileParser):
-    def error(self, message: str) -> None:
-        # argparse names a flag with all its aliases
-        raise ValueError(re.sub(r"^(--[\w-]+)(/--[\w-]+)+", r"\1", message.removeprefix("argument ")))
+    def parse_all(self, args=None, namespace=None):
+        namespace, rest, mistakes = super().parse_all(args, namespace)
+        return namespace, rest, list(map(_sentence, mistakes))
+
+    def end(self, mistakes: list[str]) -> NoReturn:
+        raise ValueError(in_one(list(map(_sentence, mistakes)), _HEAD))
+
+
+def _sentence(mistake: str) -> str:
+    """argparse names a flag with all its aliases."""
+    return re.sub(r"^(--[\w-]+)(/--[\w-]+)+", r"\1", mistake.removeprefix("argument "))
 
 
 def add_groups(parser: argparse.ArgumentParser, groups: Sequence[Group]) -> None:
@@ -90,8 +100,8 @@ def _help(flag: Flag) -> str:
     return text.replace("%", "%%")
 
 
-def build_parser(prog: str = "pretrain_gpt.py", groups: Sequence[Group] = GROUPS) -> argparse.ArgumentParser:
-    """The parser with all groups; its `error` raises ValueError."""
+def build_parser(prog: str = "pretrain_gpt.py", groups: Sequence[Group] = GROUPS) -> FlagFileParser:
+    """The parser with all groups; its `end` raises ValueError."""
     parser = _FlagParser(
         prog=prog,
         allow_abbrev=False,
@@ -103,7 +113,7 @@ def build_parser(prog: str = "pretrain_gpt.py", groups: Sequence[Group] = GROUPS
 
 
 @cache
-def _shared_parser(prog: str) -> argparse.ArgumentParser:
+def _shared_parser(prog: str) -> FlagFileParser:
     """A search parses thousands of command lines."""
     return build_parser(prog)
 
@@ -125,7 +135,7 @@ def fill_defaults(
 
 
 def refuse(namespace: argparse.Namespace, groups: Sequence[Group], accepts: Role = Role.NONE) -> None:
-    """Raise ValueError for the flags that are not known (`unknown`, of `parse_known`) and for the refused flags that
+    """Raise ValueError for what is wrong with single flags (`unknown`, of `parse_known`) and for the refused flags that
     were given with a value that asks for something, all in one message; drop the refused ones. Those that have the role
     `accepts` stay."""
     reasons = list(namespace.unknown)
@@ -138,10 +148,8 @@ def refuse(namespace: argparse.Namespace, groups: Sequence[Group], accepts: Role
                 reasons.append(f"{shown(flag, getattr(namespace, flag.dest))}: {flag.refused}")
             if flag.refused and not flag.neutral:
                 delattr(namespace, flag.dest)  # nothing reads it
-    if len(reasons) > 1:
-        raise ValueError("\n  ".join([f"{len(reasons)} flags cannot be used here", *reasons]))
     if reasons:
-        raise ValueError(reasons[0])
+        raise ValueError(in_one(reasons, _HEAD))
 
 
 def shown(flag: Flag, value: object) -> str:
@@ -151,16 +159,16 @@ def shown(flag: Flag, value: object) -> str:
     return f"{flag.name} {' '.join(map(str, value)) if isinstance(value, list) else value}"
 
 
-def parse_known(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse all of `argv`. The namespace's `unknown` holds a sentence for each flag that is not known, with the known
-    one that it is a slip of; ValueError for a value without a flag."""
-    namespace, extra = parser.parse_known_args(argv)
+def parse_known(parser: FlagFileParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse all of `argv`. The namespace's `unknown` holds a sentence for each value that is none, for each flag that
+    is not known, with the known one that it is a slip of, and for a value without a flag."""
+    namespace, extra, mistakes = parser.parse_all(argv)
     names = list(dict.fromkeys(word.split("=")[0] for word in extra if word.startswith("--")))
     if extra and not names:
-        raise ValueError(f"'{extra[0]}' belongs to no flag; write every value after its flag")
+        mistakes.append(f"'{extra[0]}' belongs to no flag; write every value after its flag")
     known = [word for action in parser._actions for word in action.option_strings]
     refused = {word for flag in FLAGS if flag.refused for word in flag.names}
-    namespace.unknown = []
+    namespace.unknown = mistakes
     for name in names:
         near = meant(name, known, refused)
         hint = f"did you mean {near}?" if near else "see --help for all flags"

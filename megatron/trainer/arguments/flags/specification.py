@@ -26,6 +26,7 @@ class Role(enum.Flag):
     PREDICTION: how 2bw predicts its weights, which a search leaves as the user has it.
     SHORT_RUN: a profile or a measured run decides it by itself.
     SOURCE: says which samples there are.
+    ORDER: decides which sample stands where in the order of training.
     LOCATION: says where things are, or what is known of them only there.
     SHAPE: decides the shape or the meaning of the weights; always the checkpoint's under --use-checkpoint-args.
     SAVED: the checkpoint's under --use-checkpoint-args, unless the command line names it.
@@ -43,6 +44,7 @@ class Role(enum.Flag):
     SAVED = enum.auto()
     DEGREES = enum.auto()
     PRICED = enum.auto()
+    ORDER = enum.auto()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,11 +34,12 @@ def _blends(args: argparse.Namespace) -> None:
     if args.split is None and not splits_itself:
         args.split = "969, 30, 1"
     if args.split is not None:
-        _split(args.split)
+        split_shares(args.split)
 
 
-def _split(text: str) -> None:
-    """megatron.core picks the digits and points out of the text, so a sign or an exponent would change the shares."""
+def split_shares(text: str) -> tuple[float, ...]:
+    """The shares of training, validation and test that --split names. Raises ValueError: megatron.core picks the digits
+    and points out of the text, so a sign or an exponent would change them."""
     shares = [share.strip() for share in text.strip("'\"").split(",")]  # scripts' arrays leave quotes in their words
     if (
         len(shares) > 3
@@ -49,6 +50,7 @@ def _split(text: str) -> None:
             f"--split {text} must be 1 to 3 shares (training, validation, test), separated by commas, each a decimal "
             "number and not all 0; for example 969,30,1"
         )
+    return (*map(float, shares), *(0.0,) * (3 - len(shares)))
 
 
 def text(args: argparse.Namespace) -> None:

@@ -55,12 +55,23 @@ def heads(args: argparse.Namespace) -> None:
                 f"--num-attention-heads {args.num_attention_heads} is not divisible by "
                 f"--num-query-groups {args.num_query_groups}"
             )
-        if args.num_query_groups % t:
-            raise ValueError(
-                f"--num-query-groups {args.num_query_groups} is not divisible by --tensor-model-parallel-size {t}"
-            )
+        _groups_over_ranks(args.num_query_groups, args.kv_channels, t)
     elif "num_query_groups" in args.given and args.num_query_groups not in (1, args.num_attention_heads):
         raise ValueError(f"--num-query-groups {args.num_query_groups} needs --group-query-attention")
+
+
+def _groups_over_ranks(groups: int, channels: int, t: int) -> None:
+    """Ranks have several groups each, or several ranks compute one together and exchange what is of it."""
+    if groups % t and t % groups:
+        raise ValueError(
+            f"neither of --num-query-groups {groups} and --tensor-model-parallel-size {t} divides the other, so groups "
+            f"cannot be dealt out to ranks alike; make one a multiple of the other"
+        )
+    if 2 * groups * channels % t:
+        raise ValueError(
+            f"--tensor-model-parallel-size {t} does not divide the {2 * groups * channels} rows of keys and values "
+            f"(2 x --num-query-groups {groups} x {channels} channels); make the former smaller"
+        )
 
 
 def feed_forward(args: argparse.Namespace) -> None:
@@ -91,6 +102,11 @@ def attention(args: argparse.Namespace) -> None:
 
 def positions(args: argparse.Namespace) -> None:
     if args.use_rotary_position_embeddings:
+        if args.position_embedding_type != "rope" and "position_embedding_type" in args.given:
+            raise ValueError(
+                f"--use-rotary-position-embeddings and --position-embedding-type {args.position_embedding_type} "
+                "exclude each other; keep one"
+            )
         args.position_embedding_type = "rope"
     if not args.add_position_embedding and args.position_embedding_type == "learned_absolute":
         args.position_embedding_type = "none"
@@ -112,6 +128,10 @@ def sequence_parallel(args: argparse.Namespace) -> list[str]:
     if args.sequence_parallel and t == 1:
         args.sequence_parallel = False
         return ["--sequence-parallel has no effect with --tensor-model-parallel-size 1"]
+    if args.tp_comm_overlap and t > 1 and not args.sequence_parallel:
+        raise ValueError(
+            "--tp-comm-overlap overlaps what --sequence-parallel sends; add the latter, or leave the former out"
+        )
     if args.sequence_parallel and args.seq_length % t:
         raise ValueError(
             f"--sequence-parallel needs --seq-length {args.seq_length} divisible by --tensor-model-parallel-size {t}"

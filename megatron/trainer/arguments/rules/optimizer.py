@@ -4,7 +4,13 @@ import argparse
 
 
 def whole_tensors(args: argparse.Namespace) -> None:
-    """LAMB's step of a tensor is as long as the norm of its weights says, so it needs the tensor whole."""
+    """What steps in shards: Adam. LAMB's step of a tensor is as long as the norm of its weights says, so it needs the
+    tensor whole."""
+    if args.optimizer == "sgd" and args.use_distributed_optimizer:
+        raise ValueError(
+            "--use-distributed-optimizer does not go with --optimizer sgd: megatron.core shards the state of Adam "
+            "alone; leave one of the two out"
+        )
     if args.optimizer != "lamb":
         return
     for flag, (is_asked, reason) in {

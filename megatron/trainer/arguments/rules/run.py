@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from megatron.elastic.stages import Stages
 from megatron.pipeline.program.weight_policies import TWO_BW, WeightPolicy
-from megatron.pipeline.schedules import PRESETS, ProgramSchedule, Schedule, TooManyRead
+from megatron.pipeline.schedules import ProgramSchedule, Schedule, TooManyRead
 from megatron.planner.job.devices import device_gib
 from megatron.planner.memory.sizes import alike
 from megatron.trainer.arguments.flags.classification import CLASSIFIERS
@@ -139,7 +139,7 @@ def _stages_of_ranks(args: argparse.Namespace) -> None:
         args.pipeline_schedule = "interleaved"
     interleaves, on_host = choice_of(args).interleaves, residency_of(args) is not None
     if v is None and interleaves and not on_host:
-        count = PRESETS[args.pipeline_schedule].virtual_stages or "2 or more"
+        count = choice_of(args).virtual_stages or "2 or more"
         raise ValueError(
             f"--pipeline-schedule {args.pipeline_schedule} needs several stages on each rank; add "
             f"--num-virtual-stages-per-pipeline-rank {count}, or use flush"
@@ -321,8 +321,6 @@ def loss(args: argparse.Namespace) -> None:
 def checkpoint(args: argparse.Namespace) -> list[str]:
     if args.ckpt_format != "torch_dist":
         raise ValueError(f"--ckpt-format {args.ckpt_format} is not supported; use torch_dist")
-    if args.save_interval is not None and args.save is None:
-        raise ValueError("--save-interval needs --save")
     if args.async_save and args.save is None:
         raise ValueError("--async-save needs --save")
     if args.use_mp_args_from_checkpoint_args and not args.use_checkpoint_args:

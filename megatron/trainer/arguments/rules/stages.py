@@ -15,7 +15,8 @@ _WAYS = (
 def virtual_stages(args: argparse.Namespace) -> None:
     """Fills `virtual_pipeline_model_parallel_size`: stages of each rank, None for one, as in Megatron-LM.
 
-    Where weights live on the host, a stage has one layer unless the flags say otherwise.
+    Where weights live on the host, a stage has one layer unless the flags say otherwise; where a schedule is for one
+    number of stages, that is taken.
     """
     given = [name for name in _WAYS if getattr(args, name) is not None]
     if len(given) > 1:
@@ -24,7 +25,8 @@ def virtual_stages(args: argparse.Namespace) -> None:
     if args.program is not None:
         _stages_of_program(args)
         return
-    num_stages = args.num_virtual_stages_per_pipeline_rank or 1
+    of_schedule = choice_of(args).virtual_stages
+    num_stages = args.num_virtual_stages_per_pipeline_rank or (of_schedule if not given else None) or 1
     if on_host and not given:
         num_stages = max(1, _counted_layers(args) // args.pipeline_model_parallel_size)
     if args.pipeline_model_parallel_layout is not None:
@@ -32,9 +34,10 @@ def virtual_stages(args: argparse.Namespace) -> None:
     elif args.num_layers_per_virtual_pipeline_stage is not None:
         num_stages = _stages_of_equal_layers(args)
     if num_stages > 1 and args.pipeline_model_parallel_size == 1 and not on_host:
+        asks = f"{flag(given[0])} {getattr(args, given[0])}" if given else choice_of(args).flag
         raise ValueError(
-            f"{flag(given[0])} {getattr(args, given[0])} gives a rank {num_stages} stages, which buys nothing "
-            "with --pipeline-model-parallel-size 1; raise the latter or leave the flag out"
+            f"{asks} gives a rank {num_stages} stages, which buys nothing "
+            "with --pipeline-model-parallel-size 1; raise the latter or leave the former out"
         )
     args.virtual_pipeline_model_parallel_size = num_stages if num_stages > 1 else None
 
@@ -72,7 +75,8 @@ def _stages_of_equal_layers(args: argparse.Namespace) -> int:
     return per_rank // size
 
 
-def _stages_in_layout(args: argparse.Namespace) -> int:
+def _layout(args: argparse.Namespace):
+    """What megatron.core reads from --pipeline-model-parallel-layout."""
     from megatron import backend  # imports torch, which no other flag needs to be understood
 
     backend.install()
@@ -83,7 +87,11 @@ def _stages_in_layout(args: argparse.Namespace) -> int:
         num_ranks=args.pipeline_model_parallel_size,
         num_layers=args.num_layers,
         placement=choice_of(args).placement,
-    ).virtual_pipeline_model_parallel_size
+    )
+
+
+def _stages_in_layout(args: argparse.Namespace) -> int:
+    return _layout(args).virtual_pipeline_model_parallel_size
 
 
 def layer_split(args: argparse.Namespace) -> tuple[int, int | None]:
@@ -171,4 +179,39 @@ def _check_virtual(args: argparse.Namespace, count: int | None, where: str) -> N
         )
 
 
-RULES = (virtual_stages, layers)
+def recomputed_chunks(args: argparse.Namespace) -> None:
+    """megatron.core recomputes a stage in chunks of equal numbers of layers, and looks for layers that a last, shorter
+    chunk does not have."""
+    if args.recompute_method != "uniform" or args.recompute_num_layers == 1:
+        return
+    size = args.recompute_num_layers
+    if args.freeze_training or args.elastic_pipeline:
+        raise ValueError(
+            f"--recompute-num-layers {size} with --recompute-method uniform needs stages of a multiple of {size} "
+            "layers, and where layers freeze or the pipeline changes stages have any number; give 1, or use block"
+        )
+    for count in sorted(_layers_of_stages(args)):
+        if count % size:
+            raise ValueError(
+                f"--recompute-num-layers {size} does not divide the {count} layers of a stage into chunks of "
+                f"--recompute-method uniform; give a divisor of {count}, or use block"
+            )
+
+
+def _layers_of_stages(args: argparse.Namespace) -> set[int]:
+    """How many layers stages have, as megatron.core splits them."""
+    if args.pipeline_model_parallel_layout is not None:
+        layout = _layout(args)
+        return {sum(each.name == "decoder" for each in stage) for rank in layout.layout for stage in rank}
+    p, v = layer_split(args)
+    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    if first is None and last is None:
+        each = _counted_layers(args) // p // (v or 1)
+        ends = args.account_for_embedding_in_pipeline_split, args.account_for_loss_in_pipeline_split
+        return {each - sum(ends)} if p == 1 else {each, *(each - end for end in ends)}
+    middle = p - (first is not None) - (last is not None)
+    rest = (args.num_layers - (first or 0) - (last or 0)) // max(middle, 1)
+    return {count // (v or 1) for count in (first, last, rest if middle else None) if count is not None}
+
+
+RULES = (virtual_stages, layers, recomputed_chunks)

@@ -19,6 +19,7 @@ class PipelineChoice:
         policy: which weights a batch uses.
         residency: where they live, if on the host.
         interleaves: ranks have several stages.
+        virtual_stages: how many, where it is for one number alone.
         recompute: backwards are preceded by a recompute whatever the flags say.
         placement: (ranks, stages on each) -> the rank of each stage.
         deals_out: whether that is in turn, as megatron.core does.
@@ -29,6 +30,7 @@ class PipelineChoice:
     policy: WeightPolicy
     residency: Residency | None
     interleaves: bool
+    virtual_stages: int | None
     recompute: bool
     placement: Callable[[int, int], Sequence[int]]
     deals_out: bool
@@ -41,7 +43,8 @@ def choice_of(args: argparse.Namespace) -> PipelineChoice:
         preset = PRESETS[args.pipeline_schedule]
         return PipelineChoice(
             flag=f"--pipeline-schedule {args.pipeline_schedule}", name=args.pipeline_schedule, policy=preset.policy,
-            residency=preset.residency, interleaves=preset.interleaves, recompute=preset.recompute,
+            residency=preset.residency, interleaves=preset.interleaves,
+            virtual_stages=preset.virtual_stages if preset.interleaves else None, recompute=preset.recompute,
             placement=PLACEMENTS[preset.placement], deals_out=preset.placement == "round-robin",
         )  # fmt: skip
     placement = schedule.rank_of_stage
@@ -49,6 +52,7 @@ def choice_of(args: argparse.Namespace) -> PipelineChoice:
     return PipelineChoice(
         flag=f"--pipeline-program {args.pipeline_program}", name=f"program {args.pipeline_program}",
         policy=schedule.weights, residency=None, interleaves=schedule.num_stages > schedule.num_ranks,
+        virtual_stages=None,
         recompute=schedule.recompute, placement=lambda *_: placement,
         deals_out=placement == in_turn and schedule.num_stages % schedule.num_ranks == 0 and schedule.num_ranks > 1,
     )  # fmt: skip

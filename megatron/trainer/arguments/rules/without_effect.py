@@ -1,0 +1,211 @@
+"""Flags whose effect depends on other flags: where they have none, the run says so.
+
+Problem: a flag that asks for something, beside others under which nothing comes of it, is taken without a word by
+Megatron-LM, and the user believes in numbers, or waits for files, that there are not.
+
+Solution: one table of conditions. Where Megatron-LM takes the flag too, and computes the same, it is a note; what
+would compute other numbers than asked for is refused by other rules. A flag that says what holds without it, by its
+default or by asking for less (`--no-rope-fusion` without rope), is not worth a word. The table is a part of
+docs/flags.md.
+"""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron.trainer.arguments.flags.parser import FLAGS, shown
+
+
+@dataclass(frozen=True)
+class Idle:
+    """`names`: destinations of flags that have no effect where `holds` of the arguments; `reason`: which words."""
+
+    names: str
+    holds: Callable[[argparse.Namespace], bool]
+    reason: str
+
+
+def _steps(args: argparse.Namespace) -> int:
+    """Iterations of the training."""
+    return 0 if args.skip_train else args.train_iters
+
+
+def _warms_up(args: argparse.Namespace) -> bool:
+    return bool(args.lr_warmup_iters or args.lr_warmup_samples or args.lr_warmup_fraction)
+
+
+def _records(args: argparse.Namespace) -> bool:
+    return bool(args.tensorboard_dir or args.wandb_project)
+
+
+_OF_FILES = ("GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase")
+_OTHER_TOKENIZER = "the tokenizer of --tokenizer-type does not read it"
+
+ROWS = (
+    Idle(
+        "rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling",
+        lambda args: args.position_embedding_type != "rope",
+        "it is about rotary positions, which --position-embedding-type rope has",
+    ),
+    Idle(
+        "rope_scaling_factor",
+        lambda args: args.position_embedding_type != "rope" or not args.use_rope_scaling,
+        "it is the factor of --use-rope-scaling",
+    ),
+    Idle(
+        "reset_position_ids",
+        lambda args: args.position_embedding_type != "learned_absolute",
+        "only learned positions are looked up by their numbers (--position-embedding-type learned_absolute)",
+    ),
+    Idle(
+        "add_qkv_bias",
+        lambda args: args.add_bias_linear,
+        "all linear layers have biases, unless --disable-bias-linear is given",
+    ),
+    Idle(
+        "attention_softmax_in_fp32",
+        lambda args: not (args.fp16 or args.bf16),
+        "without --fp16 and --bf16 everything is computed in FP32",
+    ),
+    Idle(
+        "init_method_std",
+        lambda args: args.init_method_xavier_uniform,
+        "--init-method-xavier-uniform draws by the shape of a weight",
+    ),
+    Idle(
+        "cross_entropy_fusion_impl",
+        lambda args: not args.cross_entropy_loss_fusion,
+        "it is the kernel of --cross-entropy-loss-fusion",
+    ),
+    Idle("tp_comm_overlap", lambda args: args.tensor_model_parallel_size == 1, "with one tensor rank nothing is sent"),
+    Idle("make_vocab_size_divisible_by", lambda args: args.architecture == "vit", "images have no vocabulary"),
+    Idle(
+        "pipeline_extra_warmup account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split",
+        lambda args: args.pipeline_model_parallel_size == 1,
+        "one pipeline rank has all layers",
+    ),
+    Idle(
+        "ddp_pad_buckets_for_high_nccl_busbw",
+        lambda args: not args.use_distributed_optimizer,
+        "only the buckets of --use-distributed-optimizer are padded",
+    ),
+    Idle("adam_beta1 adam_beta2 adam_eps", lambda args: args.optimizer == "sgd", "--optimizer sgd has no moments"),
+    Idle("sgd_momentum", lambda args: args.optimizer != "sgd", "it is that of --optimizer sgd"),
+    Idle(
+        "weight_decay",
+        lambda args: bool({"start_weight_decay", "end_weight_decay"} & {*args.given}),
+        "--start-weight-decay and --end-weight-decay say it",
+    ),
+    Idle("min_lr", lambda args: args.lr_decay_style == "constant", "--lr-decay-style constant never decays"),
+    Idle(
+        "lr_decay_iters lr_decay_samples",
+        lambda args: args.lr_decay_style == "constant" and args.lr_warmup_fraction is None,
+        "--lr-decay-style constant never decays",
+    ),
+    Idle(
+        "lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples",
+        lambda args: args.lr_decay_style != "WSD",
+        "it is about --lr-decay-style WSD",
+    ),
+    Idle("lr_warmup_init", lambda args: not _warms_up(args), "there is no warm-up"),
+    Idle("decoupled_min_lr", lambda args: args.decoupled_lr is None, "it is the smallest of --decoupled-lr"),
+    Idle(
+        "override_opt_param_scheduler use_checkpoint_opt_param_scheduler",
+        lambda args: args.load is None,
+        "no checkpoint is loaded without --load",
+    ),
+    Idle(
+        "initial_loss_scale min_loss_scale loss_scale_window hysteresis",
+        lambda args: not args.fp16 or args.loss_scale is not None,
+        "the loss is scaled dynamically with --fp16 and without --loss-scale alone",
+    ),
+    Idle(
+        "manual_gc_interval manual_gc_eval",
+        lambda args: not args.manual_gc,
+        "without --manual-gc Python collects garbage when it wants",
+    ),
+    Idle(
+        "tiktoken_pattern tiktoken_num_special_tokens tiktoken_special_tokens",
+        lambda args: args.tokenizer_type != "TikTokenizer",
+        _OTHER_TOKENIZER,
+    ),
+    Idle("vocab_file", lambda args: args.tokenizer_type not in _OF_FILES, _OTHER_TOKENIZER),
+    Idle("merge_file", lambda args: args.tokenizer_type != "GPT2BPETokenizer", _OTHER_TOKENIZER),
+    Idle(
+        "tokenizer_model",
+        lambda args: args.tokenizer_type in (*_OF_FILES, "NullTokenizer", "ByteLevelTokenizer"),
+        _OTHER_TOKENIZER,
+    ),
+    Idle("save_interval", lambda args: args.save is None, "nothing is saved without --save"),
+    Idle(
+        "save_interval",
+        lambda args: args.save is not None and not args.skip_train and args.save_interval > args.train_iters,
+        "training ends before, and saves at its end",
+    ),
+    Idle(
+        "dist_ckpt_strictness ckpt_fully_parallel_load",
+        lambda args: args.load is None and args.pretrained_checkpoint is None,
+        "no checkpoint is loaded without --load",
+    ),
+    Idle("eval_interval", lambda args: args.eval_iters == 0, "--eval-iters 0 evaluates nothing"),
+    Idle(
+        "save save_interval eval_interval exit_interval exit_duration_in_mins pipeline_timeline freeze_training "
+        "elastic_pipeline",
+        lambda args: args.skip_train,
+        "--skip-train evaluates, and neither trains nor saves",
+    ),
+    Idle(
+        "log_interval",
+        lambda args: _steps(args) < args.log_interval,
+        "training ends before the first line of the log",
+    ),
+    Idle(
+        "tensorboard_log_interval",
+        lambda args: _records(args) and _steps(args) < args.tensorboard_log_interval,
+        "training ends before the first value is recorded",
+    ),
+    Idle(
+        "tensorboard_log_interval tensorboard_queue_size log_timers_to_tensorboard log_validation_ppl_to_tensorboard "
+        "log_memory_to_tensorboard log_world_size_to_tensorboard",
+        lambda args: not _records(args),
+        "nothing is recorded without --tensorboard-dir or --wandb-project",
+    ),
+    Idle(
+        "wandb_entity wandb_exp_name wandb_save_dir", lambda args: not args.wandb_project, "it is about --wandb-project"
+    ),
+    Idle(
+        "use_pytorch_profiler profile_step_start profile_step_end profile_ranks",
+        lambda args: not args.profile,
+        "nothing is profiled without --profile",
+    ),
+    Idle(
+        "profile",
+        lambda args: _steps(args) <= args.profile_step_start,
+        "training ends before --profile-step-start, so no iteration is profiled",
+    ),
+    Idle(
+        "profile",
+        lambda args: min(args.profile_ranks) >= args.world_size,
+        "the job has no rank of --profile-ranks",
+    ),
+    Idle(
+        "pipeline_timeline_iterations",
+        lambda args: args.pipeline_timeline is None,
+        "nothing is traced without --pipeline-timeline",
+    ),
+)
+FLAG_OF = {each.dest: each for each in FLAGS}
+
+
+def without_effect(args: argparse.Namespace) -> list[str]:
+    """Notes on the flags that were given and have no effect."""
+    given = set(args.given)
+    return [
+        f"{shown(FLAG_OF[name], value)} has no effect: {row.reason}"
+        for row in ROWS
+        for name in row.names.split()
+        if name in given and (value := getattr(args, name)) != FLAG_OF[name].default and row.holds(args)
+    ]
+
+
+RULES = (without_effect,)

@@ -1,0 +1,34 @@
+"""A file that cannot be written is refused before the work whose result it is for."""
+
+import pytest
+
+from megatron.commands import rank_map, schedule
+from megatron.commands.common.command_line import require_file
+from tests.commands.in_process import ROOT, runner
+
+RANKS = f"--rank-topology {ROOT / 'examples' / 'topology.yaml'} --pipeline-model-parallel-size 4"
+
+
+def test_files_that_cannot_be_written(tmp_path):
+    """A folder, a folder that is a file, and one that is not there and cannot be made; a new folder can."""
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path, tmp_path / "file" / "x.png", tmp_path / "file" / "new" / "x.png"):
+        with pytest.raises(ValueError, match=f"^--to {path} cannot be written; name a file in a folder of yours$"):
+            require_file(path, "--to")
+    require_file(tmp_path / "new" / "x.png")
+    require_file(tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("tool", "work", "argv"),
+    [
+        (schedule, "simulate", "draw --schedule flush --output"),
+        (rank_map, "_mapping", f"{RANKS} --output"),
+        (rank_map, "_mapping", f"{RANKS} --write-mapping"),
+    ],
+)
+def test_nothing_is_computed_before(tool, work, argv, capsys, monkeypatch, tmp_path):
+    """The sentence names the flag."""
+    monkeypatch.setattr(tool, work, lambda *arguments, **options: pytest.fail("it has worked"))
+    status, _, err = runner(tool, capsys)(*argv.split(), tmp_path)
+    assert status == 1 and f"{argv.split()[-1]} {tmp_path} cannot be written; name a file" in err

@@ -1,0 +1,179 @@
+"""What megatron.core asserts of our flags is known to our rules: what they let through is built."""
+
+import os
+import random
+import re
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+from torch._C._distributed_c10d import FakeProcessGroup
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron import backend
+
+backend.install()
+
+from megatron.trainer.arguments import parse_args, resolve_platform, validate_args
+from megatron.trainer.arguments.platform import require_attention_environment
+from megatron.trainer.programs import pretrain_gpt
+from megatron.trainer.start_up import initialize
+from megatron.trainer.start_up.model_and_optimizer import setup_model_and_optimizer
+from tests.trainer.arguments.command_line import CPU, GPU, arguments, argv
+
+UNIFORM = "--recompute-granularity full --recompute-method uniform --recompute-num-layers"
+BLOCK = "--recompute-granularity full --recompute-method block --recompute-num-layers"
+P, P4, T = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4", "--tensor-model-parallel-size"
+ROPE, GROUPS = "--position-embedding-type rope", "--group-query-attention --num-query-groups"
+SELECTIVE, DECAY = "--recompute-granularity selective --recompute-modules", "--weight-decay-incr-style"
+CHOICES = (
+    ("--optimizer sgd", "--optimizer lamb", "--sgd-momentum 0"),
+    ("--use-distributed-optimizer", "--use-distributed-optimizer --ddp-pad-buckets-for-high-nccl-busbw"),
+    ("--bf16", "--fp16", "--fp16 --loss-scale 64", "--bf16 --grad-reduce-in-bf16"),
+    ("--swiglu", "--squared-relu", "--quick-geglu", "--swiglu --no-bias-swiglu-fusion"),
+    ("--disable-bias-linear", "--disable-bias-linear --add-qkv-bias", "--add-qkv-bias"),
+    ("--normalization RMSNorm", "--apply-residual-connection-post-layernorm", "--qk-layernorm"),
+    (f"{GROUPS} 1", f"{GROUPS} 2", f"{GROUPS} 4", f"{GROUPS} 3"),
+    ("--kv-channels 8", "--kv-channels 3", "--ffn-hidden-size 30"),
+    (ROPE, "--position-embedding-type none", f"{ROPE} --rotary-percent 0.5 --rotary-interleaved",
+     f"{ROPE} --use-rope-scaling", f"{ROPE} --rotary-percent 0.01"),
+    ("--apply-query-key-layer-scaling", "--attention-softmax-in-fp32", "--fp16-lm-cross-entropy"),
+    ("--no-masked-softmax-fusion", "--no-bias-gelu-fusion", "--no-bias-dropout-fusion", "--no-persist-layer-norm"),
+    ("--cross-entropy-loss-fusion", "--deterministic-mode", "--init-method-xavier-uniform", "--hidden-dropout 0"),
+    ("--attention-backend local", "--attention-backend unfused"),
+    ("--recompute-activations", f"{UNIFORM} 1", f"{UNIFORM} 3", f"{UNIFORM} 9", f"{BLOCK} 9", f"{SELECTIVE} layernorm",
+     f"{SELECTIVE} core_attn mlp", f"{SELECTIVE}"),
+    (f"{T} 2", f"{T} 4", f"{T} 2 --sequence-parallel", f"{T} 2 --tp-comm-overlap"),
+    (P, P4, f"{P} --decoder-first-pipeline-num-layers 1", f"{P} --num-virtual-stages-per-pipeline-rank 2",
+     f"{P} --num-layers 3 --account-for-embedding-in-pipeline-split", f"{P} --pipeline-model-parallel-layout Et|tttL",
+     f"{P} --num-layers 2 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+     f"{P4} --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 1"),
+    ("--pipeline-schedule 2bw", "--pipeline-schedule gpipe", "--pipeline-schedule zb-h1", "--pipeline-schedule zbv"),
+    ("--lr-decay-style constant", "--lr-decay-style cosine --min-lr 1e-4", "--lr-decay-style inverse-square-root",
+     "--lr-decay-style WSD --lr-wsd-decay-iters 3", "--lr-decay-style WSD --lr-wsd-decay-iters 30",
+     "--lr-warmup-fraction 0.999", "--lr-decay-iters 4 --lr-warmup-iters 3", "--decoupled-lr 1e-2"),
+    (f"{DECAY} linear --start-weight-decay 0 --end-weight-decay 0.1",
+     "--start-weight-decay 0.1 --end-weight-decay 0.1"),
+    ("--untie-embeddings-and-output-weights", "--clip-grad 0", "--seed 4294967295", "--vocab-size 1"),
+    ("--num-attention-heads 1", "--num-attention-heads 8", "--num-layers 1", "--num-layers 8", "--seq-length 1"),
+)  # fmt: skip
+
+
+def of(name: str, flags: str) -> int:
+    return int((re.findall(rf"--{name}-model-parallel-size (\d+)", flags) or [1])[-1])
+
+
+@pytest.fixture
+def one_rank_of_many(monkeypatch) -> None:
+    """Process groups of any size that one process makes, and that send nothing."""
+    make = torch.distributed.new_group
+
+    def new_group(*args, **options):
+        options.pop("pg_options", None)
+        return make(*args, **{**options, "backend": "fake"})
+
+    def gloo(store, rank, size, timeout):
+        return FakeProcessGroup._create_internal(rank, size)
+
+    monkeypatch.setattr(torch.distributed, "new_group", new_group)
+    monkeypatch.setattr(torch.distributed, "ProcessGroupGloo", gloo)
+
+
+def combinations(seed: int, number: int) -> Iterator[str]:
+    """Flags of one to six subjects each."""
+    drawn = random.Random(seed)
+    for _ in range(number):
+        yield " ".join(drawn.choice(each) for each in drawn.sample(CHOICES, drawn.randint(1, 6)))
+
+
+def build(flags: str, size: int, rank: int) -> None:
+    """What a rank builds of the flags, and a learning rate for each iteration. ValueError where a rule refuses them."""
+    args = parse_args(argv(flags))
+    validate_args(args, world_size=size, rank=rank)
+    resolve_platform(args, CPU)
+    args.distributed_backend, args.padded_vocab_size = "gloo", 128 * args.tensor_model_parallel_size
+    with initialize.left_in_order(), mock.patch.dict(os.environ):
+        torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+        try:
+            initialize.set_up(args)
+            built = setup_model_and_optimizer(args, pretrain_gpt.program())
+        except ValueError as error:
+            raise AssertionError(f"not a rule's: {error}") from error
+        for _ in range(args.train_iters + 1):
+            built.scheduler.step(increment=args.global_batch_size)
+        built.update.close()
+        if args.pipeline_model_parallel_size == 1:
+            forward(built.stages[0], args)
+
+
+def forward(stage, args) -> None:
+    """One forward and backward of a model that is one stage."""
+    tokens = torch.zeros(args.micro_batch_size, args.seq_length, dtype=torch.long)
+    positions = torch.arange(args.seq_length).expand_as(tokens)
+    stage.model(tokens, positions, None, labels=tokens).float().sum().backward()
+
+
+@pytest.mark.parametrize(("seed", "number"), [(0, 40), pytest.param(1, 600, marks=pytest.mark.full)])
+def test_what_rules_let_through_is_built(one_rank_of_many, seed, number):
+    """Random combinations, on a first and a last rank: each is refused by a rule, or megatron.core builds and computes
+    it."""
+    built = 0
+    for index, flags in enumerate(combinations(seed, number)):
+        size = of("tensor", flags) * of("pipeline", flags) * (1 + index % 2)
+        rank = (size - 1) * (index % 3 > 0)
+        try:
+            build(flags, size, rank)
+            built += 1
+        except ValueError:
+            pass
+        except Exception as error:
+            raise AssertionError(f"{flags} on rank {rank} of {size}: {type(error).__name__}: {error}") from error
+    assert built > number / 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--optimizer sgd --use-distributed-optimizer", "does not go with --optimizer sgd: .*; leave one of the two"),
+        (f"{UNIFORM} 3", "--recompute-num-layers 3 does not divide the 4 layers of a stage .*; give a divisor of 4"),
+        (f"{UNIFORM} 2 {P} --num-layers 6", "does not divide the 3 layers"),
+        (f"{UNIFORM} 2 {P} --decoder-first-pipeline-num-layers 1", "does not divide the 1 layers"),
+        (f"{UNIFORM} 2 {P} --pipeline-model-parallel-layout Ett|tttL --num-layers 5", "3 layers of a stage"),
+        (f"{UNIFORM} 2 {P} --num-layers 3 --account-for-loss-in-pipeline-split", "the 1 layers"),
+        (f"{UNIFORM} 2 {P} --untie-embeddings-and-output-weights --elastic-pipeline --freeze-interval 2", "give 1, or"),
+        (f"{T} 2 --tp-comm-overlap", "overlaps what --sequence-parallel sends; add the latter"),
+        ("--use-rotary-position-embeddings --position-embedding-type none", "exclude each other; keep one"),
+    ],
+)
+def test_refusals(flags, sentence):
+    """One sentence each, before anything is built."""
+    with pytest.raises(ValueError, match=sentence):
+        arguments(flags, world_size=of("tensor", flags) * of("pipeline", flags), platform=GPU)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [f"{UNIFORM} 2", f"{UNIFORM} 2 {P}", f"{BLOCK} 3 {P}", f"{UNIFORM} 1 {P} --decoder-first-pipeline-num-layers 1",
+     f"{UNIFORM} 2 {P} --num-layers 8 --num-virtual-stages-per-pipeline-rank 2"],
+)  # fmt: skip
+def test_chunks_that_come_out_even(flags):
+    """These are let through."""
+    assert arguments(flags, world_size=of("pipeline", flags)).recompute_num_layers in (1, 2, 3)
+
+
+def test_attention_of_the_environment():
+    """A variable that asks for another attention than the flag is named, before megatron.core ends with it."""
+    args = arguments("--attention-backend unfused")
+    require_attention_environment(args, {"NVTE_UNFUSED_ATTN": "1", "NVTE_FLASH_ATTN": "0"})
+    with pytest.raises(ValueError, match="NVTE_FLASH_ATTN is 1, and --attention-backend unfused asks for 0; unset"):
+        require_attention_environment(args, {"NVTE_FLASH_ATTN": "1"})
+
+
+def test_kernels_that_read_no_mask():
+    """--reset-attention-mask takes layers, and a softmax, that apply it."""
+    args = arguments("--reset-attention-mask --bf16", platform=GPU)
+    assert args.transformer_impl == "local" and not args.masked_softmax_fusion
+    assert arguments("--bf16 --transformer-impl local", platform=GPU).masked_softmax_fusion
+    with pytest.raises(ValueError, match="--transformer-impl transformer_engine has a causal attention that reads no"):
+        arguments("--reset-attention-mask --transformer-impl transformer_engine", platform=GPU)
