@@ -7,6 +7,7 @@ wrong place. Each repair wraps one function and states the fault.
 """
 
 import functools
+import inspect
 import warnings
 
 import torch
@@ -23,8 +24,9 @@ def apply() -> None:
     if not distrib_optimizer.HAVE_APEX_OR_TE:
         _repair_initial_state(optimizer)
         _repair_distributed_optimizer(distrib_optimizer.DistributedOptimizer)
-    _repair_places_in_buckets(distrib_optimizer.DistributedOptimizer)
-    if not random.HAVE_TE:
+    if hasattr(distrib_optimizer.DistributedOptimizer, "sharded_param_state_fully_reshardable"):  # from core 0.15 on
+        _repair_places_in_buckets(distrib_optimizer.DistributedOptimizer)
+    if not random.HAVE_TE and "fp8" in inspect.signature(random.CheckpointWithoutOutput).parameters:  # from 0.13 on
         _repair_checkpoint_without_output(random.CheckpointWithoutOutput)
     _repair_torch_norm(torch_norm.WrappedTorchNorm)
     follow_shown_gradients()
