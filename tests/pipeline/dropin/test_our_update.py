@@ -11,8 +11,8 @@ backend.install()
 
 from megatron.pipeline.dropin import our_update
 from megatron.pipeline.dropin.our_update import OurUpdate
-from megatron.pipeline.program.weight_policies import weight_policy
 from megatron.pipeline.runtime.contract.stage import BatchReport
+from megatron.pipeline.schedules import Schedule
 
 
 class Versions:
@@ -42,7 +42,8 @@ def parts(monkeypatch):
     optimizer = SimpleNamespace(zero_grad=method("zero_grad"), step=method("step"))
     scheduler = SimpleNamespace(step=method("scheduler"))
     update = OurUpdate(
-        [chunk], optimizer, scheduler, weights=weight_policy("2bw"), num_stages=2, stage=0, timeout=timedelta(minutes=1)
+        [chunk], optimizer, scheduler, schedule=Schedule.preset("2bw", num_stages=2), stage=0,
+        timeout=timedelta(minutes=1),
     )  # fmt: skip
     return update, chunk, optimizer, scheduler, calls
 
