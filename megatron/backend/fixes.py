@@ -7,7 +7,6 @@ wrong place. Each repair wraps one function and states the fault.
 """
 
 import functools
-import inspect
 import warnings
 
 import torch
@@ -27,7 +26,7 @@ def apply() -> None:
         _repair_distributed_optimizer(distrib_optimizer.DistributedOptimizer)
     if hasattr(distrib_optimizer.DistributedOptimizer, "sharded_param_state_fully_reshardable"):  # from core 0.15 on
         _repair_places_in_buckets(distrib_optimizer.DistributedOptimizer)
-    if not random.HAVE_TE and "fp8" in inspect.signature(random.CheckpointWithoutOutput).parameters:  # from 0.13 on
+    if not random.HAVE_TE:
         _repair_checkpoint_without_output(random.CheckpointWithoutOutput)
     _repair_torch_norm(torch_norm.WrappedTorchNorm)
     _repair_experts(moe_utils, token_dispatcher)
