@@ -69,8 +69,8 @@ def _turn_off_overlaps(
         }
     elif schedule.splits_backward:
         why = {"overlap_grad_reduce": "makes gradients in W, behind the backwards in which they would be reduced"}
-    elif schedule.evicting_ranks((max_microbatches,)):
-        why = {"overlap_grad_reduce": "moves activations, whose backwards do not tell which gradients are complete"}
+    elif options.counts_activations or schedule.evicting_ranks((max_microbatches,)):
+        why = {"overlap_grad_reduce": "moves or counts activations, and their backwards do not tell what is complete"}
     else:
         why = {}
     for name, reason in why.items():

@@ -66,6 +66,16 @@ def test_what_2bw_does_not_go_with(refusal):
     assert sentence.startswith(refusal.flag) and refusal.reason in sentence and refusal.remedy in sentence
 
 
+@pytest.mark.parametrize("kind", ["quantile_balancing", "global_aux_loss", ["aux_loss", "global_aux_loss"]])
+def test_counts_over_batches_are_reset_where_2bw_never_comes(kind):
+    """In Megatron-LM's reductions. What counts within a microbatch is as well balanced as ever."""
+    args = arguments("--pipeline-schedule 2bw", moe_router_load_balancing_type=kind)
+    with pytest.raises(ValueError, match=r"--moe-router-load-balancing-type .* use aux_loss"):
+        require_supported(args)
+    args.moe_router_load_balancing_type = "seq_aux_loss"
+    require_supported(args)
+
+
 @pytest.mark.parametrize("optimizer", ["dist_muon", "soap", "lion"])
 def test_2bw_goes_with_two_optimizers(optimizer):
     """All others step in ways of their own."""

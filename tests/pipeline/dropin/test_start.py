@@ -56,8 +56,12 @@ def test_batches_are_tried_before_anything_starts():
         ("flush", 4, [], []),
         ("gpipe", 4, [], []),
         ("zb-h1", 4, ["overlap_grad_reduce"], ["zb-h1 makes gradients in W"]),
-        ("bpipe", 4, ["overlap_grad_reduce"], ["bpipe moves activations"]),
+        ("bpipe", 4, ["overlap_grad_reduce"], ["bpipe moves or counts activations"]),
         ("bpipe", 2, [], []),  # nothing has to move
+        (
+            "flush --pipeline-log-saved-activations", 2, ["overlap_grad_reduce"],
+            ["flush moves or counts activations"],
+        ),
         (
             "2bw", 2, ["overlap_grad_reduce", "overlap_param_gather"],
             ["--overlap-grad-reduce is off: --pipeline-schedule 2bw reduces", "--overlap-param-gather is off: --pipe"],
