@@ -85,9 +85,10 @@ def import_stand_ins():
             # Neither library exists for CPUs, so their absence is no news.
             warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex|transformer_engine|apex).*")
             warnings.filterwarnings("ignore", category=DeprecationWarning)
-            import megatron.core.jit
+            from megatron.core import jit
 
-            megatron.core.jit.disable_jit_fuser()  # for modules imported later than this
+            if hasattr(jit, "disable_jit_fuser"):  # for modules imported later than this
+                jit.disable_jit_fuser()  # before core 0.16 the fuser is what torch.compile is now: the identity
             yield
     finally:
         torch.compile = compile_function

@@ -19,14 +19,17 @@ def apply() -> None:
     from megatron.core.optimizer import distrib_optimizer, optimizer
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer import torch_norm
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     if not distrib_optimizer.HAVE_APEX_OR_TE:
         _repair_initial_state(optimizer)
         _repair_distributed_optimizer(distrib_optimizer.DistributedOptimizer)
-    _repair_places_in_buckets(distrib_optimizer.DistributedOptimizer)
+    if hasattr(distrib_optimizer.DistributedOptimizer, "sharded_param_state_fully_reshardable"):  # from core 0.15 on
+        _repair_places_in_buckets(distrib_optimizer.DistributedOptimizer)
     if not random.HAVE_TE:
         _repair_checkpoint_without_output(random.CheckpointWithoutOutput)
     _repair_torch_norm(torch_norm.WrappedTorchNorm)
+    _repair_experts(moe_utils, token_dispatcher)
     follow_shown_gradients()
 
 
@@ -192,6 +195,21 @@ def _repair_torch_norm(norm_class) -> None:
         return norm
 
     norm_class.__new__ = build_for_sequence_parallel
+
+
+def _repair_experts(moe_utils, token_dispatcher) -> None:
+    """Without Transformer Engine the router asks whether its `te_general_gemm` is None, and there is no such name; and
+    on a CPU the numbers of tokens that experts exchange stay tensors where lists of numbers are asked for."""
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    move = token_dispatcher.maybe_move_tensor_to_cpu
+
+    @functools.wraps(move)
+    def move_as_asked(tensor, as_numpy=False, record_stream=False):
+        moved = move(tensor, as_numpy, record_stream)
+        return moved.numpy() if as_numpy and torch.is_tensor(moved) else moved
+
+    token_dispatcher.maybe_move_tensor_to_cpu = move_as_asked
 
 
 def _repair_fused_accumulation(linear: type[torch.autograd.Function]) -> None:

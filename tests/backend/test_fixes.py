@@ -14,6 +14,7 @@ backend.install()
 from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
 from megatron.core.tensor_parallel.layers import LinearWithGradAccumulationAndAsyncCommunication
 from megatron.core.tensor_parallel.random import HAVE_TE, CheckpointWithoutOutput
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from tests import workers
 from tests.pipeline.runtime.stages.megatron.fused_accumulation import stand_in
@@ -45,6 +46,25 @@ def test_checkpoint_without_output_is_not_fp8():
     """`fp8=False` means without FP8."""
     assert CheckpointWithoutOutput(fp8=False).fp8 is False
     assert CheckpointWithoutOutput().fp8 is False
+
+
+@pytest.mark.skipif(HAVE_TE, reason="Transformer Engine is installed")
+def test_a_router_is_torchs_without_transformer_engine():
+    """Its logits, and both gradients of them."""
+    tokens, weight = torch.randn(5, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
+    logits = moe_utils.router_gating_linear(tokens, weight, None, torch.float32)
+    logits.square().sum().backward()
+    found, expected = (tokens.grad, weight.grad), (2 * logits @ weight, (2 * logits).t() @ tokens)
+    assert torch.allclose(logits, tokens @ weight.t())
+    assert all(torch.allclose(*pair) for pair in zip(found, expected, strict=True))
+
+
+def test_numbers_of_tokens_are_numbers_where_they_are_asked_for():
+    """On a CPU, too; and they stay a tensor where that is asked for."""
+    counts = torch.tensor([3, 1])
+    assert token_dispatcher.maybe_move_tensor_to_cpu(counts, as_numpy=True).tolist() == [3, 1]
+    assert not torch.is_tensor(token_dispatcher.maybe_move_tensor_to_cpu(counts, as_numpy=True))
+    assert token_dispatcher.maybe_move_tensor_to_cpu(counts) is counts
 
 
 class OwnLinear(LinearWithGradAccumulationAndAsyncCommunication):

@@ -11,6 +11,8 @@ from megatron import backend
 
 backend.install()
 
+from megatron.backend import cpu, fixes
+
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-ins exist only where there is no CUDA")
 
 
@@ -120,3 +122,27 @@ def test_nothing_is_replaced_on_cuda():
         "assert all(a is b for a, b in zip(kept, functions()))"
     )
     assert result.returncode == 0, result.stderr
+
+
+@on_cpu
+def test_core_whose_fuser_has_no_switch(monkeypatch):
+    """Before 0.16 the fuser is what torch.compile is when megatron.core is imported: the identity."""
+    from megatron.core import jit
+
+    monkeypatch.delattr(jit, "disable_jit_fuser")
+    with cpu.import_stand_ins():
+        assert torch.compile(len) is len
+
+
+@pytest.mark.parametrize("has_format", [True, False])
+def test_what_a_core_has_not_is_not_repaired(has_format, monkeypatch):
+    """Before 0.15 the distributed optimizer has no state in which tied embeddings could lie in the wrong place."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    repaired = []
+    for name in [name for name in vars(fixes) if name.startswith("_repair_")]:
+        monkeypatch.setattr(fixes, name, lambda *which, name=name: repaired.append(name))
+    if not has_format:
+        monkeypatch.delattr(DistributedOptimizer, "sharded_param_state_fully_reshardable")
+    fixes.apply()
+    assert ("_repair_places_in_buckets" in repaired) is has_format and "_repair_experts" in repaired

@@ -30,7 +30,8 @@ def install(*, quiet: bool = False) -> None:
         quiet: no lines; for processes that a rank starts.
 
     Raises:
-        ValueError: there is no Megatron-LM here, or not one whose functions could be replaced.
+        ValueError: there is no Megatron-LM here, or not one whose functions could be replaced, or something that it
+            imports is missing.
     """
     global _installed
     if _installed:
@@ -44,6 +45,9 @@ def install(*, quiet: bool = False) -> None:
         say(str(found))
         for note in origin.notes(found):
             say(f"note: {note}")
-    cpu.install(quiet=quiet)
-    hooks.install_hooks()
+    try:
+        cpu.install(quiet=quiet)
+        hooks.install_hooks()
+    except ImportError as error:
+        raise ValueError(origin.explain(found, error)) from error
     _installed = True

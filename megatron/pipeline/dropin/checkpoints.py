@@ -1,9 +1,10 @@
 """Both weight versions of 2bw in Megatron-LM's checkpoints.
 
-Between two batches two versions are alive, and the next batch uses the older one. Megatron-LM's state of a checkpoint
-gets two entries more, in this project's own format (`older_versions`): 'previous_version', tensor by tensor like the
-model, and 'pipeline', what the update keeps beside the optimizer. So a resumed run goes on exactly, here and under this
-project's own programs; and Megatron-LM, which asks for neither, loads the checkpoint as any other.
+Between two batches two versions are alive, and the next batch uses the older one, or the predicted one. Megatron-LM's
+state of a checkpoint gets two entries more, in this project's own format (`older_versions`, `predicted_version`): that
+version, tensor by tensor like the model, and 'pipeline', what the update keeps beside the optimizer. So a resumed run
+goes on exactly, here and under this project's own programs; and Megatron-LM, which asks for neither, loads the
+checkpoint as any other.
 """
 
 from collections.abc import Sequence
@@ -16,9 +17,11 @@ from megatron.core import dist_checkpointing
 from megatron.core.utils import unwrap_model
 from megatron.pipeline.dropin.sentences import say
 from megatron.pipeline.runtime.stages.megatron.older_versions import OLDER_VERSIONS, OlderVersions
+from megatron.pipeline.runtime.stages.megatron.predicted_version import PREDICTED_VERSION, PredictedVersion
 from megatron.pipeline.runtime.stages.megatron.update import MegatronWeightUpdate
 
 PIPELINE = "pipeline"
+_VERSIONS = (OLDER_VERSIONS, PREDICTED_VERSION)
 
 
 @dataclass
@@ -38,11 +41,13 @@ class VersionsInCheckpoints:
     Args:
         chunks: as Megatron-LM wraps them.
         update: which holds the versions.
+        name: what the run calls its schedule.
     """
 
-    def __init__(self, chunks: Sequence[torch.nn.Module], update: MegatronWeightUpdate) -> None:
+    def __init__(self, chunks: Sequence[torch.nn.Module], update: MegatronWeightUpdate, *, name: str) -> None:
         self._chunks = [unwrap_model(chunk) for chunk in chunks]
         self._update = update
+        self._name = name
         self._found = _Found()
 
     # Saving.
@@ -73,7 +78,7 @@ class VersionsInCheckpoints:
 
     def note_loaded(self, state: dict[str, Any]) -> None:
         """Take our entries out of what was loaded."""
-        self._found.loaded = {key: state.pop(key) for key in list(state) if key.startswith(OLDER_VERSIONS)}
+        self._found.loaded = {key: state.pop(key) for key in list(state) if key.startswith(_VERSIONS)}
         if PIPELINE in state:
             self._found.common[PIPELINE] = state.pop(PIPELINE)
 
@@ -89,16 +94,24 @@ class VersionsInCheckpoints:
         older.restore(found.loaded if iteration else {})
         state = found.common.get(PIPELINE) or {}
         self._update.load_state_dict(state.get("update") if takes_state else None)
-        saved_under = getattr(found.common.get("args"), "pipeline_schedule", None)
-        if iteration and not found.loaded and saved_under != self._update.weights.name:
+        saved = found.common.get("args")
+        saved_under = getattr(saved, "pipeline_program", None) or getattr(saved, "pipeline_schedule", None)
+        is_due = self._update.weights.predicts or saved_under != self._name  # a skipped step leaves one version, too
+        if iteration and not found.loaded and is_due:
+            other = "the predicted one" if self._update.weights.predicts else "the one before"
             say(
                 f"warning: the checkpoint of iteration {iteration} was saved under "
                 f"{saved_under or 'a schedule of Megatron-LM'} and has one weight version: iteration {iteration + 1} "
-                f"computes with it, and not with the one before as in a run that had used {self._update.weights.name} "
+                f"computes with it, and not with {other} as in a run that had used {self._update.weights.name} "
                 "all along"
             )
 
     def _older(self, num_batches: int) -> OlderVersions:
+        if self._update.weights.predicts:
+            return PredictedVersion(
+                self._chunks, self._update.versions, self._update.weights, num_batches,
+                apart=self._update.replicas_predict_apart,
+            )  # fmt: skip
         return OlderVersions(self._chunks, self._update.versions, self._update.weights, num_batches)
 
     def _models(self, state: dict[str, Any]) -> dict[str, Any]:

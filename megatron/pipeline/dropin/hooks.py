@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from megatron.pipeline.dropin.flags import add_flags, options_of
+from megatron.pipeline.dropin.flags import add_flags, asks_for_schedule, options_of
 from megatron.pipeline.dropin.sentences import errors_end_the_job
 
 _BLACKWELL = 10
@@ -43,8 +43,8 @@ def replace(module: ModuleType, name: str, around: Callable[[Callable], Callable
     original = getattr(module, name, None)
     if original is None:
         raise ValueError(
-            f"{module.__file__} has no {name}, which the schedules replace; use a Megatron-LM of core 0.12 or newer, "
-            "or a fork that keeps the name"
+            f"{module.__file__} has no {name}, which the schedules replace; use another Megatron-LM, or a fork that "
+            "keeps the name"
         )
     replacement = functools.wraps(original)(around(original))
     for holder_name, holder in list(sys.modules.items()):
@@ -68,10 +68,11 @@ def _with_no_other_file(original: Callable) -> Callable:
         parsed = original(*args, **named)
         file = getattr(parsed, "yaml_cfg", None)
         with errors_end_the_job():
-            if any(word.split("=")[0] == "--pipeline-schedule" for word in sys.argv) and file is not None:
+            given = {word.split("=")[0] for word in sys.argv} & {"--pipeline-schedule", "--pipeline-program"}
+            if given and file is not None:
                 raise ValueError(
-                    f"--yaml-cfg {file} takes the place of the command line, with --pipeline-schedule in it; give "
-                    "flags instead of the file"
+                    f"--yaml-cfg {file} takes the place of the command line, with {given.pop()} in it; give flags "
+                    "instead of the file"
                 )
         return parsed
 
@@ -97,7 +98,7 @@ def _any_number_of_queues(validate: Callable, args) -> Iterator[None]:
     """
     names = vars(sys.modules[validate.__module__])
     generation = names.get("get_device_arch_version")
-    if getattr(args, "pipeline_schedule", None) is None or generation is None:
+    if not asks_for_schedule(args) or generation is None:
         yield
         return
     names["get_device_arch_version"] = lambda: _BLACKWELL

@@ -10,6 +10,7 @@ sources, without running them, whether what we replace is there.
 
 import ast
 import importlib.util
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,10 +18,10 @@ from pathlib import Path
 
 from megatron.pipeline.dropin.hooks import NEEDED
 
-OLDEST = (0, 12)
-"""The first version of megatron.core whose training has all of `NEEDED`."""
+OLDEST = (0, 14)
+"""The first version of megatron.core that has what the runtime calls."""
 
-RUN = ((0, 16), (0, 20))
+RUN = ((0, 14), (0, 15), (0, 16), (0, 20))
 """Versions of megatron.core that these schedules have trained on."""
 
 
@@ -66,12 +67,17 @@ def find() -> Origin:
 
 def check(origin: Origin) -> None:
     """Raises ValueError where the schedules could not be put in place, or core and training don't belong together."""
+    if origin.version is not None and origin.version[:2] < OLDEST:
+        raise ValueError(
+            f"megatron.core {_dotted(origin.version)} of {origin.core.parents[1]} is too old: schedules call what "
+            f"it has from {_dotted(OLDEST)} on; use a newer Megatron-LM"
+        )
     for file, names in NEEDED.items():
         missing = [name for name in names if name not in _names_at_top(origin.training / file)]
         if missing:
             raise ValueError(
                 f"megatron.training in {origin.training} is not Megatron-LM's: {file} has no {', '.join(missing)}, "
-                "which the schedules replace; use a Megatron-LM of core 0.12 or newer, or a fork that keeps these names"
+                "which the schedules replace; use another Megatron-LM, or a fork that keeps these names"
             )
     its_own = origin.training.with_name("core")
     if its_own != origin.core and (its_own / "__init__.py").is_file():
@@ -84,12 +90,37 @@ def check(origin: Origin) -> None:
 def notes(origin: Origin) -> Iterator[str]:
     """What is unusual about it, a sentence each."""
     if origin.version is None or origin.version[:2] not in RUN:
-        run = " and ".join(_dotted(version) for version in RUN)
-        old = f", and is older than {_dotted(OLDEST)}" if (origin.version or OLDEST) < OLDEST else ""
+        *others, last = map(_dotted, RUN)
         yield (
-            f"megatron.core {_dotted(origin.version)} has not been run with these schedules ({run} have){old}; compare "
-            "the first losses with and without --pipeline-schedule"
+            f"megatron.core {_dotted(origin.version)} has not been run with these schedules ({', '.join(others)} and "
+            f"{last} have); compare the first losses with and without --pipeline-schedule"
         )
+
+
+def explain(origin: Origin, error: ImportError) -> str:
+    """One sentence for what its modules import and this Python has not: what to install, or which Python to use."""
+    module = (error.name or "").partition(".")[0]
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    if module in sys.stdlib_module_names:
+        asked = f"Python {asks}" if (asks := _python_of(origin.root)) else "the Python that it asks for"
+        return f"Megatron-LM in {origin.root} needs a newer Python than {version} ({error}); use {asked}"
+    if isinstance(error, ModuleNotFoundError) and module not in ("", "megatron"):
+        package = _PACKAGES.get(module, module)
+        return f"Megatron-LM in {origin.root} imports {module}, which {sys.executable} has not; pip install {package}"
+    return f"Megatron-LM in {origin.root} cannot be imported ({error}); install what its pyproject.toml lists"
+
+
+_PACKAGES = {"yaml": "pyyaml"}
+"""Modules whose package has another name."""
+
+
+def _python_of(root: Path) -> str | None:
+    """What the checkout says of Python's version, as `>=3.12`."""
+    try:
+        found = re.search(r'^requires-python *= *"(.+)"', (root / "pyproject.toml").read_text(), flags=re.MULTILINE)
+    except OSError:
+        return None
+    return found and found[1]
 
 
 def _package(name: str) -> Path | None:

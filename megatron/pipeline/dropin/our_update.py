@@ -18,9 +18,9 @@ import torch
 from megatron import backend
 from megatron.backend.streams import streams_of
 from megatron.core import parallel_state
-from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.pipeline.runtime.contract.stage import BatchReport
 from megatron.pipeline.runtime.stages.megatron.update import MegatronWeightUpdate
+from megatron.pipeline.schedules.any_schedule import AnySchedule
 
 
 class OurUpdate:
@@ -28,7 +28,7 @@ class OurUpdate:
 
     Args:
         chunks, optimizer, scheduler: Megatron-LM's; their methods are replaced on these objects alone.
-        weights: the policy of the schedule.
+        schedule: says which weights batches use.
         timeout: of the chain's reductions.
 
     Attributes:
@@ -42,8 +42,7 @@ class OurUpdate:
         optimizer: Any,
         scheduler: Any,
         *,
-        weights: WeightPolicy,
-        num_stages: int,
+        schedule: AnySchedule,
         stage: int,
         timeout: timedelta,
     ) -> None:
@@ -51,8 +50,9 @@ class OurUpdate:
         self._chunks, self._optimizer, self._scheduler = chunks, optimizer, scheduler
         self.newest: BatchReport | None = None
         self.update = MegatronWeightUpdate(
-            list(chunks), optimizer, SimpleNamespace(step=scheduler.step), weights=weights, num_stages=num_stages,
-            stage=stage, loss_names=(), timeout=timeout,
+            list(chunks), optimizer, SimpleNamespace(step=scheduler.step), weights=schedule.weights,
+            num_stages=schedule.num_stages, stage=stage, loss_names=(), timeout=timeout,
+            reduce_partial=schedule.reduce_partial, uniform=schedule.provisional_microbatches is not None,
         )  # fmt: skip
 
     def begin(self, iteration: int) -> None:
@@ -61,7 +61,10 @@ class OurUpdate:
         """
         versions = self.update.versions
         if versions.newest != iteration:
-            versions.reset(*self.update.weights.entry_versions(iteration))
+            if self.update.weights.predicts:
+                versions.restart(iteration)
+            else:
+                versions.reset(*self.update.weights.entry_versions(iteration))
         _warm_up()
         for chunk in self._chunks:
             chunk.zero_grad_buffer = self._only_for_engine(chunk.zero_grad_buffer)

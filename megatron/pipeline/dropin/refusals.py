@@ -9,9 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.pipeline.dropin.flags import STANDARD
-from megatron.pipeline.program.weight_policies import FLUSH
-from megatron.pipeline.schedules import PRESETS, Preset
+from megatron.pipeline.dropin.choice import flag_of, name_of, reason_against, runnable, weights_of
+from megatron.pipeline.dropin.flags import STANDARD, asks_for_schedule
+from megatron.pipeline.schedules import PRESETS
+from megatron.pipeline.start_up.provisional import require_predictions
 
 
 def _is_set(value: Any) -> bool:
@@ -38,10 +39,6 @@ class Refusal:
 
 
 OF_ALL = (
-    Refusal("overlap_grad_reduce", "--overlap-grad-reduce",
-            "reduces gradients from within backwards, which the schedule's program does not know", "leave it out"),
-    Refusal("overlap_param_gather", "--overlap-param-gather",
-            "gathers weights within forwards, which the schedule's program does not know", "leave it out"),
     Refusal("overlap_param_gather_with_optimizer_step", "--overlap-param-gather-with-optimizer-step",
             "gathers weights beside the schedule's program", "leave it out"),
     Refusal("use_megatron_fsdp", "--use-megatron-fsdp", "shards weights that schedules take to be whole",
@@ -125,7 +122,8 @@ OF_DELAYED_WEIGHTS = (
     Refusal("vision_pretraining_type", "--vision-pretraining-type", "changes weights between batches",
             "use classify, or flush", lambda value: value == "dino"),
     Refusal("moe_router_load_balancing_type", "--moe-router-load-balancing-type",
-            "is balanced behind Megatron-LM's reductions", "use aux_loss", lambda value: "quantile" in str(value)),
+            "is balanced behind Megatron-LM's reductions", "use aux_loss",
+            lambda value: any(kind in str(value) for kind in ("quantile", "global"))),
     Refusal("ddp_param_name_patterns_for_fp32_local_accumulation",
             "--ddp-param-name-patterns-for-fp32-local-accumulation",
             "keeps gradients outside of their buffer, of which there are two", "leave it out"),
@@ -158,26 +156,22 @@ OF_DELAYED_WEIGHTS = (
             "use --save-interval alone", _is_other_than("global")),
 )  # fmt: skip
 
-_NOT_HERE = {
-    "zbv": "places two stages on each rank, there and back again, and Megatron-LM's model providers deal them out in "
-    "turn; use zb-h1",
-    "pipedream": "keeps a version of the weights for each microbatch in flight, which Megatron-LM's optimizers and "
-    "checkpoints do not; use 2bw",
-    "l2l": "keeps weights on the host, and Megatron-LM's optimizers have theirs on the device; use this project's own "
-    "pretrain_gpt.py",
-}
-
 
 def require_supported(args: argparse.Namespace) -> None:
     """Raises ValueError where the validated `args` ask for what does not go together."""
-    if args.pipeline_schedule is None:
+    if not asks_for_schedule(args):
         _require_no_flag_without(args)
         return
-    preset = PRESETS[args.pipeline_schedule]
-    _require_schedule(args, preset)
-    delayed = preset.weights != FLUSH.name
-    _require_none_of(args, args.pipeline_schedule, delayed=delayed)
-    if delayed:
+    if args.pipeline_program is None:
+        _require_schedule(args)
+    elif args.pipeline_schedule is not None:
+        raise ValueError(
+            f"{flag_of(args)} takes the place of --pipeline-schedule {args.pipeline_schedule}; leave one of them out"
+        )
+    weights = weights_of(args)
+    require_predictions(args, weights, name_of(args))
+    _require_none_of(args, args)
+    if not weights.drains:
         _require_format_for_two_versions(args)
     if args.pipeline_timeline is not None and args.pipeline_timeline_iterations < 1:
         raise ValueError(
@@ -192,19 +186,15 @@ def require_supported_model(args: argparse.Namespace, config: Any) -> None:
         ValueError: as before.
     """
     for settings in (args, config):
-        _require_none_of(
-            settings, args.pipeline_schedule, delayed=PRESETS[args.pipeline_schedule].weights != FLUSH.name
-        )
+        _require_none_of(settings, args)
 
 
-def _require_none_of(settings: Any, schedule: str, *, delayed: bool) -> None:
-    for refusal in (*OF_ALL, *(OF_DELAYED_WEIGHTS if delayed else ())):
+def _require_none_of(settings: Any, args: argparse.Namespace) -> None:
+    for refusal in (*OF_ALL, *(() if weights_of(args).drains else OF_DELAYED_WEIGHTS)):
         value = getattr(settings, refusal.argument, None)
         if refusal.is_refused(value):
             shown = refusal.flag if value is True else f"{refusal.flag} {value}"
-            raise ValueError(
-                f"{shown} {refusal.reason}, so it does not go with --pipeline-schedule {schedule}; {refusal.remedy}"
-            )
+            raise ValueError(f"{shown} {refusal.reason}, so it does not go with {flag_of(args)}; {refusal.remedy}")
 
 
 def _require_no_flag_without(args: argparse.Namespace) -> None:
@@ -213,24 +203,20 @@ def _require_no_flag_without(args: argparse.Namespace) -> None:
         f"--pipeline-timeline {args.pipeline_timeline}": args.pipeline_timeline is not None,
         "--pipeline-log-saved-activations": args.pipeline_log_saved_activations,
         f"--pipeline-rank-mapping {args.pipeline_rank_mapping}": args.pipeline_rank_mapping != STANDARD,
+        f"--2bw-provisional {args.pipeline_2bw_provisional}": args.pipeline_2bw_provisional != "off",
     }
     flag = next((flag for flag, is_given in given.items() if is_given), None)
     if flag is not None:
         raise ValueError(f"{flag} is for a pipeline schedule; give --pipeline-schedule, or leave it out")
 
 
-def _require_schedule(args: argparse.Namespace, preset: Preset) -> None:
+def _require_schedule(args: argparse.Namespace) -> None:
     name, stages = args.pipeline_schedule, args.virtual_pipeline_model_parallel_size or 1
-    if name in _NOT_HERE or preset.residency is not None or preset.placement != "round-robin":
-        reason = _NOT_HERE.get(
-            name, "is not for Megatron-LM's models; use flush, gpipe, bpipe, interleaved, zb-h1 or 2bw"
-        )
+    if name not in PRESETS:
+        raise ValueError(f"there is no --pipeline-schedule {name}; choose from {', '.join(runnable())}")
+    if reason := reason_against(name):
         raise ValueError(f"--pipeline-schedule {name} {reason}")
-    if preset.policy.refreshes or preset.policy.delay is None:
-        raise ValueError(
-            f"--pipeline-schedule {name} has each stage step by itself, and Megatron-LM's optimizers step all "
-            "together; use 2bw"
-        )
+    preset = PRESETS[name]
     if preset.interleaves and stages == 1:
         raise ValueError(
             f"--pipeline-schedule {name} is for several stages on each rank, and there is one; give "
@@ -248,6 +234,6 @@ def _require_format_for_two_versions(args: argparse.Namespace) -> None:
     checkpoint_format = getattr(args, "ckpt_format", "torch")
     if saves and checkpoint_format != "torch_dist":
         raise ValueError(
-            f"--ckpt-format {checkpoint_format} has no place for the two weight versions of --pipeline-schedule "
-            f"{args.pipeline_schedule}; use torch_dist"
+            f"--ckpt-format {checkpoint_format} has no place for the two weight versions of {flag_of(args)}; "
+            "use torch_dist"
         )

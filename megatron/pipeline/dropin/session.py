@@ -29,7 +29,8 @@ from megatron.pipeline.runtime.contract.stage import BatchReport
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import tied_embeddings
 from megatron.pipeline.runtime.stages.megatron.split_linears import require_splits
 from megatron.pipeline.runtime.timeline_files import write_timeline
-from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.schedules.any_schedule import AnySchedule
+from megatron.pipeline.start_up import provisional
 
 
 class Session:
@@ -45,11 +46,11 @@ class Session:
         is_saving: Megatron-LM makes the state of a checkpoint that it saves.
     """
 
-    def __init__(self, args: argparse.Namespace, options: Options, proved: Schedule) -> None:
+    def __init__(self, args: argparse.Namespace, options: Options, proved: AnySchedule) -> None:
         self._args = args
         self._options = options
         self._proved = proved
-        self._schedule: Schedule | None = None
+        self._schedule: AnySchedule | None = None
         self._chunks: Sequence[torch.nn.Module] = ()
         self._theirs: TheirUpdate | None = None
         self._ours: OurUpdate | None = None
@@ -95,11 +96,11 @@ class Session:
             self._theirs = TheirUpdate(self._chunks, get_model_config(self._chunks[0]))
         else:
             self._ours = OurUpdate(
-                self._chunks, optimizer, scheduler, weights=self._schedule.weights,
-                num_stages=self._schedule.num_stages, stage=parallel_state.get_pipeline_model_parallel_rank(),
-                timeout=self.timeout,
+                self._chunks, optimizer, scheduler, schedule=self._schedule,
+                stage=parallel_state.get_pipeline_model_parallel_rank(), timeout=self.timeout,
             )  # fmt: skip
-            self.checkpoints = VersionsInCheckpoints(self._chunks, self._ours.update)
+            self._ours.update.show_newest()  # what a checkpoint has goes there, and not into a prediction
+            self.checkpoints = VersionsInCheckpoints(self._chunks, self._ours.update, name=self._options.schedule)
 
     def loaded(self, iteration: int) -> None:
         """A checkpoint of so many batches has been loaded, or none (0)."""
@@ -114,14 +115,19 @@ class Session:
         self._began = True
         if self._ours is not None:
             self._ours.begin(self._args.iteration)
-        say(self._description() if self._schedule is not None else "--skip-train: no schedule has anything to do")
+        if self._schedule is None:
+            say("--skip-train: no schedule has anything to do")
+            return
+        say(self._description())
+        if delay := provisional.description(self._schedule, self._options.schedule, max(batches_of(self._args))):
+            say(delay)
 
     def _description(self) -> str:
         schedule, sizes = self._schedule, batches_of(self._args)
         counts = f"{min(sizes)} to {sizes[-1]}" if min(sizes) != sizes[-1] else f"{sizes[-1]}"
         who = "the engine steps the optimizer" if self.steps_itself else "Megatron-LM reduces gradients and steps"
         return (
-            f"--pipeline-schedule {self._options.schedule}: {schedule.num_stages} stages on {schedule.num_ranks} "
+            f"{self._options.flag}: {schedule.num_stages} stages on {schedule.num_ranks} "
             f"ranks, {counts} microbatches a batch, proved; {who}"
         )
 

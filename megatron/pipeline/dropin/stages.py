@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron import backend
 from megatron.core import parallel_state
@@ -17,12 +20,25 @@ from megatron.pipeline.dropin.flags import Options
 from megatron.pipeline.dropin.forward_step import ForwardStep
 from megatron.pipeline.dropin.their_update import TheirUpdate
 from megatron.pipeline.runtime.activations.activation_memory import ActivationMemory
+from megatron.pipeline.runtime.contract.stage import Microbatch
 from megatron.pipeline.runtime.contract.trace import CudaClock, HostClock, Tracer
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.stages.megatron.groups import uses_nccl
 from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
 from megatron.pipeline.runtime.stages.megatron.update import MegatronWeightUpdate
-from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.schedules.any_schedule import AnySchedule
+
+
+class OverlappedStage(MegatronStage):
+    """Of a chunk whose hooks begin to reduce gradients within backwards: they do so within the last one of a batch."""
+
+    _num_backwards = 0  # of the running batch
+
+    def backward(self, microbatch: Microbatch, output_grad: Tensor | None) -> Tensor | None:
+        self._num_backwards = (self._num_backwards + 1) % microbatch.num_microbatches
+        with self.model.no_sync() if self._num_backwards else nullcontext():
+            return super().backward(microbatch, output_grad)
+
 
 _TRACED_EXTRA = 8  # segments beyond those that a timeline shows: drains, and batches cut by them
 
@@ -59,15 +75,18 @@ class RankStages:
         return self.forward_steps[-1].losses
 
 
-_NOT_KNOWN = {"adjust_tensor_shapes_fn": "changes the shapes of what travels", "p2p_communicator":
-                       "sends over channels of its own", "pg_collection": "names other process groups"}  # fmt: skip
-
-
 def require_ordinary_call(call: Mapping[str, Any]) -> None:
     """Raises ValueError where Megatron-LM's schedule is called with what ours do not know."""
-    for name, what in _NOT_KNOWN.items():
-        if call.get(name) is not None:
-            raise ValueError(f"{name}, which this program hands to its schedule, {what}; train it without the drop-in")
+    if call.get("adjust_tensor_shapes_fn") is not None:
+        raise ValueError(
+            "adjust_tensor_shapes_fn, which this program hands to its schedule, changes the shapes of what travels; "
+            "train it without the drop-in"
+        )
+    communicator, groups = call.get("p2p_communicator"), call.get("pg_collection")
+    if communicator is not None:
+        _require_global("p2p_communicator", {"pp_group": _GROUPS["pp"]}, communicator)
+    if groups is not None:
+        _require_global("pg_collection", _GROUPS, groups)
     decoder = call.get("decoder_seq_length")
     if decoder not in (None, call["seq_length"]):
         raise ValueError(
@@ -76,10 +95,30 @@ def require_ordinary_call(call: Mapping[str, Any]) -> None:
         )
 
 
+_GROUPS = {
+    "tp": parallel_state.get_tensor_model_parallel_group,
+    "cp": parallel_state.get_context_parallel_group,
+    "pp": parallel_state.get_pipeline_model_parallel_group,
+    "dp_cp": partial(parallel_state.get_data_parallel_group, with_context_parallel=True),
+}
+
+
+def _require_global(name: str, expected: Mapping[str, Callable[[], Any]], given: Any) -> None:
+    """Raises ValueError where `given` has other groups than Megatron-LM's global ones, which the runtime uses."""
+    for attribute, get in expected.items():
+        group = getattr(given, attribute, None)
+        ranks = None if group is None else torch.distributed.get_process_group_ranks(group)
+        if ranks != torch.distributed.get_process_group_ranks(get()):
+            raise ValueError(
+                f"{name}, which this program hands to its schedule, has another {attribute} than megatron.core's "
+                "parallel_state, whose groups a schedule uses; train it without the drop-in"
+            )
+
+
 def build_stages(
     args: argparse.Namespace,
     options: Options,
-    schedule: Schedule,
+    schedule: AnySchedule,
     chunks: Sequence[torch.nn.Module],
     update: TheirUpdate | MegatronWeightUpdate,
     call: Mapping[str, Any],
@@ -95,8 +134,9 @@ def build_stages(
     ]  # fmt: skip
     moves = bool(schedule.evicting_ranks((max(batches_of(args)),)))
     memory = ActivationMemory(backend.device()) if moves or options.counts_activations else None
+    kind = OverlappedStage if chunks[0].ddp_config.overlap_grad_reduce else MegatronStage
     stages = [
-        MegatronStage(
+        kind(
             chunk, step, update, index=stage, num_stages=schedule.num_stages, seq_length=call["seq_length"],
             micro_batch_size=call["micro_batch_size"], seed=None, is_at_own_place=True, loss_names=(),
             activation_memory=memory,

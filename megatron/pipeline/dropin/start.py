@@ -2,7 +2,7 @@
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, TCPStore
@@ -12,7 +12,7 @@ from megatron.pipeline.check.queue_environment import require_hardware_queues
 from megatron.pipeline.dropin.choice import batches_of, prove, schedule_of
 from megatron.pipeline.dropin.flags import PAIR_ADJACENT, STANDARD, Options
 from megatron.pipeline.dropin.sentences import say
-from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.schedules.any_schedule import AnySchedule
 from megatron.pipeline.start_up.rank_exchange import exchange_ranks
 from megatron.pipeline.start_up.shared_errors import OnThisRank, SameEverywhere
 from megatron.pipeline.start_up.transformer_engine import (
@@ -29,7 +29,7 @@ _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 """torchrun says `True` here where its agent hosts the job's store, which stays wherever ranks go."""
 
 
-def prepare(args: argparse.Namespace, options: Options) -> Schedule:
+def prepare(args: argparse.Namespace, options: Options) -> AnySchedule:
     """The schedule that `args` name, proved; gives this process its rank. Collective where ranks change.
 
     Raises:
@@ -38,11 +38,13 @@ def prepare(args: argparse.Namespace, options: Options) -> Schedule:
     schedule = schedule_of(args, tied_embeddings=not getattr(args, "untie_embeddings_and_output_weights", False))
     batches = batches_of(args)
     prove(schedule, batches)
+    for line in _turn_off_overlaps(args, options, schedule, max(batches)):
+        say(line)
     if backend.is_cuda() and getattr(args, "distributed_backend", "nccl") == "nccl":
         _require_queues(args, options, schedule, max(batches))
     if schedule.splits_backward and getattr(args, "transformer_impl", "local") == "transformer_engine":
         raise ValueError(
-            f"--pipeline-schedule {options.schedule} splits backwards, and the linears of --transformer-impl "
+            f"{options.flag} splits backwards, and the linears of --transformer-impl "
             "transformer_engine compute both halves at once; give --transformer-impl local, or use flush"
         )
     if not schedule.weights.drains:
@@ -52,11 +54,36 @@ def prepare(args: argparse.Namespace, options: Options) -> Schedule:
     return schedule
 
 
-def _require_queues(args: argparse.Namespace, options: Options, schedule: Schedule, max_microbatches: int) -> None:
+def _turn_off_overlaps(
+    args: argparse.Namespace, options: Options, schedule: AnySchedule, max_microbatches: int
+) -> Iterator[str]:
+    """Turn off, in `args`, what cannot overlap under the schedule and changes no number; a line for each.
+
+    Under schedules that drain, with whole backwards and activations that stay, Megatron-LM's hooks reduce each bucket
+    within the last backward of a batch (`OverlappedStage`), and its gathers lie before the forwards as ever.
+    """
+    if not schedule.weights.drains:
+        why = {
+            "overlap_grad_reduce": "reduces gradients beside the next batch anyway",
+            "overlap_param_gather": "gathers weights in its step",
+        }
+    elif schedule.splits_backward:
+        why = {"overlap_grad_reduce": "makes gradients in W, behind the backwards in which they would be reduced"}
+    elif options.counts_activations or schedule.evicting_ranks((max_microbatches,)):
+        why = {"overlap_grad_reduce": "moves or counts activations, and their backwards do not tell what is complete"}
+    else:
+        why = {}
+    for name, reason in why.items():
+        if getattr(args, name, False):
+            setattr(args, name, False)
+            yield f"note: --{name.replace('_', '-')} is off: {options.flag} {reason}"
+
+
+def _require_queues(args: argparse.Namespace, options: Options, schedule: AnySchedule, max_microbatches: int) -> None:
     require_hardware_queues(
         schedule,
         os.environ,
-        flag=f"--pipeline-schedule {options.schedule}",
+        flag=options.flag,
         tensor=args.tensor_model_parallel_size,
         data=args.data_parallel_size,
         pipeline=args.pipeline_model_parallel_size,
@@ -74,13 +101,13 @@ def _require_engine_that_follows(args: argparse.Namespace, options: Options) -> 
     version = installed_version()
     if engine_keeps_main_grad(version):
         raise ValueError(
-            f"Transformer Engine {version} adds to the gradient buffer of its forward's time, and --pipeline-schedule "
-            f"{options.schedule} has two; install {LOOKS_UP_GRADIENTS} or later, or give "
+            f"Transformer Engine {version} adds to the gradient buffer of its forward's time, and {options.flag} "
+            f"has two; install {LOOKS_UP_GRADIENTS} or later, or give "
             "--no-gradient-accumulation-fusion"
         )
 
 
-def _map_ranks(args: argparse.Namespace, options: Options, schedule: Schedule, max_microbatches: int) -> None:
+def _map_ranks(args: argparse.Namespace, options: Options, schedule: AnySchedule, max_microbatches: int) -> None:
     degrees = Degrees(
         tensor=args.tensor_model_parallel_size, pipeline=args.pipeline_model_parallel_size,
         data=args.data_parallel_size, pipelines_in_a_row=getattr(args, "use_tp_pp_dp_mapping", False),

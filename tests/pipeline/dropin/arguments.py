@@ -7,7 +7,7 @@ from megatron.pipeline.dropin.flags import add_flags
 
 def arguments(flags: str = "", **values: object) -> argparse.Namespace:
     """A run of p=2 that goes with every schedule, with our `flags` and these `values`."""
-    parsed = add_flags(argparse.ArgumentParser()).parse_args(flags.split())
+    parsed = add_flags(argparse.ArgumentParser(allow_abbrev=False)).parse_args(flags.split())
     theirs = {
         "rank": 0, "world_size": 2, "pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 1,
         "data_parallel_size": 1, "virtual_pipeline_model_parallel_size": None, "micro_batch_size": 2,

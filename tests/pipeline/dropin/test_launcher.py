@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.pipeline.dropin import launcher
+from megatron.pipeline import dropin
+from megatron.pipeline.dropin import cpu, launcher, origin
+from megatron.pipeline.dropin.origin import Origin
 from tests.pipeline.dropin import fake_training
 from tests.pipeline.dropin.fake_training import launch
 
@@ -134,6 +136,16 @@ def test_error_is_said_once(tmp_path):
     sentences = [line for line in done.stderr.splitlines() if line.startswith("megatron.pipeline.dropin: error: ")]
     assert len(sentences) == 1 and "there is no Megatron-LM" in sentences[0]
     assert "launcher.py" not in done.stderr  # no traceback of ours
+
+
+def test_something_is_missing_that_their_modules_import(monkeypatch):
+    """A sentence in place of a traceback, from whichever module."""
+    monkeypatch.setattr(dropin, "_installed", False)
+    monkeypatch.setattr(origin, "find", lambda: Origin(Path("/x/megatron/training"), Path("/x/megatron/core"), None))
+    monkeypatch.setattr(origin, "check", lambda found: None)
+    monkeypatch.setattr(cpu, "install", lambda **options: exec("import absent_package"))
+    with pytest.raises(ValueError, match=r"^Megatron-LM in /x imports absent_package, which"):
+        dropin.install(quiet=True)
 
 
 def test_installed_by_an_import(checkout):

@@ -1,6 +1,7 @@
 """Where a job's Megatron-LM comes from: read in files that stand for it, with nothing of them run."""
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -178,16 +179,55 @@ def test_without_core(tmp_path, monkeypatch):
     [
         ((0, 16, 1), []),
         ((0, 20, 3), []),
-        ((0, 18, 0), ["megatron.core 0.18.0 has not been run with these schedules (0.16 and 0.20 have); compare"]),
-        ((0, 11, 2), ["megatron.core 0.11.2 has not been run", ", and is older than 0.12; compare"]),
+        ((0, 14, 0), []),
+        (
+            (0, 18, 0),
+            ["megatron.core 0.18.0 has not been run with these schedules (0.14, 0.15, 0.16 and 0.20 have); c"],
+        ),
         (None, ["megatron.core of unknown version has not been run"]),
     ],
 )
 def test_versions_that_were_not_run_are_noted(version, said):
-    """Those that were run are not; an old one is, and is not refused."""
+    """Those that were run are not."""
     notes = list(origin.notes(Origin(Path("/x/megatron/training"), Path("/x/megatron/core"), version)))
     assert len(notes) == bool(said)
     assert all(part in notes[0] for part in said)
+
+
+def test_version_that_lacks_what_is_called(tmp_path):
+    """It is refused by name, before anything of it is imported, and nothing else is said of it."""
+    package(tmp_path / "megatron" / "core", version="0.13.1")
+    training(tmp_path)
+    (line,) = found(tmp_path)
+    assert line == (
+        f"megatron.core 0.13.1 of {tmp_path} is too old: schedules call what it has from 0.14 on; use a newer "
+        "Megatron-LM"
+    )
+
+
+@pytest.mark.parametrize(
+    ("statement", "sentence"),
+    [
+        (
+            "import absent_package.inner",
+            r"imports absent_package, which .*python\S* has not; pip install absent_package$",
+        ),
+        ("raise ModuleNotFoundError(name='yaml')", "imports yaml, which .*; pip install pyyaml$"),
+        ("from typing import newest", r"needs a newer Python than 3\.\d+ \(cannot import .*\); use Python >=3.99$"),
+        (
+            "from torch import newest",
+            r"cannot be imported \(cannot import name 'newest' from 'torch'.*; install what its",
+        ),
+    ],
+)
+def test_what_it_imports_and_is_not_there(statement, sentence, tmp_path):
+    """One sentence: what to install, or which Python to use."""
+    (tmp_path / "pyproject.toml").write_text('[project]\nrequires-python = ">=3.99"\n')
+    where = Origin(tmp_path / "megatron" / "training", tmp_path / "megatron" / "core", (0, 20, 0))
+    with pytest.raises(ImportError) as raised:
+        exec(statement)
+    said = origin.explain(where, raised.value)
+    assert said.startswith(f"Megatron-LM in {tmp_path} ") and re.search(sentence, said)
 
 
 def test_version_that_does_not_say(tmp_path):

@@ -4,6 +4,7 @@ from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron import backend
 
@@ -11,8 +12,10 @@ backend.install()
 
 from megatron.pipeline.dropin import our_update
 from megatron.pipeline.dropin.our_update import OurUpdate
-from megatron.pipeline.program.weight_policies import weight_policy
+from megatron.pipeline.program.weight_policies import predicting, weight_policy
 from megatron.pipeline.runtime.contract.stage import BatchReport
+from megatron.pipeline.runtime.stages.megatron import reduction
+from megatron.pipeline.schedules import Schedule
 
 
 class Versions:
@@ -42,7 +45,8 @@ def parts(monkeypatch):
     optimizer = SimpleNamespace(zero_grad=method("zero_grad"), step=method("step"))
     scheduler = SimpleNamespace(step=method("scheduler"))
     update = OurUpdate(
-        [chunk], optimizer, scheduler, weights=weight_policy("2bw"), num_stages=2, stage=0, timeout=timedelta(minutes=1)
+        [chunk], optimizer, scheduler, schedule=Schedule.preset("2bw", num_stages=2), stage=0,
+        timeout=timedelta(minutes=1),
     )  # fmt: skip
     return update, chunk, optimizer, scheduler, calls
 
@@ -88,3 +92,22 @@ def test_versions_are_counted_as_the_run_counts_batches(iteration, resets, parts
     update, *_ = parts
     update.begin(iteration)
     assert update.update.versions.resets == resets
+
+
+def test_versions_that_are_predicted_start_anew(parts):
+    """The next batch is computed at the weights that are there, whichever their number."""
+    update, *_ = parts
+    update.update.weights, restarted = predicting(weight_policy("2bw")), []
+    update.update.versions = SimpleNamespace(newest=0, restart=restarted.append)
+    update.begin(7)
+    assert restarted == [7]
+
+
+def test_a_parameter_is_counted_by_one_argument(monkeypatch):
+    """megatron.core before 0.16 takes no other."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    monkeypatch.setattr(reduction, "param_is_not_tensor_parallel_duplicate", lambda param: True)
+    monkeypatch.setattr(reduction, "named_parameters", lambda chunks: {"weight": parameter})
+    counting = reduction.GradientReduction.__new__(reduction.GradientReduction)
+    counting._optimizer, counting._distributed, counting._groups = object(), False, SimpleNamespace(data=None)
+    assert counting._find_counted([]) == [parameter]

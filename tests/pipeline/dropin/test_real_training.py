@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from megatron.pipeline.schedules import Schedule
 from tests.pipeline.dropin.real_training import (
     CHECKOUT,
     beside_own_program,
@@ -28,6 +29,10 @@ pytestmark = [needs_checkout, pytest.mark.timeout(1200)]
 
 STAGES = "--pipeline-model-parallel-size"
 DRAINING = ("flush", "gpipe", "bpipe", "zb-h1")
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --moe-token-dispatcher-type alltoall "
+    "--disable-bias-linear --no-bias-gelu-fusion"
+)
 CASES = {
     "p=1": (1, f"{STAGES} 1", DRAINING),
     "p=2": (2, f"{STAGES} 2", DRAINING),
@@ -46,6 +51,12 @@ CASES = {
         2, f"{STAGES} 2 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
         ("flush", "zb-h1"),
     ),
+    "overlapped": (
+        4, f"{STAGES} 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
+        "--ddp-bucket-size 20000", DRAINING,
+    ),
+    "experts": (2, f"{STAGES} 2 {EXPERTS}", ("flush", "zb-h1")),
+    "experts over two ranks": (4, f"{STAGES} 2 {EXPERTS} --expert-model-parallel-size 2", ("flush",)),
     "loss per token": (2, f"{STAGES} 2 --calculate-per-token-loss", ("flush",)),
     "batches that grow": (2, f"{STAGES} 2 --rampup-batch-size 4 4 60", ("flush",)),
 }  # fmt: skip
@@ -109,6 +120,9 @@ TWO_BW = {
     "--rampup-batch-size 4 4 60": 2,
     "--use-distributed-optimizer --bf16": 4,
     "--tensor-model-parallel-size 2": 4,
+    "--2bw-provisional stage": 2,
+    "--2bw-provisional uniform --2bw-provisional-microbatches 3 --2bw-provisional-reduce --use-distributed-optimizer "
+    "--bf16": 4,
     "--fp16 --initial-loss-scale 1048576 --loss-scale-window 2 --hysteresis 1": 2,
 }
 
@@ -129,7 +143,8 @@ def test_2bw_is_this_projects_own(further, start, twobw, tmp_path):
     theirs = train(tmp_path / "theirs", f"{start} {further}", ranks=ranks, schedule="2bw") if further else twobw
     saved = theirs.tensors()
     found = own.tensors()
-    assert any(key.startswith("previous_version.") for key in saved)
+    kept = "provisional_version." if "provisional" in further else "previous_version."
+    assert any(key.startswith(kept) for key in saved)
     if "distributed" in further:  # their optimizer's state is saved in parts, by ranks
         saved, found = (weights_of(each) for each in (saved, found))
     assert len(saved) > 20 and not different(saved, found)
@@ -137,6 +152,16 @@ def test_2bw_is_this_projects_own(further, start, twobw, tmp_path):
     assert {step - 1: norm for step, norm in theirs.scalars.norms.items()} == {
         step: norm for step, norm in own.scalars.norms.items() if step < max(own.scalars.losses) and math.isfinite(norm)
     }
+
+
+@pytest.mark.parametrize("name", ["flush", "zb-h1", "2bw"])
+def test_rows_of_a_file_are_the_preset(name, start, twobw, tmp_path):
+    """For more batches than the file has."""
+    rows = tmp_path / "rows.csv"
+    rows.write_text(Schedule.preset(name, num_stages=2, tied_embeddings=name == "2bw").build((8,) * 4).to_csv())
+    file = train(tmp_path / "file", f"{start} --pipeline-program {rows} --rerun-mode disabled", ranks=2)
+    preset = twobw if name == "2bw" else train(tmp_path / name, start, ranks=2, schedule=name)
+    assert file.scalars == preset.scalars and not different(file.tensors(), preset.tensors())
 
 
 def test_2bw_does_not_mind_evaluations_and_saves(start, twobw, tmp_path):
@@ -221,7 +246,7 @@ def test_checkpoints_of_2bw_go_both_ways(own, twobw, start, tmp_path):
     [
         ("--rerun-mode validate_results", "2bw", "--rerun-mode validate_results"),
         ("", "zbv", "--pipeline-schedule zbv places two stages on each rank"),
-        ("--overlap-grad-reduce", "flush", "--overlap-grad-reduce reduces gradients"),
+        ("--context-parallel-size 2", "flush", "--context-parallel-size 2 cuts the sequence"),
         ("--global-batch-size 2", "2bw", "2bw with 2 stages needs batches of at least 2 microbatches"),
     ],
 )

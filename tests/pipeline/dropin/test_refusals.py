@@ -66,6 +66,16 @@ def test_what_2bw_does_not_go_with(refusal):
     assert sentence.startswith(refusal.flag) and refusal.reason in sentence and refusal.remedy in sentence
 
 
+@pytest.mark.parametrize("kind", ["quantile_balancing", "global_aux_loss", ["aux_loss", "global_aux_loss"]])
+def test_counts_over_batches_are_reset_where_2bw_never_comes(kind):
+    """In Megatron-LM's reductions. What counts within a microbatch is as well balanced as ever."""
+    args = arguments("--pipeline-schedule 2bw", moe_router_load_balancing_type=kind)
+    with pytest.raises(ValueError, match=r"--moe-router-load-balancing-type .* use aux_loss"):
+        require_supported(args)
+    args.moe_router_load_balancing_type = "seq_aux_loss"
+    require_supported(args)
+
+
 @pytest.mark.parametrize("optimizer", ["dist_muon", "soap", "lion"])
 def test_2bw_goes_with_two_optimizers(optimizer):
     """All others step in ways of their own."""
@@ -101,8 +111,28 @@ def test_two_versions_need_a_format_that_has_room_for_them():
 
 
 @pytest.mark.parametrize(
-    "flags", ["--pipeline-timeline here", "--pipeline-rank-mapping pair-adjacent", "--pipeline-log-saved-activations"]
+    ("flags", "sentence"),
+    [
+        ("--pipeline-schedule newest", "there is no --pipeline-schedule newest; choose from gpipe, flush"),
+        ("--pipeline-program x.csv --pipeline-schedule 2bw", "--pipeline-program x.csv takes the place of --pipeline"),
+        ("--pipeline-program absent.csv", "--pipeline-program absent.csv cannot be read .*; give a CSV file"),
+        ("--pipeline-schedule flush --2bw-provisional stage", "--2bw-provisional stage goes with .* 2bw, not flush"),
+        ("--pipeline-schedule 2bw --2bw-provisional uniform", "uniform needs --2bw-provisional-microbatches"),
+        ("--pipeline-schedule 2bw --2bw-provisional-reduce", "--2bw-provisional-reduce says nothing without"),
+    ],
 )
+def test_choices_that_do_not_go_together(flags, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        require_supported(arguments(flags))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--pipeline-timeline here", "--pipeline-rank-mapping pair-adjacent", "--pipeline-log-saved-activations",
+        "--2bw-provisional stage",
+    ],
+)  # fmt: skip
 def test_our_flags_without_a_schedule(flags):
     """They would do nothing in silence."""
     with pytest.raises(ValueError, match=f"{flags} is for a pipeline schedule; give --pipeline-schedule"):

@@ -48,3 +48,37 @@ def test_batches_are_tried_before_anything_starts():
     """Each of a run whose batches grow."""
     with pytest.raises(ValueError, match="2bw with 2 stages needs batches of at least 2 microbatches"):
         prepare(arguments("--pipeline-schedule 2bw", rampup_batch_size=["2", "2", "8"]))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "off", "said"),
+    [
+        ("flush", 4, [], []),
+        ("gpipe", 4, [], []),
+        ("zb-h1", 4, ["overlap_grad_reduce"], ["zb-h1 makes gradients in W"]),
+        ("bpipe", 4, ["overlap_grad_reduce"], ["bpipe moves or counts activations"]),
+        ("bpipe", 2, [], []),  # nothing has to move
+        (
+            "flush --pipeline-log-saved-activations", 2, ["overlap_grad_reduce"],
+            ["flush moves or counts activations"],
+        ),
+        (
+            "2bw", 2, ["overlap_grad_reduce", "overlap_param_gather"],
+            ["--overlap-grad-reduce is off: --pipeline-schedule 2bw reduces", "--overlap-param-gather is off: --pipe"],
+        ),
+    ],
+)  # fmt: skip
+def test_overlaps_that_a_schedule_has_no_room_for_are_off(schedule, stages, off, said, capsys, monkeypatch):
+    """With a note each, and without one where they are on, or were off."""
+    monkeypatch.delenv("RANK", raising=False)
+    names = ("overlap_grad_reduce", "overlap_param_gather")
+    for given in (True, False):
+        args = arguments(
+            f"--pipeline-schedule {schedule}", data_parallel_size=2, pipeline_model_parallel_size=stages,
+            global_batch_size=32, **dict.fromkeys(names, given),
+        )  # fmt: skip
+        prepare(args)
+        lines = capsys.readouterr().out.splitlines()
+        assert [name for name in names if getattr(args, name) is not given] == (off if given else [])
+        assert len(lines) == (len(said) if given else 0)
+        assert all(part in line and "note: " in line for part, line in zip(said, lines, strict=False))

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from megatron.pipeline.schedules import Schedule
 from tests.pipeline.dropin import fake_training
 from tests.pipeline.dropin.fake_training import launch, losses
 
@@ -41,6 +42,8 @@ def run(checkout):
         pytest.param(f"{P} 1", 1, "flush", marks=FULL),
         pytest.param(f"{P} 4", 4, "bpipe", marks=FULL),
         pytest.param(f"{P} 2", 4, "flush", marks=FULL),
+        pytest.param(f"{P} 2 --overlap-grad-reduce", 4, "flush", marks=FULL),
+        pytest.param(f"{P} 2 --overlap-grad-reduce", 4, "zb-h1", marks=FULL),
     ],
 )
 def test_schedules_that_drain_train_as_theirs(flags, ranks, schedule, run):
@@ -75,12 +78,29 @@ def test_2bw_is_late_by_one_version_and_drains_where_it_must(run, tmp_path):
     assert float(losses(plain)[1][2]) == pytest.approx(float(losses(flush)[0][2]), rel=1e-6)
     assert losses(plain)[3][1] != losses(flush)[3][1]
     assert "the last iteration: gradient norm" in plain
+    assert "2bw computes each batch at the weights of one update before" in plain
+    assert all(remedy in plain for remedy in ("--2bw-provisional stage", "a smaller --lr"))
     assert len(VALIDATION.findall(disturbed)) >= 3
 
     (tmp_path / "save" / "latest_checkpointed_iteration.txt").write_text("3")
     resumed = run(f"{P} 2 --train-iters 6 --pipeline-schedule 2bw --load {tmp_path}/save")
     assert [each[:2] for each in losses(resumed)] == [each[:2] for each in losses(plain)][3:]
     assert "warning" not in resumed
+
+
+def test_predicted_weights_go_on_exactly_by_the_rows_of_a_file(run, tmp_path):
+    """From a checkpoint, which has the prediction, too, under a program with the rows that the flags mean; evaluations
+    and saves have changed nothing.
+    """
+    flags = f"{P} 2 --train-iters 6 --pipeline-schedule 2bw --2bw-provisional stage"
+    whole = run(f"{flags} --eval-interval 2 --save {tmp_path}/save --save-interval 3")
+    schedule = Schedule.preset("2bw", num_stages=2, predict=True, tied_embeddings=True)
+    (tmp_path / "rows.csv").write_text(schedule.build((4,) * 5).to_csv())
+    (tmp_path / "save" / "latest_checkpointed_iteration.txt").write_text("3")
+    rest = run(f"{P} 2 --train-iters 6 --pipeline-program {tmp_path}/rows.csv --load {tmp_path}/save")
+    assert [each[:2] for each in losses(rest)] == [each[:2] for each in losses(whole)][3:]
+    assert len(losses(whole)) == 6 and "warning" not in rest
+    assert "2bw with provisional weights: stages read 3, 4 of 4 microbatches" in whole
 
 
 def test_an_exit_drains(run, tmp_path):
@@ -118,8 +138,8 @@ def test_a_tuple_of_seven(tmp_path):
     [
         ("--pipeline-schedule zbv", "--pipeline-schedule zbv places two stages on each rank"),
         pytest.param(
-            "--pipeline-schedule flush --overlap-grad-reduce",
-            "--overlap-grad-reduce reduces gradients from within",
+            "--pipeline-schedule 2bw --save somewhere --ckpt-format torch",
+            "--ckpt-format torch has no place for the two weight versions",
             marks=FULL,
         ),
         pytest.param(

@@ -5,8 +5,9 @@ from dataclasses import replace
 from functools import lru_cache
 
 from megatron.elastic.stages import Stages
-from megatron.pipeline.program.weight_policies import TWO_BW, WeightPolicy
+from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.pipeline.schedules import ProgramSchedule, Schedule, TooManyRead
+from megatron.pipeline.start_up.provisional import require_predictions
 from megatron.planner.job.devices import device_gib
 from megatron.planner.memory.sizes import alike
 from megatron.trainer.arguments.flags.classification import CLASSIFIERS
@@ -208,29 +209,12 @@ def behind_frozen(args: argparse.Namespace, stages: Stages) -> Schedule:
 
 def _predictions(args: argparse.Namespace, weights: WeightPolicy) -> None:
     """What predicted weights need, and what they cannot do together with."""
-    mode, number = args.pipeline_2bw_provisional, args.pipeline_2bw_provisional_microbatches
-    flag = f"--2bw-provisional {mode}"
-    if mode == "off" and (number is not None or args.pipeline_2bw_provisional_reduce):
-        given = "--2bw-provisional-reduce" if number is None else f"--2bw-provisional-microbatches {number}"
-        raise ValueError(f"{given} says nothing without predictions; add --2bw-provisional, or leave it out")
-    if mode == "off":
-        return
-    if weights != TWO_BW:
+    require_predictions(args, weights, choice_of(args).name)
+    mode = args.pipeline_2bw_provisional
+    if mode != "off" and args.pipeline_2bw_single_gradient_buffer:
         raise ValueError(
-            f"{flag} goes with the weights of --pipeline-schedule 2bw, not {choice_of(args).name}: leave it out, or "
-            "use 2bw"
-        )
-    if (mode == "uniform") != (number is not None):
-        raise ValueError(
-            f"{flag} reads what each stage has done; leave out --2bw-provisional-microbatches, or use uniform"
-            if mode == "stage"
-            else f"{flag} needs --2bw-provisional-microbatches, from 1 to m-p+1"
-        )
-    if args.pipeline_2bw_provisional_reduce and args.data_parallel_size == 1:
-        raise ValueError("--2bw-provisional-reduce needs replicas, and this job has one; leave it out")
-    if args.pipeline_2bw_single_gradient_buffer:
-        raise ValueError(
-            f"{flag} reads gradients that --2bw-single-gradient-buffer gives away early; leave one of them out"
+            f"--2bw-provisional {mode} reads gradients that --2bw-single-gradient-buffer gives away early; leave one "
+            "of them out"
         )
 
 

@@ -229,7 +229,7 @@ class MegatronPrediction:
 
     def _counts(self, model: Parameter) -> bool:
         """Whether this tensor rank has a part of the parameter, or the one copy that counts."""
-        return param_is_not_tensor_parallel_duplicate(model, parallel_state.get_tensor_model_parallel_group())
+        return param_is_not_tensor_parallel_duplicate(model)
 
     def _factors(self, parts: list[float], squares: Tensor | None, *, loss_scale: float) -> list[float] | list[Tensor]:
         """The factors of the stage's and the tied embedding's gradients, of which such parts of the batch are known."""

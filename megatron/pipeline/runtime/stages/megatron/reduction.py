@@ -151,11 +151,10 @@ class GradientReduction:
         return view.view(-1)[part.start : part.end]
 
     def _find_counted(self, chunks: list[DistributedDataParallel]) -> list[Parameter]:
-        tensor_group = getattr(self._optimizer, "tp_group", None)
         params = [
             param
             for param in named_parameters(chunks).values()
-            if param_is_not_shared(param) and param_is_not_tensor_parallel_duplicate(param, tensor_group)
+            if param_is_not_shared(param) and param_is_not_tensor_parallel_duplicate(param)
         ]
         self._ranges = {}
         if self._distributed and not self._optimizer.is_stub_optimizer:

@@ -68,7 +68,9 @@ def get_model(model_provider, wrap_with_ddp=True):
         chunk.cuda(torch.cuda.current_device())
     if not wrap_with_ddp:
         return model
-    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, bucket_size=None)
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, overlap_grad_reduce=args.overlap_grad_reduce, bucket_size=4000
+    )
     return [
         DistributedDataParallel(
             config=get_model_config(chunk), ddp_config=ddp_config, module=chunk, disable_bucketing=index > 0
@@ -161,6 +163,8 @@ def train(
     iteration = args.iteration
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
+    if args.overlap_grad_reduce:
+        config.no_sync_func = [chunk.no_sync for chunk in model] if len(model) > 1 else model[0].no_sync
     forward_backward_func = get_forward_backward_func()
     should_exit, exit_code = False, 0
     while iteration < args.train_iters:

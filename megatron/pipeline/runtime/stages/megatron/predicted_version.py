@@ -6,6 +6,8 @@ Replicas that predict from their own gradients have each its own. A checkpoint w
 with the true weights in their place, and so does a run of another policy with a checkpoint that has them.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -61,6 +63,11 @@ class PredictedVersion(OlderVersions):
                 empty = {id(each): torch.empty_like(each.data) for each in self._parameters if id(each) in self._names}
                 return {PREDICTED_VERSION: self._state(model, empty, replica)}
         return {}
+
+    def counted_from(self, iteration: int) -> PredictedVersion:
+        other = super().counted_from(iteration)
+        other._iteration = iteration
+        return other
 
     def restore(self, loaded: dict) -> None:
         """The weights shown become the true ones; `loaded` has the prediction, as `to_load` named it."""

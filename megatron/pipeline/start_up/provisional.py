@@ -1,0 +1,61 @@
+"""Late and predicted weights, in every program that has them: what their flags go together with, and what is said."""
+
+import argparse
+
+from megatron.pipeline.program.weight_policies import TWO_BW, WeightPolicy
+from megatron.pipeline.schedules.any_schedule import AnySchedule
+
+
+def require_predictions(args: argparse.Namespace, weights: WeightPolicy, name: str) -> None:
+    """Raises ValueError where `--2bw-provisional` and its kind ask for what the run does not have.
+
+    `args`: their destinations begin with `pipeline_2bw_provisional`. `weights`: without predictions; `name`: what the
+    schedule is called.
+    """
+    mode, number = args.pipeline_2bw_provisional, args.pipeline_2bw_provisional_microbatches
+    flag = f"--2bw-provisional {mode}"
+    if mode == "off" and (number is not None or args.pipeline_2bw_provisional_reduce):
+        given = "--2bw-provisional-reduce" if number is None else f"--2bw-provisional-microbatches {number}"
+        raise ValueError(f"{given} says nothing without predictions; add --2bw-provisional, or leave it out")
+    if mode == "off":
+        return
+    if weights != TWO_BW:
+        raise ValueError(
+            f"{flag} goes with the weights of --pipeline-schedule 2bw, not {name}: leave it out, or use 2bw"
+        )
+    if (mode == "uniform") != (number is not None):
+        raise ValueError(
+            f"{flag} reads what each stage has done; leave out --2bw-provisional-microbatches, or use uniform"
+            if mode == "stage"
+            else f"{flag} needs --2bw-provisional-microbatches, from 1 to m-p+1"
+        )
+    if args.pipeline_2bw_provisional_reduce and args.data_parallel_size == 1:
+        raise ValueError("--2bw-provisional-reduce needs replicas, and this job has one; leave it out")
+
+
+def description(schedule: AnySchedule, name: str, num_microbatches: int) -> str | None:
+    """What to say of the weights that batches of so many microbatches are computed at; None where there is nothing.
+
+    `name`: what the schedule is called.
+    """
+    if schedule.weights == TWO_BW:
+        return (
+            f"{name} computes each batch at the weights of one update before, so at a learning rate that flush bears "
+            "its loss may be far higher; --2bw-provisional stage predicts the newest (docs/provisional.md), or take a "
+            "smaller --lr"
+        )
+    if not schedule.weights.predicts:
+        return None
+    read = [num_microbatches - unread for unread in schedule.unread(num_microbatches)]
+    if schedule.provisional_microbatches is not None:
+        read = [schedule.provisional_microbatches] * schedule.num_stages
+    if len(set(read)) == 1:
+        stages = "every stage reads" if schedule.num_stages > 1 else "the stage reads"
+        numbers = str(read[0])
+    else:
+        stages, numbers = "stages read", ", ".join(map(str, read))
+    if schedule.data_parallel:
+        replicas = ", means over the replicas" if schedule.reduce_partial else " of each replica"
+    else:
+        replicas = ""
+    return f"{name} with provisional weights: {stages} {numbers} of {num_microbatches} microbatches{replicas}"
