@@ -43,8 +43,7 @@ def html_report(
         num_timelines: how many of the best are drawn.
     """
     memory_gib = planner_of(1).cluster.device.memory_gib
-    ranked = list(enumerate(outcome.kept, start=1))
-    of_schedules = {id(each) for each in outcome.best_of_schedules()}
+    ranked = outcome.rows
     parts = [f"<h1>{escape(title)}</h1>", *(f"<p>{escape(line)}</p>" for line in summary)]
     if outcome.best is not None:
         parts.append(_best(outcome))
@@ -53,7 +52,7 @@ def html_report(
         anchor = ' id="delay"' if note == delayed else ""  # what rows with delayed weights link to
         parts.append(f'<p class="note"{anchor}>{linked(note, docs)}</p>')
     parts += [f"<h2>The {outcome.superlative} of each schedule</h2>"]
-    parts += [configurations_table([row for row in ranked if id(row[1]) in of_schedules], name="schedules")]
+    parts += [configurations_table(outcome, outcome.best_of_schedules(), name="schedules")]
     parts += ["<h2>Throughput against memory</h2>"]
     picture = as_svg(draw_outcome(outcome, memory_gib=memory_gib), salt="outcome", themed=True)
     parts += [f'<div class="wide picture">{picture}</div>']
@@ -63,7 +62,7 @@ def html_report(
         parts += [heading, timeline_element(each, planner_of(each.choice.tensor))]
     if script is not None:
         parts += ["<h2>A script for the best</h2>", f'<div class="wide"><pre>{escape(script)}</pre></div>']
-    parts += [f"<h2>All {len(ranked)} that fit</h2>", configurations_table(ranked, name="all", filtered=True)]
+    parts += [f"<h2>All {len(ranked)} that fit</h2>", configurations_table(outcome, ranked, name="all", filtered=True)]
     parts += [f"<h2>Why {len(outcome.rejected)} choices were rejected</h2>", reasons_table(outcome, 40)]
     return html_page(title, "\n".join(parts))
 

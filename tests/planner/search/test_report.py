@@ -117,23 +117,24 @@ def test_every_row_is_there(outcome):
     of_schedules, everything, _ = Page(page_of(many, num_timelines=1)).tables
     head, *rows = everything
     names = [heading.replace("\xad", "") for heading in head]
-    assert names == list(HEADINGS) and len(rows) == len(many.kept)
+    assert names == [name for name in HEADINGS if name != "gain, %"] and len(rows) == len(many.kept)
     for rank, (each, row) in enumerate(zip(many.kept, rows, strict=True), start=1):
-        *expected, notes = cells(each, rank)
+        rank, _, *expected, notes = cells(each, rank)
+        expected.insert(0, rank)
         assert row[:-1] == expected and row[-1].endswith(notes)
         assert row[-1].startswith("delayed weights") == (each.choice.schedule in ("2bw", "2bw+balance"))
-    assert [row[1] for row in of_schedules[1:]] == [each.choice.schedule for each in outcome.best_of_schedules()]
+    assert [row[1] for row in of_schedules[1:]] == [each.choice.schedule for _, each in outcome.best_of_schedules()]
 
 
 def test_columns_that_say_nothing_are_left_out(outcome):
     """Of stages on each rank where all have one, of ranks that share sequences or experts where none do, of notes where
     there is none, and of what nobody asked for."""
     plain = [each for each in outcome.kept if each.choice.schedule == "flush" and not each.notes][:3]
-    (table,) = Page(configurations_table(list(enumerate(plain, start=1)), name="some")).tables
-    assert len(plain) == 3 and {len(row) for row in table} == {len(HEADINGS) - 4}
-    assert not {"v", "cp", "ep", "notes"} & set(table[0])
+    (table,) = Page(configurations_table(outcome, list(enumerate(plain, start=1)), name="some")).tables
+    assert len(plain) == 3 and {len(row) for row in table} == {len(HEADINGS) - 5}
+    assert not {"gain, %", "v", "cp", "ep", "notes"} & set(table[0])
     bare = [replace(each, accuracy=None, bill=None) for each in plain]
-    (other,) = Page(configurations_table(list(enumerate(bare, start=1)), name="some")).tables
+    (other,) = Page(configurations_table(outcome, list(enumerate(bare, start=1)), name="some")).tables
     assert set(table[0]) - set(other[0]) == {"s (80%)", "days", "cost", "cost/M tokens"}
 
 
