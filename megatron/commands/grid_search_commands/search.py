@@ -26,6 +26,7 @@ from megatron.commands.grid_search_commands.search_inputs import ModelInput, rea
 from megatron.commands.grid_search_commands.search_progress import progress_bars
 from megatron.commands.grid_search_commands.search_script import ROOT, remove_script, script_text, write_topology
 from megatron.documents.writing import write_whole
+from megatron.pipeline.program.weight_policies import TWO_BW
 from megatron.planner import Architecture, Cluster
 from megatron.planner.intervals.lookup import Intervals
 from megatron.planner.planner import Planner
@@ -34,6 +35,7 @@ from megatron.planner.search import (
     Outcome,
     Space,
     Training,
+    besides,
     compared,
     delay,
     offered,
@@ -43,6 +45,7 @@ from megatron.planner.search import (
 )
 from megatron.planner.search.bill import Budget
 from megatron.planner.search.expectation import expectation, unvalidated
+from megatron.planner.search.offers import delayed, offer
 from megatron.planner.search.paper import PaperResult, describe_paper, run_paper_algorithm
 from megatron.planner.search.records import kept_record, write_csv, write_jsonl
 from megatron.planner.search.search import Progress
@@ -108,7 +111,9 @@ def run(options: argparse.Namespace) -> int:
         if paper is not None:
             print("\nAlgorithm 1 of PipeDream-2BW, as it stands", *describe_paper(paper), sep="\n")
     if outcome.best is None:
-        said = filter(None, (nearest_miss(outcome), compared.sentence(outcome, has_script=False)))
+        said = filter(
+            None, (delay.beside(outcome), nearest_miss(outcome), compared.sentence(outcome, has_script=False))
+        )
         raise ValueError(f"none of the {len(outcome.rejected)} choices can run; {'; '.join(said)}")
     return 0
 
@@ -201,6 +206,7 @@ def _space(options: argparse.Namespace, model: ModelInput, cluster: Cluster) -> 
         global_batch_size=least,
         safe_batch_size=options.max_safe_batch,
         schedules=options.schedules or _schedules(cluster),
+        unasked=_unasked(options, model.job, cluster),
         tensor=options.tensor,
         pipeline=options.pipeline,
         virtual=options.virtual,
@@ -241,6 +247,12 @@ def _schedules(cluster: Cluster) -> tuple[str, ...]:
     return schedules_on_device() if cluster.host_memory_gib is None else tuple(offered())
 
 
+def _unasked(options: argparse.Namespace, job: Job, cluster: Cluster) -> tuple[str, ...]:
+    """Schedules that delay weights, of those that nobody named; --2bw-provisional asks for those with 2bw's weights."""
+    names = () if options.schedules else delayed(_schedules(cluster))
+    return tuple(name for name in names if job.provisional == "off" or offer(name).policy != TWO_BW)
+
+
 def _paper_result(found: Searched) -> PaperResult:
     return run_paper_algorithm(found.planner_of(1), safe_batch=found.space.largest_batch_size)
 
@@ -261,21 +273,19 @@ def _print(outcome: Outcome, top: int, notes: tuple[str, ...], seconds: float) -
 
     say(f"{len(outcome.kept)} configurations fit, {len(outcome.rejected)} choices were rejected, {seconds:.1f} s")
     if outcome.kept:
-        ranked = list(enumerate(outcome.kept, start=1))
-        of_schedules = {id(each) for each in outcome.best_of_schedules()}
         say(f"\nthe {outcome.superlative} (~: estimated; the others were simulated)", "bold")
-        console.print(best_table(ranked[:top], plain=plain))
-        for line in expectation(outcome.best):
+        console.print(best_table(outcome, outcome.rows[: min(top, len(outcome.ranking))], plain=plain))
+        for line in expectation(outcome.best) if outcome.best else ():
             say(f"the best: {line}")
         say(f"\nthe {outcome.superlative} of each schedule", "bold")
-        console.print(best_table([row for row in ranked if id(row[1]) in of_schedules], plain=plain))
+        console.print(best_table(outcome, outcome.best_of_schedules(), plain=plain))
         easy = outcome.best_without_pressure
-        if outcome.best.estimate.under_pressure and easy is not None:
+        if outcome.best and outcome.best.estimate.under_pressure and easy is not None:
             say(
                 f"\nthe {outcome.superlative} that no allocator slows down (--avoid-pressure keeps only such)",
                 "bold",
             )
-            console.print(best_table([easy], plain=plain))
+            console.print(best_table(outcome, [easy], plain=plain))
     for note in notes:
         say(f"\nnote: {note}")
     say("\nwhy choices were rejected", "bold")
@@ -287,7 +297,9 @@ def _notes(outcome: Outcome) -> tuple[str, ...]:
     others = compared.sentence(outcome, has_script=_has_script(outcome))
     fixed = "all GPUs are used, so cost ranks as time; `grid_search sweep --gpus` compares numbers of GPUs"
     return (
+        *filter(None, [delay.beside(outcome)]),
         *delay.sentences(outcome.kept),
+        *besides.sentences(outcome.kept),
         *relayed.sentences(outcome),
         *unvalidated(outcome.kept),
         *shared_ranks.sentences(outcome.kept),
@@ -310,7 +322,10 @@ def _as_dict(outcome: Outcome, top: int, notes: tuple[str, ...], seconds: float,
         "seconds": seconds,
         "notes": notes,
         "without_pipeline": compared.record(outcome.without_pipeline),
-        "best": [kept_record(each, rank) for rank, each in enumerate(outcome.kept[:top], start=1)],
+        "best": [kept_record(each, rank) for rank, each in enumerate(outcome.ranking[:top], start=1)],
+        "beside": [
+            kept_record(each, rank, outcome.gain(each)) for rank, each in outcome.best_of_schedules() if rank is None
+        ],
     }
 
 
@@ -353,8 +368,8 @@ def _write(folder: Path, found: Searched, notes: tuple[str, ...]) -> None:
     remove_script(folder / "best.sh")
     if _has_script(outcome):
         command = shlex.join(["tools/grid_search.py", *sys.argv[1:]])
-        others = compared.sentence(outcome, has_script=True)
-        script = script_text(job, outcome.best, cluster, command=command, others=others)
+        others = [delay.beside(outcome), *besides.sentences(outcome.kept), compared.sentence(outcome, has_script=True)]
+        script = script_text(job, outcome.best, cluster, command=command, others=[*filter(None, others)])
         write_whole(folder / "best.sh", script)
         if any(each.choice.rank_mapping == "optimized" for each in outcome.kept):
             write_topology(folder / "topology.yaml", cluster)

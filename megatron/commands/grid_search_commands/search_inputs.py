@@ -4,8 +4,11 @@ import argparse
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
+from megatron.commands.grid_search_commands.model_config import FAMILIES, model_of_config, named_model
+from megatron.commands.grid_search_commands.named_models import NAMED
 from megatron.documents.reading import read_document
 from megatron.planner import DEVICES, Cluster, load_cluster
 from megatron.planner.job.cluster import CLUSTERS, MOST, MOST_PRICE, make_cluster
@@ -15,6 +18,7 @@ from megatron.trainer.plan.command import PROGRAMS, Job
 
 _WITHOUT_ENGINE = frozenset({"V100-16", "V100-32", "RTX2080Ti", "GTX1080Ti", "cpu"})  # Transformer Engine asks for more
 _PRECISION = {"V100-16": "fp16", "V100-32": "fp16", "RTX2080Ti": "fp16", "GTX1080Ti": "fp32", "cpu": "fp32"}
+_MODELS = ("model_script", "model_yaml", "model_config", "model")  # options that name one
 _NOT_SEARCHED = ("pretrain_vision_classify.py", "finetune_bert.py")
 
 
@@ -75,7 +79,12 @@ def read_cluster(options: argparse.Namespace) -> ClusterInput:
             f"{path}: nodes have {' and '.join(map(str, counts))} GPUs; give nodes that have equally many, for which "
             "times are modelled and launchers written"
         )
-    return ClusterInput(cluster, tuple(_network_notes(whole, cluster, options)))
+    notes = [] if cluster.is_known else [
+        f"{cluster.gpu} is not known, so its times are not validated; taken is what the file says, that products reach "
+        "as much of its peak as A100's, and that it multiplies bfloat16 and runs Transformer Engine; --precision and "
+        "--transformer-impl say otherwise"
+    ]  # fmt: skip
+    return ClusterInput(cluster, (*notes, *_network_notes(whole, cluster, options)))
 
 
 def _network_notes(whole: Cluster, cluster: Cluster, options: argparse.Namespace) -> Iterator[str]:
@@ -110,15 +119,32 @@ def add_model_arguments(model: argparse.ArgumentParser) -> None:
         "--model-script", metavar="FILE", help="shell script that runs a training program; it is read, not run"
     )
     model.add_argument("--model-yaml", metavar="FILE", help="flags by name: num_layers: 24; switches are true")
+    model.add_argument("--model-config", metavar="FILE",
+                       help=f"config.json of Hugging Face: {', '.join(FAMILIES)}; --seq-length besides")  # fmt: skip
+    model.add_argument("--model", metavar="NAME", help="one that is known by name; --seq-length besides")
+    model.add_argument("--list-models", action=_ListModels, help="the names that --model takes")
     model.add_argument("--architecture", choices=("gpt", "bert"), help="default: that of the script's program, or gpt")
 
 
+class _ListModels(argparse.Action):
+    """Prints the names, and ends, as --help does."""
+
+    def __init__(self, option_strings: list[str], dest: str, help: str) -> None:
+        super().__init__(option_strings, dest=argparse.SUPPRESS, default=argparse.SUPPRESS, nargs=0, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(*NAMED, sep="\n")
+        parser.exit()
+
+
 def read_argv(options: argparse.Namespace) -> tuple[list[str], str, list[str]]:
-    """Flags of a training program, from --model-script or --model-yaml and from the command line; the architecture, and
-    lines for the user. Raises ValueError."""
+    """Flags of a training program, from what names a model and from the command line; the architecture, and lines for
+    the user. Raises ValueError."""
     argv, notes, architecture = [], [], options.architecture
-    if options.model_script is not None and options.model_yaml is not None:
-        raise ValueError("--model-script and --model-yaml exclude each other; keep one")
+    given = [name for name in _MODELS if vars(options)[name] is not None]
+    if len(given) > 1:
+        names = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ValueError(f"{names} exclude each other; keep one")
     if options.model_script is not None:
         command = read_script(_text(options.model_script), environment=os.environ, source=options.model_script)
         argv, notes = [*command.argv], [*command.notes]
@@ -126,11 +152,24 @@ def read_argv(options: argparse.Namespace) -> tuple[list[str], str, list[str]]:
     elif options.model_yaml is not None:
         argv, named = _argv_of_yaml(options.model_yaml)
         architecture = architecture or named
+    elif given:
+        configured = (
+            named_model(options.model) if options.model is not None
+            else model_of_config(options.model_config, sequence_length=_sequence_length(options.flags))
+        )  # fmt: skip
+        argv, notes, architecture = configured.argv, configured.notes, architecture or configured.architecture
     return [*argv, *options.flags], architecture or "gpt", notes
 
 
+def _sequence_length(flags: list[str]) -> int | None:
+    """What the command line's --seq-length says, in either spelling; None: nothing, or no number."""
+    words = [word for flag in flags for word in flag.split("=", 1)]
+    said = [after for word, after in pairwise(words) if word == "--seq-length"]
+    return int(said[-1]) if said and said[-1].isdecimal() else None
+
+
 def read_model(options: argparse.Namespace, cluster: Cluster) -> ModelInput:
-    """The model of --model-script or --model-yaml, and of flags of the training programs, which come last.
+    """The model that is named, and flags of the training programs, which come last.
 
     Raises ValueError.
     """

@@ -19,6 +19,7 @@ from megatron.trainer.plan.command import SOURCES, Job
 ROOT = Path(__file__).resolve().parents[3]
 _CHECKOUT = f":-{ROOT}" if (ROOT / "examples").is_dir() else ":?has to name a checkout, whose examples/cluster start it"
 _WIDTH = 116
+_LAYERS = {"transformer_engine": "Transformer Engine's", "local": "megatron.core's own (local)"}
 _MODEL_GROUPS = ("model", "precision")
 _MADE_BY = "# It is a model's file in the form of examples/cluster/models, too"  # in the head of every script
 _TOKENIZER = frozenset({"tokenizer_type", "tokenizer_model", "vocab_file", "merge_file"})
@@ -27,9 +28,9 @@ _WITHOUT_MODEL = ("GPT2BPETokenizer", "NullTokenizer", "ByteLevelTokenizer")  # 
 
 
 def script_text(
-    job: Job, kept: Kept, cluster: Cluster, *, command: str, others: str | None = None, topology: str = "topology.yaml"
+    job: Job, kept: Kept, cluster: Cluster, *, command: str, others: Sequence[str] = (), topology: str = "topology.yaml"
 ) -> str:
-    """The script's text. For its head, `command`: that made it; `others`: what other systems reach. `topology`: the
+    """The script's text. For its head, `command`: that made it; `others`: what there is beside it. `topology`: the
     name of the file beside it that an optimized mapping reads, which `write_topology` writes."""
     choice, estimate = kept.choice, kept.estimate
     preset, balance = preset_of(choice.schedule)
@@ -60,12 +61,13 @@ def script_text(
         *_comment(f"{describe(choice)}: {cluster.num_gpus} x {cluster.gpu}, {memory}."),
         *_comment(
             f"Expected: {estimate.seconds:.3g} s an iteration, {kept.sequences_per_second:.3g} sequences/s, "
-            f"{100 * estimate.mfu:.1f}% MFU. Made by"
+            f"{100 * estimate.mfu:.1f}% MFU, with {_LAYERS[kept.software.transformer_impl]} layers and "
+            f"{kept.software.attention} attention. Made by"
         ),
         *_comment(command, indent="    "),
         *(line for each in expectation(kept) for line in _comment(f"{each[:1].upper()}{each[1:]}.")),
         *(_comment(f"Note: {delayed}.") if delayed else []),
-        *(_comment(f"Note: {others}.") if others else []),
+        *(line for each in others for line in _comment(f"Note: {each}.")),
         "#",
         "#   bash THIS_FILE --dry-run      # check everything, run nothing; needs torch, and no GPU",
         f"#   {' '.join([*environment, 'bash THIS_FILE'])}",

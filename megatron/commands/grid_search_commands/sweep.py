@@ -32,7 +32,7 @@ from megatron.commands.grid_search_commands.search_script import remove_script, 
 from megatron.documents.writing import write_whole
 from megatron.planner import Cluster
 from megatron.planner.job.cluster import MOST
-from megatron.planner.search import delay, shared_ranks
+from megatron.planner.search import besides, delay, shared_ranks
 from megatron.planner.search.bill import amount
 from megatron.planner.search.expectation import unvalidated
 from megatron.planner.search.sweep import Sweep, SweepPoint
@@ -205,7 +205,7 @@ def _notes(sweep: Sweep) -> Iterator[str]:
         else:
             yield f"sequences of {length}: the curve does not bend, so it has no knee"
     best = [point.best for point in sweep.points if point.best is not None]
-    yield from (*delay.sentences(best), *unvalidated(best), *shared_ranks.sentences(best))
+    yield from (*delay.sentences(best), *besides.sentences(best), *unvalidated(best), *shared_ranks.sentences(best))
 
 
 def _print(sweep: Sweep, notes: tuple[str, ...], seconds: float) -> None:
@@ -255,7 +255,9 @@ def _write(folder: Path, sweep: Sweep, found: list[_Found], notes: tuple[str, ..
             name = f"best_{each.point.num_gpus}_gpus_{each.point.sequence_length}_tokens.sh"
             job, cluster = each.searched.model.job, each.searched.cluster
             topology = f"topology_{cluster.num_gpus}_gpus.yaml"
-            write_whole(folder / name, script_text(job, best, cluster, command=command, topology=topology))
+            others = [*filter(None, [delay.beside(each.searched.outcome)])]
+            text = script_text(job, best, cluster, command=command, others=others, topology=topology)
+            write_whole(folder / name, text)
             scripts.add(name)
             if best.choice.rank_mapping == "optimized":
                 write_topology(folder / topology, cluster)

@@ -17,8 +17,8 @@ from megatron.pipeline.program.instruction import COMPUTATIONS, OWN_MOVES, Kind
 from megatron.pipeline.simulate.timeline import Timeline
 
 MOST_ROWS = 64
-_MOST_NUMBERS, _MOST_MOVES = 2_500, 600
-_NARROWEST, _WIDEST = 640, 2_000  # pixels between the margins
+_MOST_NUMBERS, _MOST_MOVES, _MOST_HOVERED = 4_000, 600, 4_000
+_NARROWEST, _WIDEST = 640, 3_600  # pixels between the margins
 _CELL = 13  # pixels that all but the shortest computations get where the picture may be as wide as that takes
 _UNIT = 4  # of a pixel: coordinates are whole numbers
 _LEFT, _RIGHT, _TOP, _FOOT = 64, 78, 28, 34  # pixels
@@ -43,32 +43,56 @@ class PageTimeline:
     left_out: tuple[str, ...]
 
 
-def page_timeline(timeline: Timeline, *, name: str, time_label: str = "seconds") -> PageTimeline:
-    """Draw it from its first computation on. `name`: what it shows, for readers that do not see it.
+def page_timeline(
+    timeline: Timeline,
+    *,
+    name: str,
+    time_label: str = "seconds",
+    window: tuple[float, float] | None = None,
+    scale: float | None = None,
+    hovers: bool = False,
+) -> PageTimeline:
+    """Draw it.
+
+    Args:
+        name: what it shows, for readers that do not see it.
+        window: from when to when, where the axis is zero at its start; None: from the first computation to the last.
+        scale: pixels of a unit of time, for pictures on one axis; None: so that numbers can be read (`legible_scale`).
+        hovers: with what a page's script needs to say which computation the pointer is on; some ten bytes for each.
 
     Raises:
         ValueError: no computation takes time.
     """
-    timeline = timeline.shifted(-timeline.start)
-    if not timeline.end:
+    start, end = window or (timeline.start, timeline.end)
+    if not end > start:
         raise ValueError("there is nothing to draw; give a timeline in which a computation takes time")
-    drawing = _Drawing(timeline)
+    drawing = _Drawing(timeline.shifted(-start), end - start, scale)
     parts = [*drawing.boxes(), *drawing.moves(), *drawing.marks(), *drawing.batches(), *drawing.numbers()]
     parts += [*drawing.axis(time_label), *drawing.rows()]
     width, height = _LEFT + drawing.width + _RIGHT, _TOP + drawing.height + _FOOT
     svg = (
         f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{escape(name)}" width="{width}" '
         f'height="{height}" viewBox="0 0 {width * _UNIT} {height * _UNIT}" font-family="sans-serif" '
-        f'fill="currentColor">\n{chr(10).join(parts)}\n</svg>'
+        f'fill="currentColor"{drawing.hover() if hovers else ""}>\n{chr(10).join(parts)}\n</svg>'
     )
     return PageTimeline(svg, tuple(drawing.signs()), tuple(drawing.left_out))
 
 
-class _Drawing:
-    """One timeline with its scale; each method gives the elements of one kind of sign."""
+def legible_scale(timeline: Timeline, end: float) -> float:
+    """Pixels of a unit of time with which all but the shortest computations have room for their microbatch's number,
+    as far as a picture of so much time may be as wide as that takes."""
+    cells = [cell for cell in cells_of(timeline) if cell.end > cell.start]
+    lengths = sorted(cell.end - cell.start for cell in cells)
+    digits = max(len(str(cell.microbatch)) for cell in cells)
+    room = max(_CELL, _DIGIT * digits + 3)
+    return min(max(room / lengths[len(lengths) // 10], _NARROWEST / end), _WIDEST / end)
 
-    def __init__(self, timeline: Timeline) -> None:
-        self.timeline, self.end = timeline, timeline.end
+
+class _Drawing:
+    """One timeline with its scale, from 0 to `end`; each method gives the elements of one kind of sign."""
+
+    def __init__(self, timeline: Timeline, end: float, scale: float | None) -> None:
+        self.timeline, self.end = timeline, end
         self.left_out: list[str] = []
         self.every = math.ceil(timeline.num_ranks / MOST_ROWS)
         if self.every > 1:
@@ -76,13 +100,16 @@ class _Drawing:
         self.shown = range(0, timeline.num_ranks, self.every)
         self.pitch = 20 if len(self.shown) <= 16 else 14 if len(self.shown) <= 32 else 10
         self.height = self.pitch * len(self.shown)
-        self.cells = [cell for cell in cells_of(timeline) if cell.rank in self.shown]
-        lengths = sorted(cell.end - cell.start for cell in self.cells if cell.end > cell.start)
-        self.width = round(min(max(_CELL * self.end / lengths[len(lengths) // 10], _NARROWEST), _WIDEST))
+        self.cells = [cell for cell in cells_of(timeline) if cell.rank in self.shown and self._is_seen(cell)]
+        self.width = round((scale or legible_scale(timeline, end)) * self.end)
         self.pixels = self.width / self.end  # of a unit of time
 
+    def _is_seen(self, mark: Cell | Update) -> bool:
+        return mark.end > 0 and (mark.start < self.end or mark.end <= self.end)  # a step may take no time
+
     def x(self, time: float) -> int:
-        return round((_LEFT + time * self.pixels) * _UNIT)
+        """Where a time is, or the nearer end of what is drawn."""
+        return round((_LEFT + min(max(time, 0.0), self.end) * self.pixels) * _UNIT)
 
     def y(self, rank: float) -> int:
         """The middle of a row."""
@@ -129,7 +156,7 @@ class _Drawing:
 
     def moves(self) -> Iterator[str]:
         """Evictions and loads as lines between the rows of a pair."""
-        found = [span for span in self.timeline.spans if span.instruction.kind in OWN_MOVES]
+        found = [span for span in self.timeline.spans if span.instruction.kind in OWN_MOVES and self._is_seen(span)]
         self.draws_moves = bool(found) and len(found) <= _MOST_MOVES and self.every == 1
         if found and not self.draws_moves:
             self.left_out.append(f"{len(found)} moves of saved activations between pairs of stages")
@@ -165,14 +192,15 @@ class _Drawing:
                 free_from = self.x(step.end) + 26 * _UNIT
 
     def _seen(self, marks: Sequence[Update]) -> list[Update]:
-        return [each for each in marks if each.rank in self.shown]
+        return [each for each in marks if each.rank in self.shown and self._is_seen(each)]
 
     def batches(self) -> Iterator[str]:
         """A dashed line that follows the first forward of each batch down the stages, named where there is room."""
         batch_of = {first: batch for batch, first in enumerate(self.timeline.batch_borders()[:-1])}
         places: dict[int, list[Cell]] = {}
         for cell in self.cells:
-            if cell.begins_batch and cell.stage == self.timeline.stages_of(cell.rank)[0]:
+            is_first = cell.begins_batch and cell.start >= 0  # one that began before the picture has no beginning here
+            if is_first and cell.stage == self.timeline.stages_of(cell.rank)[0]:
                 places.setdefault(batch_of[cell.microbatch], []).append(cell)
         free_from = -math.inf
         for batch, cells in sorted(places.items()):
@@ -190,7 +218,8 @@ class _Drawing:
         """The microbatch in each box that has room for it."""
         roomy = [
             cell for cell in self.cells
-            if self.pitch >= 14 and (cell.end - cell.start) * self.pixels >= _DIGIT * len(str(cell.microbatch)) + 2
+            if self.pitch >= 14
+            and self.x(cell.end) - self.x(cell.start) >= (_DIGIT * len(str(cell.microbatch)) + 2) * _UNIT
         ]  # fmt: skip
         chosen = roomy if len(roomy) <= _MOST_NUMBERS else []
         if len(chosen) < len(self.cells):
@@ -198,8 +227,8 @@ class _Drawing:
         down = 3 * _UNIT
         for ink in (legend.INK, legend.LIGHT_INK):
             texts = [
-                f'<text x="{self.x((cell.start + cell.end) / 2)}" y="{self.y(cell.rank) + down}">{cell.microbatch}'
-                "</text>"
+                f'<text x="{(self.x(cell.start) + self.x(cell.end)) // 2}" y="{self.y(cell.rank) + down}">'
+                f"{cell.microbatch}</text>"
                 for cell in chosen
                 if legend.ink_on(cell.shade) == ink
             ]
@@ -208,7 +237,7 @@ class _Drawing:
 
     def axis(self, label: str) -> Iterator[str]:
         foot = (_TOP + self.height) * _UNIT
-        step = _round_step(110 / self.pixels)
+        step = round_step(110 / self.pixels)
         ticks = [index * step for index in range(int(self.end / step) + 1)]
         marks = "".join(f"M{self.x(time)} {foot}v{4 * _UNIT}" for time in ticks)
         yield f'<path stroke="currentColor" stroke-width="{_UNIT}" d="{marks}"/>'
@@ -229,6 +258,26 @@ class _Drawing:
     def _text(self, x: int, y: int, text: str, *, size: int, anchor: str = "start", more: str = "") -> str:
         placed = "" if anchor == "start" else f' text-anchor="{anchor}"'
         return f'<text x="{x}" y="{y}" font-size="{size * _UNIT}"{placed}{more}>{escape(text)}</text>'
+
+    def hover(self) -> str:
+        """What a page's script needs to say which computation the pointer is on: attributes of the picture. Of each row
+        a list of kind, stage, microbatch, version, pixels from the start of the one before, and pixels, in units."""
+        if len(self.cells) > _MOST_HOVERED:
+            self.left_out.append("what is under the pointer")
+            return ""
+        names, rows = list(dict.fromkeys(cell.kind.row.name for cell in self.cells)), []
+        for rank in self.shown:
+            before, written = 0, []
+            for cell in (each for each in self.cells if each.rank == rank):
+                start, version = self.x(cell.start), "" if cell.version is None else cell.named_version
+                place = (names.index(cell.kind.row.name), cell.stage, cell.microbatch, version, start - before)
+                written.append(",".join(map(str, (*place, self.x(cell.end) - start))))
+                before = start
+            rows.append(";".join(written))
+        return (
+            f' data-kinds="{escape(",".join(names))}" data-top="{_TOP * _UNIT}" data-pitch="{self.pitch * _UNIT}" '
+            f'data-left="{_LEFT * _UNIT}" data-second="{self.pixels * _UNIT:.6g}" data-rows="{escape("|".join(rows))}"'
+        )
 
     def signs(self) -> Iterator[tuple[str, str]]:
         """Colours and what they mean; a shade is a weight version, or a stage of the rank."""
@@ -262,7 +311,7 @@ def _colour(cell: Cell) -> str:
     return legend.shade_of(cell.kind, cell.shade)
 
 
-def _round_step(least: float) -> float:
+def round_step(least: float) -> float:
     """The smallest of 1, 2, 5, 10, ... times a power of ten that is no less."""
     power = 10.0 ** math.floor(math.log10(least))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least)

@@ -29,7 +29,7 @@ _USUAL = {  # what is priced by arithmetic alone, or is part of the kind by anot
     Software: frozenset({
         "element_bytes", "gradient_bytes", "flash_attention", "fuses_softmax", "fuses_gradient_accumulation",
         "overlaps_tensor", "overlaps_transfers", "splits_transfers", "flash_attention_2",
-        "keeps_gradient_copies", "own_communicators",
+        "keeps_gradient_copies", "own_communicators", "transformer_impl",
     }),
     Architecture: frozenset({
         "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
@@ -102,7 +102,7 @@ def _family(cluster: Cluster) -> str:
     name = re.sub(r"-\d+(?=-|$)", "", cluster.gpu)
     sheet, has = DEVICES.get(cluster.gpu), cluster.device
     if sheet is None:
-        return name
+        return name if cluster.is_cpu else f"{cluster.gpu} with rates of its own"
     rates = ("peak_teraflops", "memory_bandwidth", "link_bandwidth")
     pairs = ((getattr(has, rate), getattr(sheet, rate)) for rate in rates)
     is_other = any(abs(rate / usual - 1) > _OTHER_RATE for rate, usual in pairs)

@@ -3,7 +3,8 @@
 A cluster file is YAML or JSON: what a topology file (docs/placement.md) says, in short where nodes are alike, and which
 processor it is.
 
-    gpu: A100-80            # a name in `DEVICES`, or a label that means one, or `cpu`
+    gpu: A100-80            # a name in `DEVICES`, or a label that means one, or `cpu`; or another GPU's, with all that
+                            # `_DESCRIPTION` names
     nodes: 6                # or a list of {name, gpus}, as in a topology
     gpus_per_node: 8        # optional: how many are linked with one another; by default 8, of GB200 the 72 of a rack
     gpus_per_host: 8        # optional: how many of them share a host; by default all, of GB200 the 4 of a tray
@@ -32,10 +33,12 @@ from megatron.documents.faults import nearest, place, shown
 from megatron.documents.reading import read_document
 from megatron.placement.topology import Bandwidth, Node, Topology
 from megatron.planner.job.device_names import devices_like, edition_of, is_edition, known_device
-from megatron.planner.job.devices import DEVICES, Device
+from megatron.planner.job.devices import DEVICES, Device, described
 
 CLUSTERS = Path(__file__).parent / "clusters"
 """The folder of those that come along, NAME.yaml each."""
+_DESCRIPTION = ("memory_gib", "peak_teraflops", "memory_bandwidth")
+"""What a file has to say of a GPU that is not known, besides the links between those of a node."""
 MOST = 65_536
 """Nodes, and GPUs of a node."""
 MOST_PRICE = 1_000_000
@@ -70,11 +73,11 @@ class _Links(BaseModel):
 
 
 def _processor(label: str) -> str:
-    """The name in `DEVICES`, or `cpu`. Raises ValueError."""
+    """The name in `DEVICES`, or `cpu`; of a GPU that is not known, the label. Raises ValueError where it is no name."""
     name = label if label == "cpu" else known_device(label)
-    if name is None:
-        raise ValueError(_no_gpu(label))
-    return name
+    if name is None and not re.fullmatch(r"[\w .,()/+-]{1,60}", label):
+        raise ValueError(_no_gpu(label, [*_DESCRIPTION], "a name of letters and digits, "))
+    return name or label
 
 
 class Cluster(BaseModel):
@@ -97,6 +100,8 @@ class Cluster(BaseModel):
     currency: Annotated[str, AfterValidator(_code)] = "USD"
 
     def model_post_init(self, _context: object) -> None:
+        if not self.is_known and (missing := self._undescribed):
+            raise ValueError(_no_gpu(self.gpu, missing))
         for node in self.topology.nodes if self.gpus_per_host else ():
             if node.gpus % self.gpus_per_host:
                 raise ValueError(
@@ -131,8 +136,30 @@ class Cluster(BaseModel):
         )
 
     @property
+    def is_known(self) -> bool:
+        """Whether what is known of its processor goes beyond what the file says."""
+        return self.is_cpu or self.gpu in DEVICES
+
+    @property
     def _known(self) -> Device:
-        return _CPU if self.is_cpu else DEVICES[self.gpu]
+        if self.is_cpu:
+            return _CPU
+        if self.gpu in DEVICES:
+            return DEVICES[self.gpu]
+        fastest = self.bandwidth.within_node or self.bandwidth.between_nodes  # of a GPU that is alone in its node
+        rates = {name: getattr(self, name) for name in _DESCRIPTION}
+        return described(**rates, link_bandwidth=fastest or self.memory_bandwidth)
+
+    @property
+    def _undescribed(self) -> list[str]:
+        """What has to be said of a GPU that is not known, and is not."""
+        missing = [name for name in _DESCRIPTION if getattr(self, name) is None]
+        most = self.gpus_per_node if isinstance(self.nodes, int) else max(node.gpus for node in self.nodes)
+        if most > 1 and self.bandwidth.within_node is None:
+            missing.append("bandwidth.within_node")
+        if self.host_memory_gib is not None and self.host_bandwidth is None:
+            missing.append("host_bandwidth")
+        return missing
 
     @cached_property
     def gpus_of_hosts(self) -> tuple[int, ...]:
@@ -219,7 +246,8 @@ def _problem(error: ValidationError, document: object) -> str:
     return f"{where} {first['msg'].removeprefix('Input ')}, not {shown(first['input'])}; {_FORM}"
 
 
-def _no_gpu(name: str) -> str:
+def _no_gpu(name: str, missing: list[str], more: str = "") -> str:
+    """`missing`: what would describe it, besides `more`."""
     edition, alike = edition_of(name), devices_like(name)
     if edition and alike and not is_edition(alike[0], edition):
         return (
@@ -229,7 +257,11 @@ def _no_gpu(name: str) -> str:
         )
     near = nearest(name, DEVICES)
     hint = f"; the nearest that is known is {near}" if near else ""
-    return f"{shown(name)} is no GPU that is known; choose from {', '.join(alike or (*DEVICES, 'cpu'))}{hint}"
+    known = ", ".join(alike or (*DEVICES, "cpu"))
+    return (
+        f"{shown(name)} is no GPU that is known; choose from {known}{hint}, or describe it in full: give "
+        f"{more}{', '.join(missing)} of its data sheet"
+    )
 
 
 _FORM = "see docs/grid_search.md for the form of a cluster"

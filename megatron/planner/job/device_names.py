@@ -5,13 +5,23 @@ import re
 from megatron.documents.faults import shown
 from megatron.planner.job.devices import DEVICES
 
-_FAMILIES = ("GB200", "B200", "H200", "H100", "A100", "V100", "L40S", "2080TI", "1080TI")
+_FAMILIES = (
+    "GB300", "GB200", "B200", "H200", "H100", "H800", "A100", "A800", "V100", "L40S", "MI300X", "A6000", "2080TI",
+    "1080TI", "4090", "3090", "H20", "L4",
+)  # fmt: skip
+_ANOTHER = r"(?![\dT]| ?D\b| LAPTOP| MAX-Q)"
+"""What behind a family means another card: of 4090 the D, of 3090 the Ti (whose blank `_spelled` takes out), L40."""
+_BEFORE = dict.fromkeys(("H20", "L4"), "(?<![A-Z])")  # NVL4 is no L4
 _EDITIONS = {
     r"PCI[-_ ]?E": "PCIe", r"(?<![A-Z])NVL(?![A-Z0-9])": "NVL", r"(?<![A-Z])GH200": "Grace Hopper",
     r"(?<![A-Z])A100X": "A100X",
 }  # fmt: skip
 _OTHER_MEMORY = 0.05  # a GPU with so much more or less than the nearest that is known is another edition
-_SOLD_AS = {"L40S": 48, "B200": 192}  # GB on labels, of which error correction and stacks in reserve take as much
+_SOLD_AS = {
+    "L40S": 48,
+    "L4": 24,
+    "B200": 192,
+}  # GB on labels, of which error correction and stacks in reserve take as much
 _REPORTED = 0.99  # part of the GB on the label that CUDA reports, in GiB
 
 
@@ -55,7 +65,7 @@ def known_device(label: str) -> str | None:
     if not devices_like(label):
         return None
     before, behind = _split(label)
-    if not re.fullmatch(r"(NVIDIA)?[ -]*(GEFORCE)?[ -]*(RTX|GTX)?[ -]*", before):
+    if not re.fullmatch(r"(NVIDIA|AMD)?[ -]*(GEFORCE|INSTINCT)?[ -]*(RTX|GTX)?[ -]*", before):
         return None
     name, _, is_guess = device_of(label, None)
     numbers = [float(each) for each in re.findall(r"(?<![A-Z\d])\d+", behind)]
@@ -80,7 +90,7 @@ def domain_of(label: str) -> int | None:
 
 def _family(label: str) -> str | None:
     spelled = _spelled(label)
-    return next((each for each in _FAMILIES if re.search(rf"{each}(?!\d)", spelled)), None)
+    return next((each for each in _FAMILIES if re.search(rf"{_BEFORE.get(each, '')}{each}{_ANOTHER}", spelled)), None)
 
 
 def _spelled(label: str) -> str:

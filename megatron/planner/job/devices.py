@@ -58,13 +58,16 @@ class Device:
 _PCIE_3, _PCIE_4, _PCIE_5 = (16 * rate * 128 / 130 / 8 for rate in (8, 16, 32))
 """GB/s of 16 lanes in one direction: gigatransfers of a bit each a second, of 130 bits 128 data (PCI-SIG)."""
 
+_XGMI = 7 * 64.0
+"""GB/s of an MI300X in one direction to the seven others of its node together, over a link of 64 to each."""
+
 _NVLINK_C2C = 225.0
 """GB/s of one of the two GPUs of a Grace CPU in one direction: half of 450, which is half of 900 (GB200's sheet)."""
 
 SLOWEST_NVLINK = 100.0
 """GB/s in one direction, of a GPU with NVLink to all others of its node."""
 
-_RACKS = {"GB200": {"gpus_per_node": 72, "gpus_per_host": 4}}  # NVL72, of 18 trays
+_RACKS = {name: {"gpus_per_node": 72, "gpus_per_host": 4} for name in ("GB200", "GB300")}  # NVL72, of 18 trays
 
 _AMPERE = 271.2 / 312
 _HOPPER, _HOPPER_FP8 = 794.5 / 989, 1402.6 / 1979
@@ -74,6 +77,8 @@ _PRODUCT_PARTS = {  # 16 bits, and FP8
     "H200": (_HOPPER, 1453.4 / 1979),
     "B200": (1745.0 / 2250, 3432.5 / 4500),
     "GB200": (1822.0 / 2500, 3615.6 / 5000),
+    "GB300": (1822.0 / 2500, 3615.6 / 5000),  # as GB200, whose peaks it has
+    "MI300X": (668.4 / 1307.4, 668.4 / 1307.4 * (_HOPPER_FP8 / _HOPPER)),  # in FP8 none was
 }
 """Of the fastest product that was measured, over the peak: "Maximum Achievable Matmul FLOPS" of the Machine Learning
 Engineering Open Book, compute/accelerator. Of other GPUs none was: they are taken as H100 where they multiply in FP8,
@@ -85,7 +90,7 @@ def _product_parts(name: str, eighth: float | None) -> dict[str, float | None]:
     return dict(zip(("product_part", "product_part_fp8"), _PRODUCT_PARTS.get(name, usual), strict=True))
 
 
-_NEWER_ATTENTION = {"B200": 0.59, "GB200": 0.59}
+_NEWER_ATTENTION = {"B200": 0.59, "GB200": 0.59, "GB300": 0.59}
 
 
 def _attention_parts(name: str, eighth: float | None) -> dict[str, float]:
@@ -108,15 +113,24 @@ DEVICES: dict[str, Device] = {
     for name, gib, eighth, half, single, memory, link, host, bfloat16 in (
         ("A100-80", 79.25, None, 312, 19.5, 2039, 300, _PCIE_4, True),
         ("A100-40", 39.5, None, 312, 19.5, 1555, 300, _PCIE_4, True),
+        ("A800", 79.25, None, 312, 19.5, 2039, 200, _PCIE_4, True),
         ("A100-PCIe-80", 79.25, None, 312, 19.5, 1935, _PCIE_4, _PCIE_4, True),
         ("A100-PCIe-40", 39.5, None, 312, 19.5, 1555, _PCIE_4, _PCIE_4, True),
         ("H100", 79.1, 1979, 989, 67, 3350, 450, _PCIE_5, True),
         ("H100-PCIe", 79.1, 1513, 756, 51, 2000, _PCIE_5, _PCIE_5, True),
         ("H100-NVL", 93.1, 1671, 835, 60, 3900, _PCIE_5, _PCIE_5, True),
+        ("H800", 79.1, 1979, 989, 67, 3350, 200, _PCIE_5, True),
+        ("H20", 95.0, 296, 148, 44, 4000, 450, _PCIE_5, True),
         ("H200", 139.7, 1979, 989, 67, 4800, 450, _PCIE_5, True),
         ("L40S", 44.4, 733, 362, 91.6, 864, _PCIE_4, _PCIE_4, True),
+        ("L4", 22.03, 242.5, 121, 30.3, 300, _PCIE_4, _PCIE_4, True),
         ("B200", 178.35, 4500, 2250, 75, 7700, 900, _PCIE_5, True),
         ("GB200", 184.3, 5000, 2500, 80, 8000, 900, _NVLINK_C2C, True),
+        ("GB300", 275.5, 5000, 2500, 80, 8000, 900, _NVLINK_C2C, True),
+        ("MI300X", 191.98, 2614.9, 1307.4, 163.4, 5300, _XGMI, _PCIE_5, True),
+        ("A6000", 47.53, None, 154.8, 38.7, 768, _PCIE_4, _PCIE_4, True),
+        ("RTX4090", 23.64, 330.3, 165.2, 82.6, 1008, _PCIE_4, _PCIE_4, True),
+        ("RTX3090", 23.69, None, 71, 35.6, 936, _PCIE_4, _PCIE_4, True),
         ("V100-32", 31.75, None, 125, 15.7, 900, 150, _PCIE_3, False),
         ("V100-16", 15.78, None, 125, 15.7, 900, 150, _PCIE_3, False),
         ("RTX2080Ti", 10.76, None, 53.8, 13.4, 616, 16, _PCIE_3, False),
@@ -126,6 +140,15 @@ DEVICES: dict[str, Device] = {
 """GPUs by name, from their makers' data sheets (docs/planner.md); SXM where the name says nothing else. Sheets state
 peaks with sparsity, of which half is dense. A PCIe card has the memory of the SXM module with the same chips. The
 1080 Ti multiplies 16-bit numbers in FP32."""
+
+
+def described(*, memory_gib: float, peak_teraflops: float, memory_bandwidth: float, link_bandwidth: float) -> Device:
+    """A GPU that is not known, with what somebody says of it, and the part of its peak that products reach on A100."""
+    return Device(
+        memory_gib=memory_gib, peak_teraflops=peak_teraflops, peak_teraflops_fp32=peak_teraflops,
+        memory_bandwidth=memory_bandwidth, link_bandwidth=link_bandwidth, host_bandwidth=link_bandwidth,
+        **_product_parts("", None),
+    )  # fmt: skip
 
 
 def device_gib(text: str) -> float:

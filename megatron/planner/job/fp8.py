@@ -11,7 +11,7 @@ from megatron.planner.memory.architecture import Architecture
 FP8_RECIPES = ("delayed", "tensorwise", "mxfp8")
 """Of Transformer Engine: a scale for each tensor, from earlier batches or from this one; or one for 32 elements, which
 Blackwell's units multiply by themselves. None has a price of its own."""
-_SCALES_BLOCKS = ("B200", "GB200")
+_SCALES_BLOCKS = ("B200", "GB200", "GB300")
 _WIDTH, _TOKENS = 16, 8  # what divides rows and columns of a product in FP8
 
 

@@ -8,6 +8,7 @@ from megatron.planner.memory.activations import EVERY_OTHER_PRODUCT, ActivationS
 from megatron.planner.memory.state import TrainingState
 
 ALL_TO_ALL, FLEX = "alltoall", "flex"
+_LAYERS = {"transformer_engine": "TE"}  # in tables
 _FLASH_BACKENDS = ("auto", "flash", "fused")
 
 
@@ -29,6 +30,7 @@ class Software:
     Attributes:
         element_bytes: of a weight and an activation.
         gradient_bytes: of an element of a gradient as it is kept and reduced.
+        transformer_impl: whose layers are trained, as `--transformer-impl` says; of software without that flag nothing.
         flash_attention: scores are never written; else they are, by matrix products and a softmax of their own.
         fuses_softmax: unfused attention has Megatron's kernel that scales, masks and normalizes 16-bit scores in one
             pass. It takes only numbers of sequences times heads of a rank that 4 divides.
@@ -66,6 +68,7 @@ class Software:
 
     element_bytes: int = 2
     gradient_bytes: int = 4
+    transformer_impl: str = "local"
     flash_attention: bool = False
     fuses_softmax: bool = True
     fuses_gradient_accumulation: bool = True
@@ -90,6 +93,16 @@ class Software:
     gathers_keys: bool = False
     overlaps_in_pieces: bool = False
     flash_attention_2: bool = False
+
+    @property
+    def layers(self) -> str:
+        """Whose layers, and which attention, in a table's words."""
+        return f"{_LAYERS.get(self.transformer_impl, self.transformer_impl)}, {self.attention}"
+
+    @property
+    def attention(self) -> str:
+        """In a word."""
+        return "flash" if self.flash_attention else "unfused"
 
     def of(self, configuration: Configuration) -> "Software":
         """What trains a configuration: this, unless its schedule takes other layers."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.estimate import Estimate
+from megatron.planner.job.software import Software
 from megatron.planner.memory.memory import GIB
 
 if TYPE_CHECKING:
@@ -28,10 +29,12 @@ predicted too fast: most errors are in their favour already."""
 
 @dataclass(frozen=True, kw_only=True)
 class WithoutPipeline:
-    """The fastest that fits. `estimate`: None where none does. `missing_gib`: what the nearest misses then.
-    `is_slowed`: some fit, and are left out since the allocator would slow them (`--avoid-pressure`)."""
+    """The fastest that fits. `estimate`: None where none does. `software`: what trains it. `missing_gib`: what the
+    nearest misses then. `is_slowed`: some fit, and are left out since the allocator would slow them
+    (`--avoid-pressure`)."""
 
     estimate: Estimate | None = None
+    software: Software | None = None
     missing_gib: float | None = None
     is_slowed: bool = False
 
@@ -79,24 +82,26 @@ def sentence(outcome: Outcome, *, has_script: bool) -> str | None:
     )
     if estimate.under_pressure:
         text += " (slowed for want of memory)"
-    if outcome.kept:
+    if outcome.best is not None:
         text += f", {_compared(found, outcome)}"
     return (
         f"{text}; {', '.join(trained_by[:-1])} and {trained_by[-1]} train so, this project does not"
-        + (", and best.sh starts the best that it trains" if outcome.kept and has_script else "")
+        + (", and best.sh starts the best that it trains" if outcome.best is not None and has_script else "")
     )  # fmt: skip
 
 
 def _compared(found: WithoutPipeline, outcome: Outcome) -> str:
     """By sequences per second, with the fastest that was kept: the best for less memory is slow. It may have no
     pipeline either."""
-    best: Kept = max(outcome.kept, key=lambda each: each.sequences_per_second)
+    best: Kept = max(outcome.ranking, key=lambda each: each.sequences_per_second)
     ratio = found.sequences_per_second / best.sequences_per_second
     name = "best" if best is outcome.best else "fastest"
     part = f"{100 * abs(ratio - 1):.1f}%"
     text = f"{part} {'faster' if ratio > 1 else 'slower'} than the {name} here"
     if part == "0.0%":
         text = f"as fast as the {name} here"
+    if found.software is not None and found.software.layers != best.layers:
+        text += f" (with other layers: {found.software.layers}, not {best.layers})"
     if -MARGIN_OF_WHOLE <= ratio - 1 <= MARGIN_OF_SPLIT:
         return f"{text}, which is less than such predictions may be off (docs/planner.md)"
     if best.choice.pipeline == 1:
@@ -120,6 +125,8 @@ def record(found: WithoutPipeline | None) -> dict | None:
         "shards": configuration.sharding.shards,
         "tensor": configuration.tensor,
         "data": configuration.data,
+        "transformer_impl": found.software and found.software.transformer_impl,
+        "attention": found.software and found.software.attention,
         "micro_batch_size": configuration.micro_batch_size,
         "global_batch_size": configuration.global_batch_size,
         "recompute": configuration.recompute.value,

@@ -8,7 +8,7 @@ from fractions import Fraction
 from megatron.pipeline.program.weight_policies import TWO_BW
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.search.offers import offer
-from megatron.planner.search.outcome import Kept
+from megatron.planner.search.outcome import Kept, Outcome
 
 
 def known_share(configuration: Configuration) -> Fraction:
@@ -48,6 +48,22 @@ def sentence(kept: Iterable[Kept]) -> str | None:
     if not any(offer(name).policy == TWO_BW for name in delayed):
         return cost
     return f"{cost}, or add --2bw-provisional stage, which predicts them (docs/provisional.md)"
+
+
+def beside(outcome: Outcome) -> str | None:
+    """What schedules beside the ranking would gain; None where none stands there."""
+    gains = [(each, outcome.gain(each)) for rank, each in outcome.best_of_schedules() if rank is None]
+    if not gains:
+        return None
+    names = ",".join(each.choice.schedule for each, _ in gains)
+    if outcome.best is None:
+        found = f"{names} would fit"
+    else:
+        found = "against the best " + ", ".join(
+            f"{each.choice.schedule} would be {100 * abs(gain):.1f}% {'faster' if gain > 0 else 'slower'}"
+            for each, gain in gains
+        )
+    return f"beside the ranking stands what delays weights: {found}; --schedules {names} ranks them"
 
 
 def sentences(kept: Iterable[Kept]) -> tuple[str, ...]:

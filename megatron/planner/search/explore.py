@@ -301,7 +301,7 @@ class _Degrees:
         if reason:
             yield Rejected(choice=choice, reason=reason)
             return
-        slowest = math.inf
+        slowest, software = math.inf, self.planner.software.of(self._configuration(choice))
         for mapping in self._mappings(choice):
             mapped = replace(choice, rank_mapping=mapping)
             try:
@@ -318,7 +318,7 @@ class _Degrees:
                 slow, pressed if verdict.under_pressure else None, delay.clause(estimate.configuration),
                 "one gradient buffer" if choice.single_gradient_buffer else None,
             ]  # fmt: skip
-            yield Kept(choice=mapped, estimate=estimate, notes=tuple(filter(None, notes)))
+            yield Kept(choice=mapped, estimate=estimate, software=software, notes=tuple(filter(None, notes)))
 
     def _mappings(self, choice: Choice) -> list[str]:
         """`optimized` comes later (search.py), unless alone."""

@@ -4,7 +4,7 @@ A name stands for a `Preset`, and all that a search has to know of a schedule fo
 preset of that name that moves saved activations besides; those with weights on the host have nothing to move.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import lru_cache
 
@@ -50,6 +50,11 @@ def offer(name: str) -> Preset:
     """What a name of `offered` stands for."""
     preset, balanced = preset_of(name)
     return replace(PRESETS[preset], balance=True) if balanced else PRESETS[preset]
+
+
+def delayed(names: Iterable[str]) -> tuple[str, ...]:
+    """Those of these names whose weight policy lets batches miss updates; all others compute what flush computes."""
+    return tuple(name for name in names if not offer(name).policy.drains)
 
 
 def name_of(preset: Preset) -> str:

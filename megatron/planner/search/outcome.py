@@ -7,6 +7,7 @@ from functools import cached_property
 from megatron.planner.intervals import Interval, NotValidated
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.estimate import Estimate
+from megatron.planner.job.software import Software
 from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.search.bill import Bill, Budget
 from megatron.planner.search.compared import WithoutPipeline
@@ -77,19 +78,26 @@ class Kept:
 
     Attributes:
         estimate: its time and memory.
+        software: what trains it; None: nobody says.
         is_simulated: the time is that of its very program, which is proved; else of the closed form, or where the
             schedule has none of programs that may be shorter.
-        notes: what slows it down, a clause each.
+        notes: what slows it down, and what it changes besides what is compared, a clause each.
         accuracy: the interval of its time, or why there is none; None: nobody asked.
         bill: what a training takes with it; None: nobody asked.
     """
 
     choice: Choice
     estimate: Estimate
+    software: Software | None = None
     is_simulated: bool = False
     notes: tuple[str, ...] = ()
     accuracy: Interval | NotValidated | None = None
     bill: Bill | None = None
+
+    @property
+    def layers(self) -> str:
+        """Whose layers it trains, and with which attention, in a table's words."""
+        return "" if self.software is None else self.software.layers
 
     @property
     def sequences_per_second(self) -> float:
@@ -103,13 +111,41 @@ class Kept:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """`kept` from the best on, by `objective`; `rejected` in the order of the search. `without_pipeline`: what others
-    reach without one; None: it was not compared."""
+    """What a search found.
+
+    Attributes:
+        kept: the ranking, from the best on by `objective`; and behind it what stands beside it, likewise.
+        rejected: in the order of the search.
+        without_pipeline: what others reach without one; None: it was not compared.
+        unasked: names of schedules that stand beside the ranking (`Space.unasked`).
+    """
 
     kept: tuple[Kept, ...]
     rejected: tuple[Rejected, ...]
     objective: str = "time"
     without_pipeline: WithoutPipeline | None = None
+    unasked: frozenset[str] = frozenset()
+
+    @cached_property
+    def ranking(self) -> tuple[Kept, ...]:
+        """From the best on."""
+        return tuple(each for each in self.kept if each.choice.schedule not in self.unasked)
+
+    @cached_property
+    def beside(self) -> tuple[Kept, ...]:
+        """What nobody asked for, from the best on."""
+        return tuple(each for each in self.kept if each.choice.schedule in self.unasked)
+
+    @property
+    def rows(self) -> list[tuple[int | None, Kept]]:
+        """All, each with its rank from 1; None: it stands beside the ranking."""
+        return [*enumerate(self.ranking, start=1), *((None, each) for each in self.beside)]
+
+    def gain(self, each: Kept) -> float | None:
+        """By which part one beside the ranking is faster than the best of it; None: it is ranked, or nothing is."""
+        if self.best is None or each.choice.schedule not in self.unasked:
+            return None
+        return each.sequences_per_second / self.best.sequences_per_second - 1
 
     @property
     def superlative(self) -> str:
@@ -119,12 +155,12 @@ class Outcome:
     @property
     def best_without_pressure(self) -> tuple[int, Kept] | None:
         """The best whose allocator is not short of memory, with its rank from 1."""
-        ranked = enumerate(self.kept, start=1)
+        ranked = enumerate(self.ranking, start=1)
         return next(((rank, each) for rank, each in ranked if not each.estimate.under_pressure), None)
 
     @property
     def best(self) -> Kept | None:
-        return self.kept[0] if self.kept else None
+        return self.ranking[0] if self.ranking else None
 
     def with_prices(self, accuracy: Callable[[Kept], Interval | NotValidated], budget: Budget) -> "Outcome":
         """The same, where each kept configuration has the interval of its time and its bill."""
@@ -138,17 +174,18 @@ class Outcome:
         )
         return replace(self, kept=kept)
 
-    def best_of_schedules(self) -> tuple[Kept, ...]:
-        """The best of each schedule, from the best on."""
-        found: dict[str, Kept] = {}
-        for each in self.kept:
-            found.setdefault(each.choice.schedule, each)
+    def best_of_schedules(self) -> tuple[tuple[int | None, Kept], ...]:
+        """The best of each schedule with its rank, as `rows`."""
+        found: dict[str, tuple[int | None, Kept]] = {}
+        for rank, each in self.rows:
+            found.setdefault(each.choice.schedule, (rank, each))
         return tuple(found.values())
 
     def pareto_front(self) -> tuple[Kept, ...]:
-        """Those of which none is both faster and smaller, from the fastest on; for equals, the first stays."""
+        """Those of the ranking of which none is both faster and smaller, from the fastest on; for equals, the first
+        stays."""
         front: list[Kept] = []
-        for each in sorted(self.kept, key=lambda kept: (-kept.sequences_per_second, kept.memory_gib)):
+        for each in sorted(self.ranking, key=lambda kept: (-kept.sequences_per_second, kept.memory_gib)):
             if not front or each.memory_gib < front[-1].memory_gib:
                 front.append(each)
         return tuple(front)

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 def draw_outcome(outcome: Outcome, *, memory_gib: float, title: str = "") -> Figure:
-    """A colour for each schedule; the Pareto front is a line, the best is ringed, and crosses are under pressure.
+    """A colour for each schedule, hollow beside the ranking; the Pareto front is a line, the best is ringed, and
+    crosses are under pressure.
 
     The legend, which names the best, stands below the axes, so that it hides no point. `memory_gib`: of a GPU.
     Collections of points have the schedules as gids, the front "pareto".
@@ -33,7 +34,9 @@ def draw_outcome(outcome: Outcome, *, memory_gib: float, title: str = "") -> Fig
     for index, schedule in enumerate(offered()):
         colour = colours[index % len(colours)]
         if any(each.choice.schedule == schedule for each in outcome.kept):
-            entries.append(Line2D([], [], linestyle="none", marker="o", markersize=5, color=colour, label=schedule))
+            hollow = {"markerfacecolor": "none", "label": f"{schedule} (delays weights)"}
+            words = hollow if schedule in outcome.unasked else {"label": schedule}
+            entries.append(Line2D([], [], linestyle="none", marker="o", markersize=5, color=colour, **words))
         for pressed, marker in ((False, "o"), (True, "x")):
             points = [
                 (each.memory_gib, each.sequences_per_second)
@@ -41,7 +44,9 @@ def draw_outcome(outcome: Outcome, *, memory_gib: float, title: str = "") -> Fig
                 if each.choice.schedule == schedule and each.estimate.under_pressure is pressed
             ]
             if points:
-                drawn = axes.scatter(*zip(*points, strict=True), s=22, marker=marker, color=colour, alpha=0.75)
+                is_hollow = schedule in outcome.unasked and not pressed
+                ink = {"edgecolors": colour, "facecolors": "none"} if is_hollow else {"color": colour}
+                drawn = axes.scatter(*zip(*points, strict=True), s=22, marker=marker, alpha=0.75, **ink)
                 drawn.set_gid(f"{schedule}{'!' * pressed}")
     front = outcome.pareto_front()
     if front:

@@ -16,19 +16,24 @@ from megatron.planner.search.outcome import Choice, Kept, Outcome, Rejected
 _BILL = tuple(field.name for field in fields(Bill))
 CHOICES = tuple(field.name for field in fields(Choice))
 FIELDS = (
-    "rank", "status", *CHOICES, "sequence_parallel", "num_microbatches", "iteration_seconds", "sequences_per_second",
+    "rank", "status", "gain_over_best", *CHOICES, "transformer_impl", "attention", "sequence_parallel",
+    "num_microbatches", "iteration_seconds", "sequences_per_second",
     "iteration_seconds_low", "iteration_seconds_high", "interval_runs", "interval_of", "not_validated", *_BILL, "mfu",
     "bubble", "memory_gib", "spare_gib", "verdict", "is_simulated", "reason", "notes",
 )  # fmt: skip
 
 
-def kept_record(each: Kept, rank: int) -> dict:
-    """`rank` 1 is the best; times in seconds, memory of the fullest GPU."""
-    estimate = each.estimate
+def kept_record(each: Kept, rank: int | None, gain: float | None = None) -> dict:
+    """`rank` 1 is the best; None: it stands beside the ranking, and `gain` is what `Outcome` says. Times in seconds,
+    memory of the fullest GPU."""
+    estimate, software = each.estimate, each.software
     return {
         "rank": rank,
         "status": "kept",
+        "gain_over_best": gain,
         **_choice(each.choice),
+        "transformer_impl": software and software.transformer_impl,
+        "attention": software and software.attention,
         "context": estimate.configuration.context,
         "expert": estimate.configuration.expert,
         "single_gradient_buffer": estimate.configuration.single_gradient_buffer,
@@ -68,9 +73,9 @@ def rejected_record(each: Rejected) -> dict:
 
 def records(outcome: Outcome) -> Iterator[dict]:
     """All of them, the best first; kept ones with the memory of each rank of the pipeline."""
-    for rank, each in enumerate(outcome.kept, start=1):
+    for rank, each in outcome.rows:
         memory = [memory.total / GIB for memory in each.estimate.memory]
-        yield {**kept_record(each, rank), "memory_gib_by_rank": memory}
+        yield {**kept_record(each, rank, outcome.gain(each)), "memory_gib_by_rank": memory}
     for each in outcome.rejected:
         yield rejected_record(each)
 

@@ -1,4 +1,5 @@
-// Tables of configurations: a click on a heading sorts, boxes choose the schedules that are shown.
+// Tables of configurations: a click on a heading sorts, boxes choose the schedules that are shown. Timelines: the
+// pointer says what it is on.
 "use strict";
 
 (() => {
@@ -82,6 +83,42 @@
     table.parentElement.before(choices);
     show();
   }
+
+  // Timelines: a box says what it is while the pointer rests on it. All that a picture knows of its boxes is in its
+  // attributes: of each row a list of kind, stage, microbatch, weight version, distance from the one before, and width.
+  function makeHovering(svg) {
+    const { kinds, rows, top, pitch, left, second } = svg.dataset;
+    const names = kinds.split(",");
+    const boxes = rows.split("|").map((row) => {
+      let x = 0;
+      return row.split(";").filter(Boolean).map((text) => {
+        const [kind, stage, microbatch, version, distance, width] = text.split(",");
+        x += Number(distance);
+        return { kind: names[kind], stage, microbatch, version, start: x, end: x + Number(width) };
+      });
+    });
+    const seconds = (x) => ((x - left) / second).toPrecision(4);
+    const words = (box) => `${box.kind} of microbatch ${box.microbatch}, stage ${box.stage}`
+      + (box.version ? `, weights W${box.version}` : "") + `: ${seconds(box.start)} to ${seconds(box.end)} s`;
+    svg.addEventListener("mousemove", (event) => {
+      const place = svg.getBoundingClientRect();
+      const unit = svg.viewBox.baseVal.width / place.width;
+      const [x, y] = [(event.clientX - place.left) * unit, (event.clientY - place.top) * unit];
+      const box = boxes[Math.floor((y - top) / pitch)]?.find((each) => each.start <= x && x < each.end);
+      hover.hidden = !box;
+      if (!box) return;
+      hover.textContent = words(box);
+      hover.style.left = `${Math.min(event.clientX + 12, innerWidth - hover.offsetWidth - 4)}px`;
+      hover.style.top = `${event.clientY + 14}px`;
+    });
+    svg.addEventListener("mouseleave", () => { hover.hidden = true; });
+  }
+
+  const hover = document.createElement("div");
+  hover.className = "hover";
+  hover.hidden = true;
+  document.body.append(hover);
+  for (const svg of document.querySelectorAll("svg[data-rows]")) makeHovering(svg);
 
   for (const table of document.querySelectorAll("table.configurations")) {
     makeSortable(table);

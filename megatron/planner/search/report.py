@@ -12,10 +12,13 @@ from pathlib import Path
 from megatron.planner.planner import Planner
 from megatron.planner.search import delay
 from megatron.planner.search.expectation import expectation
-from megatron.planner.search.outcome import Outcome
+from megatron.planner.search.offers import offer
+from megatron.planner.search.outcome import Kept, Outcome
 from megatron.planner.search.picture import as_svg, describe, draw_outcome
+from megatron.planner.search.report_bars import memory_bars, time_bars
 from megatron.planner.search.report_table import configurations_table, reasons_table
-from megatron.planner.search.report_timeline import timeline_element
+from megatron.planner.search.report_timeline import timeline_figures
+from megatron.planner.search.table import BESIDE
 
 _STYLE, _SCRIPT = (Path(__file__).with_suffix(suffix) for suffix in (".css", ".js"))
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"  # a page that asks for nothing
@@ -30,7 +33,7 @@ def html_report(
     notes: Sequence[str] = (),
     docs: str | None = None,
     script: str | None = None,
-    num_timelines: int = 3,
+    num_timelines: int = 5,
 ) -> str:
     """The page.
 
@@ -40,11 +43,10 @@ def html_report(
         notes: what there is to know of what was found; docs/*.md in them are linked.
         docs: where the documentation lies, as a URL; None: not known, and nothing is linked.
         script: the text of the best's script.
-        num_timelines: how many of the best are drawn.
+        num_timelines: of how many, the best of each order of computations, timelines and bars are drawn.
     """
     memory_gib = planner_of(1).cluster.device.memory_gib
-    ranked = list(enumerate(outcome.kept, start=1))
-    of_schedules = {id(each) for each in outcome.best_of_schedules()}
+    ranked = outcome.rows
     parts = [f"<h1>{escape(title)}</h1>", *(f"<p>{escape(line)}</p>" for line in summary)]
     if outcome.best is not None:
         parts.append(_best(outcome))
@@ -53,19 +55,35 @@ def html_report(
         anchor = ' id="delay"' if note == delayed else ""  # what rows with delayed weights link to
         parts.append(f'<p class="note"{anchor}>{linked(note, docs)}</p>')
     parts += [f"<h2>The {outcome.superlative} of each schedule</h2>"]
-    parts += [configurations_table([row for row in ranked if id(row[1]) in of_schedules], name="schedules")]
+    parts += [configurations_table(outcome, outcome.best_of_schedules(), name="schedules")]
     parts += ["<h2>Throughput against memory</h2>"]
     picture = as_svg(draw_outcome(outcome, memory_gib=memory_gib), salt="outcome", themed=True)
     parts += [f'<div class="wide picture">{picture}</div>']
-    parts += ["<h2>Timelines of the best</h2>"]
-    for rank, each in ranked[:num_timelines]:
-        heading = f"<h3>{rank}. {escape(describe(each.choice))}</h3>"
-        parts += [heading, timeline_element(each, planner_of(each.choice.tensor))]
+    looked_at = [
+        (f"{BESIDE if rank is None else rank}: {describe(each.choice)}", each, planner_of(each.choice.tensor))
+        for rank, each in _orders(outcome, num_timelines)
+    ]
+    if looked_at:
+        parts += ["<h2>Where an iteration's time goes</h2>", time_bars(looked_at)]
+        parts += ["<h2>What takes the memory of the fullest GPU</h2>", memory_bars(looked_at, memory_gib)]
+        parts += ["<h2>Timelines on one axis</h2>", f'<div class="wide timelines">{timeline_figures(looked_at)}</div>']
     if script is not None:
         parts += ["<h2>A script for the best</h2>", f'<div class="wide"><pre>{escape(script)}</pre></div>']
-    parts += [f"<h2>All {len(ranked)} that fit</h2>", configurations_table(ranked, name="all", filtered=True)]
+    parts += [f"<h2>All {len(ranked)} that fit</h2>", configurations_table(outcome, ranked, name="all", filtered=True)]
     parts += [f"<h2>Why {len(outcome.rejected)} choices were rejected</h2>", reasons_table(outcome, 40)]
     return html_page(title, "\n".join(parts))
+
+
+def _orders(outcome: Outcome, most: int) -> list[tuple[int | None, Kept]]:
+    """The best of each order of computations and weight policy, with its rank; the first that stands beside the ranking
+    is among them."""
+    found: dict[tuple[str, str], tuple[int | None, Kept]] = {}
+    for rank, each in outcome.best_of_schedules():
+        preset = offer(each.choice.schedule)
+        found.setdefault((preset.order, preset.weights), (rank, each))
+    ranked = [row for row in found.values() if row[0] is not None]
+    beside = [row for row in found.values() if row[0] is None]
+    return [*ranked[: max(most - len(beside[:1]), 0)], *beside][:most]
 
 
 def html_page(title: str, body: str) -> str:

@@ -11,7 +11,9 @@ from megatron.planner.search.delay import is_delayed
 from megatron.planner.search.outcome import Kept, Outcome
 from megatron.planner.search.table import HEADINGS, INTERVAL, TEXTS, cells, reasons, says
 
-_WORDS = {"t": "tensor parallel ranks", "p": "pipeline ranks", "d": "replicas",
+_WORDS = {"gain, %": "over the best of the ranking, beside which it stands",
+          "layers": "whose they are, TE: Transformer Engine's, local: megatron.core's own; and which attention",
+          "t": "tensor parallel ranks", "p": "pipeline ranks", "d": "replicas",
           "cp": "context parallel ranks", "ep": "expert parallel ranks", "v": "stages on each rank",
           "s/iteration": "~: estimated; the others were simulated", "days": "for all tokens, without a pause",
           INTERVAL: "where so many of the published runs of its kind were; not validated: none was compared",
@@ -19,9 +21,11 @@ _WORDS = {"t": "tensor parallel ranks", "p": "pipeline ranks", "d": "replicas",
           "GiB": "memory of the fullest GPU"}  # fmt: skip
 
 
-def configurations_table(rows: Sequence[tuple[int, Kept]], *, name: str, filtered: bool = False) -> str:
-    """A row for each of these, with its rank. `name`: an id. `filtered`: the page offers a choice of schedules."""
-    texts = [cells(each, rank) for rank, each in rows]
+def configurations_table(
+    outcome: Outcome, rows: Sequence[tuple[int | None, Kept]], *, name: str, filtered: bool = False
+) -> str:
+    """A row for each of these of `Outcome.rows`. `name`: an id. `filtered`: the page offers a choice of schedules."""
+    texts = [cells(each, rank, outcome.gain(each)) for rank, each in rows]
     shown = [index for index, _ in enumerate(HEADINGS) if any(says(index, row[index]) for row in texts)]
     if "notes" not in (HEADINGS[index] for index in shown) and any(_is_delayed(each) for _, each in rows):
         shown.append(HEADINGS.index("notes"))

@@ -1,38 +1,101 @@
-"""The timeline of a configuration on a search's page: a program that is small enough to be read, and what it lacks."""
+"""Timelines on a search's page: programs that are small enough to be read, in the steady state, all on one axis.
 
+A batch is shortened, so that its computations can be told apart, and each schedule's batch to about the same time. What
+is drawn begins with a batch that meets the pipeline as later ones do: where batches drain any, else one whose weights
+are as old as those of all that follow. All pictures show as many seconds, so that one sees which gets farther.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 
-from megatron.pipeline.draw.page_timeline import page_timeline
+from megatron.pipeline.draw.page_timeline import legible_scale, page_timeline
 from megatron.pipeline.schedules.any_schedule import AnySchedule
 from megatron.pipeline.simulate import simulate
+from megatron.pipeline.simulate.timeline import Timeline
 from megatron.planner.memory.sizes import resized
 from megatron.planner.planner import Planner
 from megatron.planner.search.outcome import Kept
 
-_MANY_CELLS, _MOST_CELLS = 2_000, 20_000  # of a drawing: what can be read, and what can be drawn
+_FEW, _MOST_CELLS = 16, 20_000  # microbatches of a shortened batch; computations of a drawing, at most
+_SHOWN = 1.25  # of the longest batch
 
 
-def timeline_element(each: Kept, planner: Planner) -> str:
-    """The first batches as a figure, with the signs and what is left out below it."""
+@dataclass(frozen=True)
+class _Drawn:
+    """A configuration whose batches are shortened to `size` microbatches of `whole`."""
+
+    label: str
+    timeline: Timeline
+    start: float
+    size: int
+    whole: int
+    drains: bool
+
+
+def timeline_figures(rows: Sequence[tuple[str, Kept, Planner]]) -> str:
+    """A figure for each labelled configuration, with the signs and what is left out below it."""
+    schedules = [_schedule(each, planner) for _, each, planner in rows]
+    wholes = [each.estimate.configuration.num_microbatches for _, each, _ in rows]
+    seconds = [each.estimate.seconds / whole for (_, each, _), whole in zip(rows, wholes, strict=True)]
+    least = [_fitting(schedule, whole, _least(schedule)) for schedule, whole in zip(schedules, wholes, strict=True)]
+    small = [2 * schedule.num_stages * size <= _MOST_CELLS for schedule, size in zip(schedules, least, strict=True)]
+    of_batch = max((a * b for a, b, fits in zip(least, seconds, small, strict=True) if fits), default=0.0)
+    drawn: list[_Drawn | None] = []
+    for index, (label, each, planner) in enumerate(rows):
+        schedule, whole = schedules[index], wholes[index]
+        if not small[index]:
+            drawn.append(None)
+            continue
+        size = _fitting(schedule, whole, max(least[index], round(of_batch / seconds[index])))
+        if 2 * schedule.num_stages * size > _MOST_CELLS:
+            size = least[index]
+        drawn.append(_drawn(label, each, planner, schedule, size, _SHOWN * of_batch))
+    found = [each for each in drawn if each is not None]
+    end = min((each.timeline.end - each.start for each in found), default=0.0)
+    scale = max((legible_scale(each.timeline, end) for each in found), default=1.0)
+    return "\n".join(
+        _figure(each, end, scale) if each is not None else _too_large(row[0], schedule, size)
+        for row, each, schedule, size in zip(rows, drawn, schedules, least, strict=True)
+    )
+
+
+def _schedule(each: Kept, planner: Planner) -> AnySchedule:
+    return each.estimate.configuration.pipeline_schedule(tied_embeddings=planner.model.tied_embeddings)
+
+
+def _least(schedule: AnySchedule) -> int:
+    """Microbatches that fill the pipeline, and some more of a short one."""
+    return max(schedule.num_ranks, min(2 * schedule.num_ranks, _FEW))
+
+
+def _fitting(schedule: AnySchedule, whole: int, size: int) -> int:
+    """The first size from this one on that the schedule takes, up to that of the configuration."""
+    step = 1 if schedule.weights.drains and schedule.num_virtual_stages == 1 else schedule.num_ranks
+    size = min(whole, -(-size // step) * step)
+    return next(each for each in range(size, whole + 1) if resized(schedule, whole, each).runs(each))
+
+
+def _drawn(label: str, each: Kept, planner: Planner, schedule: AnySchedule, size: int, seconds: float) -> _Drawn:
+    """Simulated from its start until so many seconds behind the beginning of its steady state."""
     configuration = each.estimate.configuration
-    schedule = configuration.pipeline_schedule(tied_embeddings=planner.model.tied_embeddings)
-    num_batches = 3 * schedule.num_ranks if schedule.weights.updates_alone else 1 + schedule.weights.delay
-    whole = configuration.num_microbatches
-    size = _readable_size(schedule, whole, num_batches)
-    num_cells = 2 * schedule.num_stages * num_batches * size
-    if num_cells > _MOST_CELLS:
-        return (
-            f"<p>{schedule.num_stages} stages with batches of at least {size} microbatches are {num_cells:,} boxes, "
-            "too many to draw here (<code>tools/schedule.py draw</code> draws them).</p>"
-        )
-    program = resized(schedule, whole, size).build((size,) * num_batches)
-    layers = planner.layers(configuration)
-    timeline = simulate(program, planner.cost_model.costs(configuration, layers))
-    title = f"{num_batches} batch{'es' * (num_batches > 1)} of {size} microbatches"
-    drawn = page_timeline(timeline, name=title)
+    whole, weights = configuration.num_microbatches, schedule.weights
+    costs = planner.costs(configuration, schedule, planner.layers(configuration), each.estimate.verdict)
+    settled = 2 * schedule.num_ranks if weights.updates_alone else weights.delay
+    behind = 0 if weights.drains else -(-schedule.num_ranks // size)  # batches that others wait for when they end
+    of_batch = each.estimate.seconds * size / whole
+    count = settled + math.ceil(seconds / of_batch) + behind
+    timeline = simulate(resized(schedule, whole, size).build((size,) * count), costs)
+    return _Drawn(label, timeline, timeline.batch_starts()[settled], size, whole, weights.drains)
+
+
+def _figure(each: _Drawn, end: float, scale: float) -> str:
+    title = f"batches of {each.size} microbatches in the steady state"
+    drawn = page_timeline(each.timeline, name=title, window=(each.start, each.start + end), scale=scale, hovers=True)
     said = [title]
-    if size < whole:
-        said.append(f"the configuration has {whole}" + ", so its bubbles are smaller" * schedule.weights.drains)
+    if each.size < each.whole:
+        said.append(f"the configuration has {each.whole}" + ", so its bubbles are smaller" * each.drains)
     if drawn.left_out:
         said.append(f"not drawn: {', '.join(drawn.left_out)}")
     signs = "".join(
@@ -40,15 +103,14 @@ def timeline_element(each: Kept, planner: Planner) -> str:
         for colour, meaning in drawn.signs
     )
     return (
-        f'<figure><div class="wide drawing">{drawn.svg}</div>'
+        f'<figure><h3>{escape(each.label)}</h3><div class="drawing">{drawn.svg}</div>'
         f"<figcaption>{escape('; '.join(said), quote=False)}.<br>{signs}</figcaption></figure>"
     )
 
 
-def _readable_size(schedule: AnySchedule, whole: int, num_batches: int) -> int:
-    """Microbatches of a batch: few, but enough to fill the pipeline if the batch does; as the schedule takes them."""
-    ranks = schedule.num_ranks
-    step = 1 if schedule.weights.drains and schedule.num_virtual_stages == 1 else ranks
-    readable = max(_MANY_CELLS // (2 * schedule.num_stages * num_batches) // step, 1) * step
-    size = min(whole, max(readable, ranks))
-    return next(each for each in range(size, whole + 1) if resized(schedule, whole, each).runs(each))
+def _too_large(label: str, schedule: AnySchedule, size: int) -> str:
+    return (
+        f"<h3>{escape(label)}</h3><p>{schedule.num_stages} stages with batches of at least {size} microbatches are "
+        f"{2 * schedule.num_stages * size:,} boxes, too many to draw here (<code>tools/schedule.py draw</code> draws "
+        "them).</p>"
+    )

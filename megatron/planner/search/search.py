@@ -12,7 +12,7 @@ from itertools import accumulate
 from megatron.pipeline.schedules import PRESETS
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.planner import Planner
-from megatron.planner.search import rules, without_pipeline
+from megatron.planner.search import besides, rules, without_pipeline
 from megatron.planner.search.explore import Explorer, Refusal
 from megatron.planner.search.outcome import Choice, Kept, Outcome, Rejected
 from megatron.planner.search.rules import Training
@@ -55,7 +55,9 @@ def search(
     objective: str = "time",
     num_processes: int = 1,
 ) -> Outcome:
-    """All configurations of a space, the best first.
+    """All configurations of a space, the best first, and behind them those that nobody asked for (`Space.unasked`).
+
+    Of the latter one is simulated, so that its time is comparable with the best's.
 
     Args:
         space: what is considered.
@@ -80,11 +82,17 @@ def search(
             rejected[each] = None
     rank = _rank_by_memory if objective == "memory" else _rank
     simulation = _Simulation(space, planner_of, report, rank, num_processes)
-    ranked, dropped = simulation.best(sorted(kept, key=rank), num_simulated)
+    kept.sort(key=rank)
+    ranked, dropped = simulation.best(
+        [each for each in kept if each.choice.schedule not in space.unasked], num_simulated
+    )
+    beside = [each for each in kept if each.choice.schedule in space.unasked]
+    beside, others = simulation.best(beside, 1 if num_simulated is None else min(num_simulated, 1))
     return Outcome(
-        kept=tuple(ranked),
-        rejected=(*rejected, *dropped),
+        kept=besides.marked([*ranked, *beside]),
+        rejected=(*rejected, *dropped, *others),
         objective=objective,
+        unasked=frozenset(space.unasked),
         without_pipeline=without_pipeline.fastest(space, planner_of, training),
     )
 

@@ -24,6 +24,7 @@ class Space:
         safe_batch_size: PipeDream-2BW's B, section 4.3: a schedule may accumulate more microbatches, up to a batch of
             so many sequences. None: the batch is `global_batch_size` exactly.
         schedules: names in `offered()`; by default those with weights on the device.
+        unasked: those that stand beside the ranking, since they delay weights and nobody asked for them by name.
         tensor, pipeline, virtual, micro_batch_sizes: restrict t, p, v and microbatches to these.
         scopes: recompute scopes, from the one that recomputes least.
         distributed_optimizer: whether its state is split over replicas; without replicas it is not.
@@ -42,6 +43,7 @@ class Space:
     global_batch_size: int
     safe_batch_size: int | None = None
     schedules: tuple[str, ...] = field(default_factory=lambda: schedules_on_device())
+    unasked: tuple[str, ...] = ()
     tensor: tuple[int, ...] | None = None
     pipeline: tuple[int, ...] | None = None
     virtual: tuple[int, ...] | None = None

@@ -2,12 +2,11 @@
 
 More GPUs make a training shorter and, as they wait for one another more, dearer. The points of one sequence length of
 which none is both slower and dearer than another are its front. The knee is the point of the front that lies farthest
-from the chord between the ends, towards little time and little money, with both axes logarithmic: where the returns of
-GPUs diminish fastest (Satopaa et al. 2011, Finding a "Kneedle" in a Haystack). It depends on where the front ends; on
-a front of fewer than three points, or one that bends nowhere, there is none.
+from the chord between the ends, towards little time and little money, where both are as the picture draws them: from
+there on less time costs more than it did before (Satopaa et al. 2011, Finding a "Kneedle" in a Haystack). It depends on
+where the front ends; on a front of fewer than three points, or one that bends nowhere, there is none.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -113,13 +112,12 @@ def knee(curve: Sequence[tuple[float, float]]) -> int | None:
     """The index of the knee of a front of times, which ascend, and costs, which descend; see the module."""
     if len(curve) < 3:
         return None
-    places = [(math.log(time), math.log(cost)) for time, cost in curve]
-    (left, top), (right, bottom) = places[0], places[-1]
+    (left, top), (right, bottom) = curve[0], curve[-1]
     width, height = right - left, top - bottom
 
     def depth(place: tuple[float, float]) -> float:
         """How far below the chord, in parts of the curve's height."""
         return 1 - (place[0] - left) / width - (place[1] - bottom) / height
 
-    index = max(range(len(places)), key=lambda each: depth(places[each]))
-    return index if depth(places[index]) > _STRAIGHT else None
+    index = max(range(len(curve)), key=lambda each: depth(curve[each]))
+    return index if depth(curve[index]) > _STRAIGHT else None

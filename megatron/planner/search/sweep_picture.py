@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megatron.planner.search.bill import amount
 from megatron.planner.search.sweep import Sweep
 
 if TYPE_CHECKING:
@@ -11,14 +12,15 @@ if TYPE_CHECKING:
 
 
 def draw_sweep(sweep: Sweep, *, title: str = "") -> Figure:
-    """Both axes are logarithmic. The front is a line; hollow points are beaten by one of it; a ring is the knee.
+    """Both axes begin at zero. The front is a line; hollow points are beaten by one of it; a ring is the knee, with its
+    time and its cost.
 
     Lines have gids "front LENGTH", rings "knee LENGTH", and what is beaten "beaten LENGTH".
     """
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    from matplotlib.ticker import FuncFormatter
 
     figure = Figure(figsize=(9, 5.6), facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
@@ -41,15 +43,20 @@ def draw_sweep(sweep: Sweep, *, title: str = "") -> Figure:
                 str(each.num_gpus), (each.time, each.cost), xytext=(5, 5), textcoords="offset points", fontsize=8
             )
         if length in sweep.knees:
+            knee = sweep.knees[length]
             axes.plot(
-                *_places([sweep.knees[length]]), linestyle="none", marker="o", markersize=12, markerfacecolor="none",
-                color="black", gid=f"knee {length}",
+                *_places([knee]), linestyle="none", marker="o", markersize=12, markerfacecolor="none", color="black",
+                gid=f"knee {length}",
             )  # fmt: skip
-    for axis, scale in ((axes.xaxis, axes.set_xscale), (axes.yaxis, axes.set_yscale)):
-        scale("log")
-        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            axes.annotate(
+                f"knee: {knee.time:.3g} {sweep.time_name}, {amount(knee.cost)} {sweep.cost_name}",
+                (knee.time, knee.cost), xytext=(8, -16), textcoords="offset points", fontsize=8,
+            )  # fmt: skip
+    for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.4g}" if value < 1e4 else f"{value:,.0f}"))
-        axis.set_minor_formatter(NullFormatter())
+    drawn = [each for points in sweep.curves.values() for each in points]
+    axes.set_xlim(0, 1.12 * max((each.time for each in drawn), default=1.0))
+    axes.set_ylim(0, 1.12 * max((each.cost for each in drawn), default=1.0))
     axes.set_xlabel(f"{sweep.time_name}; numbers at points: GPUs; a ring: the knee; hollow: neither faster nor cheaper")
     axes.set_ylabel(sweep.cost_name)
     axes.grid(alpha=0.3)

@@ -13,12 +13,12 @@ from megatron.planner.search.table import HEADINGS, INTERVAL, cells
 if TYPE_CHECKING:
     from rich.table import Table
 
-TEXTS = frozenset({"the best configuration", "memory", "remarks"})
+TEXTS = frozenset({"the best configuration", "layers", "memory", "remarks"})
 
 
 def sweep_rows(sweep: Sweep) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Headings, and texts of each point, without columns that say nothing in any row."""
-    of_best = ("s/iteration", INTERVAL, "days", sweep.cost_name, "cost/M tokens", "MFU, %", "GiB", "memory")
+    of_best = ("layers", "s/iteration", INTERVAL, "days", sweep.cost_name, "cost/M tokens", "MFU, %", "GiB", "memory")
     names = ("sequence length", "GPUs", "batch", "the best configuration", *of_best, "remarks")
     rows = [_texts(sweep, point) for point in sweep.points]
     shown = [name for name in names if any(row.get(name) for row in rows)]

@@ -10,25 +10,31 @@ from typing import TYPE_CHECKING
 from megatron.planner.intervals import LEVEL
 from megatron.planner.intervals.lookup import interval_text
 from megatron.planner.search.bill import Bill, money
-from megatron.planner.search.outcome import Choice, Kept, Rejected
+from megatron.planner.search.outcome import Choice, Kept, Outcome, Rejected
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 INTERVAL = f"s ({LEVEL:.0%})"
 HEADINGS = (
-    "rank", "schedule", "t", "p", "d", "cp", "ep", "v", "microbatch", "microbatches", "recompute", "split optimizer",
-    "rank mapping", "s/iteration", INTERVAL, "sequences/s", "days", "cost", "cost/M tokens", "MFU, %", "bubble, %",
-    "GiB", "memory", "notes",
+    "rank", "gain, %", "schedule", "layers", "t", "p", "d", "cp", "ep", "v", "microbatch", "microbatches", "recompute",
+    "split optimizer", "rank mapping", "s/iteration", INTERVAL, "sequences/s", "days", "cost", "cost/M tokens",
+    "MFU, %", "bubble, %", "GiB", "memory", "notes",
 )  # fmt: skip
-TEXTS = frozenset({"schedule", "recompute", "split optimizer", "rank mapping", "memory", "notes"})
+TEXTS = frozenset({"schedule", "layers", "recompute", "split optimizer", "rank mapping", "memory", "notes"})
 
 
-def cells(each: Kept, rank: int) -> tuple[str, ...]:
-    """The texts under `HEADINGS`. A time with ~ is an estimate (`Kept.is_simulated`)."""
+BESIDE = "beside"
+"""In place of the rank of what stands beside the ranking."""
+
+
+def cells(each: Kept, rank: int | None, gain: float | None = None) -> tuple[str, ...]:
+    """The texts under `HEADINGS`; of what stands beside the ranking, `rank` is None. A time with ~ is an estimate
+    (`Kept.is_simulated`)."""
     choice, estimate = each.choice, each.estimate
     return (
-        str(rank), _schedule(choice), str(choice.tensor), str(choice.pipeline), str(choice.data),
+        BESIDE if rank is None else str(rank), "" if gain is None else f"{100 * gain:+.1f}", _schedule(choice),
+        each.layers, str(choice.tensor), str(choice.pipeline), str(choice.data),
         str(choice.context or ""), str(choice.expert or ""), str(choice.virtual),
         str(choice.micro_batch_size), str(estimate.configuration.num_microbatches), choice.recompute.value,
         "yes" if choice.distributed_optimizer else "no", choice.rank_mapping,
@@ -54,13 +60,13 @@ def _schedule(choice: Choice) -> str:
     return f"{choice.schedule} ({choice.provisional})" if predicts else choice.schedule
 
 
-def best_table(kept: Sequence[tuple[int, Kept]], *, plain: bool) -> Table:
-    """A row for each of these, with its rank. `plain`: neither lines nor colours."""
+def best_table(outcome: Outcome, kept: Sequence[tuple[int | None, Kept]], *, plain: bool) -> Table:
+    """A row for each of these of `Outcome.rows`. `plain`: neither lines nor colours."""
     from rich import box
     from rich.table import Table
 
     table = Table(box=None if plain else box.SIMPLE, header_style="" if plain else "bold", pad_edge=False)
-    rows = [cells(each, rank) for rank, each in kept]
+    rows = [cells(each, rank, outcome.gain(each)) for rank, each in kept]
     shown = [index for index, _ in enumerate(HEADINGS) if any(says(index, row[index]) for row in rows)]
     for index in shown:
         is_text = HEADINGS[index] in TEXTS

@@ -38,7 +38,7 @@ def fastest(space: Space, planner_of: Callable[[int], Planner], training: Traini
         if chosen is None:
             nearest = spare if nearest is None else max(nearest, spare)
             continue
-        found = WithoutPipeline(estimate=planner.estimate(chosen))
+        found = WithoutPipeline(estimate=planner.estimate(chosen), software=planner.software.of(chosen))
         if best is None or found.sequences_per_second > best.sequences_per_second:
             best = found
     if best is None and nearest is not None:

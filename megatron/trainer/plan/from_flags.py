@@ -151,6 +151,7 @@ def software(args: argparse.Namespace) -> RunSoftware:
         state=state,
         element_bytes=setting.element_bytes,
         gradient_bytes=state.gradient_bytes,
+        transformer_impl=args.transformer_impl,
         flash_attention=not setting.saves_scores,
         fuses_softmax=args.masked_softmax_fusion and setting.element_bytes == _HALF,
         fuses_gradient_accumulation=args.gradient_accumulation_fusion,

@@ -119,3 +119,52 @@ def test_signs_explain_what_is_drawn():
 def test_nothing_to_draw_is_refused():
     with pytest.raises(ValueError, match="there is nothing to draw; give a timeline in which a computation takes time"):
         page_timeline(timeline(costs=Costs(forward=0, backward=0)), name="nothing")
+
+
+def test_a_window_shows_what_is_in_it():
+    """From its start, which is zero on the axis, on a scale that is given: boxes that cross its ends are cut there."""
+    whole = timeline(batches=(8, 8, 8, 8))
+    start = whole.batch_starts()[2]
+    drawn = page_timeline(whole, name="2bw", window=(start, start + 10.0), scale=50.0)
+    inside = [cell for cell in cells_of(whole) if cell.end > start and cell.start < start + 10.0]
+    strokes = [each for kind in (Kind.FORWARD, Kind.BACKWARD) for version in range(3)
+               for each in boxes(drawn, legend.shade_of(kind, version))]  # fmt: skip
+    assert len(strokes) == len(inside) < len(cells_of(whole))
+    left, right = min(start for start, *_ in strokes), max(end for _, end, _ in strokes)
+    assert right - left == pytest.approx(10.0 * 50 * 4, abs=4)
+    texts = [text.text for text in elements(drawn, "text")]
+    assert "batch 2" in texts and "batch 0" not in texts and texts.count("0") == 1  # of the axis
+    assert {str(cell.microbatch) for cell in inside if cell.end - cell.start > 1} <= set(texts)
+    assert not any("numbers" in each for each in drawn.left_out)
+
+
+def test_numbers_of_any_length_have_room():
+    """Beyond 9 and beyond 99, as far as the picture may be as wide as that takes."""
+    for size in (12, 110):
+        whole = timeline("flush", 2, (size,))
+        drawn = page_timeline(whole, name="flush", window=(whole.end - 30, whole.end))
+        texts = [text.text for text in elements(drawn, "text")]
+        assert drawn.left_out == () and all(texts.count(str(each)) >= 4 for each in range(size - 5, size))
+
+
+def test_what_is_under_the_pointer():
+    """Of each row its boxes, with kind, stage, microbatch, version and place: where that is asked for, unless there
+    are too many."""
+    of_batches = timeline()
+    drawn = page_timeline(of_batches, name="2bw", hovers=True)
+    root = ElementTree.fromstring(drawn.svg)
+    kinds, rows = root.get("data-kinds").split(","), root.get("data-rows").split("|")
+    assert len(rows) == 4 and "data-rows" not in page_timeline(of_batches, name="2bw").svg
+    left, second = float(root.get("data-left")), float(root.get("data-second"))
+    for rank, row in enumerate(rows):
+        cells, x = [cell for cell in cells_of(of_batches) if cell.rank == rank], 0
+        for cell, text in zip(cells, row.split(";"), strict=True):
+            kind, stage, microbatch, version, distance, width = text.split(",")
+            x += int(distance)
+            assert (kinds[int(kind)], stage, microbatch, version) == (
+                cell.kind.row.name, str(cell.stage), str(cell.microbatch), str(cell.version),
+            )  # fmt: skip
+            assert (x - left) / second == pytest.approx(cell.start, abs=0.05)
+            assert int(width) / second == pytest.approx(cell.end - cell.start, abs=0.05)
+    many = page_timeline(timeline("gpipe", 2, (2000,)), name="gpipe", hovers=True)
+    assert "what is under the pointer" in many.left_out and "data-rows" not in many.svg

@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from megatron.planner.job.cluster import Cluster, load_cluster
+from megatron.planner.job.devices import DEVICES
 
 WHOLE = {"gpu": "A100-80", "nodes": 2, "gpus_per_node": 8, "bandwidth": {"between_nodes": 100, "within_node": 300}}
 VALUES = st.booleans() | st.text(max_size=5) | st.lists(st.integers(), max_size=2) | st.integers(max_value=0)
@@ -96,3 +97,41 @@ def test_a_host_has_a_part_of_a_rack():
 
 def test_peaks_of_another_clock_go_together():
     assert Cluster(gpu="H100", nodes=1, peak_teraflops=989 / 2).device.peak_teraflops_fp8 == 1979 / 2
+
+
+DESCRIBED = {
+    "gpu": "Gaudi 9", "nodes": 2, "gpus_per_node": 8, "bandwidth": {"between_nodes": 100, "within_node": 300},
+    "memory_gib": 90, "peak_teraflops": 400, "memory_bandwidth": 2500,
+}  # fmt: skip
+
+
+def test_a_gpu_that_is_described_in_full_is_taken():
+    """With its own rates, A100's part of its peak, and no FP8."""
+    found = Cluster(**DESCRIBED)
+    assert found.gpu == "Gaudi 9" and not found.is_known and not found.is_cpu
+    device = found.device
+    assert (device.memory_gib, device.peak(2), device.peak(4)) == (90, 400e12, 400e12)
+    assert (device.memory_bandwidth, device.link_bandwidth, device.peak_teraflops_fp8) == (2500, 300, None)
+    assert device.product_part == DEVICES["A100-80"].product_part
+    alone = {name: value for name, value in DESCRIBED.items() if name != "bandwidth"}
+    assert Cluster(**alone | {"nodes": 1, "gpus_per_node": 1}).num_gpus == 1
+
+
+@pytest.mark.parametrize(
+    ("without", "more"),
+    [("memory_gib", {}), ("peak_teraflops", {}), ("memory_bandwidth", {}), ("bandwidth.within_node", {}),
+     ("host_bandwidth", {"host_memory_gib": 1000})],
+)  # fmt: skip
+def test_what_is_missing_of_a_description_is_named(tmp_path, without, more):
+    said = DESCRIBED | more
+    if "within_node" in without:
+        said["bandwidth"] = {"between_nodes": 100}
+    said.pop(without, None)
+    told = refusal(tmp_path, said)
+    assert "'Gaudi 9' is no GPU that is known; choose from A100-80, " in told
+    assert told.endswith(f"or describe it in full: give {without} of its data sheet")
+
+
+def test_a_name_that_would_leave_a_comment_is_none(tmp_path):
+    """It stands in the head of scripts."""
+    assert "is no GPU that is known" in refusal(tmp_path, DESCRIBED | {"gpu": "x\nrm -r ."})

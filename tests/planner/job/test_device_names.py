@@ -35,6 +35,10 @@ from megatron.planner.job.devices import DEVICES
         ("GB200 NVL72", None, ("GB200", None, False)),
         ("GB200", 186, ("GB200", None, False)),
         ("V100-PCIE-16GB", None, ("V100-16", None, False)),
+        ("GB200 NVL4", None, ("GB200", None, False)),
+        ("L4", 24, ("L4", None, False)),
+        ("GB300", 288, ("GB300", None, False)),
+        ("MI300X", 192, ("MI300X", None, False)),
     ],
 )
 def test_processors(text, memory, expected):
@@ -55,6 +59,13 @@ def test_a_name_means_itself(name):
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("H100-PCIe-80", "H100-PCIe"),
         ("GB200 NVL72", "GB200"),
+        ("NVIDIA GeForce RTX 4090", "RTX4090"),
+        ("NVIDIA RTX A6000", "A6000"),
+        ("AMD Instinct MI300X", "MI300X"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA H20 96GB", "H20"),
+        ("A800-SXM4-80GB", "A800"),
+        ("GB300 NVL72", "GB300"),
     ],
 )
 def test_labels_of_drivers_and_shops(label, name):
@@ -64,7 +75,8 @@ def test_labels_of_drivers_and_shops(label, name):
 @pytest.mark.parametrize(
     "label",
     ["A100", "A100-PCIe", "8x H100", "H100-96GB", "H100-PCIe-96", "H200 NVL", "GH200", "A100X", "GB200 NVL4", "B300",
-     "A1000", "L40", "H20", "", "cpu-like"],
+     "A1000", "L40", "H20-141GB", "", "cpu-like", "RTX 4090 D", "RTX 4090D", "RTX 3090 Ti", "RTX 4090 Laptop GPU",
+     "A800 PCIe", "A800 40GB", "GH20", "MI300A", "RTX 6000 Ada"],
 )  # fmt: skip
 def test_what_means_several_or_more(label):
     assert known_device(label) is None

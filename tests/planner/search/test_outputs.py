@@ -93,7 +93,7 @@ def test_the_pareto_front(outcome):
 
 def test_the_fastest_of_each_schedule(outcome):
     """The first of each in the ranking."""
-    best = {each.choice.schedule: each for each in outcome.best_of_schedules()}
+    best = {each.choice.schedule: each for _, each in outcome.best_of_schedules()}
     for each in outcome.kept:
         assert outcome.kept.index(best[each.choice.schedule]) <= outcome.kept.index(each)
 
@@ -108,18 +108,18 @@ def printed(table, *, plain: bool) -> str:
 def test_tables(outcome):
     """Plain text has neither lines nor colours; what is not simulated is marked; empty columns are left out."""
     ranked = list(enumerate(outcome.kept, start=1))
-    text = printed(best_table(ranked[:4], plain=True), plain=True)
+    text = printed(best_table(outcome, ranked[:4], plain=True), plain=True)
     assert text.isascii() and "\x1b" not in text
     lines = text.splitlines()
     assert len(lines) == 5 and "~" not in lines[2] and "~" in lines[3]
     flush = [row for row in ranked if row[1].choice.schedule == "flush"]
-    assert " v " not in printed(best_table(flush, plain=True), plain=True).splitlines()[0]
+    assert " v " not in printed(best_table(outcome, flush, plain=True), plain=True).splitlines()[0]
     rich = list(enumerate(priced(outcome, MODEL, MACHINES).kept, start=1))
-    head, *rows = printed(best_table(rich, plain=True), plain=True).splitlines()
+    head, *rows = printed(best_table(outcome, rich, plain=True), plain=True).splitlines()
     assert all(heading in head for heading in ("s (80%)", "days", "cost/M tokens"))
     assert {"not validated" in row for row in rows} == {True, False} and all(" EUR" in row for row in rows)
     pressed = [row for row in ranked if row[1].estimate.under_pressure][:1]
-    assert "slowed" in printed(best_table(pressed, plain=False), plain=False)
+    assert "slowed" in printed(best_table(outcome, pressed, plain=False), plain=False)
 
 
 def test_reasons_are_counted(outcome):

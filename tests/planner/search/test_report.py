@@ -3,7 +3,6 @@
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
-from types import SimpleNamespace
 
 import pytest
 
@@ -81,7 +80,7 @@ def test_the_page_needs_nothing_else(outcome):
     """Style and script stand in it; it loads nothing, and says so to the browser; ids that are used are unique."""
     text = page_of(outcome, script="#!/bin/sh\ncat <<E", num_timelines=2)
     page = Page(text)
-    assert page.tags.count("svg") == 3 and page.tags.count("table") == 3
+    assert page.tags.count("svg") == 1 + 2 + 2 and page.tags.count("table") == 3  # the picture, bars, timelines
     assert page.tags.count("script") == 1 and page.tags.count("style") == 2  # one is the picture's
     assert not {"link", "img", "iframe", "image", "object", "embed", "base"} & set(page.tags)
     assert page.loads and all(each.startswith("#") for each in page.loads)
@@ -117,23 +116,24 @@ def test_every_row_is_there(outcome):
     of_schedules, everything, _ = Page(page_of(many, num_timelines=1)).tables
     head, *rows = everything
     names = [heading.replace("\xad", "") for heading in head]
-    assert names == list(HEADINGS) and len(rows) == len(many.kept)
+    assert names == [name for name in HEADINGS if name != "gain, %"] and len(rows) == len(many.kept)
     for rank, (each, row) in enumerate(zip(many.kept, rows, strict=True), start=1):
-        *expected, notes = cells(each, rank)
+        rank, _, *expected, notes = cells(each, rank)
+        expected.insert(0, rank)
         assert row[:-1] == expected and row[-1].endswith(notes)
         assert row[-1].startswith("delayed weights") == (each.choice.schedule in ("2bw", "2bw+balance"))
-    assert [row[1] for row in of_schedules[1:]] == [each.choice.schedule for each in outcome.best_of_schedules()]
+    assert [row[1] for row in of_schedules[1:]] == [each.choice.schedule for _, each in outcome.best_of_schedules()]
 
 
 def test_columns_that_say_nothing_are_left_out(outcome):
     """Of stages on each rank where all have one, of ranks that share sequences or experts where none do, of notes where
     there is none, and of what nobody asked for."""
     plain = [each for each in outcome.kept if each.choice.schedule == "flush" and not each.notes][:3]
-    (table,) = Page(configurations_table(list(enumerate(plain, start=1)), name="some")).tables
-    assert len(plain) == 3 and {len(row) for row in table} == {len(HEADINGS) - 4}
-    assert not {"v", "cp", "ep", "notes"} & set(table[0])
+    (table,) = Page(configurations_table(outcome, list(enumerate(plain, start=1)), name="some")).tables
+    assert len(plain) == 3 and {len(row) for row in table} == {len(HEADINGS) - 5}
+    assert not {"gain, %", "v", "cp", "ep", "notes"} & set(table[0])
     bare = [replace(each, accuracy=None, bill=None) for each in plain]
-    (other,) = Page(configurations_table(list(enumerate(bare, start=1)), name="some")).tables
+    (other,) = Page(configurations_table(outcome, list(enumerate(bare, start=1)), name="some")).tables
     assert set(table[0]) - set(other[0]) == {"s (80%)", "days", "cost", "cost/M tokens"}
 
 
@@ -179,17 +179,43 @@ def test_the_page_of_a_large_search_is_small():
     chosen = [next(each for each in found.kept if each.choice.schedule == name) for name in ("2bw", "flush", "bpipe")]
     many = Outcome(kept=(*chosen, *copies(found.kept, 3000 // len(found.kept))), rejected=found.rejected)
     text = page_of(many, TRILLION, MANY, script="#!/bin/sh")
-    assert text.count("<svg") == 4 and len(text.encode()) < 2_000_000
+    assert text.count("<svg") == 1 + 2 + 2 and len(text.encode()) < 2_000_000
     assert len(Page(text).tables[1]) == len(many.kept) + 1 > 2_900
-    captions = re.findall("<figcaption>(.*?)<br>", text)
-    assert len(captions) == 3 and all("64 microbatches; the configuration has " in each for each in captions)
+    captions = re.findall("<figcaption>(batches of .*?)<br>", text)
+    assert len(captions) == 2 and all(
+        re.search("microbatches in the steady state; the conf", each) for each in captions
+    )
     assert all("not drawn: " in each and "microbatches' numbers" in each for each in captions)
-    assert ["so its bubbles are smaller" in each for each in captions] == [False, True, True]
-    assert "moves of saved activations" in captions[2] and "moves" not in captions[0]
+    assert all("what is under the pointer" in each for each in captions)
+    assert ["so its bubbles are smaller" in each for each in captions] == [False, True]
 
 
 def test_a_pipeline_that_is_too_deep_is_not_drawn(outcome, monkeypatch):
     """It is said instead, with where it can be drawn."""
     monkeypatch.setattr(timelines, "_MOST_CELLS", 3)
-    text = timelines.timeline_element(outcome.best, SimpleNamespace(model=MODEL))
+    text = timelines.timeline_figures([("1: a <label>", outcome.best, planner(MODEL, MACHINES, PAPER))])
+    assert "1: a &lt;label&gt;" in text
     assert "too many to draw here" in text and "tools/schedule.py draw" in text and "<svg" not in text
+
+
+def test_timelines_share_an_axis_in_the_steady_state():
+    """As wide for as many seconds each: one of each order, with 2bw, which nobody asked for, among the first. Its ranks
+    compute from the left edge to the right one; those of flush fill and drain."""
+    found = run(gpt3(16, 4096, 32), a100(1), global_batch_size=64, tensor=(2,), pipeline=(4,), num_simulated=1,
+                schedules=("flush", "gpipe", "interleaved", "bpipe", "zb-h1", "2bw"), unasked=("2bw",))  # fmt: skip
+    text = page_of(found, gpt3(16, 4096, 32), num_timelines=4)
+    labels = re.findall("<figure><h3>(.*?), t=2, p=4", text)
+    assert len(labels) == 4 and labels[0].startswith("1: ") and labels[-1] == "beside: 2bw"
+    assert not {"bpipe", "interleaved+balance"} & {label.split()[1] for label in labels}
+    drawings = re.findall('<div class="drawing">(<svg[^>]*>)', text)
+    assert len(drawings) == 4
+    assert len({re.search(r' width="(\d+)"', each).group(1) for each in drawings}) == 1
+    assert len({re.search('data-second="([^"]+)"', each).group(1) for each in drawings}) == 1
+    idle = {}
+    for label, each in zip(labels, drawings, strict=True):
+        left = int(re.search(r'data-left="(\d+)', each).group(1))
+        rows = [[list(map(int, box.split(",")[-2:])) for box in row.split(";")]
+                for row in re.search('data-rows="([^"]*)"', each).group(1).split("|")]  # fmt: skip
+        assert len(rows) == 4
+        idle[label.split()[1]] = max(row[0][0] - left for row in rows)
+    assert idle["2bw"] <= 8 < idle["flush"]

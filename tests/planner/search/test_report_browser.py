@@ -176,6 +176,33 @@ def test_writing_is_legible(look, dark):
     assert len(seen) == 8 and min(seen.values()) >= 4.5, seen
 
 
+def test_the_pointer_says_what_it_is_on(look):
+    """The box of a timeline with its microbatch, stage, weights and time; nothing beside the boxes."""
+    seen = look("""
+        const svg = document.querySelector(".drawing svg");
+        svg.scrollIntoView();
+        const place = svg.getBoundingClientRect();
+        const unit = svg.viewBox.baseVal.width / place.width;
+        const [top, pitch, left] = ["top", "pitch", "left"].map((name) => Number(svg.dataset[name]));
+        const point = (x, y) => svg.dispatchEvent(new MouseEvent("mousemove", {
+          clientX: place.left + x / unit, clientY: place.top + y / unit, bubbles: true,
+        }));
+        const hover = document.querySelector(".hover");
+        seen.before = hover.hidden;
+        const [kind, stage, microbatch] = svg.dataset.rows.split("|")[0].split(";")[0].split(",");
+        seen.first = [svg.dataset.kinds.split(",")[kind], stage, microbatch];
+        point(Number(svg.dataset.rows.split(",")[4]) + 12, top + pitch / 2);
+        seen.text = hover.textContent; seen.shown = hover.offsetHeight > 0;
+        point(left - 8, top + pitch / 2);
+        seen.after = hover.hidden;
+    """)
+    kind, stage, microbatch = seen["first"]
+    assert seen["before"] and seen["shown"] and seen["after"]
+    assert re.fullmatch(
+        rf"{kind} of microbatch {microbatch}, stage {stage}(, weights W\d+)?: [\d.e-]+ to [\d.e-]+ s", seen["text"]
+    )
+
+
 def test_pictures_show_their_points_and_boxes(look, outcome):
     """The legend stands below the axes with all their points; a picture for each of the best, with its boxes."""
     seen = look("""

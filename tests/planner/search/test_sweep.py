@@ -1,6 +1,5 @@
 """Fronts and knees of made-up points, where both can be seen."""
 
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -28,12 +27,12 @@ def test_a_curve_that_bends_once_has_its_knee_there():
 
 @pytest.mark.parametrize("place", [1, 2, 3])
 def test_the_knee_is_farthest_from_the_chord(place):
-    """In logarithms: of a front with one corner it is the corner, in whatever units time and cost are."""
-    steps = [(-1.0, -0.05)] * (4 - place) + [(-0.05, -1.0)] * place  # seen from the cheapest and slowest
-    times, costs, curve = 0.0, 0.0, []
-    for time, cost in [(0.0, 0.0), *steps]:
-        times, costs = times + time, costs - cost
-        curve.append((math.exp(times), math.exp(costs)))
+    """Of a front with one corner it is the corner, in whatever units time and cost are."""
+    steps = [(-100.0, 1.0)] * (4 - place) + [(-1.0, 100.0)] * place  # from the cheapest and slowest on
+    time, cost, curve = 1000.0, 1000.0, [(1000.0, 1000.0)]
+    for faster, dearer in steps:
+        time, cost = time + faster, cost + dearer
+        curve.append((time, cost))
     for scale in (1.0, 86_400.0):
         ascending = [(scale * time, cost / scale) for time, cost in reversed(curve)]
         assert knee(ascending) == place
@@ -41,7 +40,7 @@ def test_the_knee_is_farthest_from_the_chord(place):
 
 def test_a_straight_line_has_none():
     """Nor has one of two points, nor one that bulges away from the origin."""
-    assert knee([(1, 8), (2, 4), (4, 2), (8, 1)]) is None
+    assert knee([(1, 8), (2, 7), (4, 5), (8, 1)]) is None
     assert knee([(1, 2), (2, 1)]) is None
     assert knee([(1.0, 8.0), (4.0, 7.0), (8.0, 1.0)]) is None
     assert knee([(1.0, 8.0), (2.0, 2.0), (8.0, 1.0)]) == 1

@@ -69,7 +69,8 @@ def test_columns_without_a_word_are_left_out(sweep):
 
 
 def test_the_picture(sweep):
-    """The front is a line from point to point, each with its GPUs; the knee is ringed; both axes are logarithmic."""
+    """The front is a line from point to point, each with its GPUs; the knee is ringed, with its time and cost; both
+    axes begin at zero and show all points."""
     figure = draw_sweep(sweep, title="title")
     (axes,) = figure.axes
     drawn = {line.get_gid(): [*zip(*line.get_data(), strict=True)] for line in axes.lines}
@@ -77,8 +78,12 @@ def test_the_picture(sweep):
     assert drawn["knee 2048"] == [(sweep.knees[2048].time, sweep.knees[2048].cost)]
     beaten = [each for each in sweep.curves[2048] if each not in sweep.fronts[2048]]
     assert drawn.get("beaten 2048", []) == [(each.time, each.cost) for each in beaten]
-    assert {text.get_text() for text in axes.texts} == {str(each.num_gpus) for each in sweep.curves[2048]}
-    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log") and axes.get_ylabel() == "EUR"
+    knee = sweep.knees[2048]
+    said = f"knee: {knee.time:.3g} days, {amount(knee.cost)} EUR"
+    assert {text.get_text() for text in axes.texts} == {said, *(str(each.num_gpus) for each in sweep.curves[2048])}
+    assert (axes.get_xscale(), axes.get_yscale()) == ("linear", "linear") and axes.get_ylabel() == "EUR"
+    assert axes.get_xlim()[0] == axes.get_ylim()[0] == 0
+    assert all(each.time < axes.get_xlim()[1] and each.cost < axes.get_ylim()[1] for each in sweep.curves[2048])
     assert as_png(figure).startswith(b"\x89PNG")
     assert as_png(draw_sweep(Sweep(points=sweep.points[-1:])))
 

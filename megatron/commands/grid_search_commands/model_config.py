@@ -1,0 +1,219 @@
+"""A model of Hugging Face's as flags of the training programs: its `config.json`, or one that is known by name.
+
+What a family's configuration says by which key, and what it does not say since all of the family have it, is a row of
+`FAMILIES`. Families that are not there are refused by name, and so is what changes a model and has no flag. A
+configuration says how long sequences may be, and not how long they are trained, so that `--seq-length` is the user's.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from megatron.commands.grid_search_commands.named_models import NAMED
+from megatron.documents.faults import nearest, shown
+from megatron.documents.reading import read_document
+
+_LAYERS = {"num_hidden_layers": "--num-layers", "hidden_size": "--hidden-size",
+           "num_attention_heads": "--num-attention-heads", "vocab_size": "--vocab-size"}  # fmt: skip
+_WIDE = {"intermediate_size": "--ffn-hidden-size"}
+_ROTARY = {"rope_theta": "--rotary-base"}
+_OF_EXPERTS = {"num_experts_per_tok": "--moe-router-topk", "moe_intermediate_size": "--moe-ffn-hidden-size",
+               "shared_expert_intermediate_size": "--moe-shared-expert-intermediate-size"}  # fmt: skip
+_RMS_GATED = ("--swiglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope", "--disable-bias-linear",
+              "--attention-dropout", "0", "--hidden-dropout", "0")  # fmt: skip
+_SILU, _GELU = ("silu", "swish"), ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """How a family's configuration is read.
+
+    Attributes:
+        needs, may_have: flag by key, of what it has to say and what it may leave to its default.
+        flags: what all of the family have.
+        activations: values of its key `hidden_act` or `activation_function` that the flags mean.
+        ties: whether the embedding is the head's where the configuration does not say so; None: there is no choice.
+        attention_bias: what a key of that name has to say, where there is one.
+        remarks: by key, what is not modelled where its value is none that says no.
+        architecture: of `--architecture`.
+    """
+
+    needs: Mapping[str, str]
+    may_have: Mapping[str, str] = field(default_factory=dict)
+    flags: tuple[str, ...] = ()
+    activations: tuple[str, ...] = _SILU
+    ties: bool | None = False
+    attention_bias: bool = False
+    remarks: Mapping[str, str] = field(default_factory=dict)
+    architecture: str = "gpt"
+
+
+_LLAMA = Family(
+    needs=_LAYERS | _WIDE, flags=_RMS_GATED,
+    may_have=_ROTARY | {"num_key_value_heads": "--num-query-groups", "head_dim": "--kv-channels",
+                        "rms_norm_eps": "--norm-epsilon"},
+)  # fmt: skip
+
+
+def _like_llama(*flags: str, needs: Mapping[str, str] = {}, may_have: Mapping[str, str] = {}) -> Family:
+    return Family(
+        needs={**_LLAMA.needs, **needs}, may_have={**_LLAMA.may_have, **may_have}, flags=(*_RMS_GATED, *flags)
+    )
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _like_llama("--add-qkv-bias"),
+    "qwen3": _like_llama("--qk-layernorm"),
+    "mixtral": _like_llama(needs={"num_local_experts": "--num-experts", "num_experts_per_tok": "--moe-router-topk"}),
+    "qwen2_moe": _like_llama("--add-qkv-bias", needs={"num_experts": "--num-experts", **_OF_EXPERTS}),
+    "qwen3_moe": _like_llama("--qk-layernorm", needs={"num_experts": "--num-experts"}, may_have=_OF_EXPERTS),
+    "gpt2": Family(
+        needs={"n_layer": "--num-layers", "n_embd": "--hidden-size", "n_head": "--num-attention-heads",
+               "vocab_size": "--vocab-size", "n_positions": "--max-position-embeddings"},
+        may_have={"n_inner": "--ffn-hidden-size", "resid_pdrop": "--hidden-dropout",
+                  "attn_pdrop": "--attention-dropout", "layer_norm_epsilon": "--norm-epsilon"},
+        activations=_GELU, ties=True,
+    ),
+    "gpt_neo": Family(
+        needs={"num_layers": "--num-layers", "hidden_size": "--hidden-size", "num_heads": "--num-attention-heads",
+               "vocab_size": "--vocab-size", "max_position_embeddings": "--max-position-embeddings"},
+        may_have=_WIDE | {"resid_dropout": "--hidden-dropout", "attention_dropout": "--attention-dropout",
+                          "layer_norm_epsilon": "--norm-epsilon"},
+        activations=_GELU, ties=True,
+        remarks={"attention_types": "attention to a window is priced, and trained, as attention to all tokens before"},
+    ),
+    "gpt_neox": Family(
+        needs=_LAYERS | _WIDE,
+        may_have={"rotary_pct": "--rotary-percent", "rotary_emb_base": "--rotary-base", **_ROTARY,
+                  "hidden_dropout": "--hidden-dropout", "attention_dropout": "--attention-dropout",
+                  "layer_norm_eps": "--norm-epsilon"},
+        flags=("--position-embedding-type", "rope"), activations=_GELU, attention_bias=True,
+        remarks={"use_parallel_residual": "attention and feed-forward layer are priced, and trained, one behind the "
+                                          "other"},
+    ),
+    "bert": Family(
+        needs=_LAYERS | _WIDE | {"max_position_embeddings": "--max-position-embeddings"},
+        may_have={"hidden_dropout_prob": "--hidden-dropout", "attention_probs_dropout_prob": "--attention-dropout",
+                  "layer_norm_eps": "--norm-epsilon"},
+        activations=_GELU, ties=None, architecture="bert",
+    ),
+}  # fmt: skip
+"""By `model_type`."""
+
+_REFUSED = {
+    "quantization_config": "weights that are quantized are not trained here",
+    "mlp_bias": "biases of the feed-forward layer alone have no flag",
+    "mlp_only_layers": "layers without experts at places of their own are not read",
+}
+"""By key: why a value that says yes cannot be had."""
+
+
+@dataclass(frozen=True)
+class ConfiguredModel:
+    """Flags of a training program, `--architecture`, and lines for the user about what was taken how."""
+
+    argv: list[str]
+    architecture: str
+    notes: list[str]
+
+
+def named_model(name: str) -> ConfiguredModel:
+    """A model by its name. Raises ValueError where there is none."""
+    if name not in NAMED:
+        near = nearest(name, NAMED)
+        hint = f"; the nearest that is known is {near}" if near else ""
+        raise ValueError(f"--model {name} is no model that is known{hint}; --list-models lists them")
+    return _read(NAMED[name], f"--model {name}", sequence_length=None)
+
+
+def model_of_config(path: str, *, sequence_length: int | None) -> ConfiguredModel:
+    """The model of a `config.json`.
+
+    Args:
+        sequence_length: of the training, where that is known; attention to a window of no less is attention to all.
+
+    Raises:
+        ValueError: no mapping, a family that is not known, what is missing or no number, or what has no flag.
+    """
+    document = read_document(path)
+    if not isinstance(document, Mapping):
+        raise ValueError(f"{path} is no mapping; give the config.json of a model")
+    return _read(document, path, sequence_length=sequence_length)
+
+
+def _read(config: Mapping[str, object], source: str, *, sequence_length: int | None) -> ConfiguredModel:
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None:
+        raise ValueError(
+            f"{source}: model_type {shown(config.get('model_type'))} is not among {', '.join(FAMILIES)}; give the "
+            "model by flags, or by --model-yaml"
+        )
+    for key, reason in _REFUSED.items():
+        if config.get(key):
+            raise ValueError(f"{source}: {key} is {shown(config[key])}, and {reason}; give the model by flags")
+    _refuse_window(config, source, sequence_length)
+    if config.get("attention_bias", family.attention_bias) != family.attention_bias:
+        raise ValueError(
+            f"{source}: attention_bias is {shown(config['attention_bias'])}, and {config['model_type']} is read with "
+            f"{family.attention_bias}; give the model by flags"
+        )
+    config = {**_in_older_keys(config), **config}
+    argv = [*family.flags]
+    for key, flag in (*family.needs.items(), *family.may_have.items()):
+        value = config.get(key)
+        if value is None and key not in family.needs:
+            continue
+        argv += [flag, _number(value, f"{source}: {key}")]
+    activation = config.get("hidden_act", config.get("activation_function", family.activations[0]))
+    if activation not in family.activations:
+        raise ValueError(
+            f"{source}: the activation is {shown(activation)}, and {config['model_type']} is read with "
+            f"{' or '.join(family.activations)}; give the model by flags"
+        )
+    if "--num-query-groups" in argv:
+        argv.append("--group-query-attention")
+    if family.ties is not None and not config.get("tie_word_embeddings", family.ties):
+        argv.append("--untie-embeddings-and-output-weights")
+    if config.get("decoder_sparse_step", 1) != 1:
+        raise ValueError(
+            f"{source}: decoder_sparse_step is {shown(config['decoder_sparse_step'])}, and experts are read for every "
+            "layer; give the model by flags, with --moe-layer-freq"
+        )
+    notes = [f"{source}: {key}: {remark}" for key, remark in family.remarks.items() if config.get(key)]
+    return ConfiguredModel([*argv, *_scaled(config)], family.architecture, notes)
+
+
+def _refuse_window(config: Mapping[str, object], source: str, sequence_length: int | None) -> None:
+    window = config.get("sliding_window")
+    if window is None or not config.get("use_sliding_window", True):
+        return
+    if sequence_length is None or not isinstance(window, int) or window < sequence_length:
+        raise ValueError(
+            f"{source}: sliding_window is {shown(window)}, and attention to a window is not modelled; give sequences "
+            "that are no longer by --seq-length, or the model by flags"
+        )
+
+
+def _in_older_keys(config: Mapping[str, object]) -> Mapping[str, object]:
+    """What newer files say in a mapping of their own, or by another name, under the older keys."""
+    given, found = config.get("rope_parameters"), {}
+    if isinstance(given, Mapping):
+        found = {"rope_theta": given.get("rope_theta"), "rotary_pct": given.get("partial_rotary_factor")}
+    return {**found, "num_experts": config.get("num_local_experts")}
+
+
+def _scaled(config: Mapping[str, object]) -> tuple[str, ...]:
+    """Llama 3.1's scaling of frequencies. Others change neither time nor memory, and have no flag."""
+    scaling = config.get("rope_scaling") or config.get("rope_parameters")
+    if not isinstance(scaling, Mapping) or scaling.get("rope_type") != "llama3":
+        return ()
+    return "--use-rope-scaling", "--rope-scaling-factor", _number(scaling.get("factor"), "rope_scaling.factor")
+
+
+def _number(value: object, what: str) -> str:
+    """As a flag takes it. Raises ValueError where it is none."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
+        said = "missing" if value is None else f"{shown(value)}, no number"
+        raise ValueError(f"{what} is {said}; give the config.json of a model")
+    return f"{int(value)}" if value == int(value) else repr(value)

@@ -1,0 +1,69 @@
+"""tools/grid_search.py search: what is ranked, what stands beside it, and what rows change besides the choices."""
+
+import json
+from html import unescape
+
+import pytest
+
+from megatron.commands import grid_search as tool
+from tests.commands.in_process import runner
+
+GPT = [
+    "--num-layers", 16, "--hidden-size", 4096, "--num-attention-heads", 32, "--seq-length", 2048, "--vocab-size", 50257,
+    "--global-batch-size", 16, "--cluster", "H100", "--tensor", 2, "--pipeline", 4, "--simulate", 1,
+]  # fmt: skip
+
+
+@pytest.fixture
+def run(capsys):
+    """Run the tool in this process."""
+    search = runner(tool, capsys)
+    return lambda *argv: search("search", *argv)
+
+
+def words_of(path) -> str:
+    return " ".join(line.removeprefix("# ") for line in unescape(path.read_text()).splitlines())
+
+
+def test_by_default_what_computes_as_flush_does_is_ranked(run, tmp_path):
+    """2bw is faster, and nobody asked for it: table, page, JSON and script say what it would gain, and the script
+    starts the best of the others. Those with other layers say so everywhere."""
+    status, out, _ = run(*GPT, "--output", tmp_path, "--json", "--top", 1000)
+    found = json.loads(out)
+    best, beside = found["best"][0], {each["schedule"]: each for each in found["beside"]}
+    assert status == 0 and beside.keys() == {"2bw"} and best["schedule"] == "interleaved"
+    gain = best["iteration_seconds"] / beside["2bw"]["iteration_seconds"] - 1
+    assert beside["2bw"]["gain_over_best"] == pytest.approx(gain) and gain > 0
+    assert "2bw" not in {each["schedule"] for each in found["best"]}
+    said = f"against the best 2bw would be {100 * gain:.1f}% faster; --schedules 2bw ranks them"
+    layers = "not all have the same layers and attention (TE, flash of "
+    for words in (" ".join(found["notes"]), words_of(tmp_path / "report.html"), words_of(tmp_path / "best.sh")):
+        assert said in words and layers in words
+    script = words_of(tmp_path / "best.sh")
+    assert "SCHEDULE:-interleaved}" in script and "with Transformer Engine's layers and flash attention" in script
+    halves = [each for each in found["best"] if each["schedule"] in ("zb-h1", "zbv")]
+    assert halves and all((each["transformer_impl"], each["attention"]) == ("local", "unfused") for each in halves)
+    assert all("other layers than the best (local, unfused, not TE, flash)" in each["notes"] for each in halves)
+    out = run(*GPT)[1]
+    rows = [line.split() for line in out.splitlines() if line.startswith("beside  ")]
+    assert [row[1:3] for row in rows] == [[f"{100 * gain:+.1f}", "2bw"]]
+
+
+@pytest.mark.parametrize(
+    ("named", "schedule"),
+    [(["--schedules", "interleaved,2bw"], "2bw"), (["--2bw-provisional", "stage"], "2bw"),
+     (["--schedules", "interleaved,flush"], "interleaved")],
+)  # fmt: skip
+def test_who_names_delayed_weights_has_them_ranked(run, tmp_path, named, schedule):
+    """By --schedules, or by the flag that makes 2bw predict."""
+    status, out, _ = run(*GPT, *named, "--output", tmp_path, "--json")
+    found = json.loads(out)
+    assert status == 0 and found["beside"] == [] and not any("beside the ranking" in note for note in found["notes"])
+    assert found["best"][0]["schedule"] == schedule
+    assert f"SCHEDULE:-{schedule}}}" in words_of(tmp_path / "best.sh")
+
+
+def test_the_same_layers_compare_schedules_alone(run):
+    """As the note advises."""
+    notes = json.loads(run(*GPT, "--transformer-impl", "local", "--json")[1])["notes"]
+    assert not any("same layers" in note for note in notes)
