@@ -396,6 +396,27 @@ def count_of_no_kind() -> None:
     with_loss(lambda output, target: ((output - target).sum(), "12"))
 
 
+def with_counts_by_batch(schedule: Any, *, sums: bool) -> Outcome:
+    """Six batches without a drain, each of whose microbatches counts 1, 2 or 4; means of the same, unless `sums`."""
+
+    def loss(output: Tensor, targets: tuple[Tensor, Tensor]) -> Any:
+        target, counts = targets
+        return (loss_of(output, target) * counts[0], counts[0]) if sums else loss_of(output, target)
+
+    outcome, size = Outcome(), 1 if schedule == "pipedream" else 4
+    module = build(2, plain=True)[dist.get_rank()]
+    with Pipeline(module, schedule, size, loss=loss, optimizer=make_optimizer) as pipeline:
+        for index in range(6):
+            inputs, target = data(index, plain=True)
+            batch = inputs, (target, torch.full((8,), 2 ** (index % 3)))
+            if (report := pipeline.step(batch)) is not None:
+                outcome.add(report)
+        for report in pipeline.drain():
+            outcome.add(report)
+        outcome.values = values_of(pipeline.modules)
+    return outcome
+
+
 def in_groups(run: Run, schedule: Any) -> Outcome:
     """Two replicas of two stages, whose groups say so: rank 0 and 1 have the first stage."""
     rank = dist.get_rank()

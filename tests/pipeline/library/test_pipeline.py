@@ -93,6 +93,21 @@ def test_a_loss_may_be_a_sum_and_its_count(way):
     assert_same(run(num_ranks, settings, schedule), expected, exact=not settings.clip_grad)
 
 
+@pytest.mark.parametrize("schedule", ["pipedream", ASYNCHRONOUS, replace(ASYNCHRONOUS, weights="stale-provisional")])
+def test_counts_are_of_their_own_batch(schedule):
+    """Where stages step by themselves and batches overlap: with as much in each microbatch of a batch, but not of the
+    next, what means compute to the last bit.
+    """
+    means, sums = (
+        workers.run(2, f"{CASES}:with_counts_by_batch", schedule=schedule, sums=sums, timeout=20)
+        for sums in (False, True)
+    )
+    for one, other in zip(means, sums, strict=True):
+        assert one.losses == other.losses and one.norms == other.norms
+        for name, value in one.values.items():
+            assert torch.equal(value, other.values[name]), name
+
+
 def test_a_batch_that_counts_nothing_makes_no_step():
     """Nor does it move the learning rate. Its loss is that of torch's own mean over nothing."""
     for schedule in ("flush", "2bw", ALONE):
