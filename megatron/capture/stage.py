@@ -40,11 +40,13 @@ class EdgeTensor:
 @dataclass(frozen=True, slots=True)
 class StageData:
     """What a stage takes of a microbatch beside what other stages send: the batch's tensors by name, of which it reads
-    those that it needs, and who draws its random numbers (None where nothing is random).
+    those that it needs, and who draws its random numbers (None where nothing is random). `weight`: of the microbatch's
+    mean loss in the mean over its batch's microbatches; they are 1 on average.
     """
 
     tensors: Mapping[str, Tensor]
     draw: Draw | None = None
+    weight: float = 1.0
 
 
 class CapturedStage(torch.nn.Module):

@@ -91,7 +91,7 @@ def build_pipeline(
         for index in own
     ]  # fmt: skip
     job = torch.distributed.new_group(list(range(torch.distributed.get_world_size())))
-    update, updates = _updates(plan, args, of_stage, versions, exact, num_steps, job, device)
+    update, updates = _updates(plan, args, of_stage, versions, exact, num_steps, job, device, feed.counts)
     tracer = Tracer(num_batches=4 * args.pipeline_timeline_iterations) if args.pipeline_timeline else None
     engine = PipelineEngine(
         plan.schedule, stages, update, timeout=timedelta(minutes=args.distributed_timeout_minutes),
@@ -101,7 +101,7 @@ def build_pipeline(
     return BuiltPipeline(engine, modules, versions, updates, feed, results, exact)
 
 
-def _updates(plan: RunPlan, args, of_stage, versions, exact, num_steps, job, device):
+def _updates(plan: RunPlan, args, of_stage, versions, exact, num_steps, job, device, counts):
     """(what the engine takes, the updates that step)."""
 
     def stepping(parameters: Mapping[str, torch.nn.Parameter], depth: int) -> dict:
@@ -118,7 +118,9 @@ def _updates(plan: RunPlan, args, of_stage, versions, exact, num_steps, job, dev
     steps, graph = steps_of(weights, of_stage), plan.schedule.graph
     made = {key: stepping(own, graph.depth(key) if weights.refreshes else 0) for key, own in steps.items()}
     options = {} if weights.refreshes else {"clip_grad": args.max_grad_norm}
-    return make_updates(steps, versions, made, weights=weights, job_group=job, device=device, **options)
+    return make_updates(
+        steps, versions, made, weights=weights, job_group=job, device=device, counts=counts, **options
+    )  # fmt: skip
 
 
 def _edges(plan: RunPlan, stage: CapturedStage) -> dict[int, EdgeTensors]:

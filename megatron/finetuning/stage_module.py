@@ -36,7 +36,7 @@ class Results:
 
 
 class StageModule(nn.Module):
-    """`stage` with the signature of `GraphModuleStage`'s modules."""
+    """`stage` with the signature of `GraphModuleStage`'s modules. Its loss counts with the microbatch's weight."""
 
     def __init__(self, stage: CapturedStage, results: Results) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class StageModule(nn.Module):
         outputs, loss, kept = self.stage.run(data, inputs)
         if not self.training:
             self._results.note(data, loss, kept)
-        return outputs, loss
+        return outputs, None if loss is None else loss * data.weight
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
         """Those that are trained, by their names in the model."""

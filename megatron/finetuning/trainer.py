@@ -92,7 +92,7 @@ class Trainer:
         engine = self.pipeline.engine
         if self.stop.received:
             engine.stop_requests |= STOP
-        self.pipeline.feed.add(engine.next_microbatch, microbatches)
+        self.pipeline.feed.add(engine.next_batch, engine.next_microbatch, microbatches)
         batch, first, start = engine.next_batch, engine.next_microbatch, time.perf_counter()
         reports = engine.run_batch(len(microbatches), sum(map(len, microbatches)))
         self._waiting.append((batch, first, time.perf_counter() - start))
@@ -108,7 +108,7 @@ class Trainer:
             batch, first, seconds = self._waiting.popleft()
             assert batch == report.batch, (batch, report)
             self._stop_requests |= report.stop_requests
-            self.pipeline.feed.forget(first)
+            self.pipeline.feed.forget(batch, first)
             self.report.batch(report, seconds)
             if report.nan:
                 raise ValueError(

@@ -12,7 +12,7 @@ def test_the_page_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     blocks = BLOCK.findall((ROOT / "docs/library.md").read_text(encoding="utf-8"))
-    assert len(blocks) == 7
+    assert len(blocks) == 8
     for block in blocks:
         exec(compile(block, "docs/library.md", "exec"), names)
     printed = capsys.readouterr().out.splitlines()

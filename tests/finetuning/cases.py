@@ -117,9 +117,9 @@ def plain(folder: Path, task: str, *, argv: Sequence[object] = ()) -> Outcome:
     scheduler = make_scheduler(optimizer, args, num_steps=num_steps)
     lines = []
     for step, batch in zip(range(1, num_steps + 1), epochs.batches(), strict=False):
-        losses = []
-        for indices in batch:
-            loss = model(**data.training.batch(indices, len(indices))).loss
+        losses, terms = [], [data.training.num_terms(indices) for indices in batch]
+        for indices, count in zip(batch, terms, strict=True):
+            loss = model(**data.training.batch(indices, len(indices))).loss * (count * len(batch) / sum(terms))
             (loss / len(batch)).backward()
             losses.append(loss.item())
         if args.max_grad_norm:

@@ -1,5 +1,6 @@
 """Whole runs of `finetune.py`'s job: what they train, what they write, and where they go on."""
 
+import json
 import re
 from pathlib import Path
 
@@ -44,7 +45,7 @@ def same(one: cases.Outcome, other: cases.Outcome, *, exactly: bool = True) -> N
 @pytest.mark.parametrize(
     ("task", "schedule", "argv"),
     [
-        (CLASSES, "flush", ["--gradient_accumulation_steps", 3, "--max_grad_norm", 0.1, "--weight_decay", 0.1]),
+        (CLASSES, "flush", ["--gradient_accumulation_steps", 4, "--max_grad_norm", 0.1, "--weight_decay", 0.1]),
         pytest.param(
             "text-to-text",
             "gpipe",
@@ -69,6 +70,58 @@ def test_two_ranks_train_what_one_process_trains(folder, task, schedule, argv):
     assert found.losses == pytest.approx(expected.losses, rel=1e-5)
     assert [line["learning_rate"] for line in found.lines] == [line["learning_rate"] for line in expected.lines]
     same(found, expected, exactly=False)
+
+
+def lengths(folder: Path, task: str) -> Path:
+    """Eight samples, of which every second has two words to predict, and the others nine."""
+    rows = [" ".join(tiny.WORDS[at : at + (2, 9)[at % 2]]) for at in range(8)]
+    names = ("source", "target") if task == "text-to-text" else ("text",)
+    path = folder / f"lengths-{task}.jsonl"
+    path.write_text("".join(json.dumps(dict.fromkeys(names, row)) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("task", "schedule", "size", "accumulation"),
+    [
+        ("causal-lm", "ftpipe", 3, 3),
+        *(
+            pytest.param(task, schedule, size, accumulation, marks=pytest.mark.full)
+            for task, schedule in (("causal-lm", "flush"), ("text-to-text", "gpipe"), ("text-to-text", "ftpipe"))
+            for size, accumulation in ((8, 1), (1, 8), (3, 3))
+        ),
+    ],
+)
+def test_each_counted_label_weighs_the_same(folder, task, schedule, size, accumulation):
+    """However a batch is cut, into microbatches and stages: the loss, the norm and the step of training are those of
+    all counted labels, added up by hand, and so is the loss of an evaluation.
+    """
+    file = lengths(folder, task)
+    argv = ["--train_file", file, "--validation_file", file, "--no_group_texts", "--do_train", "--do_eval"]
+    argv += ["--max_steps", 1, "--optim", "sgd", "--learning_rate", 0.1, "--lr_scheduler_type", "constant"]
+    argv += ["--pipeline_schedule", schedule, "--max_grad_norm", 0, "--save_strategy", "no", "--eval_steps", 1]
+    model = cases.loaded(tiny.model_folder(folder, task), task)
+    rows = read_data(tiny.arguments(folder, task, *argv)).training
+
+    def loss() -> torch.Tensor:
+        batch = rows.batch(range(8), 8)
+        logits, labels = model(**batch).logits, batch["labels"]
+        if task == "causal-lm":
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        assert len(set((labels >= 0).sum(1).tolist())) == 2
+        return -logits.log_softmax(-1).gather(-1, labels.clamp(0)[..., None])[..., 0][labels >= 0].mean()
+
+    before = loss()
+    before.backward()
+    norm = torch.nn.utils.get_total_norm([each.grad for each in model.parameters()]).item()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    after = loss().item()
+    cut = ["--per_device_train_batch_size", size, "--gradient_accumulation_steps", accumulation]
+    partition = cases.partition(folder, task, (0, 1), *cut)
+    found = run(folder, f"lengths-{task}-{schedule}-{size}", *argv, *cut, "--partition", partition, task=task)
+    assert found.losses == pytest.approx([before.item()], rel=1e-6)
+    assert found.lines[0]["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert found.evaluation()["eval_loss"] == pytest.approx(after, rel=1e-6)
 
 
 @pytest.mark.parametrize(

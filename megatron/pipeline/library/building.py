@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron.pipeline.library.batches import MicrobatchFeed
+from megatron.pipeline.library.counts import LossCounts
 from megatron.pipeline.library.ranks import Groups, Ranks
 from megatron.pipeline.library.shapes import Specs, edges_of
-from megatron.pipeline.library.stages import ChainModule, LibraryStage, Loss, StageModule
+from megatron.pipeline.library.stages import ChainModule, LibraryStage, LossFunction, StageModule
 from megatron.pipeline.program.instruction import Tensor as Travelling
 from megatron.pipeline.runtime.activations.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.contract.stage import GraphStage, Stage
@@ -101,7 +102,7 @@ class Tie:
 
 
 def stage_module(
-    module: nn.Module, index: int, schedule: Any, *, loss: Loss | None, autocast: torch.dtype | None,
+    module: nn.Module, index: int, schedule: Any, *, loss: LossFunction | None, autocast: torch.dtype | None,
     device: torch.device,
 ) -> StageModule:  # fmt: skip
     """The module as a stage of the schedule's graph."""
@@ -114,7 +115,7 @@ def stage_module(
 
 def build_stage(
     module: StageModule, index: int, schedule: Any, *, versions: WeightVersions, specs: Specs, feed: MicrobatchFeed,
-    memory: ActivationMemory | None, device: torch.device,
+    counts: LossCounts, memory: ActivationMemory | None, device: torch.device,
 ) -> Stage | GraphStage:  # fmt: skip
     """What the executor runs. Where activations move it is a stage of a chain, with one tensor in and one out.
 
@@ -125,7 +126,7 @@ def build_stage(
     if memory is None:
         return LibraryStage(
             module, index=index, graph=schedule.graph, edges=edges_of(specs, (index,))[index], versions=versions,
-            data=feed, has_loss=index == last, recompute=recomputes, device=device,
+            data=feed, has_loss=index == last, recompute=recomputes, device=device, counts=counts,
         )  # fmt: skip
     if any(len(each) > 1 for each in specs.values()):
         raise ValueError(

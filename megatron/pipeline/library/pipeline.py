@@ -7,6 +7,7 @@ each batch's reductions and its step stand. The user brings modules, a loss and 
 from __future__ import annotations
 
 import atexit
+import math
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,10 +25,11 @@ from megatron.pipeline.library.agreement import Agreement
 from megatron.pipeline.library.announcements import Announcement, Announcements
 from megatron.pipeline.library.batches import BatchData, MicrobatchFeed, split_batch
 from megatron.pipeline.library.building import Tie, build_stage, stage_module, trained
+from megatron.pipeline.library.counts import LossCounts
 from megatron.pipeline.library.placing import place
 from megatron.pipeline.library.ranks import Groups, find_ranks
 from megatron.pipeline.library.shapes import Specs, edges_of, find_specs
-from megatron.pipeline.library.stages import Loss
+from megatron.pipeline.library.stages import LossFunction
 from megatron.pipeline.library.state import load_state, require_loadable, state_of
 from megatron.pipeline.runtime.activations.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.contract.stage import EVALUATION_BATCH, BatchReport
@@ -62,8 +64,9 @@ class Pipeline:
         module: this rank's stage; or several, in ascending order of their stages. On one device, the same for all.
         schedule: a name in `PRESETS`, a schedule, or the path of a CSV file with a program.
         num_microbatches: of each batch. None: as the file says.
-        loss: (output of the last stage, targets) of a microbatch -> its mean loss, a scalar. Needed on the rank of the
-            last stage. A batch's loss and gradient are the means over its microbatches.
+        loss: (output of the last stage, targets) of a microbatch -> its mean loss, a scalar, or (sum, count). Needed on
+            the rank of the last stage. A batch's loss and gradient are the means over its microbatches, or over what
+            its sums count.
         optimizer: makes a torch optimizer of a list of parameters: those of this rank that require gradients. Under
             `ftpipe`'s stale weights it is called for each stage.
         scheduler: makes a learning-rate scheduler of that optimizer; it steps with each step.
@@ -96,7 +99,7 @@ class Pipeline:
         schedule: str | Path | Any,
         num_microbatches: int | None = None,
         *,
-        loss: Loss | None = None,
+        loss: LossFunction | None = None,
         optimizer: MakeOptimizer,
         scheduler: MakeScheduler | None = None,
         group: Any = None,
@@ -125,7 +128,7 @@ class Pipeline:
         self._has_first, self._has_last = 0 in self.stages, self.schedule.num_stages - 1 in self.stages
         self.takes_batch = self._has_first or self._has_last
         self.modules = dict(zip(self.stages, placed.modules, strict=True))
-        self._feed = MicrobatchFeed()
+        self._feed, self._counts = MicrobatchFeed(), LossCounts(self._ranks)
         weights = self.schedule.weights
         of_stage = self._agreement.on(lambda: trained(self.modules, stepping_alone=weights.refreshes))
         tie = self._agreement.on(lambda: Tie.of(tied, of_stage, self.schedule, self._ranks) if placed.is_tied else None)
@@ -140,14 +143,14 @@ class Pipeline:
         made = self._agreement.on(lambda: {key: stepping(parameters) for key, parameters in steps.items()})
         options = {} if weights.refreshes else {
             "clip_grad": clip_grad, "data_parallel_group": self._groups.replicas,
-            "counts_in_norm": self._ranks.replica == 0, "skips_unused": True,
+            "counts_in_norm": self._ranks.replica == 0,
             "reduce_partial": self.schedule.reduce_partial,
             "uniform": self.schedule.provisional_microbatches is not None,
             "tied": None if tie is None else tie.parameter(self._groups),
         }  # fmt: skip
         self._update, self._updates = make_updates(
             steps, self._versions, made, weights=weights, job_group=self._groups.reductions, device=self._device,
-            **options,
+            counts=self._counts, skips_unused=True, **options,
         )  # fmt: skip
         self._stage_modules = {
             index: stage_module(module, index, self.schedule, loss=loss, autocast=autocast, device=self._device)
@@ -214,7 +217,7 @@ class Pipeline:
             losses = engine.evaluate(self.num_microbatches)
         self._feed.evaluate(None)
         self._update.show_newest()
-        means = {name: total / count for name, (total, count) in losses.items() if count}
+        means = {name: total / count if count else math.nan for name, (total, count) in losses.items()}
         num_samples = head.num_samples * len(self._ranks.pipelines)
         return BatchReport(batch=EVALUATION_BATCH, losses=means, num_samples=num_samples)
 
@@ -340,9 +343,12 @@ class Pipeline:
         if number == len(self._specs):
             first = None if data is None else data.microbatches[0]
             with self._agreement.refusing():
-                specs = find_specs(self._stage_modules, self.schedule, self._ranks, self._groups.pipeline, data=first,
+                found = find_specs(self._stage_modules, self.schedule, self._ranks, self._groups.pipeline, data=first,
                                    evaluates=evaluates, device=self._device)  # fmt: skip
-            self._specs.append(specs)
+            if not self._specs:
+                updates = self._updates.values() if self.next_batch == 0 else ()
+                self._counts.expect(self._agreement.gathered(found.count), self.schedule.weights, updates)
+            self._specs.append(found.specs)
             self._announcements.confirm()
         if self._engine is not None:
             if self.schedule.balance and self._specs[number] != self._specs[self._travelling]:
@@ -360,7 +366,8 @@ class Pipeline:
             stages = [
                 build_stage(
                     self._stage_modules[index], index, self.schedule, versions=self._versions[index],
-                    specs=self._specs[self._travelling], feed=self._feed, memory=memory, device=self._device,
+                    specs=self._specs[self._travelling], feed=self._feed, counts=self._counts, memory=memory,
+                    device=self._device,
                 )
                 for index in self.stages
             ]  # fmt: skip
@@ -377,6 +384,7 @@ class Pipeline:
     def _take(self, reports: Iterable[BatchReport]) -> None:
         for report in reports:
             self._feed.forget(report.batch)
+            self._counts.forget(report.batch)
             self._reports.append(report)
 
     def _settle(self) -> None:

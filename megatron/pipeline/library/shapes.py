@@ -7,6 +7,7 @@ state, and hands on what it makes. So any module may be a stage, also one whose 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,10 +21,19 @@ from megatron.pipeline.program.edges import StageGraph
 from megatron.pipeline.program.instruction import Tensor as Travelling
 from megatron.pipeline.runtime.activations.kept import RandomState
 from megatron.pipeline.runtime.contract.tensors import TensorSpec
+from megatron.pipeline.runtime.stages.module.losses import Loss
 from megatron.pipeline.runtime.transport.edge_tensors import EdgeTensors
 
 Specs = dict[tuple[int, int], tuple[TensorSpec, ...]]
 """(from, to) -> the tensors that a stage hands to another in each microbatch."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a microbatch is like. `count`: what its loss counts, where that is a sum; None: it is a mean."""
+
+    specs: Specs
+    count: float | None
 
 
 def find_specs(
@@ -35,8 +45,8 @@ def find_specs(
     data: MicrobatchData | None,
     evaluates: bool,
     device: torch.device,
-) -> Specs:
-    """Those of all edges. Collective over the pipeline.
+) -> Found:
+    """The tensors of all edges, and the loss's kind. Collective over the pipeline.
 
     Args:
         modules: of this rank's stages; they show the newest weights.
@@ -50,23 +60,26 @@ def find_specs(
     graph: StageGraph = schedule.graph
     made: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # what goes to a stage of this rank
     specs: Specs = {}
+    count: float | None = None
     for index, place in enumerate(schedule.rank_of_stage):
         targets = graph.takers(Travelling.ACTIVATION, index)
         outputs: dict[int, tuple[Tensor, ...]] = {}
         found: Any = None
-        if index in modules and targets:  # the last stage hands on nothing
+        if index in modules:
             inputs = {source: made.pop((source, index)) for source in graph.makers(Travelling.ACTIVATION, index)}
             try:
-                outputs = _outputs(modules[index], data, inputs, evaluates=evaluates, device=device)
+                outputs, loss = _run(modules[index], data, inputs, evaluates=evaluates, device=device)
                 found = {target: tuple(map(_spec, tensors)) for target, tensors in outputs.items()}
+                if isinstance(loss, tuple):
+                    count = float(loss[1])
             except Exception as error:
                 if group is None:
                     raise
                 found, cause = f"stage {index} cannot compute a microbatch: {type(error).__name__}: {error}", error
-        found = _broadcast(found, ranks.pipeline[place], group)
+        found, count = _broadcast((found, count), ranks.pipeline[place], group)
         if isinstance(found, str):
             raise ValueError(found) from (cause if index in modules else None)
-        specs.update({(index, target): each for target, each in (found or {}).items()})
+        specs.update({(index, target): each for target, each in found.items()})
         for target in targets:
             taker = schedule.rank_of_stage[target]
             if taker == place and index in modules:
@@ -75,7 +88,7 @@ def find_specs(
                 _send(outputs[target], ranks.pipeline[taker], group)
             elif taker == ranks.rank:
                 made[index, target] = _receive(ranks.pipeline[place], group, device)
-    return specs
+    return Found(specs, count)
 
 
 def edges_of(specs: Specs, stages: Iterable[int]) -> dict[int, dict[int, EdgeTensors]]:
@@ -86,20 +99,20 @@ def edges_of(specs: Specs, stages: Iterable[int]) -> dict[int, dict[int, EdgeTen
     }
 
 
-def _outputs(
+def _run(
     module: StageModule,
     data: MicrobatchData | None,
     inputs: Mapping[int, tuple[Tensor, ...]],
     *,
     evaluates: bool,
     device: torch.device,
-) -> dict[int, tuple[Tensor, ...]]:
+) -> tuple[dict[int, tuple[Tensor, ...]], Loss | None]:
     random_state, was_training = RandomState.capture(device), module.training
     if evaluates:
         module.eval()
     try:
         with spare_buffers(module), torch.no_grad():
-            return module(data, inputs)[0]
+            return module(data, inputs)
     finally:
         if evaluates:
             module.train(was_training)

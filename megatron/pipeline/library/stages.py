@@ -15,11 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from megatron.pipeline.library.batches import MicrobatchData
+from megatron.pipeline.library.counts import LossCounts
 from megatron.pipeline.runtime.contract.stage import Microbatch
 from megatron.pipeline.runtime.contract.tensors import has_gradients
 from megatron.pipeline.runtime.stages.module.graph_stage import GraphModuleStage
+from megatron.pipeline.runtime.stages.module.losses import Loss
 
-Loss = Callable[[Any, Any], Tensor]
+LossFunction = Callable[[Any, Any], Loss]
 
 
 class StageModule(nn.Module):
@@ -39,7 +41,7 @@ class StageModule(nn.Module):
         index: int,
         targets: Sequence[int],
         with_gradients: Sequence[int],
-        loss: Loss | None,
+        loss: LossFunction | None,
         autocast: torch.dtype | None,
         device: torch.device,
     ) -> None:
@@ -49,10 +51,11 @@ class StageModule(nn.Module):
         self._with_gradients = frozenset(with_gradients)
         self._autocast, self._device = autocast, device
         self._modes: list[tuple[nn.Module, bool]] = []
+        self._has_sums: bool | None = None  # the loss returns (sum, count)
 
     def forward(
         self, data: MicrobatchData | None, inputs: Mapping[int, tuple[Tensor, ...]]
-    ) -> tuple[dict[int, tuple[Tensor, ...]], Tensor | None]:
+    ) -> tuple[dict[int, tuple[Tensor, ...]], Loss | None]:
         received = [tensor for source in sorted(inputs) for tensor in inputs[source]]
         output = self.output_of(received if inputs else data.inputs)
         return (self._handed_on(output), None) if self._targets else ({}, self.loss_of(output, data.targets))
@@ -64,10 +67,20 @@ class StageModule(nn.Module):
                 return self.module(**inputs)
             return self.module(*inputs) if isinstance(inputs, (tuple, list)) else self.module(inputs)
 
-    def loss_of(self, output: Any, targets: Any) -> Tensor:
-        """The scalar mean loss of a microbatch."""
+    def loss_of(self, output: Any, targets: Any) -> Loss:
+        """The loss of a microbatch: its mean, or its sum and count, the same of all. Raises ValueError for others."""
         with self._precision():
-            return self._scalar(self._loss(output, targets))
+            loss = self._loss(output, targets)
+        has_sum = isinstance(loss, (tuple, list)) and len(loss) == 2
+        if self._has_sums not in (None, has_sum):
+            raise ValueError("the loss returns a mean of one microbatch and (sum, count) of another; return one kind")
+        self._has_sums = has_sum
+        if not has_sum:
+            return self._scalar(loss)
+        total, count = loss
+        if not isinstance(count, (Tensor, int, float)):
+            raise ValueError(f"the loss counts a {type(count).__name__}; return (sum, count) with a number or a scalar")
+        return self._scalar(total), self._scalar(count) if isinstance(count, Tensor) else count
 
     def _precision(self) -> AbstractContextManager:
         return nullcontext() if self._autocast is None else torch.autocast(self._device.type, self._autocast)
@@ -102,7 +115,9 @@ class StageModule(nn.Module):
         if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
             found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             found = f"complex ({loss.dtype})" if isinstance(loss, Tensor) and loss.is_complex() else found
-            raise ValueError(f"the loss is {found}; return its mean over the microbatch, a real scalar tensor")
+            raise ValueError(
+                f"the loss is {found}; return its mean over the microbatch, a real scalar tensor, or (sum, count)"
+            )
         return loss.reshape(())
 
     # An evaluation leaves each module in the mode in which it was; `train` would give all of them one.
@@ -134,7 +149,17 @@ def spare_buffers(module: nn.Module) -> Iterator[None]:
 
 
 class LibraryStage(GraphModuleStage):
-    """As `GraphModuleStage`; a recompute changes no buffer, which the forward has changed before."""
+    """As `GraphModuleStage`; a recompute changes no buffer, which the forward has changed before. `counts`: of the
+    losses, for other ranks.
+    """
+
+    def __init__(self, module: StageModule, *, counts: LossCounts, **options: Any) -> None:
+        super().__init__(module, **options)
+        self._counts = counts
+
+    def _add_loss(self, microbatch: Microbatch, loss: Loss) -> None:
+        self._counts.say(microbatch, loss)
+        super()._add_loss(microbatch, loss)
 
     def recompute(self, microbatch: Microbatch) -> None:
         with spare_buffers(self.module):

@@ -95,6 +95,7 @@ def _state_of_update(update: ModuleUpdate) -> dict[str, Any]:
         "newest": versions.newest,
         "versions": {version: _copied(versions.tensors(version)) for version in kept},
         "clip_factor": update.clip_factor,
+        "mean_count": update.mean_count,
         "optimizer": _copied(update.optimizer.state_dict()),
         "scheduler": None if update.scheduler is None else _copied(update.scheduler.state_dict()),
     }
@@ -106,7 +107,7 @@ def _load_update(update: ModuleUpdate, state: dict[str, Any]) -> None:
         versions.restart(newest, state["versions"][newest])
     else:
         versions.restore({**state["versions"], newest: versions.newest_tensors()})
-    update.clip_factor = state["clip_factor"]
+    update.clip_factor, update.mean_count = state["clip_factor"], state.get("mean_count", 1.0)
     update.optimizer.load_state_dict(state["optimizer"])
     if (update.scheduler is None) != (state["scheduler"] is None):
         raise ValueError("the state was saved with a learning-rate scheduler on one side only; give the same")

@@ -103,6 +103,15 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
+def sum_of(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Of what counts, which microbatches have different numbers of: about half of the labels, or of the samples."""
+    if target.is_floating_point():
+        counts = (target[:, :1] > 0).expand_as(target)
+        return (counts * (output - target).square()).sum(), counts.sum()
+    labels = target.flatten().masked_fill(target.flatten() < WORDS // 2, -100)
+    return nn.functional.cross_entropy(output.flatten(0, 1), labels, reduction="sum"), (labels >= 0).sum()
+
+
 def make_optimizer(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.02, weight_decay=0.1)
 
@@ -134,7 +143,7 @@ class Outcome:
 @dataclass(frozen=True)
 class Run:
     """`sizes`: of each batch. `lengths`: of its sequences. `evaluate`: after which batches. `settings`: of Pipeline.
-    `waves`: the dtype of stages of `Waves`.
+    `waves`: the dtype of stages of `Waves`. `sums`: the loss is `sum_of`. `drains`: after each batch.
     """
 
     num_stages: int = 4
@@ -148,6 +157,8 @@ class Run:
     evaluate: tuple[int, ...] = ()
     recompute: bool = False
     waves: torch.dtype | None = None
+    sums: bool = False
+    drains: bool = False
 
     def batch(self, index: int) -> tuple[Tensor, Tensor]:
         sizes = {"size": self.sizes[index], "length": self.lengths[index]}
@@ -178,12 +189,14 @@ def single_process(run: Run, *, delay: int) -> Outcome:
     for batch in range(len(run.sizes)):
         show(max(batch - delay, 0))
         optimizer.zero_grad()
-        total = 0.0
+        total, counted = 0.0, 0
         for inputs, targets in zip(*(each.chunk(run.num_microbatches) for each in run.batch(batch)), strict=True):
-            loss = loss_of(through(inputs), targets)
-            (loss / run.num_microbatches).backward()
-            total += loss.item()
-        outcome.losses.append(total / run.num_microbatches)
+            loss, count = added(run, through(inputs), targets)
+            (loss if run.sums else loss / run.num_microbatches).backward()
+            total, counted = total + loss.item(), counted + count
+        for each in trained if run.sums else ():
+            each.grad = None if each.grad is None else each.grad / counted
+        outcome.losses.append(total / counted)
         outcome.rates.append(optimizer.param_groups[0]["lr"])
         grads = [each.grad for each in trained if each.grad is not None]
         norm = torch.nn.utils.get_total_norm(grads)
@@ -201,12 +214,20 @@ def single_process(run: Run, *, delay: int) -> Outcome:
             pairs = zip(*(each.chunk(run.num_microbatches) for each in data(99, plain=run.plain, **EVALUATED)),
                         strict=True)  # fmt: skip
             with torch.no_grad():
-                losses = [loss_of(through(inputs), targets).item() for inputs, targets in pairs]
-            outcome.evaluations.append(sum(losses) / len(losses))
+                losses = [added(run, through(inputs), targets) for inputs, targets in pairs]
+            outcome.evaluations.append(sum(loss.item() for loss, _ in losses) / sum(count for _, count in losses))
             for module in modules:
                 module.train()
     outcome.values = values_of(dict(enumerate(modules)))
     return outcome
+
+
+def added(run: Run, output: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+    """What a microbatch adds to its batch's loss, and to what that is divided by."""
+    if not run.sums:
+        return loss_of(output, targets), 1
+    loss, count = sum_of(output, targets)
+    return loss, int(count)
 
 
 def values_of(modules: dict[int, nn.Module]) -> dict[str, Tensor]:
@@ -225,9 +246,9 @@ def make(run: Run, schedule: Any, *, seed: int = 1, order: Sequence[int] | None 
     placed = order or [stage % size for stage in range(run.num_stages)]
     own = [module for module, at in zip(modules, placed, strict=True) if at == rank % size]
     return Pipeline(
-        own if len(own) > 1 else own[0], schedule=schedule, num_microbatches=run.num_microbatches, loss=loss_of,
-        optimizer=make_optimizer, clip_grad=run.clip_grad, recompute=run.recompute,
-        scheduler=make_scheduler if run.scheduled else None, **settings,
+        own if len(own) > 1 else own[0], schedule=schedule, num_microbatches=run.num_microbatches,
+        loss=sum_of if run.sums else loss_of, optimizer=make_optimizer, clip_grad=run.clip_grad,
+        recompute=run.recompute, scheduler=make_scheduler if run.scheduled else None, **settings,
     )  # fmt: skip
 
 
@@ -239,8 +260,8 @@ def train(pipeline: Pipeline, run: Run, outcome: Outcome, batches: Sequence[int]
     for index in batches:
         report = pipeline.step(given(pipeline, run.batch(index)))
         outcome.returned.append(None if report is None else report.batch)
-        if report is not None:
-            outcome.add(report)
+        for each in (*([] if report is None else [report]), *(pipeline.drain() if run.drains else ())):
+            outcome.add(each)
         if index in run.evaluate:
             evaluated = given(pipeline, data(99, plain=run.plain, **EVALUATED))
             outcome.evaluations.append(pipeline.evaluate(evaluated).loss)
@@ -390,14 +411,49 @@ def unknown() -> None:
     make(Run(num_stages=2, plain=True), "1f1b-of-mine").close()
 
 
+def with_loss(loss: Callable[[Tensor, Tensor], Any]) -> None:
+    run, module = Run(num_stages=2, plain=True), build(2, plain=True)[0]
+    with Pipeline(module, "flush", 4, loss=loss, optimizer=make_optimizer) as pipeline:
+        pipeline.step(given(pipeline, run.batch(0)))
+
+
+def loss_of_no_kind() -> None:
+    with_loss(lambda output, target: output - target)
+
+
+def count_of_no_kind() -> None:
+    with_loss(lambda output, target: ((output - target).sum(), "12"))
+
+
+def with_counts_by_batch(schedule: Any, *, sums: bool) -> Outcome:
+    """Six batches without a drain, each of whose microbatches counts 1, 2 or 4; means of the same, unless `sums`."""
+
+    def loss(output: Tensor, targets: tuple[Tensor, Tensor]) -> Any:
+        target, counts = targets
+        return (loss_of(output, target) * counts[0], counts[0]) if sums else loss_of(output, target)
+
+    outcome, size = Outcome(), 1 if schedule == "pipedream" else 4
+    module = build(2, plain=True)[dist.get_rank()]
+    with Pipeline(module, schedule, size, loss=loss, optimizer=make_optimizer) as pipeline:
+        for index in range(6):
+            inputs, target = data(index, plain=True)
+            batch = inputs, (target, torch.full((8,), 2 ** (index % 3)))
+            if (report := pipeline.step(batch)) is not None:
+                outcome.add(report)
+        for report in pipeline.drain():
+            outcome.add(report)
+        outcome.values = values_of(pipeline.modules)
+    return outcome
+
+
 def in_groups(run: Run, schedule: Any) -> Outcome:
     """Two replicas of two stages, whose groups say so: rank 0 and 1 have the first stage."""
     rank = dist.get_rank()
     replicas = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     outcome = Outcome()
     pipeline = Pipeline(
-        build(2, plain=run.plain)[rank // 2], schedule, run.num_microbatches, loss=loss_of, optimizer=make_optimizer,
-        data_parallel_group=replicas,
+        build(2, plain=run.plain)[rank // 2], schedule, run.num_microbatches, loss=sum_of if run.sums else loss_of,
+        optimizer=make_optimizer, data_parallel_group=replicas,
     )  # fmt: skip
     train_replica(pipeline, run, outcome, rank % 2)
     return outcome
@@ -416,6 +472,8 @@ def train_replica(pipeline: Pipeline, run: Run, outcome: Outcome, replica: int) 
         for index in range(len(run.sizes)):
             halves = [each.chunk(2)[replica] for each in run.batch(index)]
             if (report := pipeline.step(given(pipeline, halves))) is not None:
+                outcome.add(report)
+            for report in pipeline.drain() if run.drains else ():
                 outcome.add(report)
         for report in pipeline.drain():
             outcome.add(report)

@@ -1,10 +1,12 @@
 """`Pipeline` over plain modules: what it computes is what one process computes, under any schedule."""
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
+from megatron.pipeline import Pipeline
 from megatron.pipeline.schedules import Schedule
 from tests import open_tables, workers
 from tests.pipeline.brought_programs import FOLDED, RHYTHM, TORCH, written
@@ -100,6 +102,66 @@ def test_complex_and_double_parameters_are_trained_as_torch_trains_them(schedule
     assert found.norms == pytest.approx(expected.norms, rel=1e-13 if settings.waves is torch.float64 else 1e-6)
 
 
+ASYNCHRONOUS, ALONE = (Schedule(order="async", weights="stale", recompute=True, num_stages=number) for number in (2, 1))
+SUMS = {
+    "flush": ("flush", 4, Run(evaluate=(1, 4)), 0),
+    "clipped": ("flush", 2, Run(clip_grad=0.2), 0),
+    "2bw": ("2bw", 2, Run(num_stages=2, clip_grad=0.2, evaluate=(2,)), 1),
+    "zb-h1": ("zb-h1", 4, Run(), 0),
+    "bpipe": ("bpipe", 4, Run(plain=True), 0),
+    "pipedream": ("pipedream", 2, Run(num_stages=2, num_microbatches=1, drains=True), 0),
+    "ftpipe": (ASYNCHRONOUS, 2, Run(num_stages=2, recompute=True, drains=True), 0),
+}
+
+
+@pytest.mark.parametrize("way", SUMS)
+def test_a_loss_may_be_a_sum_and_its_count(way):
+    """Microbatches count different numbers, and each counted label weighs the same in losses, norms and gradients,
+    whenever a stage steps. Bit-equal but where a norm clips, which is added up in another order.
+    """
+    schedule, num_ranks, settings, delay = SUMS[way]
+    settings = replace(settings, sums=True)
+    expected = single_process(settings, delay=delay)
+    assert expected.losses != single_process(replace(settings, sums=False), delay=delay).losses
+    assert not settings.clip_grad or min(expected.norms) > settings.clip_grad
+    assert_same(run(num_ranks, settings, schedule), expected, exact=not settings.clip_grad)
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", ASYNCHRONOUS, replace(ASYNCHRONOUS, weights="stale-provisional")])
+def test_counts_are_of_their_own_batch(schedule):
+    """Where stages step by themselves and batches overlap: with as much in each microbatch of a batch, but not of the
+    next, what means compute to the last bit.
+    """
+    means, sums = (
+        workers.run(2, f"{CASES}:with_counts_by_batch", schedule=schedule, sums=sums, timeout=20)
+        for sums in (False, True)
+    )
+    for one, other in zip(means, sums, strict=True):
+        assert one.losses == other.losses and one.norms == other.norms
+        for name, value in one.values.items():
+            assert torch.equal(value, other.values[name]), name
+
+
+def test_a_batch_that_counts_nothing_makes_no_step():
+    """Nor does it move the learning rate. Its loss is that of torch's own mean over nothing."""
+    for schedule in ("flush", "2bw", ALONE):
+        module = torch.nn.Linear(2, 2)
+        pipeline = Pipeline(
+            module, schedule, 2, loss=lambda output, target: ((output * target).sum(), target.sum()),
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1),
+        )  # fmt: skip
+        before, reports = module.bias.detach().clone(), []
+        for value in (1.0, 0.0, 1.0):
+            report = pipeline.step((torch.ones(4, 2), torch.full((4, 2), value)))
+            reports += [*([] if report is None else [report]), *pipeline.drain()]
+        assert [report.skipped for report in reports] == [False, True, False]
+        assert [math.isnan(report.loss) for report in reports] == [False, True, False]
+        assert [report.learning_rate for report in reports] == pytest.approx([0.1, 0.01, 0.01])
+        torch.testing.assert_close(module.bias, before - (0.1 + 0.01) / 2)
+        pipeline.close()
+
+
 def test_stages_in_a_v():
     """Under zbv the first and the last stage share a rank, which brings both modules."""
     settings = Run()
@@ -142,13 +204,27 @@ def test_shapes_may_change(schedule):
     assert outcomes[0].samples == [8, 8, 4, 8, 12, 4]
 
 
-@pytest.mark.parametrize("case", ["in_replicas", "in_groups"])
-@pytest.mark.parametrize(("schedule", "delay"), [("flush", 0), ("2bw", 1)])
-def test_replicas_average_their_gradients(case, schedule, delay):
-    """Two pipelines of two stages train on half of each batch; they hold the same weights."""
-    settings = Run(num_stages=2, plain=True, num_microbatches=2)
+@pytest.mark.parametrize(
+    ("case", "schedule", "delay", "sums"),
+    [
+        ("in_replicas", "flush", 0, True),
+        ("in_replicas", "2bw", 1, False),
+        ("in_groups", "flush", 0, False),
+        ("in_groups", "2bw", 1, True),
+        ("in_replicas", "pipedream", 0, True),
+    ],
+)
+def test_replicas_average_their_gradients(case, schedule, delay, sums):
+    """Two pipelines of two stages train on half of each batch; they hold the same weights. Where losses are sums, the
+    replicas' halves count different numbers, of which each weighs the same.
+    """
+    updates_alone = schedule == "pipedream"
+    settings = Run(
+        num_stages=2, plain=True, num_microbatches=1 if updates_alone else 2, sums=sums, drains=updates_alone
+    )
     outcomes = workers.run(4, f"{CASES}:{case}", run=settings, schedule=schedule, timeout=20)
-    expected = single_process(Run(num_stages=2, plain=True, num_microbatches=4), delay=delay)
+    whole = replace(settings, num_microbatches=2 * settings.num_microbatches)
+    expected = single_process(whole, delay=delay)
     assert_same(outcomes, expected, exact=False)
     twins = ((0, 2), (1, 3)) if case == "in_replicas" else ((0, 1), (2, 3))
     for one, other in twins:
@@ -286,6 +362,8 @@ REFUSALS = {
     "pipedream_in_microbatches": (2, "updates after every microbatch"),
     "clipped_pipedream": (2, "every stage steps before the norm"),
     "unknown": (2, "there is no schedule '1f1b-of-mine'"),
+    "loss_of_no_kind": (2, "the loss is a tensor of shape (2, 6); return its mean over the microbatch, a scalar, or ("),
+    "count_of_no_kind": (2, "the loss counts a str; return (sum, count) with a number"),
 }
 
 

@@ -38,7 +38,7 @@ def test_a_resumed_run_is_the_run_without_interruption(schedule, reads_first):
 )
 def test_weights_that_a_drain_changes_go_on_behind_it(schedule, options):
     """PipeDream's versions and predictions depend on where a run drains: a resumed run is one that drained there."""
-    settings = Run(num_stages=2, dropout=0.3, num_microbatches=1 if schedule == "pipedream" else 4)
+    settings = Run(num_stages=2, dropout=0.3, num_microbatches=1 if schedule == "pipedream" else 4, sums=True)
     drained, resumed = (
         workers.run(2, f"{CASES}:resumed", run=settings, schedule=schedule, at=3, reads_first=True, stops=stops,
                     **options)

@@ -55,6 +55,10 @@ class GradientBuffer:
         for flat in self.flat:
             flat.mul_(factor)
 
+    def divide(self, divisor: float) -> None:
+        for flat in self.flat:
+            flat.div_(divisor)
+
 
 class GradientBuffers:
     """A fixed number of buffers that are taken and given back. `notes_writes`: note which gradients are `written`."""

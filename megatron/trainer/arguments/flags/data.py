@@ -98,7 +98,11 @@ DATA = Group(
         ),
         switch("--reset-position-ids", "Positions start at 0 after each end-of-document token."),
         switch("--reset-attention-mask", "No attention across end-of-document tokens."),
-        switch("--eod-mask-loss", "No loss on end-of-document tokens."),
+        switch(
+            "--eod-mask-loss",
+            "No loss on end-of-document tokens. As in Megatron-LM, the reported loss is the mean over tokens, and the "
+            "trained one that over microbatches.",
+        ),
         negation(
             "--no-create-attention-mask-in-dataloader",
             "create_attention_mask_in_dataloader",

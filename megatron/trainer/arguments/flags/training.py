@@ -71,9 +71,10 @@ BATCH = Group(
         ),
         switch(
             "--calculate-per-token-loss",
-            "The loss of a batch is the mean over its tokens. What is trained is the mean over its microbatches, which "
-            "is the same where every token counts; data with one that does not end the run, and --eod-mask-loss and "
-            "BERT are refused.",
+            "The loss of a batch is the mean over its tokens. It is for batches whose microbatches count different "
+            "numbers of tokens: without it each microbatch weighs the same, as in Megatron-LM. Here it is a check: "
+            "what is trained is always the mean over microbatches, which is the same where every token counts; data "
+            "with one that does not end the run, and --eod-mask-loss and BERT are refused.",
         ),
         switch("--cross-entropy-loss-fusion", "Fused cross entropy."),
         option(

@@ -331,6 +331,16 @@ def test_an_overflow_leaves_the_batch_out_at_every_stage():
             assert torch.equal(tensor, expected.parameters[name])
 
 
+def test_sums_are_divided_by_what_their_batch_counts():
+    """As `flush` does, but with the clip's factor at once; an eager update does not know it."""
+    training = Training(batches=(4, 1, 2), clip_grad=0.1, sums=True)
+    assert_same(run(1, training, num_virtual_stages=4), flush(training), exact=False)
+    with pytest.raises(
+        workers.WorkerError, match=r"the losses of batch 0 are sums, and eager .*; use deferred updates"
+    ):
+        run(1, Training(batches=(2,), sums=True), num_virtual_stages=4, host_update="eager")
+
+
 def test_an_eager_update_refuses_what_is_not_finite():
     """It cannot leave the batch out, so the run ends and says so."""
     with pytest.raises(workers.WorkerError, match="not finite, and an eager update cannot leave the batch out"):

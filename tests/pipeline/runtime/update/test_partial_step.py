@@ -55,15 +55,19 @@ def test_it_is_the_step(maker, has_masters):
     assert torch.equal(*outcomes)
 
 
-def test_an_update_steps_its_buffer_at_the_rate_of_now():
-    """Half of a batch, and then the step: what is ahead is made once, and gone with the weights."""
+@pytest.mark.parametrize("counts", [(1, 1, 1, 1), (3, 1, 0, 4)], ids=["means", "sums"])
+def test_an_update_steps_its_buffer_at_the_rate_of_now(counts):
+    """Half of a batch, and then the step: what is ahead is made once, and gone with the weights. Gradients of sums are
+    divided by what those that are there count.
+    """
     weight = torch.nn.Parameter(torch.ones(2))
     versions = AheadVersions({"weight": weight}, ahead=Ahead.PROVISIONAL_STEP)
     optimizer = SGD([weight], lr=1.0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
     update = ModuleUpdate(
-        {"weight": weight}, versions=versions, optimizer=optimizer, scheduler=scheduler, num_grad_buffers=1
-    )
+        {"weight": weight}, versions=versions, optimizer=optimizer, scheduler=scheduler, num_grad_buffers=1,
+        counts=lambda batch, number: sum(counts[:number]),
+    )  # fmt: skip
     for batch, rate in enumerate((1.0, 0.5)):
         info = BatchInfo(batch, num_microbatches=4, num_samples=4)
         update.begin_batch(info)
@@ -73,12 +77,12 @@ def test_an_update_steps_its_buffer_at_the_rate_of_now():
             weight.grad += 0.25 * done
             for _ in range(2 if done < 4 else 0):
                 versions.load_ahead(batch, done)
-                mean = sum(range(1, done + 1)) / done
+                mean = sum(range(1, done + 1)) / sum(counts[:done])
                 torch.testing.assert_close(weight.detach(), before - rate * mean)
                 versions.load(batch)
                 assert torch.equal(weight.detach(), before)
         update.step(batch + 1)
-        torch.testing.assert_close(weight.detach(), before - rate * 2.5)
+        torch.testing.assert_close(weight.detach(), before - rate * 10 / sum(counts))
         assert versions.num_made == 3 * (batch + 1) and versions.num_slots == 2
     with pytest.raises(ValueError, match=r"weight version 0 is not alive"):
         versions.load_ahead(0, 1)

@@ -20,6 +20,7 @@ from megatron.pipeline.runtime.activations.kept import ActivationStore, RandomSt
 from megatron.pipeline.runtime.activations.weight_products import DeferredProducts
 from megatron.pipeline.runtime.contract.stage import Microbatch
 from megatron.pipeline.runtime.contract.tensors import has_gradients
+from megatron.pipeline.runtime.stages.module.losses import BatchLosses, Loss, sum_and_count
 from megatron.pipeline.runtime.stages.module.split_linears import split_linears
 from megatron.pipeline.runtime.transport.edge_tensors import EdgeTensors
 from megatron.pipeline.runtime.update.ahead_versions import AheadVersions
@@ -42,8 +43,8 @@ class GraphModuleStage:
     """Stage `index` of a graph, running `module`.
 
     Args:
-        module: called as `module(data, inputs)`; `inputs`: stage -> tensors. Returns (stage -> tensors, the scalar mean
-            loss or None).
+        module: called as `module(data, inputs)`; `inputs`: stage -> tensors. Returns (stage -> tensors, the loss
+            or None): a scalar mean, or a sum and its count.
         graph: the stages.
         edges: the other stage -> what travels between them.
         versions: the weight versions of the module's parameters, shared with its `ModuleUpdate`; `AheadVersions` of
@@ -93,7 +94,7 @@ class GraphModuleStage:
         self._has_loss = has_loss
         self._recompute = recompute
         self._device = torch.device(device)
-        self._losses: dict[int, tuple[Tensor, int]] = {}
+        self._losses = BatchLosses()
         self._products = DeferredProducts()
         self._shared_gradients: dict[int, list[Tensor]] = {}  # source -> of the shared parameters it gave, so far
 
@@ -125,7 +126,7 @@ class GraphModuleStage:
         else:
             outputs, loss = self._run_saving(microbatch, saved)
         if self._has_loss:
-            self._add_loss(microbatch.batch, loss)
+            self._add_loss(microbatch, loss)
         return self._detached(outputs)
 
     def recompute(self, microbatch: Microbatch) -> None:
@@ -170,14 +171,13 @@ class GraphModuleStage:
             outputs, loss = self._run(microbatch, inputs)
         self.module.train(was_training)
         if self._has_loss:
-            self._add_loss(microbatch.batch, loss)
+            self._losses.add(microbatch.batch, loss)
         return self._detached(outputs)
 
     def take_losses(self, batch: int) -> dict[str, tuple[float, float]]:
         if not self._has_loss:
             return {}
-        total, count = self._losses.pop(batch)
-        return {self.loss_names[0]: (total.item(), float(count))}
+        return {self.loss_names[0]: self._losses.take(batch)}
 
     def _input_gradients(
         self, source: int, microbatch: Microbatch, inputs: tuple[Tensor, ...]
@@ -203,7 +203,7 @@ class GraphModuleStage:
             grad if owner is None else next(found) for grad, owner in zip(gradients, travelling.owners, strict=True)
         )
 
-    def _run_saving(self, microbatch: Microbatch, saved: _SavedInputs) -> tuple[_Tensors, Tensor | None]:
+    def _run_saving(self, microbatch: Microbatch, saved: _SavedInputs) -> tuple[_Tensors, Loss | None]:
         """The forward with a graph, from inputs that are leaves of it."""
         saved.inputs = {
             source: tuple(
@@ -217,18 +217,18 @@ class GraphModuleStage:
             (target, [_root(tensor) for tensor in outputs[target] if has_gradients(tensor.dtype)])
             for target in self._with_gradients
         ]
-        saved.loss = None if loss is None else loss / microbatch.num_microbatches
+        saved.loss = None if loss is None else sum_and_count(loss)[0] / microbatch.num_microbatches
         return outputs, loss
 
-    def _run(self, microbatch: Microbatch, inputs: _Tensors) -> tuple[_Tensors, Tensor | None]:
+    def _run(self, microbatch: Microbatch, inputs: _Tensors) -> tuple[_Tensors, Loss | None]:
         return self.module(self._data(microbatch), inputs)
 
     def _detached(self, outputs: _Tensors) -> _Tensors:
         return {target: tuple(tensor.detach() for tensor in outputs[target]) for target in self._targets}
 
-    def _add_loss(self, batch: int, loss: Tensor) -> None:
-        total, count = self._losses.get(batch, (torch.zeros((), dtype=torch.float64, device=loss.device), 0))
-        self._losses[batch] = total + loss.detach(), count + 1
+    def _add_loss(self, microbatch: Microbatch, loss: Loss) -> None:
+        """Of a forward in training, once."""
+        self._losses.add(microbatch.batch, loss)
 
 
 def _root(tensor: Tensor) -> object | None:

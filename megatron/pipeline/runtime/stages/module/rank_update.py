@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from megatron.pipeline.program.weight_policies import WeightPolicy
+from megatron.pipeline.runtime.stages.module.losses import Counts, by_microbatches
 from megatron.pipeline.runtime.stages.module.stage_updates import StageUpdates
 from megatron.pipeline.runtime.stages.module.update import ModuleUpdate
 from megatron.pipeline.runtime.update.ahead_versions import AheadVersions
@@ -52,6 +53,8 @@ def make_updates(
     weights: WeightPolicy,
     job_group: Any,
     device: torch.device | str,
+    counts: Counts = by_microbatches,
+    skips_unused: bool = False,
     **options: Any,
 ) -> tuple[ModuleUpdate | StageUpdates, dict[int, ModuleUpdate]]:
     """(what the engine takes, the updates that step, by the keys of `steps_of`). Collective over the job.
@@ -59,9 +62,13 @@ def make_updates(
     Args:
         steps: of `steps_of`.
         stepping: key -> `optimizer` and `scheduler` of an update.
+        counts, skips_unused: as `ModuleUpdate` takes them.
         options: of `ModuleUpdate`, where the rank steps as one.
     """
-    common = {"num_grad_buffers": weights.max_gradient_buffers, "device": device}
+    common = {
+        "num_grad_buffers": weights.max_gradient_buffers, "device": device, "counts": counts,
+        "skips_unused": skips_unused,
+    }  # fmt: skip
     if weights.refreshes:
         updates = {
             key: ModuleUpdate(own, versions=versions[key], **stepping[key], **common) for key, own in steps.items()

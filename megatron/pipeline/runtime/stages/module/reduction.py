@@ -46,6 +46,11 @@ class ModuleReduction:
     device: torch.device
 
     @property
+    def num_replicas(self) -> int:
+        group = self.data_parallel_group
+        return 1 if group is None else torch.distributed.get_world_size(group)
+
+    @property
     def uncounted(self) -> frozenset[str]:
         """Names of copies that this rank leaves out of the norm."""
         return frozenset() if self.tied is None else frozenset(self.tied.names[1 if self.tied.counts_in_norm else 0 :])
@@ -65,7 +70,7 @@ class ModuleReduction:
         """Over the replicas."""
         for gradient in gradients if self.data_parallel_group is not None else ():
             torch.distributed.all_reduce(gradient, group=self.data_parallel_group)
-            gradient.div_(torch.distributed.get_world_size(self.data_parallel_group))
+            gradient.div_(self.num_replicas)
 
     def unused_everywhere(self, buffer: GradientBuffer) -> list[str]:
         """The names of the gradients that no replica has written."""
@@ -89,8 +94,11 @@ class ModuleReduction:
 
     def reduce_norm(
         self, report: BatchReport, norm_squared: float, stop_requests: int, losses: Mapping[str, tuple[float, float]]
-    ) -> None:
-        """Complete the report with what all ranks of the job say; `norm_squared`: of this rank."""
+    ) -> float:
+        """Complete the report with what all ranks of the job say; `norm_squared`: of this rank.
+
+        Returns what the batch's losses count, the mean over the replicas.
+        """
         sums = all_reduce_norm(
             norm_squared=norm_squared if self.counts_in_norm else 0.0,
             overflow=not math.isfinite(norm_squared),
@@ -103,8 +111,9 @@ class ModuleReduction:
         report.overflow = sums.num_overflows > 0
         report.grad_norm = sums.norm
         report.stop_requests = sums.stop_requests
-        report.losses = sums.mean_losses
+        report.losses = {name: total / count if count else math.nan for name, (total, count) in sums.losses.items()}
         report.nan = not all(math.isfinite(loss) for loss in report.losses.values())
+        return sums.losses[self.loss_names[0]][1] / self.num_replicas
 
 
 def clip_factor(largest: float, norm: float) -> float:

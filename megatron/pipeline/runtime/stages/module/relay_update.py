@@ -35,12 +35,15 @@ from megatron.pipeline.runtime.update.gradient_norm import norm_of
 class _PendingUpdates:
     """A batch between its first forward and the last of its updates.
 
-    `factor`, `skipped`: what STEP decided.
+    `mean_count`: what the losses of a microbatch count, on average; 1 where they are means. `factor`, `skipped`: what
+    STEP decided.
     """
 
     report: BatchReport
     settings: Settings
     num_updates_left: int
+    num_microbatches: int
+    mean_count: float = 1.0
     factor: float = 1.0
     skipped: bool = False
     stepped: bool = False
@@ -112,7 +115,9 @@ class ModuleRelayUpdate:
 
     def begin_batch(self, info: BatchInfo) -> None:
         report = BatchReport(batch=info.index, num_samples=info.num_samples)
-        self._pending[info.index + 1] = _PendingUpdates(report, self._host.settings(), len(self.store.stages))
+        self._pending[info.index + 1] = _PendingUpdates(
+            report, self._host.settings(), len(self.store.stages), info.num_microbatches
+        )
 
     def begin_backward(self, info: BatchInfo) -> None:
         """Each stage takes a buffer of its own: see `accumulate`."""
@@ -141,15 +146,22 @@ class ModuleRelayUpdate:
         taken = self._norms.take(version)
         norms = [norm for name, norm in taken.items() if name not in self._reduction.uncounted]
         local = torch.stack(norms).square().sum().item() if norms else 0.0
-        self._reduction.reduce_norm(pending.report, local, stop_requests, losses)
+        count = self._reduction.reduce_norm(pending.report, local, stop_requests, losses)
+        pending.mean_count = count / pending.num_microbatches
+        pending.report.grad_norm /= pending.mean_count or 1.0
+        if self._is_eager and pending.mean_count != 1.0:
+            raise ValueError(
+                f"the losses of batch {version - 1} are sums, and eager updates are made before it is known what they "
+                "count; use deferred updates, or return means"
+            )
 
     def step(self, version: int) -> BatchReport:
         pending = self._pending[version]
         report = pending.report
         report.learning_rate = pending.settings[0]["lr"]
-        report.skipped = pending.skipped = report.overflow
+        report.skipped = pending.skipped = report.overflow or not pending.mean_count
         if not report.skipped:
-            pending.factor = clip_factor(self._clip_grad, report.grad_norm)
+            pending.factor = clip_factor(self._clip_grad, report.grad_norm) / pending.mean_count
             self._host.note_step()
             if self.scheduler is not None:
                 self.scheduler.step()

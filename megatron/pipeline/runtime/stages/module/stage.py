@@ -1,9 +1,9 @@
 """Any ``nn.Module`` as a pipeline stage.
 
 The first stage draws its inputs from a callable, the last one turns its outputs into a loss. The gradient of a batch
-is the mean over its microbatches. Backward starts from an edge of the autograd graph and not from the output tensor,
-so once an output has been sent nothing here holds its storage. Under recompute the forward runs without a graph and
-only the input and the random state are kept.
+is the mean over its microbatches, or over what its losses count (`losses`). Backward starts from an edge of the
+autograd graph and not from the output tensor, so once an output has been sent nothing here holds its storage. Under
+recompute the forward runs without a graph and only the input and the random state are kept.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from megatron.pipeline.runtime.activations.weight_products import DeferredProduc
 from megatron.pipeline.runtime.contract.stage import Eviction, Microbatch
 from megatron.pipeline.runtime.contract.tensors import TensorSpec
 from megatron.pipeline.runtime.relay.resident_weights import StageWeights
+from megatron.pipeline.runtime.stages.module.losses import BatchLosses, Loss, sum_and_count
 from megatron.pipeline.runtime.stages.module.split_linears import split_linears
 from megatron.pipeline.runtime.update.versions import WeightVersions
 
@@ -29,9 +30,9 @@ class ModuleStage:
     """Stage `index` of `num_stages`, running `module`.
 
     `versions`: the weight versions of the module's parameters, shared with its `ModuleUpdate`, or its weights on the
-    host, shared with its `ModuleRelayUpdate`; None where the stage is frozen. `source(microbatch)`:
-    the input tensor of a microbatch, on the first stage. `loss(output, microbatch)`: its scalar mean loss, on the
-    last stage. `input_spec` / `output_spec`: what arrives and leaves, None at the ends. `recompute`: the program
+    host, shared with its `ModuleRelayUpdate`; None where the stage is frozen. `source(microbatch)`: the input tensor of
+    a microbatch, on the first stage. `loss(output, microbatch)`: on the last stage, its scalar mean loss, or its sum
+    and count. `input_spec` / `output_spec`: what arrives and leaves, None at the ends. `recompute`: the program
     contains R instructions. `activation_memory`: the rank's, if activations are to be counted and moved; None: they
     stay in the graph. `input_needs_gradient`: False behind a frozen stage. A stage that is frozen itself is asked for
     `forward_only` alone.
@@ -45,7 +46,7 @@ class ModuleStage:
         num_stages: int,
         versions: WeightVersions | StageWeights | None,
         source: Callable[[Microbatch], Tensor] | None = None,
-        loss: Callable[[Tensor, Microbatch], Tensor] | None = None,
+        loss: Callable[[Tensor, Microbatch], Loss] | None = None,
         input_spec: TensorSpec | None = None,
         output_spec: TensorSpec | None = None,
         recompute: bool = False,
@@ -75,7 +76,7 @@ class ModuleStage:
         self._captured = (
             NotCaptured(index) if activation_memory is None else CapturedActivations(index, module, activation_memory)
         )
-        self._losses: dict[int, tuple[Tensor, int]] = {}
+        self._losses = BatchLosses()
         self._products = DeferredProducts()
 
     def load_version(self, version: int) -> None:
@@ -93,11 +94,11 @@ class ModuleStage:
             else:
                 output = self._run(microbatch, input)
                 saved.root = self._root(output, microbatch)
+        if self._loss is not None:
+            self._losses.add(microbatch.batch, output)
+            output, _ = sum_and_count(output)
         self._captured.seal(microbatch.index, input=input, output=output)
-        if self._loss is None:
-            return output.detach()
-        self._add_loss(microbatch.batch, output)
-        return None
+        return output.detach() if self._loss is None else None
 
     def recompute(self, microbatch: Microbatch) -> None:
         saved = self.activations.get(microbatch.index)
@@ -160,27 +161,22 @@ class ModuleStage:
         self.module.train(was_training)
         if self._loss is None:
             return output.detach()  # it may be the input itself, which is not ours to change
-        self._add_loss(microbatch.batch, output)
+        self._losses.add(microbatch.batch, output)
         return None
 
     def take_losses(self, batch: int) -> dict[str, tuple[float, float]]:
         if self._loss is None:
             return {}
-        total, count = self._losses.pop(batch)
-        return {self.loss_names[0]: (total.item(), float(count))}
+        return {self.loss_names[0]: self._losses.take(batch)}
 
-    def _run(self, microbatch: Microbatch, input: Tensor | None) -> Tensor:
+    def _run(self, microbatch: Microbatch, input: Tensor | None) -> Tensor | Loss:
         output = self.module(self._source(microbatch) if self._source is not None else input)
         return output if self._loss is None else self._loss(output, microbatch)
 
-    def _root(self, output: Tensor, microbatch: Microbatch):
+    def _root(self, output: Tensor | Loss, microbatch: Microbatch):
         """Where backward starts: the edge that made `output`, or on the last stage the loss's share of the batch's
         mean.
         """
         if self._loss is None:
             return get_gradient_edge(output)
-        return output / microbatch.num_microbatches
-
-    def _add_loss(self, batch: int, loss: Tensor) -> None:
-        total, count = self._losses.get(batch, (torch.zeros((), dtype=torch.float64, device=loss.device), 0))
-        self._losses[batch] = total + loss.detach(), count + 1
+        return sum_and_count(output)[0] / microbatch.num_microbatches

@@ -52,7 +52,7 @@ class StageUpdates:
         norms, rates = zip(*(update.take_stepped(version) for update in self._updates.values()), strict=True)
         report = self._reports.pop(version)
         report.learning_rate = rates[0]
-        self._reduction.reduce_norm(report, sum(norms), stop_requests, losses)
+        report.skipped = not self._reduction.reduce_norm(report, sum(norms), stop_requests, losses)
 
     def begin_evaluation(self) -> None:
         self.show_newest()

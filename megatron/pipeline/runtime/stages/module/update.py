@@ -4,6 +4,10 @@ The gradients of a batch are averaged over replicas, those of tied parameters ad
 taken over all ranks of the job on the chain thread; the step clips with it and writes the next weight version. Where
 a gradient is not finite anywhere, no rank steps: the new version is an alias of the one before and the learning rate
 stays.
+
+Where losses are sums, the gradients are those of sums until the step. What a batch counts, over all replicas, comes
+with its norm; the step divides by it, and so is the norm, before it clips. A batch that counts nothing makes no step. A
+prediction comes before its batch's norm: it divides by the newest count that there is, that of the step before.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from torch import Tensor
 
 from megatron.pipeline.program.weight_policies import Ahead
 from megatron.pipeline.runtime.contract.stage import BatchInfo, BatchReport
+from megatron.pipeline.runtime.stages.module.losses import Counts, by_microbatches
 from megatron.pipeline.runtime.stages.module.reduction import ModuleReduction, TiedParameter, clip_factor
 from megatron.pipeline.runtime.update.ahead_versions import AheadVersions, Make
 from megatron.pipeline.runtime.update.gap_aware import GapAware
@@ -50,7 +55,7 @@ class _PendingReport:
     norm_squared: Tensor | None = None  # of a batch that is stepped before its norm is reduced
     partial: _Partial | None = None  # what a prediction reads, where that is not the buffer
     partial_embed: _Partial | None = None
-    reduced: bool = False
+    mean_count: float | None = None  # of a microbatch, once that is known
     norm: float = math.nan
     losses: dict[str, float] = field(default_factory=dict)
 
@@ -68,6 +73,11 @@ class ModuleUpdate:
     stages, so each clips as the step before did, and not by what its stage's own gradients ask for. `AheadVersions` get
     what makes their weights here, of their kind. `skips_unused`: parameters that no microbatch of a batch has used, on
     any replica, have no gradient when it steps, so that the optimizer passes over them, as it does in one process.
+    `counts`: asked where weights need that before it comes with a norm: by steps that come before it, and by
+    provisional ones.
+
+    `mean_count`: what a microbatch counts, on average over the last batch that was stepped, for predictions; set it
+    before the first one to what is expected.
 
     Raises ValueError for `AheadVersions` with an optimizer that cannot make them.
     """
@@ -89,6 +99,7 @@ class ModuleUpdate:
         reduce_partial: bool = False,
         uniform: bool = False,
         skips_unused: bool = False,
+        counts: Counts = by_microbatches,
         device: torch.device | str = "cpu",
     ) -> None:
         self.versions = versions
@@ -109,6 +120,8 @@ class ModuleUpdate:
         self._reduces_partial = reduce_partial
         self._uniform = uniform
         self._skips_unused = skips_unused
+        self._counts = counts
+        self.mean_count = 1.0
         self._pending: dict[int, _PendingReport] = {}  # by the version that the batch leads to
         self._predicts = isinstance(versions, PredictedVersions)
         self._provisional = ProvisionalStep(optimizer)
@@ -130,7 +143,8 @@ class ModuleUpdate:
 
         def make(version: int, unstepped: int, weights: Slot, targets: Slot) -> None:
             pending = self._pending[version + 1]  # whose gradients are being added up
-            step.take(pending.buffer.views, pending.info.num_microbatches / unstepped, targets)
+            counted = self._counts(pending.info.index, unstepped)
+            step.take(pending.buffer.views, pending.info.num_microbatches / counted if counted else 0.0, targets)
 
         return make
 
@@ -167,10 +181,12 @@ class ModuleUpdate:
             assert not stepped, "tied copies are added up before the step"
             self._reduction.add_copies(pending.buffer.views)
         local = (pending.norm_squared if stepped else self._norm_squared(pending.buffer)).item()
-        self._reduction.reduce_norm(pending.report, local, stop_requests, losses)
-        pending.reduced = True
+        count = self._reduction.reduce_norm(pending.report, local, stop_requests, losses)
         if stepped:
             del self._pending[version]
+            return
+        pending.mean_count = count / pending.info.num_microbatches
+        pending.report.grad_norm /= pending.mean_count or 1.0
 
     def take_stepped(self, version: int) -> tuple[float, float]:
         """(squared norm of the gradients, learning rate) of a batch that is stepped, in place of `reduce_norm`, where
@@ -182,18 +198,23 @@ class ModuleUpdate:
     def step(self, version: int) -> BatchReport:
         pending = self._pending[version]
         report = pending.report
-        if not pending.reduced and self._clip_grad:
+        is_reduced, size = pending.mean_count is not None, pending.info.num_microbatches
+        if not is_reduced and self._clip_grad:
             raise ValueError("clipping needs the global norm before the step, which this weight policy takes after it")
+        mean_count = pending.mean_count if is_reduced else self._counts(pending.info.index, size) / size
         report.learning_rate = self.optimizer.param_groups[0]["lr"]
-        report.skipped = pending.reduced and report.overflow
-        if not pending.reduced:  # before a gap-aware step shrinks gradients
+        report.skipped = report.overflow or not mean_count
+        self.mean_count = mean_count or self.mean_count
+        if mean_count not in (0.0, 1.0):
+            pending.buffer.divide(mean_count)
+        if not is_reduced:  # before a gap-aware step shrinks gradients
             pending.norm_squared = self._norm_squared(pending.buffer)
         if not report.skipped:
             self._write(version, pending)
         elif not self._predicts:
             self.versions.alias(version, of=version - 1)
         buffer, pending.buffer = pending.buffer, None
-        if pending.reduced:
+        if is_reduced:
             del self._pending[version]
         self._buffers.give_back(buffer)
         return report
@@ -282,11 +303,17 @@ class ModuleUpdate:
         """The factor for gradients of which such a part of the batch is known."""
         last = self.clip_factor or 1.0
         if not self._clip_grad or self._uniform:
-            return last / part
+            return last / part / self.mean_count
         group = None if self._reduces_partial else self._reduction.data_parallel_group
         num_unread = 0 if group is None else torch.distributed.get_world_size(group) - 1
         return prediction_factor(
-            part, squares, last=last, largest=self._clip_grad, num_unread=num_unread, dtype=torch.float64
+            part,
+            squares,
+            last=last,
+            largest=self._clip_grad,
+            num_unread=num_unread,
+            dtype=torch.float64,
+            loss_scale=self.mean_count,
         )
 
     def _norm_squared(self, buffer: GradientBuffer) -> Tensor:

@@ -24,7 +24,7 @@ from megatron.pipeline.runtime.stages.module.update import ModuleUpdate, TiedPar
 from megatron.pipeline.runtime.update.predicted_versions import PredictedVersions
 from megatron.pipeline.runtime.update.versions import WeightVersions
 from megatron.pipeline.schedules import Schedule
-from tests.pipeline.runtime.stages.module import reference
+from tests.pipeline.runtime.stages.module import provisional_reference, reference
 from tests.pipeline.runtime.stages.module.reference import Training
 
 
@@ -75,7 +75,8 @@ def make_stage(
         return reference.data(microbatch.index, replica, poisoned=poisoned)[0].to(device)
 
     def loss(output, microbatch):
-        return reference.loss_of(output, reference.data(microbatch.index, replica)[1].to(device))
+        targets = reference.data(microbatch.index, replica)[1].to(device)
+        return (reference.sum_of if training.sums else reference.loss_of)(output, targets)
 
     return ModuleStage(
         module,
@@ -201,6 +202,8 @@ class Pipeline(Groups):
             uniform=self.schedule.provisional_microbatches is not None,
             device=device,
         )
+        if training.sums:
+            self.update.mean_count = provisional_reference.EXPECTED
         self.engine = PipelineEngine(
             self.schedule,
             self.stages,

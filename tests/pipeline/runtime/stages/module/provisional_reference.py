@@ -18,13 +18,14 @@ from tests.pipeline.runtime.stages.module.reference import (
     NUM_LAYERS,
     Outcome,
     Training,
+    added,
     build_model,
     data,
-    loss_of,
     make_optimizer,
     make_scheduler,
 )
 
+EXPECTED = 9.0
 NumRead = Callable[[str, int], int]  # a parameter's name, microbatches of the batch -> how many are read
 
 
@@ -58,7 +59,10 @@ def train(
     reduce_partial: bool = False,
     scale_invariant: bool = True,
 ) -> Outcome:
-    """As `reference.train`. Every replica predicts from its own part, unless `reduce_partial`."""
+    """As `reference.train`. Every replica predicts from its own part, unless `reduce_partial`. Sums are divided by what
+    a microbatch of the batch counts on average, in predictions by that of the batch stepped before; the first one
+    expects `EXPECTED`.
+    """
     model = build_model(training.dropout, tied=training.tied)
     parameters = dict(model.named_parameters())
     optimizer = make(parameters.values(), training)
@@ -68,10 +72,12 @@ def train(
     predicted = [true] * training.num_replicas
     waiting: dict[str, Tensor] | None = None  # gradients of the batch before
     first = 0
+    mean_count, waiting_count = EXPECTED if training.sums else 1.0, 1.0
 
     def step() -> None:
         """Make the next true version from the gradients that wait."""
-        nonlocal true, clip
+        nonlocal true, clip, mean_count
+        mean_count = waiting_count
         norm = torch.nn.utils.get_total_norm(list(waiting.values()))
         outcome.grad_norms.append(norm.item())
         outcome.learning_rates.append(optimizer.param_groups[0]["lr"])
@@ -88,7 +94,7 @@ def train(
         true = _values(parameters)
 
     for num_microbatches in training.batches:
-        partial, whole, total = [], [], 0.0
+        partial, whole, total, counted = [], [], 0.0, 0
         for replica in range(training.num_replicas):
             _show(parameters, predicted[replica])
             for parameter in parameters.values():
@@ -99,21 +105,23 @@ def train(
                 inputs, targets = data(
                     first + position, replica, poisoned=first + position == training.poisoned_microbatch
                 )
-                loss = loss_of(model(inputs), targets)
+                loss, count = added(training, model(inputs), targets)
                 (loss / num_microbatches).backward()
-                total += loss.item()
+                total, counted = total + loss.item(), counted + count
                 for name, parameter in parameters.items():
                     if read[name] == position + 1:
                         seen[name] = parameter.grad.clone()
             partial.append(seen)
             whole.append({name: parameter.grad.clone() for name, parameter in parameters.items()})
-        outcome.losses.append(total / num_microbatches / training.num_replicas)
+        outcome.losses.append(total / counted)
         first += num_microbatches
         if waiting is not None:
             step()
-        waiting = _mean(whole)
+        waiting_count = counted / (num_microbatches * training.num_replicas)
+        waiting = {name: each / waiting_count for name, each in _mean(whole).items()}
         if reduce_partial:
             partial = [_mean(partial)] * training.num_replicas
+        partial = [{name: each / mean_count for name, each in seen.items()} for seen in partial]
         predicted = [
             _predict(
                 true, seen, num_read, num_microbatches, optimizer, training, make, clip, scale_invariant, reduce_partial

@@ -29,6 +29,7 @@ class Training:
     poisoned_microbatch: int = -1  # its inputs are infinite: the gradients of its batch overflow
     fused: bool = False  # torch's fused kernel of the optimizer
     tied: bool = False  # the first and the last layer share their weight
+    sums: bool = False  # the loss is `sum_of`
 
 
 @dataclass
@@ -89,6 +90,20 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
+def sum_of(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum over the rows that count, of some microbatches none, and how many elements these have."""
+    rows = target[:, 0] > 0
+    return (output - target)[rows].square().sum(), rows.sum() * WIDTH
+
+
+def added(training: Training, output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    """What a microbatch adds to its batch's loss, and to what that is divided by."""
+    if not training.sums:
+        return loss_of(output, target), 1
+    loss, count = sum_of(output, target)
+    return loss, int(count)
+
+
 def make_optimizer(parameters, training: Training) -> torch.optim.Optimizer:
     return torch.optim.AdamW(
         parameters, lr=training.learning_rate, weight_decay=training.weight_decay, fused=training.fused or None
@@ -113,15 +128,17 @@ def train(training: Training, *, delay: int) -> Outcome:
     for j, num_microbatches in enumerate(training.batches):
         _show(parameters, versions[max(j - delay, 0)])
         optimizer.zero_grad()
-        total = 0.0
+        total, counted = 0.0, 0
         for replica in range(training.num_replicas):
             for index in range(first_microbatch, first_microbatch + num_microbatches):
                 inputs, targets = data(index, replica, poisoned=index == training.poisoned_microbatch)
-                loss = loss_of(model(inputs), targets)
-                (loss / num_microbatches / training.num_replicas).backward()
-                total += loss.item()
+                loss, count = added(training, model(inputs), targets)
+                (loss if training.sums else loss / num_microbatches / training.num_replicas).backward()
+                total, counted = total + loss.item(), counted + count
+        for parameter in parameters.values() if training.sums else ():
+            parameter.grad.div_(counted)
         first_microbatch += num_microbatches
-        outcome.losses.append(total / num_microbatches / training.num_replicas)
+        outcome.losses.append(total / counted)
         outcome.learning_rates.append(optimizer.param_groups[0]["lr"])
         norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters.values()])
         outcome.grad_norms.append(norm.item())

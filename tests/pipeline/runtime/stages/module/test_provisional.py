@@ -131,6 +131,24 @@ def test_replicas(reduce_partial):
             assert torch.equal(tensor, outcomes[second].parameters[name])
 
 
+@pytest.mark.parametrize(
+    ("p", "num_read", "changes"),
+    [
+        (2, provisional_reference.ByStage(2), {"clip_grad": 0.1}),
+        (2, uniform(3), {"clip_grad": 0.1, "warmup": 4}),
+        (1, provisional_reference.ByStage(1), {"num_replicas": 2}),
+    ],
+    ids=["by stage", "uniform", "replicas"],
+)
+def test_sums_are_divided_by_the_newest_count_that_there_is(p, num_read, changes):
+    """Steps divide by their own batch's count, predictions by that of the batch before, which all ranks know."""
+    training = Training(batches=(4, 4, 5, 8, 8, 4), sums=True, **changes)
+    expected = provisional_reference.train(training, num_read)
+    options = {} if isinstance(num_read, provisional_reference.ByStage) else {"provisional_microbatches": 3}
+    assert_same(run(p * training.num_replicas, training, **options), expected, exact=False)
+    assert len({reference.sum_of(*reference.data(index))[1].item() for index in range(33)}) > 2
+
+
 @pytest.mark.parametrize("options", [{}, {"provisional_microbatches": 2}])
 @pytest.mark.parametrize("p", [1, 2, 4])
 def test_tied_weights(p, options):
@@ -193,5 +211,5 @@ def test_what_the_optimizer_does_not_step_stays():
         predicted = versions.tensors(batch + 1)
         assert torch.equal(predicted["left out"], torch.ones(3))
         assert (predicted["stepped"] < 1).all()
-        update.reduce_norm(batch + 1, 0, {})
+        update.reduce_norm(batch + 1, 0, {"loss": (1.0, 1.0)})
         update.step(batch + 1)
