@@ -362,7 +362,10 @@ REFUSALS = {
     "pipedream_in_microbatches": (2, "updates after every microbatch"),
     "clipped_pipedream": (2, "every stage steps before the norm"),
     "unknown": (2, "there is no schedule '1f1b-of-mine'"),
-    "loss_of_no_kind": (2, "the loss is a tensor of shape (2, 6); return its mean over the microbatch, a scalar, or ("),
+    "loss_of_no_kind": (
+        2,
+        "the loss is a tensor of shape (2, 6); return its mean over the microbatch, a real scalar tensor, or (",
+    ),
     "count_of_no_kind": (2, "the loss counts a str; return (sum, count) with a number"),
 }
 
