@@ -7,7 +7,9 @@ each batch's reductions and its step stand. The user brings modules, a loss and 
 from __future__ import annotations
 
 import atexit
+import logging
 import math
+import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,6 +39,7 @@ from megatron.pipeline.runtime.contract.trace import CudaClock, RankTrace, Trace
 from megatron.pipeline.runtime.contract.trace import timeline as timeline_of
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.failure import failure_guard
+from megatron.pipeline.runtime.failure.error_file import write_error_file
 from megatron.pipeline.runtime.stages.module.rank_update import make_updates, make_versions, steps_of
 from megatron.pipeline.simulate.timeline import Timeline
 
@@ -46,8 +49,16 @@ _open: set[Pipeline] = set()
 
 @atexit.register
 def _close_all() -> None:
-    """At the end of a script that does not close; behind an uncaught exception others may not come here."""
-    if getattr(sys, "last_value", None) is None:
+    """At the end of a script that does not close. Behind an uncaught exception others may not come here, and threads of
+    what has failed would abort the process, behind what the exception says.
+    """
+    if getattr(sys, "last_value", None) is not None:
+        if any(each._has_failed for each in _open):
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+    else:
         for pipeline in [each for each in _open if each._groups.job is None or dist.is_initialized()]:
             with suppress(Exception):
                 pipeline.close()
@@ -413,9 +424,13 @@ class Pipeline:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """A block behind whose failure nothing is known of what is under way."""
+        """A block behind whose failure nothing is known of what is under way. Outside of a ``with`` block a launcher
+        gets to know what failed first.
+        """
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             self._has_failed = True
+            if failure_guard.active() is None and not failure_guard.is_consequence(error):
+                write_error_file(failure_guard.sentence_of(error, f"rank {self._ranks.own}"))
             raise

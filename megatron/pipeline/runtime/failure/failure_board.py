@@ -22,6 +22,8 @@ from typing import Any
 
 from torch.distributed import Store
 
+from megatron.pipeline.runtime.failure.cpp_messages import silenced
+
 PATIENCE = 5.0
 """Seconds that an answer of the store may take; it takes milliseconds."""
 
@@ -56,7 +58,9 @@ class FailureBoard:
         while (item := self._questions.get()) is not None:
             question, answer, self._asked_at = item
             try:
-                answer.set_result(question(self._store))
+                with silenced():
+                    found = question(self._store)
+                answer.set_result(found)
             except Exception:  # whatever the store raises, its host cannot be reached
                 self.is_lost = True
                 answer.set_result(None)

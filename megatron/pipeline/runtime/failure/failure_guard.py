@@ -39,6 +39,7 @@ import torch
 from torch.distributed import Store, distributed_c10d
 
 from megatron.pipeline.runtime.failure import bus_error
+from megatron.pipeline.runtime.failure.cpp_messages import silence, without_frames
 from megatron.pipeline.runtime.failure.error_file import write_error_file
 from megatron.pipeline.runtime.failure.failure_board import FailureBoard
 from megatron.pipeline.runtime.transport.channels import TransferError
@@ -148,6 +149,16 @@ def is_consequence(error: BaseException | None) -> bool:
     return False
 
 
+def sentence_of(error: BaseException, name: str) -> str:
+    """What ended a rank that is called so, in one line."""
+    text = " ".join(without_frames(str(error)).split())
+    if isinstance(error, TransferError):
+        return text
+    instruction = getattr(error, "pipeline_instruction", None)
+    during = f" in {instruction}" if instruction is not None else ""
+    return f"{getattr(error, 'pipeline_where', name)} failed{during}: {type(error).__name__}: {text}"
+
+
 def _is_timeout(error: BaseException) -> bool:
     return isinstance(error, TimeoutError) or (isinstance(error, RuntimeError) and "timed out" in str(error).lower())
 
@@ -250,13 +261,9 @@ class Guard:
         return self._story_of_lost_store() if is_consequence and self._board.is_lost else first
 
     def _own_story(self, error: BaseException) -> str:
+        story = sentence_of(error, self._name)
         if isinstance(error, TransferError):
-            return str(error) + (self._circumstances(error.peer_rank) if error.timed_out else "")
-        instruction = getattr(error, "pipeline_instruction", None)
-        where = getattr(error, "pipeline_where", self._name)
-        during = f" in {instruction}" if instruction is not None else ""
-        text = " ".join(str(error).split())
-        story = f"{where} failed{during}: {type(error).__name__}: {text}"
+            return story + (self._circumstances(error.peer_rank) if error.timed_out else "")
         return story + (self._circumstances() if _is_timeout(error) else "")
 
     def _story_of_lost_store(self) -> str:
@@ -304,14 +311,15 @@ class Guard:
         consequence = is_consequence(error)
         story = self._board.wait_for_story(CONSEQUENCE_PATIENCE if consequence else 0.0)
         if story is None:
-            if not (consequence and self._board.is_lost):
-                sys.stderr.write("".join(traceback.format_exception(error)))  # before the story, which ends the job
+            if not consequence:  # which a traceback of waiting would not explain; before the story, which ends the job
+                sys.stderr.write(without_frames("".join(traceback.format_exception(error))))
             story = self._tell(self._own_story(error), is_consequence=consequence)
         self._end(story)
 
     def _end(self, story: str) -> None:
         """Print the root cause, let the others read it, and end the process. Only the first caller gets through."""
         self._is_ending = True
+        silence()
         if not self._ending.acquire(blocking=False):
             threading.Event().wait()  # another thread of this process is ending it
         write_error_file(story)

@@ -214,7 +214,7 @@ class Channels:
             link.send(as_memory(tensor), microbatch)
         except RuntimeError as error:
             raise self._transfer_error((kind, stage, peer), str(Instruction(kind, stage, microbatch, peer=peer)),
-                                       error) from error  # fmt: skip
+                                       error) from None  # fmt: skip
 
     def wait_until_read(self, send: Instruction, most: int) -> None:
         """Wait until at most so many of the tensors that were sent before `send`, over its channel, are unread.
@@ -247,7 +247,7 @@ class Channels:
             self._posted[kind, stage, peer, microbatch] = link.receive(spec or usual, microbatch)
         except RuntimeError as error:
             raise self._transfer_error((kind, stage, peer), str(Instruction(kind, stage, microbatch, peer=peer)),
-                                       error) from error  # fmt: skip
+                                       error) from None  # fmt: skip
 
     def wait(self, kind: Kind, stage: int, microbatch: int, during: Instruction, peer: int | None = None) -> Tensor:
         """The tensor of a posted receive. Raises TransferError when it does not come in time or the peer is gone."""
@@ -264,7 +264,7 @@ class Channels:
                 tensor = self._follow(receive, awaited, during)
         except RuntimeError as error:
             timed_out = time.monotonic() - start >= 0.9 * self._timeout.total_seconds()
-            raise self._wait_error(Instruction(*awaited), during, None if timed_out else error) from error
+            raise self._wait_error(Instruction(*awaited), during, None if timed_out else error) from None
         self._waiting = None
         return tensor
 

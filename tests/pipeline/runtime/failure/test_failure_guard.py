@@ -120,6 +120,11 @@ def test_a_killed_rank_is_named_by_the_others(with_torchrun, bad_rank):
     told = endings(output)
     assert list(told) == [f"rank {1 - bad_rank} (stage {1 - bad_rank})"], output
     assert re.match(rf"rank {bad_rank}.* ended without a word", told.popitem()[1]), output
+    assert "frame #" not in output and "[c10d]" not in output, output
+    if not with_torchrun:  # whose own lines follow
+        assert output.rstrip().splitlines()[-1].startswith(f"rank {1 - bad_rank} (stage {1 - bad_rank}) stops: "), (
+            output
+        )
 
 
 def test_a_mapped_file_that_is_cut_short_is_named_in_a_bus_errors_place():
