@@ -56,6 +56,11 @@ def _build(args: argparse.Namespace, program: TrainingProgram, owner_mark: Owner
             require_cache(args)
     reporter = Reporter(args)
     datasets = program.datasets_provider(args, tokenizer)
+    if args.freeze_watch_validation is not None and not args.has_split[1]:
+        raise ValueError(
+            f"--freeze-watch-validation {args.freeze_watch_validation:g} looks at evaluations, and there are no "
+            "validation data; give some, or leave this out"
+        )
     began = time.perf_counter()
     built = setup_model_and_optimizer(args, program)
     seconds_of_setup = time.perf_counter() - began
