@@ -126,7 +126,8 @@ class Shaping:
         before = self._expected(present, batches_left) or 0.0
         insists = self._by_hand is not None
         # layers that train again need their room back
-        needs_room = now.num_frozen < self._args.arrangement.num_frozen and not self._has_room(present)
+        thaws = now.num_frozen < self._args.arrangement.num_frozen
+        needs_room = thaws and (self._arranged(present) is None or not self._has_room(present))
         if self._microbatches is not None:
             now = replace(now, micro_batch_size=of_interval(self._microbatches, self._num_intervals))
             insists |= now.micro_batch_size != present.micro_batch_size
