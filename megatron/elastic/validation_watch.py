@@ -70,7 +70,8 @@ class ValidationWatch:
         self.has_fallen = self.tolerance is not None and fall > self.tolerance
         if self.has_fallen or (self.tolerance is None and fall > WORTH_A_WORD and self._told != best):
             self._told = best
-            warning = f"the validation {found.name} is {found}, and was {best}"
+            asks = f"should be better by {-self.tolerance:g} than" if (self.tolerance or 0) < 0 else "was"
+            warning = f"the validation {found.name} is {found}, and {asks} {best}"
         return warning
 
     def summary(self) -> str | None:

@@ -57,6 +57,9 @@ def test_what_is_said_and_kept():
     )
     assert watch.note(last) == again.note(last) == sentence
     assert again.has_fallen and not watch.has_fallen
+    asking = ValidationWatch(-0.2)
+    asking.load_state_dict(watch.state_dict())
+    assert "and should be better by 0.2 than 0.7000 at iteration 114" in asking.note(last)
     assert again.summary() == (
         "the validation accuracy is 0.6400 at iteration 133 with 5 layers frozen; at best 0.7000 at iteration 114 with "
         "3 layers frozen; before layers froze 0.6000 at iteration 76 with no layer frozen"

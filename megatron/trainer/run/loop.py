@@ -293,7 +293,7 @@ class Loop:
         run.reporter.evaluation(name, run.iteration, losses, seconds=time.perf_counter() - start)
         if name == "validation" and run.elasticity is not None:
             warning = run.elasticity.note_validation(losses, iteration=run.iteration)
-            if warning is not None:
+            if warning is not None and run.iteration < args.train_iters:  # at the end all is said
                 run.reporter.say(f"warning: {warning}")
         return True
 
