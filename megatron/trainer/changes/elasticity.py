@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megatron import backend
@@ -61,14 +63,57 @@ class Elasticity:
             self._num_paused -= 1
             self.take_back()
 
-    def _decide(self, iteration: int) -> tuple[dict[str, Any], Outlook | None]:
+    def note_validation(self, losses: Mapping[str, float], *, iteration: int) -> str | None:
+        """Count in an evaluation of the validation data; returns a warning where it is worse than the best, and layers
+        are frozen. The same on all ranks."""
+        if self._freezing is None:
+            return None
+        num_frozen = self._args.arrangement.num_frozen
+        warning = self._freezing.note_validation(losses, iteration=iteration, num_frozen=num_frozen)
+        end = "freezing ends, and all layers train again"
+        if self._freezing.watch.tolerance is None:
+            end = "frozen layers may cost that; --freeze-watch-validation TOLERANCE has all layers train again"
+        return warning and f"{warning}: {end}"
+
+    @property
+    def is_to_thaw(self) -> bool:
+        """Whether validation has fallen so far that all layers are to train again."""
+        return self._freezing is not None and self._freezing.watch.has_fallen and not self._freezing.has_ended
+
+    def thaw(self, run: Run) -> None:
+        """Freeze nothing from now on: fill `wanted`. Collective, drained."""
+        if self._shaping is not None:
+            self._shaping.measure(run.engine, run.cache)
+        self._freezing.has_ended = True
+        state, outlook = on_rank_zero(lambda: self._decide(run.iteration, is_interval=False))
+        self._load(state)
+        self.outlook = outlook
+
+    def cost_of_freezing(self) -> str | None:
+        """A line for the end of a run: what its evaluations say of its frozen layers; None where it froze none."""
+        num_frozen = self._args.arrangement.num_frozen
+        if self._freezing is None or not (num_frozen or self._freezing.has_ended):
+            return None
+        watch = self._freezing.watch
+        seen = watch.summary()
+        if seen is None:
+            return (
+                f"warning: {num_frozen} of {self._args.num_layers} layers are frozen, and no evaluation has shown what "
+                "that costs; --eval-interval N and --freeze-watch-validation TOLERANCE do"
+            )
+        remedy = "" if watch.tolerance is not None else "; --freeze-watch-validation TOLERANCE ends freezing at a fall"
+        return f"freezing: {seen}{remedy}"
+
+    def _decide(self, iteration: int, *, is_interval: bool = True) -> tuple[dict[str, Any], Outlook | None]:
         wanted, outlook = self._args.arrangement, None
         if self._freezing is not None:
             self._freezing.decide()
             wanted = wanted.with_frozen(self._freezing.num_frozen)
             wanted.stages  # noqa: B018 - raises ValueError where a rule freezes what cannot be frozen
         if self._shaping is not None:
-            wanted, outlook = self._shaping.decide(wanted, batches_left=self._args.train_iters - iteration)
+            wanted, outlook = self._shaping.decide(
+                wanted, batches_left=self._args.train_iters - iteration, is_interval=is_interval
+            )
         self.wanted = wanted
         return self.state_dict(), outlook
 
@@ -97,15 +142,18 @@ class Elasticity:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps, as plain numbers, the same on all ranks."""
+        thaws = self.wanted.num_frozen < self._args.arrangement.num_frozen
         return {
             "first": self._args.first_arrangement.state_dict(),
-            "wanted": self.wanted.state_dict(),
+            # a run that goes on from here has no optimizer state of what is frozen yet, and thaws as this one will
+            "wanted": (self._args.arrangement if thaws else self.wanted).state_dict(),
+            "thawed": self.wanted.state_dict() if thaws else None,
             "freezing": None if self._freezing is None else self._freezing.state_dict(),
             "shaping": None if self._shaping is None else self._shaping.state_dict(),
         }
 
     def _load(self, state: dict[str, Any]) -> None:
-        self.wanted = Arrangement.from_state(state["wanted"])
+        self.wanted = Arrangement.from_state(state.get("thawed") or state["wanted"])
         if self._freezing is not None and state["freezing"] is not None:
             self._freezing.load_state_dict(state["freezing"])
         if self._shaping is not None and state["shaping"] is not None:
@@ -115,7 +163,11 @@ class Elasticity:
         """Go on from a checkpoint. Raises CheckpointError where another rule has decided, or the record is damaged."""
         with reading_changes(self._args):
             self._load(state)
-        self.wanted = self._args.arrangement
+            goes_on_as_it_was = Arrangement.from_state(state["wanted"]) == self._args.arrangement
+        if state.get("thawed") is None:
+            self.wanted = self._args.arrangement
+        elif not goes_on_as_it_was:
+            self.wanted = replace(self._args.arrangement, num_frozen=0, cached=False)
 
 
 def _device_bytes(args: argparse.Namespace) -> float:

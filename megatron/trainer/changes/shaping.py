@@ -118,12 +118,16 @@ class Shaping:
         if taken is not None and self._disk is not None:
             self._disk = replace(self._disk, read=taken[0], write=taken[1])
 
-    def decide(self, now: Arrangement, *, batches_left: int) -> tuple[Arrangement, Outlook]:
-        """From `now`, the present arrangement with the layers frozen that are to be, to the one to go on with."""
-        self._num_intervals += 1
+    def decide(self, now: Arrangement, *, batches_left: int, is_interval: bool = True) -> tuple[Arrangement, Outlook]:
+        """From `now`, the present arrangement with the layers frozen that are to be, to the one to go on with.
+        `is_interval`: an interval ends here, for what is listed by hand."""
+        self._num_intervals += is_interval
         present = self._as_it_is(now)
         before = self._expected(present, batches_left) or 0.0
         insists = self._by_hand is not None
+        # layers that train again need their room back
+        thaws = now.num_frozen < self._args.arrangement.num_frozen
+        needs_room = thaws and (self._arranged(present) is None or not self._has_room(present))
         if self._microbatches is not None:
             now = replace(now, micro_batch_size=of_interval(self._microbatches, self._num_intervals))
             insists |= now.micro_batch_size != present.micro_batch_size
@@ -146,7 +150,7 @@ class Shaping:
             asked += f"microbatches of {now.micro_batch_size} samples"
             return present, Outlook(before, before, f"{asked} cannot be arranged" if insists else None)
         wanted, after = min(found, key=lambda each: (each[1], each[0].pipeline, each[0].cached))
-        if not insists and (before - after) * batches_left <= self._cost_of_another_cut(present):
+        if not (insists or needs_room) and (before - after) * batches_left <= self._cost_of_another_cut(present):
             return present, Outlook(before, before)
         return self._ordered(wanted, present), Outlook(before, after)
 

@@ -70,10 +70,14 @@ def convert_request(request: dict, holds: Callable[[str], bool]) -> dict:
 
 def _master_of(value: object) -> str | None:
     """Name of the parameter that a sharded tensor is the FP32 master of."""
-    if isinstance(value, (ShardedTensor, ShardedTensorFactory)):
-        for prefix in (_DISTRIBUTED_MASTER, _MIXED_MASTER):
-            if value.key.startswith(prefix):
-                return value.key.removeprefix(prefix)
+    return master_of(value.key) if isinstance(value, (ShardedTensor, ShardedTensorFactory)) else None
+
+
+def master_of(key: str) -> str | None:
+    """The key of the parameter whose FP32 master has this one."""
+    for prefix in (_DISTRIBUTED_MASTER, _MIXED_MASTER):
+        if key.startswith(prefix):
+            return key.removeprefix(prefix)
     return None
 
 

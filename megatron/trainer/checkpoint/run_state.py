@@ -19,6 +19,7 @@ from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.pipeline.runtime.stages.megatron.older_versions import OlderVersions, SavedVersions
 from megatron.pipeline.runtime.stages.megatron.predicted_version import PredictedVersion
 from megatron.trainer.checkpoint import optimizer_formats
+from megatron.trainer.checkpoint.anew import Anew
 from megatron.trainer.checkpoint.frozen_ranks import trains_nothing, with_what_is_empty
 from megatron.trainer.checkpoint.random_state import restore_random_state
 from megatron.trainer.checkpoint.state import model_state, optimizer_state, without_parts
@@ -112,6 +113,8 @@ class Restoration:
         random_state: which of the store's random states to take; None leaves the generators alone.
         with_optimizer: take optimizer and schedule; without, the optimizer starts from the weights.
         new: parts of the model, by the beginning of their names, that stay as they were drawn.
+        anew: the optimizer's moments and counter begin anew; masters and older versions that the store lacks are the
+            weights (see `anew`). Of a store that loads into the tensors it is given, and leaves these.
     """
 
     def __init__(
@@ -124,6 +127,7 @@ class Restoration:
         random_state: ShardedObject | None,
         with_optimizer: bool = True,
         new: Sequence[str] = (),
+        anew: bool = False,
     ) -> None:
         self._parts, optimizer, self._new = parts, parts.optimizer, new
         self.model = without_parts(parts.model_state(metadata), new)
@@ -143,10 +147,13 @@ class Restoration:
         if parts.update is not None:
             self._older = parts.other_versions(iteration)
             self.request |= self._older.to_load(self.model, store.holds_prefix)
+        self._anew = Anew.of(self.request, self.model, store.holds_key) if anew else None
 
     def complete(self, state: dict) -> None:
         """Take what the store has loaded. Raises CheckpointError for another schedule of the learning rate."""
         parts, optimizer = self._parts, self._parts.optimizer
+        if self._anew is not None:
+            self._anew.complete(state)
         for entry, chunk in zip(self.model, parts.chunks, strict=True):
             _load_module(
                 unwrap_model(chunk), state.get(entry, {}), new=self._new

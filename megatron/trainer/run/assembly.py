@@ -57,6 +57,11 @@ def _build(args: argparse.Namespace, program: TrainingProgram, owner_mark: Owner
             require_cache(args)
     reporter = Reporter(args)
     datasets = program.datasets_provider(args, tokenizer)
+    if args.freeze_watch_validation is not None and not args.has_split[1]:
+        raise ValueError(
+            f"--freeze-watch-validation {args.freeze_watch_validation:g} looks at evaluations, and there are no "
+            "validation data; give some, or leave this out"
+        )
     for note in without_data(args):
         reporter.say(f"note: {note}")
     began = time.perf_counter()

@@ -9,6 +9,7 @@ import contextlib
 import gc
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -62,7 +63,10 @@ class Loop:
         run, args = self.run, self.args
         if run.iteration >= args.train_iters:
             return True
-        self._feed()
+        if self._wants_to_change():  # a checkpoint was saved between that decision and the change
+            self._change_arrangement()
+        else:
+            self._feed()
         profiler = Profiler(args)
         self.stop.on_receipt = self._pass_on_stop_request
         if args.manual_gc:
@@ -188,9 +192,11 @@ class Loop:
         args = self.args
         self._drain()
         if self._decides():  # also where the run ends: a resumed one goes on as one that was never stopped
-            self._decide()
+            self._decide(self.run.elasticity.decide)
         if self._evaluates() and not self._stop_requests and not self.validate():
             self._stop_requests |= STOP
+        if self.run.elasticity is not None and self.run.elasticity.is_to_thaw:
+            self._decide(self.run.elasticity.thaw)
         ends = bool(self._stop_requests) or self._due(args.exit_interval)
         if self._saves() or (ends and args.save is not None):
             self.save()
@@ -205,12 +211,12 @@ class Loop:
             self._change_arrangement()
         return ends
 
-    def _decide(self) -> None:
+    def _decide(self, decide: Callable[[Run], None]) -> None:
         """Ask what is to change; nothing, with a warning, where that fails."""
         run = self.run
         self._finish_writing()
         try:
-            run.elasticity.decide(run)
+            decide(run)
         except CheckpointError as error:
             run.elasticity.take_back()
             run.reporter.say(f"warning: nothing is decided at iteration {run.iteration}: {error}")
@@ -285,6 +291,10 @@ class Loop:
         if losses is None:
             return False
         run.reporter.evaluation(name, run.iteration, losses, seconds=time.perf_counter() - start)
+        if name == "validation" and run.elasticity is not None:
+            warning = run.elasticity.note_validation(losses, iteration=run.iteration)
+            if warning is not None and run.iteration < args.train_iters:  # at the end all is said
+                run.reporter.say(f"warning: {warning}")
         return True
 
     def save(self) -> None:
@@ -314,6 +324,8 @@ class Loop:
         """Wait for checkpoints that are still being written, write the timeline, close what is open."""
         run = self.run
         self.close_data()
+        if run.elasticity is not None and (cost := run.elasticity.cost_of_freezing()) is not None:
+            run.reporter.say(cost)
         if run.cache is not None:
             run.reporter.say(run.cache.describe())
             run.cache.close()

@@ -2,8 +2,10 @@
 its transition.
 
 What is frozen asks for no gradient and is in eval mode. One AdamW or SGD owns all FP32 masters from beginning to end;
-what is frozen has no gradient there, so it leaves them and their moments alone. Under 2bw a batch is computed with the
-weights of one batch before, and what is frozen with the newest, from the batch after the decision on.
+what is frozen has no gradient there, so it leaves them and their moments alone. Where validation falls and all layers
+train again, the moments of all are set to zero and counters to 0, and masters of what was frozen to the weights. Under
+2bw a batch is computed with the weights of one batch before, and what is frozen with the newest, from the batch after
+the decision on.
 """
 
 import argparse
@@ -56,6 +58,7 @@ def reference(flags: str, *, program: str = "pretrain_gpt", base: str = BASE, re
         if args.eval_iters and iteration % args.eval_interval == 0:
             validation = validation or data(1, "validation")
             training.batches[-1]["validation"] = training.evaluate(validation)
+            training.watch(training.batches[-1])
     return training.result()
 
 
@@ -79,6 +82,7 @@ class _Training:
         self.versions = [self._copies()]
         self.num_frozen, self.samples, self.microbatches = 0, 0, 0
         self.bound, self.interval, self.num_intervals = 0.0, [], 0
+        self.best, self.has_ended = math.inf, False
         self.batches: list[dict] = []
 
     def _copies(self) -> dict[str, Tensor]:
@@ -157,7 +161,12 @@ class _Training:
         args, batch = self.args, len(self.batches)
         if batch > args.freeze_start and not overflow:
             self.interval.append(layers)
-        if not args.freeze_training or batch <= args.freeze_start or (batch - args.freeze_start) % args.freeze_interval:
+        if (
+            self.has_ended
+            or not args.freeze_training
+            or batch <= args.freeze_start
+            or (batch - args.freeze_start) % args.freeze_interval
+        ):
             return
         means = [sum(each) / len(self.interval) for each in zip(*self.interval, strict=True)]
         self.interval = []
@@ -170,6 +179,21 @@ class _Training:
             most = self.bound + args.freeze_alpha * (args.num_layers - self.bound)
             self.bound = max(self.bound, min(most, least))
             self.num_frozen = math.floor(self.bound)
+
+    @torch.no_grad()
+    def watch(self, batch: dict) -> None:
+        """All layers train again where an evaluation is worse than the best by more than is allowed."""
+        loss, tolerance, frozen = batch["validation"], self.args.freeze_watch_validation, batch["num_frozen"]
+        if tolerance is not None and frozen and not self.has_ended and loss > self.best * (1 + tolerance):
+            self.num_frozen, self.has_ended = frozen, True
+            for name, master in self.masters.items():
+                if self._is_frozen(name):
+                    master.copy_(master.to(self.names[name].dtype))
+                for value in self.optimizer.state[master].values():
+                    if isinstance(value, Tensor):
+                        value.zero_()
+            self.num_frozen = 0
+        self.best = min(self.best, loss)
 
     def _set_modes(self) -> None:
         stack = self.model.encoder if hasattr(self.model, "encoder") else self.model.decoder

@@ -53,3 +53,63 @@ def test_one_that_comes_about_ends_that(run):
     for _ in range(5):
         elasticity.decide(run)
     assert elasticity.wanted.num_frozen == 2
+
+
+def watching(run: SimpleNamespace, tolerance: float | None) -> Elasticity:
+    """One with a layer frozen, behind an evaluation without."""
+    run.args.freeze_watch_validation = tolerance
+    elasticity = Elasticity(run.args)
+    assert elasticity.note_validation({"lm loss": 2.0}, iteration=1) is None
+    elasticity.decide(run)
+    arrange(run.args, elasticity.wanted)
+    return elasticity
+
+
+def test_validation_that_falls_has_all_layers_train_again(run):
+    """From then on no interval freezes any; and where that fails, the next one asks for it again."""
+    elasticity = watching(run, 0.1)
+    assert elasticity.note_validation({"lm loss": 2.1}, iteration=2) is None and not elasticity.is_to_thaw
+    warning = elasticity.note_validation({"lm loss": 2.3}, iteration=3)
+    assert warning.endswith("was 2.0000 at iteration 1 with no layer frozen: freezing ends, and all layers train again")
+    assert elasticity.is_to_thaw
+    elasticity.thaw(run)
+    assert elasticity.wanted.num_frozen == 0 and not elasticity.is_to_thaw
+    elasticity.note_failure()
+    assert elasticity.wanted == run.args.arrangement
+    elasticity.decide(run)
+    assert elasticity.wanted.num_frozen == 0
+    arrange(run.args, elasticity.wanted)
+    for _ in range(9):
+        elasticity.decide(run)
+        assert elasticity.wanted.num_frozen == 0
+    assert elasticity.cost_of_freezing().startswith("freezing: the validation lm loss is 2.3000 at iteration 3 with 1 ")
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_checkpoint_saved_before_layers_train_again(run, same):
+    """It says how the run is arranged, which has no optimizer state of what is frozen yet, and what is to come; in
+    another arrangement, that all layers train."""
+    elasticity = watching(run, 0.1)
+    elasticity.note_validation({"lm loss": 2.3}, iteration=3)
+    elasticity.thaw(run)
+    state = elasticity.state_dict()
+    assert (state["wanted"]["num_frozen"], state["thawed"]["num_frozen"]) == (1, 0)
+    if not same:
+        arrange(run.args, Arrangement(2, 1, 1, (3, 1), num_frozen=1))
+    resumed = Elasticity(run.args)
+    resumed.load_state_dict(state)
+    assert resumed.wanted == Arrangement(2, 1, 1, (2, 2) if same else (3, 1))
+    assert not resumed.is_to_thaw
+    resumed.decide(run)
+    assert resumed.wanted.num_frozen == 0
+
+
+def test_without_a_tolerance_a_fall_is_told(run):
+    """With the flag that ends freezing; at the end, too, also where nothing was evaluated."""
+    elasticity = watching(run, None)
+    warning = elasticity.note_validation({"lm loss": 2.3}, iteration=3)
+    assert warning.endswith("--freeze-watch-validation TOLERANCE has all layers train again")
+    assert not elasticity.is_to_thaw
+    assert elasticity.cost_of_freezing().endswith("--freeze-watch-validation TOLERANCE ends freezing at a fall")
+    blind = Elasticity(run.args)
+    assert "1 of 4 layers are frozen, and no evaluation has shown what that costs" in blind.cost_of_freezing()

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 
 import pytest
 
+from megatron import backend
+
+backend.install()
+
 from tests import workers
 from tests.trainer.arguments import bert_command_line
 from tests.trainer.changes.freezing_cases import (
@@ -30,6 +34,10 @@ FP16 = (
     " --lr 1e-4"
 )
 """Overflows at first and, with the doubled scale, later: little is learned, so gradients stay as large."""
+
+
+THAWS = "--eval-iters 1 --eval-interval 2 --freeze-watch-validation -0.99"
+"""No loss is nearly all gone, so freezing ends with the first evaluation with frozen layers, behind batch 4."""
 
 
 @dataclass(frozen=True)
@@ -83,11 +91,24 @@ TABLE = {
     ),
     "ramp-up": Row("--rampup-batch-size 4 2 24 --freeze-alpha 0.4 --pipeline-schedule 2bw"),
     "a later start": Row("--freeze-start 1 --freeze-interval 3 --freeze-schedule 2,3"),
+    "thawed": Row(f"{THAWS} --freeze-schedule 1,3"),
+    "thawed, 2bw, bf16": Row(f"{THAWS} --pipeline-schedule 2bw --bf16 --freeze-schedule 2,3"),
+    "thawed, 2bw, SGD": Row(f"{THAWS} --pipeline-schedule 2bw --optimizer sgd --lr 1e-1 --freeze-schedule 3"),
+    "thawed, fp16": Row(f"{THAWS} {FP16} --freeze-schedule 2,3"),
+    "thawed, distributed optimizer, 2bw, bf16": Row(
+        f"{THAWS} --pipeline-schedule 2bw --bf16 --freeze-schedule 2,3", DATA_2, CLOSE, "--use-distributed-optimizer"
+    ),
     "uneven": Row(
         "--freeze-schedule 1,2,3", ((2, 1, 1),), layout_flags="--decoder-first-pipeline-num-layers 1"
     ),
 }  # fmt: skip
-DEFAULT = {("flush", (1, 1, 1)), ("flush", (4, 1, 1)), ("2bw, bf16", (2, 1, 1)), ("distributed optimizer", (1, 1, 2))}
+DEFAULT = {
+    ("thawed, 2bw, bf16", (2, 1, 1)),
+    ("flush", (1, 1, 1)),
+    ("flush", (4, 1, 1)),
+    ("2bw, bf16", (2, 1, 1)),
+    ("distributed optimizer", (1, 1, 2)),
+}
 
 
 @functools.cache
@@ -109,7 +130,9 @@ def test_freezing_equals_plain_torch(name, layout):
     flags = f"{row.flags} {row.layout_flags} --pipeline-model-parallel-size {p} --tensor-model-parallel-size {t}"
     results = train_watched(p * t * d, flags)
     assert_same(results, expected(row.flags, d), row.allowed)
-    assert len({batch["num_frozen"] for batch in results[0]["watched"]["batches"]}) > 1, "nothing was frozen"
+    frozen = [batch["num_frozen"] for batch in results[0]["watched"]["batches"]]
+    assert len(set(frozen)) > 1, "nothing was frozen"
+    assert THAWS not in flags or (frozen[3] > 0 and frozen[4:] == [0, 0, 0])
 
 
 @pytest.mark.parametrize("name", ["fp16", "2bw, fp16"])

@@ -25,6 +25,10 @@ CASES = {
     "flush": "--freeze-alpha 0.4",
     "2bw, bf16": "--pipeline-schedule 2bw --bf16 --freeze-schedule 1,2,3",
     "fp16": "--fp16 --initial-loss-scale 1048576 --loss-scale-window 3 --hysteresis 1 --freeze-schedule 1,3",
+    "thawed, 2bw, bf16": (
+        "--eval-iters 1 --eval-interval 2 --freeze-watch-validation -0.99 --pipeline-schedule 2bw --bf16"
+        " --freeze-schedule 1,3"
+    ),
     "SGD": "--pipeline-schedule 2bw --optimizer sgd --freeze-schedule 1,2,3",
     "distributed": (
         "--pipeline-model-parallel-size 1 --use-distributed-optimizer --bf16 --pipeline-schedule 2bw"
@@ -76,7 +80,7 @@ def _moments(results: list[dict]) -> dict[tuple[str, str], torch.Tensor]:
     }
 
 
-DEFAULT = {("flush", 3), ("2bw, bf16", 4)}
+DEFAULT = {("flush", 3), ("2bw, bf16", 4), ("thawed, 2bw, bf16", 4)}
 
 
 @pytest.mark.parametrize(

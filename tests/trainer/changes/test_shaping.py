@@ -84,6 +84,21 @@ def test_no_rank_takes_more_than_one_did_at_first(shaping):
     assert other != wanted and shaping._bytes(other) <= shaping._most_bytes
 
 
+def test_layers_that_train_again_get_their_room_back(shaping):
+    """Behind a shrunk pipeline, though that is the fastest; where its ranks have the room, it stays. No interval ends
+    there."""
+    shrunk = replace(shaping._args.arrangement, num_frozen=6, pipeline=1, data=4, layers_of_rank=(8,))
+    thawed = shrunk.with_frozen(0)
+    arrange(shaping._args, shrunk)
+    shaping._links = LinkTimes()  # replicas alone are the fastest
+    found, _ = shaping.decide(thawed, batches_left=1, is_interval=False)
+    assert shaping._bytes(found) <= shaping._limit() < shaping._bytes(thawed)
+    assert found.pipeline > 1 and found.num_frozen == 0
+    shaping._most_bytes = shaping._bytes(thawed)
+    assert shaping.decide(thawed, batches_left=1, is_interval=False)[0] == thawed
+    assert shaping._num_intervals == 0
+
+
 def test_the_device_has_room_for_both_places(shaping):
     """What the ranks hold before, and what they are to hold then."""
     now = shaping._args.arrangement.with_frozen(6)

@@ -33,6 +33,16 @@ GROUP = Group(
             "How many layers are frozen behind interval 1, 2, ..., such as 0,4,6; the last number stays.",
         ),
         option(
+            "--freeze-watch-validation",
+            number,
+            None,
+            "End freezing, and train all layers again, when an evaluation with frozen layers is worse than the best "
+            "before it by more than this: of the validation accuracy a difference, such as 0.02, or where there is no "
+            "accuracy a share of the best validation loss. Below 0: when it is not better by so much. Default: only "
+            "warn.",
+            metavar="TOLERANCE",
+        ),
+        option(
             "--activation-cache",
             str,
             None,

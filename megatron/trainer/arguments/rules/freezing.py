@@ -50,6 +50,11 @@ def flags(args: argparse.Namespace) -> None:
     _without_effect(args)
     if args.freeze_training:
         make_rule(args)
+    if args.freeze_watch_validation is not None and args.eval_iters == 0:  # before a classifier's are filled in
+        raise ValueError(
+            f"--freeze-watch-validation {args.freeze_watch_validation:g} looks at evaluations, and with --eval-iters 0 "
+            "there are none; give more, or leave this out"
+        )
     if args.activation_cache is not None:
         _cache(args)
     _embeddings_and_weights(args, asked)

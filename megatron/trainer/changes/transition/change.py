@@ -92,7 +92,7 @@ def change_arrangement(run: Run, wanted: Arrangement) -> Change:
         with agreed(patience=PATIENCE):
             state = _leave(run, wanted, way_back)
             built = setup_model_and_optimizer(run.args, run.program, draws=False, locally=agreed)
-            moved = _move_in(run, built, state)
+            moved = _move_in(run, built, state, before)
     except AgreedError as error:  # whose frames hold what was built until this block ends
         problem = str(error)
     if problem is not None:
@@ -154,10 +154,11 @@ def _leave(run: Run, wanted: Arrangement, way_back: _WayBack) -> ShardedStateDic
     return state
 
 
-def _move_in(run: Run, built: ModelAndOptimizer, state: ShardedStateDict) -> Moved:
+def _move_in(run: Run, built: ModelAndOptimizer, state: ShardedStateDict, before: Arrangement) -> Moved:
     """Put what has been built into the state that the ranks hold. Collective."""
     _require_same_program(built.schedule, run.args.batch_sizes.num_microbatches(run.consumed_samples))
-    moved = hand_over(state, built, iteration=run.iteration)
+    thaws = run.args.arrangement.num_frozen < before.num_frozen
+    moved = hand_over(state, built, iteration=run.iteration, anew=thaws)
     choose_kernel(built.optimizer, run.args.optimizer_kernel)
     return moved
 

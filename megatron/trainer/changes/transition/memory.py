@@ -40,6 +40,7 @@ from megatron.trainer.changes.transition.boxes import Box, Shape
 from megatron.trainer.changes.transition.exchange import Exchange
 from megatron.trainer.changes.transition.pieces import Piece, dtype_name, pieces_of, share_memory
 from megatron.trainer.changes.transition.plan import TensorPart, plan_moves
+from megatron.trainer.checkpoint.anew import stays
 from megatron.trainer.checkpoint.element_ranges import ELEMENT_RANGES, ElementRange
 from megatron.trainer.checkpoint.loader import is_extra_state
 from megatron.trainer.checkpoint.random_state import own_random_state
@@ -91,16 +92,22 @@ def hold_run(parts: RunParts, *, iteration: int) -> ShardedStateDict:
     return state
 
 
-def hand_over(state: ShardedStateDict, parts: RunParts, *, iteration: int, piece_bytes: int = PIECE_BYTES) -> Moved:
+def hand_over(
+    state: ShardedStateDict, parts: RunParts, *, iteration: int, piece_bytes: int = PIECE_BYTES, anew: bool = False
+) -> Moved:
     """Put `parts`, built under other degrees, into what the ranks hold as `state` (see `hold_run`). Collective.
+
+    `anew`: layers that nobody has trained lately are trained again, so the optimizer begins anew (see `anew`).
 
     Raises:
         CheckpointError: on every rank: something is missing, or was damaged on its way. What is held is as it was.
     """
     start = time.perf_counter()
-    store = MemoryStore(state, piece_bytes=piece_bytes)
+    store = MemoryStore(state, piece_bytes=piece_bytes, anew=anew)
     with agreed():
-        restoration = Restoration(store, parts, memory_metadata(), iteration=iteration, random_state=own_random_state())
+        restoration = Restoration(
+            store, parts, memory_metadata(), iteration=iteration, random_state=own_random_state(), anew=anew
+        )
     loaded = store.load(restoration.request)
     with agreed():
         restoration.complete(loaded)
@@ -113,10 +120,11 @@ class MemoryStore:
     Args:
         state: this rank's, as for a checkpoint; kept by reference for as long as the store.
         piece_bytes: the longest piece in which something is sent; the same on all ranks.
+        anew: what an optimizer that begins anew does not ask for stays as it is.
     """
 
-    def __init__(self, state: ShardedStateDict, *, piece_bytes: int = PIECE_BYTES) -> None:
-        self._piece_bytes = piece_bytes
+    def __init__(self, state: ShardedStateDict, *, piece_bytes: int = PIECE_BYTES, anew: bool = False) -> None:
+        self._piece_bytes, self._anew = piece_bytes, anew
         self.moved = Moved(0, 0, 0, 0.0)
         with agreed():
             state = _with_own_containers(state)
@@ -165,6 +173,8 @@ class MemoryStore:
             sharded, local, factories = load_preprocess(dict_list_map_inplace(_filled_in_place, state))
             sharded, _ = extract_sharded_base(sharded)
             pieces = pieces_of(_tensors(sharded))
+            if self._anew:
+                pieces = [piece for piece in pieces if not stays(piece.key, self.holds_key)]
             objects = _objects(sharded)
             self._require(pieces, objects)
         received = self._fetch(pieces, objects, start)
