@@ -49,6 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--milp", type=command_line.positive, metavar="SECONDS", help="improve the best by a mixed integer program"
     )
+    parser.add_argument(
+        "--seconds", type=command_line.positive, metavar="N",
+        help="mixed ends after so many with what it has (default: it spends a tenth of what it could save in three "
+        "epochs of a MODEL at most)",
+    )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="of the search (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="end with the partition as one JSON line")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the partition, JSON")
@@ -93,7 +98,7 @@ def _run_model(options: argparse.Namespace) -> int:
     import torch
 
     torch.set_num_threads(options.threads)
-    from megatron.finetuning.partitioning import PlannedMachine, cut_model, num_bytes
+    from megatron.finetuning.partitioning import PlannedMachine, cut_model, num_bytes, num_microbatches
     from megatron.finetuning.plan import captured_model
     from megatron.finetuning.samples import read_data
 
@@ -105,8 +110,9 @@ def _run_model(options: argparse.Namespace) -> int:
         progress("capturing")
         captured, batch, _ = captured_model(options, data)
         choice, candidates, graph, competition = cut_model(
-            captured, batch, machine, options, methods=_methods(options), milp_seconds=options.milp, progress=progress
-        )
+            captured, batch, machine, options, methods=_methods(options), milp_seconds=options.milp,
+            num_microbatches=num_microbatches(options, data), seconds=options.seconds, progress=progress,
+        )  # fmt: skip
     _show(graph, competition, choice.result, {id(each.result): each.simulated_ms for each in candidates})
     if options.output:
         choice.file.write(options.output)
@@ -135,6 +141,7 @@ def _run_graph(options: argparse.Namespace) -> int:
             max_stages_per_device=options.max_stages_per_device,
             milp_seconds=options.milp,
             seed=options.seed,
+            seconds=options.seconds,
             progress=progress,
         )
     choice = competition.choice

@@ -7,6 +7,7 @@ The simulator does: it runs the very program of each candidate on the profiled t
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from megatron.capture.graph_file import graph_file, stage_of_operators
 from megatron.capture.profile import BlockCost, parameters_of, profile
 from megatron.capture.signature import signature
 from megatron.finetuning.partition_file import FORM, PartitionFile, StageCost
+from megatron.finetuning.samples import Data
 from megatron.finetuning.stage_edges import EdgeBytes, bytes_of_edges, edges_of, schedule_of
 from megatron.partition import CompeteResult, Competition, Graph, Partition, compete, parse_graph
 from megatron.pipeline.schedules import Schedule
@@ -81,11 +83,13 @@ def cut_model(
     methods: Sequence[str] = ("sequential", "mixed"),
     milp_seconds: float | None = None,
     effort: float = 1.0,
+    num_microbatches: float = math.inf,
+    seconds: float | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> tuple[Candidate, list[Candidate], Graph, Competition]:
     """Profile the model on `batch`, a microbatch, on this process's device, and cut it.
 
-    `effort`: of mixed's search, in proportion.
+    `effort`, `num_microbatches`, `seconds`: as `compete` takes them.
 
     Returns the choice, all candidates, the graph and the competition. Raises ValueError with the reason of each method
     where nothing fits.
@@ -96,18 +100,29 @@ def cut_model(
         progress=lambda done, _: progress(f"profiling block {done} of {num_blocks}"),
     )  # fmt: skip
     graph = graph_of(captured, costs, machine, args)
+    simulated: dict[int, Candidate | ValueError] = {}
+
+    def milliseconds_of(result: CompeteResult) -> float:
+        if id(result) not in simulated:
+            progress(f"simulating {result.method}")
+            try:
+                simulated[id(result)] = candidate_of(captured, costs, batch, result, machine, args)
+            except ValueError as error:  # stages that make no pipeline, such as one that trains nothing
+                simulated[id(result)] = error
+        found = simulated[id(result)]
+        return found.simulated_ms if isinstance(found, Candidate) else math.inf
+
     competition = compete(
         graph, methods=methods, max_stages_per_device=args.max_stages_per_device, milp_seconds=milp_seconds,
-        seed=args.seed, effort=effort, progress=progress,
+        seed=args.seed, effort=effort, num_microbatches=num_microbatches, seconds=seconds,
+        milliseconds_of=milliseconds_of, alike=ALIKE, progress=progress,
     )  # fmt: skip
     candidates, seen = [], set()
     for result in competition.results:
-        progress(f"simulating {result.method}")
-        try:
-            candidate = candidate_of(captured, costs, batch, result, machine, args)
-        except ValueError as error:  # stages that make no pipeline, such as one that trains nothing
-            competition.failures[result.method] = str(error)
+        if milliseconds_of(result) == math.inf:
+            competition.failures[result.method] = str(simulated[id(result)])
             continue
+        candidate = simulated[id(result)]
         key = (tuple(candidate.file.stage_of_node.items()), candidate.file.rank_of_stage)
         if key not in seen:
             seen.add(key)
@@ -119,6 +134,14 @@ def cut_model(
     near = [each for each in candidates if each.simulated_ms <= ALIKE * least]
     choice = min(near, key=lambda each: (each.depth, each.simulated_ms))
     return choice, candidates, graph, competition
+
+
+def num_microbatches(args: argparse.Namespace, data: Data) -> float:
+    """Of a run with these samples: as `finetune.py`'s flags say, or three epochs."""
+    rows = data.training if data.training is not None else data.validation
+    epoch = -(-len(rows) // args.per_device_train_batch_size)
+    most = getattr(args, "max_steps", -1) * args.gradient_accumulation_steps
+    return most if most > 0 else getattr(args, "num_train_epochs", 3.0) * epoch
 
 
 def graph_of(

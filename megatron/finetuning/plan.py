@@ -21,7 +21,7 @@ from megatron.capture.export import Captured
 from megatron.finetuning.model import capture_model, open_model
 from megatron.finetuning.optimizers import decaying
 from megatron.finetuning.partition_file import LENGTHS, PartitionFile
-from megatron.finetuning.partitioning import PlannedMachine, cut_model, num_bytes
+from megatron.finetuning.partitioning import PlannedMachine, cut_model, num_bytes, num_microbatches
 from megatron.finetuning.samples import Data
 from megatron.finetuning.stage_edges import EdgeBytes, bytes_of_edges, edges_of, schedule_of
 from megatron.pipeline.schedules import Schedule
@@ -74,7 +74,7 @@ def make_plan(args: argparse.Namespace, data: Data) -> RunPlan:
     if args.partition is not None:
         partition = PartitionFile.read(Path(args.partition))
     else:
-        partition = _made_on_first_rank(args, captured, batch)
+        partition = _made_on_first_rank(args, captured, batch, data)
     partition.check(captured, args.partition or "the partition", args)
     stage_of_operator = partition.stage_of_operators(captured)
     crossing = crossings(captured, stage_of_operator)
@@ -146,10 +146,11 @@ def num_positions(model: torch.nn.Module) -> int | None:
     return most
 
 
-def _made_on_first_rank(args, captured: Captured, batch) -> PartitionFile:
+def _made_on_first_rank(args, captured: Captured, batch, data: Data) -> PartitionFile:
     def make() -> str:
         machine = PlannedMachine(args.devices, num_bytes(args.memory), args.bandwidth)
-        choice, *_ = cut_model(captured, batch, machine, args, effort=EFFORT)
+        count = num_microbatches(args, data)
+        choice, *_ = cut_model(captured, batch, machine, args, effort=EFFORT, num_microbatches=count)
         return choice.file.to_json()
 
     return PartitionFile.from_json(on_rank_zero(make) if torch.distributed.is_initialized() else make())

@@ -4,9 +4,10 @@ The choice has the least objective. Within `ALIKE` of it, the least depth decide
 the bytes that cross.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import networkx
 
@@ -14,7 +15,7 @@ from megatron.partition.balance import merge_stages
 from megatron.partition.graph import Graph
 from megatron.partition.metis import cut_with_metis, require_metis
 from megatron.partition.milp import improve
-from megatron.partition.mixed import mix
+from megatron.partition.mixed import Found, mix
 from megatron.partition.objective import Partition, Valuation, evaluate, stage_edges
 from megatron.partition.refine import Budget, refine
 from megatron.partition.sequential import cut_sequentially
@@ -31,6 +32,9 @@ MOST_SEQUENTIAL_UNITS = 2500
 
 MOST_EFFORT_UNITS = 600
 """Beyond it, the search after refinement is shortened in proportion."""
+
+SHARE = 0.1
+"""The part of the time that a run could save at most which a search for that may take."""
 
 
 @dataclass(frozen=True)
@@ -61,16 +65,28 @@ def compete(
     milp_seconds: float | None = None,
     seed: int = 0,
     effort: float = 1.0,
+    num_microbatches: float = math.inf,
+    seconds: float | None = None,
+    milliseconds_of: Callable[[CompeteResult], float] = lambda result: result.value.objective_ms,
+    alike: float = ALIKE,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Competition:
     """Cut a graph by every method; raises ValueError, with the reason of each, where none has a result.
+
+    mixed does not search where the best so far is as fast as the graph's bound. The result depends on the machine only
+    where `seconds` are given.
 
     Args:
         max_stages_per_device: a mixed partition is sought with L = P, 2P, ... up to so many times P stages.
         milp_seconds: for milp, which starts from the best of the others.
         effort: of mixed's search after refinement, in proportion.
+        num_microbatches: of the run: mixed spends no more than a share of what it could save there.
+        seconds: what mixed may spend in place of that, from now on; what it has found by then counts.
+        milliseconds_of: a microbatch with a result, where more is known than the objective.
+        alike: so many times as long is as good.
     """
     _check(methods, max_stages_per_device, milp_seconds)
+    ends_at = math.inf if seconds is None else time.monotonic() + seconds
     results: list[CompeteResult] = []
     failures: dict[str, str] = {}
 
@@ -88,11 +104,19 @@ def compete(
     if "sequential" in methods:
         enter("sequential", _sequential)
     if "mixed" in methods:
+        purse = None if seconds is None else Budget(math.inf, ends_at=ends_at)
         for stages in range(1, max_stages_per_device + 1):
-            enter(
-                f"mixed L={stages * graph.num_devices}",
-                lambda units, stages=stages: _mixed(units, stages, max_stages_per_device, seed, effort, progress),
-            )
+            name, least = f"mixed L={stages * graph.num_devices}", min(map(milliseconds_of, results), default=math.inf)
+            if results and purse is None:
+                saved = max(0.0, least - graph.bound_ms) / 1000 * num_microbatches
+                purse = Budget(SHARE * saved / _seconds_of_a_price(graph))
+            if least <= graph.bound_ms * alike:
+                failures[name] = f"not sought, as the best so far is within {alike - 1:.2%} of the bound"
+            elif purse is not None and results and purse.spent:
+                spent = "--seconds are over" if seconds is not None else "it would take more than it can save"
+                failures[name] = f"not sought, as {spent}"
+            else:
+                enter(name, _Mixed(stages, max_stages_per_device, seed, effort, purse, progress))
     if "metis" in methods:
         enter("metis", lambda units: _metis(units, seed))
     if "milp" in methods:
@@ -185,9 +209,32 @@ def _orders(units: Units) -> dict[str, list[int]]:
     return {"order of the file": given} | ({"depth first": deep} if deep != given else {})
 
 
-def _mixed(units, stages, most_stages, seed, effort, progress) -> tuple[Partition, str] | None:
-    found = mix(units, stages * units.num_devices, most_stages, seed=seed, effort=effort, progress=progress)
-    return found and (partition_of(units, found.placed.stage_of, found.placed.device_of), found.start)
+@dataclass
+class _Mixed:
+    """Finds a mixed partition; in later rounds of the fixed point from that of the round before."""
+
+    stages: int
+    most_stages: int
+    seed: int
+    effort: float
+    purse: Budget | None
+    progress: Callable[[str], None]
+    found: Found | None = None
+
+    def __call__(self, units: Units) -> tuple[Partition, str] | None:
+        found = mix(
+            units, self.stages * units.num_devices, self.most_stages, seed=self.seed, effort=self.effort,
+            purse=self.purse, before=self.found and self.found.placed, progress=self.progress,
+        )  # fmt: skip
+        if found is None:
+            return None
+        self.found = found if self.found is None else replace(found, start=self.found.start)
+        return partition_of(units, found.placed.stage_of, found.placed.device_of), self.found.start
+
+
+def _seconds_of_a_price(graph: Graph) -> float:
+    """About what a core takes, so that a budget is the same on every machine."""
+    return 2e-5 + 2e-7 * len(graph.nodes)
 
 
 def _metis(units: Units, seed: int) -> tuple[Partition, str]:

@@ -7,7 +7,9 @@ sentence.
 
 import json
 import reprlib
+from collections.abc import Sequence
 from dataclasses import field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -167,12 +169,23 @@ class Graph:
         """The time to move so many bytes between two devices."""
         return num_bytes / (self.bandwidth_gigabytes_per_second * 1e6)
 
-    @property
+    @cached_property
     def bound_ms(self) -> float:
-        """No partition is faster: all work spread evenly, and the longest node on the fastest device."""
-        least = [min(node.milliseconds(plain=False), node.milliseconds(plain=True)) for node in self.nodes]
-        speeds = [self.speed(device) for device in range(self.num_devices)]
-        return max(sum(least) / sum(speeds), max(least) / max(speeds))
+        """No partition is faster: not with all work spread evenly, where a device of a last stage does without
+        recompute what that saves most of, nor with the longest nodes as few on a device as can be.
+        """
+        times = [(node.milliseconds(plain=False), node.milliseconds(plain=True)) for node in self.nodes]
+        speeds = sorted((self.speed(device) for device in range(self.num_devices)), reverse=True)
+        waited_for = {source for source, _ in self.edges}
+        last_ones = sum(1 for node in self.nodes if not node.input and node.id not in waited_for)  # or fewer stages
+        last, left, done = sum(speeds[:last_ones]), sum(most for most, _ in times), 0.0
+        for most, plain in sorted(times, key=lambda each: each[1] / each[0] if each[0] else 1.0):
+            room = last * left / sum(speeds) - done
+            if plain >= most or room <= 0:
+                break
+            part = min(1.0, room / (plain + last * (most - plain) / sum(speeds)))
+            done, left = done + part * plain, left - part * (most - plain)
+        return max(left / sum(speeds), crowded([min(each) for each in times], speeds))
 
     def order(self) -> list[int]:
         """Node ids in the order of computation: producers first, and otherwise as the file has them."""
@@ -186,6 +199,12 @@ class Graph:
         """The first user of shared parameters in the order of computation."""
         position = {node: index for index, node in enumerate(self.order())}
         return min(shared.nodes, key=position.__getitem__)
+
+
+def crowded(times: Sequence[float], speeds: Sequence[float]) -> float:
+    """The least that some device takes: of the longest kP + 1 on P devices, one has k + 1."""
+    longest, size = sorted(times, reverse=True), len(speeds)
+    return max(sum(longest[k * size - k : k * size + 1]) for k in range((len(longest) - 1) // size + 1)) / max(speeds)
 
 
 _NAMES = {kind: {each.name for each in fields(kind)} for kind in (GraphNode, Graph)}

@@ -5,7 +5,9 @@ each step lowers one of them, or how uneven the devices are, by more than roundi
 so it ends. Stages stay in their row (state.py), so no circle arises.
 """
 
+import math
 import random
+import time
 from collections.abc import Iterator
 
 from megatron.partition.state import PartitionState, Score
@@ -18,14 +20,29 @@ MOST_SWAPS = 300
 
 
 class Budget:
-    """How often a search may price a partition: a count, so that the result does not depend on the machine."""
+    """How often a search may price a partition: a count, so that the result does not depend on the machine.
 
-    def __init__(self, prices: int) -> None:
-        self.left = prices
+    `of`: the budget of all searches, from which this one's prices are taken, too. `ends_at`: of `time.monotonic`, where
+    the user limits seconds.
+    """
+
+    def __init__(self, prices: float, *, of: "Budget | None" = None, ends_at: float = math.inf) -> None:
+        self._left, self._of, self._ends_at = prices, of, ends_at
+
+    @property
+    def left(self) -> float:
+        return self._left
+
+    @left.setter
+    def left(self, prices: float) -> None:
+        if self._of is not None:
+            self._of.left -= self._left - prices
+        self._left = prices
 
     @property
     def spent(self) -> bool:
-        return self.left <= 0
+        is_late = self._ends_at < math.inf and time.monotonic() >= self._ends_at
+        return self._left <= 0 or is_late or (self._of is not None and self._of.spent)
 
 
 def refine(state: PartitionState, budget: Budget, *, enough: float = 0.0) -> Score:

@@ -11,7 +11,7 @@ from functools import cached_property
 
 import networkx
 
-from megatron.partition.graph import Graph
+from megatron.partition.graph import Graph, crowded
 from megatron.partition.objective import Partition, stage_edges, tensors
 
 PICOSECONDS = 10**9
@@ -76,6 +76,11 @@ class Units:
     @cached_property
     def speeds(self) -> tuple[float, ...]:
         return tuple(self.graph.speed(device) for device in range(self.num_devices))
+
+    @cached_property
+    def bound(self) -> float:
+        """Picoseconds: no partition of these units is faster."""
+        return max(sum(self.time) / sum(self.speeds), crowded(self.time, self.speeds))
 
     @cached_property
     def unequal(self) -> bool:

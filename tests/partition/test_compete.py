@@ -36,6 +36,36 @@ def test_it_is_near_the_bound(graph, over):
     assert again.choice.partition == found.choice.partition
 
 
+def test_no_search_where_nothing_can_be_won():
+    """Neither where the best so far is the bound, nor for longer than a share of what a run could save, nor behind the
+    seconds; and there is a result all the same.
+    """
+    even = parse_graph(graphs.content([4] * 12, [(i, i + 1) for i in range(11)], devices=3))
+    found = compete(even)
+    assert found.choice.method == "sequential" and found.choice.value.objective_ms == even.bound_ms
+    assert set(found.failures) == {"mixed L=3", "mixed L=6", "mixed L=9"}
+    assert all("within 0.01% of the bound" in reason for reason in found.failures.values())
+    graph = graphs.random_dag(3)
+    for limits, reason in (
+        ({"num_microbatches": 1}, "more than it can save"),
+        ({"seconds": 1e-9}, "--seconds are over"),
+    ):
+        found = compete(graph, **limits)
+        assert found.choice.method in ("sequential", "mixed L=4")
+        assert reason in found.failures["mixed L=12"]
+    assert compete(graph, methods=["mixed"], num_microbatches=1, effort=0.01).results
+
+
+def test_a_search_takes_from_the_budget_of_all():
+    purse = Budget(10)
+    one, other = Budget(6, of=purse), Budget(6, of=purse)
+    one.left -= 6
+    assert one.spent and not other.spent and purse.left == 4
+    other.left -= 4
+    assert other.spent and other.left == 2
+    assert Budget(5, ends_at=0.0).spent
+
+
 def test_only_mixed_fits():
     """Parameters 10, 10, 6, 6 on two devices for 16: no contiguous cut fits, and a mixed one does (section 5.8)."""
     made = graphs.content([1, 1, 1, 1], [(0, 1), (1, 2), (2, 3)], memory=4 * 16_000 + 200)

@@ -1,11 +1,14 @@
 """The graph file: what it means, and one sentence for each thing that can be wrong with it."""
 
 import json
+import random
+from itertools import product
 
 import pytest
 
 from megatron.partition import parse_graph, read_graph
 from tests.partition.graphs import content
+from tests.partition.oracle import price
 
 
 def broken(change):
@@ -62,3 +65,32 @@ def test_the_bound_knows_unequal_devices():
     devices = [{"memory_limit_bytes": 1e9, "speed": speed} for speed in (1, 3)]
     assert parse_graph(content([4, 8, 4], []) | {"devices": devices}).bound_ms == 4
     assert parse_graph(content([4, 24, 4], []) | {"devices": devices}).bound_ms == 8
+
+
+def test_the_bound_knows_long_nodes():
+    """Of three long nodes two devices share two: 5 and 5, and not a half of 17."""
+    assert parse_graph(content([5, 5, 5, 2], [])).bound_ms == 10
+
+
+def test_the_bound_knows_what_goes_without_recompute():
+    """One device of a last stage does 3 for 4, so a chain of seven takes 12 and not 3/4 of 14. No partition is faster:
+    of small graphs all are tried.
+    """
+    made = content([4] * 7, [(i, i + 1) for i in range(6)])
+    for node in made["nodes"]:
+        node |= {"fwd_plain_ms": 1, "bwd_plain_ms": 2, "mem_plain_bytes": 100}
+    assert parse_graph(made).bound_ms == pytest.approx(12)
+    choose = random.Random(1)
+    for _ in range(8):
+        edges = [(i, j) for i in range(5) for j in range(i + 1, 5) if choose.random() < 0.4]
+        made = content([choose.randint(1, 9) for _ in range(5)], edges, out=0)
+        for node in made["nodes"]:
+            node |= {"fwd_plain_ms": node["fwd_ms"], "mem_plain_bytes": 100}
+            node["bwd_plain_ms"] = node["bwd_ms"] * choose.choice([0.5, 0.9])
+        least = min(
+            found
+            for stages in product(range(3), repeat=5)
+            for devices in product(range(2), repeat=3)
+            if (found := price(made, dict(enumerate(stages)), devices)) is not None
+        )
+        assert parse_graph(made).bound_ms <= least * (1 + 1e-9)
