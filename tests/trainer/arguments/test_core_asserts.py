@@ -168,6 +168,10 @@ def test_attention_of_the_environment():
     require_attention_environment(args, {"NVTE_UNFUSED_ATTN": "1", "NVTE_FLASH_ATTN": "0"})
     with pytest.raises(ValueError, match="NVTE_FLASH_ATTN is 1, and --attention-backend unfused asks for 0; unset"):
         require_attention_environment(args, {"NVTE_FLASH_ATTN": "1"})
+    args = arguments("--apply-query-key-layer-scaling --bf16", platform=GPU)
+    require_attention_environment(args, {"NVTE_APPLY_QK_LAYER_SCALING": "1"})
+    with pytest.raises(ValueError, match=r"is not set, which .*; export NVTE_APPLY_QK_LAYER_SCALING=1"):
+        require_attention_environment(args, {})
 
 
 def test_kernels_that_read_no_mask():
