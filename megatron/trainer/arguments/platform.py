@@ -39,7 +39,8 @@ def resolve_platform(args: argparse.Namespace, platform: Platform) -> list[str]:
         "--fp32-residual-connection": args.fp32_residual_connection,
         "--tp-comm-overlap": args.tp_comm_overlap and args.tensor_model_parallel_size > 1,
         "--cross-entropy-fusion-impl te": args.cross_entropy_loss_fusion and args.cross_entropy_fusion_impl == "te",
-        f"--attention-backend {args.attention_backend}": args.attention_backend in ("flash", "fused"),
+        f"--attention-backend {args.attention_backend}": args.attention_backend in ("flash", "fused")
+        or (args.attention_backend == "unfused" and args.architecture == "bert"),  # megatron.core's plain one is local
     }.items():
         if is_asked and not uses_engine:
             raise ValueError(f"{flag} needs {where} with --transformer-impl transformer_engine; leave the flag out")
