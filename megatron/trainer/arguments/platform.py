@@ -39,7 +39,8 @@ def resolve_platform(args: argparse.Namespace, platform: Platform) -> list[str]:
         "--fp32-residual-connection": args.fp32_residual_connection,
         "--tp-comm-overlap": args.tp_comm_overlap and args.tensor_model_parallel_size > 1,
         "--cross-entropy-fusion-impl te": args.cross_entropy_loss_fusion and args.cross_entropy_fusion_impl == "te",
-        f"--attention-backend {args.attention_backend}": args.attention_backend in ("flash", "fused"),
+        f"--attention-backend {args.attention_backend}": args.attention_backend in ("flash", "fused")
+        or (args.attention_backend == "unfused" and args.architecture == "bert"),  # megatron.core's plain one is local
     }.items():
         if is_asked and not uses_engine:
             raise ValueError(f"{flag} needs {where} with --transformer-impl transformer_engine; leave the flag out")
@@ -85,16 +86,24 @@ def resolve_platform(args: argparse.Namespace, platform: Platform) -> list[str]:
 _ATTENTION_VARIABLES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 _VALUES_OF_BACKEND = {"flash": "100", "fused": "010", "unfused": "001", "local": "000", "auto": "111"}
 """What megatron.core sets these variables to, and ends where they have other values."""
+_SCALES = "NVTE_APPLY_QK_LAYER_SCALING"
 
 
 def require_attention_environment(args: argparse.Namespace, environment: Mapping[str, str]) -> None:
-    """Raise ValueError where a variable says another attention than --attention-backend."""
-    for name, value in zip(_ATTENTION_VARIABLES, _VALUES_OF_BACKEND[args.attention_backend], strict=True):
+    """Raise ValueError where a variable of Transformer Engine says another attention than the flags."""
+    wanted = dict(zip(_ATTENTION_VARIABLES, _VALUES_OF_BACKEND[args.attention_backend], strict=True))
+    for name, value in wanted.items():
         if environment.get(name, value) != value:
             raise ValueError(
                 f"{name} is {environment[name]}, and --attention-backend {args.attention_backend} asks for {value}; "
                 f"unset {', '.join(_ATTENTION_VARIABLES)}, and choose the attention with the flag"
             )
+    scales = "1" if args.apply_query_key_layer_scaling else "0"
+    if args.transformer_impl == "transformer_engine" and environment.get(_SCALES, "0") != scales:
+        raise ValueError(
+            f"{_SCALES} is {environment.get(_SCALES, 'not set')}, which Transformer Engine goes by, and the flags say "
+            f"{scales} (--apply-query-key-layer-scaling); export {_SCALES}={scales}"
+        )
 
 
 _RESETS = "--reset-attention-mask keeps documents apart by one"

@@ -81,7 +81,7 @@ GROUP = Group(
         switch("--qk-layernorm", "Normalize queries and keys."),
         switch(
             "--apply-query-key-layer-scaling",
-            "Scale attention scores by 1 / layer number (with --fp16).",
+            "Scale attention scores by 1 / layer number before the softmax, and back in it, so that they fit FP16.",
             roles=Role.SAVED,
         ),
         switch("--attention-softmax-in-fp32", "Compute the softmax of the attention in FP32.", roles=Role.NONE),

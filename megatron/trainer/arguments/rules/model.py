@@ -146,8 +146,6 @@ def precision(args: argparse.Namespace) -> None:
         raise ValueError("--loss-scale needs --fp16")
     if args.fp16_lm_cross_entropy and not args.fp16:
         raise ValueError("--fp16-lm-cross-entropy needs --fp16")
-    if args.apply_query_key_layer_scaling and not args.fp16:
-        raise ValueError("--apply-query-key-layer-scaling needs --fp16")
     if args.fp32_residual_connection and not (args.fp16 or args.bf16):
         raise ValueError("--fp32-residual-connection needs --fp16 or --bf16")
     if args.grad_reduce_in_bf16 and not args.bf16:
