@@ -60,7 +60,7 @@ def html_report(
     picture = as_svg(draw_outcome(outcome, memory_gib=memory_gib), salt="outcome", themed=True)
     parts += [f'<div class="wide picture">{picture}</div>']
     looked_at = [
-        (f"{BESIDE if rank is None else rank}: {describe(each.choice)}", each, planner_of(each.choice.tensor))
+        (_label(outcome, rank, each), each, planner_of(each.choice.tensor))
         for rank, each in _orders(outcome, num_timelines)
     ]
     if looked_at:
@@ -72,6 +72,12 @@ def html_report(
     parts += [f"<h2>All {len(ranked)} that fit</h2>", configurations_table(outcome, ranked, name="all", filtered=True)]
     parts += [f"<h2>Why {len(outcome.rejected)} choices were rejected</h2>", reasons_table(outcome, 40)]
     return html_page(title, "\n".join(parts))
+
+
+def _label(outcome: Outcome, rank: int | None, each: Kept) -> str:
+    """Of a bar and a timeline, with its layers where they are not the best's."""
+    others = f", {each.layers}" if outcome.best and each.layers != outcome.best.layers else ""
+    return f"{BESIDE if rank is None else rank}: {describe(each.choice)}{others}"
 
 
 def _orders(outcome: Outcome, most: int) -> list[tuple[int | None, Kept]]:

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from dataclasses import dataclass, replace
 
 import pytest
@@ -12,10 +13,11 @@ from megatron.planner.search import Outcome, besides, compared, delay
 from megatron.planner.search.offers import delayed, offered
 from megatron.planner.search.picture import draw_outcome
 from megatron.planner.search.records import records, write_csv
+from megatron.planner.search.report import html_report
 from megatron.planner.search.report_table import configurations_table
 from megatron.planner.search.table import HEADINGS, cells
 from tests.planner import made_up
-from tests.planner.search.helper import a100, gpt3, run
+from tests.planner.search.helper import a100, gpt3, planner, run
 
 MODEL, MACHINES = gpt3(16, 4096, 32), a100(1)
 SPACE = {"global_batch_size": 16, "tensor": (2,), "pipeline": (4,), "num_simulated": 1}
@@ -130,3 +132,12 @@ def test_what_is_compared_without_a_pipeline_says_its_layers(outcome):
     text = compared.sentence(replace(outcome, kept=halves), has_script=True)
     assert "(with other layers: TE, flash, not local, unfused)" in text
     assert json.dumps(record)
+
+
+def test_bars_and_timelines_name_other_layers(outcome):
+    """Twice in bars, once above the timeline; the best's own are not repeated."""
+    page = html_report(outcome, lambda _: planner(MODEL, MACHINES, FUSED), title="layers", summary=())
+    labels = re.findall(r"(?:<h3>|text-anchor=\"end\">)((?:\d+|beside): [^<]*)<", page)
+    of_halves = [label for label in labels if " zb-h1, " in label]
+    assert len(of_halves) == 3 and all(label.endswith(", local, unfused") for label in of_halves)
+    assert len(labels) == 3 * len(NAMES) and not any("TE, flash" in label for label in labels)
