@@ -132,6 +132,13 @@ def weights_of(tensors):
     return {key: tensor for key, tensor in tensors.items() if not key.startswith("optimizer.")}
 
 
+def test_2bw_begins_as_flush(start, twobw, tmp_path):
+    """Whichever megatron.core it is: the first batch's loss, and its gradient's norm an iteration later."""
+    flush = train(tmp_path, start, ranks=2, schedule="flush")
+    assert twobw.scalars.losses[1] == flush.scalars.losses[1]
+    assert twobw.scalars.norms[2] == pytest.approx(flush.scalars.norms[1], rel=2e-7)
+
+
 @beside_own_program
 @pytest.mark.parametrize("further", TWO_BW)
 def test_2bw_is_this_projects_own(further, start, twobw, tmp_path):
