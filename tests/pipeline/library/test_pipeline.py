@@ -329,6 +329,7 @@ REFUSALS = {
     "clipped_pipedream": (2, "every stage steps before the norm"),
     "unknown": (2, "there is no schedule '1f1b-of-mine'"),
     "loss_of_no_kind": (2, "the loss is a tensor of shape (2, 6); return its mean over the microbatch, a scalar, or ("),
+    "losses_of_two_kinds": (2, "the loss returns means in some replicas and (sum, count) in others"),
     "count_of_no_kind": (2, "the loss counts a str; return (sum, count) with a number"),
 }
 
