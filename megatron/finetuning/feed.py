@@ -3,9 +3,9 @@
 Every rank has the data and the same order of samples, so nothing of it travels. A microbatch is asked for by each of
 the rank's stages, in forwards and in recomputes, and is kept until its batch is through.
 
-A batch's loss is the mean over all terms that count in it. A microbatch's is the mean over its own, and a batch's
-gradient that over its microbatches; so each weighs by how many terms it has. Every rank knows that before the batch
-begins, so a stage that steps by itself steps with the same gradient.
+A model's loss is the mean over the terms of a microbatch, and the runtime takes the mean over a batch's microbatches.
+So that each term counts alike in the batch, a microbatch weighs by how many it has. Every rank knows that before the
+batch begins, and so does a stage that steps by itself.
 """
 
 from __future__ import annotations

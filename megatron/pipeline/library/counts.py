@@ -43,11 +43,15 @@ class LossCounts:
     def expect(self, counts: Sequence[float | None], weights: WeightPolicy, updates: Iterable[ModuleUpdate]) -> None:
         """Before the first batch, on all ranks: what the loss of the first microbatch counts, as each rank knows it of
         its pipeline; None: losses are means. `updates`: those that have not stepped, whose predictions divide by it.
+
+        Raises ValueError where losses are of two kinds.
         """
         if None not in counts:
             self._are_said = weights.updates_alone
             for update in updates:
                 update.mean_count = sum(counts) / len(counts) or math.inf  # of nothing: gradients of 0
+        elif any(count is not None for count in counts):
+            raise ValueError("the loss returns means in some replicas and (sum, count) in others; give all the same")
 
     def say(self, microbatch: Microbatch, loss: Loss) -> None:
         """On the rank of the last stage: a forward has ended."""

@@ -421,6 +421,15 @@ def loss_of_no_kind() -> None:
     with_loss(lambda output, target: output - target)
 
 
+def losses_of_two_kinds() -> None:
+    loss = (loss_of, sum_of)[dist.get_rank()]
+    pipeline = Pipeline(build(1, plain=True)[0], "flush", 4, loss=loss, optimizer=make_optimizer, replicas=2)
+    try:
+        pipeline.step(data(0, plain=True))
+    finally:
+        pipeline.close()
+
+
 def count_of_no_kind() -> None:
     with_loss(lambda output, target: ((output - target).sum(), "12"))
 

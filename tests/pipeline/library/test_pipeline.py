@@ -366,6 +366,7 @@ REFUSALS = {
         2,
         "the loss is a tensor of shape (2, 6); return its mean over the microbatch, a real scalar tensor, or (",
     ),
+    "losses_of_two_kinds": (2, "the loss returns means in some replicas and (sum, count) in others"),
     "count_of_no_kind": (2, "the loss counts a str; return (sum, count) with a number"),
 }
 

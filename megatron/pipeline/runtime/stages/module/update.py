@@ -6,8 +6,9 @@ a gradient is not finite anywhere, no rank steps: the new version is an alias of
 stays.
 
 Where losses are sums, the gradients are those of sums until the step. What a batch counts, over all replicas, comes
-with its norm; the step divides by it, and so is the norm, before it clips. A batch that counts nothing makes no step. A
-prediction comes before its batch's norm: it divides by the newest count that there is, that of the step before.
+with its norm. The step divides the norm and the gradients by it, and clips then. A batch that counts nothing makes no
+step. A prediction comes before its batch's norm: it divides by the newest count that there is, that of the batch
+before.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ class ModuleUpdate:
     `counts`: asked where weights need that before it comes with a norm: by steps that come before it, and by
     provisional ones.
 
-    `mean_count`: what a microbatch counts, on average over the last batch that was stepped, for predictions; set it
-    before the first one to what is expected.
+    `mean_count`: what a microbatch of the last batch with a STEP counted on average, by which predictions divide; set
+    it before the first one to what is expected.
 
     Raises ValueError for `AheadVersions` with an optimizer that cannot make them.
     """
