@@ -24,6 +24,7 @@ from megatron.pipeline.dropin.our_update import OurUpdate
 from megatron.pipeline.dropin.refusals import require_supported_model
 from megatron.pipeline.dropin.sentences import errors_end_the_job, say
 from megatron.pipeline.dropin.stages import RankStages, build_stages, require_ordinary_call
+from megatron.pipeline.dropin.start import overlaps_off
 from megatron.pipeline.dropin.their_update import TheirUpdate
 from megatron.pipeline.runtime.contract.stage import BatchReport
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import tied_embeddings
@@ -87,6 +88,9 @@ class Session:
         self._schedule = schedule_of(self._args, tied_embeddings=_any_rank_ties(self._chunks))
         if self._schedule != self._proved:
             prove(self._schedule, batches_of(self._args))
+        if "overlap_grad_reduce" in overlaps_off(self._args, self._options, self._schedule):
+            for chunk in self._chunks:  # its buckets stay: norms are summed, and checkpoints laid out, by them
+                chunk.ddp_config.overlap_grad_reduce = False
         if self._schedule.splits_backward or not self._schedule.weights.drains:
             follow_shown_gradients()
         if self._schedule.splits_backward:

@@ -2,7 +2,7 @@
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, TCPStore
@@ -38,8 +38,10 @@ def prepare(args: argparse.Namespace, options: Options) -> AnySchedule:
     schedule = schedule_of(args, tied_embeddings=not getattr(args, "untie_embeddings_and_output_weights", False))
     batches = batches_of(args)
     prove(schedule, batches)
-    for line in _turn_off_overlaps(args, options, schedule, max(batches)):
-        say(line)
+    for name, reason in overlaps_off(args, options, schedule).items():
+        say(f"note: --{name.replace('_', '-')} is off: {options.flag} {reason}")
+        if name == "overlap_param_gather":  # the other is turned off when the buckets are laid out (`Session`)
+            args.overlap_param_gather = False
     if backend.is_cuda() and getattr(args, "distributed_backend", "nccl") == "nccl":
         _require_queues(args, options, schedule, max(batches))
     if schedule.splits_backward and getattr(args, "transformer_impl", "local") == "transformer_engine":
@@ -54,10 +56,8 @@ def prepare(args: argparse.Namespace, options: Options) -> AnySchedule:
     return schedule
 
 
-def _turn_off_overlaps(
-    args: argparse.Namespace, options: Options, schedule: AnySchedule, max_microbatches: int
-) -> Iterator[str]:
-    """Turn off, in `args`, what cannot overlap under the schedule and changes no number; a line for each.
+def overlaps_off(args: argparse.Namespace, options: Options, schedule: AnySchedule) -> dict[str, str]:
+    """Which of the overlaps that `args` ask for the schedule has no room for: name -> why.
 
     Under schedules that drain, with whole backwards and activations that stay, Megatron-LM's hooks reduce each bucket
     within the last backward of a batch (`OverlappedStage`), and its gathers lie before the forwards as ever.
@@ -69,14 +69,11 @@ def _turn_off_overlaps(
         }
     elif schedule.splits_backward:
         why = {"overlap_grad_reduce": "makes gradients in W, behind the backwards in which they would be reduced"}
-    elif options.counts_activations or schedule.evicting_ranks((max_microbatches,)):
+    elif options.counts_activations or schedule.evicting_ranks((max(batches_of(args)),)):
         why = {"overlap_grad_reduce": "moves or counts activations, and their backwards do not tell what is complete"}
     else:
         why = {}
-    for name, reason in why.items():
-        if getattr(args, name, False):
-            setattr(args, name, False)
-            yield f"note: --{name.replace('_', '-')} is off: {options.flag} {reason}"
+    return {name: reason for name, reason in why.items() if getattr(args, name, False)}
 
 
 def _require_queues(args: argparse.Namespace, options: Options, schedule: AnySchedule, max_microbatches: int) -> None:
