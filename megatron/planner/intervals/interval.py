@@ -4,8 +4,8 @@ Where a run and n others of its kind are in no particular order, the ratio of me
 equally likely to stand at any of n + 1 places among the others'. So it lies between the k-th smallest and the k-th
 largest of them, k = floor(0.1 (n + 1)), with a probability of 80% at least (split conformal prediction). That takes 9
 others. The prediction itself is always inside, which makes it no less likely. Fewer are joined by those of wider
-groups: of other schedules on such GPUs, then on other GPUs, then with or without a network between nodes; then by those
-that differ in what goes on beside the rest (`BESIDE`). What was never compared at all gets no interval from others.
+groups: of other schedules on such GPUs; of other overlaps there (`BESIDE`); of other GPUs; with or without a network
+between nodes; of other overlaps on other GPUs. What was never compared at all gets no interval from others.
 """
 
 import math
@@ -95,18 +95,12 @@ def _groups(kind: Kind) -> Iterator[tuple[str, Callable[[Kind], bool]]]:
     """From the narrowest on: in words, and what belongs to it."""
     nodes = "several nodes" if kind.several_nodes else "one node"
     pressed = f", {PRESSED}" if kind.under_pressure else ""
-    kernels = ", ".join((kind.attention, *kind.extras))
+    apart = _without_beside(kind)
+    kernels, fewer = (", ".join((kind.attention, *extras)) for extras in (kind.extras, apart))
 
     def alike(*names: str) -> Callable[[Kind], bool]:
         wanted = ("attention", "precision", "extras", "under_pressure", *names)
         return lambda other: all(getattr(other, name) == getattr(kind, name) for name in wanted)
-
-    yield f"{kind.strategy}, {kernels}, {kind.device}, {nodes}{pressed}", alike("strategy", "device", "several_nodes")
-    yield f"any schedule, {kernels}, {kind.device}, {nodes}{pressed}", alike("device", "several_nodes")
-    yield f"any schedule and GPU, {kernels}, {nodes}{pressed}", alike("several_nodes")
-    yield f"any schedule and GPU, {kernels}, one node or several{pressed}", alike()
-    apart = _without_beside(kind)
-    kernels = ", ".join((kind.attention, *apart))
 
     def nearly(*names: str) -> Callable[[Kind], bool]:
         wanted = ("attention", "precision", "under_pressure", *names)
@@ -114,9 +108,13 @@ def _groups(kind: Kind) -> Iterator[tuple[str, Callable[[Kind], bool]]]:
             all(getattr(other, name) == getattr(kind, name) for name in wanted) and _without_beside(other) == apart
         )
 
-    yield f"any schedule and overlap, {kernels}, {kind.device}, {nodes}{pressed}", nearly("device", "several_nodes")
-    yield f"any schedule, overlap and GPU, {kernels}, {nodes}{pressed}", nearly("several_nodes")
-    yield f"any schedule, overlap and GPU, {kernels}, one node or several{pressed}", nearly()
+    yield f"{kind.strategy}, {kernels}, {kind.device}, {nodes}{pressed}", alike("strategy", "device", "several_nodes")
+    yield f"any schedule, {kernels}, {kind.device}, {nodes}{pressed}", alike("device", "several_nodes")
+    yield f"any schedule and overlap, {fewer}, {kind.device}, {nodes}{pressed}", nearly("device", "several_nodes")
+    yield f"any schedule and GPU, {kernels}, {nodes}{pressed}", alike("several_nodes")
+    yield f"any schedule and GPU, {kernels}, one node or several{pressed}", alike()
+    yield f"any schedule, overlap and GPU, {fewer}, {nodes}{pressed}", nearly("several_nodes")
+    yield f"any schedule, overlap and GPU, {fewer}, one node or several{pressed}", nearly()
 
 
 def _without_beside(kind: Kind) -> tuple[str, ...]:

@@ -114,3 +114,15 @@ def test_what_goes_on_beside_the_rest_is_joined_at_last():
     plain = replace(FLUSH, extras=("FP8",))
     assert interval_of(plain, runs(hidden, *NINE)).num_runs == 9  # what is not there need not be compared
     assert isinstance(interval_of(hidden, runs(plain, *NINE)), NotValidated)
+
+
+def test_other_overlaps_of_a_gpu_are_nearer_than_other_gpus():
+    """Runs of another GPU with the same overlaps do not widen the interval of a GPU that has enough without them."""
+    hidden = replace(FLUSH, extras=("overlaps gradients",))
+    elsewhere = replace(hidden, device="H100", several_nodes=False)
+    few = runs(hidden, 1.02, 1.04)
+    found = interval_of(
+        hidden, [*few, *runs(replace(FLUSH, extras=("overlaps weights",)), *NINE), *runs(elsewhere, *[3.0] * 9)]
+    )
+    assert found.group == "any schedule and overlap, unfused attention, A100, several nodes"
+    assert found.high <= 1.3
