@@ -98,7 +98,7 @@ def test_coverage_leaves_out_a_run_or_a_source():
     assert without_source(near).num_without == 10
 
 
-def test_what_goes_on_beside_the_rest_is_joined_at_last():
+def test_what_goes_on_beside_the_rest_is_joined():
     """Where it was compared on such a GPU; and with nothing that has another feature."""
     hidden = replace(FLUSH, extras=("overlaps gradients", "FP8"))
     other = replace(FLUSH, extras=("overlaps weights", "cuda graphs", "FP8"))
