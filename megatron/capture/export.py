@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -126,10 +129,13 @@ def _exported(wrapper: LossOnly, batch: dict[str, Tensor], dynamic_sequence: boo
         name: {0: dynamic, 1: dynamic} if dynamic_sequence and tensor.dim() == 2 else {0: dynamic}
         for name, tensor in batch.items()
     }
+    said = io.StringIO()  # where it fails, torch.export prints all operators so far
     try:
-        program = torch.export.export(wrapper, (), kwargs=batch, dynamic_shapes=shapes, strict=False)
+        with contextlib.redirect_stderr(said):
+            program = torch.export.export(wrapper, (), kwargs=batch, dynamic_shapes=shapes, strict=False)
     except Exception as error:
         raise ValueError(sentence_of(error, wrapper.model)) from error
+    sys.stderr.write(said.getvalue())
     return program.module(check_guards=False)
 
 

@@ -4,8 +4,8 @@ PREDICT@t takes the step to version t provisionally. A rank has one stage, and o
 
 - after STEP@(t-1), from whose weights it starts, where that is in the program, and after PREDICT@(t-1);
 - behind the backwards of the microbatches of batch t-1 that it reads, and of no others, for what is in the buffer is
-  what it reads: the batch's first ones, as many as the stage reads (`Program.num_read`), in any order; or anywhere
-  behind a HOLD@t that stands so;
+  what it reads: the batch's first ones, as many as the stage reads (`Program.num_read`), in any order, and no I alone,
+  which adds a part of the gradients; or anywhere behind a HOLD@t that stands so;
 - before every forward of batch t, and before the chain that leads to version t, which changes the buffer.
 
 Where replicas read what all have done, REDUCE_PARTIAL@t stands behind a HOLD@t and before PREDICT@t. Where two ranks
@@ -32,6 +32,7 @@ from megatron.pipeline.check.compact import (
     B,
     CompactProgram,
     F,
+    I,
     W,
 )
 
@@ -101,7 +102,7 @@ class _RankPredictions:
         self.num_predicted = 0
         self.num_stepped = 0
         self.firsts = [0, *accumulate(self.program.batches)]  # microbatch of each batch, and one past the last
-        # Backwards of each batch: how many, and one past the last microbatch of them. Each microbatch has one.
+        # Backwards of each batch: how many are whole, and one past the last microbatch of those that have begun.
         self.num_done = [0] * len(self.program.batches)
         self.end_done = self.firsts[:-1]
         self.held = False  # whether gradients are kept for the next prediction
@@ -118,10 +119,10 @@ class _RankPredictions:
                 batch = batch_of[place % width]
                 if batch > self.num_predicted:
                     reason = f"its batch begins before {self._word(PREDICT, batch)}"
-            elif code in (B, W):
+            elif code in (B, I, W):
                 microbatch = place % width
                 batch = batch_of[microbatch]
-                self.num_done[batch] += 1
+                self.num_done[batch] += code != I
                 self.end_done[batch] = max(self.end_done[batch], microbatch + 1)
             elif code >= FIRST_PREDICTION:
                 reason = self._prediction(code, version - program.first_batch)

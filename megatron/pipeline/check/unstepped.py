@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from megatron.pipeline.check.compact import STEP, B, CompactProgram, F, W
+from megatron.pipeline.check.compact import STEP, B, CompactProgram, F, I, W
 from megatron.pipeline.program.weight_policies import Ahead
 
 
@@ -41,13 +41,13 @@ def prove_unstepped(compact: CompactProgram, live_versions: Sequence[int]) -> tu
     batch_of = [batch for batch, size in enumerate(program.batches) for _ in range(size)]
     depths = [program.graph.depth(stage) for stage in range(compact.num_stages)]
     done = [0] * compact.num_stages  # backwards since the last STEP
-    end_done = [0] * compact.num_stages  # one past the last microbatch of them; each has one
+    end_done = [0] * compact.num_stages  # one past the last microbatch of them, and of those of which only I is done
     stepped_ahead = set()
     for rank, row in enumerate(program.rows):
         for position, (code, place) in enumerate(zip(compact.codes[rank], compact.places[rank], strict=True)):
             stage, index = divmod(place, width)
-            if code in (B, W):
-                done[stage] += 1
+            if code in (B, I, W):
+                done[stage] += code != I
                 end_done[stage] = max(end_done[stage], index + 1)
             elif code == STEP:
                 done[stage] = end_done[stage] = 0  # each stage has its own

@@ -13,7 +13,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from torch import Tensor
 from torch.distributed import HashStore, PrefixStore, distributed_c10d, is_initialized
 
 from megatron.pipeline.library.ranks import Ranks
@@ -58,7 +57,7 @@ class LossCounts:
         if self._are_said:
             _, count = sum_and_count(loss)
             key = self._key(microbatch.batch, microbatch.position, self._ranks.replica)
-            self._store.set(key, repr(count.item() if isinstance(count, Tensor) else count))
+            self._store.set(key, repr(float(count)))
             self._written.setdefault(microbatch.batch, []).append(key)
 
     def __call__(self, batch: int, num_microbatches: int) -> float:

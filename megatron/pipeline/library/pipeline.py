@@ -6,14 +6,10 @@ each batch's reductions and its step stand. The user brings modules, a loss and 
 
 from __future__ import annotations
 
-import atexit
-import logging
 import math
-import os
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron.pipeline.library import at_exit
 from megatron.pipeline.library.agreement import Agreement
 from megatron.pipeline.library.announcements import Announcement, Announcements
 from megatron.pipeline.library.batches import BatchData, MicrobatchFeed, split_batch
@@ -42,27 +39,6 @@ from megatron.pipeline.runtime.failure import failure_guard
 from megatron.pipeline.runtime.failure.error_file import write_error_file
 from megatron.pipeline.runtime.stages.module.rank_update import make_updates, make_versions, steps_of
 from megatron.pipeline.simulate.timeline import Timeline
-
-_open: set[Pipeline] = set()
-"""Those whose threads run: one that wakes up while the interpreter shuts down would abort the process."""
-
-
-@atexit.register
-def _close_all() -> None:
-    """At the end of a script that does not close. Behind an uncaught exception others may not come here, and threads of
-    what has failed would abort the process, behind what the exception says.
-    """
-    if getattr(sys, "last_value", None) is not None:
-        if any(each._has_failed for each in _open):
-            logging.shutdown()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)
-    else:
-        for pipeline in [each for each in _open if each._groups.job is None or dist.is_initialized()]:
-            with suppress(Exception):
-                pipeline.close()
-
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 MakeScheduler = Callable[[torch.optim.Optimizer], Any]
@@ -99,6 +75,7 @@ class Pipeline:
         num_microbatches: of each batch.
         stages: the indices of this rank's stages.
         takes_batch: whether this rank has the first or the last stage, and so is given batches.
+        has_failed: whether nothing is known of what is under way, so that it takes no batch any more.
 
     Raises:
         ValueError: on all ranks: what does not go together.
@@ -177,7 +154,7 @@ class Pipeline:
         self._specs: list[Specs] = []  # by the number of what first stages announce
         self._travelling: int | None = None  # its number
         self._reports: deque[BatchReport] = deque()  # that no call has returned yet
-        self._has_failed = self._is_closed = False
+        self.has_failed = self._is_closed = False
         self._guard = ExitStack()
 
     # --- training
@@ -291,11 +268,11 @@ class Pipeline:
         """
         if self._is_closed:
             return
-        if not self._has_failed:
+        if not self.has_failed:
             self._settle()
         self._is_closed = True
-        _open.discard(self)
-        if self._has_failed:
+        at_exit.forget(self)
+        if self.has_failed:
             return
         self._stop()
         for update in self._updates.values():
@@ -315,8 +292,8 @@ class Pipeline:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is not None and error is not self._agreement.refusal:
-            self._has_failed = self._is_closed = True
-            _open.discard(self)
+            self.has_failed = self._is_closed = True
+            at_exit.forget(self)
             self._guard.__exit__(kind, error, traceback)
             return
         with self._guard:
@@ -326,7 +303,7 @@ class Pipeline:
 
     def _receive(self, batch: Any, *, evaluates: bool) -> tuple[BatchData | None, Announcement]:
         """A batch, with what its first stage says of it; tensors of its shapes can travel."""
-        if self._is_closed or self._has_failed:
+        if self._is_closed or self.has_failed:
             raise RuntimeError("the pipeline is closed, or has failed; make another")
         data, problem = None, None
         if self.takes_batch:
@@ -384,7 +361,7 @@ class Pipeline:
             ]  # fmt: skip
             has_nccl = self._device.type == "cuda" and dist.is_initialized() and "nccl" in dist.get_backend_config()
             backend = "nccl" if has_nccl else "gloo"
-            _open.add(self)
+            at_exit.watch(self, needs_group=self._groups.job is not None)
             self._engine = PipelineEngine(
                 self.schedule, stages, self._update, ranks=self._ranks.pipeline, timeout=self._timeout,
                 backend=backend, device=self._device, metrics_group=self._groups.job, tracer=self._tracer,
@@ -399,7 +376,7 @@ class Pipeline:
             self._reports.append(report)
 
     def _settle(self) -> None:
-        if self._is_closed or self._has_failed:
+        if self._is_closed or self.has_failed:
             raise RuntimeError("the pipeline is closed, or has failed; make another")
         if self._engine is not None and not self._engine.is_drained:
             with self._failing():
@@ -430,7 +407,7 @@ class Pipeline:
         try:
             yield
         except BaseException as error:
-            self._has_failed = True
+            self.has_failed = True
             if failure_guard.active() is None and not failure_guard.is_consequence(error):
                 write_error_file(failure_guard.sentence_of(error, f"rank {self._ranks.own}"))
             raise

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from numbers import Real
 from typing import Any
 
 import torch
@@ -78,9 +79,9 @@ class StageModule(nn.Module):
         if not has_sum:
             return self._scalar(loss)
         total, count = loss
-        if not isinstance(count, (Tensor, int, float)):
+        if not isinstance(count, (Tensor, Real)):
             raise ValueError(f"the loss counts a {type(count).__name__}; return (sum, count) with a number or a scalar")
-        return self._scalar(total), self._scalar(count) if isinstance(count, Tensor) else count
+        return self._scalar(total), self._scalar(count).detach() if isinstance(count, Tensor) else float(count)
 
     def _precision(self) -> AbstractContextManager:
         return nullcontext() if self._autocast is None else torch.autocast(self._device.type, self._autocast)

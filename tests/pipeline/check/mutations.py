@@ -68,6 +68,17 @@ def with_other_members(program: Program) -> Iterator[tuple[Program, str]]:
                     yield changed, f"{what} in the {'forwards' if is_forward else 'backwards'} of stage {stage}"
 
 
+def in_halves(program: Program) -> Program:
+    """Each B as an I, and a W right behind it."""
+    parts = {Kind.BACKWARD: (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)}
+    return program.with_rows(
+        tuple(
+            tuple(replace(each, kind=kind) for each in row for kind in parts.get(each.kind, (each.kind,)))
+            for row in program.rows
+        )
+    )
+
+
 def _exchanged(each: Instruction, one: int, other: int) -> Instruction:
     return replace(each, microbatch={one: other, other: one}.get(each.microbatch, each.microbatch))
 

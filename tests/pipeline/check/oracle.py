@@ -198,7 +198,7 @@ class RankMachine:
             if kind is Kind.REDUCE_PARTIAL:
                 require(version in stage.held, "nothing is kept that could be reduced")
             elif stage.is_first or stage.is_last:
-                self.machine.ties[stage.stage, version] = Counter(stage.sums.get(version - 1, Counter()))
+                self.machine.ties[stage.stage, version] = stage.gradients_of(version - 1)
         self.chain.append((kind, version))
         self.position_of_partial = len(self.chain)
         self.partial.setdefault(version, []).append(kind)
@@ -289,7 +289,7 @@ class StageMachine:
         if kind is Kind.HOLD:
             require(version == self.newest_predicted + 1 and version not in self.held, "it keeps what nothing reads")
             require(version not in self.rank.reduced, "the chain has changed the gradients")
-            self.held[version] = Counter(self.sums.get(version - 1, Counter()))
+            self.held[version] = self.gradients_of(version - 1)
         if kind is Kind.RECOMPUTE:
             require(microbatch in self.saved and microbatch not in self.recomputed, "recompute without forward")
             require(self.saved[microbatch][0] == version and version in self.weights, "recompute with other weights")
@@ -359,6 +359,13 @@ class StageMachine:
         require(not reduced or self.rank.host is not None, "a gradient comes after its reduction")
         self.sums.setdefault(batch, Counter())[self.halfway.pop(microbatch)] += 1
 
+    def gradients_of(self, batch: int) -> Counter:
+        """What the buffer has of it: of a microbatch between I and W a part, such as the gradients of biases."""
+        parts = [
+            self.symbols("I", value) for each, value in self.halfway.items() if self.program.batch_of(each) == batch
+        ]
+        return Counter(self.sums.get(batch, Counter())) + Counter(parts)
+
     @property
     def newest_predicted(self) -> int:
         return max(self.weights)
@@ -368,7 +375,7 @@ class StageMachine:
         require(self.true == version - 1, "a prediction from other weights")
         read = self.held.pop(version, None)
         require(read is not None or not self.program.reduce_partial, "what is reduced is not kept")
-        read = Counter(self.sums.get(version - 1, Counter())) if read is None else read
+        read = self.gradients_of(version - 1) if read is None else read
         self.weights[version] = predicted(self.symbols, self.weights[true(self.true)], read, ties, self.program)
         self.machine.made[self.stage, version] = self.weights[version]
         self.weights.pop(version - 2, None)

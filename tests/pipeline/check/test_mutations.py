@@ -5,6 +5,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron.pipeline.check import check
+from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.program.weight_policies import PROVISIONAL
 from megatron.pipeline.schedules import Schedule
@@ -14,6 +15,7 @@ from tests.pipeline.check.mutations import (
     assert_every_mutation_is_rejected,
     assert_judged,
     assert_rejected,
+    in_halves,
     with_other_members,
 )
 from tests.pipeline.check.oracle import verdict
@@ -104,6 +106,23 @@ def test_other_members_are_judged_as_the_oracle_judges_them(name: str):
         wrong = verdict(mutant, bounds)
         assert accepts(mutant, bounds) == (not wrong), f"{what}: {wrong}"
         verdicts.append(not wrong)
+    assert any(verdicts) and not all(verdicts)
+
+
+@pytest.mark.parametrize("name", ["2bw-zb-h1", *PREDICTIONS])
+def test_what_stands_between_two_halves_is_judged_as_the_oracle_judges_them(name: str):
+    """Each W, and each word that reads gradients, up to six places later: between I and W there is a part of them."""
+    words = {Kind.BACKWARD_WEIGHT, Kind.HOLD, Kind.PREDICT, Kind.REDUCE_PARTIAL_EMBED}
+    program, verdicts = in_halves(full_program(name)), []
+    bounds = saved_bounds(full_schedule(name), program.batches)
+    for rank, row in enumerate(program.rows):
+        for place in (place for place, each in enumerate(row) if each.kind in words):
+            for later in range(place + 1, min(place + 7, len(row))):
+                moved = [*row[:place], *row[place + 1 : later + 1], row[place], *row[later + 1 :]]
+                mutant = with_row(program, rank, moved)
+                wrong = verdict(mutant, bounds)
+                assert accepts(mutant, bounds) == (not wrong), (rank, str(row[place]), str(row[later]), wrong)
+                verdicts.append(not wrong)
     assert any(verdicts) and not all(verdicts)
 
 

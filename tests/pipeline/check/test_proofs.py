@@ -9,7 +9,9 @@ from megatron.pipeline.check.compact import CODE_OF_KIND, KIND_OF_CODE
 from megatron.pipeline.program.edges import Edge
 from megatron.pipeline.program.instruction import Instruction, Kind
 from megatron.pipeline.program.program import Program
+from megatron.pipeline.schedules import Schedule
 from tests.pipeline.check.examples import with_row, written
+from tests.pipeline.check.mutations import in_halves
 
 # One microbatch, two stages, flush: the smallest complete program.
 FIRST = "0F0@0 0SEND_F0 0RECV_B0 0B0@0 0REDUCE_NORM@1 0STEP@1"
@@ -303,6 +305,18 @@ def test_a_prediction_reads_the_first_microbatches_and_not_as_many_others():
     fields["provisional_microbatches"] = 2
     second = HELD[1].format("").replace("1B1@0", "1B1@0 1HOLD@1")
     check(written(HELD[0].format("0B1@0 0B0@0 0HOLD@1"), second, **fields))  # in any order
+
+
+def test_half_a_backward_is_in_no_provisional_step():
+    """An I alone adds the gradients of biases and norms."""
+    schedule = Schedule(order="async", weights="stale-provisional", recompute=True, num_stages=2)
+    program = in_halves(schedule.build((4, 4)))
+    check(program)
+    text = " ".join(map(str, program.rows[0]))
+    late = text.replace("0F4@0~3 0SEND_F4 0R3@0 0I3@0", "0R3@0 0I3@0 0F4@0~3 0SEND_F4")
+    assert late != text
+    error = rejected(with_row(program, 0, [Instruction.parse(word) for word in late.split()]))
+    assert str(error.instruction) == "0F4@0~3" and "the backward of 3 stands before it" in error.reason
 
 
 def test_no_batch_begins_its_gradients_while_all_buffers_are_taken():

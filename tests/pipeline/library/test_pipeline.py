@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -140,6 +141,21 @@ def test_counts_are_of_their_own_batch(schedule):
         assert one.losses == other.losses and one.norms == other.norms
         for name, value in one.values.items():
             assert torch.equal(value, other.values[name]), name
+
+
+@pytest.mark.parametrize("schedule", ["flush", "pipedream"])
+def test_a_count_is_any_real_number(schedule):
+    """Of Python, of numpy or of torch; where it goes through the store, too."""
+    losses = []
+    for count in (2, 2.0, np.int64(2), np.float64(2), torch.tensor([2]), torch.tensor(2.0, requires_grad=True)):
+        pipeline = Pipeline(
+            torch.nn.Linear(2, 2), schedule, 1, loss=lambda output, target, count=count: (output.sum() * 0 + 6, count),
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        )  # fmt: skip
+        report = pipeline.step((torch.ones(2, 2), torch.ones(2)))
+        losses += [each.loss for each in (*([] if report is None else [report]), *pipeline.drain())]
+        pipeline.close()
+    assert losses == [3.0] * 6
 
 
 def test_a_batch_that_counts_nothing_makes_no_step():

@@ -1,0 +1,52 @@
+"""Pipelines whose threads run when a script ends: a thread that wakes up while the interpreter shuts down would abort
+the process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+from contextlib import suppress
+from typing import Protocol
+
+import torch.distributed as dist
+
+
+class Running(Protocol):
+    """`has_failed`: nothing is known of what is under way, so it cannot be closed."""
+
+    has_failed: bool
+
+    def close(self) -> None: ...
+
+
+_running: dict[Running, bool] = {}  # whether it needs the process group
+
+
+def watch(pipeline: Running, *, needs_group: bool) -> None:
+    """From now on its threads run."""
+    _running[pipeline] = needs_group
+
+
+def forget(pipeline: Running) -> None:
+    """It is closed, or a failure ends the process."""
+    _running.pop(pipeline, None)
+
+
+@atexit.register
+def _close_all() -> None:
+    """Behind an uncaught exception others may not come here, and threads of what has failed would abort the process,
+    behind what the exception says.
+    """
+    if getattr(sys, "last_value", None) is not None:
+        if any(each.has_failed for each in _running):
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+    else:
+        for pipeline in [each for each, needs_group in _running.items() if dist.is_initialized() or not needs_group]:
+            with suppress(Exception):
+                pipeline.close()
