@@ -28,7 +28,8 @@ _CAUSES = (
     _Cause(r"label_index", f"set problem_type to single_label_classification {_CONFIG}"),
     _Cause(
         r"RotaryEmbedding ",
-        f"set rope_type {_CONFIG} to default: up to the trained length dynamic has the same numbers; longrope computes other ones",
+        f"set rope_type {_CONFIG} to default: up to the trained length dynamic has the same numbers; those of "
+        "longrope differ",
     ),
     _Cause(r"(?i)flex_?attention|flash_?attn|flash_?attention", f"set attn_implementation to eager or sdpa {_CONFIG}"),
     _Cause(r"past_key_values|DynamicCache|use_cache", f"set use_cache to false {_CONFIG}"),
