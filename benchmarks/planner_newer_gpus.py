@@ -1,6 +1,6 @@
 """What parts of the time model are worth on GPUs that no constant is fitted to: the mean error without each.
 
-    python benchmarks/planner_newer_gpus.py benchmarks/published/*.json
+    python benchmarks/planner_newer_gpus.py benchmarks/published/*h100.json benchmarks/published/*blackwell.json
 
 The runs are predicted with the constants that come along, fitted to A100. Each line takes one part of the model out, or
 puts a constant at the value at which it does nothing (an efficiency of 1, no seconds, no contention); nothing is fitted

@@ -29,7 +29,7 @@ _USUAL = {  # what is priced by arithmetic alone, or is part of the kind by anot
     Software: frozenset({
         "element_bytes", "gradient_bytes", "flash_attention", "fuses_softmax", "fuses_gradient_accumulation",
         "overlaps_tensor", "overlaps_transfers", "splits_transfers", "flash_attention_2",
-        "keeps_gradient_copies", "own_communicators", "transformer_impl",
+        "keeps_gradient_copies", "own_communicators", "sums_beside_gradients", "blocks_launches", "transformer_impl",
     }),
     Architecture: frozenset({
         "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",

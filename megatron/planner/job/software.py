@@ -62,6 +62,9 @@ class Software:
         flash_attention_2: flash attention is FlashAttention-2's kernels, as PyTorch has them, also on later GPUs.
         overlaps_in_pieces: with split sequences, products of layers are computed in pieces, beside which their inputs
             are gathered and their results scattered, by Transformer Engine's user buffers (`--tp-comm-overlap`).
+        blocks_launches: the host waits for each kernel before it issues the next one (CUDA_LAUNCH_BLOCKING=1).
+        sums_beside_gradients: where gradients are added up in FP32, a backward's own 16-bit ones stand beside these
+            sums, both whole on each replica, however the optimizer is divided (DeepSpeed's BF16_Optimizer).
         gathers_keys: context parallel ranks gather keys and values of whole sequences before attention; else they pass
             them round a ring beside it.
     """
@@ -91,6 +94,8 @@ class Software:
     sharding: ShardingRuntime = MEGATRON_FSDP
     fp8: bool = False
     gathers_keys: bool = False
+    blocks_launches: bool = False
+    sums_beside_gradients: bool = False
     overlaps_in_pieces: bool = False
     flash_attention_2: bool = False
 
@@ -140,6 +145,7 @@ class Software:
             expert_data=configuration.expert_replicas,
             fp8_weights=self.fp8_weights,
             keeps_gradient_copies=self.keeps_gradient_copies,
+            sums_beside_gradients=self.sums_beside_gradients and self.gradient_bytes > self.element_bytes,
         )
 
 
@@ -160,8 +166,11 @@ MEGATRON_2020 = Software(
 )  # fmt: skip
 """Megatron-LM of 2020, without pipelines. Its optimizer, Apex's, makes FP32 copies of gradients once."""
 
-MEGATRON_DEEPSPEED = MEGATRON_2021
-"""Microsoft's Megatron-DeepSpeed of 2021, which vTrain measured, is Megatron-LM of that time in these respects."""
+MEGATRON_DEEPSPEED = replace(MEGATRON_2021, sums_beside_gradients=True)
+"""Microsoft's Megatron-DeepSpeed of 2021, which vTrain measured, is Megatron-LM of that time but for bfloat16."""
+
+BIGSCIENCE = replace(MEGATRON_DEEPSPEED, blocks_launches=True)
+"""The same as BigScience ran it in 2022, whose jobs of many nodes hung unless every launch was waited for."""
 
 PIPEDREAM_2BW = Software(
     gradient_bytes=2, fuses_softmax=False, fuses_gradient_accumulation=False, overlaps_tensor=False,

@@ -5,7 +5,8 @@ gradient, and in FP32 4 each for master, gradient and both moments. Here by part
 
     weights        weight_bytes, for each weight version that is alive at once (2bw: 2)
     true weights   where the versions are predictions: weight_bytes again, unless the masters are the true weights
-    gradients      gradient_bytes, for each buffer in use at once (2bw: 2, or 1 with the flag)
+    gradients      gradient_bytes, for each buffer in use at once (2bw: 2, or 1 with the flag); weight_bytes more where
+                   they are sums beside a backward's own
     masters        4 for 16-bit weights; with the distributed optimizer 4 also for FP32 weights of several versions
     FP32 copies    4 where gradients are kept in 16 bits: the optimizer steps with FP32 ones, which megatron.core makes
                    in the step and leaves behind it. Where a host steps stage by stage, of the largest
@@ -32,6 +33,7 @@ class TrainingState:
         keeps_gradient_copies: FP32 copies of gradients stay from step to step; else the step makes them.
         data: ranks with the same parameters, context parallel ones among them.
         expert_data: ranks with the same experts.
+        sums_beside_gradients: gradients are FP32 sums of what a backward keeps in the type of weights.
         fp8_weights: linears have weights in FP8 alone, which are gathered so (`--fp8-param-gather`).
     """
 
@@ -43,6 +45,7 @@ class TrainingState:
     keeps_gradient_copies: bool = False
     expert_data: int = 1
     fp8_weights: bool = False
+    sums_beside_gradients: bool = False
 
     def weights(self, num_parameters: int, *, num_versions: int, predicts: bool = False) -> float:
         """The bytes of all weight versions. `predicts`: they are predictions."""
@@ -59,7 +62,8 @@ class TrainingState:
 
     def gradients(self, num_parameters: int, *, num_buffers: int) -> float:
         """The bytes of all gradient buffers."""
-        return float(num_parameters * self.gradient_bytes * num_buffers)
+        kept = self.gradient_bytes + (self.weight_bytes if self.sums_beside_gradients else 0)
+        return float(num_parameters * kept * num_buffers)
 
     def optimizer(
         self, num_parameters: int, *, num_versions: int, stepped: int | None = None, experts: int = 0

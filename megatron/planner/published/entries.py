@@ -178,7 +178,9 @@ class _EntryRecord(BaseModel):
             "overlaps_gradients": self.config.overlap_grad_reduce,
             "overlaps_weights": self.config.overlap_param_gather,
             "overlaps_in_pieces": self.config.overlaps_in_pieces,
-            "gradient_bytes": 2 if self.config.grad_reduce_in_bf16 else None,
+            "gradient_bytes": 2 if self.config.grad_reduce_in_bf16 else 4 if self.config.bf16_optimizer else None,
+            "sums_beside_gradients": self.config.bf16_optimizer,
+            "blocks_launches": self.config.cuda_launch_blocking,
             "gathers_keys": True if self.config.cp_comm_type == "all_gather" else None,
         }
         return {name: value for name, value in said.items() if value is not None}

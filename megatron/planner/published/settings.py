@@ -97,6 +97,8 @@ class SettingsRecord(BaseModel):
     overlap_param_gather: Boolean | None = None
     tp_comm_overlap: Boolean | None = None
     grad_reduce_in_bf16: Boolean = False
+    bf16_optimizer: Boolean | None = None
+    cuda_launch_blocking: Boolean | None = None
     cp: Count = Field(default=1, validation_alias=AliasChoices("cp", "context_parallel", "context_parallel_size"))
     cp_comm_type: Literal["p2p", "all_gather"] | None = None
     ep: Count = Field(

@@ -8,6 +8,7 @@ from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.devices import DEVICES
 from megatron.planner.job.sharding import DEEPSPEED
 from megatron.planner.job.software import (
+    BIGSCIENCE,
     MEGATRON_2020,
     MEGATRON_2021,
     MEGATRON_CORE,
@@ -42,16 +43,20 @@ _NAMES = {  # what a field or the source names
     "megatron.core": MEGATRON_CORE,
 }
 
-SIXTEEN_BITS_ONLY = (MEGATRON_V3, MEGATRON_2021, MEGATRON_2020, MEGATRON_DEEPSPEED, PIPEDREAM_2BW)
+_AS_RUN_BY = {"bigscience": {MEGATRON_DEEPSPEED: BIGSCIENCE}}
+"""Whose jobs ran a software otherwise than others', by what the source names."""
+
+SIXTEEN_BITS_ONLY = (MEGATRON_V3, MEGATRON_2021, MEGATRON_2020, MEGATRON_DEEPSPEED, BIGSCIENCE, PIPEDREAM_2BW)
 """Software from before GPUs multiplied in FP8."""
 
 
 def named_software(texts: Iterable[str | None], gpu: str, assume: Callable[[str], None]) -> Software:
     """What the first text names that names any; else what runs on such a GPU. `assume` is told what is filled in."""
-    for text in filter(None, texts):
+    given = [text for text in texts if text]
+    for text in given:
         for name, software in _NAMES.items():
             if name in text.lower():
-                return _with_defaults(of_its_year(software, text), gpu)
+                return _as_run(_with_defaults(of_its_year(software, text), gpu), given)
     if gpu in DEVICES and DEVICES[gpu].peak_teraflops_fp8:  # they came after Megatron-LM v3
         assume("the software of megatron-core")
         return _with_defaults(MEGATRON_CORE, gpu)
@@ -59,10 +64,15 @@ def named_software(texts: Iterable[str | None], gpu: str, assume: Callable[[str]
     return MEGATRON_V3
 
 
+def _as_run(software: Software, texts: Iterable[str]) -> Software:
+    """The same as those ran it whom a text names."""
+    changes = (each for name, each in _AS_RUN_BY.items() if any(name in text.lower() for text in texts))
+    return next((each[software] for each in changes if software in each), software)
+
+
 def sharded_software(software: Software) -> Software:
     """The same where it splits weights over replicas: what is older than Megatron-Core does it with DeepSpeed."""
-    older = (MEGATRON_2020, MEGATRON_2021, MEGATRON_V3, MEGATRON_DEEPSPEED, PIPEDREAM_2BW)
-    is_older = replace(software, gradient_bytes=2) in older  # or the same in bfloat16
+    is_older = replace(software, gradient_bytes=2) in SIXTEEN_BITS_ONLY  # or the same in bfloat16
     return replace(software, sharding=DEEPSPEED) if is_older else software
 
 

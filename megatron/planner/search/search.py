@@ -57,7 +57,7 @@ def search(
 ) -> Outcome:
     """All configurations of a space, the best first, and behind them those that nobody asked for (`Space.unasked`).
 
-    Of the latter one is simulated, so that its time is comparable with the best's.
+    Of the latter one is simulated, too, so that its time is comparable with the best's, unless programs are large.
 
     Args:
         space: what is considered.
@@ -83,11 +83,11 @@ def search(
     rank = _rank_by_memory if objective == "memory" else _rank
     simulation = _Simulation(space, planner_of, report, rank, num_processes)
     kept.sort(key=rank)
-    ranked, dropped = simulation.best(
-        [each for each in kept if each.choice.schedule not in space.unasked], num_simulated
-    )
+    asked = [each for each in kept if each.choice.schedule not in space.unasked]
     beside = [each for each in kept if each.choice.schedule in space.unasked]
-    beside, others = simulation.best(beside, 1 if num_simulated is None else min(num_simulated, 1))
+    count, most = (NUM_SIMULATED, _MOST_COMPUTATIONS) if num_simulated is None else (num_simulated, math.inf)
+    ranked, dropped = simulation.best(asked, count, most)
+    beside, others = simulation.best(beside, min(count, 1), most - simulation.computations, at_least=0)
     return Outcome(
         kept=besides.marked([*ranked, *beside]),
         rejected=(*rejected, *dropped, *others),
@@ -142,31 +142,35 @@ class _Simulation:
         self._ahead: dict[Choice, list[Kept] | ValueError] = {}  # what was simulated before its turn
         self.tries_optimized = "optimized" in space.rank_mappings and len(space.rank_mappings) > 1
         self._tried: set[Choice] = set()
+        self.computations = 0  # of all that were simulated
 
-    def best(self, kept: list[Kept], count: int | None) -> tuple[list[Kept], list[Rejected]]:
-        """All by their ranks, of which the first `count` are simulated; and what cannot be simulated.
+    def best(
+        self, kept: list[Kept], total: int, most: float, *, at_least: int = 1
+    ) -> tuple[list[Kept], list[Rejected]]:
+        """All by their ranks, of which the first `total` are simulated; and what cannot be simulated. With more than
+        `most` computations fewer are, but `at_least`.
 
         A simulation may take longer than the estimate said, and then the next one has its turn. Where programs are
         large not all turns are taken, and the fastest that was simulated stands first.
         """
-        total = NUM_SIMULATED if count is None else count
-        self._simulate_ahead(kept, total, _MOST_COMPUTATIONS if count is None else math.inf)
+        self._simulate_ahead(kept, total, most)
         waiting = [
             (self.rank(each), index, each) for index, each in enumerate(kept)
         ]  # the index stands for what cannot
         heapq.heapify(waiting)  # be compared
         found: list[Kept] = []
         dropped: list[Rejected] = []
-        computations = num_done = 0
+        num_done, before = 0, self.computations
         while waiting and len(found) < total:
             each = heapq.heappop(waiting)[-1]
             if each.is_simulated:
                 found.append(each)
                 continue
-            computations += _computations(each.estimate.configuration)
-            if num_done >= _MOST_TURNS * total or (count is None and num_done and computations > _MOST_COMPUTATIONS):
+            computations = self.computations - before + _computations(each.estimate.configuration)
+            if num_done >= _MOST_TURNS * total or (num_done >= at_least and computations > most):
                 heapq.heappush(waiting, (self.rank(each), len(kept) + num_done, each))
                 break
+            self.computations = before + computations
             self.report("simulations", len(found), total)
             simulated = self._ahead.pop(each.choice, None) or self._turn(each)
             if isinstance(simulated, ValueError):

@@ -9,6 +9,9 @@ from megatron.planner.time.links import Links
 from megatron.planner.time.work import Work
 
 _GIGA = 1e9
+_FP32 = 4
+_WIDENING = 0.5
+"""Part of the FP32 peak that products of 16-bit numbers reach without units for matrices: each number is widened."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +29,16 @@ class Rates:
         products = self._products(work.operations, work.calls) + work.attended / self._attention
         if work.fp8_operations:
             products += work.fp8_operations / (self.device.product_rate(1) * constants.product_efficiency)
+        if work.unaligned:
+            products += work.unaligned / (self.device.peak(_FP32) * _WIDENING)
         hidden = work.overlapped / tensor
         seconds = max(products + constants.contention * hidden, hidden)
         seconds += work.traffic / self.memory + work.exchanged / tensor + self._grouped(work)
         seconds += self._shared(work, links, seconds)
-        launch = 0.0 if self.software.cuda_graphs else constants.launch
-        return max(seconds, (work.kernels + work.calls + work.collectives) * launch)
+        if self.software.cuda_graphs:
+            return seconds
+        launches = (work.kernels + work.calls + work.collectives) * constants.launch
+        return seconds + launches if self.software.blocks_launches else max(seconds, launches)
 
     @property
     def memory(self) -> float:

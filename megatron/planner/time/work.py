@@ -1,23 +1,6 @@
 """What one GPU does for one microbatch, in operations, bytes and kernels: a layer, the embedding and the head.
 
-Everything that takes time on a GPU is one of four kinds, each with a resource of its own:
-
-    products      matrix products, (operations, calls), bound by arithmetic; those in FP8 apart, at a peak of their own
-    traffic       bytes that other kernels read and write, bound by memory
-    exchanged     bytes that a tensor rank sends to the others while it computes nothing
-    overlapped    bytes that it sends while it multiplies
-
-Ranks that share sequences or experts send over links of their own:
-
-    ring          bytes of keys and values that a context parallel rank passes on beside the attention's core, in all
-                  steps but the last; `ring_operations` and `ring_calls` are those of the core beside them
-    gathered      bytes that it sends to gather keys and values, while it computes nothing
-    dispatched    bytes of tokens on their way to experts and back, likewise
-    spread        of these between ranks that have parts of the same experts, likewise
-
-and experts multiply in groups:
-
-    grouped       operations of their products, and bytes of the matrices that these read
+The kinds of work, each with a resource of its own, are in amounts.py.
 
 Counted for megatron.core's and Megatron-LM's kernels, of T tokens with e bytes an element, and N scores of a rank. A
 pass over a tensor counts what it reads and what it writes.
@@ -34,7 +17,8 @@ pass over a tensor counts what it reads and what it writes.
 Without the fused kernel the softmax widens scores to FP32, scales, masks, normalizes and narrows them, a pass each.
 These are 37 N bytes of 16-bit scores, and 41 N in the backward. Flash attention leaves no scores; its products run at
 the speed of others. Norms, dropout and residuals are split over tensor ranks with sequence parallelism only. A backward
-adds the weights' gradients to their buffer.
+adds the weights' gradients to their buffer. Rows of the scores' products have a head's width: where that is no multiple
+of 16 bytes, cuBLAS has no kernel for the units for matrices that loads them whole, and numbers are widened one by one.
 
 Eager PyTorch (not `fuses_elementwise`) takes a pass for each operator: an RMSNorm widens its input to FP32, squares,
 averages, multiplies, narrows it and multiplies by its weight, rotary embeddings widen queries and keys, turn and narrow
@@ -64,53 +48,18 @@ there: 3 passes over it, or in a backward over the gradients of queries, keys an
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 from megatron.planner.job.software import Software
 from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.memory.parameters import FP8_COPY_BYTES
+from megatron.planner.time.amounts import Work
 
 _FP32 = 4
-
-
-@dataclass(frozen=True)
-class Work:
-    """See the module."""
-
-    operations: float = 0.0
-    calls: float = 0.0
-    traffic: float = 0.0
-    exchanged: float = 0.0
-    overlapped: float = 0.0
-    kernels: float = 0.0
-    collectives: float = 0.0
-    grouped_operations: float = 0.0
-    grouped_bytes: float = 0.0
-    fp8_operations: float = 0.0
-    ring: float = 0.0
-    ring_operations: float = 0.0
-    ring_calls: float = 0.0
-    gathered: float = 0.0
-    dispatched: float = 0.0
-    spread: float = 0.0
-    attended: float = 0.0
-
-    def __add__(self, other: Work) -> Work:
-        return Work(*(a + b for a, b in zip(self._values, other._values, strict=True)))
-
-    def __mul__(self, factor: float) -> Work:
-        return Work(*(factor * value for value in self._values))
-
-    @property
-    def _values(self) -> tuple[float, ...]:
-        return (
-            self.operations, self.calls, self.traffic, self.exchanged, self.overlapped, self.kernels, self.collectives,
-            self.grouped_operations, self.grouped_bytes,
-            self.fp8_operations, self.ring, self.ring_operations, self.ring_calls, self.gathered, self.dispatched,
-            self.spread, self.attended,
-        )  # fmt: skip
+_ALIGNED = 16
+"""Bytes at whose multiples rows of matrices begin that units for matrices load."""
 
 
 class LayerWork:
@@ -357,7 +306,8 @@ class LayerWork:
 
     def _core_products(self, times: float) -> Work:
         operations = 2.0 * self._scores * self.shape.kv_channels
-        return Work(operations=2 * times * operations, calls=2 * times)
+        kind = "unaligned" if self.e * self.shape.kv_channels % _ALIGNED else "operations"
+        return Work(calls=2 * times, **{kind: 2 * times * operations})
 
     def _flash(self, times: float) -> Work:
         """Products of flash attention, which leaves out blocks of scores of later tokens."""

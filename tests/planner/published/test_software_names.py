@@ -32,6 +32,24 @@ def test_names_of_software():
     assert read_entry(changed(entry, config={"flash_attention": True})).software.flash_attention
 
 
+def test_who_ran_it_otherwise():
+    """BigScience's jobs waited for each launch. In bfloat16 DeepSpeed keeps two sets of gradients, and Megatron-LM one;
+    an entry may say either."""
+    base = changed(VTRAIN[0], config={"framework": "Megatron-DeepSpeed"})
+    named = read_entry(base | {"source": "BigScience, chronicles-prequel.md"}).software
+    assert named.blocks_launches and not read_entry(base).software.blocks_launches
+    assert read_entry(changed(base, config={"cuda_launch_blocking": True})).software.blocks_launches
+
+    def kept(run: dict, **config) -> float:
+        entry = read_entry(changed(run, config=config))
+        return entry.software.training_state(entry.configuration).gradients(1, num_buffers=1)
+
+    assert [kept(base, precision=each) for each in ("fp16", "bf16")] == [2, 6]
+    assert [kept(BPIPE_TABLE_7[0], precision=each) for each in ("fp16", "bf16")] == [2, 4]
+    assert kept(base, precision="bf16", bf16_optimizer=False) == 4
+    assert kept(BPIPE_TABLE_7[0], precision="bf16", bf16_optimizer=True) == 6
+
+
 def test_of_defaults_what_is_priced_is_said():
     """Nothing that the run says itself or does not have: replicas, sharded optimizer, 16 bits, batches that drain."""
     run = changed(BPIPE_TABLE_7[0], hardware={"software": "Megatron-Core 0.16"}, config={"d": 2, "zero1": True})

@@ -35,6 +35,11 @@ def test_products_take_their_part_of_the_fastest():
     assert seconds(traffic=1e9) == pytest.approx(1e9 / each.memory)
 
 
+def test_products_of_heads_that_are_not_aligned():
+    """Without units for matrices: at half of the FP32 peak."""
+    assert rates("A100-80").seconds(Work(unaligned=1e12), Within) == pytest.approx(1e12 / (19.5e12 / 2))
+
+
 @pytest.mark.parametrize(
     ("gpu", "is_older", "efficiency"),
     [
@@ -51,6 +56,19 @@ def test_attention_by_kernels_for_this_gpu_or_the_one_before(gpu, is_older, effi
 def test_the_host_issues_kernels_meanwhile():
     slow = Rates(DEVICES["H100"], MEGATRON_CORE, replace(CONSTANTS, launch=1.0))
     assert slow.seconds(Work(operations=1e12, kernels=5, calls=2, collectives=1), Within) == 8.0
+
+
+def test_the_host_waits_for_each_kernel():
+    """Where launches are blocked, both times count."""
+    constants = replace(CONSTANTS, launch=1.0)
+    free, blocked = (
+        Rates(DEVICES["H100"], replace(MEGATRON_CORE, blocks_launches=each), constants).seconds(
+            Work(operations=1e15, kernels=5, calls=2, collectives=1), Within
+        )
+        for each in (False, True)
+    )
+    own = rates().seconds(Work(operations=1e15, calls=2), Within)
+    assert free == 8.0 and blocked == pytest.approx(8.0 + own)
 
 
 def test_links_between_nodes_are_no_faster_than_those_within():

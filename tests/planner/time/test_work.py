@@ -112,6 +112,18 @@ def test_what_halves_send_by_themselves():
     assert split.backward_weight.collectives > plain.backward_weight.collectives == 0
 
 
+def test_heads_that_are_not_aligned():
+    """Of 108 elements, where the products of scores have rows of 216 bytes; of 112 none is, nor of any with flash
+    attention, whose kernels fill heads up."""
+    shapes = [replace(SHAPE, kv_channels=width) for width in (108, 112)]
+    uneven, even = (work(shape=shape) for shape in shapes)
+    products = 4 * A * S * S
+    assert uneven.forward.unaligned == pytest.approx(108 * products) and even.forward.unaligned == 0
+    assert uneven.backward.unaligned == 2 * uneven.forward.unaligned
+    assert even.forward.operations - uneven.forward.operations == pytest.approx(112 * products + 32 * A * H * S)
+    assert work(shape=shapes[0], software=replace(MEGATRON_CORE, flash_attention=True)).forward.unaligned == 0
+
+
 LLAMA = replace(
     SHAPE, hidden_size=4096, ffn_hidden_size=14336, num_query_groups=8, sequence_length=8192, gated=True,
     hidden_dropout=False, attention_dropout=False, linear_biases=False, norm_vectors=1, tied_embeddings=False,
