@@ -105,7 +105,7 @@ def _other_samples(args: argparse.Namespace, saved: argparse.Namespace | None) -
                if _words(here).replace(" ", "") != _words(there).replace(" ", "")]  # fmt: skip
     if changed:
         return (
-            f"was saved with {', '.join(changed)}: the samples, or their order from the first one on, are others, so the "
+            f"was saved with {', '.join(changed)}: the samples, or their order from the first on, are others, so the "
             "run takes some twice and some never; give the former values to go on where it stopped"
         )
     there, here = _length(saved), _length(args)

@@ -65,7 +65,7 @@ def test_another_order_of_samples_is_said():
         model(**{**vars(there), "seed": 7, "seq_length": 64, "data_path": ["a", "b"]}), there
     )
     assert line.startswith(
-        "was saved with --seq-length 32 (now 64), --seed 1 (now 7), --data-path a (now a b): the samples, or their order"
+        "was saved with --seq-length 32 (now 64), --seed 1 (now 7), --data-path a (now a b): the samples, or their ord"
     )
     assert not arguments.what_changes(model(**{**vars(there), "split": "969,30,1", "lr": 3}), there)
     assert not arguments.what_changes(model(**{**vars(there), "seed": 7, "skip_train": True}), there)
