@@ -109,7 +109,7 @@ class _Encoder:
             try:
                 sequences = [list(self.tokenizer.tokenize(text)) for text in texts]
             except Exception as error:  # each library has its own
-                raise ValueError(f"{where}: cannot be tokenized: {error or type(error).__name__}") from error
+                raise ValueError(f"{where}: cannot be tokenized: {str(error) or type(error).__name__}") from error
             if self.splits:
                 sequences = [part for tokens in sequences for part in _pieces(tokens)]
             sequences = [tokens for tokens in sequences if tokens]

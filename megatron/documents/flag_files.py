@@ -39,6 +39,7 @@ class FlagFileParser(argparse.ArgumentParser):
         """The namespace, without flags whose values are none; words that belong to no flag; a sentence each for what
         is wrong."""
         self._mistakes = []
+        self._unmatched.clear()
         namespace, rest = super().parse_known_args(args, namespace)
         return namespace, rest, self._mistakes
 
@@ -72,7 +73,7 @@ class FlagFileParser(argparse.ArgumentParser):
         except argparse.ArgumentError as error:
             self._mistakes.append(str(error))
             self._unmatched.add(action)
-            return 0
+            return len(arg_strings_pattern) - len(arg_strings_pattern.lstrip("A"))  # its words are no one else's
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         if action in self._unmatched:

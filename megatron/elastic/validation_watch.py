@@ -35,8 +35,8 @@ class Validation:
         return (self.value - best.value) / max(abs(best.value), 1e-12)
 
     def __str__(self) -> str:
-        layers = f"with {self.num_frozen} layers frozen" if self.num_frozen else "with no layer frozen"
-        return f"{self.value:.4f} at iteration {self.iteration} {layers}"
+        layers = f"{self.num_frozen or 'no'} layer{'s' * (self.num_frozen > 1)}"
+        return f"{self.value:.4f} at iteration {self.iteration} with {layers} frozen"
 
 
 class ValidationWatch:
@@ -70,7 +70,9 @@ class ValidationWatch:
         self.has_fallen = self.tolerance is not None and fall > self.tolerance
         if self.has_fallen or (self.tolerance is None and fall > WORTH_A_WORD and self._told != best):
             self._told = best
-            asks = f"should be better by {-self.tolerance:g} than" if (self.tolerance or 0) < 0 else "was"
+            gain = -(self.tolerance or 0.0)
+            by = f"{gain:g}" if found.is_accuracy else f"{100 * gain:g}%"
+            asks = f"should be better by {by} than" if gain > 0 else "was"
             warning = f"the validation {found.name} is {found}, and {asks} {best}"
         return warning
 

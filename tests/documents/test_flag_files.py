@@ -53,3 +53,15 @@ def test_all_mistakes_at_once_and_no_usage(capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("tool: error: the following arguments are required: --needed (")
     assert made.parse_args(["--way", "up", "--needed", "x"]).way == "up"  # what was wrong before is forgotten
+
+
+@pytest.mark.parametrize("words", [["--pair=1"], ["--pair", "1"]])
+def test_a_value_too_few_is_one_mistake(words, capsys):
+    """The values that are there belong to no other flag, and the parser reads the next command line as ever."""
+    made = parser()
+    made.add_argument("--pair", nargs=2)
+    with pytest.raises(SystemExit):
+        made.parse_args(words)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "argument --pair: expected 2 arguments (" in line
+    assert made.parse_args(["--pair", "1", "2"]).pair == ["1", "2"]

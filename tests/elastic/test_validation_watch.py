@@ -40,6 +40,12 @@ def test_an_accuracy_that_falls_with_frozen_layers(tolerance, values, expected):
 def test_a_loss_that_rises():
     """By a share of the best."""
     assert seen(ValidationWatch(0.1), [(2.0, 0), (2.19, 1), (2.21, 1)], is_accuracy=False) == [NO, NO, ENDS]
+    watch = ValidationWatch(-0.5)
+    watch.note(Validation("lm loss", 2.0, False, 10, 0))
+    assert watch.note(Validation("lm loss", 1.5, False, 20, 1)) == (
+        "the validation lm loss is 1.5000 at iteration 20 with 1 layer frozen, and should be better by 50% than 2.0000 "
+        "at iteration 10 with no layer frozen"
+    )
 
 
 def test_what_is_said_and_kept():

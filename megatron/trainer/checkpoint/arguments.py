@@ -101,19 +101,19 @@ def _other_samples(args: argparse.Namespace, saved: argparse.Namespace | None) -
         return None
     values = [(flag, getattr(saved, flag.dest), getattr(args, flag.dest)) for flag in FLAGS
               if Role.ORDER in flag.roles and hasattr(saved, flag.dest) and hasattr(args, flag.dest)]  # fmt: skip
-    changed = [f"{flag.name} {_words(there)} to {_words(here)}" for flag, there, here in values
+    changed = [f"{flag.name} {_words(there)} (now {_words(here)})" for flag, there, here in values
                if _words(here).replace(" ", "") != _words(there).replace(" ", "")]  # fmt: skip
     if changed:
         return (
-            f"changes from {', '.join(changed)}: samples stand in another order from the beginning, or are others, so "
-            "the run takes some again and others never; give the former values to go on where it stopped"
+            f"was saved with {', '.join(changed)}: the samples, or their order from the first on, are others, so the "
+            "run takes some twice and some never; give the former values to go on where it stopped"
         )
     there, here = _length(saved), _length(args)
     if there in (None, here):
         return None
     return (
-        f"is of a run of {there} samples, and this one is of {here}: data of which a run takes several passes are "
-        "shuffled over all of them, so there the order changes"
+        f"was saved by a run of {there} samples, and this run has {here}: data that a run passes through several times "
+        "are shuffled over all passes together, so their order changes"
     )
 
 

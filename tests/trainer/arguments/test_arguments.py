@@ -325,7 +325,6 @@ TRANSLATED = {  # a rule turns the flag into another value, or refuses what cann
     "rampup_batch_size", "step_batch_size_schedule", "decrease_batch_size_if_needed",
     "checkpoint_activations", "grad_reduce_in_bf16", "recompute_activations",
     "balance_activations", "dataloader_type", "create_attention_mask_in_dataloader", "ckpt_format",
-    "pipeline_2bw_provisional", "pipeline_2bw_provisional_microbatches", "pipeline_2bw_provisional_reduce",
     "l2l_update", "l2l_resident_stages", "l2l_stash", "freeze_alpha", "freeze_schedule", "epochs",
     "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
     "microbatch_group_size_per_virtual_pipeline_stage", "make_vocab_size_divisible_by",

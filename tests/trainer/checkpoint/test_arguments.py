@@ -65,13 +65,13 @@ def test_another_order_of_samples_is_said():
         model(**{**vars(there), "seed": 7, "seq_length": 64, "data_path": ["a", "b"]}), there
     )
     assert line.startswith(
-        "changes from --seq-length 32 to 64, --seed 1 to 7, --data-path a to a b: samples stand in ano"
+        "was saved with --seq-length 32 (now 64), --seed 1 (now 7), --data-path a (now a b): the samples, or their ord"
     )
     assert not arguments.what_changes(model(**{**vars(there), "split": "969,30,1", "lr": 3}), there)
     assert not arguments.what_changes(model(**{**vars(there), "seed": 7, "skip_train": True}), there)
     assert not arguments.what_changes(model(**{**vars(there), "train_iters": 5, "global_batch_size": 8}), there)
     (line,) = arguments.what_changes(model(**{**vars(there), "train_iters": 20}), there)
-    assert line.startswith("is of a run of 40 samples, and this one is of 80: data of which a run takes several passes")
+    assert line.startswith("was saved by a run of 40 samples, and this run has 80: data that a run passes through se")
 
 
 def test_padding_of_the_vocabulary_may_differ_but_not_the_vocabulary():

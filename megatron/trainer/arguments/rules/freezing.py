@@ -53,7 +53,7 @@ def flags(args: argparse.Namespace) -> None:
     if args.freeze_watch_validation is not None and args.eval_iters == 0:  # before a classifier's are filled in
         raise ValueError(
             f"--freeze-watch-validation {args.freeze_watch_validation:g} looks at evaluations, and with --eval-iters 0 "
-            "there are none; give more, or leave this out"
+            "there are none; raise the latter, or leave the former out"
         )
     if args.activation_cache is not None:
         _cache(args)
