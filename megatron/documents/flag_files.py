@@ -62,8 +62,11 @@ class FlagFileParser(argparse.ArgumentParser):
 
     def end(self, mistakes: list[str]) -> NoReturn:
         """Say what is wrong with the command line, and no more than how to see the usage; status 2."""
-        text = in_one([*mistakes[:-1], f"{mistakes[-1]} ({self.prog} --help shows the usage)"], HEAD)
-        self.exit(2, f"{self.prog}: error: {text}\n")
+        self.exit(2, f"{self.prog}: error: {in_one(self.with_usage(mistakes), HEAD)}\n")
+
+    def with_usage(self, mistakes: list[str]) -> list[str]:
+        """The mistakes, of which the last one says how to see the usage."""
+        return mistakes and [*mistakes[:-1], f"{mistakes[-1]} ({self.prog} --help shows the usage)"]
 
     # argparse's own, which end at the first mistake
 

@@ -42,6 +42,8 @@ def open_text(path: str | Path, *, newline: str | None = None) -> Iterator[TextI
         raise ValueError(f"{path}{where} is no UTF-8 text ({error.reason}); convert the file") from error
     except FileNotFoundError as error:
         raise ValueError(f"file {path} does not exist") from error
+    except (IsADirectoryError, PermissionError) as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}); give a file that this user may read") from error
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         raise ValueError(f"{path} cannot be read ({error}); write it anew") from error
 

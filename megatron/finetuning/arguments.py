@@ -147,7 +147,7 @@ _count, _whole, _real, _part = _within(1, int), _within(0, int), _within(0, floa
 
 class _Parser(FlagFileParser):
     def end(self, mistakes: list[str]) -> NoReturn:
-        raise ValueError(in_one(mistakes, HEAD))
+        raise ValueError(in_one(self.with_usage(mistakes), HEAD))
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:

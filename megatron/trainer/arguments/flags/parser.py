@@ -57,10 +57,10 @@ def destinations(role: Role) -> tuple[str, ...]:
 class _FlagParser(FlagFileParser):
     def parse_all(self, args=None, namespace=None):
         namespace, rest, mistakes = super().parse_all(args, namespace)
-        return namespace, rest, list(map(_sentence, mistakes))
+        return namespace, rest, self.with_usage(list(map(_sentence, mistakes)))
 
     def end(self, mistakes: list[str]) -> NoReturn:
-        raise ValueError(in_one(list(map(_sentence, mistakes)), _HEAD))
+        raise ValueError(in_one(self.with_usage(list(map(_sentence, mistakes))), _HEAD))
 
 
 def _sentence(mistake: str) -> str:
