@@ -144,7 +144,7 @@ def test_a_tensor_of_another_shape_is_refused(tmp_path):
     pretrained, name = opened(folder), "model.layers.0.mlp.experts.down_proj"
     with (
         FolderTensors(folder) as files,
-        pytest.raises(ValueError, match=r"experts.0.w2.weight in shape \(4, 16, 23\), and"),
+        pytest.raises(ValueError, match=r"experts.0.w2.weight \(and 3 more\) in shape \(4, 16, 23\), and"),
     ):
         list(pretrained.read(files, {name: Wanted((name,), torch.Size([4, 16, 24]), torch.float32)}))
     edited(folder, more={f"{MIXTRAL}.1.w2.weight": torch.zeros(16, 24)})

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megatron.documents.directories import problem_with_directory
 from megatron.documents.flag_files import FlagFileParser
-from megatron.trainer.files.directories import problem_with_directory
 
 
 def run(command: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
@@ -82,9 +82,19 @@ def make_folder(folder: Path, flag: str = "--output") -> None:
 
 def require_file(path: Path, flag: str = "--output") -> None:
     """Raises ValueError where a file of this name cannot be written."""
-    folder = next(each for each in path.absolute().parents if each.exists())
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+    if path.is_dir() or not _may_be_made(path):
         raise ValueError(f"{flag} {path} cannot be written; name a file in a folder of yours")
+
+
+def require_folder(path: Path, flag: str = "--output") -> None:
+    """Raises ValueError where files cannot be created in the folder, which is not made yet."""
+    if not _may_be_made(path / "file"):
+        raise ValueError(f"{flag} {path} cannot be written; name a folder of yours")
+
+
+def _may_be_made(path: Path) -> bool:
+    folder = next(each for each in path.absolute().parents if each.exists())
+    return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
 
 
 # --- kinds of values

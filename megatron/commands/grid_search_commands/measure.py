@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Exit status 0, or 1 where a run did not end well."""
     argv, architecture, notes = read_argv(options)
-    command_line.make_folder(options.output)
+    command_line.require_folder(options.output)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     runs = Runs(

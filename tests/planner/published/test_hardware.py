@@ -136,7 +136,7 @@ def test_nodes(fields, num_nodes):
     ("fields", "reason"),
     [
         ({"gpu": "A100"}, "bandwidth between them is not given"),
-        ({"gpu": "MI300X"}, "hardware.gpu 'MI300X' is no GPU that is known"),
+        ({"gpu": "MI250X"}, "hardware.gpu 'MI250X' is no GPU that is known"),
         ({"gpu": "A100", "gpus_per_node": 6}, "64 GPUs do not fill nodes of 6"),
         ({"gpu": "H200 NVL"}, "is the NVL edition, and .* those of H200 .SXM.; give mem_GB, peak_tflops, "),
         ({"gpu": "A100X 80GB"}, "is the A100X edition"),
