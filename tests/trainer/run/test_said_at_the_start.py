@@ -44,8 +44,11 @@ def test_a_resumed_run_with_another_seed(tmp_path):
     """The log says that the order of samples changes, and from what to what."""
     train(1, f"--train-iters 2 --save {tmp_path}")
     lines = {seed: train(1, f"--train-iters 2 --load {tmp_path} --seed {seed}")[0]["lines"] for seed in (1234, 7)}
-    said = {seed: [line for line in each if "samples stand in another order" in line] for seed, each in lines.items()}
-    assert not said[1234] and len(said[7]) == 1 and "changes from --seed 1234 to 7: " in said[7][0]
+    said = {
+        seed: [line for line in each if "or their order from the first on, are others" in line]
+        for seed, each in lines.items()
+    }
+    assert not said[1234] and len(said[7]) == 1 and "was saved with --seed 1234 (now 7): " in said[7][0]
 
 
 def test_ten_documents(tmp_path):
