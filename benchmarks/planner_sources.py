@@ -14,7 +14,6 @@ runs of the calibration that are of the source are left out, and the others are 
 and with --rows each run.
 """
 
-import re
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -28,6 +27,7 @@ from rich.table import Table
 
 from benchmarks.common.results import parser_of
 from megatron.planner.intervals import Interval, Residual, interval_of
+from megatron.planner.intervals.residuals import source_of
 from megatron.planner.published.entries import Entry, load_entries
 from megatron.planner.published.fit import fit_questions, questions
 from megatron.planner.published.validation import RowError, choices
@@ -36,11 +36,6 @@ from megatron.planner.time.calibration import DEFAULT_NAME, load_calibration
 
 FEWEST = 4
 """Configurations of a source, to be chosen among."""
-
-
-def source_of(name: str) -> str:
-    """Tables of one paper are one source."""
-    return re.split(r"[,(\d]| Table| sec| README", name, maxsplit=1)[0].strip()
 
 
 def predicted(entries: Sequence[Entry], calibration) -> list[RowError]:

@@ -28,6 +28,15 @@ def entries(tmp_path):
 
 
 @pytest.fixture
+def of_four_sources(tmp_path):
+    """As an interval takes."""
+    path = tmp_path / "four.json"
+    more = [each | {"id": f"other {each['id']}", "source": "Another"} for each in measured.KORTHIKANTI]
+    path.write_text(json.dumps({"entries": [*measured.ALL, *more]}))
+    return path
+
+
+@pytest.fixture
 def feasibility(tmp_path):
     path = tmp_path / "facts.json"
     documents = [
@@ -62,7 +71,7 @@ def test_estimate_has_an_interval_or_a_reason(run, entries):
     calm = found["t2p8d2mb1-layer"]
     interval, seconds = calm["interval"], calm["iteration_seconds"]
     assert interval["level"] == 0.8 and interval["num_runs"] >= 9 and calm["not_validated"] is None
-    assert interval["low_seconds"] < seconds < interval["high_seconds"] and "flush" in interval["runs"]
+    assert interval["low_seconds"] < seconds < interval["high_seconds"] and interval["runs"].endswith(" sources")
     pressed = found["t8p4d1mb8-layer"]
     assert "slowed or borderline" in (pressed["not_validated"] or pressed["interval"]["runs"])
     two_bw = [line for line in found.values() if "2bw" in (line.get("not_validated") or "")]
@@ -74,19 +83,22 @@ def test_estimate_has_an_interval_or_a_reason(run, entries):
     assert [two_bw[0]["id"], two_bw[0]["not_validated"]] in [[word.strip() for word in row] for row in rows]
 
 
-def test_validate_writes_residuals(run, entries, tmp_path):
+def test_validate_writes_residuals(run, of_four_sources, tmp_path):
     """Of whole iterations, with the file that they are from; the table says how often their intervals hold."""
     path = tmp_path / "mine.json"
-    status, out, err = run("validate", "--entries", entries, "--write-residuals", path, "--json")
+    status, out, err = run("validate", "--entries", of_four_sources, "--write-residuals", path, "--json")
     assert status == 0 and f"wrote {path}: " in err
     written = read_residuals(path)
     runs = {each["id"]: each for each in json.loads(out)["runs"] if "iteration" in each["time_errors"]}
-    assert {each.id for each in written.runs} == set(runs) and written.entries == "entries.json"
+    assert {each.id for each in written.runs} == set(runs) and written.entries == "four.json"
     for each in written.runs:
         assert each.ratio == pytest.approx(1 / (1 + runs[each.id]["time_errors"]["iteration"]), abs=1e-5)
         assert each.kind.under_pressure == runs[each.id]["under_pressure"]
     held = [test for test in json.loads(out)["tests"] if test["test"] == "intervals of 80%, each run left out"]
     assert len(held) == 1 and held[0]["numbers"]["num_runs"] > 9
+    table = run("validate", "--entries", of_four_sources, "--rows")[1]
+    kind = "A100, flush, unfused attention, 16 bits, several nodes"
+    assert re.search(rf"\n +\d+  {kind} +0\.\d+ to 1\.\d+ +\d+  4 sources", table)
 
 
 def test_estimate_prints_a_plain_table_into_a_pipe(run, entries):
@@ -168,7 +180,7 @@ def test_validate(run, entries, feasibility):
     table, _, rows = out.partition("\n\n")
     assert " NO" not in table and table.count(" yes") >= 6
     assert "1 of 23 entries cannot be predicted" in rows and "t8p4d1mb8-layer" in rows
-    assert re.search(r"\n +\d+  A100, flush, unfused attention, 16 bits, several nodes +0\.\d+ to 1\.\d+ +\d+  ", rows)
+    assert re.search(r"\n +\d+  A100, flush, unfused attention, 16 bits, several nodes +too few", rows)  # 3 sources
     status, out, _ = run("validate", "--entries", entries, "--feasibility", feasibility, "--json")
     document = json.loads(out)
     assert status == 0 and document["calibration"] == "a100"

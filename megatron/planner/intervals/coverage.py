@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron.planner.intervals.interval import Interval, interval_of
-from megatron.planner.intervals.residuals import Residual
+from megatron.planner.intervals.residuals import Residual, source_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +26,8 @@ def without_run(runs: Sequence[Residual]) -> Coverage:
 
 
 def without_source(runs: Sequence[Residual]) -> Coverage:
-    """Each run against the interval of those from other papers' tables, which share no cluster with it."""
-    return _coverage(runs, lambda run, other: run.source != other.source)
+    """Each run against the interval of other sources' runs, which share no cluster with it."""
+    return _coverage(runs, lambda run, other: source_of(run.source) != source_of(other.source))
 
 
 def _coverage(runs: Sequence[Residual], counts: Callable[[Residual, Residual], bool]) -> Coverage:

@@ -1,25 +1,35 @@
-"""The interval of a prediction, from residuals of runs of its kind.
+"""The interval of a prediction, from residuals of published runs.
 
-Where a run and n others of its kind are in no particular order, the ratio of measured to predicted time of that run is
-equally likely to stand at any of n + 1 places among the others'. So it lies between the k-th smallest and the k-th
-largest of them, k = floor(0.1 (n + 1)), with a probability of 80% at least (split conformal prediction). That takes 9
-others. The prediction itself is always inside, which makes it no less likely. Fewer are joined by those of wider
-groups: of other schedules on such GPUs; of other overlaps there (`BESIDE`); of other GPUs; with or without a network
-between nodes; of other overlaps on other GPUs. What was never compared at all gets no interval from others.
+Runs of one source err alike: they share its cluster, its software, and how it was measured. What a user runs is of a
+source of its own. So sources count alike, however many runs each has. Where a source and K others are in no particular
+order, the error of a run of that source is at most x with a probability of 80% at least, if x is the smallest error
+for which the parts of each source's runs that err by no more sum up to 0.8 (K + 1) (conformal prediction of data in
+groups: Lee, Barber and Willett 2023, "Distribution-free inference with hierarchical data"). That takes 4 sources. An
+error is the size of the logarithm of measured over predicted time, so the prediction is always inside.
+
+Where all runs are of one source, as those of a user's own cluster, the next one is taken to be of it, too. Then runs
+count alike: of n runs the ratio lies between the k-th smallest and the k-th largest, k = floor(0.1 (n + 1)), with a
+probability of 80% at least (split conformal prediction). That takes 9 runs.
+
+A feature that is priced by a rule of its own (`Kind.extras`) may be farther off than all else. So the interval is no
+narrower than that of the runs with such features, which takes 9 of them. What was never compared has none.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.planner.intervals.kind import BESIDE, PRESSED, Kind
-from megatron.planner.intervals.residuals import Residual
+from megatron.planner.intervals.residuals import Residual, source_of
 
 LEVEL = 0.8
 """How likely a measured time lies in the interval."""
 _TAIL = (1 - LEVEL) / 2
 FEWEST = math.ceil(1 / _TAIL - 1e-9) - 1
-"""Runs that an interval takes: 9."""
+"""Runs of one source that an interval takes: 9."""
+FEWEST_SOURCES = math.ceil(1 / (1 - LEVEL) - 1e-9) - 1
+"""Sources that an interval takes: 4."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +39,7 @@ class Interval:
     Attributes:
         low, high: these ratios, of which the one is not above 1 and the other not below.
         num_runs: that it is from.
-        group: what these have in common, in words.
+        group: what these are, in words.
     """
 
     low: float
@@ -54,17 +64,27 @@ def interval_of(kind: Kind, runs: Sequence[Residual]) -> Interval | NotValidated
     reason = _never_compared(kind, [run.kind for run in runs])
     if reason:
         return NotValidated(reason)
-    alike: list[Residual] = []
-    for group, has in _groups(kind):
-        alike = [run for run in runs if has(run.kind)]
-        if len(alike) >= FEWEST:
-            low, high = quantiles([run.ratio for run in alike])
-            return Interval(low=min(low, 1.0), high=max(high, 1.0), num_runs=len(alike), group=group)
-    ratios = [run.ratio for run in alike]
-    range_of = f", which took {min(ratios):.2f} to {max(ratios):.2f} of the predicted times" if ratios else ""
-    return NotValidated(
-        f"an interval takes {FEWEST} published runs, and of {group} only {len(alike)} were compared{range_of}"
-    )
+    pressed = f", {PRESSED}" if kind.under_pressure else ""
+    alike = [run for run in runs if run.kind.under_pressure == kind.under_pressure]
+    features = _without_beside(kind)
+    featured = [run for run in alike if _without_beside(run.kind) == features]
+    named = f"with {', '.join(features)}{pressed}" if features else f"of such a kind{pressed}"
+    num_sources = len({source_of(run.source) for run in alike})
+    if len(featured) < FEWEST and (features or num_sources < 2):
+        return _too_few(f"an interval takes {FEWEST} published runs, and {named}", featured)
+    if num_sources < 2:
+        low, high = quantiles([run.ratio for run in featured])
+        group = f"{featured[0].source}, {named}"
+        return Interval(low=min(low, 1.0), high=max(high, 1.0), num_runs=len(featured), group=group)
+    if num_sources < FEWEST_SOURCES:
+        takes = f"an interval takes {FEWEST_SOURCES} sources, or one alone, and of {num_sources} sources{pressed}"
+        return _too_few(takes, alike)
+    error = error_of_sources(alike)
+    low, high, group = math.exp(-error), math.exp(error), f"{num_sources} sources{pressed}"
+    if features:
+        least, largest = quantiles([run.ratio for run in featured])
+        low, high, group = min(low, least), max(high, largest), f"{group}; {len(featured)} {named}"
+    return Interval(low=low, high=high, num_runs=len(alike), group=group)
 
 
 def quantiles(ratios: Sequence[float]) -> tuple[float, float]:
@@ -72,6 +92,24 @@ def quantiles(ratios: Sequence[float]) -> tuple[float, float]:
     place = math.floor(_TAIL * (len(ratios) + 1) + 1e-9)
     ordered = sorted(ratios)
     return ordered[place - 1], ordered[-place]
+
+
+def error_of_sources(runs: Sequence[Residual]) -> float:
+    """The size of log(measured / predicted) that a run of another source exceeds with a probability of 1 - `LEVEL` at
+    most. Of runs of `FEWEST_SOURCES` sources or more."""
+    counts = Counter(source_of(run.source) for run in runs)
+    part = 0.0
+    for error, source in sorted((abs(math.log(run.ratio)), source_of(run.source)) for run in runs):
+        part += 1 / counts[source]
+        if part >= LEVEL * (len(counts) + 1) - 1e-9:
+            return error
+    raise AssertionError(f"{len(counts)} sources are fewer than {FEWEST_SOURCES}")
+
+
+def _too_few(takes: str, runs: Sequence[Residual]) -> NotValidated:
+    ratios = [run.ratio for run in runs]
+    range_of = f", which took {min(ratios):.2f} to {max(ratios):.2f} of the predicted times" if ratios else ""
+    return NotValidated(f"{takes} only {len(runs)} were compared{range_of}")
 
 
 def _never_compared(kind: Kind, known: Sequence[Kind]) -> str | None:
@@ -89,32 +127,6 @@ def _never_compared(kind: Kind, known: Sequence[Kind]) -> str | None:
 
 def _core(kind: Kind) -> tuple:
     return kind.device, kind.strategy, kind.attention, kind.precision, _without_beside(kind)
-
-
-def _groups(kind: Kind) -> Iterator[tuple[str, Callable[[Kind], bool]]]:
-    """From the narrowest on: in words, and what belongs to it."""
-    nodes = "several nodes" if kind.several_nodes else "one node"
-    pressed = f", {PRESSED}" if kind.under_pressure else ""
-    apart = _without_beside(kind)
-    kernels, fewer = (", ".join((kind.attention, *extras)) for extras in (kind.extras, apart))
-
-    def alike(*names: str) -> Callable[[Kind], bool]:
-        wanted = ("attention", "precision", "extras", "under_pressure", *names)
-        return lambda other: all(getattr(other, name) == getattr(kind, name) for name in wanted)
-
-    def nearly(*names: str) -> Callable[[Kind], bool]:
-        wanted = ("attention", "precision", "under_pressure", *names)
-        return lambda other: (
-            all(getattr(other, name) == getattr(kind, name) for name in wanted) and _without_beside(other) == apart
-        )
-
-    yield f"{kind.strategy}, {kernels}, {kind.device}, {nodes}{pressed}", alike("strategy", "device", "several_nodes")
-    yield f"any schedule, {kernels}, {kind.device}, {nodes}{pressed}", alike("device", "several_nodes")
-    yield f"any schedule and overlap, {fewer}, {kind.device}, {nodes}{pressed}", nearly("device", "several_nodes")
-    yield f"any schedule and GPU, {kernels}, {nodes}{pressed}", alike("several_nodes")
-    yield f"any schedule and GPU, {kernels}, one node or several{pressed}", alike()
-    yield f"any schedule, overlap and GPU, {fewer}, {nodes}{pressed}", nearly("several_nodes")
-    yield f"any schedule, overlap and GPU, {fewer}, one node or several{pressed}", nearly()
 
 
 def _without_beside(kind: Kind) -> tuple[str, ...]:

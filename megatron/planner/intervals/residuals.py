@@ -9,6 +9,7 @@ A run that the constants were fitted to stands there with a prediction of consta
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cache
@@ -59,6 +60,11 @@ class Residuals:
         lines = ",\n  ".join(json.dumps(_plain(each)) for each in self.runs)
         text = json.dumps({**head, "constants": dict(self.constants)}, indent=1).removesuffix("\n}")
         write_whole(path, f'{text},\n "runs": [\n  {lines}\n ]\n}}\n')
+
+
+def source_of(name: str) -> str:
+    """The paper, or the table of one software, that a run was read from: tables of one paper are one source."""
+    return re.split(r"[,(\d]| Table| sec| README", name, maxsplit=1)[0].strip()
 
 
 def _plain(run: Residual) -> dict:

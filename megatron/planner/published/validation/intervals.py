@@ -1,6 +1,5 @@
 """The validation's rows as residuals, from which predictions get their intervals, and whether these hold."""
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 from datetime import date
@@ -41,10 +40,9 @@ def kinds_of(runs: Sequence[Residual]) -> list[tuple[str, int, Interval | NotVal
 
 
 def interval_coverage(runs: Sequence[Residual]) -> list[ValidationOutcome]:
-    """How many runs lie in the interval that the others give, and that those of other papers give."""
-    papers = [Residual(id=run.id, source=_paper(run.source), ratio=run.ratio, kind=run.kind) for run in runs]
+    """How many runs lie in the interval that the others give, and that those of other sources give."""
     outcomes = []
-    for how, found in (("each run", without_run(runs)), ("each paper", without_source(papers))):
+    for how, found in (("each run", without_run(runs)), ("each source", without_source(runs))):
         if found.num_runs:
             outcomes.append(
                 ValidationOutcome(
@@ -56,7 +54,3 @@ def interval_coverage(runs: Sequence[Residual]) -> list[ValidationOutcome]:
             )
     return outcomes
 
-
-def _paper(source: str) -> str:
-    """The first word that is a name: tables of one paper count as one source."""
-    return re.split(r"[ ,(]", source, maxsplit=1)[0]
