@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron.documents.directories import problem_with_directory
 from megatron.documents.flag_files import FlagFileParser
 
 
@@ -71,13 +70,7 @@ def parser_of(description: str) -> argparse.ArgumentParser:
     )
 
 
-# --- outputs, tried before the work
-
-
-def make_folder(folder: Path, flag: str = "--output") -> None:
-    """Raises ValueError where files cannot be created in the folder that the flag names."""
-    if (problem := problem_with_directory(flag, str(folder))) is not None:
-        raise ValueError(problem)
+# --- outputs, looked at before the work, and made after it
 
 
 def require_file(path: Path, flag: str = "--output") -> None:
@@ -87,7 +80,7 @@ def require_file(path: Path, flag: str = "--output") -> None:
 
 
 def require_folder(path: Path, flag: str = "--output") -> None:
-    """Raises ValueError where files cannot be created in the folder, which is not made yet."""
+    """Raises ValueError where files cannot be created in the folder, or where it would be made."""
     if not _may_be_made(path / "file"):
         raise ValueError(f"{flag} {path} cannot be written; name a folder of yours")
 

@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
     cluster = machines.cluster
     model = read_model(options, cluster)
     if options.output:
-        command_line.make_folder(Path(options.output))
+        command_line.require_folder(Path(options.output))
     for note in model.notes:
         print(f"note: {note}", file=sys.stderr)
     with progress_bars() as progress:
@@ -362,6 +362,7 @@ def _write(folder: Path, found: Searched, notes: tuple[str, ...]) -> None:
         ),
         f"{len(outcome.kept)} configurations fit, {len(outcome.rejected)} choices were rejected.",
     ]  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
     write_jsonl(outcome, folder / "configurations.jsonl")
     write_csv(outcome, folder / "configurations.csv")
     script = None
