@@ -25,6 +25,10 @@ def run(command: Callable[[argparse.Namespace], int], options: argparse.Namespac
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # so rich's Console ends where nobody reads on
+            return 0
+        raise
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

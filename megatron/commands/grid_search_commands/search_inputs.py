@@ -48,10 +48,10 @@ def read_cluster(options: argparse.Namespace) -> ClusterInput:
         raise ValueError(f"--price-per-gpu-hour {price:g} is more than any GPU costs; give {MOST_PRICE} or less")
     named = CLUSTERS / f"{options.cluster}.yaml"
     path = named if named.exists() else Path(options.cluster)
-    if not path.exists():
+    if not options.cluster or not path.exists():
         raise ValueError(
-            f"--cluster {options.cluster} is no file, and no cluster that comes along; give a file, or one of "
-            f"{', '.join(cluster_names())}"
+            f"--cluster {options.cluster or repr('')} is no file, and no cluster that comes along; give a file, or one "
+            f"of {', '.join(cluster_names())}"
         )
     whole = cluster = load_cluster(path)
     changes: dict = {}
