@@ -6,6 +6,8 @@ import resource
 import psutil
 import torch
 
+from megatron.documents.numbers import counted
+
 _STATUS_FILE = "/proc/self/status"
 _CLEAR_REFS_FILE = "/proc/self/clear_refs"
 
@@ -41,7 +43,7 @@ def process_group_backend(requested: str | None = None) -> str:
         if local_ranks > torch.cuda.device_count():
             raise ValueError(
                 f"The nccl backend needs a GPU for each rank, but this node has {local_ranks} ranks and "
-                f"{torch.cuda.device_count()} GPUs: choose gloo or fewer ranks."
+                f"{counted(torch.cuda.device_count(), 'GPU')}: choose gloo or fewer ranks."
             )
     if requested is not None:
         return requested

@@ -8,6 +8,7 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
+from megatron.documents.numbers import counted
 from megatron.finetuning.partitioning import simulated_seconds, weight_bytes
 from megatron.finetuning.plan import RunPlan, make_plan
 from megatron.finetuning.samples import read_data
@@ -56,8 +57,9 @@ def first_lines(plan: RunPlan, args: argparse.Namespace) -> list[str]:
     )
     depth = max(map(graph.depth, range(schedule.num_stages)))
     lines = [
-        f"{plan.captured.model_name}: {schedule.num_stages} stages on {schedule.num_ranks} ranks, "
-        f"{args.pipeline_schedule}; stages, memory and work of a microbatch: {ranks}",
+        f"{plan.captured.model_name}: {counted(schedule.num_stages, 'stage')} on "
+        f"{counted(schedule.num_ranks, 'rank')}, {args.pipeline_schedule}; stages, memory and work of a "
+        f"microbatch: {ranks}",
         f"edges, with what a microbatch sends over each: {edges or 'none'}",
     ]
     if schedule.weights.refreshes:
@@ -74,10 +76,10 @@ def first_lines(plan: RunPlan, args: argparse.Namespace) -> list[str]:
             + ("weights are never stale" if delay == 0 else "weights are one step old" if delay == 1 else "weights are "
                "stashed: backwards use those of their forwards")
         )  # fmt: skip
-    takes, counted = weight_bytes(args), plan.partition.weight_bytes_per_parameter
-    if takes > counted:
+    takes, assumed = weight_bytes(args), plan.partition.weight_bytes_per_parameter
+    if takes > assumed:
         lines.append(
-            f"note: a parameter takes {takes:g} bytes with its optimizer, and the partition counted {counted:g}; make "
+            f"note: a parameter takes {takes:g} bytes with its optimizer, and the partition counted {assumed:g}; make "
             "it again with this run's --optim and --bf16"
         )
     return lines

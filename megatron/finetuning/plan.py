@@ -18,6 +18,7 @@ import torch
 
 from megatron.capture.edges import crossings
 from megatron.capture.export import Captured
+from megatron.documents.numbers import counted
 from megatron.finetuning.model import capture_model, open_model
 from megatron.finetuning.optimizers import decaying
 from megatron.finetuning.partition_file import LENGTHS, PartitionFile
@@ -79,9 +80,9 @@ def make_plan(args: argparse.Namespace, data: Data) -> RunPlan:
     stage_of_operator = partition.stage_of_operators(captured)
     crossing = crossings(captured, stage_of_operator)
     sizes = captured.sizes_of(batch)
-    if len(set(partition.rank_of_stage)) != args.devices:
+    if (num_devices := len(set(partition.rank_of_stage))) != args.devices:
         raise ValueError(
-            f"{args.partition or 'the partition'} is for {len(set(partition.rank_of_stage))} devices, and the job has "
+            f"{args.partition or 'the partition'} is for {counted(num_devices, 'device')}, and the job has "
             f"{args.devices}; start as many processes, or make the partition again"
         )
     schedule = schedule_of(

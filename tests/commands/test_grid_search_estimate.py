@@ -1,5 +1,6 @@
 """tools/grid_search.py estimate, validate and calibrate: what they print and write, and how they end."""
 
+import argparse
 import json
 import re
 import subprocess
@@ -8,7 +9,12 @@ import sys
 import pytest
 
 from megatron.commands import grid_search as tool
+from megatron.commands.grid_search_commands.entry_models import read_entries
+from megatron.commands.grid_search_commands.model_config import named_model
+from megatron.commands.grid_search_commands.named_models import NAMED
 from megatron.planner.intervals.residuals import read_residuals
+from megatron.trainer.arguments import Platform
+from megatron.trainer.plan.command import Job
 from tests.commands.in_process import ROOT, runner
 from tests.planner.published import measured
 from tests.planner.published.bpipe_memory import facts
@@ -171,6 +177,80 @@ def test_estimate_of_predicted_weights(run, tmp_path):
     assert found["stage"]["memory_gib"] > found["off"]["memory_gib"]  # the ends hold the tied embedding's gradient
     assert found["uniform"]["memory_gib"][1] > found["stage"]["memory_gib"][1]
     assert "uniform needs a number" in found["wrong"]["reason"]
+
+
+RUN = {
+    "hardware": {"gpu": "A100-SXM-80GB"},
+    "config": {"t": 2, "p": 2, "d": 2, "micro_batch": 1, "global_batch": 16, "sequence_parallel": True},
+}
+LLAMA = {"name": "Llama 3 8B", "layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "seq": 4096,
+         "vocab": 128256}  # fmt: skip
+
+
+def test_entries_without_a_model_take_the_one_that_is_given(run, tmp_path):
+    """As long as they say, or as the command line says; whoever describes a model keeps it."""
+    path = tmp_path / "mixed.json"
+    models = {
+        "own": LLAMA, "none": None, "length": {"seq_length": 4096, "note": "a remark"}, "wrong": {"seq": 0},
+        "twice": {"seq": 1, "seq_len": 1}, "other": {"name": "BERT-24", "layers": 24, "seq": 512},
+    }  # fmt: skip
+    path.write_text(json.dumps({"entries": [RUN | {"id": name, "model": model} for name, model in models.items()]}))
+
+    def found(*flags):
+        status, out, err = run("estimate", "--entries", path, "--json", *flags)
+        assert status == 0, err
+        return {line["id"]: line for line in map(json.loads, out.splitlines())}
+
+    plain, named = found(), found("--model", "llama-3.1-8b", "--seq-length", 2048)
+    assert {name for name, line in plain.items() if "reason" not in line} == {"own", "other"}
+    assert named["length"]["iteration_seconds"] == plain["own"]["iteration_seconds"]
+    assert named["length"]["memory_gib"] == plain["own"]["memory_gib"]
+    assert "the model of --model llama-3.1-8b" in named["length"]["assumed"]
+    assert named["none"]["iteration_seconds"] < named["length"]["iteration_seconds"]
+    assert all(named[name] == plain[name] for name in ("own", "other", "wrong", "twice"))
+    assert "give it, or --seq-length" in found("--model", "llama-3.1-8b")["none"]["reason"]
+
+
+@pytest.mark.parametrize("name", ["gpt3-96b", "bert-large", "llama-3.1-8b", "mixtral-8x7b", "qwen3-8b", "qwen2.5-7b"])
+def test_a_model_by_name_is_as_it_is_searched(run, tmp_path, name):
+    """With what an entry's keys cannot say, such as biases of queries; a config.json that says the same is the same."""
+    path, config = tmp_path / "run.json", tmp_path / "config.json"
+    config.write_text(json.dumps(NAMED[name]))
+    path.write_text(json.dumps([RUN | {"id": "it"}]))
+    options = argparse.Namespace(entries=path, model=name, model_config=None, seq_length=512)
+    (entry,) = read_entries(options)
+    options.model, options.model_config = None, str(config)
+    (same,) = read_entries(options)
+    configured = named_model(name)
+    platform = Platform(is_cuda=True, has_transformer_engine=True, has_apex=True)
+    job = Job.read([*configured.argv, "--seq-length", "512"], architecture=configured.architecture, platform=platform)
+    assert entry.model == same.model == job.shape(2) and entry.model_name == f"--model {name}"
+
+
+def test_a_window_is_refused_by_the_entry_that_it_is_too_short_for(run, tmp_path):
+    path, config = tmp_path / "run.json", tmp_path / "config.json"
+    config.write_text(json.dumps(NAMED["mistral-7b"] | {"sliding_window": 4096}))
+    path.write_text(json.dumps([RUN | {"id": str(length), "model": {"seq": length}} for length in (4096, 8192)]))
+    _, out, _ = run("estimate", "--entries", path, "--json", "--model-config", config)
+    short, long = map(json.loads, out.splitlines())
+    assert short["iteration_seconds"] and "sliding_window is 4096, and attention to a window" in long["reason"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--seq-length 2048", "--seq-length 2048 goes with --model or --model-config; entries with models of"),
+        ("--model llama-3.1-8b --model-config x", "--model-config and --model exclude each other; keep one"),
+        ("--model llama-3.1-9b", "--model llama-3.1-9b is no model that is known; the nearest that is known is llama-"),
+        ("--model-config nowhere", "nowhere cannot be read (No such file or directory); give a YAML or JSON file"),
+        ("--model llama-3.1-8b", "--model llama-3.1-8b is for entries without a model, and each of "),
+    ],
+)  # fmt: skip
+def test_models_that_cannot_be_taken(run, tmp_path, flags, sentence):
+    path = tmp_path / "own.json"
+    path.write_text(json.dumps([RUN | {"id": "own", "model": LLAMA}]))
+    status, out, err = run("estimate", "--entries", path, *flags.split())
+    assert (status, out) == (1, "") and err.startswith(f"error: {sentence}") and err.count("\n") == 1
 
 
 def test_validate(run, entries, feasibility):

@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+import shlex
 import subprocess
 import sys
 from html import unescape
@@ -338,13 +339,33 @@ def test_programs_that_are_not_searched(run, tmp_path, program):
 
 
 def test_output_that_cannot_be_written_is_said_before_the_search(run, tmp_path, monkeypatch):
-    """And not after it, when its result would be lost."""
+    """And not after it, when its result would be lost. A folder is made for a result, and for no other end."""
+    plan = tmp_path / "plan"
+    assert run(*CLUSTER, *GPT, "--objective", "cost", "--output", plan)[0] == 1 and not plan.exists()
     monkeypatch.setattr(search_command, "search", lambda *arguments, **options: pytest.fail("it has searched"))
     (tmp_path / "file").write_text("")
-    for name, why in (("file", "File exists"), ("file/plan", "Not a directory")):
+    for name in ("file", "file/plan"):
         status, _, err = run(*CLUSTER, *GPT, "--output", tmp_path / name)
-        reason = f"error: --output {tmp_path / name} cannot be written: {why}; name a directory where files can be"
-        assert status == 1 and err.splitlines()[-1].startswith(reason)
+        reason = f"error: --output {tmp_path / name} cannot be written; name a folder of yours"
+        assert status == 1 and err.splitlines()[-1] == reason
+
+
+def test_one_of_each_is_no_plural(run):
+    """Nor a cluster without a name the folder that one stands in."""
+    flags = [*GPT, *QUICK, "--tensor", 1, "--pipeline", 1, "--microbatches", 1, "--recompute", "none"]
+    one = ["--cluster", "A100-80", "--gpus-per-node", 1, *flags, "--schedules"]
+    assert run(*one, "flush", "--distributed-optimizer", "no")[1].startswith("1 configuration fits, ")
+    status, _, err = run(*one, "bpipe")
+    assert status == 1 and "\nerror: the only choice cannot run; the first is rejected since on one stage" in err
+    assert "error: --cluster '' is no file, and no cluster that" in run("--cluster", "", *GPT)[2]
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    """`search ... | head -1` ends quietly."""
+    command = [sys.executable, TOOL, "search", *CLUSTER, *GPT, *QUICK]
+    line = f"{shlex.join(map(str, command))} 2>/dev/null | head -c 1"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", line], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout.isdigit()
 
 
 def test_flags_that_are_taken_are_said(run):

@@ -1,6 +1,7 @@
 """Models by a config.json of Hugging Face's, and by name."""
 
 import json
+import math
 
 import pytest
 import transformers
@@ -130,7 +131,22 @@ def test_names_are_listed(run, capsys):
     ("kind", "changes", "reason"),
     [
         ("llama", {"model_type": "deepseek_v3"}, "model_type 'deepseek_v3' is not among llama, mistral, "),
+        ("llama", {"model_type": None}, "model_type is missing, which has to be among llama, mistral, "),
         ("llama", {"hidden_size": None}, "hidden_size is missing; give the config.json of a model"),
+        (
+            "llama",
+            {"hidden_size": math.inf},
+            "hidden_size is inf, no number from 0 on; give the config.json of a model",
+        ),
+        (
+            "llama",
+            {"hidden_size": math.nan},
+            "hidden_size is nan, no number from 0 on; give the config.json of a model",
+        ),
+        ("llama", {"rope_theta": -1}, "rope_theta is -1, no number from 0 on; give the config.json of a model"),
+        ("llama", {"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling.factor is missing; give the config.json"),
+        ("llama", {"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'; give true or false"),
+        ("qwen3_moe", {"num_experts_per_tok": None}, "num_experts_per_tok is missing; give the config.json of a model"),
         ("llama", {"hidden_size": "64"}, "hidden_size is '64', no number; give"),
         ("llama", {"hidden_act": "relu"}, "the activation is 'relu', and llama is read with silu or swish; give the"),
         ("llama", {"attention_bias": True}, "attention_bias is True, and llama is read with False; give the model"),
@@ -146,6 +162,15 @@ def test_what_a_config_may_not_say(tmp_path, kind, changes, reason):
     with pytest.raises(ValueError) as found:
         model_of_config(str(path), sequence_length=64)
     assert str(found.value).startswith(f"{path}: ") and reason in str(found.value) and "\n" not in str(found.value)
+
+
+def test_null_is_the_default_of_the_family(tmp_path):
+    path = config_file(tmp_path, "llama")
+    expected = model_of_config(str(path), sequence_length=64)
+    document = json.loads(path.read_text())
+    for key in ("attention_bias", "hidden_act", "tie_word_embeddings", "rope_scaling", "quantization_config"):
+        path.write_text(json.dumps(document | {key: None}))
+        assert model_of_config(str(path), sequence_length=64) == expected, key
 
 
 def test_a_window_that_is_no_shorter_is_all(tmp_path):

@@ -119,7 +119,7 @@ def test_a_wrong_prediction_ends_with_status_1(run, tmp_path):
     path.write_text(build(predict=True).to_csv().replace("1B1@0,1SEND_B1,1PREDICT@1", "1PREDICT@1,1B1@0,1SEND_B1", 1))
     status, _, err = run("check", path)
     assert status == 1
-    assert err.startswith("error: rank 1") and "1PREDICT@1: it reads 2 backwards of batch 0, and 1 stand before" in err
+    assert err.startswith("error: rank 1") and "1PREDICT@1: it reads 2 backwards of batch 0, and 1 stands before" in err
 
 
 def test_check_says_what_moves(run):

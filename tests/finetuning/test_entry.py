@@ -58,6 +58,9 @@ def test_a_dry_run_says_what_a_job_takes(tmp_path, capsys):
     run_dry(tiny.arguments(tmp_path, CLASSES, "--dry_run", "--devices", 2, "--partition", cut, "--bf16"))
     output = " ".join(capsys.readouterr().out.split())
     assert "note: a parameter takes 20 bytes with its optimizer, and the partition counted 16; make it again" in output
+    cut = cases.partition(tmp_path, CLASSES, (0,))
+    run_dry(tiny.arguments(tmp_path, CLASSES, "--dry_run", "--devices", 1, "--partition", cut))
+    assert "BertForSequenceClassification: 1 stage on 1 rank, ftpipe" in " ".join(capsys.readouterr().out.split())
     args.model_name_or_path = str(tmp_path / "nowhere")
     with pytest.raises(SameEverywhere, match="is no folder; download the model first"):
         run_dry(args)

@@ -167,7 +167,7 @@ def test_damaged_checkpoint(tmp_path, saving, damage, word):
     damage(tmp_path / "checkpoints" / "iter_0000012" / "__1_0.distcp")
     flags = [*TWO_BW, "--train-iters", 16, "--load", "checkpoints", "--save", "checkpoints", "--save-interval", 2]
     outcome = launch.train(2, *flags, "--metrics-file", "metrics.jsonl", directory=tmp_path)
-    outcome.assert_failed_clearly("__1_0.distcp", word, "iteration 4, 8", "--ckpt-step 8")
+    outcome.assert_failed_clearly("__1_0.distcp", word, "iterations 4 and 8", "--ckpt-step 8")
     (sentence,) = set(re.findall(r"pretrain_gpt\.py: error: .*", outcome.output))
     assert "--ckpt-step 8" in sentence and sentence in outcome.root_cause
     assert outcome.output.count(sentence) == outcome.output.count("--ckpt-step 8") == 2

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron.documents.directories import problem_with_directory
 from megatron.documents.flag_files import FlagFileParser
 
 
@@ -26,6 +25,10 @@ def run(command: Callable[[argparse.Namespace], int], options: argparse.Namespac
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # so rich's Console ends where nobody reads on
+            return 0
+        raise
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -71,13 +74,7 @@ def parser_of(description: str) -> argparse.ArgumentParser:
     )
 
 
-# --- outputs, tried before the work
-
-
-def make_folder(folder: Path, flag: str = "--output") -> None:
-    """Raises ValueError where files cannot be created in the folder that the flag names."""
-    if (problem := problem_with_directory(flag, str(folder))) is not None:
-        raise ValueError(problem)
+# --- outputs, looked at before the work, and made after it
 
 
 def require_file(path: Path, flag: str = "--output") -> None:
@@ -87,7 +84,7 @@ def require_file(path: Path, flag: str = "--output") -> None:
 
 
 def require_folder(path: Path, flag: str = "--output") -> None:
-    """Raises ValueError where files cannot be created in the folder, which is not made yet."""
+    """Raises ValueError where files cannot be created in the folder, or where it would be made."""
     if not _may_be_made(path / "file"):
         raise ValueError(f"{flag} {path} cannot be written; name a folder of yours")
 

@@ -1,6 +1,7 @@
 """Predict given configurations: seconds of an iteration, MFU, memory of each stage and whether it fits.
 
     python tools/grid_search.py estimate --entries measurements.json --json
+    python tools/grid_search.py estimate --entries mine.json --model llama-3.1-8b --seq-length 8192
 
 Prints one line for each entry, with its id. One that says too little, or asks for what is not modelled, has the reason
 instead. `under pressure`: ranks are slowed for want of memory, as the seconds say, or the verdict is borderline.
@@ -10,11 +11,14 @@ instead. `under pressure`: ranks are slowed for want of memory, as the seconds s
 import argparse
 import json
 
+from megatron.commands.common import command_line
+from megatron.commands.grid_search_commands.entry_models import read_entries
+from megatron.commands.grid_search_commands.search_inputs import add_configured_arguments
 from megatron.commands.grid_search_commands.tables import note_unread, print_table
 from megatron.planner.intervals import LEVEL, Interval, NotValidated
 from megatron.planner.intervals.lookup import Intervals, interval_record, interval_text
 from megatron.planner.memory.memory import GIB
-from megatron.planner.published.entries import Entry, Unpredictable, load_entries
+from megatron.planner.published.entries import Entry, Unpredictable
 from megatron.planner.published.prediction import Prediction, predict
 from megatron.planner.time.calibration import DEFAULT_NAME, load_calibration
 from megatron.planner.time.constants import Constants
@@ -22,6 +26,9 @@ from megatron.planner.time.constants import Constants
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--entries", required=True, metavar="FILE", help="configurations, as in docs/planner.md")
+    model = parser.add_argument_group("model", "Of entries that have none; those that describe one keep it.")
+    add_configured_arguments(model)
+    model.add_argument("--seq-length", type=command_line.count, metavar="N", help="of entries without model.seq")
     parser.add_argument(
         "--calibrated-on", default=DEFAULT_NAME, metavar="NAME", help="calibration, or its file (default: %(default)s)"
     )
@@ -34,9 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     calibration = load_calibration(options.calibrated_on)
-    results = [
-        _predict(entry, calibration.fitted, simulate=options.simulate) for entry in load_entries(options.entries)
-    ]
+    results = [_predict(entry, calibration.fitted, simulate=options.simulate) for entry in read_entries(options)]
     intervals = Intervals.of_calibration(calibration.name, calibration.constants, options.residuals)
     predicted = [each for each in results if isinstance(each, Prediction)]
     note_unread([each.entry for each in predicted])

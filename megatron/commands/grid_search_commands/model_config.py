@@ -5,6 +5,7 @@ What a family's configuration says by which key, and what it does not say since 
 configuration says how long sequences may be, and not how long they are trained, so that `--seq-length` is the user's.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -16,8 +17,9 @@ _LAYERS = {"num_hidden_layers": "--num-layers", "hidden_size": "--hidden-size",
            "num_attention_heads": "--num-attention-heads", "vocab_size": "--vocab-size"}  # fmt: skip
 _WIDE = {"intermediate_size": "--ffn-hidden-size"}
 _ROTARY = {"rope_theta": "--rotary-base"}
-_OF_EXPERTS = {"num_experts_per_tok": "--moe-router-topk", "moe_intermediate_size": "--moe-ffn-hidden-size",
-               "shared_expert_intermediate_size": "--moe-shared-expert-intermediate-size"}  # fmt: skip
+_OF_EXPERTS = {"num_experts": "--num-experts", "num_experts_per_tok": "--moe-router-topk",
+               "moe_intermediate_size": "--moe-ffn-hidden-size"}  # fmt: skip
+_SHARED_EXPERT = {"shared_expert_intermediate_size": "--moe-shared-expert-intermediate-size"}
 _RMS_GATED = ("--swiglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope", "--disable-bias-linear",
               "--attention-dropout", "0", "--hidden-dropout", "0")  # fmt: skip
 _SILU, _GELU = ("silu", "swish"), ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
@@ -66,8 +68,8 @@ FAMILIES: dict[str, Family] = {
     "qwen2": _like_llama("--add-qkv-bias"),
     "qwen3": _like_llama("--qk-layernorm"),
     "mixtral": _like_llama(needs={"num_local_experts": "--num-experts", "num_experts_per_tok": "--moe-router-topk"}),
-    "qwen2_moe": _like_llama("--add-qkv-bias", needs={"num_experts": "--num-experts", **_OF_EXPERTS}),
-    "qwen3_moe": _like_llama("--qk-layernorm", needs={"num_experts": "--num-experts"}, may_have=_OF_EXPERTS),
+    "qwen2_moe": _like_llama("--add-qkv-bias", needs=_OF_EXPERTS | _SHARED_EXPERT),
+    "qwen3_moe": _like_llama("--qk-layernorm", needs=_OF_EXPERTS, may_have=_SHARED_EXPERT),
     "gpt2": Family(
         needs={"n_layer": "--num-layers", "n_embd": "--hidden-size", "n_head": "--num-attention-heads",
                "vocab_size": "--vocab-size", "n_positions": "--max-position-embeddings"},
@@ -143,11 +145,12 @@ def model_of_config(path: str, *, sequence_length: int | None) -> ConfiguredMode
 
 
 def _read(config: Mapping[str, object], source: str, *, sequence_length: int | None) -> ConfiguredModel:
+    config = {key: value for key, value in config.items() if value is not None}  # null: the family's default
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
+        kind = f"{shown(config['model_type'])} is not" if "model_type" in config else "is missing, which has to be"
         raise ValueError(
-            f"{source}: model_type {shown(config.get('model_type'))} is not among {', '.join(FAMILIES)}; give the "
-            "model by flags, or by --model-yaml"
+            f"{source}: model_type {kind} among {', '.join(FAMILIES)}; give the model by flags, or by --model-yaml"
         )
     for key, reason in _REFUSED.items():
         if config.get(key):
@@ -173,7 +176,10 @@ def _read(config: Mapping[str, object], source: str, *, sequence_length: int | N
         )
     if "--num-query-groups" in argv:
         argv.append("--group-query-attention")
-    if family.ties is not None and not config.get("tie_word_embeddings", family.ties):
+    ties = config.get("tie_word_embeddings", family.ties)
+    if ties not in (True, False, None):
+        raise ValueError(f"{source}: tie_word_embeddings is {shown(ties)}; give true or false")
+    if family.ties is not None and not ties:
         argv.append("--untie-embeddings-and-output-weights")
     if config.get("decoder_sparse_step", 1) != 1:
         raise ValueError(
@@ -181,7 +187,7 @@ def _read(config: Mapping[str, object], source: str, *, sequence_length: int | N
             "layer; give the model by flags, with --moe-layer-freq"
         )
     notes = [f"{source}: {key}: {remark}" for key, remark in family.remarks.items() if config.get(key)]
-    return ConfiguredModel([*argv, *_scaled(config)], family.architecture, notes)
+    return ConfiguredModel([*argv, *_scaled(config, source)], family.architecture, notes)
 
 
 def _refuse_window(config: Mapping[str, object], source: str, sequence_length: int | None) -> None:
@@ -203,17 +209,22 @@ def _in_older_keys(config: Mapping[str, object]) -> Mapping[str, object]:
     return {**found, "num_experts": config.get("num_local_experts")}
 
 
-def _scaled(config: Mapping[str, object]) -> tuple[str, ...]:
+def _scaled(config: Mapping[str, object], source: str) -> tuple[str, ...]:
     """Llama 3.1's scaling of frequencies. Others change neither time nor memory, and have no flag."""
     scaling = config.get("rope_scaling") or config.get("rope_parameters")
     if not isinstance(scaling, Mapping) or scaling.get("rope_type") != "llama3":
         return ()
-    return "--use-rope-scaling", "--rope-scaling-factor", _number(scaling.get("factor"), "rope_scaling.factor")
+    return (
+        "--use-rope-scaling",
+        "--rope-scaling-factor",
+        _number(scaling.get("factor"), f"{source}: rope_scaling.factor"),
+    )
 
 
 def _number(value: object, what: str) -> str:
     """As a flag takes it. Raises ValueError where it is none."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
-        said = "missing" if value is None else f"{shown(value)}, no number"
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 <= value < math.inf:
+        said = "missing" if value is None else f"{shown(value)}, no number{' from 0 on' if is_number else ''}"
         raise ValueError(f"{what} is {said}; give the config.json of a model")
     return f"{int(value)}" if value == int(value) else repr(value)

@@ -25,6 +25,7 @@ from megatron.commands.grid_search_commands.search_arguments import add_search_a
 from megatron.commands.grid_search_commands.search_inputs import ModelInput, read_cluster, read_model
 from megatron.commands.grid_search_commands.search_progress import progress_bars
 from megatron.commands.grid_search_commands.search_script import ROOT, remove_script, script_text, write_topology
+from megatron.documents.numbers import counted
 from megatron.documents.writing import write_whole
 from megatron.pipeline.program.weight_policies import TWO_BW
 from megatron.planner import Architecture, Cluster
@@ -90,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
     cluster = machines.cluster
     model = read_model(options, cluster)
     if options.output:
-        command_line.make_folder(Path(options.output))
+        command_line.require_folder(Path(options.output))
     for note in model.notes:
         print(f"note: {note}", file=sys.stderr)
     with progress_bars() as progress:
@@ -114,7 +115,10 @@ def run(options: argparse.Namespace) -> int:
         said = filter(
             None, (delay.beside(outcome), nearest_miss(outcome), compared.sentence(outcome, has_script=False))
         )
-        raise ValueError(f"none of the {len(outcome.rejected)} choices can run; {'; '.join(said)}")
+        which = (
+            "the only choice cannot" if len(outcome.rejected) == 1 else f"none of {len(outcome.rejected)} choices can"
+        )
+        raise ValueError(f"{which} run; {'; '.join(said)}")
     return 0
 
 
@@ -271,7 +275,7 @@ def _print(outcome: Outcome, top: int, notes: tuple[str, ...], seconds: float) -
     def say(text: str, style: str = "") -> None:
         console.print(text, style="" if plain else style, markup=False, soft_wrap=True)
 
-    say(f"{len(outcome.kept)} configurations fit, {len(outcome.rejected)} choices were rejected, {seconds:.1f} s")
+    say(f"{_numbers(outcome)}, {seconds:.1f} s")
     if outcome.kept:
         say(f"\nthe {outcome.superlative} (~: estimated; the others were simulated)", "bold")
         console.print(best_table(outcome, outcome.rows[: min(top, len(outcome.ranking))], plain=plain))
@@ -291,6 +295,12 @@ def _print(outcome: Outcome, top: int, notes: tuple[str, ...], seconds: float) -
     say("\nwhy choices were rejected", "bold")
     for reason, count in reasons(outcome.rejected, 12):
         say(f"{count:6}  {reason}")
+
+
+def _numbers(outcome: Outcome) -> str:
+    kept, rejected = len(outcome.kept), len(outcome.rejected)
+    fit, were = "fits" if kept == 1 else "fit", "was" if rejected == 1 else "were"
+    return f"{counted(kept, 'configuration')} {fit}, {counted(rejected, 'choice')} {were} rejected"
 
 
 def _notes(outcome: Outcome) -> tuple[str, ...]:
@@ -360,8 +370,9 @@ def _write(folder: Path, found: Searched, notes: tuple[str, ...]) -> None:
             f"batches of {space.global_batch_size}" if space.safe_batch_size is None
             else f"batches of {space.global_batch_size} to {space.safe_batch_size}"
         ),
-        f"{len(outcome.kept)} configurations fit, {len(outcome.rejected)} choices were rejected.",
+        f"{_numbers(outcome)}.",
     ]  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
     write_jsonl(outcome, folder / "configurations.jsonl")
     write_csv(outcome, folder / "configurations.csv")
     script = None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from megatron.commands.grid_search_commands.model_config import FAMILIES, model_of_config, named_model
+from megatron.commands.grid_search_commands.model_config import FAMILIES, ConfiguredModel, model_of_config, named_model
 from megatron.commands.grid_search_commands.named_models import NAMED
 from megatron.documents.reading import read_document
 from megatron.planner import DEVICES, Cluster, load_cluster
@@ -48,10 +48,10 @@ def read_cluster(options: argparse.Namespace) -> ClusterInput:
         raise ValueError(f"--price-per-gpu-hour {price:g} is more than any GPU costs; give {MOST_PRICE} or less")
     named = CLUSTERS / f"{options.cluster}.yaml"
     path = named if named.exists() else Path(options.cluster)
-    if not path.exists():
+    if not options.cluster or not path.exists():
         raise ValueError(
-            f"--cluster {options.cluster} is no file, and no cluster that comes along; give a file, or one of "
-            f"{', '.join(cluster_names())}"
+            f"--cluster {options.cluster or repr('')} is no file, and no cluster that comes along; give a file, or one "
+            f"of {', '.join(cluster_names())}"
         )
     whole = cluster = load_cluster(path)
     changes: dict = {}
@@ -119,11 +119,16 @@ def add_model_arguments(model: argparse.ArgumentParser) -> None:
         "--model-script", metavar="FILE", help="shell script that runs a training program; it is read, not run"
     )
     model.add_argument("--model-yaml", metavar="FILE", help="flags by name: num_layers: 24; switches are true")
+    add_configured_arguments(model)
+    model.add_argument("--architecture", choices=("gpt", "bert"), help="default: that of the script's program, or gpt")
+
+
+def add_configured_arguments(model: argparse.ArgumentParser) -> None:
+    """How a model may be given that others have described."""
     model.add_argument("--model-config", metavar="FILE",
                        help=f"config.json of Hugging Face: {', '.join(FAMILIES)}; --seq-length besides")  # fmt: skip
     model.add_argument("--model", metavar="NAME", help="one that is known by name; --seq-length besides")
     model.add_argument("--list-models", action=_ListModels, help="the names that --model takes")
-    model.add_argument("--architecture", choices=("gpt", "bert"), help="default: that of the script's program, or gpt")
 
 
 class _ListModels(argparse.Action):
@@ -141,10 +146,7 @@ def read_argv(options: argparse.Namespace) -> tuple[list[str], str, list[str]]:
     """Flags of a training program, from what names a model and from the command line; the architecture, and lines for
     the user. Raises ValueError."""
     argv, notes, architecture = [], [], options.architecture
-    given = [name for name in _MODELS if vars(options)[name] is not None]
-    if len(given) > 1:
-        names = " and ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise ValueError(f"{names} exclude each other; keep one")
+    refuse_several_models(options)
     if options.model_script is not None:
         command = read_script(_text(options.model_script), environment=os.environ, source=options.model_script)
         argv, notes = [*command.argv], [*command.notes]
@@ -152,13 +154,26 @@ def read_argv(options: argparse.Namespace) -> tuple[list[str], str, list[str]]:
     elif options.model_yaml is not None:
         argv, named = _argv_of_yaml(options.model_yaml)
         architecture = architecture or named
-    elif given:
-        configured = (
-            named_model(options.model) if options.model is not None
-            else model_of_config(options.model_config, sequence_length=_sequence_length(options.flags))
-        )  # fmt: skip
+    elif (configured := read_configured(options, sequence_length=_sequence_length(options.flags))) is not None:
         argv, notes, architecture = configured.argv, configured.notes, architecture or configured.architecture
     return [*argv, *options.flags], architecture or "gpt", notes
+
+
+def refuse_several_models(options: argparse.Namespace) -> None:
+    """Raises ValueError where more than one option names a model."""
+    given = [name for name in _MODELS if vars(options).get(name) is not None]
+    if len(given) > 1:
+        names = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ValueError(f"{names} exclude each other; keep one")
+
+
+def read_configured(options: argparse.Namespace, *, sequence_length: int | None) -> ConfiguredModel | None:
+    """The model of --model or --model-config; None without either. Raises ValueError."""
+    if options.model is not None:
+        return named_model(options.model)
+    if options.model_config is not None:
+        return model_of_config(options.model_config, sequence_length=sequence_length)
+    return None
 
 
 def _sequence_length(flags: list[str]) -> int | None:

@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
     lengths = _lengths(options, read_model(options, cluster))
     models = [read_model(each, cluster) for each in lengths]
     if options.output:
-        command_line.make_folder(Path(options.output))
+        command_line.require_folder(Path(options.output))
     for note in dict.fromkeys(note for model in models for note in model.notes):
         print(f"note: {note}", file=sys.stderr)
     with progress_bars() as progress:
@@ -246,6 +246,7 @@ def _write(folder: Path, sweep: Sweep, found: list[_Found], notes: tuple[str, ..
     gpus = [each.num_gpus for each in points]
     title = f"{len(points)} searches: {min(gpus)} to {max(gpus)} GPUs" if len(set(gpus)) > 1 else f"{gpus[0]} GPUs"
     command = shlex.join(["tools/grid_search.py", *sys.argv[1:]])
+    folder.mkdir(parents=True, exist_ok=True)
     for path in folder.glob("best_*.sh"):
         remove_script(path)
     scripts, topologies = set(), set()

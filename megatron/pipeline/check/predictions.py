@@ -19,6 +19,7 @@ that read as many, behind a drain, and in one process.
 
 from itertools import accumulate
 
+from megatron.documents.numbers import counted
 from megatron.pipeline.check.compact import (
     FIRST_HOST_WORD,
     FIRST_PREDICTION,
@@ -105,6 +106,7 @@ class _RankPredictions:
         # Backwards of each batch: how many are whole, and one past the last microbatch of those that have begun.
         self.num_done = [0] * len(self.program.batches)
         self.end_done = self.firsts[:-1]
+        self.halves: set[int] = set()  # microbatches of which I stands, and W is to come
         self.held = False  # whether gradients are kept for the next prediction
         self.posted: set[int] = set()  # reductions for it
         self.wanted = set(codes_of_predictions(compact, rank)) - {PREDICT}
@@ -123,6 +125,7 @@ class _RankPredictions:
                 microbatch = place % width
                 batch = batch_of[microbatch]
                 self.num_done[batch] += code != I
+                (self.halves.add if code == I else self.halves.discard)(microbatch)
                 self.end_done[batch] = max(self.end_done[batch], microbatch + 1)
             elif code >= FIRST_PREDICTION:
                 reason = self._prediction(code, version - program.first_batch)
@@ -179,13 +182,15 @@ class _RankPredictions:
         """What is wrong unless the backwards of just as many first microbatches of the batch stand before."""
         found = self.num_done[self.num_predicted]
         if found != wanted:
-            return f"it reads {wanted} backwards of batch {self._last_batch}, and {found} stand before it"
+            backwards, stand = counted(wanted, "backward"), "stands" if found == 1 else "stand"
+            return f"it reads {backwards} of batch {self._last_batch}, and {found} {stand} before it"
         first, last = self.firsts[self.num_predicted], self.end_done[self.num_predicted] - 1
         if last < first + wanted:
             return ""
+        there = "the first half, I," if last in self.halves else "that"
         end, last = (each + self.program.first_microbatch for each in (first + wanted, last))
         batch = f"batch {self._last_batch}"
-        return f"it reads the backwards of {batch} before microbatch {end}, and that of {last} stands before it"
+        return f"it reads the backwards of {batch} before microbatch {end}, and {there} of {last} stands before it"
 
     def _word(self, code: int, index: int) -> str:
         return f"{self.stage}{KIND_OF_CODE[code].value}@{self.program.first_batch + index}"

@@ -17,6 +17,7 @@ import torch
 from megatron.backend.fixes import follow_shown_gradients
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
+from megatron.documents.numbers import counted
 from megatron.pipeline.dropin.checkpoints import VersionsInCheckpoints
 from megatron.pipeline.dropin.choice import batches_of, prove, schedule_of
 from megatron.pipeline.dropin.flags import Options
@@ -128,11 +129,12 @@ class Session:
 
     def _description(self) -> str:
         schedule, sizes = self._schedule, batches_of(self._args)
-        counts = f"{min(sizes)} to {sizes[-1]}" if min(sizes) != sizes[-1] else f"{sizes[-1]}"
+        least, most = min(sizes), sizes[-1]
+        microbatches = f"{least} to {most} microbatches" if least != most else counted(most, "microbatch")
         who = "the engine steps the optimizer" if self.steps_itself else "Megatron-LM reduces gradients and steps"
         return (
-            f"{self._options.flag}: {schedule.num_stages} stages on {schedule.num_ranks} "
-            f"ranks, {counts} microbatches a batch, proved; {who}"
+            f"{self._options.flag}: {counted(schedule.num_stages, 'stage')} on "
+            f"{counted(schedule.num_ranks, 'rank')}, {microbatches} a batch, proved; {who}"
         )
 
     # --- batches
@@ -214,7 +216,7 @@ class Session:
             peaks, (mine, self._rank.memory.peak_bytes), group=parallel_state.get_pipeline_model_parallel_group()
         )
         for rank, (counts, num_bytes) in enumerate(peaks):
-            stages = ", ".join(f"{count} microbatches at stage {stage}" for stage, count in counts.items())
+            stages = ", ".join(f"{counted(count, 'microbatch')} at stage {stage}" for stage, count in counts.items())
             say(f"pipeline rank {rank} saved at most {num_bytes / 2**20:.2f} MiB of activations, {stages}")
 
     def _note(self, reports: Sequence[BatchReport]) -> None:

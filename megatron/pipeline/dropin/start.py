@@ -8,6 +8,7 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, TCPStore
 
 from megatron import backend
+from megatron.documents.numbers import counted
 from megatron.pipeline.check.queue_environment import require_hardware_queues
 from megatron.pipeline.dropin.choice import batches_of, prove, schedule_of
 from megatron.pipeline.dropin.flags import PAIR_ADJACENT, STANDARD, Options
@@ -117,8 +118,7 @@ def _map_ranks(args: argparse.Namespace, options: Options, schedule: AnySchedule
             mapping = pair_adjacent(degrees)
         else:
             mapping = load_mapping(options.rank_mapping, degrees.world_size)
-        nodes = len(slots.nodes)
-        line = f"--pipeline-rank-mapping {options.rank_mapping} on {nodes} node{'s' * (nodes > 1)}"
+        line = f"--pipeline-rank-mapping {options.rank_mapping} on {counted(len(slots.nodes), 'node')}"
         if evicting:
             line += f": {describe_crossing(mapping, degrees, slots.node_sizes, evicting)}"
         return list(slots.logical_ranks(mapping)), [line]

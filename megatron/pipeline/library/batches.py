@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from megatron.documents.numbers import counted
 from megatron.pipeline.runtime.contract.stage import EVALUATION_BATCH, Microbatch
 from megatron.pipeline.runtime.contract.tensors import TensorSpec
 
@@ -65,8 +66,8 @@ def split_batch(
     (size,) = sizes
     if size == 0 or size % num_microbatches:
         raise ValueError(
-            f"a batch of {size} samples cannot be split into {num_microbatches} equal microbatches; give a multiple of "
-            f"{num_microbatches}"
+            f"a batch of {counted(size, 'sample')} cannot be split into {num_microbatches} equal microbatches; give a "
+            f"multiple of {num_microbatches}"
         )
     of_each = size // num_microbatches
     parts = [(None,) * num_microbatches if leaf is None else leaf.detach().to(device).split(of_each) for leaf in leaves]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron.documents.numbers import counted
 from megatron.pipeline.schedules import PRESETS, Schedule, read_schedule
 from megatron.pipeline.schedules.orders import MERGED
 from megatron.pipeline.schedules.placements import rank_of_stage
@@ -101,14 +102,14 @@ def _of_user(schedule: Any, choices: Choices) -> Any:
 def _validate(schedule: Any, choices: Choices) -> None:
     if schedule.num_ranks != len(choices.modules_of_rank):
         raise ValueError(
-            f"the schedule is for {schedule.num_ranks} ranks, and the pipeline has {len(choices.modules_of_rank)}; "
-            "start as many, or give another schedule"
+            f"the schedule is for {counted(schedule.num_ranks, 'rank')}, and the pipeline has "
+            f"{len(choices.modules_of_rank)}; start as many, or give another schedule"
         )
     for rank, given in enumerate(choices.modules_of_rank):
         if given != len(due := schedule.stages_of(rank)):
             raise ValueError(
-                f"the schedule puts stages {list(due)} on rank {rank} of the pipeline, which brings {given} "
-                f"module{'s' * (given != 1)}; give one for each, in this order"
+                f"the schedule puts stages {list(due)} on rank {rank} of the pipeline, which brings "
+                f"{counted(given, 'module')}; give one for each, in this order"
             )
     if schedule.residency is not None:
         raise ValueError(

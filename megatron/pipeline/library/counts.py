@@ -9,7 +9,6 @@ behind the backwards of the batch, which come after these forwards, so it finds 
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -48,7 +47,7 @@ class LossCounts:
         if None not in counts:
             self._are_said = weights.updates_alone
             for update in updates:
-                update.mean_count = sum(counts) / len(counts) or math.inf  # of nothing: gradients of 0
+                update.mean_count = sum(counts) / len(counts) or None
         elif any(count is not None for count in counts):
             raise ValueError("the loss returns means in some replicas and (sum, count) in others; give all the same")
 

@@ -20,6 +20,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from megatron.documents.numbers import counted
 from megatron.pipeline.program.edges import Edge, StageGraph
 from megatron.pipeline.program.instruction import BACKWARDS, ENDS_BACKWARD, Instruction, Kind, Row, Rows
 from megatron.pipeline.program.lane_order import Residency
@@ -300,7 +301,7 @@ def _require_consistency(rows: Rows, facts: dict[str, Any]) -> None:
     if set(facts["rank_of_stage"]) != set(range(len(rows))):
         named = _write_value(facts["rank_of_stage"])
         raise ValueError(
-            f"the text has rows for {len(rows)} ranks, but its stages live on ranks {named}; "
+            f"the text has rows for {counted(len(rows), 'rank')}, but its stages live on ranks {named}; "
             "give each rank a row and a stage"
         )
     if not facts["batches"] or min(facts["batches"]) < 1:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import Store, distributed_c10d
 
+from megatron.documents.numbers import counted
 from megatron.pipeline.program.instruction import AWAITS_REDUCTIONS, Instruction
 from megatron.pipeline.program.lane_order import LaneOrder, Residency
 from megatron.pipeline.program.move_order import MoveOrder
@@ -105,8 +106,8 @@ class PipelineEngine:
         rank_of_stage = schedule.rank_of_stage
         if schedule.num_ranks != len(ranks):
             raise ValueError(
-                f"the schedule is for {schedule.num_ranks} ranks, and the pipeline has {len(ranks)}; give it "
-                f"{len(ranks) * schedule.num_virtual_stages} stages"
+                f"the schedule is for {counted(schedule.num_ranks, 'rank')}, and the pipeline has {len(ranks)}; "
+                f"give it {counted(len(ranks) * schedule.num_virtual_stages, 'stage')}"
             )
         due = list(schedule.stages_of(self._rank))
         if (given := [stage.index for stage in self._stages]) != due:

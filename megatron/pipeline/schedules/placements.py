@@ -10,6 +10,8 @@ the rank: layers, data, loss, seeds, checkpoints.
 
 from collections.abc import Callable, Sequence
 
+from megatron.documents.numbers import counted
+
 
 def round_robin(num_ranks: int, num_virtual_stages: int) -> tuple[int, ...]:
     """The rank of each stage; rank r has the stages r, r + num_ranks, r + 2 * num_ranks, ..."""
@@ -37,8 +39,8 @@ def rank_of_stage(placement: str, num_ranks: int, num_virtual_stages: int) -> tu
     validate_placement(placed, num_ranks * num_virtual_stages)
     if max(placed) + 1 != num_ranks:
         raise ValueError(
-            f"placement {placement} puts the {len(placed)} stages on {max(placed) + 1} ranks, and the pipeline has "
-            f"{num_ranks}; give each rank a stage, and none to others"
+            f"placement {placement} puts the {len(placed)} stages on {counted(max(placed) + 1, 'rank')}, and the "
+            f"pipeline has {num_ranks}; give each rank a stage, and none to others"
         )
     return placed
 

@@ -2,6 +2,7 @@
 
 import argparse
 
+from megatron.documents.numbers import counted
 from megatron.pipeline.program.weight_policies import TWO_BW, WeightPolicy
 from megatron.pipeline.schedules.any_schedule import AnySchedule
 
@@ -58,4 +59,4 @@ def description(schedule: AnySchedule, name: str, num_microbatches: int) -> str 
         replicas = ", means over the replicas" if schedule.reduce_partial else " of each replica"
     else:
         replicas = ""
-    return f"{name} with provisional weights: {stages} {numbers} of {num_microbatches} microbatches{replicas}"
+    return f"{name} with provisional weights: {stages} {numbers} of {counted(num_microbatches, 'microbatch')}{replicas}"

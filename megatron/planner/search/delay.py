@@ -60,10 +60,14 @@ def beside(outcome: Outcome) -> str | None:
         found = f"{names} would fit"
     else:
         found = "against the best " + ", ".join(
-            f"{each.choice.schedule} would be {100 * abs(gain):.1f}% {'faster' if gain > 0 else 'slower'}"
-            for each, gain in gains
+            f"{each.choice.schedule} would be {_compared(gain)}" for each, gain in gains
         )
     return f"beside the ranking stands what delays weights: {found}; --schedules {names} ranks them"
+
+
+def _compared(gain: float) -> str:
+    percent = f"{100 * abs(gain):.1f}%"
+    return "as fast" if percent == "0.0%" else f"{percent} {'faster' if gain > 0 else 'slower'}"
 
 
 def sentences(kept: Iterable[Kept]) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
+from megatron.documents.numbers import counted
 from megatron.pipeline.draw.page_timeline import legible_scale, page_timeline
 from megatron.pipeline.schedules.any_schedule import AnySchedule
 from megatron.pipeline.simulate import simulate
@@ -91,7 +92,7 @@ def _drawn(label: str, each: Kept, planner: Planner, schedule: AnySchedule, size
 
 
 def _figure(each: _Drawn, end: float, scale: float) -> str:
-    title = f"batches of {each.size} microbatches in the steady state"
+    title = f"batches of {counted(each.size, 'microbatch')} in the steady state"
     drawn = page_timeline(each.timeline, name=title, window=(each.start, each.start + end), scale=scale, hovers=True)
     said = [title]
     if each.size < each.whole:
@@ -110,7 +111,7 @@ def _figure(each: _Drawn, end: float, scale: float) -> str:
 
 def _too_large(label: str, schedule: AnySchedule, size: int) -> str:
     return (
-        f"<h3>{escape(label)}</h3><p>{schedule.num_stages} stages with batches of at least {size} microbatches are "
-        f"{2 * schedule.num_stages * size:,} boxes, too many to draw here (<code>tools/schedule.py draw</code> draws "
-        "them).</p>"
+        f"<h3>{escape(label)}</h3><p>{counted(schedule.num_stages, 'stage')} with batches of at least "
+        f"{counted(size, 'microbatch')} are {2 * schedule.num_stages * size:,} boxes, too many to draw here "
+        "(<code>tools/schedule.py draw</code> draws them).</p>"
     )

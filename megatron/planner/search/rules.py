@@ -6,6 +6,7 @@ refuse in their own words (`megatron/trainer/arguments`, `Schedule`); a test com
 
 from dataclasses import dataclass, replace
 
+from megatron.documents.numbers import counted
 from megatron.pipeline.schedules import Schedule
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.memory.schedule_demand import schedule_demand
@@ -61,8 +62,8 @@ def refuse_pipeline(model: Architecture, space: Space, p: int, d: int) -> str | 
     if most == 0:
         return f"a batch of {space.safe_batch_size} is less than a sequence for each of {d} replicas"
     sizes = " or ".join(map(str, space.micro_batch_sizes or ()))
-    do = "do not divide into" if space.safe_batch_size is None else "leave no room for"
-    return f"the {most} sequences of a replica {do} microbatches of {sizes}"
+    cannot = "be divided into" if space.safe_batch_size is None else "hold"
+    return f"the {counted(most, 'sequence')} of a replica cannot {cannot} microbatches of {sizes}"
 
 
 def refuse_schedule(model: Architecture, training: Training, schedule: str, p: int) -> str | None:

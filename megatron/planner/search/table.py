@@ -28,12 +28,16 @@ BESIDE = "beside"
 """In place of the rank of what stands beside the ranking."""
 
 
+def _percent(gain: float) -> str:
+    return f"{round(100 * gain, 1) + 0.0:+.1f}"  # without the sign of -0.0
+
+
 def cells(each: Kept, rank: int | None, gain: float | None = None) -> tuple[str, ...]:
     """The texts under `HEADINGS`; of what stands beside the ranking, `rank` is None. A time with ~ is an estimate
     (`Kept.is_simulated`)."""
     choice, estimate = each.choice, each.estimate
     return (
-        BESIDE if rank is None else str(rank), "" if gain is None else f"{100 * gain:+.1f}", _schedule(choice),
+        BESIDE if rank is None else str(rank), "" if gain is None else _percent(gain), _schedule(choice),
         each.layers, str(choice.tensor), str(choice.pipeline), str(choice.data),
         str(choice.context or ""), str(choice.expert or ""), str(choice.virtual),
         str(choice.micro_batch_size), str(estimate.configuration.num_microbatches), choice.recompute.value,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from megatron.documents.numbers import counted
 from megatron.elastic.cache import CacheSeconds, measure, reading_pays
 from megatron.elastic.cut import cut_exactly, cut_greedily, cut_that_fits
 from megatron.elastic.pipelines import Layers, most_saved, pipelines
@@ -146,8 +147,8 @@ class Shaping:
         if self._args.activation_cache_use == "always" and any(each.cached for each, _ in found):
             found, insists = [each for each in found if each[0].cached], True
         if not found:
-            asked = f"a pipeline of {size} ranks and " if self._by_hand is not None else ""
-            asked += f"microbatches of {now.micro_batch_size} samples"
+            asked = f"a pipeline of {counted(size, 'rank')} and " if self._by_hand is not None else ""
+            asked += f"microbatches of {counted(now.micro_batch_size, 'sample')}"
             return present, Outlook(before, before, f"{asked} cannot be arranged" if insists else None)
         wanted, after = min(found, key=lambda each: (each[1], each[0].pipeline, each[0].cached))
         if not (insists or needs_room) and (before - after) * batches_left <= self._cost_of_another_cut(present):

@@ -22,6 +22,7 @@ from megatron.trainer.ranks.checkpoint_error import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
+_MOST_SHOWN = 8
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _LEFTOVER = re.compile(r"\.iter_\d{7,}(\.[0-9a-f]+)?\.incomplete")
 _REPLACED = re.compile(r"\.iter_(\d{7,})\.replaced")
@@ -65,13 +66,19 @@ def complete_iterations(root: Path | str) -> list[int]:
     return sorted(each for each in iterations if (_existing_directory(root, each) / "metadata.json").is_file())
 
 
-def other_iterations_hint(root: Path | str, iteration: int | None) -> str:
-    """A sentence that says which other checkpoints exist and how to load one."""
-    others = [number for number in complete_iterations(root) if number != iteration]
+def iterations_hint(root: Path | str, *, but: int | None = None) -> str:
+    """A sentence that says which checkpoints can be tried, and how to load the newest. `but`: an iteration whose
+    checkpoint cannot."""
+    found = [number for number in complete_iterations(root) if number != but]
+    if not found:
+        return f"{root} has no complete checkpoint of {'an' if but is None else 'another'} iteration."
+    *others, newest = map(str, found[-_MOST_SHOWN:])
+    load = f"with --load {root} --ckpt-step {newest}."
     if not others:
-        return "There is no other checkpoint in this directory."
-    shown = ", ".join(str(number) for number in others[-8:])
-    return f"Other checkpoints here: iteration {shown}; load one with --load {root} --ckpt-step {others[-1]}."
+        return f"{root} has a complete checkpoint of iteration {newest}; load it {load}"
+    rest = f", and {len(found) - _MOST_SHOWN} older" if len(found) > _MOST_SHOWN else ""
+    which = f"iterations {', '.join(others)} and {newest}{rest}"
+    return f"{root} has complete checkpoints of {which}; load the newest {load}"
 
 
 def read_tracker(root: Path | str) -> int | str | None:
@@ -88,8 +95,7 @@ def read_tracker(root: Path | str) -> int | str | None:
         return RELEASE
     if not text.isascii() or not text.isdecimal():
         raise CheckpointError(
-            f"{path} should hold an iteration or the word 'release', but holds {text[:40]!r}. "
-            f"{other_iterations_hint(root, None)}"
+            f"{path} should hold an iteration or the word 'release', but holds {text[:40]!r}. {iterations_hint(root)}"
         )
     return int(text)
 
@@ -111,8 +117,7 @@ def locate(root: Path | str, *, step: int | None = None) -> CheckpointLocation |
             return None
         if len(complete) > 1:
             raise CheckpointError(
-                f"{root / TRACKER}, which names the checkpoint to go on from, is missing. "
-                f"{other_iterations_hint(root, None)}"
+                f"{root / TRACKER}, which names the checkpoint to go on from, is missing. {iterations_hint(root)}"
             )
         return CheckpointLocation(root, _existing_directory(root, complete[0]), complete[0], is_named=False)
     path = _existing_directory(root, named)
@@ -121,7 +126,7 @@ def locate(root: Path | str, *, step: int | None = None) -> CheckpointLocation |
 
 def _require(path: Path, root: Path, iteration: int | None) -> Path:
     if not path.is_dir():
-        raise CheckpointError(f"checkpoint {path} does not exist. {other_iterations_hint(root, iteration)}")
+        raise CheckpointError(f"checkpoint {path} does not exist. {iterations_hint(root, but=iteration)}")
     if not (path / "metadata.json").is_file():
         legacy = "mp_rank_" in " ".join(entry.name for entry in path.iterdir())
         reason = (
@@ -129,7 +134,7 @@ def _require(path: Path, root: Path, iteration: int | None) -> Path:
             if legacy
             else "its metadata.json is missing, so it was never completed or the file has been lost"
         )
-        raise CheckpointError(f"checkpoint {path} cannot be loaded: {reason}. {other_iterations_hint(root, iteration)}")
+        raise CheckpointError(f"checkpoint {path} cannot be loaded: {reason}. {iterations_hint(root, but=iteration)}")
     return path
 
 

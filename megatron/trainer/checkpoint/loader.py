@@ -24,7 +24,7 @@ from megatron.pipeline.runtime.stages.megatron.older_versions import OLDER_VERSI
 from megatron.pipeline.runtime.stages.megatron.predicted_version import PREDICTED_VERSION
 from megatron.trainer.checkpoint import integrity, unpickling
 from megatron.trainer.checkpoint.copies import with_copies
-from megatron.trainer.checkpoint.directory import CheckpointLocation, other_iterations_hint
+from megatron.trainer.checkpoint.directory import CheckpointLocation, iterations_hint
 from megatron.trainer.ranks.agreement import agree, agreed, control_group
 from megatron.trainer.ranks.checkpoint_error import CheckpointError
 
@@ -175,7 +175,7 @@ def _raise_damage(location: CheckpointLocation, problems: list[str]) -> None:
 
 
 def _with_hint(location: CheckpointLocation, problem: str) -> str:
-    return f"{problem}. {other_iterations_hint(location.root, None if location.is_release else location.iteration)}"
+    return f"{problem}. {iterations_hint(location.root, but=None if location.is_release else location.iteration)}"
 
 
 def _index_key(sharded: ShardedObject | ShardedTensor) -> str:

@@ -18,6 +18,7 @@ from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset, get_bin_path
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from megatron.documents.directories import problem_with_directory
+from megatron.documents.numbers import counted
 from megatron.trainer.data.microbatches import gpt_fields
 from megatron.trainer.files.blends import blends
 from megatron.trainer.files.indexed_files import BinReader, Contents, check_indexed_dataset, damaged_index_cache
@@ -179,6 +180,6 @@ def _check_lengths(args: argparse.Namespace, datasets: list, wanted: list[int]) 
             continue
         if dataset is not None and len(dataset) < number:
             raise ValueError(
-                f"the {name} data holds {len(dataset)} samples but the run takes {number}; give the parts of the "
-                f"blend weights, so that they are repeated, or shorten the run"
+                f"the {name} data holds {counted(len(dataset), 'sample')} but the run takes {number}; give the parts "
+                f"of the blend weights, so that they are repeated, or shorten the run"
             )

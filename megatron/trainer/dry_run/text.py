@@ -4,6 +4,7 @@ import argparse
 import sys
 from dataclasses import dataclass, field
 
+from megatron.documents.numbers import counted
 from megatron.pipeline.check import CheckReport
 from megatron.placement.placement_report import PlacementReport
 from megatron.placement.placement_tables import tables
@@ -79,7 +80,7 @@ def print_dry_run(result: DryRun, prog: str) -> None:
 
     args, degrees, nodes = result.args, result.placement.degrees, result.placement.topology.nodes
     say(
-        f"dry run of {prog}: {args.world_size} GPUs on {len(nodes)} node{'s' * (len(nodes) > 1)}, tensor "
+        f"dry run of {prog}: {counted(args.world_size, 'GPU')} on {counted(len(nodes), 'node')}, tensor "
         f"{degrees.tensor} x pipeline {degrees.pipeline} x data {degrees.data}",
         *_model_lines(result),
         *(f"note: {note}" for note in result.notes),
@@ -105,10 +106,10 @@ def _model_lines(result: DryRun) -> list[str]:
     args, t = result.args, result.placement.degrees.tensor
     total = sum(rank.num_parameters for rank in result.memory) * t
     sizes = args.batch_sizes.all_sizes()
-    batch = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+    batch = counted(sizes[0], "sample") if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]} samples"
     return [
         f"model: {total / 1e9:.4g} billion parameters on the GPUs of a replica, "
-        f"{flops_per_sample(args) / 1e12:.4g} TFLOP a sample; batches of {batch} samples, "
+        f"{flops_per_sample(args) / 1e12:.4g} TFLOP a sample; batches of {batch}, "
         f"microbatches of {args.micro_batch_size}",
         "weights on the host train on CPUs so far: checked as a run there, priced for GPUs"
         if result.hosted
@@ -125,11 +126,15 @@ def _engine(args: argparse.Namespace) -> str:
 
 def _program_lines(result: DryRun) -> list[str]:
     report, counts = result.report, sorted(set(result.args.batch_sizes.all_num_microbatches()))
-    sizes = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]} ({len(counts)} sizes)"
+    sizes = (
+        counted(counts[0], "microbatch")
+        if len(counts) == 1
+        else f"{counts[0]} to {counts[-1]} ({len(counts)} sizes) microbatches"
+    )
     lines = [
-        f"{schedule_text(result.args)}, {report.num_stages} stages on {report.num_ranks} ranks, batches of "
-        f"{sizes} microbatches: proved for any number of batches ({report.num_instructions} instructions in "
-        f"{report.num_batches})",
+        f"{schedule_text(result.args)}, {counted(report.num_stages, 'stage')} on "
+        f"{counted(report.num_ranks, 'rank')}, batches of {sizes}: proved for any number of batches "
+        f"({report.num_instructions} instructions in {report.num_batches})",
         f"saved microbatches by rank: {', '.join(map(str, report.peak_saved_on_rank))}; live weight versions: "
         f"{', '.join(map(str, report.live_versions))}",
     ]

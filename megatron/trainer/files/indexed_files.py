@@ -17,6 +17,8 @@ from typing import BinaryIO, NamedTuple
 
 import numpy
 
+from megatron.documents.numbers import counted
+
 _MAGIC = b"MMIDIDX\x00\x00"
 _ITEM_SIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
 _NAMES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
@@ -68,7 +70,7 @@ def check_indexed_dataset(prefix: str) -> Contents:
     if stored is not None and stored != _ITEM_SIZES[code]:
         or_cut = "" if is_sure else f"is truncated, {size} of {expected} bytes, or "
         raise ValueError(
-            f"data file {binary} {or_cut}holds tokens of {stored} byte{'s' * (stored > 1)}, and {index} says "
+            f"data file {binary} {or_cut}holds tokens of {counted(stored, 'byte')}, and {index} says "
             f"{_NAMES[code]}, of {_ITEM_SIZES[code]}: they do not belong together; run tools/preprocess_data.py again"
         )
     if size != expected:

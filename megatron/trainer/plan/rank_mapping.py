@@ -17,6 +17,7 @@ from functools import partial
 
 from torch.distributed import Store
 
+from megatron.documents.numbers import counted
 from megatron.pipeline.start_up.rank_exchange import exchange_ranks
 from megatron.placement.cost import placement_cost
 from megatron.placement.counts import count_transfers
@@ -168,7 +169,7 @@ def pipelines_in_a_row(args: argparse.Namespace, processes: Sequence[Process]) -
 
 
 def _describe(args: argparse.Namespace, mapping: Mapping, degrees: Degrees, slots: JobSlots) -> list[str]:
-    first = f"rank mapping {args.rank_mapping} on {len(slots.nodes)} node{'s' * (len(slots.nodes) > 1)}"
+    first = f"rank mapping {args.rank_mapping} on {counted(len(slots.nodes), 'node')}"
     if args.schedule.balance:
         moving = evictors(args)
         lines = [f"{first}: {describe_crossing(mapping, degrees, slots.node_sizes, moving)}"]

@@ -11,6 +11,7 @@ import time
 import torch
 
 from megatron import backend
+from megatron.documents.numbers import counted
 from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
 from megatron.trainer.arguments.flags.classification import CLASSIFIERS
 from megatron.trainer.arguments.values.pipeline_choice import schedule_text
@@ -145,10 +146,10 @@ def _describe(
     num_microbatches = args.batch_sizes.num_microbatches(position.consumed_train_samples)
     predictions = provisional.description(args, num_microbatches)
     reporter.say(
-        f"{args.world_size} ranks on {backend.device().type} ({args.distributed_backend}): tensor "
+        f"{counted(args.world_size, 'rank')} on {backend.device().type} ({args.distributed_backend}): tensor "
         f"{args.tensor_model_parallel_size} x pipeline {args.pipeline_model_parallel_size} x data "
         f"{args.data_parallel_size}, {schedule_text(args)}, "
-        f"{num_microbatches} microbatches of {args.micro_batch_size} a batch\n"
+        f"{counted(num_microbatches, 'microbatch')} of {args.micro_batch_size} a batch\n"
         + (f"{predictions}\n" if predictions else "")
         + f"parameters per stage (millions): {parts}; {flops_per_sample(args) / 1e9:.3g} GFLOP per sample"
     )

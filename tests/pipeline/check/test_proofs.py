@@ -302,6 +302,11 @@ def test_a_prediction_reads_the_first_microbatches_and_not_as_many_others():
     error = rejected(written(HELD[0].format("0B1@0 0HOLD@1 0B0@0"), HELD[1].format("1HOLD@1"), **fields))
     assert (error.rank, str(error.instruction)) == (0, "0HOLD@1")
     assert error.reason == "it reads the backwards of batch 0 before microbatch 1, and that of 1 stands before it"
+    half = HELD[0].replace("0B2@0", "0W1@0 0B2@0").format("0I1@0 0B0@0 0HOLD@1")
+    error = rejected(written(half, HELD[1].format("1HOLD@1"), **fields))
+    assert error.reason == (
+        "it reads the backwards of batch 0 before microbatch 1, and the first half, I, of 1 stands before it"
+    )
     fields["provisional_microbatches"] = 2
     second = HELD[1].format("").replace("1B1@0", "1B1@0 1HOLD@1")
     check(written(HELD[0].format("0B1@0 0B0@0 0HOLD@1"), second, **fields))  # in any order

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -452,6 +453,83 @@ def with_counts_by_batch(schedule: Any, *, sums: bool) -> Outcome:
         for report in pipeline.drain():
             outcome.add(report)
         outcome.values = values_of(pipeline.modules)
+    return outcome
+
+
+def late_labels(index: int) -> tuple[Tensor, Tensor]:
+    """A batch of four microbatches, of which the first `4 - index` count nothing: batch 0 as a whole."""
+    inputs, targets = data(index, plain=True)
+    targets[:, 0].abs_()
+    targets[: max(8 - 2 * index, 0)] = -1.0
+    return inputs, targets
+
+
+def with_late_labels(first: int) -> Outcome:
+    """Provisional weights, from batch `first` on."""
+    outcome, module = Outcome(), build(2, plain=True)[dist.get_rank()]
+    with Pipeline(module, "2bw", 4, loss=sum_of, optimizer=make_optimizer, provisional=True) as pipeline:
+        for index in range(first, 6):
+            if (report := pipeline.step(late_labels(index))) is not None:
+                outcome.add(report)
+        for report in pipeline.drain():
+            outcome.add(report)
+        outcome.values = values_of(pipeline.modules)
+    return outcome
+
+
+def late_labels_in_one_process(first: int) -> Outcome:
+    """The same in a plain loop: stage 0 predicts from the first three microbatches of a batch, stage 1 from all. A
+    prediction divides by what a microbatch counted on average in the last batch that stepped; before that, it is the
+    weights as they are.
+    """
+    modules = build(2, plain=True)
+    stages = [[*module.parameters()] for module in modules]
+    optimizers = [make_optimizer(parameters) for parameters in stages]
+
+    def step(true: list[list[Tensor]], sums: list[list[Tensor]], count: float) -> list[list[Tensor]]:
+        show(true)
+        for parameters, optimizer, of_stage in zip(stages, optimizers, sums, strict=True):
+            for parameter, gradient in zip(parameters, of_stage, strict=True):
+                parameter.grad = gradient / count
+            optimizer.step()
+        return values()
+
+    def predict(true: list[list[Tensor]], sums: list[list[Tensor]], count: float) -> list[list[Tensor]]:
+        before = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
+        predicted = step(true, sums, count)
+        for optimizer, state in zip(optimizers, before, strict=True):
+            optimizer.load_state_dict(state)
+        return predicted
+
+    def show(values: list[list[Tensor]]) -> None:
+        for parameters, of_stage in zip(stages, values, strict=True):
+            for parameter, value in zip(parameters, of_stage, strict=True):
+                parameter.data = value.clone()
+
+    def values() -> list[list[Tensor]]:
+        return [[each.detach().clone() for each in parameters] for parameters in stages]
+
+    outcome, true, predicted = Outcome(), values(), values()
+    waiting, last_count = None, 0  # sums and count of the batch before; the count of the last one that stepped
+    for index in range(first, 6):
+        show(predicted)
+        total, count = 0.0, 0
+        for parameter in (each for parameters in stages for each in parameters):
+            parameter.grad = torch.zeros_like(parameter)
+        for position, (inputs, targets) in enumerate(zip(*(each.chunk(4) for each in late_labels(index)), strict=True)):
+            loss, counted = sum_of(nn.Sequential(*modules)(inputs), targets)
+            loss.backward()
+            total, count = total + loss.item(), count + int(counted)
+            if position == 2:
+                read = [each.grad * (4 / 3) for each in stages[0]]
+        sums = [[each.grad for each in parameters] for parameters in stages]
+        outcome.losses.append(total / count if count else math.nan)
+        if waiting is not None and waiting[1]:
+            true, last_count = step(true, *waiting), waiting[1]
+        predicted = predict(true, [read, sums[1]], last_count) if last_count else true
+        waiting = sums, count
+    step(true, *waiting)
+    outcome.values = values_of(dict(enumerate(modules)))
     return outcome
 
 

@@ -128,6 +128,18 @@ def test_a_loss_may_be_a_sum_and_its_count(way):
     assert_same(run(num_ranks, settings, schedule), expected, exact=not settings.clip_grad)
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_nothing_is_predicted_before_anything_counts(first):
+    """Where the first microbatch counts no label, or the whole first batch: nobody knows by what to divide, so the
+    batch is computed at the newest weights, undecayed, and so are those behind until one has stepped.
+    """
+    expected = cases.late_labels_in_one_process(first)
+    for outcome in workers.run(2, f"{CASES}:with_late_labels", first=first, timeout=20):
+        assert outcome.losses == pytest.approx(expected.losses, rel=1e-6, nan_ok=True)
+        for name, value in outcome.values.items():
+            torch.testing.assert_close(value, expected.values[name], rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize("schedule", ["pipedream", ASYNCHRONOUS, replace(ASYNCHRONOUS, weights="stale-provisional")])
 def test_counts_are_of_their_own_batch(schedule):
     """Where stages step by themselves and batches overlap: with as much in each microbatch of a batch, but not of the

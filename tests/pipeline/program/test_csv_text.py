@@ -85,7 +85,7 @@ def test_comments_line_ends_and_quotes():
         ("# recompute: true\n0F0\n", "line 1: recompute: 'true' is neither yes nor no"),
         ("# batches:\n0F0\n", "batches are none; give the number of microbatches of each"),
         ("# batches: 1 0\n0F0\n", "batches are 1 0; give the number of microbatches of each"),
-        ("# rank_of_stage: 0 1\n0F0,0B0\n", "has rows for 1 ranks, but its stages live on ranks 0 1"),
+        ("# rank_of_stage: 0 1\n0F0,0B0\n", "has rows for 1 rank, but its stages live on ranks 0 1"),
         ("0F0\n# weights: flush\n", r"row 1 \(line 2\), column 1: '# weights: flush' is not an instruction"),
         ("0F0,0B0\n\n1F0,1B0\n", "has rows for 3 ranks, but its stages live on ranks 0 2"),
         ("0F0@0,0B0@0\n", "name weight versions, so the policy has to be known"),

@@ -28,7 +28,7 @@ def tables() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("place", "message"),
     [
-        (lambda p, v: (0,) * (p * v), "puts the 8 stages on 1 ranks, and the pipeline has 4"),
+        (lambda p, v: (0,) * (p * v), "puts the 8 stages on 1 rank, and the pipeline has 4"),
         (lambda p, v: tuple(range(p * v)), "puts the 8 stages on 8 ranks, and the pipeline has 4"),
         (lambda p, v: (0, 2, 3, 1, 3, 2, 2), "places 7 stages, and the pipeline has 8"),
         (lambda p, v: (), "places 0 stages, and the pipeline has 8"),

@@ -64,6 +64,13 @@ def test_the_best_is_of_the_ranking(outcome):
     assert named.best.choice == fast.choice and not named.beside
 
 
+@pytest.mark.parametrize(("gain", "words"), [(1e-5, "as fast"), (-1e-5, "as fast"), (-0.01, "1.0% slower")])
+def test_nothing_is_a_twentieth_of_a_percent_slower(outcome, monkeypatch, gain, words):
+    monkeypatch.setattr(type(outcome), "gain", lambda *_: gain)
+    assert f"2bw would be {words};" in delay.beside(outcome)
+    assert cells(outcome.beside[0], None, -1e-5)[1] == "+0.0"
+
+
 def test_what_stands_beside_says_what_it_would_gain(outcome, tmp_path):
     """In its sentence, in the table, on the page and in the records, where it has no rank."""
     gain = outcome.gain(outcome.beside[0])

@@ -225,8 +225,9 @@ def test_tensor_ranks_may_share_a_query_group():
 @pytest.mark.parametrize(
     ("space", "reason"),
     [
-        ({"micro_batch_sizes": (3, 5)}, "the 4 sequences of a replica do not divide into microbatches of 3 or 5"),
-        ({"micro_batch_sizes": (9,), "safe_batch_size": 12}, "the 6 sequences of a replica leave no room for "),
+        ({"micro_batch_sizes": (3, 5)}, "the 4 sequences of a replica cannot be divided into microbatches of 3 or 5"),
+        ({"micro_batch_sizes": (9,), "safe_batch_size": 12}, "the 6 sequences of a replica cannot hold "),
+        ({"micro_batch_sizes": (3,), "pipeline": (1,)}, "the 1 sequence of a replica cannot be divided into"),
         ({"tensor": (1,), "pipeline": (1,), "global_batch_size": 1, "safe_batch_size": 7},
          "a batch of 7 is less than a sequence for each of 8 replicas"),
         ({"safe_batch_size": 7, "global_batch_size": 5, "micro_batch_sizes": (1,), "schedules": ("interleaved",)},

@@ -96,6 +96,11 @@ def test_a_value_that_holds_anyway_is_not_worth_a_word():
     assert not notes("--sgd-momentum 0.9 --hysteresis 2 --min-lr 0 --lr-decay-style constant --rotary-base 10000")
 
 
+def test_a_run_that_does_not_train_is_not_told_when_training_would_have_logged():
+    """Scripts have these intervals, and whoever gives --skip-train waits for no line of a training."""
+    assert not notes("--skip-train --log-interval 11 --tensorboard-dir x --tensorboard-log-interval 11")
+
+
 def test_the_table_names_flags():
     """Each row's names are destinations of flags that work."""
     known = {flag.dest for flag in FLAGS if not flag.refused}

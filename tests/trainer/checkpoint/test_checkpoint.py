@@ -336,7 +336,7 @@ def test_damage_to_any_file_is_named_on_all_ranks(saved, tmp_path, name, damage)
     for message, untouched in results:
         assert name in message and untouched
         assert any(word in message for word in ("damaged", "truncated", "missing"))
-        assert "There is no other checkpoint" in message
+        assert "has no complete checkpoint of another iteration." in message
     assert results[0] == results[1]
 
 

@@ -92,7 +92,9 @@ def test_several_checkpoints_without_a_tracker_are_refused(tmp_path):
     save(tmp_path, 10, "a")
     save(tmp_path, 20, "b")
     (tmp_path / directory.TRACKER).unlink()
-    with pytest.raises(CheckpointError, match=r"is missing.*iteration 10, 20; load one with .*--ckpt-step 20"):
+    with pytest.raises(
+        CheckpointError, match=r"is missing.*iterations 10 and 20; load the newest with .*--ckpt-step 20"
+    ):
         directory.locate(tmp_path)
     assert directory.locate(tmp_path, step=20).iteration == 20
 
@@ -107,12 +109,28 @@ def test_missing_checkpoint_names_the_others(tmp_path):
     """Nothing falls back silently: the error says what is missing, which others exist and how to load one."""
     save(tmp_path, 10, "a")
     save(tmp_path, 20, "b")
-    with pytest.raises(CheckpointError, match=r"iter_0000015 does not exist.*iteration 10, 20.*--ckpt-step 20"):
+    with pytest.raises(CheckpointError, match=r"iter_0000015 does not exist.*iterations 10 and 20; .*--ckpt-step 20"):
         directory.locate(tmp_path, step=15)
     (tmp_path / "iter_0000020" / "metadata.json").unlink()
     with pytest.raises(CheckpointError, match=r"iter_0000020 cannot be loaded.*metadata.json.*--ckpt-step 10"):
         directory.locate(tmp_path)
     assert directory.locate(tmp_path, step=10).iteration == 10
+
+
+def test_a_hint_says_which_checkpoints_there_are(tmp_path):
+    """None, one, and more than a sentence holds; without the one that cannot be loaded."""
+    assert directory.iterations_hint(tmp_path) == f"{tmp_path} has no complete checkpoint of an iteration."
+    save(tmp_path, 1, "a")
+    assert directory.iterations_hint(tmp_path, but=1) == f"{tmp_path} has no complete checkpoint of another iteration."
+    assert directory.iterations_hint(tmp_path) == (
+        f"{tmp_path} has a complete checkpoint of iteration 1; load it with --load {tmp_path} --ckpt-step 1."
+    )
+    for iteration in range(2, 12):
+        save(tmp_path, iteration, "a")
+    assert directory.iterations_hint(tmp_path, but=4) == (
+        f"{tmp_path} has complete checkpoints of iterations 3, 5, 6, 7, 8, 9, 10 and 11, and 2 older; load the newest "
+        f"with --load {tmp_path} --ckpt-step 11."
+    )
 
 
 @pytest.mark.parametrize("text", ["", "iter", "-5", "1e3", "\x00\x01"])

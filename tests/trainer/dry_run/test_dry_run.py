@@ -69,6 +69,12 @@ def test_job_that_is_right(dry):
     assert sum(rank["num_parameters"] for rank in found["memory"]) * 4 == pytest.approx(96.8e9, rel=0.01)
 
 
+def test_one_of_each_is_no_plural(dry):
+    status, out, err, _ = dry("--micro-batch-size 1 --global-batch-size 1 --dry-run 1")
+    assert (status, err) == (0, "") and "dry run of pretrain_gpt.py: 1 GPU on 1 node, tensor 1" in out
+    assert "batches of 1 sample, microbatches of 1" in out and "1 stage on 1 rank, batches of 1 microbatch: pr" in out
+
+
 @pytest.mark.parametrize(
     "schedule, gpu, status, said",
     [

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron import backend
+from megatron.documents.numbers import counted
 
 backend.install()
 
@@ -93,7 +94,7 @@ def test_one_gpu_trains_as_a_cpu(tmp_path, on_cpu, num_ranks, schedule):
     status 0, nothing left behind, and no group that was not ended.
     """
     outcome, metrics = run(tmp_path / "job", num_ranks, *EXACT, "--pipeline-schedule", schedule, gpus=visible(1))
-    assert f"{num_ranks} ranks on cuda ({'nccl' if num_ranks == 1 else 'gloo'})" in outcome.output
+    assert f"{counted(num_ranks, 'rank')} on cuda ({'nccl' if num_ranks == 1 else 'gloo'})" in outcome.output
     assert losses(metrics) == pytest.approx(on_cpu(schedule), rel=TOLERANCE)
     assert_ends_in_order(outcome)
 
@@ -125,7 +126,7 @@ def test_gpus_over_nccl_train_as_a_cpu(tmp_path, num_ranks, flags):
     gpus = visible(num_ranks)
     flags = (*EXACT, "--make-vocab-size-divisible-by", "64", "--distributed-timeout-minutes", "2", *flags.split())
     outcome, metrics = run(tmp_path / "gpu", num_ranks, *flags, gpus=gpus)
-    assert f"{num_ranks} ranks on cuda (nccl)" in outcome.output
+    assert f"{counted(num_ranks, 'rank')} on cuda (nccl)" in outcome.output
     assert losses(metrics) == pytest.approx(losses(run(tmp_path / "cpu", num_ranks, *flags, gpus="")[1]), rel=TOLERANCE)
     assert_ends_in_order(outcome)
 

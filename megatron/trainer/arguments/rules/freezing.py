@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Iterator
 
+from megatron.documents.numbers import counted
 from megatron.elastic.freeze_rule import RULES as FREEZE_RULES
 from megatron.elastic.freeze_rule import FreezeRule, FreezeSettings
 from megatron.elastic.stages import Stages, stages_of
@@ -99,8 +100,8 @@ def _sizes(args: argparse.Namespace) -> tuple[int, ...]:
     for each in sizes:
         if not 1 <= each <= most or num_ranks % each:
             raise ValueError(
-                f"--elastic-schedule {text}: a pipeline of {each} ranks is none of {num_ranks} ranks that began with "
-                f"{most} in each; give divisors of {num_ranks} up to {most}"
+                f"--elastic-schedule {text}: a pipeline of {counted(each, 'rank')} is none of {num_ranks} ranks that "
+                f"began with {most} in each; give divisors of {num_ranks} up to {most}"
             )
     return sizes
 

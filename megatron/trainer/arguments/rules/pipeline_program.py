@@ -2,6 +2,7 @@
 
 import argparse
 
+from megatron.documents.numbers import counted
 from megatron.pipeline.schedules import OtherRun, ProgramSchedule, read_schedule
 from megatron.trainer.arguments.flags.classification import CLASSIFIERS
 from megatron.trainer.arguments.values.ranges import flag
@@ -87,7 +88,7 @@ def _require_ranks(args: argparse.Namespace, schedule: ProgramSchedule, named: s
     p = args.pipeline_model_parallel_size
     if schedule.num_ranks != p:
         raise ValueError(
-            f"{named} has rows for {schedule.num_ranks} rank{'s' * (schedule.num_ranks > 1)}, and "
+            f"{named} has rows for {counted(schedule.num_ranks, 'rank')}, and "
             f"--pipeline-model-parallel-size is {p}; make it {schedule.num_ranks}, or bring a program for {p}"
         )
 

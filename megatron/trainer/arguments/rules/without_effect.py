@@ -156,12 +156,12 @@ ROWS = (
     ),
     Idle(
         "log_interval",
-        lambda args: _steps(args) < args.log_interval,
+        lambda args: not args.skip_train and args.train_iters < args.log_interval,
         "training ends before the first line of the log",
     ),
     Idle(
         "tensorboard_log_interval",
-        lambda args: _records(args) and _steps(args) < args.tensorboard_log_interval,
+        lambda args: _records(args) and not args.skip_train and args.train_iters < args.tensorboard_log_interval,
         "training ends before the first value is recorded",
     ),
     Idle(

@@ -78,7 +78,8 @@ class ModuleUpdate:
     provisional ones.
 
     `mean_count`: what a microbatch of the last batch with a STEP counted on average, by which predictions divide; set
-    it before the first one to what is expected.
+    it before the first one to what is expected, or to None: nothing has counted, and predictions are the newest weights
+    until a batch that counts has had its STEP.
 
     Raises ValueError for `AheadVersions` with an optimizer that cannot make them.
     """
@@ -122,7 +123,7 @@ class ModuleUpdate:
         self._uniform = uniform
         self._skips_unused = skips_unused
         self._counts = counts
-        self.mean_count = 1.0
+        self.mean_count: float | None = 1.0
         self._pending: dict[int, _PendingReport] = {}  # by the version that the batch leads to
         self._predicts = isinstance(versions, PredictedVersions)
         self._provisional = ProvisionalStep(optimizer)
@@ -275,20 +276,21 @@ class ModuleUpdate:
         pending = self._pending[version]
         partial, ties = pending.partial or _Partial(pending.buffer.views, num_microbatches), pending.partial_embed
         pending.partial = pending.partial_embed = None
+        stepped: set[Tensor] = set()
+        knows_clipping = self.clip_factor is not None or is_scale_invariant(self.optimizer)
+        if knows_clipping and self.mean_count is not None:  # else nobody knows how large the step is
+            stepped.update(parameter for group in self.optimizer.param_groups for parameter in group["params"])
         table: dict[str, tuple[Tensor, float | Tensor, Tensor]] = {}  # name -> gradient, factor, whether to step
         tied = ties.gradients if ties is not None else {}  # which all copies have: judged by themselves
         of_stage = {name: each for name, each in partial.gradients.items() if name not in tied}
         for part, gradients in ((partial, of_stage), (ties, tied)):
-            if not gradients:
+            if not gradients or not stepped:
                 continue
             squares = norm_squared(gradients.values(), device=self._reduction.device)
             factor = self._factor(part.num_microbatches / pending.info.num_microbatches, squares)
             is_finite = squares.isfinite()
             table.update({name: (each, factor, is_finite) for name, each in gradients.items()})
         names = self._names
-        stepped: set[Tensor] = set()
-        if self.clip_factor is not None or is_scale_invariant(self.optimizer):  # else nobody knows how the step clips
-            stepped.update(parameter for group in self.optimizer.param_groups for parameter in group["params"])
         with self.versions.predicting(version) as target, self.versions.true_weights():
             for parameter, name in names.items():
                 if parameter not in stepped:

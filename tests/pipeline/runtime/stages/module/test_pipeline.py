@@ -185,7 +185,7 @@ def test_an_engine_takes_the_stages_that_the_schedule_puts_on_its_rank():
     schedule = Schedule.preset("interleaved", num_stages=2, num_virtual_stages=2)
     with pytest.raises(ValueError, match=r"puts stages \[0, 1\] on this rank; give these in this order, not \[1, 0\]"):
         PipelineEngine(schedule, [SimpleNamespace(index=1), SimpleNamespace(index=0)], None)
-    with pytest.raises(ValueError, match="is for 2 ranks, and the pipeline has 1; give it 1 stages"):
+    with pytest.raises(ValueError, match="is for 2 ranks, and the pipeline has 1; give it 1 stage"):
         PipelineEngine(Schedule.preset("flush", num_stages=2), SimpleNamespace(index=0), None)
 
 
