@@ -53,4 +53,3 @@ def interval_coverage(runs: Sequence[Residual]) -> list[ValidationOutcome]:
                 )
             )
     return outcomes
-
