@@ -12,10 +12,10 @@ random numbers.
 
 import os
 import sys
+from importlib.util import find_spec
 
 import torch
 
-from megatron.backend.core_wheel import require_core
 from megatron.backend.device import (
     device,
     device_bytes,
@@ -91,6 +91,19 @@ def install() -> None:
 
     fixes.apply()
     _installed = True
+
+
+def require_core() -> None:
+    """The extra `core` brings its wheel, and a checkout of Megatron-LM its own. Does not import it.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    if find_spec("megatron.core") is None:
+        raise ValueError(
+            "megatron.core is not installed, and what this project trains is made of it; pip install '.[core]', or run "
+            "from a Megatron-LM checkout through python -m megatron.pipeline.dropin"
+        )
 
 
 def _import_core() -> None:
