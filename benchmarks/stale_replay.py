@@ -24,10 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.pipeline.runtime.update.coming_learning_rates import learning_rates_to_come
 from megatron.pipeline.runtime.update.gap_aware import GapAware
 from megatron.pipeline.runtime.update.optimizer_stand_in import copied
-from megatron.pipeline.runtime.update.weight_predictor import WeightPredictor
+from megatron.pipeline.runtime.update.weight_predictor import WeightPredictor, learning_rates_to_come
 
 RULES = ("stale", "predicted", "gap-aware", "provisional", "provisional, predicted")
 

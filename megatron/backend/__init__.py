@@ -3,13 +3,19 @@
 Problem: megatron.core is written for CUDA. It asks `torch.cuda` for a device, for random-number states and for
 streams in a few dozen places, and dies on a machine that has none.
 
-Solution: `install()`, called once before the first `import megatron.core`. Without CUDA it puts a few stand-ins in
-place (`cpu.py`, each with its reason); with CUDA it replaces nothing of torch. On both it repairs the faults that
-the wheel has where neither Transformer Engine nor Apex is installed (`fixes.py`). Everything else in the project
-asks this module for its device, its process-group backend, its memory and its random numbers.
+Solution: `install()`, called once before the first `import megatron.core`. It sets the environment, then, without
+CUDA, puts a few stand-ins in place (`cpu.py`, each with its reason), imports megatron.core, and repairs the faults that
+the wheel has where neither Transformer Engine nor Apex is installed (`fixes.py`). With CUDA it replaces nothing of
+torch. Everything else in the project asks this module for its device, its process-group backend, its memory and its
+random numbers.
 """
 
-from megatron.backend.core_wheel import require_core
+import os
+import sys
+from importlib.util import find_spec
+
+import torch
+
 from megatron.backend.device import (
     device,
     device_bytes,
@@ -23,7 +29,6 @@ from megatron.backend.device import (
     synchronize,
 )
 from megatron.backend.host_memory import available_host_bytes, keep_freed_memory
-from megatron.backend.install import install, is_installed
 
 __all__ = [
     "available_host_bytes",
@@ -42,3 +47,67 @@ __all__ = [
     "set_device_rng_state",
     "synchronize",
 ]
+
+_installed = False
+
+
+def is_installed() -> bool:
+    """True once `install` has run in this process."""
+    return _installed
+
+
+def install() -> None:
+    """Make megatron.core usable in this process. Call before the first `import megatron.core`; again is free.
+
+    Raises:
+        ValueError: megatron.core is not installed.
+        RuntimeError: on a machine without CUDA, if megatron.core was imported earlier: it has then bound names of
+            `torch.cuda` that nobody can replace any more.
+    """
+    global _installed
+    if _installed:
+        return
+    require_core()
+    from megatron.backend import cpu
+
+    if not torch.cuda.is_initialized():  # CUDA reads it when it begins; a later value would say what is not so
+        # A hardware queue for each stream: reductions run beside computations (pipeline/check/hardware_queues.py).
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        # Loading a kernel at its first launch may wait for the device, where receives spin that were posted ahead.
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+    if is_cuda():
+        _import_core()
+    else:
+        if "megatron.core" in sys.modules:
+            raise RuntimeError(
+                "megatron.core was imported before megatron.backend.install(): call install() first, at the top of "
+                "the program, since without CUDA megatron.core needs stand-ins at import time."
+            )
+        cpu.install_stand_ins()
+        with cpu.import_stand_ins():
+            _import_core()
+    from megatron.backend import fixes
+
+    fixes.apply()
+    _installed = True
+
+
+def require_core() -> None:
+    """The extra `core` brings its wheel, and a checkout of Megatron-LM its own. Does not import it.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    if find_spec("megatron.core") is None:
+        raise ValueError(
+            "megatron.core is not installed, and what this project trains is made of it; pip install '.[core]', or run "
+            "from a Megatron-LM checkout through python -m megatron.pipeline.dropin"
+        )
+
+
+def _import_core() -> None:
+    import megatron.core
+    import megatron.core.models.gpt
+    import megatron.core.models.gpt.gpt_layer_specs
+    import megatron.core.optimizer  # noqa: F401

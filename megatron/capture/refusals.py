@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import linecache
+import re
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from megatron.capture.aliases import aliased_by, graph_modules_of, written_by
-from megatron.capture.known_causes import remedy_of
 from megatron.capture.paths import place_of, without_model
 from megatron.capture.randomness import is_random
-from megatron.capture.source_line import line_of_error, line_of_node
 from megatron.capture.wrapper import NoLossError
 
 _OR_ANOTHER = "or, where the model is not yours, choose another configuration or model"
@@ -63,7 +67,7 @@ def _refuse_write(node: fx.Node, target: fx.Node) -> None:
 
 
 def _refuse(node: fx.Node, what: str, otherwise: str) -> None:
-    place, line = place_of(node), line_of_node(node)
+    place, line = place_of(node), _line_of_node(node)
     raise ValueError(f"{place} {what}{_at(line)}; {remedy_of(_class(place), line, what, otherwise=otherwise)}")
 
 
@@ -85,7 +89,7 @@ def sentence_of(error: BaseException, model: torch.nn.Module) -> str:
             return str(each)
     path, reason, line = "", "", ""
     for each in _causes(error):
-        path, line = _running(each, model) or path, line_of_error(each) or line
+        path, line = _running(each, model) or path, _line_of_error(each) or line
         reason = reason or next((line.strip() for line in str(each).splitlines() if line.strip()), "")
     where = path or type(model).__name__
     if any("DataDependent" in type(each).__name__ for each in _causes(error)) or "data-dependent" in reason.lower():
@@ -117,3 +121,77 @@ def _running(error: BaseException, model: torch.nn.Module) -> str:
             found = f"{names[id(module)]} ({kind})" if names[id(module)] else kind
         trace = trace.tb_next
     return found
+
+
+# --- the line of a model's source that an operator or an error comes from
+
+_OURS = (Path(torch.__file__).parent, Path(__file__).parent)
+_FRAME = re.compile(r'File "([^"]+)", line ([0-9]+)')
+
+
+def _line_of_node(node: fx.Node) -> str:
+    """``file.py:12: code`` of the innermost call outside of torch; empty where torch.export has kept none."""
+    frames = [(file, int(number)) for file, number in _FRAME.findall(node.meta.get("stack_trace") or "")]
+    return _innermost(frames)
+
+
+def _line_of_error(error: BaseException) -> str:
+    """The same of what was running when an error was raised; empty where that was torch alone."""
+    return _innermost([(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)])
+
+
+def _innermost(frames: list[tuple[str, int]]) -> str:
+    for file, number in reversed(frames):
+        path = Path(file)
+        if not file.startswith("<") and not any(path.is_relative_to(folder) for folder in _OURS):
+            code = linecache.getline(file, number).strip()
+            return f"{path.name}:{number}: {code}" if code else f"{path.name}:{number}"
+    return ""
+
+
+# --- what to set where a model of transformers cannot be captured as it comes
+
+
+@dataclass(frozen=True)
+class _Remedy:
+    """`found_in`: a pattern in the class of the module, its line of source and the reason. `remedy`: goes on behind a
+    semicolon.
+    """
+
+    found_in: str
+    remedy: str
+
+
+_CONFIG = "in its configuration (config.json)"
+
+_REMEDIES = (
+    _Remedy(
+        r"layerdrop|skip_the_layer",
+        f"set layerdrop, encoder_layerdrop and decoder_layerdrop to 0.0 {_CONFIG}, where it has them",
+    ),
+    _Remedy(r"DropPath|StochasticDepth|drop_path", f"set drop_path_rate to 0 {_CONFIG}"),
+    _Remedy(r"Experts ", f"set experts_implementation to batched_mm {_CONFIG}, which computes the same"),
+    _Remedy(r"label_index", f"set problem_type to single_label_classification {_CONFIG}"),
+    _Remedy(
+        r"RotaryEmbedding ",
+        f"set rope_type {_CONFIG} to default: up to the trained length dynamic has the same numbers; those of "
+        "longrope differ",
+    ),
+    _Remedy(r"(?i)flex_?attention|flash_?attn|flash_?attention", f"set attn_implementation to eager or sdpa {_CONFIG}"),
+    _Remedy(r"past_key_values|DynamicCache|use_cache", f"set use_cache to false {_CONFIG}"),
+    _Remedy(r"mask_time_|_compute_mask_indices", f"set apply_spec_augment to false {_CONFIG}"),
+    _Remedy(r"is_(index_)?global_attn", "no setting changes that, so choose a model without global attention"),
+    _Remedy(
+        r"BatchNorm",
+        "no setting changes that, so choose a model with LayerNorm, such as a ViT; in one of your own call eval() of "
+        "that module, or use GroupNorm or LayerNorm",
+    ),
+    _Remedy(r"vmap", "Hugging Face models do so for their masks before transformers 5, so install transformers>=5"),
+)
+"""The first that is found counts."""
+
+
+def remedy_of(*clues: str, otherwise: str) -> str:
+    """What to do. `clues`: the module's class, its line of source, the reason. `otherwise`: for an unknown cause."""
+    text = " ".join(f"{clue} " for clue in clues)
+    return next((each.remedy for each in _REMEDIES if re.search(each.found_in, text)), otherwise)

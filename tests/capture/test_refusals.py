@@ -6,8 +6,8 @@ import transformers
 from torch import nn
 
 from megatron.capture.export import capture
-from megatron.capture.known_causes import remedy_of
 from megatron.capture.randomness import Draw
+from megatron.capture.refusals import remedy_of
 
 
 class Around(nn.Module):

@@ -6,7 +6,8 @@ room. On a rank with several stages the lightness is the stage, dark for the fir
 gradient of a batch; the red mark is the optimizer step that makes the version written beside it, and the thin line
 with ~n the prediction of version n. Where weights live on the host, panels below show the lanes to and from it and what
 is on the device. A dashed line follows the first forward of each batch down the stages. Arrows
-between the rows of a pair are moves of saved activations. Several timelines stand below one another on one scale of
+between the rows of a pair are moves of saved activations. The critical path is framed, and between two rows a line goes
+from where its one computation ends to where the next begins. Several timelines stand below one another on one scale of
 time, so that a plan can be compared with its measurement.
 
 matplotlib takes longer to import than all the rest of the room, so it is imported only when something is drawn.
@@ -18,12 +19,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.pipeline.draw.cells import Cell, cells_of, holds_of, predictions_of, steps_of
-from megatron.pipeline.draw.critical import draw_critical_path
+from megatron.pipeline.draw import legend
+from megatron.pipeline.draw.cells import Cell, cells_of, holds_of, names_of_rows, predictions_of, steps_of
 from megatron.pipeline.draw.host import draw_host_lanes, draw_resident, extent, has_host
 from megatron.pipeline.draw.legend import draw_legend, legend_entries, more_entries
-from megatron.pipeline.draw.memory import draw_memory
 from megatron.pipeline.draw.rows import (
+    box,
     draw_batches,
     draw_labels,
     draw_lanes,
@@ -34,8 +35,8 @@ from megatron.pipeline.draw.rows import (
     draw_steps,
 )
 from megatron.pipeline.program.weight_policies import WeightPolicy
-from megatron.pipeline.simulate.memory_curve import MemorySizes, memory_curves
-from megatron.pipeline.simulate.timeline import Span, Timeline
+from megatron.pipeline.simulate.memory_curve import PARTS, MemoryCurve, MemorySizes, memory_curves
+from megatron.pipeline.simulate.timeline import BUSY, Span, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -124,7 +125,7 @@ def draw_timeline(
         (_SAVED_ROW, lambda axes, index: draw_saved(axes, timelines[index]), saved_microbatches),
         (_RESIDENT_ROW, lambda axes, index: draw_resident(axes, timelines[index], points=points),
          saved_microbatches and hosts),
-        (_MEMORY_ROW, lambda axes, index: draw_memory(axes, timelines[index], curves[index]), memory is not None),
+        (_MEMORY_ROW, lambda axes, index: _draw_memory(axes, timelines[index], curves[index]), memory is not None),
     )  # fmt: skip
     below = [(height, draw) for height, draw, is_wanted in wanted if is_wanted]
     heights, gaps = [], []
@@ -161,7 +162,7 @@ def draw_timeline(
         if len(timelines) > 1:
             axes.set_title(timeline.name or f"timeline {index}", loc="left", fontsize=9, fontweight="bold", pad=12)
         if marked and not index:
-            draw_critical_path(axes, marked)
+            _draw_critical_path(axes, marked)
         for (_, draw), other in zip(below, others, strict=True):
             draw(other, index)
     if title:
@@ -198,3 +199,48 @@ def _save(figure: "Figure", path: Path) -> None:
         raise ValueError(f"{path} is no image that can be written; end its name in .png or .svg")
     with matplotlib.rc_context({"svg.hashsalt": "timeline"}):  # the same picture gives the same bytes
         figure.savefig(path, dpi=_DOTS_PER_INCH, metadata={"Date": None} if suffix == "svg" else None)
+
+
+# --- the critical path, and the memory of each rank
+
+
+def _draw_critical_path(axes: "Axes", path: Sequence[Span]) -> None:
+    """Mark the spans of a path, whose times are on the panel's axis."""
+    from matplotlib.collections import LineCollection, PolyCollection
+
+    frames = [box(span.start, span.end, span.rank) for span in path if span.instruction.kind in BUSY]
+    style = {"edgecolors": legend.CRITICAL, "linewidths": 1.6, "zorder": 5.5}
+    axes.add_collection(PolyCollection(frames, facecolors="none", gid="critical", **style))
+    lines, last = [], None
+    for span in path:
+        if span.instruction.kind not in BUSY:
+            continue
+        if last is not None and (last.rank != span.rank or last.end < span.start):
+            lines.append([(last.end, last.rank), (span.start, span.rank)])
+        last = span
+    axes.add_collection(
+        LineCollection(lines, colors=legend.CRITICAL, linewidths=1.6, gid="critical wait", zorder=5.5)
+    )  # fmt: skip
+
+
+def _draw_memory(axes: "Axes", timeline: Timeline, curves: Sequence[MemoryCurve]) -> None:
+    """A row for each rank, all on one scale; parts that a rank does not have are not drawn."""
+    highest = max(curve.peak for curve in curves) or 1.0
+    peaks = {"transform": axes.get_yaxis_transform(), "fontsize": 7, "va": "center", "clip_on": False}
+    for rank, curve in enumerate(curves):
+        foot = rank + 0.45
+        times = [*curve.times, max(timeline.end, curve.times[-1])]
+        below = [0.0] * len(times)
+        for part in (each for each in PARTS if each in curve.parts):
+            values = [*curve.parts[part], curve.parts[part][-1]]
+            top = [low + value for low, value in zip(below, values, strict=True)]
+            if any(values):
+                heights = [[foot - 0.85 * each / highest for each in side] for side in (below, top)]
+                axes.fill_between(
+                    times, *heights, step="post", color=legend.MEMORY[part], linewidth=0, gid=f"memory {part}"
+                )
+            below = top
+        axes.text(1.0, foot - 0.4, f" {curve.peak:.4g}", gid="peak memory", **peaks)
+    axes.set_ylim(timeline.num_ranks - 0.4, -0.6)
+    axes.set_yticks(range(timeline.num_ranks), names_of_rows(timeline), fontsize=8)
+    axes.set_title("memory, with the peak", loc="left", fontsize=8, pad=2)

@@ -4,17 +4,22 @@ Problem: Megatron-LM's training asks for CUDA, NCCL, compiled kernels and triton
 schedule, without a GPU.
 
 Solution: `megatron.backend` makes megatron.core usable there. What their training asks for beyond that is put in place
-here, in the process only: no file of theirs is changed. With CUDA nothing of this file is used.
+here, in the process only: no file of theirs is changed. Some modules that it always imports, import triton outright; a
+module stands for it in which every name exists, decorates a kernel or describes one, and says so where one is launched.
+torch has made up its mind before, and goes on without triton. With CUDA nothing of this file is used.
 """
 
 import functools
+import importlib.util
 import sys
-from types import SimpleNamespace
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 
 import torch
+from torch.utils._triton import has_triton_package
 
 from megatron import backend
-from megatron.pipeline.dropin import dataset_helpers, triton_stand_in
+from megatron.pipeline.dropin import dataset_helpers
 from megatron.pipeline.dropin.sentences import say
 
 
@@ -34,7 +39,7 @@ def install(*, quiet: bool = False) -> None:
             "megatron.core was imported before megatron.pipeline.dropin.install(), and without CUDA it needs stand-ins "
             "at its import; call install() before the first import of Megatron"
         )
-    triton_stand_in.install()
+    stand_in_for_triton()
     _pretend_one_device()
     _take_gloo()
     backend.install()
@@ -75,3 +80,55 @@ def _allow_no_cuda(initialize) -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.") and getattr(module, initialize.__name__, None) is initialize:
             setattr(module, initialize.__name__, allowed)
+
+
+# --- triton
+
+_TRITON = ("triton", "triton.language", "triton.language.extra", "triton.language.extra.libdevice", "triton.runtime")
+
+
+def stand_in_for_triton() -> None:
+    """Put a module in its place in which every name exists, unless there is a triton."""
+    if "triton" in sys.modules or importlib.util.find_spec("triton") is not None:
+        return
+    assert not has_triton_package()  # which torch remembers: the stand-in would not do for its compiler
+    for name in _TRITON:
+        module = sys.modules[name] = TritonStandIn(name)
+        parent, _, last = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], last, module)
+
+
+class TritonStandIn(ModuleType):
+    """A module of triton in name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__spec__ = ModuleSpec(name, None, is_package=True)
+        self.__path__ = []
+        self.__version__ = "0.0.0"
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Named(f"{self.__name__}.{name}")
+
+
+class _Named:
+    """What stands for a function, a type or a decorator of triton."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, *args: object, **kwargs: object) -> "_Named":
+        """As a decorator, with or without arguments, or as a description: another that may be called again."""
+        return _Named(self._name)
+
+    def __getattr__(self, name: str) -> "_Named":
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Named(f"{self._name}.{name}")
+
+    def __getitem__(self, grid: object) -> object:
+        """A kernel's launch."""
+        raise RuntimeError(f"{self._name}: a kernel of triton is launched, and this machine has no triton")

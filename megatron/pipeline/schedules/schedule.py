@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from megatron.pipeline.program.edges import Edge, StageGraph
-from megatron.pipeline.program.instruction import Row
+from megatron.pipeline.program.instruction import ENDS_BACKWARD, Row
 from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.program.move_order import Pairs
 from megatron.pipeline.program.periodic import PeriodicProgram
-from megatron.pipeline.program.stages import stages_by_rank
+from megatron.pipeline.program.stages import stages_by_rank, stages_of
 from megatron.pipeline.program.weight_policies import WeightPolicy, predicting, weight_policy
 from megatron.pipeline.schedules.building import (
     build_in_segments,
@@ -33,7 +33,6 @@ from megatron.pipeline.schedules.rules import validate_choices, validate_frozen,
 from megatron.pipeline.schedules.saved import SavedBounds
 from megatron.pipeline.schedules.segments import ProgramInSegments
 from megatron.pipeline.schedules.split import splits_backward
-from megatron.pipeline.schedules.unread import unread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +232,7 @@ class Schedule(BuildsPrograms):
 
     def unread(self, num_microbatches: int) -> tuple[int, ...]:
         """For each stage, how many backwards of a batch of this size are to come where the next batch begins."""
-        return unread(self._order, self.rank_of_stage, num_microbatches)
+        return _unread(self._order, self.rank_of_stage, num_microbatches)
 
     def holds(self, num_microbatches: int) -> tuple[bool, ...]:
         """For each stage, whether the prediction from a batch of this size reads a copy of its gradients.
@@ -332,3 +331,17 @@ def _order_of(
 def _shared(batches: int) -> str:
     """How the microbatches in flight are shared, behind their number."""
     return "" if batches == 1 else f" in {batches} batches together"
+
+
+@lru_cache(maxsize=256)
+def _unread(order: Order, rank_of_stage: tuple[int, ...], num_microbatches: int) -> tuple[int, ...]:
+    """How much of a batch is left to be done where the next begins. Read off the rows of two batches: where the second
+    begins on a rank, and what stands behind that of the first.
+    """
+    batches, counts = [range(num_microbatches), range(num_microbatches, 2 * num_microbatches)], [0] * order.num_stages
+    for rank in range(max(rank_of_stage) + 1):
+        stages = stages_of(rank_of_stage, rank)
+        for segment in order.segments(rank if order.interleaves else stages[0], batches)[1:]:
+            for each in segment:
+                counts[each.stage] += each.kind in ENDS_BACKWARD and each.microbatch < num_microbatches
+    return tuple(counts)

@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from megatron.pipeline.dropin.triton_stand_in import StandIn
+from megatron.pipeline.dropin import cpu
 from tests.pipeline.dropin import fake_training
 
 KERNELS = """
@@ -33,8 +33,8 @@ def test_kernels_can_be_described():
         importlib.util.find_spec = lambda name, *rest: None if name == "triton" else real(name, *rest)
         import torch.utils._triton
         torch.utils._triton.has_triton_package = lambda: False
-        from megatron.pipeline.dropin import triton_stand_in
-        triton_stand_in.install()
+        from megatron.pipeline.dropin import cpu
+        cpu.stand_in_for_triton()
         importlib.util.find_spec = real
     """
     ends = """
@@ -60,21 +60,19 @@ def test_kernels_can_be_described():
 
 def test_triton_that_is_there_is_taken(monkeypatch):
     """Found or imported already: nothing is put in its place."""
-    from megatron.pipeline.dropin import triton_stand_in
-
     there = object()
     monkeypatch.setitem(sys.modules, "triton", there)
-    triton_stand_in.install()
+    cpu.stand_in_for_triton()
     assert sys.modules["triton"] is there
     monkeypatch.delitem(sys.modules, "triton")
-    monkeypatch.setattr(triton_stand_in.importlib.util, "find_spec", lambda name: there)
-    triton_stand_in.install()
+    monkeypatch.setattr(cpu.importlib.util, "find_spec", lambda name: there)
+    cpu.stand_in_for_triton()
     assert "triton" not in sys.modules
 
 
 def test_names_that_python_asks_for_are_absent():
     """A module that has everything would claim protocols that it does not keep."""
     with pytest.raises(AttributeError):
-        _ = StandIn("triton").__wrapped__
+        _ = cpu.TritonStandIn("triton").__wrapped__
     with pytest.raises(AttributeError):
-        _ = StandIn("triton").jit.__wrapped__
+        _ = cpu.TritonStandIn("triton").jit.__wrapped__

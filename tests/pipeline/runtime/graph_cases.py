@@ -22,7 +22,7 @@ from megatron.pipeline.runtime.contract.tensors import TensorSpec
 from megatron.pipeline.runtime.contract.trace import RankTrace, Tracer, gather_traces
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.stages.module.graph_stage import GraphModuleStage
-from megatron.pipeline.runtime.stages.module.stage_updates import StageUpdates
+from megatron.pipeline.runtime.stages.module.rank_update import StageUpdates
 from megatron.pipeline.runtime.stages.module.update import ModuleUpdate
 from megatron.pipeline.runtime.transport.edge_tensors import EdgeTensors
 from megatron.pipeline.runtime.update.ahead_versions import AheadVersions

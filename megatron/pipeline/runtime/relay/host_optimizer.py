@@ -10,7 +10,8 @@ updates of all stages the optimizer is as if it had stepped once.
 What the groups say (learning rate, weight decay, ...) is taken when a batch begins (`settings`), since a schedule has
 advanced them by the time of a deferred update. A value that the step itself changes, such as a counter of steps, is
 written back to the optimizer's group. The next batch may begin before that, so it is read with the first update of the
-batch, which stands behind all updates of the one before. Moments lie in the store's memory (`host_moments`).
+batch, which stands behind all updates of the one before. Torch makes moments in the process's own memory, where nobody
+else can see them, and which on a CPU is the "device"; `HostMoments` brings them to the store's.
 
 Where replicas share the store, each steps its share of each parameter: a 1-d view of it, with views of the moments,
 as an optimizer that works element by element cannot tell. A share may have no elements; then the step counts, and
@@ -20,13 +21,13 @@ states have the same entries everywhere. An update is complete when all replicas
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.pipeline.runtime.relay.host_moments import HostMoments, Key, is_of_each_element
+from megatron.pipeline.runtime.relay.flat_layout import FlatLayout
 from megatron.pipeline.runtime.relay.host_store import HostStage, HostStore
 from megatron.pipeline.runtime.update.elementwise_step import RULES
 from megatron.pipeline.runtime.update.optimizer_stand_in import HOOKS, copied, settings_of, stand_in, take_step
@@ -154,7 +155,7 @@ class HostOptimizer:
         before: Mapping[Tensor, dict[str, Any]],
     ) -> None:
         """Show in the optimizer's state what a step of these parts has made."""
-        made: dict[Key, Tensor] = {}
+        made: dict[_Key, Tensor] = {}
         for each, part in parts.items():
             if part not in state:
                 continue
@@ -166,7 +167,7 @@ class HostOptimizer:
                     made[each, name] = value
         self._bring_home(place, made)
 
-    def _bring_home(self, place: HostStage, values: Mapping[Key, Tensor]) -> None:
+    def _bring_home(self, place: HostStage, values: Mapping[_Key, Tensor]) -> None:
         """Have these values of parts of parameters in the store's memory, and the state show that."""
         places = self.moments.places({key: value.dtype for key, value in values.items()})
         for (parameter, name), value in values.items():
@@ -199,3 +200,54 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return torch.equal(one, other)
     return one is other or (not isinstance(one, Tensor) and not isinstance(other, Tensor) and one == other)
+
+
+# --- moments
+
+_Key = tuple[Tensor, str]
+"""One of an optimizer's parameters, and what it keeps for it."""
+
+
+class HostMoments:
+    """The places of what an optimizer keeps of each element. `make(shape, dtype)`: the host's memory.
+
+    A tensor of a state that has the shape of its parameter comes there before a step, where it was loaded, or behind
+    it, where the step has made it; from then on the state shows that place, and the optimizer goes on in it. Counters
+    and the like stay what they are.
+    """
+
+    def __init__(self, make: Callable[[tuple[int, ...], torch.dtype], Tensor]) -> None:
+        self._make = make
+        self._places: dict[_Key, Tensor] = {}
+        self.num_bytes = 0
+
+    def strangers(self, state: Mapping[Tensor, Mapping[str, Any]], parameters: Iterable[Tensor]) -> dict[_Key, Tensor]:
+        """What `state` has of each element of these parameters, and not in its place."""
+        return {
+            (parameter, name): value
+            for parameter in parameters
+            for name, value in state.get(parameter, {}).items()
+            if is_of_each_element(name, value, parameter.shape) and value is not self._places.get((parameter, name))
+        }
+
+    def places(self, dtypes: Mapping[_Key, torch.dtype]) -> dict[_Key, Tensor]:
+        """The place of each, in the shape of its parameter; zeroed where it is new."""
+        new = {
+            key: torch.empty(key[0].shape, dtype=dtype, device="meta")
+            for key, dtype in dtypes.items()
+            if key not in self._places or self._places[key].dtype != dtype
+        }
+        if new:
+            keys = dict(enumerate(new))
+            layout = FlatLayout({str(number): new[key] for number, key in keys.items()})
+            views = layout.views(layout.allocate(self._make))
+            self._places.update({key: views[str(number)] for number, key in keys.items()})
+            self.num_bytes += layout.num_bytes
+        return {key: self._places[key] for key in dtypes}
+
+
+def is_of_each_element(name: str, value: Any, shape: torch.Size) -> bool:
+    """Whether a state's entry has a value for each element of a parameter of this shape. As in torch's optimizers,
+    `step` counts, also where the parameter has one element.
+    """
+    return isinstance(value, Tensor) and value.shape == shape and name != "step"

@@ -8,11 +8,11 @@ Solution: for each stage flat weights and flat gradients in such memory (`Stream
 CPU's "device" is the process's private memory, and the host a shared mapping, so that from outside the two can be told
 apart). `parameters` are the host's own, which an optimizer steps. They are views of the weights, or, with masters, FP32
 tensors in such memory beside weights of lower precision, which are written from them behind each step. What an
-optimizer keeps of each element comes to lie there, too (`host_moments`).
+optimizer keeps of each element comes to lie there, too (`HostMoments`).
 
 Replicas on a node have one store in memory that all have mapped (`node_replicas`). Each brings its share of a stage's
-elements to the host's gradients and steps them (`element_shares`), so weights and moments are made together, and no
-replica keeps anything that the others have, too.
+elements to the host's gradients and steps them (`share_of`), so weights and moments are made together, and no replica
+keeps anything that the others have, too.
 
 A stage has one place for gradients. It is free again when its update is complete, and that is before the stage can be
 fetched for its next batch.
@@ -28,7 +28,6 @@ from torch import Tensor
 
 from megatron.backend.host_memory import host_mapping
 from megatron.backend.streams import streams_of
-from megatron.pipeline.runtime.relay.element_shares import share_of
 from megatron.pipeline.runtime.relay.flat_layout import FlatLayout
 from megatron.pipeline.runtime.relay.node_replicas import NodeReplicas
 
@@ -209,3 +208,29 @@ def _require_own(stages: Mapping[int, Mapping[str, torch.nn.Parameter]]) -> None
                 )
             names.add(name)
             name_of[parameter] = name
+
+
+# --- which elements of a stage's parameters each replica steps
+
+GRAIN = 64
+"""Elements: 128 bytes of bf16, which is twice a CPU's largest vector. Shares are cut at multiples of it, so that a step
+goes through them in whole vectors, and no two replicas write to one line of a cache.
+"""
+
+
+def share_of(parameters: Mapping[str, Tensor], index: int, size: int) -> dict[str, slice]:
+    """name -> the elements, in memory order, that replica `index` of `size` steps; none, for some of them. Together
+    the replicas have each element once.
+    """
+    ends = [sum(each.numel() for each in parameters.values()) * number // size for number in (index, index + 1)]
+    share, before = {}, 0
+    for name, parameter in parameters.items():
+        count = parameter.numel()
+        share[name] = slice(*(_cut(end - before, count) for end in ends))
+        before += count
+    return share
+
+
+def _cut(at: int, count: int) -> int:
+    """The cut nearest below `at` in a parameter of `count` elements; its end where it ends before."""
+    return count if at >= count else max(0, at) // GRAIN * GRAIN

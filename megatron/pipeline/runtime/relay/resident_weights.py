@@ -11,6 +11,10 @@ neighbours. A FETCH copies the host's flat weights to that place and points ``pa
 
 FREE takes effect at two moments. For the row it does at once: what comes after it in the row finds NaN. For the lane it
 does when the computations before it are done, and only then may another FETCH write to the place.
+
+Replicas on a node that share a store would all read the same bytes of the host's memory, and GPUs that share a way to
+it wait for one another there. So each may fetch 1/d of a stage, and an all-gather in place brings the rest over what
+joins the devices (L2L's eager parallelism; Pudipeddi et al., 2020, section 3).
 """
 
 from __future__ import annotations
@@ -20,10 +24,12 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from megatron.backend.communicators import shut_down
 from megatron.backend.streams import streams_of
+from megatron.pipeline.communicators import COMMUNICATOR_CTAS
 from megatron.pipeline.program.arena import places
 from megatron.pipeline.runtime.relay.host_store import HostStore
-from megatron.pipeline.runtime.relay.weight_gather import WeightGather
+from megatron.pipeline.runtime.relay.node_replicas import NodeReplicas, meeting_of
 
 
 class ResidentWeights:
@@ -69,7 +75,7 @@ class ResidentWeights:
                 if size:
                     self._flat[stage][dtype] = arena[start : start + size]
         self._views = {stage: store.stages[stage].layout.views(flat) for stage, flat in self._flat.items()}
-        self._gather = WeightGather(store.replicas, device=device) if store.gathers else None
+        self._gather = _WeightGather(store.replicas, device=device) if store.gathers else None
         self._warm_up(device)
         for module in modules.values():
             for buffer in module.buffers():
@@ -185,3 +191,43 @@ class StageWeights:
 def _overlap(one: Tensor, other: Tensor) -> bool:
     first, second = sorted((each.data_ptr(), each.data_ptr() + each.nbytes) for each in (one, other))
     return first[1] > second[0]
+
+
+# --- weights that replicas fetch in shares
+
+
+class _WeightGather:
+    """Gathers flat tensors over `replicas`, which are more than one, on the lane that fetches. Collective, `gather` and
+    `close` too. Replicas run one program, so they come to their gathers in one order.
+    """
+
+    def __init__(self, replicas: NodeReplicas, *, device: torch.device) -> None:
+        self._replicas = replicas.again()  # of this lane's own: updates and reductions join theirs meanwhile
+        self._streams = streams_of(device)
+        self._communicator = None
+        if self._streams.runs_ahead:
+            self._communicator = self._streams.communicator(
+                meeting_of("fetch", replicas.ranks), replicas.index, replicas.size,
+                max_ctas=COMMUNICATOR_CTAS["fetch"], timeout=2 * replicas.timeout,
+            )  # fmt: skip
+
+    def share(self, length: int) -> slice:
+        """What this replica fetches of a flat tensor of so many elements, a multiple of the number of replicas."""
+        part = length // self._replicas.size
+        return slice(self._replicas.index * part, (self._replicas.index + 1) * part)
+
+    def gather(self, flat: Tensor) -> None:
+        """Complete `flat`, on the device, of which this replica has its share. On CUDA, when the current stream has.
+
+        Raises:
+            RuntimeError: a replica is gone, or has not come in time; says which.
+        """
+        whole = flat.view(torch.uint8)  # any dtype is bytes here
+        own = whole[self.share(len(whole))]
+        group = self._communicator or self._replicas.group
+        self._replicas.together(lambda: group._allgather_base(whole, own).wait())
+
+    def close(self) -> None:
+        """End the communicator, when nothing is left for it."""
+        if self._communicator is not None:
+            shut_down(self._communicator)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megatron.pipeline.runtime.relay.element_shares import GRAIN, share_of
 from megatron.pipeline.runtime.relay.flat_layout import FlatLayout
+from megatron.pipeline.runtime.relay.host_store import GRAIN, share_of
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.pipeline.runtime.relay.host_moments import HostMoments, is_of_each_element
+from megatron.pipeline.runtime.relay.host_optimizer import HostMoments, is_of_each_element
 from megatron.pipeline.runtime.relay.host_store import HostStore
 from tests.pipeline.runtime.relay.device_meter import shared_mappings
 from tests.pipeline.runtime.relay.test_host_optimizer import NUM_STAGES, Host

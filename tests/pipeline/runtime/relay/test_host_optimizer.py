@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.pipeline.runtime.relay import element_shares
+from megatron.pipeline.runtime.relay import host_store
 from megatron.pipeline.runtime.relay.host_optimizer import HostOptimizer
 from megatron.pipeline.runtime.relay.host_store import HostStore
 from tests.pipeline.runtime.update.test_provisional_step import OPTIMIZERS
@@ -207,7 +207,7 @@ def test_replicas_step_shares_of_one_store(name, dtype, monkeypatch):
     """Cut inside of parameters: each steps its part, both see the whole, and weights and state dict are those of one,
     also after loading. What neither steps stays.
     """
-    monkeypatch.setattr(element_shares, "GRAIN", 8)
+    monkeypatch.setattr(host_store, "GRAIN", 8)
     buffers = []
     masters = dtype != torch.float32
     hosts = [Host(OPTIMIZERS[name], dtype=dtype, masters=masters, replicas=Beside(index, buffers)) for index in (0, 1)]

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from megatron.pipeline.program.weight_policies import WeightPolicy
+from megatron.pipeline.runtime.contract.stage import BatchInfo, BatchReport
 from megatron.pipeline.runtime.stages.module.losses import Counts, by_microbatches
-from megatron.pipeline.runtime.stages.module.stage_updates import StageUpdates
+from megatron.pipeline.runtime.stages.module.reduction import ModuleReduction
 from megatron.pipeline.runtime.stages.module.update import ModuleUpdate
 from megatron.pipeline.runtime.update.ahead_versions import AheadVersions
 from megatron.pipeline.runtime.update.predicted_versions import PredictedVersions
@@ -85,3 +86,54 @@ def together(of_stage: OfStage) -> dict[str, nn.Parameter]:
     """Those of all stages, each once."""
     names = {parameter: name for own in reversed(of_stage.values()) for name, parameter in own.items()}
     return {name: parameter for own in of_stage.values() for name, parameter in own.items() if names[parameter] == name}
+
+
+# --- where each stage steps by itself
+
+
+class StageUpdates:
+    """An update for each stage: where weights are stale (FTPipe), stages of one rank are at different batches. The
+    report of a batch concerns the rank: it is complete when all have stepped and the norms are added up over the job.
+
+    `updates`: stage -> its update, made without groups, clipping or ties. `job_group`: all ranks of the job, None
+    for a single one; used from the thread of the reports, so nobody else may use it.
+    """
+
+    def __init__(
+        self,
+        updates: Mapping[int, ModuleUpdate],
+        *,
+        job_group: Any = None,
+        loss_names: tuple[str, ...] = ("loss",),
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._updates = dict(updates)
+        self._reduction = ModuleReduction(job_group=job_group, loss_names=loss_names, device=torch.device(device))
+        self._reports: dict[int, BatchReport] = {}  # by the version that the batch leads to
+        self._reduction.warm_up()
+
+    def of_stage(self, stage: int) -> ModuleUpdate:
+        return self._updates[stage]
+
+    def begin_batch(self, info: BatchInfo) -> None:
+        self._reports[info.index + 1] = BatchReport(batch=info.index, num_samples=info.num_samples)
+        for update in self._updates.values():
+            update.begin_batch(info)
+
+    def step(self, version: int) -> BatchReport:
+        """All stages have stepped."""
+        return self._reports[version]
+
+    def reduce_norm(self, version: int, stop_requests: int, losses: Mapping[str, tuple[float, float]]) -> None:
+        """Chain thread, behind the steps: complete the report."""
+        norms, rates = zip(*(update.take_stepped(version) for update in self._updates.values()), strict=True)
+        report = self._reports.pop(version)
+        report.learning_rate = rates[0]
+        report.skipped = not self._reduction.reduce_norm(report, sum(norms), stop_requests, losses)
+
+    def begin_evaluation(self) -> None:
+        self.show_newest()
+
+    def show_newest(self) -> None:
+        for update in self._updates.values():
+            update.show_newest()
