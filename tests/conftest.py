@@ -1,5 +1,5 @@
 """What holds for every test: one thread, fixed seeds, GPU tests only where there is a GPU, no worker left over, and
-where two processes share the tests, a turn."""
+where processes share the tests, a turn."""
 
 import os
 
@@ -28,10 +28,11 @@ def pytest_configure(config):
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # before the time limit starts
-def pytest_runtest_protocol(item):
+def pytest_runtest_protocol(item, nextitem):
     if TURNS not in item.config.stash:
         return (yield)
-    with item.config.stash[TURNS].taken(alone=item.get_closest_marker("alone") is not None):
+    alone, next_alone = (each is not None and each.get_closest_marker("alone") is not None for each in (item, nextitem))
+    with item.config.stash[TURNS].taken(alone=alone, keep=alone and next_alone):
         return (yield)
 
 

@@ -9,9 +9,9 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . tools/environment.sh
 
-# A test waits for processes that start and for ranks in turn: by itself it keeps two cores busy for two thirds of the
-# time. So two processes share the usual selection, file by file (tests/turns.py: who runs alone); `-n 0`: one does all.
-share=(-n 2 --dist loadfile --no-loadscope-reorder)
+# A test waits for processes that start and for ranks in turn, so two processes leave two cores idle for a quarter of the
+# time. Three share the usual selection, file by file (tests/turns.py: who runs alone); `-n 0`: one does all.
+share=(-n 3 --dist loadfile --no-loadscope-reorder)
 selection="not full"
 name="the usual selection (everything: bash tests/run.sh --full)"
 rooms=()

@@ -1,4 +1,4 @@
-"""Two processes that share the tests: one that is to be alone is, and gets its turn."""
+"""Processes that share the tests: one that is to be alone is, and gets its turn."""
 
 import threading
 import time
@@ -32,6 +32,19 @@ def test_who_is_alone_shares_with_nobody(tmp_path, first, second, shared):
     with Turns(tmp_path).taken(alone=first):
         thread, inside, leave = enter(tmp_path, alone=second)
         assert inside.wait(PATIENCE if shared else 0.2) == shared
+    assert inside.wait(PATIENCE)
+    leave.set()
+    thread.join()
+
+
+def test_who_is_alone_again_keeps_the_room(tmp_path):
+    """Nobody enters between the two, and everybody after them."""
+    turns = Turns(tmp_path)
+    with turns.taken(alone=True, keep=True):
+        thread, inside, leave = enter(tmp_path, alone=False)
+    assert not inside.wait(0.2)
+    with turns.taken(alone=True):
+        assert not inside.wait(0.2)
     assert inside.wait(PATIENCE)
     leave.set()
     thread.join()

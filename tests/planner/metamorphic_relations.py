@@ -3,6 +3,7 @@
 METAMORPHIC_SEED in the environment draws others: relations have to hold for any.
 """
 
+import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 
@@ -11,20 +12,28 @@ from tests.planner.metamorphic_cases import SEED, Case, cases
 from tests.planner.metamorphic_kinds import kinds
 
 _SEED = int(os.environ.get("METAMORPHIC_SEED", SEED))
-CASES = [*cases(_SEED), *kinds(112, _SEED)]
-ROOMY = [case.roomy for case in CASES]
-"""Where memory is short, time may jump: these are for relations that do not ask how much there is."""
-
 ROUNDING = 1e-9
 
 Relation = Callable[[Case], Iterator[tuple[float, float]]]
 """Pairs of numbers, the first of which is not above the second; none where it says nothing of the case."""
 
 
+@functools.cache
+def all_cases() -> list[Case]:
+    """Drawn where a test asks: that takes seconds, and every process that shares the tests imports this module."""
+    return [*cases(_SEED), *kinds(112, _SEED)]
+
+
+@functools.cache
+def roomy() -> list[Case]:
+    """Where memory is short, time may jump: these are for relations that do not ask how much there is."""
+    return [case.roomy for case in all_cases()]
+
+
 def violations(relation: Relation, of: Sequence[Case] | None = None, *, fewest: int = 20) -> list[str]:
     """Cases of which it is not true, with how far off they are. Fails where it says something of fewer."""
     found, num_checks = [], 0
-    for case in CASES if of is None else of:
+    for case in all_cases() if of is None else of:
         for low, high in relation(case):
             num_checks += 1
             if low > high * (1 + ROUNDING):

@@ -1,6 +1,7 @@
 """Relations between two predictions of models with experts, and of ranks that share sequences, whatever the constants
 are: of configurations of all kinds that are drawn once and for all."""
 
+import functools
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -58,13 +59,11 @@ def _drawn(draw: random.Random, index: int) -> Case | None:
     return Case(name, model, cluster, software, configuration)
 
 
+@functools.cache
 def cases(seed: int = 20261126) -> list[Case]:
     draw = random.Random(seed)
     drawn = ((_drawn(draw, index) for _ in range(500)) for index in range(NUM_CASES))
     return [next(case for case in each if case is not None and case.can_run()).roomy for each in drawn]
-
-
-CASES = cases()
 
 
 def with_experts(case: Case, **changes: object) -> Case:
@@ -78,7 +77,7 @@ def trained(case: Case, **changes: object) -> Case:
 def violations(relation) -> list[str]:
     """Cases of which a relation is not true. Fails where it says nothing of too many."""
     found, num_checks = [], 0
-    for case in CASES:
+    for case in cases():
         for low, high in relation(case):
             num_checks += 1
             if low > high * (1 + ROUNDING):

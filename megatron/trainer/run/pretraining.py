@@ -59,6 +59,7 @@ def pretrain(
         # A collection that looks at all of this takes tenths of a second, and the pipeline waits for the rank.
         gc.collect()
         gc.freeze()
+        run.is_kept_out_of_collections = True
         run_to_the_end(run, stop, started=started)
 
 

@@ -42,6 +42,7 @@ class Run:
     consumed_valid_samples: int = 0
     flops: float = 0.0
     saved_iteration: int | None = None
+    is_kept_out_of_collections: bool = False  # by gc.freeze, when it began to train
 
     @property
     def chunks(self) -> list[torch.nn.Module]:

@@ -1,18 +1,26 @@
 """Checkouts of Megatron-LM for these tests: one written for them, and the user's where MEGATRON_LM names one.
 
 `write` makes a checkout with `megatron/training` (the folder `checkout` beside this file) and `pretrain_small.py`;
-megatron.core is the installed one. `launch` starts a job in it.
+megatron.core is the installed one. `launch` starts a job in it as a user does; `fork` starts the same ranks where it is
+not the start that is tested.
 """
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterable
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
+
+from tests import workers
 
 ROOT = Path(__file__).resolve().parents[3]
 SOURCE = Path(__file__).with_name("checkout")
@@ -67,6 +75,51 @@ def start(
 ) -> subprocess.CompletedProcess:
     """Run a script as a user does who needs no launcher of ours."""
     return _run([script, *arguments], num_ranks, cwd, variables)
+
+
+def fork(
+    script: Path | str, *arguments: object, num_ranks: int, cwd: Path, **variables: str
+) -> subprocess.CompletedProcess:
+    """`launch` without torchrun, on ranks that have torch and megatron.core imported: a job takes a quarter of the
+    time."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun has one for its ranks
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    variables |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+    words = ["megatron.pipeline.dropin", str(script), *map(str, arguments)]
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [(Path(folder, f"{rank}.out"), Path(folder, f"{rank}.err")) for rank in range(num_ranks)]
+        ranks = [
+            workers.fork(_rank, words, cwd, variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, files)
+            for rank, files in enumerate(outputs)
+        ]
+        try:
+            _wait(ranks, time.monotonic() + 300)
+        finally:
+            for each in ranks:
+                each.kill()
+                each.join()
+        said = ["".join(file.read_text() for file in files) for files in zip(*outputs, strict=True)]
+    return subprocess.CompletedProcess(words, max(abs(each.exitcode) for each in ranks), *said)
+
+
+def _wait(ranks: list[BaseProcess], deadline: float) -> None:
+    """Until all have ended, or one has failed and the others had the time to say so."""
+    while (alive := [each.sentinel for each in ranks if each.exitcode is None]) and time.monotonic() < deadline:
+        wait(alive, deadline - time.monotonic())
+        if any(each.exitcode for each in ranks):
+            deadline = min(deadline, time.monotonic() + workers.GRACE_S)
+
+
+def _rank(words: list[str], folder: Path, variables: dict[str, str], files: tuple[Path, Path]) -> None:
+    """Of `python -m`: its module, its arguments, its path and its output."""
+    os.environ.update(environment(**variables))
+    os.chdir(folder)
+    for number, file in enumerate(files, 1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT, 0o600), number)
+    sys.argv, sys.path[:0] = words, [str(folder)]
+    runpy.run_module(words[0], run_name="__main__")
 
 
 def _run(words: list, num_ranks: int, cwd: Path, variables: dict[str, str]) -> subprocess.CompletedProcess:

@@ -9,7 +9,7 @@ from megatron.pipeline import dropin
 from megatron.pipeline.dropin import cpu, launcher, origin
 from megatron.pipeline.dropin.origin import Origin
 from tests.pipeline.dropin import fake_training
-from tests.pipeline.dropin.fake_training import launch
+from tests.pipeline.dropin.fake_training import fork, launch
 
 CPU = {"CUDA_VISIBLE_DEVICES": ""}
 """The same everywhere, also on a machine with a GPU."""
@@ -33,7 +33,7 @@ def test_usage(tmp_path):
 
 def test_help_of_the_script(checkout):
     """-h behind the script reaches it."""
-    done = launch("pretrain_small.py", "-h", cwd=checkout, **CPU)
+    done = fork("pretrain_small.py", "-h", num_ranks=1, cwd=checkout, **CPU)
     assert done.returncode == 0 and "usage: pretrain_small.py" in done.stdout and "--num-layers" in done.stdout
 
 
@@ -122,8 +122,9 @@ def test_spawned_child_knows_the_script(checkout):
 
 def test_scripts_own_error_is_its_own(checkout):
     """An exit status and a traceback pass through; a ValueError of the script is not taken for one of ours."""
-    assert launch(write(checkout, "exits.py", "raise SystemExit(7)\n"), cwd=checkout, **CPU).returncode == 7
-    done = launch(write(checkout, "raises.py", "x = 1\nraise ValueError('its own')\n"), cwd=checkout, **CPU)
+    assert fork(write(checkout, "exits.py", "raise SystemExit(7)\n"), num_ranks=1, cwd=checkout, **CPU).returncode == 7
+    script = write(checkout, "raises.py", "x = 1\nraise ValueError('its own')\n")
+    done = fork(script, num_ranks=1, cwd=checkout, **CPU)
     assert done.returncode == 1 and 'raises.py", line 2, in <module>' in done.stderr
     assert done.stderr.rstrip().endswith("ValueError: its own")
 
@@ -175,7 +176,7 @@ def test_training_on_a_cpu(checkout, tmp_path):
     assert whole.stdout.count("CPU layer is installed") == 1
     assert whole.stdout.count("validation loss") == 3
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
-    rest = launch(*arguments, "--load", tmp_path, num_ranks=2, cwd=checkout, **CPU)
+    rest = fork(*arguments, "--load", tmp_path, num_ranks=2, cwd=checkout, **CPU)
     assert rest.returncode == 0, rest.stderr
     expected = fake_training.losses(whole.stdout)
     assert [iteration for iteration, *_ in expected] == [1, 2, 3, 4]

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.pipeline.schedules import Schedule
 from tests.pipeline.dropin import fake_training
-from tests.pipeline.dropin.fake_training import launch, losses
+from tests.pipeline.dropin.fake_training import fork, losses
 
 FULL = pytest.mark.full
 P = "--pipeline-model-parallel-size"
@@ -26,7 +26,7 @@ def run(checkout):
 
     @functools.cache
     def train(flags: str, *, ranks: int = 2) -> str:
-        done = launch("pretrain_small.py", *flags.split(), num_ranks=ranks, cwd=checkout, CUDA_VISIBLE_DEVICES="")
+        done = fork("pretrain_small.py", *flags.split(), num_ranks=ranks, cwd=checkout, CUDA_VISIBLE_DEVICES="")
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         return done.stdout
 
@@ -126,7 +126,7 @@ def test_a_tuple_of_seven(tmp_path):
     """As in older versions: nothing of ours looks at what train_step returns."""
     older = fake_training.write(tmp_path / "older", num_values=7)
     found = [
-        launch("pretrain_small.py", P, 2, "--pipeline-schedule", name, num_ranks=2, cwd=older, CUDA_VISIBLE_DEVICES="")
+        fork("pretrain_small.py", P, 2, "--pipeline-schedule", name, num_ranks=2, cwd=older, CUDA_VISIBLE_DEVICES="")
         for name in ("flush", "2bw")
     ]
     assert [done.returncode for done in found] == [0, 0]
@@ -151,7 +151,7 @@ def test_a_tuple_of_seven(tmp_path):
 )
 def test_refused_before_any_process_group(flags, sentence, checkout):
     """Status 2 and one sentence."""
-    done = launch("pretrain_small.py", *flags.split(), cwd=checkout, CUDA_VISIBLE_DEVICES="")
+    done = fork("pretrain_small.py", *flags.split(), num_ranks=1, cwd=checkout, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2 and done.stderr.count(f"error: {sentence}") == 1
     assert "Traceback" not in done.stderr
 

@@ -152,7 +152,7 @@ def test_equal_times_are_ranked_by_memory():
 
 def test_the_smallest_first():
     """For memory the least memory that anything has stands first, of equals the fastest; cost ranks as time."""
-    space = {"global_batch_size": 24, "early_stopping": False, "num_simulated": 2}
+    space = {"global_batch_size": 8, "early_stopping": False, "num_simulated": 2}
     fast = run(SMALL, cluster(0.9), **space)
     small = run(SMALL, cluster(0.9), objective="memory", **space)
     order = [(float(f"{each.memory_gib:.9g}"), -float(f"{each.sequences_per_second:.9g}")) for each in small.kept]

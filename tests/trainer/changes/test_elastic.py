@@ -1,11 +1,19 @@
 """A pipeline that shrinks while it trains, against one that stays as it is."""
 
 import functools
+import gc
 import re
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megatron import backend
+
+backend.install()
+
+from megatron.trainer.changes.transition import change
 from tests import workers
 from tests.trainer.run.run_case import BASE, joined_weights, train
 
@@ -221,6 +229,27 @@ def test_resumed_by_other_flags(tmp_path):
     found = train(4, flags)
     assert changes(found) == [] and len(batches(found)) == 1
     assert any("pipeline 4" in line for line in found[-1]["lines"])
+
+
+@pytest.mark.parametrize("kept_out", [True, False])
+def test_what_a_change_replaces_is_let_go(kept_out):
+    """Though it refers to itself, and where a run that trains is kept out of collections, as the next state is then.
+    Elsewhere what others keep out stays so."""
+
+    class Replaced:
+        def __init__(self):
+            self.itself = self
+
+    before = Replaced()
+    gc.freeze()
+    try:
+        replaced = weakref.ref(Replaced())
+        before = weakref.ref(before)
+        change._collect(SimpleNamespace(is_kept_out_of_collections=kept_out))
+        assert replaced() is None and (before() is None) == kept_out
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
 
 
 def test_peaks_of_activations_over_a_change():

@@ -105,7 +105,7 @@ def change_arrangement(run: Run, wanted: Arrangement) -> Change:
     way_back.model_and_optimizer.update.close()
     groups = way_back.groups
     del way_back, state
-    _collect()
+    _collect(run)
     if groups is not None:
         parallel_groups.destroy(groups)
     run.engine = build_engine(run.args, built, run.position())
@@ -128,7 +128,7 @@ class _WayBack:
 
     def go(self, run: Run) -> None:
         """Let the run go on. Collective; what was built is forgotten."""
-        _collect()
+        _collect(run)
         if self.groups is not None:
             parallel_groups.destroy(parallel_groups.set_aside())
             parallel_groups.restore(self.groups)
@@ -195,11 +195,12 @@ def _summary(run: Run, before: Arrangement, moved: Moved, seconds: float) -> Cha
     )  # fmt: skip
 
 
-def _collect() -> None:
+def _collect(run: Run) -> None:
     """Let go of what a rank held, which has cycles, and keep what is left out of later collections where the run does
     so."""
-    keeps_out = gc.get_freeze_count() > 0
+    if not run.is_kept_out_of_collections:
+        gc.collect()
+        return
     gc.unfreeze()
     gc.collect()
-    if keeps_out:
-        gc.freeze()
+    gc.freeze()
