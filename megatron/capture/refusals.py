@@ -130,7 +130,7 @@ _FRAME = re.compile(r'File "([^"]+)", line ([0-9]+)')
 
 
 def _line_of_node(node: fx.Node) -> str:
-    """``file.py:12: code`` of the innermost call outside of torch; empty where torch.export has kept none."""
+    """``FILE:12: code`` of the innermost call outside of torch; empty where torch.export has kept none."""
     frames = [(file, int(number)) for file, number in _FRAME.findall(node.meta.get("stack_trace") or "")]
     return _innermost(frames)
 

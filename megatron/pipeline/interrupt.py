@@ -4,8 +4,8 @@ Problem: Python raises KeyboardInterrupt wherever the program is. In an import t
 or an error of the library that was interrupted, or nothing at all.
 
 Solution: the first that a program imports is this file, which needs nothing else. A program that has something to undo
-handles the signal by itself meanwhile (`unwinding` in tools/command_line.py). A launcher, such as torchrun, gets the
-signal too, and prints what it likes.
+handles the signal by itself meanwhile (`unwinding` in commands/common/command_line.py). A launcher, such as torchrun,
+gets the signal too, and prints what it likes.
 """
 
 import os

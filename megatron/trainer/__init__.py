@@ -1,1 +1,4 @@
-"""Training: command line, initialisation, data, models, the loop, checkpoints. Entry point: `loop.pretrain`."""
+"""Training: command line, initialisation, data, models, the loop, checkpoints.
+
+Entry point: `run.pretraining.pretrain`.
+"""

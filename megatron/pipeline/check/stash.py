@@ -13,7 +13,7 @@ inputs to the host, and says which by its residency: EVICT and OFFLOAD never sta
 
 *Boundaries* are the tensors that stages exchange: what waits between two stages of a rank, and the inputs that its
 stages keep for their recompute. Where the stash is on the host, a rank has at most m + 3 of them on the device, of m
-microbatches a batch (`residency.most_boundaries`), whatever the number of its stages and the timing: an input counts
+microbatches a batch (`lane_order.most_boundaries`), whatever the number of its stages and the timing: an input counts
 from the start of its forward until the row has waited for its OFFLOAD, and from when its RELOAD is posted.
 """
 

@@ -7,7 +7,7 @@ STEP@(v+1) are those of batch v, which is proved with the versions; so these gra
 forward's version waits for, and fewer than all of it.
 
 Which they are follows from the graph alone, too: at depth k, microbatch i finds those of the batch of microbatch i - k
-that come before that, and no others. Several stages count on it (`runtime.shared_parameters`), so it is proved along.
+that come before that, and no others. Several stages count on it (`update.shared_parameters`), so it is proved along.
 
 These weights are one more set, which the next such forward of the stage overwrites. So its stage has to recompute.
 """

@@ -52,7 +52,7 @@ def device_of(modules: Iterable[nn.Module], device: torch.device | str | None) -
 
 
 def trained(modules: Mapping[int, nn.Module], *, stepping_alone: bool) -> dict[int, dict[str, nn.Parameter]]:
-    """stage -> `stage.name` -> the parameters that require gradients, each once at a stage.
+    """For each stage its parameters that require gradients, each once, by its number and their names: `2.weight`.
 
     Raises:
         ValueError: two stages share one, and each steps by itself.

@@ -1,6 +1,6 @@
 """Times a stage alone: forward and backward of microbatches, whole or in halves, and what a batch's update takes.
 
-The calls are those of the executor, in the order of its instructions (`runtime.stage`), batch by batch, so a forward
+The calls are those of the executor, in the order of its instructions (contract/stage.py), batch by batch, so a forward
 meets caches that a backward and an optimizer step have left. A batch counts with the mean over its microbatches: an
 iteration takes their sum, and where some are interrupted now and then, the median of single ones falls short of it. On
 CUDA marks are events on the compute stream: what is timed is the device's work in the order in which training gives it,

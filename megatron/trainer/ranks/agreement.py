@@ -45,7 +45,7 @@ def _own_groups() -> tuple[dist.ProcessGroup, dist.ProcessGroup, dist.ProcessGro
 
 
 def agree(problem: str | None, *, patience: timedelta | None = None) -> None:
-    """Collective: raise Verdict on every rank if any rank reports a problem.
+    """Collective: raise AgreedError on every rank if any rank reports a problem.
 
     `patience`: how long one that has a problem waits for the others; default: the group's timeout. Raises RuntimeError
     where they do not come.

@@ -3,7 +3,7 @@
 Problem: a host that has too little does not say so. It maps what it is asked for, and the system ends a process when
 the last pages are written, with the moments of the first update.
 
-Solution: each rank computes what it will keep on its host (`planner.hosted`) and asks the system what there is; all
+Solution: each rank computes what it will keep on its host (`memory.hosted`) and asks the system what there is; all
 tell each other, and where the ranks of a host need more than is available, all refuse with one sentence.
 """
 

@@ -1,4 +1,4 @@
-"""What the worker processes do in test_checkpointing.py. Each case leaves no parallel state behind."""
+"""What the worker processes do in test_checkpoint.py. Each case leaves no parallel state behind."""
 
 import argparse
 import dataclasses
