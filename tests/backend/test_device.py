@@ -22,7 +22,7 @@ def test_backend_follows_the_machine(monkeypatch):
     assert backend.process_group_backend(None) == "nccl"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert backend.process_group_backend(None) == "gloo"
-    with pytest.raises(ValueError, match="2 ranks and 1 GPUs"):
+    with pytest.raises(ValueError, match="2 ranks and 1 GPU:"):
         backend.process_group_backend("nccl")
 
 
