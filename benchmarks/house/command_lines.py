@@ -86,8 +86,9 @@ COMBINATIONS = (
     f"{_SMALL} flush --use-distributed-optimizer --overlap-grad-reduce --recompute-activations --dry-run 16",
     f"{_SMALL} gpipe --rampup-batch-size 8 8 100 --pipeline-recompute --dry-run 4",
     f"{_SMALL} pipedream --dry-run 4",
+    f"{_SMALL} pipedream --micro-batch-size 16 --clip-grad 0 --untie-embeddings-and-output-weights --dry-run 4",
     f"{_SMALL} flush --freeze-training --freeze-interval 2 --freeze-schedule 1,3 --elastic-pipeline --elastic-schedule "
-    "4,2 --dry-run 4",
+    "4,2 --untie-embeddings-and-output-weights --dry-run 4",
 )
 """Command lines whose dry runs are frozen beside those of the examples; some are refused, with a reason."""
 
@@ -133,7 +134,10 @@ SCRIPTS = {
     "convergence, bert": Script("convergence.sh", {"MODEL": "bert"}),
     "sweep": Script(
         "convergence_sweep.sh",
-        {"SEEDS": "1234", "RATES": "1e-3", "SCHEDULES": "flush 2bw provisional reduced uniform1"},
+        {"SEEDS": "1234", "RATES": "1e-3", "SCHEDULES": "flush 2bw provisional uniform1"},
+    ),
+    "sweep, replicas": Script(
+        "convergence_sweep.sh", {"SEEDS": "1234", "RATES": "1e-3", "SCHEDULES": "reduced", "REPLICAS": "2"}
     ),
     "balance": Script("balance_memory.sh"),
     "l2l": Script("l2l.sh", fails="/limited-"),

@@ -1,7 +1,7 @@
 """Writes what must not change, a JSON file for each group; two freezes of one revision are the same.
 
 Programs are asked of the library, everything else of commands, each in a process of its own with the same environment.
-Where the checkout lies and where scratch files lie is written as `<root>` and `<scratch>`.
+Where the checkout, scratch files and Python lie is written as `<root>`, `<scratch>` and `<environment>`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy
 
 from benchmarks.house import programs
 from benchmarks.house.command_lines import COMBINATIONS, HELP, LOOKS, SCRIPTS, SEARCHES, dry_run_of, recorded
@@ -48,7 +50,9 @@ class Commands:
         return self.portable(text).splitlines()
 
     def portable(self, text: str) -> str:
-        return text.replace(str(self.scratch), "<scratch>").replace(str(ROOT), "<root>")
+        for path, name in ((self.scratch, "<scratch>"), (ROOT, "<root>"), (sys.prefix, "<environment>")):
+            text = text.replace(str(path), name)
+        return text
 
 
 def _objects(text: str) -> list[Any]:
@@ -103,11 +107,21 @@ def _dry(commands: Commands, line: list[str]) -> dict[str, Any]:
     """The command line, and what a dry run of it says, where its program has one."""
     found: dict[str, Any] = {"line": [commands.portable(word) for word in line]}
     if (argv := dry_run_of(line)) is not None:
+        for word in argv:
+            if word.endswith(".npz"):
+                _write_images(Path(word))
         file = commands.scratch / "dry_run.json"
         file.unlink(missing_ok=True)
         found["dry run"] = commands.python([*argv, "--dry-run-json", str(file)])
         found["written"] = json.loads(commands.portable(file.read_text())) if file.exists() else None
     return found
+
+
+def _write_images(path: Path) -> None:
+    """As many images as examples/digits.py has for training, of its size and with its five classes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    images = numpy.linspace(-1, 1, 583 * 64, dtype=numpy.float32).reshape(583, 8, 8, 1)
+    numpy.savez(path, images=images, labels=numpy.arange(583) % 5)
 
 
 def _help(commands: Commands, _: Sequence[Path]) -> dict[str, Any]:
