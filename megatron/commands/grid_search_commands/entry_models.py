@@ -6,24 +6,18 @@ An entry without a model, or with one that says no more than the length of seque
 
 import argparse
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 
 from pydantic import ValidationError
 
-from megatron.commands.grid_search_commands.model_config import ConfiguredModel
-from megatron.commands.grid_search_commands.search_inputs import read_configured, refuse_several_models
-from megatron.documents.reading import read_document
+from megatron.commands.grid_search_commands.model_config import ConfiguredModel, read_configured, refuse_several_models
 from megatron.planner import Architecture
-from megatron.planner.published.entries import Entry, Unpredictable, load_entries, read_entry
+from megatron.planner.published.entries import Entry, Unpredictable, load_entries
 from megatron.planner.published.entry_keys import REMARKS
 from megatron.planner.published.model_names import ModelRecord
 from megatron.planner.published.same_names import in_our_keys
-from megatron.trainer.arguments import Platform
-from megatron.trainer.plan.command import Job
 
 _LENGTH = "seq"
 _SAYS_NO_MODEL = {_LENGTH, *REMARKS} - {"params_B"}
-_PLATFORM = Platform(is_cuda=True, has_transformer_engine=True, has_apex=True)  # no shape depends on it
 
 
 class _GivenModel(ModelRecord):
@@ -32,11 +26,15 @@ class _GivenModel(ModelRecord):
     read: Callable[[int], ConfiguredModel]
 
     def architecture(self, tensor: int, assume: Callable[[str], None]) -> Architecture:
+        from megatron.trainer.arguments import Platform
+        from megatron.trainer.plan.command import Job  # most files of entries need no training program
+
         if self.seq is None:
             raise ValueError("model.seq is not given; give it, or --seq-length for all entries")
         configured = self.read(self.seq)
         argv = [*configured.argv, "--seq-length", str(self.seq)]
-        shape = Job.read(argv, architecture=configured.architecture, platform=_PLATFORM).shape(tensor)
+        platform = Platform(is_cuda=True, has_transformer_engine=True, has_apex=True)  # no shape depends on it
+        shape = Job.read(argv, architecture=configured.architecture, platform=platform).shape(tensor)
         for taken in (f"the model of {self.name}", *configured.notes):
             assume(taken)
         return shape
@@ -45,28 +43,33 @@ class _GivenModel(ModelRecord):
 def read_entries(options: argparse.Namespace) -> list[Entry | Unpredictable]:
     """The entries of --entries, with the model that the command line gives. Raises ValueError."""
     refuse_several_models(options)
-    found = load_entries(options.entries)
     if read_configured(options, sequence_length=1) is None:
         if options.seq_length is not None:
             raise ValueError(
                 f"--seq-length {options.seq_length} goes with --model or --model-config; entries with models of their "
                 "own say model.seq"
             )
-        return found
+        return load_entries(options.entries)
     given = f"--model {options.model}" if options.model is not None else f"--model-config {options.model_config}"
+    num_filled = 0
 
-    def model_with(length: object) -> _GivenModel:
-        return _GivenModel(name=given, seq=length, read=lambda length: read_configured(options, sequence_length=length))
+    def filled(entry: object) -> object:
+        nonlocal num_filled
+        said = _length_alone(entry)
+        if said is None:
+            return entry
+        num_filled += 1
+        try:
+            model = _GivenModel(
+                name=given, seq=said.get(_LENGTH, options.seq_length),
+                read=lambda length: read_configured(options, sequence_length=length),
+            )  # fmt: skip
+        except ValidationError:
+            return entry  # of a length that is none, as reading the entry says
+        return {**entry, "model": model}
 
-    document = read_document(options.entries)
-    entries = document["entries"] if isinstance(document, Mapping) else document
-    lengths = [_length_alone(entry) for entry in entries]
-    for index, said in enumerate(lengths):
-        if said is not None:
-            with suppress(ValidationError):  # of a length that is none, which is said already
-                model = model_with(said.get(_LENGTH, options.seq_length))
-                found[index] = read_entry({**entries[index], "model": model}, found[index].id)
-    if all(said is None for said in lengths):
+    found = load_entries(options.entries, filled=filled)
+    if not num_filled:
         raise ValueError(
             f"{given} is for entries without a model, and each of {options.entries} has its own; leave one of them out"
         )

@@ -13,7 +13,7 @@ import json
 
 from megatron.commands.common import command_line
 from megatron.commands.grid_search_commands.entry_models import read_entries
-from megatron.commands.grid_search_commands.search_inputs import add_configured_arguments
+from megatron.commands.grid_search_commands.model_config import add_configured_arguments
 from megatron.commands.grid_search_commands.tables import note_unread, print_table
 from megatron.planner.intervals import LEVEL, Interval, NotValidated
 from megatron.planner.intervals.lookup import Intervals, interval_record, interval_text

@@ -5,6 +5,7 @@ What a family's configuration says by which key, and what it does not say since 
 configuration says how long sequences may be, and not how long they are trained, so that `--seq-length` is the user's.
 """
 
+import argparse
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -111,6 +112,10 @@ _REFUSED = {
 """By key: why a value that says yes cannot be had."""
 
 
+_MODELS = ("model_script", "model_yaml", "model_config", "model")
+"""Options that name a model."""
+
+
 @dataclass(frozen=True)
 class ConfiguredModel:
     """Flags of a training program, `--architecture`, and lines for the user about what was taken how."""
@@ -142,6 +147,42 @@ def model_of_config(path: str, *, sequence_length: int | None) -> ConfiguredMode
     if not isinstance(document, Mapping):
         raise ValueError(f"{path} is no mapping; give the config.json of a model")
     return _read(document, path, sequence_length=sequence_length)
+
+
+def add_configured_arguments(model: argparse.ArgumentParser) -> None:
+    """How a model may be given that others have described."""
+    model.add_argument("--model-config", metavar="FILE",
+                       help=f"config.json of Hugging Face: {', '.join(FAMILIES)}; --seq-length besides")  # fmt: skip
+    model.add_argument("--model", metavar="NAME", help="one that is known by name; --seq-length besides")
+    model.add_argument("--list-models", action=_ListModels, help="the names that --model takes")
+
+
+class _ListModels(argparse.Action):
+    """Prints the names, and ends, as --help does."""
+
+    def __init__(self, option_strings: list[str], dest: str, help: str) -> None:
+        super().__init__(option_strings, dest=argparse.SUPPRESS, default=argparse.SUPPRESS, nargs=0, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(*NAMED, sep="\n")
+        parser.exit()
+
+
+def refuse_several_models(options: argparse.Namespace) -> None:
+    """Raises ValueError where more than one option names a model."""
+    given = [name for name in _MODELS if vars(options).get(name) is not None]
+    if len(given) > 1:
+        names = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ValueError(f"{names} exclude each other; keep one")
+
+
+def read_configured(options: argparse.Namespace, *, sequence_length: int | None) -> ConfiguredModel | None:
+    """The model of --model or --model-config; None without either. Raises ValueError."""
+    if options.model is not None:
+        return named_model(options.model)
+    if options.model_config is not None:
+        return model_of_config(options.model_config, sequence_length=sequence_length)
+    return None
 
 
 def _read(config: Mapping[str, object], source: str, *, sequence_length: int | None) -> ConfiguredModel:

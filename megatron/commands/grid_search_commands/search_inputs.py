@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from megatron.commands.grid_search_commands.model_config import FAMILIES, ConfiguredModel, model_of_config, named_model
-from megatron.commands.grid_search_commands.named_models import NAMED
+from megatron.commands.grid_search_commands.model_config import (
+    add_configured_arguments,
+    read_configured,
+    refuse_several_models,
+)
 from megatron.documents.reading import read_document
 from megatron.planner import DEVICES, Cluster, load_cluster
 from megatron.planner.job.cluster import CLUSTERS, MOST, MOST_PRICE, make_cluster
@@ -18,7 +21,6 @@ from megatron.trainer.plan.command import PROGRAMS, Job
 
 _WITHOUT_ENGINE = frozenset({"V100-16", "V100-32", "RTX2080Ti", "GTX1080Ti", "cpu"})  # Transformer Engine asks for more
 _PRECISION = {"V100-16": "fp16", "V100-32": "fp16", "RTX2080Ti": "fp16", "GTX1080Ti": "fp32", "cpu": "fp32"}
-_MODELS = ("model_script", "model_yaml", "model_config", "model")  # options that name one
 _NOT_SEARCHED = ("pretrain_vision_classify.py", "finetune_bert.py")
 
 
@@ -123,25 +125,6 @@ def add_model_arguments(model: argparse.ArgumentParser) -> None:
     model.add_argument("--architecture", choices=("gpt", "bert"), help="default: that of the script's program, or gpt")
 
 
-def add_configured_arguments(model: argparse.ArgumentParser) -> None:
-    """How a model may be given that others have described."""
-    model.add_argument("--model-config", metavar="FILE",
-                       help=f"config.json of Hugging Face: {', '.join(FAMILIES)}; --seq-length besides")  # fmt: skip
-    model.add_argument("--model", metavar="NAME", help="one that is known by name; --seq-length besides")
-    model.add_argument("--list-models", action=_ListModels, help="the names that --model takes")
-
-
-class _ListModels(argparse.Action):
-    """Prints the names, and ends, as --help does."""
-
-    def __init__(self, option_strings: list[str], dest: str, help: str) -> None:
-        super().__init__(option_strings, dest=argparse.SUPPRESS, default=argparse.SUPPRESS, nargs=0, help=help)
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        print(*NAMED, sep="\n")
-        parser.exit()
-
-
 def read_argv(options: argparse.Namespace) -> tuple[list[str], str, list[str]]:
     """Flags of a training program, from what names a model and from the command line; the architecture, and lines for
     the user. Raises ValueError."""
@@ -157,23 +140,6 @@ def read_argv(options: argparse.Namespace) -> tuple[list[str], str, list[str]]:
     elif (configured := read_configured(options, sequence_length=_sequence_length(options.flags))) is not None:
         argv, notes, architecture = configured.argv, configured.notes, architecture or configured.architecture
     return [*argv, *options.flags], architecture or "gpt", notes
-
-
-def refuse_several_models(options: argparse.Namespace) -> None:
-    """Raises ValueError where more than one option names a model."""
-    given = [name for name in _MODELS if vars(options).get(name) is not None]
-    if len(given) > 1:
-        names = " and ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise ValueError(f"{names} exclude each other; keep one")
-
-
-def read_configured(options: argparse.Namespace, *, sequence_length: int | None) -> ConfiguredModel | None:
-    """The model of --model or --model-config; None without either. Raises ValueError."""
-    if options.model is not None:
-        return named_model(options.model)
-    if options.model_config is not None:
-        return model_of_config(options.model_config, sequence_length=sequence_length)
-    return None
 
 
 def _sequence_length(flags: list[str]) -> int | None:

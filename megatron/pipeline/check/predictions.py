@@ -106,7 +106,7 @@ class _RankPredictions:
         # Backwards of each batch: how many are whole, and one past the last microbatch of those that have begun.
         self.num_done = [0] * len(self.program.batches)
         self.end_done = self.firsts[:-1]
-        self.halves: set[int] = set()  # microbatches of which I stands, and W is to come
+        self.position = 0  # in the row, of the instruction that is looked at
         self.held = False  # whether gradients are kept for the next prediction
         self.posted: set[int] = set()  # reductions for it
         self.wanted = set(codes_of_predictions(compact, rank)) - {PREDICT}
@@ -125,9 +125,9 @@ class _RankPredictions:
                 microbatch = place % width
                 batch = batch_of[microbatch]
                 self.num_done[batch] += code != I
-                (self.halves.add if code == I else self.halves.discard)(microbatch)
                 self.end_done[batch] = max(self.end_done[batch], microbatch + 1)
             elif code >= FIRST_PREDICTION:
+                self.position = position
                 reason = self._prediction(code, version - program.first_batch)
             elif code >= FIRST_UPDATE:
                 if version - program.first_batch > self.num_predicted:
@@ -187,10 +187,16 @@ class _RankPredictions:
         first, last = self.firsts[self.num_predicted], self.end_done[self.num_predicted] - 1
         if last < first + wanted:
             return ""
-        there = "the first half, I," if last in self.halves else "that"
+        there = "that" if self._is_whole(last) else "the first half, I,"
         end, last = (each + self.program.first_microbatch for each in (first + wanted, last))
         batch = f"batch {self._last_batch}"
         return f"it reads the backwards of {batch} before microbatch {end}, and {there} of {last} stands before it"
+
+    def _is_whole(self, microbatch: int) -> bool:
+        """Whether its backward stands before, and not I alone."""
+        codes, places = (row[self.rank][: self.position] for row in (self.compact.codes, self.compact.places))
+        width = self.compact.num_microbatches
+        return any(code in (B, W) and place % width == microbatch for code, place in zip(codes, places, strict=True))
 
     def _word(self, code: int, index: int) -> str:
         return f"{self.stage}{KIND_OF_CODE[code].value}@{self.program.first_batch + index}"

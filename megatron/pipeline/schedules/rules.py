@@ -39,7 +39,12 @@ def validate_choices(schedule: Schedule, order: Order) -> None:
     if order.most_behind is not None and schedule.weights.delay:
         raise ValueError(
             f"{schedule.order} has stages of a rank at different batches, and {schedule.name_of_weights} updates them "
-            "together; use weights stale or flush"
+            "together; use weights stale"
+        )
+    if order.most_behind is not None and schedule.weights.drains:
+        raise ValueError(
+            f"{schedule.order} has stages of a rank at different batches, and under {schedule.name_of_weights} every "
+            "batch drains; use weights stale, or order 1f1b"
         )
     if schedule.weights.refreshes and not (order.follows_edges and order.max_in_flight(0)):
         raise ValueError(

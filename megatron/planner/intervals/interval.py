@@ -109,7 +109,8 @@ def error_of_sources(runs: Sequence[Residual]) -> float:
 def _too_few(takes: str, runs: Sequence[Residual]) -> NotValidated:
     ratios = [run.ratio for run in runs]
     range_of = f", which took {min(ratios):.2f} to {max(ratios):.2f} of the predicted times" if ratios else ""
-    return NotValidated(f"{takes} only {len(runs)} were compared{range_of}")
+    were = "was" if len(ratios) == 1 else "were"
+    return NotValidated(f"{takes} only {len(ratios)} {were} compared{range_of}")
 
 
 def _never_compared(kind: Kind, known: Sequence[Kind]) -> str | None:

@@ -62,6 +62,7 @@ class Residuals:
         write_whole(path, f'{text},\n "runs": [\n  {lines}\n ]\n}}\n')
 
 
+@cache
 def source_of(name: str) -> str:
     """The paper, or the table of one software, that a run was read from: tables of one paper are one source."""
     return re.split(r"[,(\d]| Table| sec| README", name, maxsplit=1)[0].strip()

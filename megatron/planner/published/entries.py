@@ -7,7 +7,7 @@ and said; where more is missing, the entry cannot be predicted, and says why. So
 known (entry_keys.py), or that stands for something without a price (not_modelled.py).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -211,8 +211,10 @@ class _EntryRecord(BaseModel):
 _KEYS = keys_of(_EntryRecord)
 
 
-def load_entries(path: str | Path) -> list[Entry | Unpredictable]:
-    """The entries of a file, in its order.
+def load_entries(
+    path: str | Path, *, filled: Callable[[object], object] = lambda entry: entry
+) -> list[Entry | Unpredictable]:
+    """The entries of a file, in its order. `filled`: an entry with what it leaves out.
 
     Raises ValueError where it is none of this form, has a key beside them that is no remark, or two have one id.
     """
@@ -225,7 +227,7 @@ def load_entries(path: str | Path) -> list[Entry | Unpredictable]:
             refuse_unknown_keys(document, {"entries", *REMARKS})
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
-    found = [read_entry(entry, f"entry {number}") for number, entry in enumerate(entries, start=1)]
+    found = [read_entry(filled(entry), f"entry {number}") for number, entry in enumerate(entries, start=1)]
     names: set[str] = set()
     for each in found:
         if each.id in names:

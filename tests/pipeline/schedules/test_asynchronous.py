@@ -338,6 +338,7 @@ def test_the_busiest_rank_is_hardly_idle(num_ranks, per_rank, most):
         ({"order": "gpipe"}, "gpipe drains in every batch"),
         ({"order": "merged-1f1b"}, "takes one batch at a time"),
         ({"weights": "2bw"}, "async has stages of a rank at different batches, and 2bw updates them together"),
+        ({"weights": "flush"}, "async has stages of a rank at different batches, and under flush every batch drains"),
         ({"balance": True}, "balance"),
         ({"weights": "stale-predicted"}, "predicted weights, which are gone before its backward; add recompute"),
         ({"weights": "stale-provisional"}, "provisional weights, which are gone before its backward; add recompute"),

@@ -106,7 +106,7 @@ def test_two_sources_are_too_few():
 
 def test_pressure_is_apart():
     assert interval_of(PRESSED, [*FOUR, *runs(PRESSED, 1.0)]).reason == (
-        "an interval takes 9 published runs, and of such a kind, slowed or borderline only 1 were compared, which took "
+        "an interval takes 9 published runs, and of such a kind, slowed or borderline only 1 was compared, which took "
         "1.00 to 1.00 of the predicted times"
     )
     slow = [replace(run, kind=replace(run.kind, under_pressure=True), ratio=2 * run.ratio) for run in FOUR]
@@ -126,7 +126,7 @@ def test_features_widen():
     hidden = replace(FLUSH, extras=("overlaps gradients",))
     assert interval_of(hidden, [*FOUR, *runs(hidden, 1.0, source="A")]).group == "4 sources"
     assert interval_of(fp8, [*FOUR, *runs(fp8, 1.0)]).reason.startswith(
-        "an interval takes 9 published runs, and with FP8 only 1 were compared"
+        "an interval takes 9 published runs, and with FP8 only 1 was compared"
     )
 
 
