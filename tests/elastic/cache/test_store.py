@@ -109,8 +109,9 @@ def test_two_jobs(tmp_path, caplog):
         os.close(each)
 
 
-def deepen(cache, samples, generation, rows=1):
-    """As a training does: read what there is, compute on, write. What was there."""
+def deepen(cache, samples, generation, rows=1, *, one_by_one=False):
+    """As a training does: read what there is, compute on, write. What was there. `one_by_one`: each is written,
+    and what nobody needs is deleted, before the next is read; so the turns of the threads do not decide the size."""
     cache.deepen(generation)
     kept = []
     for first in range(0, len(samples), rows):
@@ -120,6 +121,8 @@ def deepen(cache, samples, generation, rows=1):
         assert same([each for each in found if each is not None], outputs(here, cache.older))
         kept += here
         cache.put(batch, outputs(batch, generation))
+        if one_by_one:
+            cache.flush()
     cache.flush()
     return kept
 
@@ -187,7 +190,7 @@ def test_space_is_used_again(tmp_path):
     with open_cache(tmp_path, GENERATIONS[0], 32 << 20) as cache:
         put_all(cache, samples)
         for generation in GENERATIONS[1:]:
-            deepen(cache, samples, generation)
+            deepen(cache, samples, generation, one_by_one=True)
         assert present(cache, samples) == [*samples]
         assert file_bytes(tmp_path) < 2.5 * 20 * 36864
 
