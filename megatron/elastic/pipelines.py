@@ -158,7 +158,7 @@ def most_saved(preset: str, num_ranks: int, num_microbatches: int) -> tuple[int,
     others as far from the end as they were.
     """
     schedule = Schedule.preset(preset, num_stages=num_ranks)
-    full = num_microbatches if schedule.runs(num_microbatches) else max(num_microbatches, num_ranks)
+    full = num_microbatches if schedule.accepts(num_microbatches) else max(num_microbatches, num_ranks)
     return schedule.max_saved_microbatches((full,) * _BATCHES)
 
 
@@ -253,7 +253,7 @@ def _simulated(
         num_stored=num_stored, on_host=on_host, preset=preset,
     )  # fmt: skip
     schedule, costs = schedule_of(layers, pipeline)
-    if not schedule.runs(num_microbatches):
+    if not schedule.accepts(num_microbatches):
         return None
     timeline = simulate(schedule.build((num_microbatches,) * _BATCHES), costs)
     saved = schedule.max_saved_microbatches((num_microbatches,) * _BATCHES)

@@ -11,7 +11,7 @@ from itertools import chain
 
 from megatron.pipeline.program.instruction import Kind, Tensor
 from megatron.pipeline.program.move_order import Pairs
-from megatron.pipeline.schedules import AnySchedule
+from megatron.pipeline.schedules import PipelineSchedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class MessageCounts:
         return tuple(rank for rank, count in enumerate(self.evictions) if count)
 
 
-def count_transfers(schedule: AnySchedule, num_microbatches: int) -> MessageCounts:
+def count_transfers(schedule: PipelineSchedule, num_microbatches: int) -> MessageCounts:
     """What the ranks of `schedule` send in a batch.
 
     Raises:

@@ -117,7 +117,7 @@ def _fewest_microbatches(schedule: Schedule) -> int:
     fill = (
         2 * schedule.num_stages - 1 if schedule.extra_warmup else schedule.microbatch_group_size or schedule.num_ranks
     )
-    return next(filter(schedule.runs, range(fill, fill + 4 * schedule.num_stages)), fill)
+    return next(filter(schedule.accepts, range(fill, fill + 4 * schedule.num_stages)), fill)
 
 
 def title(options: argparse.Namespace, program: Program) -> str:

@@ -17,7 +17,7 @@ from megatron.pipeline.check.hardware_queues import launches_beside, may_deadloc
 from megatron.pipeline.program.program import Program
 
 if TYPE_CHECKING:
-    from megatron.pipeline.schedules import AnySchedule
+    from megatron.pipeline.schedules import PipelineSchedule
 
 VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 IMPLICIT_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
@@ -30,7 +30,7 @@ _LOSS = (
 
 
 def require_hardware_queues(
-    schedule: AnySchedule,
+    schedule: PipelineSchedule,
     environment: Mapping[str, str],
     *,
     flag: str,
@@ -101,7 +101,7 @@ def _number(text: str) -> int:
     return int(text)
 
 
-def _smallest_program(schedule: AnySchedule, max_microbatches: int, *, moves_activations: bool) -> Program:
+def _smallest_program(schedule: PipelineSchedule, max_microbatches: int, *, moves_activations: bool) -> Program:
     """A short program that launches what the job's do: two batches, as small as the schedule takes them.
 
     They move activations if those of the job do.

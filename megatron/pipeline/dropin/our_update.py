@@ -20,7 +20,7 @@ from megatron.backend.streams import streams_of
 from megatron.core import parallel_state
 from megatron.pipeline.runtime.contract.stage import BatchReport
 from megatron.pipeline.runtime.stages.megatron.update import MegatronWeightUpdate
-from megatron.pipeline.schedules.any_schedule import AnySchedule
+from megatron.pipeline.schedules.pipeline_schedule import PipelineSchedule
 
 
 class OurUpdate:
@@ -42,7 +42,7 @@ class OurUpdate:
         optimizer: Any,
         scheduler: Any,
         *,
-        schedule: AnySchedule,
+        schedule: PipelineSchedule,
         stage: int,
         timeout: timedelta,
     ) -> None:

@@ -31,7 +31,7 @@ from megatron.pipeline.runtime.contract.stage import BatchReport
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import tied_embeddings
 from megatron.pipeline.runtime.stages.megatron.split_linears import require_splits
 from megatron.pipeline.runtime.timeline_files import write_timeline
-from megatron.pipeline.schedules.any_schedule import AnySchedule
+from megatron.pipeline.schedules.pipeline_schedule import PipelineSchedule
 from megatron.pipeline.start_up import provisional
 
 
@@ -48,11 +48,11 @@ class Session:
         is_saving: Megatron-LM makes the state of a checkpoint that it saves.
     """
 
-    def __init__(self, args: argparse.Namespace, options: Options, proved: AnySchedule) -> None:
+    def __init__(self, args: argparse.Namespace, options: Options, proved: PipelineSchedule) -> None:
         self._args = args
         self._options = options
         self._proved = proved
-        self._schedule: AnySchedule | None = None
+        self._schedule: PipelineSchedule | None = None
         self._chunks: Sequence[torch.nn.Module] = ()
         self._theirs: TheirUpdate | None = None
         self._ours: OurUpdate | None = None

@@ -26,7 +26,7 @@ from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.stages.megatron.groups import uses_nccl
 from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
 from megatron.pipeline.runtime.stages.megatron.update import MegatronWeightUpdate
-from megatron.pipeline.schedules.any_schedule import AnySchedule
+from megatron.pipeline.schedules.pipeline_schedule import PipelineSchedule
 
 
 class OverlappedStage(MegatronStage):
@@ -118,7 +118,7 @@ def _require_global(name: str, expected: Mapping[str, Callable[[], Any]], given:
 def build_stages(
     args: argparse.Namespace,
     options: Options,
-    schedule: AnySchedule,
+    schedule: PipelineSchedule,
     chunks: Sequence[torch.nn.Module],
     update: TheirUpdate | MegatronWeightUpdate,
     call: Mapping[str, Any],

@@ -13,7 +13,7 @@ from megatron.pipeline.check.queue_environment import require_hardware_queues
 from megatron.pipeline.dropin.choice import batches_of, prove, schedule_of
 from megatron.pipeline.dropin.flags import PAIR_ADJACENT, STANDARD, Options
 from megatron.pipeline.dropin.sentences import say
-from megatron.pipeline.schedules.any_schedule import AnySchedule
+from megatron.pipeline.schedules.pipeline_schedule import PipelineSchedule
 from megatron.pipeline.start_up.rank_exchange import exchange_ranks
 from megatron.pipeline.start_up.shared_errors import OnThisRank, SameEverywhere
 from megatron.pipeline.start_up.transformer_engine import (
@@ -30,7 +30,7 @@ _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 """torchrun says `True` here where its agent hosts the job's store, which stays wherever ranks go."""
 
 
-def prepare(args: argparse.Namespace, options: Options) -> AnySchedule:
+def prepare(args: argparse.Namespace, options: Options) -> PipelineSchedule:
     """The schedule that `args` name, proved; gives this process its rank. Collective where ranks change.
 
     Raises:
@@ -57,7 +57,7 @@ def prepare(args: argparse.Namespace, options: Options) -> AnySchedule:
     return schedule
 
 
-def overlaps_off(args: argparse.Namespace, options: Options, schedule: AnySchedule) -> dict[str, str]:
+def overlaps_off(args: argparse.Namespace, options: Options, schedule: PipelineSchedule) -> dict[str, str]:
     """Which of the overlaps that `args` ask for the schedule has no room for: name -> why.
 
     Under schedules that drain, with whole backwards and activations that stay, Megatron-LM's hooks reduce each bucket
@@ -77,7 +77,9 @@ def overlaps_off(args: argparse.Namespace, options: Options, schedule: AnySchedu
     return {name: reason for name, reason in why.items() if getattr(args, name, False)}
 
 
-def _require_queues(args: argparse.Namespace, options: Options, schedule: AnySchedule, max_microbatches: int) -> None:
+def _require_queues(
+    args: argparse.Namespace, options: Options, schedule: PipelineSchedule, max_microbatches: int
+) -> None:
     require_hardware_queues(
         schedule,
         os.environ,
@@ -105,7 +107,7 @@ def _require_engine_that_follows(args: argparse.Namespace, options: Options) -> 
         )
 
 
-def _map_ranks(args: argparse.Namespace, options: Options, schedule: AnySchedule, max_microbatches: int) -> None:
+def _map_ranks(args: argparse.Namespace, options: Options, schedule: PipelineSchedule, max_microbatches: int) -> None:
     degrees = Degrees(
         tensor=args.tensor_model_parallel_size, pipeline=args.pipeline_model_parallel_size,
         data=args.data_parallel_size, pipelines_in_a_row=getattr(args, "use_tp_pp_dp_mapping", False),

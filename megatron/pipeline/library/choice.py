@@ -9,9 +9,9 @@ from typing import Any
 
 from megatron.documents.numbers import counted
 from megatron.pipeline.schedules import PRESETS, Schedule, read_schedule
+from megatron.pipeline.schedules.compatibility import require_known_norm
 from megatron.pipeline.schedules.orders import MERGED
 from megatron.pipeline.schedules.placements import rank_of_stage
-from megatron.pipeline.schedules.rules import require_known_norm
 
 
 @dataclass(frozen=True, kw_only=True)

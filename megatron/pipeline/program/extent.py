@@ -131,7 +131,7 @@ class Extent:
             raise ValueError(f"microbatch {microbatch} is not in this program, which has {first} to {end - 1}")
         return self.first_batch + bisect_right(self._batch_starts, microbatch) - 1
 
-    def returns_in(self, row: Iterable[Instruction]) -> bool:
+    def interleaves_batches_in(self, row: Iterable[Instruction]) -> bool:
         """Whether a row has a backward of a batch, or a half of one, after one of a later batch."""
         newest = self.first_batch
         for instruction in row:

@@ -53,9 +53,9 @@ class Program(Extent):
         return tuple(counts)
 
     @property
-    def returns_to_batches(self) -> bool:
+    def interleaves_batches(self) -> bool:
         """Whether some rank has a backward of a batch, or a half of one, after one of a later batch."""
-        return any(map(self.returns_in, self.rows))
+        return any(map(self.interleaves_batches_in, self.rows))
 
     def with_rows(self, rows: Rows) -> Program:
         """The same program with other rows."""

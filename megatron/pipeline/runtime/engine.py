@@ -43,7 +43,7 @@ from megatron.pipeline.runtime.stagewise_executor import StagewiseExecutor
 from megatron.pipeline.runtime.transport.channels import Channels
 from megatron.pipeline.runtime.transport.move_queue import MoveQueue
 from megatron.pipeline.runtime.update.chain import Chain
-from megatron.pipeline.schedules import AnySchedule
+from megatron.pipeline.schedules import PipelineSchedule
 
 if TYPE_CHECKING:
     from megatron.pipeline.runtime.transport.edge_tensors import EdgeTensors
@@ -67,7 +67,7 @@ class PipelineEngine:
 
     def __init__(
         self,
-        schedule: AnySchedule,
+        schedule: PipelineSchedule,
         stage: Stage | Sequence[Stage],
         update: WeightUpdate,
         *,

@@ -15,7 +15,7 @@ from megatron.pipeline.draw import draw_timeline
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.runtime.contract.trace import RankTrace, gather_traces, timeline, write_chrome_trace
 from megatron.pipeline.runtime.engine import PipelineEngine
-from megatron.pipeline.schedules import AnySchedule
+from megatron.pipeline.schedules import PipelineSchedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
 from megatron.pipeline.simulate.timeline import Timeline
@@ -67,7 +67,7 @@ def last_stretch(measured: Timeline, drains: Collection[int], *, most: int) -> r
     return longest[-most:]
 
 
-def planned_timeline(schedule: AnySchedule, measured: Timeline, shown: range, drains: Collection[int]) -> Timeline:
+def planned_timeline(schedule: PipelineSchedule, measured: Timeline, shown: range, drains: Collection[int]) -> Timeline:
     """The simulation of the batches `shown`, with measured times and together with neighbours of the same stretch."""
     first = max([shown.start - _RUN_IN, measured.first_batch, *(drain for drain in drains if drain <= shown.start)])
     end = measured.first_batch + len(measured.batches)
@@ -91,7 +91,7 @@ def write_timeline(engine: PipelineEngine, folder: Path, *, drains: Collection[i
 
 
 def write_pictures(
-    schedule: AnySchedule, traces: Sequence[RankTrace] | None, folder: Path, *, drains: Collection[int], most: int
+    schedule: PipelineSchedule, traces: Sequence[RankTrace] | None, folder: Path, *, drains: Collection[int], most: int
 ) -> None:
     """The same from the traces of a pipeline's ranks; None, as on all ranks but one: nothing is written."""
     if traces is None or not traces[0].batches:

@@ -1,22 +1,21 @@
 """Schedules: an order of computations, a weight policy and flags, built into programs; or a program of one's own."""
 
 from megatron.pipeline.program.periodic import PeriodicProgram
-from megatron.pipeline.schedules.any_schedule import AnySchedule
+from megatron.pipeline.schedules.compatibility import TooManyRead
 from megatron.pipeline.schedules.orders import ORDERS, PRESETS, Preset
+from megatron.pipeline.schedules.pipeline_schedule import PipelineSchedule, ProgramStream
 from megatron.pipeline.schedules.placements import PLACEMENTS
 from megatron.pipeline.schedules.program_files import OtherRun, read_schedule
 from megatron.pipeline.schedules.program_schedule import ProgramSchedule
-from megatron.pipeline.schedules.rules import TooManyRead
 from megatron.pipeline.schedules.schedule import Schedule
-from megatron.pipeline.schedules.stream import ProgramStream
 
 __all__ = [
     "ORDERS",
     "PLACEMENTS",
     "PRESETS",
-    "AnySchedule",
     "OtherRun",
     "PeriodicProgram",
+    "PipelineSchedule",
     "Preset",
     "ProgramSchedule",
     "ProgramStream",

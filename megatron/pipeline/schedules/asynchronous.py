@@ -53,7 +53,7 @@ class Asynchronous(Order):
         segments = [[each for _ in batch for each in next(row)] for batch in batches]
         return [*segments, [each for rest in row for each in rest]]
 
-    def goes_on_with(self, rank: int) -> Sequence[tuple[Kind, int, int]]:
+    def first_after_border(self, rank: int) -> Sequence[tuple[Kind, int, int]]:
         """A round more goes on with all turns that are behind, in their order."""
         return [(turn.kind, turn.stage, turn.lag) for turn in self.cycles[rank] if turn.lag]
 

@@ -75,11 +75,11 @@ class BehindFrozen(Order):
     def validate(self, num_microbatches: int) -> None:
         self.active.validate(num_microbatches)
 
-    def goes_on_with(self, rank: int) -> Sequence[tuple[Kind, int, int]]:
+    def first_after_border(self, rank: int) -> Sequence[tuple[Kind, int, int]]:
         stages = [stage for stage, at in enumerate(self.rank_of_stage) if at == rank]
         if stages[-1] < self.num_frozen:
             return ()
-        turns = self.active.goes_on_with(stages[-1] - self.num_frozen)
+        turns = self.active.first_after_border(stages[-1] - self.num_frozen)
         return [(kind, stage + self.num_frozen, behind) for kind, stage, behind in turns]
 
     def recomputes(self, stage: int) -> bool:

@@ -6,13 +6,17 @@ subclass and enter it into the table in `orders`.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import chain
 from typing import ClassVar
 
 from megatron.pipeline.program.edges import Edge, StageGraph
-from megatron.pipeline.program.instruction import Instruction, Kind
+from megatron.pipeline.program.instruction import ENDS_BACKWARD, HALVES, Instruction, Kind
 from megatron.pipeline.program.move_order import Pairs
+from megatron.pipeline.program.stages import stages_of
 from megatron.pipeline.schedules.passes import Segments
+
+_MOST_GROUPS = 8  # of p microbatches, among which a batch is looked for that the order takes
 
 Work = Sequence[tuple[float, float]]  # seconds of a forward and of a backward, recompute included, of each stage
 
@@ -76,10 +80,14 @@ class Order(ABC):
             stands, or would stand; then, in one more list, what is left to do.
         """
 
-    def goes_on_with(self, rank: int) -> Sequence[tuple[Kind, int, int]]:
-        """What the rank computes first of batches that have begun, behind each border between batches, whether another
-        batch begins there or the run is drained: (kind, stage, microbatches behind the border), in its order; those of
-        microbatches before the first are left out. Empty: that is not known, or differs.
+    def segments_of_rank(self, rank: int, batches: Sequence[range]) -> Segments:
+        """The segments of a rank, whether the order goes by ranks or by stages."""
+        return self.segments(rank if self.interleaves else stages_of(self.rank_of_stage, rank)[0], batches)
+
+    def first_after_border(self, rank: int) -> Sequence[tuple[Kind, int, int]]:
+        """The computations of batches already begun that the rank has first behind each border between batches, whether
+        another batch begins there or the run is drained: (kind, stage, microbatches behind the border), in its order.
+        Microbatches before the run's first are left out. Empty: not known, or not the same in both cases.
         """
         return ()
 
@@ -90,6 +98,26 @@ class Order(ABC):
     def max_in_flight_on_rank(self, rank: int) -> int | None:
         """The same over all stages of a rank together; a microbatch counts once at each stage."""
         return self.max_in_flight(self.rank_of_stage.index(rank))
+
+    @cached_property
+    def splits_backward(self) -> bool:
+        """Whether some rank has an I or a W in a batch that fills the pipeline, or in the largest that the order takes.
+        The rows say it, so that no order has to.
+        """
+        p = self.num_ranks
+        sizes = (*range(2 * p, _MOST_GROUPS * p + 1), *range(2 * p - 1, 0, -1))
+        size = next(filter(self._accepts, sizes), None)
+        if size is None:
+            return False
+        rows = (self.segments_of_rank(rank, [range(size)]) for rank in range(p))
+        return any(each.kind in HALVES for segments in rows for segment in segments for each in segment)
+
+    def _accepts(self, num_microbatches: int) -> bool:
+        try:
+            self.validate(num_microbatches)
+        except ValueError:
+            return False
+        return True
 
     @property
     def most_behind(self) -> int | None:
@@ -112,6 +140,18 @@ class Order(ABC):
 
     def validate(self, num_microbatches: int) -> None:  # noqa: B027  most orders take any batch
         """Raises ValueError where the order has no place for a batch of this size."""
+
+
+@lru_cache(maxsize=256)
+def remaining_backwards(order: Order, num_microbatches: int) -> tuple[int, ...]:
+    """For each stage, how many backwards of a batch are to come where the next batch begins: read off the rows of two
+    batches of this size.
+    """
+    batches, counts = [range(num_microbatches), range(num_microbatches, 2 * num_microbatches)], [0] * order.num_stages
+    for rank in range(order.num_ranks):
+        for each in chain.from_iterable(order.segments_of_rank(rank, batches)[1:]):
+            counts[each.stage] += each.kind in ENDS_BACKWARD and each.microbatch < num_microbatches
+    return tuple(counts)
 
 
 _shared = lru_cache(maxsize=65536)  # programs of one size after the other have the same, which take long to make

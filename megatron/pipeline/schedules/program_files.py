@@ -13,9 +13,9 @@ from pathlib import Path
 from megatron.pipeline.program.csv_text import names_stated, read_notes
 from megatron.pipeline.program.instruction import UPDATES
 from megatron.pipeline.program.program import Program
+from megatron.pipeline.schedules.compatibility import require_known_norm
 from megatron.pipeline.schedules.completion import require_training
 from megatron.pipeline.schedules.program_schedule import ProgramSchedule
-from megatron.pipeline.schedules.rules import require_known_norm
 
 _SAYS = {
     "recompute": (

@@ -1,4 +1,4 @@
-"""A schedule that is a program which somebody brings: its rows run for any number of batches.
+"""A schedule made of a program that a user wrote: its rows run for any number of batches.
 
 How the rows go on is found, or given (`repetition`). What a run does in each batch, and how it stops behind it, is said
 in `continuation`. All of it is proved when the schedule is made, from the start of a run and from a drain in its midst:
@@ -11,20 +11,18 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import attrgetter
 
 from megatron.pipeline.check import CheckReport, check, check_periodic
-from megatron.pipeline.program.edges import Edge, StageGraph
 from megatron.pipeline.program.instruction import HALVES, Kind
-from megatron.pipeline.program.move_order import Pairs
 from megatron.pipeline.program.periodic import PeriodicProgram
 from megatron.pipeline.program.program import Program, shifted_row
-from megatron.pipeline.program.weight_policies import WeightPolicy
-from megatron.pipeline.schedules.builds_programs import BuildsPrograms
 from megatron.pipeline.schedules.completion import completed, renumbered, require_equal_batches
 from megatron.pipeline.schedules.continuation import Continuation
 from megatron.pipeline.schedules.gpipe import GPipe
 from megatron.pipeline.schedules.merged import MergedGPipe
 from megatron.pipeline.schedules.order import Order
+from megatron.pipeline.schedules.pipeline_schedule import PipelineSchedule
 from megatron.pipeline.schedules.repetition import Repetition, cuts_of, find_repetition
 from megatron.pipeline.schedules.segments import ProgramInSegments
 
@@ -32,10 +30,10 @@ _DIGITS = 12  # of a hash that is shown
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ProgramSchedule(BuildsPrograms):
+class ProgramSchedule(PipelineSchedule):
     """A program over one or more equal batches, from a drained state to a drained state, as a schedule.
 
-    It answers what a `Schedule` does (see `AnySchedule`). Equal programs are equal schedules.
+    Equal programs are equal schedules.
 
     Attributes:
         program: complete, counted from batch and microbatch 0.
@@ -109,86 +107,39 @@ class ProgramSchedule(BuildsPrograms):
         """Of each batch."""
         return self.program.batches[0]
 
-    @property
-    def weights(self) -> WeightPolicy:
-        return self.program.weights
-
-    @property
-    def name_of_weights(self) -> str:
-        return self.weights.name
-
-    @property
-    def num_stages(self) -> int:
-        return self.program.num_stages
-
-    @property
-    def rank_of_stage(self) -> tuple[int, ...]:
-        return self.program.rank_of_stage
-
-    @property
-    def num_ranks(self) -> int:
-        return self.program.num_ranks
+    weights = property(attrgetter("program.weights"))
+    name_of_weights = property(attrgetter("program.weights.name"))
+    num_stages = property(attrgetter("program.num_stages"))
+    num_ranks = property(attrgetter("program.num_ranks"))
+    rank_of_stage = property(attrgetter("program.rank_of_stage"))
+    edges = property(attrgetter("program.edges"))
+    graph = property(attrgetter("program.graph"))
+    num_frozen = property(attrgetter("program.graph.num_frozen"))
+    pairs = property(attrgetter("program.pairs"))
+    recompute = property(attrgetter("program.recompute"))
+    tied_embeddings = property(attrgetter("program.tied_embeddings"))
+    data_parallel = property(attrgetter("program.data_parallel"))
+    provisional_microbatches = property(attrgetter("program.provisional_microbatches"))
+    reduce_partial = property(attrgetter("program.reduce_partial"))
 
     @property
     def num_virtual_stages(self) -> int:
-        """The most stages of any rank."""
         return max(map(self.rank_of_stage.count, self.rank_of_stage))
 
     @property
-    def edges(self) -> tuple[Edge, ...]:
-        return self.program.edges
-
-    @property
-    def graph(self) -> StageGraph:
-        return self.program.graph
-
-    @property
-    def pairs(self) -> Pairs:
-        return self.program.pairs
-
-    @property
-    def num_frozen(self) -> int:
-        """Stages in front that are frozen."""
-        return self.graph.num_frozen
-
-    @property
-    def recompute(self) -> bool:
-        return self.program.recompute
-
-    @property
-    def tied_embeddings(self) -> bool:
-        return self.program.tied_embeddings
-
-    @property
-    def data_parallel(self) -> bool:
-        return self.program.data_parallel
-
-    @property
-    def provisional_microbatches(self) -> int | None:
-        return self.program.provisional_microbatches
-
-    @property
-    def reduce_partial(self) -> bool:
-        return self.program.reduce_partial
-
-    @property
     def balance(self) -> bool:
-        """Whether saved activations move between the stages of a pair."""
         return any(self.program.num_evictions)
 
     @property
     def splits_backward(self) -> bool:
-        """Whether backwards are computed in halves, I and W."""
         return any(each.kind in HALVES for row in self.program.rows for each in row)
 
     def recomputes(self, stage: int) -> bool:
-        """Whether backwards at the stage are preceded by a recompute."""
         return self.program.recomputes(stage)
 
     # --- what it takes and demands
 
     def validate(self, num_microbatches: int) -> None:
-        """Raises ValueError where a batch is not of the program's size."""
         if num_microbatches != self.num_microbatches:
             raise ValueError(
                 f"the program {self.name} has batches of {self.num_microbatches} microbatches, not {num_microbatches}; "
@@ -197,40 +148,32 @@ class ProgramSchedule(BuildsPrograms):
 
     @property
     def max_in_flight(self) -> int | None:
-        """The most microbatches between forward and end of backward at any stage."""
         return max(self._peaks[0])
 
     def max_saved_microbatches(self, batches: Sequence[int]) -> tuple[int, ...]:
-        """For each stage, the most microbatches whose activations it holds at once, in any number of batches."""
         return self._peaks[0]
 
     def max_saved_on_rank(self, batches: Sequence[int]) -> tuple[int, ...]:
-        """The same for each rank, over all its stages."""
         return self._peaks[1]
 
     def evicting_ranks(self, batches: Sequence[int]) -> tuple[int, ...]:
-        """The ranks that move saved activations away."""
         evictions = self.program.num_evictions
         return tuple(sorted({self.rank_of_stage[stage] for stage, count in enumerate(evictions) if count}))
 
-    def unread(self, num_microbatches: int) -> tuple[int, ...]:
-        """For each stage, how many backwards of a batch stand behind the prediction from it; where weights predict."""
+    def remaining_backwards(self, num_microbatches: int) -> tuple[int, ...]:
         return self.program.unread
 
     @property
     def settling_batches(self) -> int:
-        """From so many batches behind a drain on, the rest of a run repeats what it has done."""
         return self._most_unlike
 
     def window(self, batches: Sequence[int]) -> tuple[int, ...]:
-        """Batches that end as these do, which follow a drain: without whole periods of them."""
         excess = max(0, len(batches) - self._most_unlike)
         period = self.repetition.num_period
         return tuple(batches[-(-excess // period) * period :])
 
     @cached_property
     def report_lag(self) -> int:
-        """By the end of batch i's segment every rank has stepped batch i - report_lag and posted its norm."""
         num_batches, lag = self.repetition.num_fill + self.repetition.num_period, 0
         built = self._continuation.build(num_batches)
         stepped, posted = [0] * self.num_ranks, [0] * self.num_ranks

@@ -1,4 +1,4 @@
-"""A schedule: the choices from which a program follows.
+"""A schedule: the choices from which a program follows, and how it does.
 
 An order says when each stage computes which microbatch; a weight policy, which weights it uses and when they are
 updated; flags add recompute and say what the chain of an update contains. `build` turns the choices into a program:
@@ -6,37 +6,41 @@ the order, then one pass for each concern.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
+from itertools import chain
 
 from megatron.pipeline.program.edges import Edge, StageGraph
-from megatron.pipeline.program.instruction import ENDS_BACKWARD, Row
+from megatron.pipeline.program.extent import Extent
+from megatron.pipeline.program.instruction import Row
 from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.program.move_order import Pairs
 from megatron.pipeline.program.periodic import PeriodicProgram
-from megatron.pipeline.program.stages import stages_by_rank, stages_of
+from megatron.pipeline.program.program import shifted_row
+from megatron.pipeline.program.stages import stages_by_rank
 from megatron.pipeline.program.weight_policies import WeightPolicy, predicting, weight_policy
-from megatron.pipeline.schedules.building import (
-    build_in_segments,
-    build_periodic,
-    computations_of,
-    returns_to_batches,
-    segments_without_transfers,
-)
-from megatron.pipeline.schedules.builds_programs import BuildsPrograms
+from megatron.pipeline.schedules.compatibility import validate_batch, validate_choices, validate_frozen
 from megatron.pipeline.schedules.frozen import BehindFrozen, frozen_chain
-from megatron.pipeline.schedules.order import Order
+from megatron.pipeline.schedules.order import Order, remaining_backwards
 from megatron.pipeline.schedules.orders import MERGED, ORDERS, PRESETS
 from megatron.pipeline.schedules.passes import Segments
+from megatron.pipeline.schedules.passes.balance import add_balance
+from megatron.pipeline.schedules.passes.communication import add_communication
+from megatron.pipeline.schedules.passes.host_updates import add_host_updates
+from megatron.pipeline.schedules.passes.predictions import add_predictions
+from megatron.pipeline.schedules.passes.recompute import add_recompute
+from megatron.pipeline.schedules.passes.residency import add_residency
+from megatron.pipeline.schedules.passes.stash import add_stash
+from megatron.pipeline.schedules.passes.updates import add_updates
+from megatron.pipeline.schedules.passes.versions import set_versions
+from megatron.pipeline.schedules.pipeline_schedule import PipelineSchedule
 from megatron.pipeline.schedules.placements import rank_of_stage, round_robin, validate_placement
-from megatron.pipeline.schedules.rules import validate_choices, validate_frozen, validate_predictions
-from megatron.pipeline.schedules.saved import SavedBounds
+from megatron.pipeline.schedules.saved import SavedBounds, bounds_of_ranks
 from megatron.pipeline.schedules.segments import ProgramInSegments
-from megatron.pipeline.schedules.split import splits_backward
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule(BuildsPrograms):
+class Schedule(PipelineSchedule):
     """What to build programs from. Equal schedules build equal programs.
 
     Attributes:
@@ -176,79 +180,44 @@ class Schedule(BuildsPrograms):
         return f"{names[0]} ({weights})" if names else weights
 
     def validate(self, num_microbatches: int) -> None:
-        """Raises ValueError where a batch of this size cannot be run."""
-        if num_microbatches < 1:
-            raise ValueError(f"a batch cannot have {num_microbatches} microbatches; give 1 and more")
-        rule = self.weights
-        if rule.updates_alone and not rule.refreshes and num_microbatches != 1:
-            raise ValueError(
-                f"{self.name_of_weights} updates after every microbatch, so a batch is one microbatch, not "
-                f"{num_microbatches}; give each batch one (in training: global batch size = micro batch size x data "
-                "parallel size)"
-            )
-        in_flight = self._order.max_in_flight(self.num_frozen)
-        # Moves are planned within a segment, so one batch alone has to hold what is in flight.
-        batches = 1 if self.balance else rule.delay or 1
-        if in_flight is not None and rule.overlaps_updates and num_microbatches < (fewest := -(-in_flight // batches)):
-            warmup = " and extra warm-up" if self.extra_warmup else ""
-            raise ValueError(
-                f"{self.weights.name} with {self.num_stages} stages{warmup} needs batches of at least {fewest} "
-                f"microbatches, as many as are in flight{_shared(batches)}, not {num_microbatches}: a batch would "
-                "begin before its weights are made; use larger batches, fewer stages, or flush"
-            )
-        self._order.validate(num_microbatches)
-        if rule.predicts:
-            validate_predictions(self, num_microbatches)
+        validate_batch(self, self._order, num_microbatches)
 
     @property
     def max_in_flight(self) -> int | None:
-        """The most microbatches between forward and end of backward, without moves; None: a whole batch at a stage."""
         return self._saved.max_in_flight
 
     def max_saved_microbatches(self, batches: Sequence[int]) -> tuple[int, ...]:
-        """For each stage, the most microbatches whose activations it holds at once in a program of these batches."""
         return self._saved.on_stages(batches)
 
     def max_saved_on_rank(self, batches: Sequence[int]) -> tuple[int, ...]:
-        """The same for each rank, over all its stages; a microbatch counts once at each of them."""
         return self._saved.on_ranks(batches)
 
     def evicting_ranks(self, batches: Sequence[int]) -> tuple[int, ...]:
-        """The ranks that move saved activations away in a program of these batches; none: there is nothing to balance.
-
-        That is so without `balance`, and with it for few ranks that train (1F1B: fewer than 4), or batches too small to
-        fill the pipeline.
-        """
         return self._saved.evicting_ranks(batches)
 
     @property
     def splits_backward(self) -> bool:
-        """Whether backwards are computed in halves, I and W."""
-        return splits_backward(self._order)
+        return self._order.splits_backward
 
     def recomputes(self, stage: int) -> bool:
-        """Whether backwards at the stage are preceded by a recompute."""
         return self.recompute and self._order.recomputes(stage)
 
-    def unread(self, num_microbatches: int) -> tuple[int, ...]:
-        """For each stage, how many backwards of a batch of this size are to come where the next batch begins."""
-        return _unread(self._order, self.rank_of_stage, num_microbatches)
+    def remaining_backwards(self, num_microbatches: int) -> tuple[int, ...]:
+        return remaining_backwards(self._order, num_microbatches)
 
-    def holds(self, num_microbatches: int) -> tuple[bool, ...]:
-        """For each stage, whether the prediction from a batch of this size reads a copy of its gradients.
-
-        It does where more of them are done than it reads, and where the replicas reduce what it reads.
+    def needs_gradient_copy(self, num_microbatches: int) -> tuple[bool, ...]:
+        """For each stage, whether the prediction from a batch of this size reads a copy of the gradients: where more
+        microbatches are done than it reads, and where the replicas reduce what it reads.
         """
         if not self.weights.predicts or (self.reduce_partial and self.data_parallel):
             return (self.weights.predicts,) * self.num_stages
         if self.provisional_microbatches is None:
             return (False,) * self.num_stages
-        done = (num_microbatches - unread for unread in self.unread(num_microbatches))
+        done = (num_microbatches - remaining for remaining in self.remaining_backwards(num_microbatches))
         return tuple(self.provisional_microbatches < each for each in done)
 
     @property
     def report_lag(self) -> int:
-        """By the end of batch i's segment every rank has stepped batch i - report_lag and posted its norm."""
         behind = self._order.most_behind
         if any(stages[-1] < self.num_frozen for stages in stages_by_rank(self.rank_of_stage)):
             return max(1, self.weights.report_lag(self.num_stages))  # a frozen rank begins the next batch meanwhile
@@ -256,40 +225,83 @@ class Schedule(BuildsPrograms):
 
     @property
     def settling_batches(self) -> int:
-        """How many of the batches before a batch can matter to its segment, and to a drain after it."""
         order = self._order
         if self.weights.updates_alone and order.most_behind is not None:
             return order.most_behind + max(map(order.graph.depth, range(self.num_stages)))
         return self.weights.settling_batches(order.max_in_flight(self.num_frozen) or 0)
 
     def window(self, batches: Sequence[int]) -> tuple[int, ...]:
-        """Of batches that follow a drain, the last ones, behind which a run goes on or drains as behind all of them."""
         return tuple(batches[-self.settling_batches - 1 :])
 
     # --- programs
 
     def computations(self, rank: int, batches: Sequence[int]) -> Row:
-        """What a rank computes of batches of these sizes, in its order: the program without what the passes add."""
-        return computations_of(self, self._order, rank, batches)
+        """The computations of a rank, in its order, on batches of these sizes: a program before the passes."""
+        return tuple(chain.from_iterable(self._order_segments(rank, self._extent(batches))))
 
     def segments_without_transfers(self, batches: Sequence[int]) -> list[Segments]:
-        """What each rank does in a program of batches of these sizes, in segments, but for transfers between stages and
-        without the versions that computations use. It takes a fifth of the time to build the program.
+        """The segments of each rank in a program of these batches, before transfers between stages and the versions of
+        computations are added. It takes a fifth of the time to build the program.
         """
-        return segments_without_transfers(self, self._order, batches)
+        return self._without_transfers(self._extent(batches))
 
-    def returns_to_batches(self, batches: Sequence[int]) -> bool:
-        """As in `BuildsPrograms`, from the order alone: of a deep pipeline the program takes a second to build."""
-        return returns_to_batches(self, self._order, batches)
+    def interleaves_batches(self, batches: Sequence[int]) -> bool:
+        extent = self._extent(batches)  # of a deep pipeline the program takes a second to build, so the order is asked
+        return any(
+            extent.interleaves_batches_in(chain.from_iterable(self._order_segments(rank, extent)))
+            for rank in range(self.num_ranks)
+        )
 
     def build_periodic(self, num_microbatches: int) -> PeriodicProgram:
-        """The run from batch 0 on of any number of batches of this size."""
-        return build_periodic(self, self._order, num_microbatches)
+        num_fill = max(1, (self.weights.delay or 0) + self.settling_batches)
+        batches = (num_microbatches,) * num_fill
+        built = self.build_in_segments((*batches, num_microbatches))
+        return PeriodicProgram(
+            extent=self._extent(batches),
+            fill=built.segments(0, num_fill),
+            period=built.segments(num_fill, num_fill + 1),
+            drain=tuple(shifted_row(row, microbatches=-num_microbatches, versions=-1) for row in built.drain),
+            num_microbatches=num_microbatches,
+        )
 
-    # --- parts
+    # --- from the order to the program
 
     def _build(self, batches: Sequence[int], first_batch: int, first_microbatch: int) -> ProgramInSegments:
-        return build_in_segments(self, self._order, batches, first_batch, first_microbatch)
+        extent = self._extent(batches, first_batch, first_microbatch)
+        segments_of_rank = [set_versions(segments, extent) for segments in self._without_transfers(extent)]
+        after_borders = [self._order.first_after_border(rank) for rank in range(self.num_ranks)]
+        return ProgramInSegments.join(extent, add_communication(segments_of_rank, extent, after_borders))
+
+    def _extent(self, batches: Sequence[int], first_batch: int = 0, first_microbatch: int = 0) -> Extent:
+        """Raises ValueError where the batches begin with different numbers of backwards left of the batch before."""
+        given = {name: getattr(self, name) for name in _SHARED}
+        given["reduce_partial"] = self.reduce_partial and self.data_parallel
+        if self.weights.predicts and self.provisional_microbatches is None:
+            remaining = {self.remaining_backwards(size) for size in batches}
+            if len(remaining) > 1:
+                raise ValueError(
+                    f"{self.order} begins a batch where other numbers of backwards are left of the one before for each "
+                    f"size of {batches}, so none can be said for all; give provisional_microbatches"
+                )
+            given["unread"] = next(iter(remaining))
+        stages = range(self.num_stages)
+        given["not_recomputed"] = tuple(each for each in stages if self.recompute and not self.recomputes(each))
+        return Extent(batches=tuple(batches), first_batch=first_batch, first_microbatch=first_microbatch, **given)
+
+    def _without_transfers(self, extent: Extent) -> list[Segments]:
+        ordered = [self._order_segments(rank, extent) for rank in range(self.num_ranks)]
+        if self.balance:
+            ordered = add_balance(ordered, extent, bounds_of_ranks(self._order))
+        return [_with_updates(segments, rank, extent) for rank, segments in enumerate(ordered)]
+
+    def _order_segments(self, rank: int, extent: Extent) -> Segments:
+        """The order of a rank: all batches in one stretch, or each in its own where the policy drains."""
+        first = extent.first_batch
+        batches = [extent.microbatches_of(batch) for batch in range(first, first + len(extent.batches))]
+        if not extent.weights.drains:
+            return self._order.segments_of_rank(rank, batches)
+        stretches = [self._order.segments_of_rank(rank, [batch]) for batch in batches]
+        return [*(segment + drain for segment, drain in stretches), []]
 
     @property
     def _evaluation_order(self) -> Order:
@@ -306,6 +318,25 @@ class Schedule(BuildsPrograms):
     def _saved(self) -> SavedBounds:
         offloads = self.residency is not None and self.residency.stashes_on_host
         return SavedBounds(self._order, self.rank_of_stage, self.balance, self.weights.drains, offloads)
+
+
+_SHARED = sorted({each.name for each in fields(Extent)} & {each.name for each in fields(Schedule)})
+
+
+def _with_updates(segments: Segments, rank: int, extent: Extent) -> Segments:
+    """The order of a rank with everything that concerns this rank alone."""
+    if extent.recompute:
+        segments = add_recompute(segments, extent)
+    if extent.residency:
+        segments = add_residency(segments, extent)
+        if extent.residency.stashes_on_host:
+            segments = add_stash(segments, extent)
+        segments = add_host_updates(segments, rank, extent)
+    else:
+        segments = add_updates(segments, rank, extent)
+    if extent.weights.predicts:
+        segments = add_predictions(segments, rank, extent)
+    return segments
 
 
 @lru_cache(maxsize=256)
@@ -326,22 +357,3 @@ def _order_of(
         num_stages, rank_of_stage=rank_of_stage, microbatch_group_size=group_size, extra_warmup=extra_warmup,
         edges=edges, work=work,
     )  # fmt: skip
-
-
-def _shared(batches: int) -> str:
-    """How the microbatches in flight are shared, behind their number."""
-    return "" if batches == 1 else f" in {batches} batches together"
-
-
-@lru_cache(maxsize=256)
-def _unread(order: Order, rank_of_stage: tuple[int, ...], num_microbatches: int) -> tuple[int, ...]:
-    """How much of a batch is left to be done where the next begins. Read off the rows of two batches: where the second
-    begins on a rank, and what stands behind that of the first.
-    """
-    batches, counts = [range(num_microbatches), range(num_microbatches, 2 * num_microbatches)], [0] * order.num_stages
-    for rank in range(max(rank_of_stage) + 1):
-        stages = stages_of(rank_of_stage, rank)
-        for segment in order.segments(rank if order.interleaves else stages[0], batches)[1:]:
-            for each in segment:
-                counts[each.stage] += each.kind in ENDS_BACKWARD and each.microbatch < num_microbatches
-    return tuple(counts)

@@ -4,7 +4,7 @@ import argparse
 
 from megatron.documents.numbers import counted
 from megatron.pipeline.program.weight_policies import TWO_BW, WeightPolicy
-from megatron.pipeline.schedules.any_schedule import AnySchedule
+from megatron.pipeline.schedules.pipeline_schedule import PipelineSchedule
 
 
 def require_predictions(args: argparse.Namespace, weights: WeightPolicy, name: str) -> None:
@@ -34,7 +34,7 @@ def require_predictions(args: argparse.Namespace, weights: WeightPolicy, name: s
         raise ValueError("--2bw-provisional-reduce needs replicas, and this job has one; leave it out")
 
 
-def description(schedule: AnySchedule, name: str, num_microbatches: int) -> str | None:
+def description(schedule: PipelineSchedule, name: str, num_microbatches: int) -> str | None:
     """What to say of the weights that batches of so many microbatches are computed at; None where there is nothing.
 
     `name`: what the schedule is called.
@@ -47,7 +47,7 @@ def description(schedule: AnySchedule, name: str, num_microbatches: int) -> str 
         )
     if not schedule.weights.predicts:
         return None
-    read = [num_microbatches - unread for unread in schedule.unread(num_microbatches)]
+    read = [num_microbatches - unread for unread in schedule.remaining_backwards(num_microbatches)]
     if schedule.provisional_microbatches is not None:
         read = [schedule.provisional_microbatches] * schedule.num_stages
     if len(set(read)) == 1:

@@ -59,7 +59,7 @@ def has_closed_form(schedule: Schedule, num_microbatches: int) -> bool:
 def closed_form_demand(schedule: Schedule, num_microbatches: int) -> Demand:
     """The most that each rank holds in a run of batches with so many microbatches. Raises ValueError as `validate`."""
     schedule.validate(num_microbatches)
-    holds = schedule.holds(num_microbatches)
+    holds = schedule.needs_gradient_copy(num_microbatches)
     if schedule.max_in_flight is not None:  # full with so many, and holds no more of a larger batch
         full = 3 * schedule.num_ranks
         num_microbatches = min(num_microbatches, full + num_microbatches % schedule.num_ranks)

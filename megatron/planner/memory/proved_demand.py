@@ -9,12 +9,12 @@ from functools import lru_cache
 from megatron.pipeline.check import CheckReport, check, check_periodic
 from megatron.pipeline.program.instruction import BEGINS_BACKWARD, ENDS_BACKWARD, Kind, Tensor
 from megatron.pipeline.program.program import Program
-from megatron.pipeline.schedules import AnySchedule
+from megatron.pipeline.schedules import PipelineSchedule
 from megatron.planner.memory.demand import Demand, moments_of
 
 
 @lru_cache(maxsize=4096)
-def proved_demand(schedule: AnySchedule, num_microbatches: int) -> Demand:
+def proved_demand(schedule: PipelineSchedule, num_microbatches: int) -> Demand:
     """What each rank holds at most in a run of batches with so many microbatches, whose programs are built and proved.
 
     Raises ValueError as `Schedule.validate`, and where the checker refuses them.

@@ -18,7 +18,9 @@ def alike(schedule: Schedule, num_microbatches: int, *, least: int, step: int, c
         apart = max(step // unit, 1) * unit
         first = num_microbatches - (num_microbatches - least) // unit * unit
         sizes = tuple(first + index * apart for index in range(count))
-        if sizes[-1] < num_microbatches and all(resized(schedule, num_microbatches, each).runs(each) for each in sizes):
+        if sizes[-1] < num_microbatches and all(
+            resized(schedule, num_microbatches, each).accepts(each) for each in sizes
+        ):
             return sizes
     return ()
 

@@ -20,7 +20,7 @@ def known_share(configuration: Configuration) -> Fraction:
     read = configuration.provisional_microbatches
     if read is None:
         schedule = configuration.pipeline_schedule(tied_embeddings=False)
-        read = configuration.num_microbatches - max(schedule.unread(configuration.num_microbatches))
+        read = configuration.num_microbatches - max(schedule.remaining_backwards(configuration.num_microbatches))
     replicas = 1 if configuration.provisional_reduce else configuration.data
     return Fraction(read, configuration.num_microbatches * replicas)
 

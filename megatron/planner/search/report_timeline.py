@@ -12,7 +12,7 @@ from html import escape
 
 from megatron.documents.numbers import counted
 from megatron.pipeline.draw.page_timeline import legible_scale, page_timeline
-from megatron.pipeline.schedules.any_schedule import AnySchedule
+from megatron.pipeline.schedules.pipeline_schedule import PipelineSchedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.timeline import Timeline
 from megatron.planner.memory.sizes import resized
@@ -62,23 +62,23 @@ def timeline_figures(rows: Sequence[tuple[str, Kept, Planner]]) -> str:
     )
 
 
-def _schedule(each: Kept, planner: Planner) -> AnySchedule:
+def _schedule(each: Kept, planner: Planner) -> PipelineSchedule:
     return each.estimate.configuration.pipeline_schedule(tied_embeddings=planner.model.tied_embeddings)
 
 
-def _least(schedule: AnySchedule) -> int:
+def _least(schedule: PipelineSchedule) -> int:
     """Microbatches that fill the pipeline, and some more of a short one."""
     return max(schedule.num_ranks, min(2 * schedule.num_ranks, _FEW))
 
 
-def _fitting(schedule: AnySchedule, whole: int, size: int) -> int:
+def _fitting(schedule: PipelineSchedule, whole: int, size: int) -> int:
     """The first size from this one on that the schedule takes, up to that of the configuration."""
     step = 1 if schedule.weights.drains and schedule.num_virtual_stages == 1 else schedule.num_ranks
     size = min(whole, -(-size // step) * step)
-    return next(each for each in range(size, whole + 1) if resized(schedule, whole, each).runs(each))
+    return next(each for each in range(size, whole + 1) if resized(schedule, whole, each).accepts(each))
 
 
-def _drawn(label: str, each: Kept, planner: Planner, schedule: AnySchedule, size: int, seconds: float) -> _Drawn:
+def _drawn(label: str, each: Kept, planner: Planner, schedule: PipelineSchedule, size: int, seconds: float) -> _Drawn:
     """Simulated from its start until so many seconds behind the beginning of its steady state."""
     configuration = each.estimate.configuration
     whole, weights = configuration.num_microbatches, schedule.weights
@@ -109,7 +109,7 @@ def _figure(each: _Drawn, end: float, scale: float) -> str:
     )
 
 
-def _too_large(label: str, schedule: AnySchedule, size: int) -> str:
+def _too_large(label: str, schedule: PipelineSchedule, size: int) -> str:
     return (
         f"<h3>{escape(label)}</h3><p>{counted(schedule.num_stages, 'stage')} with batches of at least "
         f"{counted(size, 'microbatch')} are {2 * schedule.num_stages * size:,} boxes, too many to draw here "

@@ -57,7 +57,7 @@ def partial_shown(stages: StageTimes, m: int, late: float) -> float:
         return 0.0
     read = stages.schedule.provisional_microbatches
     shown, earlier = 0.0, 0.0
-    for stage, unread in enumerate(stages.schedule.unread(m)):
+    for stage, unread in enumerate(stages.schedule.remaining_backwards(m)):
         left = 0 if read is None else m - unread - read  # backwards behind those that are read
         begin = max(-left * stages.work[stage], min(0.0, late) - earlier)
         if stage == 0 or stages.schedule.reduce_partial:

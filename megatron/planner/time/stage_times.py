@@ -63,7 +63,7 @@ class StageTimes:
 
     def held(self, num_microbatches: int) -> list[float]:
         """The time to keep gradients, with batches of so many microbatches."""
-        holds = self.schedule.holds(num_microbatches)
+        holds = self.schedule.needs_gradient_copy(num_microbatches)
         return [seconds if is_held else 0.0 for seconds, is_held in zip(self.hold, holds, strict=True)]
 
     @property

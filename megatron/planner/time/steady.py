@@ -78,7 +78,7 @@ def _of_predictions(stages: StageTimes, m: int, rate: float) -> list[float]:
 def _unread(schedule: Schedule, m: int) -> list[int]:
     """By stage, how many microbatches of a batch come behind those of which a prediction reads gradients."""
     read = schedule.provisional_microbatches
-    return [0 if read is None else m - earlier - read for earlier in schedule.unread(m)]
+    return [0 if read is None else m - earlier - read for earlier in schedule.remaining_backwards(m)]
 
 
 def _through_updates(costs: Costs, stages: StageTimes, m: int, rate: float) -> float:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.pipeline.program.stages import stages_by_rank
-from megatron.pipeline.schedules import AnySchedule
+from megatron.pipeline.schedules import PipelineSchedule
 from megatron.placement.counts import MessageCounts
 from megatron.placement.traffic import Traffic
 from megatron.planner.memory.activations import Activations, ActivationSetting, by_stage
@@ -31,7 +31,7 @@ class CutModel:
 
     model: Architecture
     setting: ActivationSetting
-    schedule: AnySchedule
+    schedule: PipelineSchedule
     layers: Sequence[float]
 
     def traffic(self, counts: MessageCounts, *, gradient_bytes: int = 4, boundary: float | None = None) -> Traffic:

@@ -3,7 +3,7 @@
 import argparse
 
 from megatron.pipeline.check import CheckReport, check_periodic
-from megatron.pipeline.schedules import AnySchedule
+from megatron.pipeline.schedules import PipelineSchedule
 from megatron.planner import Demand, demand_of, most
 
 
@@ -28,7 +28,7 @@ def prove(args: argparse.Namespace) -> tuple[CheckReport, Demand]:
     return proved[-1][0], most(demand for _, demand in proved)
 
 
-def _prove_periodic(schedule: AnySchedule, num_microbatches: int) -> tuple[CheckReport, Demand]:
+def _prove_periodic(schedule: PipelineSchedule, num_microbatches: int) -> tuple[CheckReport, Demand]:
     periodic = schedule.build_periodic(num_microbatches)
     program = periodic.unroll(1)
     report = check_periodic(

@@ -25,7 +25,7 @@ from megatron.pipeline.runtime.stages.megatron.layers import LayersOfParameters
 from megatron.pipeline.runtime.stages.megatron.relay_update import MegatronRelayUpdate
 from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
 from megatron.pipeline.runtime.stages.megatron.update import MegatronWeightUpdate
-from megatron.pipeline.schedules import AnySchedule
+from megatron.pipeline.schedules import PipelineSchedule
 from megatron.placement.hosts import this_process
 from megatron.trainer.checkpoint.run_state import RunParts
 from megatron.trainer.models import core_config
@@ -45,7 +45,7 @@ class ModelAndOptimizer(RunParts):
     """What one rank has built: what has state, and the stages that compute with it. `memory`: of its activations, where
     they are counted or moved. `deferred_bytes`: what the engine counts between I and W."""
 
-    schedule: AnySchedule
+    schedule: PipelineSchedule
     chunks: list[torch.nn.Module]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler

@@ -68,14 +68,14 @@ def test_entangled_batches_of_a_gpt_are_those_of_2bw(options):
             assert torch.equal(tensor, plain[version][name])
 
 
-def test_a_program_says_whether_it_returns_to_batches():
+def test_a_program_says_whether_it_interleaves_batches():
     """Presets finish a batch's backwards before the next one's; the made-up order and a file may not."""
     program = Program.from_csv(FILE)
     check(program)
-    assert program.returns_to_batches
+    assert program.interleaves_batches
     with registered():
         entangled = Schedule.preset("2bw-entangled", num_stages=1)
-        assert entangled.build((3, 3, 3)).returns_to_batches and entangled.returns_to_batches((3, 3, 3))
+        assert entangled.build((3, 3, 3)).interleaves_batches and entangled.interleaves_batches((3, 3, 3))
     for preset, options in (("flush", {}), ("gpipe", {}), ("2bw", {}), ("interleaved", {"num_virtual_stages": 2})):
         schedule = Schedule.preset(preset, num_stages=4, **options)
-        assert not schedule.build((4, 4, 4)).returns_to_batches and not schedule.returns_to_batches((4, 4, 4))
+        assert not schedule.build((4, 4, 4)).interleaves_batches and not schedule.interleaves_batches((4, 4, 4))

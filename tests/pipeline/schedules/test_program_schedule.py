@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megatron.pipeline.check import ProgramError, check, check_periodic
 from megatron.pipeline.program.instruction import Instruction, Kind
 from megatron.pipeline.program.program import Program
-from megatron.pipeline.schedules import AnySchedule, ProgramSchedule, Schedule
+from megatron.pipeline.schedules import PipelineSchedule, ProgramSchedule, Schedule
 from tests.pipeline.brought_programs import FOLDED, RHYTHM, TORCH, WHOLE, hurried
 from tests.pipeline.check.examples import with_row
 from tests.pipeline.check.mutations import replacements
@@ -19,7 +19,7 @@ SLOW = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, Health
 TEXTS = {"torch": TORCH, "whole": WHOLE, "rhythm": RHYTHM, "folded": FOLDED}
 
 
-def streamed(schedule: AnySchedule, stretches: list[int], size: int) -> tuple[tuple[Instruction, ...], ...]:
+def streamed(schedule: PipelineSchedule, stretches: list[int], size: int) -> tuple[tuple[Instruction, ...], ...]:
     """The rows that a run executes which drains behind each of these numbers of batches."""
     stream = schedule.stream()
     rows: list[list[Instruction]] = [[] for _ in range(schedule.num_ranks)]
@@ -43,7 +43,7 @@ def computations(program: Program) -> list[list[str]]:
              and each.kind is not Kind.RECOMPUTE] for row in program.rows]  # fmt: skip
 
 
-def built(schedule: AnySchedule, stretches: list[int], size: int) -> tuple[tuple[Instruction, ...], ...]:
+def built(schedule: PipelineSchedule, stretches: list[int], size: int) -> tuple[tuple[Instruction, ...], ...]:
     """The same, of programs of which each is proved by itself."""
     rows: list[list[Instruction]] = [[] for _ in range(schedule.num_ranks)]
     batch = 0
@@ -168,7 +168,7 @@ def test_what_it_answers():
     schedule = ProgramSchedule.of(Program.from_csv(FOLDED), name="folded.csv")
     assert (schedule.num_ranks, schedule.num_stages, schedule.num_virtual_stages) == (2, 4, 2)
     assert schedule.stages_of(0) == (1, 2) and schedule.evicting_ranks((4,)) == () and not schedule.balance
-    assert schedule.runs(4) and not schedule.runs(5)
+    assert schedule.accepts(4) and not schedule.accepts(5)
     with pytest.raises(ValueError, match=r"folded\.csv has batches of 4 microbatches, not 8"):
         schedule.validate(8)
     evaluation = schedule.build_evaluation(6, version=3)
@@ -178,7 +178,8 @@ def test_what_it_answers():
 
 def test_both_kinds_answer_all_that_is_asked():
     """Whoever asks a schedule need not know what made it."""
-    asked = {name for name in vars(AnySchedule) if not name.startswith("_")}
+    names = {**vars(PipelineSchedule), **PipelineSchedule.__annotations__}
+    asked = {name for name in names if not name.startswith("_")}
     assert len(asked) > 30
     for schedule in (Schedule.preset("flush", num_stages=2), ProgramSchedule.of(Program.from_csv(TORCH))):
         assert not [name for name in asked if not hasattr(schedule, name)]

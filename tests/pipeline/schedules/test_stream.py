@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from megatron.pipeline.program.instruction import BEGINS_BACKWARD, REDUCTIONS, Instruction, Kind
 from megatron.pipeline.schedules import Schedule
-from megatron.pipeline.schedules import stream as stream_module
+from megatron.pipeline.schedules import pipeline_schedule as stream_module
 from tests.pipeline.strategies import Run, kinds_of, runs, schedules, sizes
 
 Rows = list[list[Instruction]]
@@ -116,7 +116,7 @@ def test_a_refused_batch_changes_nothing():
 
 def test_windows_are_proved_once(monkeypatch: pytest.MonkeyPatch):
     """However long a run is, the checker proves a few windows: fill, second batch, steady state."""
-    from megatron.pipeline.schedules import stream as module
+    from megatron.pipeline.schedules import pipeline_schedule as module
 
     proved = []
     monkeypatch.setattr(module, "check", lambda program, **_: proved.append(program.batches))

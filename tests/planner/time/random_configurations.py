@@ -28,7 +28,7 @@ def random_costs(generator: Random, kind: str) -> Asked:
             schedule = asked.pipeline_schedule(tied_embeddings=generator.random() < 0.5)
         except ValueError:  # choices that do not go together
             continue
-        if schedule.runs(asked.num_microbatches) and _is_small(asked):
+        if schedule.accepts(asked.num_microbatches) and _is_small(asked):
             return asked, schedule, _costs(generator, asked)
 
 
@@ -115,7 +115,7 @@ def random_estimate(generator: Random, kind: str) -> tuple[Planner, Configuratio
             schedule = asked.pipeline_schedule(tied_embeddings=model.tied_embeddings)
         except ValueError:
             continue
-        if schedule.runs(asked.num_microbatches) and _is_small(asked):
+        if schedule.accepts(asked.num_microbatches) and _is_small(asked):
             return planner, asked
 
 

@@ -31,7 +31,7 @@ def test_delays_of_any_number_of_batches_hide_reductions_as_simulated(
     with made_up.registered():
         asked = configuration(delay, p, m, data=2)
         schedule = asked.pipeline_schedule(tied_embeddings=False)
-        assume(schedule.runs(m))
+        assume(schedule.accepts(m))
         alone, reduce = m * (1 + backward), batches * m * (1 + backward)
         assume(not alone <= reduce + norm <= alone + step)
         stages = [reduce if where in (-1, stage) else 0.0 for stage in range(p)]

@@ -7,9 +7,9 @@ Each transfer is placed in one move, both ends at once, so neither end can be mi
 
 A receive does not leave its segment: where a batch begins, the run may be drained instead, and a receive posted there
 would wait for a tensor that nobody sends. But where a rank goes on with a batch that has begun, drained or not, its
-next computation is known (`Order.goes_on_with`), and so its receive is posted in the segment before. SEND and RECV only
-post, and only the computation that needs a tensor waits. So whatever order of computations can run, can run with its
-transfers, even where a send completes only once its receive is posted.
+next computation is known (`Order.first_after_border`), and so its receive is posted in the segment before. SEND and
+RECV only post, and only the computation that needs a tensor waits. So whatever order of computations can run, can run
+with its transfers, even where a send completes only once its receive is posted.
 """
 
 from collections.abc import Iterator, Sequence
@@ -110,11 +110,11 @@ def _routes(extent: Extent, tensor: Tensor, stage: int) -> list[_Route]:
 
 
 def add_communication(
-    segments_of_rank: Sequence[Segments], extent: Extent, goes_on_with: Sequence[Sequence[Turn]] = ()
+    segments_of_rank: Sequence[Segments], extent: Extent, after_borders: Sequence[Sequence[Turn]] = ()
 ) -> list[Segments]:
     """The segments of all ranks, with the transfers that take each tensor to the stage on another rank that needs it.
 
-    `goes_on_with`: of each rank, what its order says (`Order.goes_on_with`); none: receives stay in their segments.
+    `after_borders`: for each rank, its order's `first_after_border`; none: receives stay in their segments.
 
     Raises:
         ValueError: a computation makes a tensor that nothing needs.
@@ -127,7 +127,7 @@ def add_communication(
             instruction = draft.segment[needed]
             tensor = instruction.kind.row.needs
             needs[tensor, instruction.stage, instruction.microbatch] = draft, needed, posted
-    for turns, own in zip(goes_on_with, drafts_of_rank, strict=False):
+    for turns, own in zip(after_borders, drafts_of_rank, strict=False):
         _post_earlier(turns, own, extent, needs)
     routes = {
         (tensor, stage): _routes(extent, tensor, stage) for tensor in Tensor for stage in range(extent.num_stages)

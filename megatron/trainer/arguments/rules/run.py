@@ -94,7 +94,7 @@ def _batch_size_steps(args: argparse.Namespace) -> tuple[tuple[int, int], ...]:
 
 
 @lru_cache(maxsize=64)
-def _returns_to_batches(schedule: Schedule | ProgramSchedule, num_microbatches: int) -> bool:
+def _interleaves_batches(schedule: Schedule | ProgramSchedule, num_microbatches: int) -> bool:
     """Whether a backward of a batch comes after one of a later batch. Of a known order, with as few microbatches
     as show it, since a search asks of thousands.
     """
@@ -102,7 +102,7 @@ def _returns_to_batches(schedule: Schedule | ProgramSchedule, num_microbatches: 
     if isinstance(schedule, Schedule):
         schedule = replace(schedule, balance=False)
         sizes = alike(schedule, num_microbatches, least=2 * schedule.num_ranks, step=schedule.num_ranks, count=1)
-    return schedule.returns_to_batches((sizes or (num_microbatches,)) * 3)
+    return schedule.interleaves_batches((sizes or (num_microbatches,)) * 3)
 
 
 def schedule(args: argparse.Namespace) -> list[str]:
@@ -120,7 +120,7 @@ def schedule(args: argparse.Namespace) -> list[str]:
     except TooManyRead as error:
         raise error.under("--2bw-provisional-microbatches") from error
     smallest = min(args.batch_sizes.all_num_microbatches())
-    if args.pipeline_2bw_single_gradient_buffer and _returns_to_batches(args.schedule, smallest):
+    if args.pipeline_2bw_single_gradient_buffer and _interleaves_batches(args.schedule, smallest):
         raise ValueError(
             f"{choice_of(args).flag} comes back to a batch after a backward of the next one, for "
             "which a single gradient buffer has no room; leave out --2bw-single-gradient-buffer"

@@ -10,7 +10,7 @@ from megatron.pipeline.check import check
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.program.lane_order import RELOADED_AHEAD, Residency
 from megatron.pipeline.program.program import Program
-from megatron.pipeline.schedules import Schedule, building
+from megatron.pipeline.schedules import Schedule, schedule
 from megatron.pipeline.schedules.passes import stash
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
@@ -27,7 +27,7 @@ def makespan(m: int, *, ahead: int | None = None, where: str = "host", **costs: 
     not."""
     with pytest.MonkeyPatch.context() as patch:
         if ahead is not None:
-            patch.setattr(building, "add_stash", functools.partial(stash.add_stash, ahead=ahead))
+            patch.setattr(schedule, "add_stash", functools.partial(stash.add_stash, ahead=ahead))
         return simulate(l2l(12, where=where).build((m,)), Costs(**costs)).makespan
 
 
@@ -89,5 +89,5 @@ def test_a_slow_way_out_sets_the_pace_of_forwards():
 def test_what_is_two_ahead_is_what_is_proved():
     """Three ahead is one boundary more than the checker grants."""
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match="8 tensors between stages may be on"):
-        patch.setattr(building, "add_stash", functools.partial(stash.add_stash, ahead=3))
+        patch.setattr(schedule, "add_stash", functools.partial(stash.add_stash, ahead=3))
         check(l2l(8).build((4,)))

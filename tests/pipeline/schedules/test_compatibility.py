@@ -23,8 +23,8 @@ def test_every_stage_has_done_a_microbatch_of_a_batch_that_runs(extra_warmup):
         for order, num_stages in itertools.product(ORDERS, range(1, 9)):
             with contextlib.suppress(ValueError):  # some orders drain, some have no other warm-up
                 schedule = predictions(order, num_stages, extra_warmup=extra_warmup)
-                sizes = filter(schedule.runs, range(1, 30))
-                least[order, num_stages] = min(size - max(schedule.unread(size)) for size in sizes)
+                sizes = filter(schedule.accepts, range(1, 30))
+                least[order, num_stages] = min(size - max(schedule.remaining_backwards(size)) for size in sizes)
     assert {least.pop(("1f1b", num_stages)) for num_stages in range(1, 9)} == {1}
     assert all(done >= 1 for done in least.values()) and bool(least) != extra_warmup
 

@@ -1,0 +1,343 @@
+"""Which choices of a schedule go together: tables of refusals, each with its reason and its remedy.
+
+A row is a condition on the schedule and its order, and a sentence with their attributes in braces. The first row that
+applies is raised. To refuse one more combination, add a row.
+"""
+
+from collections.abc import Callable, Iterable
+
+from megatron.pipeline.program.weight_policies import WeightPolicy
+from megatron.pipeline.schedules.order import Order
+from megatron.pipeline.schedules.orders import ORDERS
+from megatron.pipeline.schedules.pipeline_schedule import PipelineSchedule
+from megatron.pipeline.schedules.placements import round_robin
+
+Condition = Callable[[PipelineSchedule, Order], object]
+
+_STAGES_ON_A_RANK: tuple[tuple[Condition, str], ...] = (
+    (
+        lambda s, o: o.virtual_stages is not None and s.num_virtual_stages not in (1, o.virtual_stages),
+        "{s.order} has {o.virtual_stages} stages on each rank, not {s.num_virtual_stages}; make num_virtual_stages "
+        "{o.virtual_stages}",
+    ),
+    (
+        lambda s, o: s.num_virtual_stages > 1 and not o.interleaves,
+        "{s.order} has one stage on each rank, not {s.num_virtual_stages}; use order interleaved, or drop "
+        "num_virtual_stages",
+    ),
+    (
+        lambda s, o: s.microbatch_group_size is not None and not o.interleaves,
+        "{s.order} takes no groups of microbatches; drop microbatch_group_size",
+    ),
+    (
+        lambda s, o: s.microbatch_group_size is not None and o.relays,
+        "{s.order} takes a whole batch as one group; drop microbatch_group_size",
+    ),
+    (
+        lambda s, o: s.microbatch_group_size is not None and s.microbatch_group_size < s.num_ranks,
+        "microbatch groups of {s.microbatch_group_size} are smaller than the {s.num_ranks} ranks, so a rank would wait "
+        "for what it has not yet sent; make microbatch_group_size {s.num_ranks} or more",
+    ),
+)
+
+_WEIGHTS: tuple[tuple[Condition, str], ...] = (
+    (
+        lambda s, o: o.drains and not s.weights.drains,
+        "{s.order} drains in every batch, so the versions of {s.weights.name} would buy nothing; use weights flush, or "
+        "order 1f1b",
+    ),
+    (
+        lambda s, o: o.merges and not s.weights.drains,
+        "{s.order} takes one batch at a time, and under {s.name_of_weights} batches follow one another without a "
+        "drain; use weights flush, or one stage on each rank",
+    ),
+    (
+        lambda s, o: o.most_behind is not None and s.weights.delay,
+        "{s.order} has stages of a rank at different batches, and {s.name_of_weights} updates them together; use "
+        "weights stale",
+    ),
+    (
+        lambda s, o: o.most_behind is not None and s.weights.drains,
+        "{s.order} has stages of a rank at different batches, and under {s.name_of_weights} every batch drains; use "
+        "weights stale, or order 1f1b",
+    ),
+    (
+        lambda s, o: s.weights.refreshes and not (o.follows_edges and o.max_in_flight(0)),
+        "weights {s.weights.name} go with stages that are as far ahead as edges lead to the end, and {s.order} has "
+        "others in flight; use order async, or 1f1b with one stage on each rank",
+    ),
+    (
+        lambda s, o: s.weights.refreshes and s.data_parallel,
+        "replicas would reduce the gradients of each stage behind every batch, and weights {s.weights.name} step at "
+        "once; use flush, or one replica",
+    ),
+    (
+        lambda s, o: s.weights.looks_ahead and not s.recompute,
+        "under {s.name_of_weights} a forward uses {s.weights.ahead.value} weights, which are gone before its backward; "
+        "add recompute, or use weights stale",
+    ),
+    (
+        lambda s, o: o.merges and s.balance,
+        "{s.order} places stages freely, and balance goes with stages dealt out in turn; drop it",
+    ),
+    (
+        lambda s, o: o.merges and s.residency is not None,
+        "{s.order} places stages freely, and weights on the host goes with stages dealt out in turn; drop it",
+    ),
+    (
+        lambda s, o: s.extra_warmup and not o.extends_warmup,
+        "{s.order} has no warm-up that could be extended; drop extra_warmup",
+    ),
+    (
+        lambda s, o: s.weights.updates_alone and o.max_in_flight(0) is None,
+        "{s.order} does not say how many microbatches are in flight, and {s.name_of_weights} keeps a weight version "
+        "for each; use an order that says it, or weights flush",
+    ),
+)
+
+_FEATURES: tuple[tuple[Condition, str], ...] = (
+    (
+        lambda s, o: s.weights.updates_alone and s.extra_warmup,
+        "{s.name_of_weights} keeps at most p-s weight versions at stage s; extra_warmup needs more, drop it",
+    ),
+    (
+        lambda s, o: s.balance and o.max_in_flight(s.num_frozen) is None,
+        "{s.order} saves a whole batch at every stage, so there is nothing to balance; drop balance, or use order 1f1b "
+        "or interleaved",
+    ),
+    (
+        lambda s, o: s.balance and not (s.num_frozen or s.rank_of_stage == _round_robin(s)),
+        "balance pairs stage x with stage p-1-x, and stages {s.rank_of_stage} are not dealt out in turn; drop balance, "
+        "or rank_of_stage",
+    ),
+    (
+        lambda s, o: s.balance and s.weights.updates_alone,
+        "{s.name_of_weights} may drain after every microbatch, so no eviction can be planned ahead; drop balance, or "
+        "use flush or 2bw",
+    ),
+    (
+        lambda s, o: s.residency is not None and not s.weights.drains,
+        "weights on the host have one version, and {s.name_of_weights} needs more; use weights flush, or leave them on "
+        "the device",
+    ),
+    (
+        lambda s, o: s.residency is not None and s.num_virtual_stages > 1 and not o.relays,
+        "{s.order} comes back to a stage within a batch, so its weights would come and go with every group and its "
+        "gradients could not leave; use order relay, or leave the weights on the device",
+    ),
+    (
+        lambda s, o: s.residency is not None and s.balance,
+        "balance moves saved activations to a rank that saves few, and with weights on the host ranks save alike; drop "
+        "balance",
+    ),
+    (
+        lambda s, o: s.residency is not None and not s.recompute,
+        "what a forward saves refers to weights that are gone before the backward; add recompute, or leave the weights "
+        "on the device",
+    ),
+    (
+        lambda s, o: s.residency is not None and s.norm_decides and s.residency.is_eager,
+        "an eager update is made before the norm of all gradients and any overflow are known, and here they decide "
+        "about it; use deferred updates, or neither clip by the norm nor scale the loss",
+    ),
+)
+
+_PREDICTIONS: tuple[tuple[Condition, str], ...] = (
+    (
+        lambda s, o: not s.weights.predicts and (s.provisional_microbatches is not None or s.reduce_partial),
+        "weights {s.weights.name} predict nothing, so nothing is read for it; drop provisional_microbatches and "
+        "reduce_partial, or use weights 2bw-provisional",
+    ),
+    (
+        lambda s, o: s.weights.predicts and s.num_virtual_stages > 1,
+        "weights {s.weights.name} predict for one stage on each rank, not {s.num_virtual_stages}; use weights 2bw, or "
+        "one stage",
+    ),
+    (
+        lambda s, o: s.weights.updates_alone and s.tied_embeddings,
+        "under {s.name_of_weights} every stage updates at its own time, so the first and the last one cannot share an "
+        "embedding; untie the embeddings, or use flush or 2bw",
+    ),
+)
+
+# Rows of one sentence: a condition, what does not go with the subject, and why.
+
+_HALVES: tuple[tuple[Condition, str, str], ...] = (
+    (lambda s, o: s.balance, "balance", "moves what a whole backward needs, of which an I leaves another part"),
+    (
+        lambda s, o: s.weights.updates_alone,
+        "{s.name_of_weights}",
+        "steps at each stage right behind a microbatch's backward",
+    ),
+    (
+        lambda s, o: s.weights.predicts,
+        "{s.name_of_weights}",
+        "reads gradients before a W that is late has added to them",
+    ),
+    (
+        lambda s, o: s.residency is not None,
+        "weights on the host",
+        "leave with their gradients, before a W that is late",
+    ),
+    (lambda s, o: s.num_frozen, "a frozen prefix", "is for backwards that are computed whole"),
+)
+
+_FROZEN: tuple[tuple[Condition, str, str], ...] = (
+    (lambda s, o: o.interleaves, "{s.order}", "has several trained stages on each rank"),
+    (
+        lambda s, o: s.weights.updates_alone,
+        "{s.name_of_weights}",
+        "keeps versions for stages of which each steps by itself",
+    ),
+    (lambda s, o: s.weights.predicts, "weights {s.weights.name}", "predict for stages that are trained"),
+    (
+        lambda s, o: s.microbatch_group_size is not None,
+        "microbatch_group_size",
+        "is for several trained stages on a rank",
+    ),
+    (
+        lambda s, o: s.residency is not None,
+        "weights on the host",
+        "come and go for updates that a frozen stage has not",
+    ),
+    (lambda s, o: s.tied_embeddings, "tied embeddings", "would freeze the head with the input"),
+    (
+        lambda s, o: s.edges and not _is_frozen_chain(s),
+        "a graph of stages",
+        "says itself which of them get gradients",
+    ),
+)
+
+_EDGES: tuple[tuple[Condition, str, str], ...] = (
+    (lambda s, o: not o.follows_edges, "{s.order}", "passes each stage's output to the next one"),
+    (
+        lambda s, o: not s.weights.drains and not s.weights.refreshes,
+        "{s.name_of_weights}",
+        "counts how far ahead a stage of a chain is",
+    ),
+    (lambda s, o: s.balance, "balance", "pairs the stages of a chain"),
+    (lambda s, o: s.residency is not None, "weights on the host", "come and go by the order of a chain"),
+    (lambda s, o: s.tied_embeddings, "tied embeddings", "are the first and the last stage's of a chain"),
+)
+
+
+class TooManyRead(ValueError):
+    """Predictions shall read `wanted` microbatches of a batch; `reason` says why they cannot, and what can be done."""
+
+    def __init__(self, wanted: int, reason: str) -> None:
+        super().__init__(f"provisional_microbatches {wanted}: {reason}")
+        self.wanted, self.reason = wanted, reason
+
+    def under(self, name: str) -> ValueError:
+        """The same refusal for a caller that calls the choice `name`."""
+        return ValueError(f"{name} {self.wanted}: {self.reason}")
+
+
+def validate_choices(schedule: PipelineSchedule, order: Order) -> None:
+    """Raises ValueError where the choices of a schedule with this order do not go together."""
+    _refuse(_STAGES_ON_A_RANK, schedule, order)
+    order.validate_placement()
+    without = next(filter(order.graph.is_forward_only, range(schedule.num_stages)), None)
+    if without is not None and not schedule.num_frozen:
+        raise ValueError(
+            f"stage {without} hands on tensors and gets no gradient, so it has no backward; compute it where it is "
+            "needed"
+        )
+    if not (order.graph.is_chain or schedule.num_frozen):
+        edges = " ".join(map(str, order.graph.edges))
+        sentence = (
+            "{what} {why}, and these stages have other edges (" + edges + "); use gpipe, flush or ftpipe, without it"
+        )
+        _refuse(_with_sentence(_EDGES, sentence), schedule, order)
+    _refuse(_WEIGHTS, schedule, order)
+    require_known_norm(schedule.weights, schedule.name_of_weights, norm_decides=schedule.norm_decides)
+    _refuse(_FEATURES, schedule, order)
+    if any(applies(schedule, order) for applies, *_ in _HALVES) and order.splits_backward:
+        sentence = "{s.order} computes backwards in halves, I and W, and {what} {why}; drop it, or use order 1f1b"
+        _refuse(_with_sentence(_HALVES, sentence), schedule, order)
+    _refuse(_PREDICTIONS, schedule, order)
+
+
+def validate_frozen(schedule: PipelineSchedule) -> None:
+    """Raises ValueError where the choices of a schedule do not go with a frozen prefix."""
+    if not 0 < schedule.num_frozen < schedule.num_stages:
+        raise ValueError(
+            f"{schedule.num_frozen} of {schedule.num_stages} stages cannot be frozen: one has to be trained; give 0 to "
+            f"{schedule.num_stages - 1}"
+        )
+    sentence = "{what} {why}, and the first {s.num_frozen} are frozen; freeze none, or drop it"
+    _refuse(_with_sentence(_FROZEN, sentence), schedule, ORDERS[schedule.order])
+
+
+def validate_batch(schedule: PipelineSchedule, order: Order, num_microbatches: int) -> None:
+    """Raises ValueError where a schedule with this order cannot run a batch of this size."""
+    if num_microbatches < 1:
+        raise ValueError(f"a batch cannot have {num_microbatches} microbatches; give 1 and more")
+    weights = schedule.weights
+    if weights.updates_alone and not weights.refreshes and num_microbatches != 1:
+        raise ValueError(
+            f"{schedule.name_of_weights} updates after every microbatch, so a batch is one microbatch, not "
+            f"{num_microbatches}; give each batch one (in training: global batch size = micro batch size x data "
+            "parallel size)"
+        )
+    in_flight = order.max_in_flight(schedule.num_frozen)
+    # Moves are planned within a segment, so one batch alone has to hold what is in flight.
+    batches = 1 if schedule.balance else weights.delay or 1
+    if in_flight is not None and weights.overlaps_updates and num_microbatches < (fewest := -(-in_flight // batches)):
+        warmup = " and extra warm-up" if schedule.extra_warmup else ""
+        together = "" if batches == 1 else f" in {batches} batches together"
+        raise ValueError(
+            f"{weights.name} with {schedule.num_stages} stages{warmup} needs batches of at least {fewest} "
+            f"microbatches, as many as are in flight{together}, not {num_microbatches}: a batch would "
+            "begin before its weights are made; use larger batches, fewer stages, or flush"
+        )
+    order.validate(num_microbatches)
+    if weights.predicts:
+        _validate_predictions(schedule, num_microbatches)
+
+
+def require_known_norm(weights: WeightPolicy, name: str, *, norm_decides: bool) -> None:
+    """Raises ValueError where stages step before the norm of all gradients is known that decides about it."""
+    if weights.updates_alone and norm_decides:
+        raise ValueError(
+            f"under {name} every stage steps before the norm of all gradients and any overflow are known, and here "
+            "they decide about it; use flush or 2bw, or neither clip by the norm nor scale the loss"
+        )
+
+
+# --- parts
+
+
+def _refuse(rows: Iterable[tuple[Condition, str]], schedule: PipelineSchedule, order: Order) -> None:
+    for applies, sentence in rows:
+        if applies(schedule, order):
+            raise ValueError(sentence.format(s=schedule, o=order))
+
+
+def _with_sentence(rows: Iterable[tuple[Condition, str, str]], sentence: str) -> Iterable[tuple[Condition, str]]:
+    """The rows of one sentence, with their parts put into it."""
+    return ((applies, sentence.replace("{what}", what).replace("{why}", why)) for applies, what, why in rows)
+
+
+def _validate_predictions(schedule: PipelineSchedule, num_microbatches: int) -> None:
+    """Raises TooManyRead where a batch of this size has not enough backwards done for the prediction of the next."""
+    done = num_microbatches - max(schedule.remaining_backwards(num_microbatches))
+    assert done >= 1, "no more are in flight than a batch has, and the first forward of the next is one of them"
+    wanted = schedule.provisional_microbatches
+    if wanted is not None and not 1 <= wanted <= done:
+        raise TooManyRead(
+            wanted,
+            f"with batches of {num_microbatches} the first stage has done {done} when the next batch begins; give 1 to "
+            f"{done}, or larger batches",
+        )
+
+
+def _is_frozen_chain(schedule: PipelineSchedule) -> bool:
+    """Whether the edges are those that a frozen prefix gives a chain."""
+    return [(edge.source, edge.target, edge.gradient) for edge in schedule.edges] == [
+        (stage, stage + 1, stage >= schedule.num_frozen) for stage in range(schedule.num_stages - 1)
+    ]
+
+
+def _round_robin(schedule: PipelineSchedule) -> tuple[int, ...]:
+    return round_robin(schedule.num_ranks, schedule.num_virtual_stages)
