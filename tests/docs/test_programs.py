@@ -8,7 +8,7 @@ import pytest
 
 from megatron.commands.schedule import main as tool
 from megatron.pipeline.schedules import read_schedule
-from megatron.pipeline.schedules.repetition import Repetition
+from megatron.pipeline.schedules.continuation import Repetition
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "programs.md").read_text()
 PAIRS, CHECKED, RHYTHM, REFUSED, _ = re.findall(

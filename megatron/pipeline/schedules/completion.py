@@ -22,13 +22,12 @@ from megatron.pipeline.check.error import error_at
 from megatron.pipeline.program.edges import StageGraph
 from megatron.pipeline.program.instruction import ENDS_BACKWARD, RECEIVES, SENDS, UPDATES, Instruction, Kind, Rows
 from megatron.pipeline.program.program import Program, shifted_row
-from megatron.pipeline.schedules.continuation import Continuation
+from megatron.pipeline.schedules.continuation import Continuation, cuts_of, find_repetition
 from megatron.pipeline.schedules.passes import Segments
 from megatron.pipeline.schedules.passes.communication import add_communication
 from megatron.pipeline.schedules.passes.recompute import add_recompute
 from megatron.pipeline.schedules.passes.updates import add_updates
 from megatron.pipeline.schedules.passes.versions import set_versions, without_versions
-from megatron.pipeline.schedules.repetition import cuts_of, find_repetition
 
 
 def completed(program: Program, *, fill: int | None = None, period: int | None = None) -> Program:

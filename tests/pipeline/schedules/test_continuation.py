@@ -8,7 +8,7 @@ from megatron.pipeline.check import ProgramError, check
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules import ProgramSchedule, Schedule
-from megatron.pipeline.schedules.repetition import Repetition
+from megatron.pipeline.schedules.continuation import Repetition
 from tests.pipeline.brought_programs import FOLDED, RHYTHM, TORCH
 
 TWO_BW = "# weights: 2bw\n"
