@@ -40,7 +40,6 @@ _DOTTED = re.compile(rf"""(?<![\w./@*"'\])}}:-])(?!\S+{_SUFFIX}\b)[A-Za-z_]\w*(?
 _RAISED = re.compile(r"\b[Rr]aises? (?:an? )?`?([A-Z]\w*[a-z]\w*)")
 _COMMENT = re.compile(r"(?:^|\s)# (.*)", re.MULTILINE)
 _FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
-_OLD_NAMES = re.compile(r"(?<=^\| )[^|]*(?= \| .* \|$)", re.MULTILINE)
 
 
 def stale(text: str, project: Project, file: Module | None = None) -> list[str]:
@@ -74,9 +73,6 @@ def texts() -> Iterator[tuple[str, int, str, Module | None]]:
     """File, line, text, and the module if it is one."""
     for page in [*PAGES, ROOT / "benchmarks" / "README.md"]:
         text = _FENCED.sub(lambda block: "\n" * block[0].count("\n"), page.read_text(encoding="utf-8"))
-        if page.name == "development.md":
-            text, _, old = text.partition("## Old names and new ones")
-            text += _OLD_NAMES.sub("", old)
         for line, each in enumerate(text.splitlines(), start=1):
             yield page.relative_to(ROOT).as_posix(), line, each, None
     for file, module in this_project()[1].items():
