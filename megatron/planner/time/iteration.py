@@ -19,7 +19,7 @@ from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs, PerStage
 from megatron.pipeline.simulate.timeline import BUSY, Timeline
 from megatron.planner.job.configuration import Configuration
-from megatron.planner.memory.sizes import alike, resized
+from megatron.planner.memory.schedule_demand import alike, resized
 from megatron.planner.time.closed_forms import closed_form_of
 from megatron.planner.time.event_graph import event_graph, has_event_graph
 from megatron.planner.time.stage_times import StageTimes

@@ -1,7 +1,7 @@
 """Smaller batches that stand for a large one."""
 
 from megatron.pipeline.schedules import Schedule
-from megatron.planner.memory.sizes import alike
+from megatron.planner.memory.schedule_demand import alike
 from tests.planner import made_up
 
 

@@ -9,7 +9,7 @@ from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.pipeline.schedules import ProgramSchedule, Schedule, TooManyRead
 from megatron.pipeline.start_up.provisional import require_predictions
 from megatron.planner.job.devices import device_gib
-from megatron.planner.memory.sizes import alike
+from megatron.planner.memory.schedule_demand import alike
 from megatron.trainer.arguments.flags.classification import CLASSIFIERS
 from megatron.trainer.arguments.rules.classification import num_samples as num_classified
 from megatron.trainer.arguments.rules.optimizer import whole_tensors
