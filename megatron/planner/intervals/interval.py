@@ -13,10 +13,6 @@ probability of 80% at least (split conformal prediction). That takes 9 runs.
 
 A feature that is priced by a rule of its own (`Kind.extras`) may be farther off than all else. So the interval is no
 narrower than that of the runs with such features, which takes 9 of them. What was never compared has none.
-
-How often the intervals hold: each run against the interval that other runs give.
-
-The intervals of what a calibration, or a profile, predicts.
 """
 
 import math

@@ -7,12 +7,10 @@ other file of runs, `residuals/NAME.FILE.json`. They are written by
 
 A run that the constants were fitted to stands there with a prediction of constants that were fitted without it.
 
-The kind of a run: what decides how far off the prediction of its time is.
-
-Kinds are few, since published runs are. What the time model prices by a rule of its own is one: the processor, the
-attention's kernels, the precision, the schedule, a network between nodes, and a short memory. Whatever else a
-configuration, a model or a software says besides its usual value (`extras`) makes another kind, so that no feature that
-was never compared borrows the interval of one that was.
+The *kind* of a run decides how far off the prediction of its time is. Kinds are few, since published runs are. What the
+time model prices by a rule of its own is one: the processor, the attention's kernels, the precision, the schedule, a
+network between nodes, and a short memory. Whatever else a configuration, a model or a software says besides its usual
+value (`extras`) makes another kind, so that no feature that was never compared borrows the interval of one that was.
 """
 
 import json

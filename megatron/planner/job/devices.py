@@ -1,6 +1,5 @@
-"""The processors that are known, by name, with the rates of their data sheets.
-
-Which GPU of `DEVICES` a label means: "A100-SXM4-80GB", "NVIDIA H100 PCIe", "32x V100-16GB (4 servers)".
+"""The processors that are known, with the rates of their data sheets, and the labels that mean one of them:
+"A100-SXM4-80GB", "NVIDIA H100 PCIe", "32x V100-16GB (4 servers)".
 """
 
 import re

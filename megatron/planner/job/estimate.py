@@ -1,9 +1,7 @@
-"""What a configuration is expected to take: seconds of an iteration, where they go, and memory.
+"""The estimate of a configuration: seconds of an iteration, where they go, memory, and whether that fits a GPU.
 
-Whether an estimate of memory fits a GPU, and whether the allocator slows it down there.
-
-An estimate counts tensors. Beside them stand the CUDA context, communicators that are not counted, and what the
-allocator loses between blocks: `LOST` of a GPU's memory while the pipeline computes.
+An estimate of memory counts tensors. Beside them stand the CUDA context, communicators that are not counted, and what
+the allocator loses between blocks: `LOST` of a GPU's memory while the pipeline computes.
 
 Where sequences are split over tensor ranks, collectives gather what is split and scatter sums of it. Their operands,
 `OPERANDS_OF_LAYER` a layer, are as large as the residual stream of all tensor ranks together. They wait on a stream of

@@ -1,9 +1,9 @@
-"""Whether ranks can share the sequences of a model, or its experts, as a configuration has it.
+"""Configurations that the planner refuses: degrees by which ranks cannot share the sequences or the experts of a model,
+and FP8 recipes that are not modelled.
 
-Training whose linears multiply in FP8: what it needs, and what is not modelled of it.
-
-It is that of Transformer Engine with a scale for each tensor. The linears of layers multiply at the FP8 peak (work.py);
-the attention's core, norms, embedding and head stay in 16 bits, and so do weights, gradients and what ranks send.
+The modelled recipe is that of Transformer Engine with a scale for each tensor. The linears of layers multiply at the
+FP8 peak (work.py); the attention's core, norms, embedding and head stay in 16 bits, and so do weights, gradients and
+what ranks send.
 """
 
 from megatron.planner.job.configuration import Configuration

@@ -19,7 +19,7 @@ paper counts for a layer, in bytes per token, with e bytes an element:
 grouped queries unfused attention repeats keys and values for every head; otherwise keys and values are kept as views of
 the projection's result, beside which the queries of several groups are a copy.
 With context parallelism a rank has its part of the tokens, and so of everything. A layer with experts has in place of
-the MLP's columns what experts keep of the tokens that they get (expert_activations.py).
+the MLP's columns what experts keep of the tokens that they get (below).
 Whole layers that are recomputed keep their input: e h, shared as well. (Equation 6 of BPipe does not divide it by t;
 the published feasibility of its configurations agrees with dividing.)
 
@@ -29,11 +29,10 @@ bits besides; all else is as above.
 Masks are a byte an element, as CUDA's kernels save them; on a CPU they take as much as an activation, and with that
 these counts are what megatron.core's layers save there (a test captures it).
 
-What a layer's routed experts keep and hold of a microbatch, in bytes for a token that a rank routes.
-
-A rank routes the tokens of its part of a sequence, which are all that it has without sequence parallelism. Of balanced
-load as many copies come to a rank as leave it, times the ranks that have parts of the same experts (etp), since each
-of these has all the tokens for them. So with k copies of a token, experts f wide, and e bytes an element:
+Routed experts of a layer keep, in bytes for a token that a rank routes, what follows. A rank routes the tokens of its
+part of a sequence, which are all that it has without sequence parallelism. Of balanced load as many copies come to a
+rank as leave it, times the ranks that have parts of the same experts (etp), since each of these has all the tokens for
+them. So with k copies of a token, experts f wide, and e bytes an element:
 
     permuted copies, the experts' input                    k etp e h
     input of the activation, its result                    k 2 e f, gated k 3 e f: etp ranks have 1 / etp of etp tokens

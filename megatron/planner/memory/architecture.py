@@ -1,10 +1,8 @@
 """A transformer's shape, as far as memory depends on it. Sizes are elements, before anything is split.
 
-Layers with experts (mixture of experts): how many experts, how wide, on which layers, and how ranks share them.
-
-As megatron.core has them. A router gives each token to `topk` of the experts of its layer, which are MLPs; the MLP of
-such a layer is gone, unless a shared expert stands for it that takes every token. What an expert saves and computes
-depends on how many tokens it gets. Balanced load is assumed: each expert gets as many.
+Layers may have experts, as in megatron.core. A router gives each token to `topk` of the experts of its layer, which are
+MLPs. Such a layer has no other MLP, unless a shared expert takes every token. What an expert saves and computes depends
+on how many tokens it gets; balanced load is assumed, so each expert gets as many.
 """
 
 from collections.abc import Sequence

@@ -1,16 +1,14 @@
 """How much memory each rank of a pipeline needs, by what it is for.
 
-BPipe's equation 1, M(s) = W(s) + A(s) mu(s), in parts: what a parameter costs (state.py) times the parameters of the
-rank (parameters.py), what a microbatch saves (activations.py) times the microbatches that the program holds at once
-(demand.py), and the buffers beside them, on request with those of this project's communicators (communicators.py).
-Everything is counted at the moment when most is held; what the allocator loses between blocks, and what the CUDA
-context and other communicators hold, is not.
+BPipe's equation 1, M(s) = W(s) + A(s) mu(s), in parts: what a parameter costs (`TrainingState`) times the parameters of
+the rank (parameters.py), what a microbatch saves (activations.py) times the microbatches that the program holds at once
+(demand.py), and the buffers beside them, on request with those of this project's communicators. Everything is counted
+at the moment when most is held; what the allocator loses between blocks, and what the CUDA context and other
+communicators hold, is not.
 
-The device memory of a rank's NCCL communicators.
-
-NCCL gives every connection of a communicator buffers, one set for each CTA (channel) that may use it, for its three
-protocols. The sizes are those of its sources (src/init.cc and src/include/device.h, 2.21 to 2.30) where NCCL_BUFFSIZE,
-NCCL_LL_BUFFSIZE and NCCL_LL128_BUFFSIZE are not set:
+**NCCL's buffers.** NCCL gives every connection of a communicator buffers, one set for each CTA (channel) that may use
+it, for its three protocols. The sizes are those of its sources (src/init.cc and src/include/device.h, 2.21 to 2.30)
+where NCCL_BUFFSIZE, NCCL_LL_BUFFSIZE and NCCL_LL128_BUFFSIZE are not set:
 
     Simple   4 MiB
     LL       8 lines x 512 threads x 8 steps x 16 bytes       0.5 MiB

@@ -1,13 +1,12 @@
-"""How many parameters a rank holds: megatron.core's modules, counted from the shape.
+"""How many parameters a rank holds, counted from the shape, and what each of them costs.
 
 Matrices and what belongs to their outputs are split over tensor ranks; norms, positions, BERT's heads and the biases of
 matrices whose outputs are summed stand on each of them. Experts lie on ranks by degrees of their own, and their router
 stands on each. Tests compare with the modules themselves.
 
-Weights, gradients and optimizer state of a rank, in bytes.
-
-Mixed precision with Adam takes 20 bytes a parameter (Smith et al. 2022; BPipe, section 1): 2 for the weight, 2 for the
-gradient, and in FP32 4 each for master, gradient and both moments. Here by part, since each changes with a flag:
+**Bytes.** Mixed precision with Adam takes 20 bytes a parameter (Smith et al. 2022; BPipe, section 1): 2 for the weight,
+2 for the gradient, and in FP32 4 each for master, gradient and both moments. Here by part, since each changes with a
+flag:
 
     weights        weight_bytes, for each weight version that is alive at once (2bw: 2)
     true weights   where the versions are predictions: weight_bytes again, unless the masters are the true weights

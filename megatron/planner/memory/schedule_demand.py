@@ -1,23 +1,18 @@
-"""The demand of a schedule, without building programs of thousands of microbatches.
+"""What a schedule asks of the ranks' memory: the microbatches, versions and receives that they hold at once.
 
-The closed form is that of proved programs, which tests show for the orders that have one, but where moves balance saved
-activations: a batch that hardly fills the pipeline, or stages that share a rank, may stay below their bounds, as do
-small batches where backwards are split; and with two ranks receives may be used as soon as they are posted. What is
-held then is read off a proved program, and so is what an order without a closed form holds.
+`proved_demand` has no formula of its own: the checker reports what is saved and which versions live, and the rest is
+read off the rows. So its numbers are those of the very programs that run.
 
-Smaller batches that stand for a large one: what a pipeline does with many microbatches, it does with fewer.
+A search cannot build every program. `closed_form_demand` is for orders that reach the bounds that they state, with
+batches that fill the pipeline (`RECEIVES`). Tests compare it with the demand of proved programs. Three numbers are
+upper bounds: what each single stage of an accepting rank saves (over all its stages the rank saves as much as it says
+here), what it saves where a batch is too small to bring it to its bound, and the receives of a few ranks.
 
-The demand of proved programs.
-
-No formula of its own: the checker reports what is saved and which versions live; the rest is read off the rows. So the
-numbers are those of the very programs that run.
-
-What a schedule asks of the ranks' memory, in closed form: for a search, which cannot build every program.
-
-It is for orders that reach the bounds that they state, with batches that fill the pipeline (`RECEIVES`). Tests compare
-with the demand that is read off proved programs. It is the same, but for three numbers, of which this is the upper
-bound: what each single stage of an accepting rank saves (over all its stages the rank saves as much as it says here),
-what it saves where a batch is too small to bring it to its bound, and the receives of a few ranks.
+`schedule_demand` takes the closed form where tests show it for the order. It reads a proved program where moves balance
+saved activations, since a batch that hardly fills the pipeline, stages that share a rank, or small batches of split
+backwards may stay below their bounds; with two ranks, whose receives may be used as soon as they are posted; and for an
+order without a closed form. `representative_sizes` finds smaller batches that stand for a large one: what a pipeline
+does with many microbatches, it does with fewer.
 """
 
 from collections.abc import Callable
@@ -42,7 +37,9 @@ from megatron.planner.memory.demand import Demand, Moment, moments_of
 _MOST_GROUPS = 6  # of p microbatches, by which batches that a schedule takes may differ
 
 
-def alike(schedule: Schedule, num_microbatches: int, *, least: int, step: int, count: int) -> tuple[int, ...]:
+def representative_sizes(
+    schedule: Schedule, num_microbatches: int, *, least: int, step: int, count: int
+) -> tuple[int, ...]:
     """Sizes of `count` batches, ascending, about `step` apart and the first about `least`, all below this one.
 
     They differ from it by whole groups of p microbatches, so that what is left over is the same; by as many as it takes
@@ -325,7 +322,7 @@ def _without_closed_form(schedule: Schedule, num_microbatches: int) -> Demand:
     p = schedule.num_ranks
     if num_microbatches * schedule.num_stages > _MOST_PROVED and schedule.max_in_flight is not None:
         full = schedule.max_in_flight + 2 * p
-        sizes = alike(schedule, num_microbatches, least=full, step=p, count=2)
+        sizes = representative_sizes(schedule, num_microbatches, least=full, step=p, count=2)
         found = [proved_demand(resized(schedule, num_microbatches, size), size) for size in sizes]
         if found and found[0] == found[1]:
             return found[1]

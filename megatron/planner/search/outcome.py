@@ -1,11 +1,8 @@
 """What a search finds: every choice that it considered, kept with an estimate or rejected with a reason.
 
-What a search is for: the least time, money or memory.
-
-What others reach without a pipeline, in words and for programs: weights split over replicas (FSDP, ZeRO-2 and 3).
-
-This project's trainer does not train so. A search compares it, so that its user sees when no pipeline is the better
-answer, and names who trains it; the best, and the script for it, are of what this project trains.
+It also compares training without a pipeline, with weights split over replicas (FSDP, ZeRO-2 and 3), so that the user
+sees when no pipeline is the better answer. This project's trainer does not train so: the outcome names who does, and
+the best configuration and its script are always of this project.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Search a space, rank what fits by estimates, and simulate the very programs of the best.
 
-What rows of a search change besides what it compares, so that nobody takes that for the schedule's doing.
-
-A schedule may take other layers than the others (`--transformer-impl`), with other attention, and where batches may
-grow it may have a larger one. Such a row is marked: it says in which of these it is unlike the best.
+A row may differ from the best in more than its choices: its layers (`--transformer-impl`) may have another attention,
+and where batches may grow its batch may be larger. Such a row says in which of these it differs, so that the schedule
+is not taken for the cause.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""What is searched: the choices that are considered, and what they have to respect.
+"""What is searched: the choices that are considered, and the schedules among them.
 
-The schedules that a search may choose from: the registered presets, and what they are when they move activations.
-
-A name stands for a `Preset`, and all that a search has to know of a schedule follows from that. `NAME+balance` is the
-preset of that name that moves saved activations besides; those with weights on the host have nothing to move.
+The schedules are the registered presets, and what they are when they move activations. A name stands for a `Preset`,
+and all that a search has to know of a schedule follows from that. `NAME+balance` is the preset of that name that moves
+saved activations besides; those with weights on the host have nothing to move.
 """
 
 from collections.abc import Callable, Iterable, Iterator

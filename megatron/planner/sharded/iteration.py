@@ -1,11 +1,8 @@
-"""The time of an iteration whose weights are split over replicas, from shapes and a data sheet.
+"""The time of an iteration whose weights are split over replicas (FSDP, ZeRO), from shapes and a data sheet.
 
-Two lanes of a GPU, each in order: one computes, the other one gathers and reduces.
-
-A task starts when its lane has done the one before it and when all that it waits for is done. So the order in which
-tasks are listed is the order in which the software issues them, and what overlaps can be read off the list.
-
-What a rank does in a batch whose weights are split over replicas: its tasks, in the order in which they are issued.
+A GPU has two lanes, each in order: one computes, the other one gathers and reduces. A task starts when its lane has
+done the one before it and when all that it waits for is done. So tasks are listed in the order in which the software
+issues them, and what overlaps can be read off the list:
 
     root             embedding, final norm and head together, gathered before the first layer and kept to the end
     forward          a layer is gathered while the one before it is computed, and released behind its forward

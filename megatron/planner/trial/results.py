@@ -1,13 +1,7 @@
-"""What is measured, and what came out: entries and results, and the file that keeps the results.
+"""Configurations that are measured: how they are run, what came out, and how that compares with the prediction.
 
 A results file holds a JSON object a line, one for each configuration. It is written anew, in whole or not at all, when
-a result is added; so a measuring that was killed goes on with what is not in it.
-
-How configurations are run, whatever the configuration: what has to be alike for results to stand side by side.
-
-Measured beside predicted: a table and a picture.
-
-What a profile says a configuration takes.
+a result is added; so a measuring that was killed continues with the configurations that the file lacks.
 """
 
 from collections.abc import Sequence

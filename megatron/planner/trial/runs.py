@@ -1,6 +1,6 @@
 """Runs of configurations, one after another: each in a directory with its command, its log and its metrics.
 
-Why a run failed, from its exit status and its log: kind and one sentence, the failing rank's where it left one.
+A run that fails has a kind and one sentence, from its exit status and its log: the failing rank's where it left one.
 """
 
 import json
