@@ -93,10 +93,10 @@ CONSTANTS = {
 """At which value each does nothing."""
 OF_VERDICT = {
     "nothing left out": [],
-    "LOST": [lambda: mock.patch("megatron.planner.job.verdict.LOST", 0.0)],
-    "FEWEST": [lambda: mock.patch("megatron.planner.job.verdict.FEWEST", 0)],
+    "LOST": [lambda: mock.patch("megatron.planner.job.estimate.LOST", 0.0)],
+    "FEWEST": [lambda: mock.patch("megatron.planner.job.estimate.FEWEST", 0)],
     "copies of gradients that are in the step alone": [
-        lambda: mock.patch("megatron.planner.memory.state.TrainingState.copies_in_step", lambda *_, **__: 0.0)
+        lambda: mock.patch("megatron.planner.memory.parameters.TrainingState.copies_in_step", lambda *_, **__: 0.0)
     ],
 }
 EFFECTS = {

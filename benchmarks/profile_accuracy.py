@@ -34,8 +34,7 @@ from benchmarks.common.results import parser_of
 from megatron.pipeline.program.weight_policies import FLUSH, TWO_BW
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.memory.activations import RecomputeScope
-from megatron.planner.trial.predict import predicted_seconds
-from megatron.planner.trial.results import Status, TrialEntry
+from megatron.planner.trial.results import Status, TrialEntry, predicted_seconds
 from megatron.planner.trial.runs import Runs
 from megatron.trainer.plan.model_argv import model_argv
 from megatron.trainer.profile.session import Session

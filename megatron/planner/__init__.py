@@ -6,15 +6,14 @@ Pure Python: neither torch nor megatron.core.
 from megatron.planner.job.cluster import Cluster, load_cluster
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.devices import DEVICES, Device, device_gib
-from megatron.planner.job.estimate import Estimate
+from megatron.planner.job.estimate import Estimate, Verdict, judge
 from megatron.planner.job.software import Software
-from megatron.planner.job.verdict import Verdict, judge
 from megatron.planner.memory.activations import Activations, ActivationSetting, Recompute
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.memory.demand import Demand, most
 from megatron.planner.memory.memory import GIB, MemoryParts, RankMemory, estimate_memory
-from megatron.planner.memory.proved_demand import demand_of
-from megatron.planner.memory.state import TrainingState
+from megatron.planner.memory.parameters import TrainingState
+from megatron.planner.memory.schedule_demand import demand_of
 from megatron.planner.planner import Planner
 
 __all__ = [

@@ -7,17 +7,14 @@ from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate.costs import Costs
 from megatron.planner.job.cluster import Cluster
 from megatron.planner.job.configuration import Configuration
-from megatron.planner.job.estimate import Estimate
-from megatron.planner.job.fp8 import refuse_fp8
-from megatron.planner.job.shares import refuse_shares
+from megatron.planner.job.estimate import Estimate, Verdict, judge
+from megatron.planner.job.refusals import refuse_fp8, refuse_shares
 from megatron.planner.job.software import MEGATRON_CORE, Software
-from megatron.planner.job.verdict import Verdict, judge
 from megatron.planner.memory.architecture import Architecture
-from megatron.planner.memory.closed_form_demand import closed_form_demand
 from megatron.planner.memory.demand import Demand
 from megatron.planner.memory.memory import RankMemory, estimate_memory
 from megatron.planner.memory.node_memory import HostVerdict, crowds_by_name, judge_host
-from megatron.planner.memory.schedule_demand import schedule_demand
+from megatron.planner.memory.schedule_demand import closed_form_demand, schedule_demand
 from megatron.planner.sharded.iteration import sharded_time
 from megatron.planner.sharded.memory import sharded_memory
 from megatron.planner.time.iteration import IterationTime, priced, simulated

@@ -12,8 +12,7 @@ import psutil
 import pytest
 
 from megatron.commands import grid_search as tool
-from megatron.planner.trial.predict import predicted_seconds
-from megatron.planner.trial.results import read_entries
+from megatron.planner.trial.results import predicted_seconds, read_entries
 from megatron.processes.job import MARK
 from tests.commands.in_process import ROOT, runner
 from tests.planner import profiles

@@ -10,7 +10,7 @@ from megatron.commands import grid_search as tool
 from megatron.commands.grid_search_commands.model_config import FAMILIES, model_of_config, named_model
 from megatron.commands.grid_search_commands.named_models import NAMED
 from megatron.planner import Architecture
-from megatron.planner.memory.experts import ExpertDegrees
+from megatron.planner.memory.architecture import ExpertDegrees
 from megatron.planner.memory.parameters import stage_parameters
 from megatron.trainer.arguments import Platform
 from megatron.trainer.plan.command import Job

@@ -7,7 +7,7 @@ import pytest
 from megatron.commands import profile_model as tool
 from megatron.planner import Configuration
 from megatron.planner.time.profile import load_profile
-from megatron.planner.trial.predict import predicted_seconds
+from megatron.planner.trial.results import predicted_seconds
 from tests.commands.in_process import runner
 from tests.trainer.run.run_case import BASE, data_flags
 

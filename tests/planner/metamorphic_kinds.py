@@ -9,7 +9,7 @@ from dataclasses import replace
 from megatron.planner import Architecture, Cluster, Configuration
 from megatron.planner.job.sharding import DEEPSPEED, Sharding
 from megatron.planner.job.software import MEGATRON_2021, MEGATRON_CORE, TORCHTITAN, Software
-from megatron.planner.memory.experts import Experts
+from megatron.planner.memory.architecture import Experts
 from tests.planner.metamorphic_cases import NETWORK, SIZES, Case
 
 FLASH = replace(MEGATRON_CORE, flash_attention=True)

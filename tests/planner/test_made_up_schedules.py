@@ -12,7 +12,7 @@ from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
 from megatron.placement import count_transfers
 from megatron.planner import ActivationSetting, Architecture, Cluster, Configuration, Planner, demand_of
-from megatron.planner.memory.communicators import communicator_bytes
+from megatron.planner.memory.memory import communicator_bytes
 from megatron.planner.memory.schedule_demand import schedule_demand
 from megatron.planner.search import SCOPES
 from megatron.planner.search.report import html_report

@@ -10,7 +10,7 @@ import pytest
 
 from megatron.planner import Architecture, Configuration
 from megatron.planner.job.software import ALL_TO_ALL, FLEX, MEGATRON_CORE
-from megatron.planner.memory.experts import Experts
+from megatron.planner.memory.architecture import Experts
 from tests.planner.metamorphic_cases import NETWORK, Case, faster
 
 NUM_CASES = 60

@@ -16,7 +16,7 @@ from megatron.commands.grid_search_commands.entry_models import read_entries
 from megatron.commands.grid_search_commands.model_config import add_configured_arguments
 from megatron.commands.grid_search_commands.tables import note_unread, print_table
 from megatron.planner.intervals import LEVEL, Interval, NotValidated
-from megatron.planner.intervals.lookup import Intervals, interval_record, interval_text
+from megatron.planner.intervals.interval import Intervals, interval_record, interval_text
 from megatron.planner.memory.memory import GIB
 from megatron.planner.published.entries import Entry, Unpredictable
 from megatron.planner.published.prediction import Prediction, predict

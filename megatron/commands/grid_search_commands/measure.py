@@ -26,11 +26,18 @@ from megatron.commands.common import command_line
 from megatron.commands.grid_search_commands.search_inputs import add_model_arguments, read_argv
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.time.profile import Profile, load_profile
-from megatron.planner.trial.comparison import draw, table_of
-from megatron.planner.trial.predict import predicted_seconds
-from megatron.planner.trial.results import Result, ResultsFile, Status, TrialEntry, read_entries
+from megatron.planner.trial.results import (
+    Result,
+    ResultsFile,
+    Status,
+    TrialEntry,
+    differences,
+    draw,
+    predicted_seconds,
+    read_entries,
+    table_of,
+)
 from megatron.planner.trial.runs import Runs, collect, measure
-from megatron.planner.trial.settings import differences
 from megatron.trainer import programs
 from megatron.trainer.arguments import parse_args
 from megatron.trainer.plan.command import PROGRAMS

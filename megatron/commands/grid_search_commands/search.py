@@ -29,15 +29,13 @@ from megatron.documents.numbers import counted
 from megatron.documents.writing import write_whole
 from megatron.pipeline.program.weight_policies import TWO_BW
 from megatron.planner import Architecture, Cluster
-from megatron.planner.intervals.lookup import Intervals
+from megatron.planner.intervals.interval import Intervals
 from megatron.planner.planner import Planner
 from megatron.planner.search import (
     SCOPES,
     Outcome,
     Space,
     Training,
-    besides,
-    compared,
     delay,
     offered,
     relayed,
@@ -46,11 +44,11 @@ from megatron.planner.search import (
 )
 from megatron.planner.search.bill import Budget
 from megatron.planner.search.expectation import expectation, unvalidated
-from megatron.planner.search.offers import delayed, offer
+from megatron.planner.search.outcome import without_pipeline_record, without_pipeline_sentence
 from megatron.planner.search.paper import PaperResult, describe_paper, run_paper_algorithm
 from megatron.planner.search.records import kept_record, write_csv, write_jsonl
-from megatron.planner.search.search import Progress
-from megatron.planner.search.space import schedules_on_device
+from megatron.planner.search.search import Progress, sentences_on_layers
+from megatron.planner.search.space import delayed, offer, schedules_on_device
 from megatron.planner.time.calibration import load_calibration
 from megatron.planner.time.first_principles import FirstPrinciples
 from megatron.planner.time.profile import Profile, load_profile
@@ -113,7 +111,7 @@ def run(options: argparse.Namespace) -> int:
             print("\nAlgorithm 1 of PipeDream-2BW, as it stands", *describe_paper(paper), sep="\n")
     if outcome.best is None:
         said = filter(
-            None, (delay.beside(outcome), nearest_miss(outcome), compared.sentence(outcome, has_script=False))
+            None, (delay.beside(outcome), nearest_miss(outcome), without_pipeline_sentence(outcome, has_script=False))
         )
         which = (
             "the only choice cannot" if len(outcome.rejected) == 1 else f"none of {len(outcome.rejected)} choices can"
@@ -304,12 +302,12 @@ def _numbers(outcome: Outcome) -> str:
 
 
 def _notes(outcome: Outcome) -> tuple[str, ...]:
-    others = compared.sentence(outcome, has_script=_has_script(outcome))
+    others = without_pipeline_sentence(outcome, has_script=_has_script(outcome))
     fixed = "all GPUs are used, so cost ranks as time; `grid_search sweep --gpus` compares numbers of GPUs"
     return (
         *filter(None, [delay.beside(outcome)]),
         *delay.sentences(outcome.kept),
-        *besides.sentences(outcome.kept),
+        *sentences_on_layers(outcome.kept),
         *relayed.sentences(outcome),
         *unvalidated(outcome.kept),
         *shared_ranks.sentences(outcome.kept),
@@ -331,7 +329,7 @@ def _as_dict(outcome: Outcome, top: int, notes: tuple[str, ...], seconds: float,
         "objective": outcome.objective,
         "seconds": seconds,
         "notes": notes,
-        "without_pipeline": compared.record(outcome.without_pipeline),
+        "without_pipeline": without_pipeline_record(outcome.without_pipeline),
         "best": [kept_record(each, rank) for rank, each in enumerate(outcome.ranking[:top], start=1)],
         "beside": [
             kept_record(each, rank, outcome.gain(each)) for rank, each in outcome.best_of_schedules() if rank is None
@@ -379,7 +377,11 @@ def _write(folder: Path, found: Searched, notes: tuple[str, ...]) -> None:
     remove_script(folder / "best.sh")
     if _has_script(outcome):
         command = shlex.join(["tools/grid_search.py", *sys.argv[1:]])
-        others = [delay.beside(outcome), *besides.sentences(outcome.kept), compared.sentence(outcome, has_script=True)]
+        others = [
+            delay.beside(outcome),
+            *sentences_on_layers(outcome.kept),
+            without_pipeline_sentence(outcome, has_script=True),
+        ]
         script = script_text(job, outcome.best, cluster, command=command, others=[*filter(None, others)])
         write_whole(folder / "best.sh", script)
         if any(each.choice.rank_mapping == "optimized" for each in outcome.kept):

@@ -5,7 +5,7 @@ import argparse
 from megatron.commands.common import command_line
 from megatron.commands.grid_search_commands.search_inputs import add_model_arguments, cluster_names
 from megatron.planner.search import RANK_MAPPINGS, SCOPES, offered
-from megatron.planner.search.objective import OBJECTIVES
+from megatron.planner.search.outcome import OBJECTIVES
 from megatron.planner.search.space import schedules_on_device
 from megatron.planner.time.calibration import DEFAULT_NAME, NAMES
 

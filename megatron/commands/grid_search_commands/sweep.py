@@ -32,9 +32,10 @@ from megatron.commands.grid_search_commands.search_script import remove_script, 
 from megatron.documents.writing import write_whole
 from megatron.planner import Cluster
 from megatron.planner.job.cluster import MOST
-from megatron.planner.search import besides, delay, shared_ranks
+from megatron.planner.search import delay, shared_ranks
 from megatron.planner.search.bill import amount
 from megatron.planner.search.expectation import unvalidated
+from megatron.planner.search.search import sentences_on_layers
 from megatron.planner.search.sweep import Sweep, SweepPoint
 
 TAKES_FLAGS = True  # those of the training programs
@@ -205,7 +206,7 @@ def _notes(sweep: Sweep) -> Iterator[str]:
         else:
             yield f"sequences of {length}: the curve does not bend, so it has no knee"
     best = [point.best for point in sweep.points if point.best is not None]
-    yield from (*delay.sentences(best), *besides.sentences(best), *unvalidated(best), *shared_ranks.sentences(best))
+    yield from (*delay.sentences(best), *sentences_on_layers(best), *unvalidated(best), *shared_ranks.sentences(best))
 
 
 def _print(sweep: Sweep, notes: tuple[str, ...], seconds: float) -> None:

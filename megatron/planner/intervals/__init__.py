@@ -7,8 +7,7 @@ coverage    how many of the runs lie in the interval that the others give
 """
 
 from megatron.planner.intervals.interval import LEVEL, Interval, NotValidated, interval_of
-from megatron.planner.intervals.kind import Kind, kind_of
-from megatron.planner.intervals.residuals import Residual, Residuals, load_residuals
+from megatron.planner.intervals.residuals import Kind, Residual, Residuals, kind_of, load_residuals
 
 __all__ = [
     "LEVEL",

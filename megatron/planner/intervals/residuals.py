@@ -6,12 +6,17 @@ other file of runs, `residuals/NAME.FILE.json`. They are written by
     python tools/grid_search.py validate --entries measurements.json --write-residuals FILE
 
 A run that the constants were fitted to stands there with a prediction of constants that were fitted without it.
+
+The *kind* of a run decides how far off the prediction of its time is. Kinds are few, since published runs are. What the
+time model prices by a rule of its own is one: the processor, the attention's kernels, the precision, the schedule, a
+network between nodes, and a short memory. Whatever else a configuration, a model or a software says besides its usual
+value (`extras`) makes another kind, so that no feature that was never compared borrows the interval of one that was.
 """
 
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
 
@@ -20,7 +25,126 @@ from pydantic import TypeAdapter, ValidationError
 from megatron.documents.faults import sentence
 from megatron.documents.reading import read_document
 from megatron.documents.writing import write_whole
-from megatron.planner.intervals.kind import Kind
+from megatron.planner.job.cluster import Cluster
+from megatron.planner.job.configuration import Configuration
+from megatron.planner.job.devices import DEVICES
+from megatron.planner.job.software import Software
+from megatron.planner.memory.architecture import Architecture
+
+NO_PIPELINE = "one pipeline stage"
+PRESSED = "slowed or borderline"
+"""What a run under pressure is, in the words of verdicts (job/verdict.py)."""
+_OTHER_RATE = 0.05  # a GPU whose rates differ by so much from its data sheet's is another edition
+
+_USUAL = {  # what is priced by arithmetic alone, or is part of the kind by another name
+    Configuration: frozenset({
+        "tensor", "pipeline", "data", "virtual", "micro_batch_size", "global_batch_size", "recompute", "schedule",
+        "balance", "sequence_parallel", "distributed_optimizer", "rank_mapping", "layers", "provisional_microbatches",
+        "provisional_reduce", "resident_stages", "host_update", "stash", "gathers_fetch",
+    }),
+    Software: frozenset({
+        "element_bytes", "gradient_bytes", "flash_attention", "fuses_softmax", "fuses_gradient_accumulation",
+        "overlaps_tensor", "overlaps_transfers", "splits_transfers", "flash_attention_2",
+        "keeps_gradient_copies", "own_communicators", "sums_beside_gradients", "blocks_launches", "transformer_impl",
+    }),
+    Architecture: frozenset({
+        "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+        "sequence_length", "vocabulary_size", "num_positions", "num_token_types", "tied_embeddings", "gated",
+        "linear_biases", "qkv_bias", "norm_vectors", "qk_norm", "patch_elements", "class_token", "num_classes",
+        "pooler", "masked_head", "binary_head", "hidden_dropout", "attention_dropout",
+    }),
+}  # fmt: skip
+
+BESIDE = frozenset({
+    "overlaps gradients", "overlaps weights", "overlaps in pieces", "overlaps experts", "cuda graphs", "fp8 weights",
+})  # fmt: skip
+"""Of extras: what goes on beside something else, or is left to the device. It decides little beside the rest, so that
+runs with and without it are joined where what there is of it was compared (interval.py)."""
+_WORDS = {"context": "context parallelism", "expert": "expert parallelism", "fp8": "FP8"}
+"""Of fields whose names say too little."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """See the module.
+
+    Attributes:
+        device: a family of GPUs, of any memory: "A100".
+        attention: "flash attention" or "unfused attention".
+        precision: "16 bits" or "32 bits".
+        strategy: the schedule's name, or `NO_PIPELINE`.
+        extras: what else is not as usual.
+        several_nodes: there is a network between its GPUs.
+        under_pressure: as of its verdict, which is borderline, or has ranks that are slowed for want of memory.
+    """
+
+    device: str
+    attention: str
+    precision: str
+    strategy: str
+    extras: tuple[str, ...] = ()
+    several_nodes: bool = False
+    under_pressure: bool = False
+
+    def __str__(self) -> str:
+        where = "several nodes" if self.several_nodes else "one node"
+        pressed = (PRESSED,) if self.under_pressure else ()
+        return ", ".join((self.device, self.strategy, self.attention, *self.extras, self.precision, where, *pressed))
+
+
+def kind_of(
+    configuration: Configuration,
+    model: Architecture,
+    cluster: Cluster,
+    software: Software,
+    *,
+    under_pressure: bool,
+) -> Kind:
+    """The kind of a run."""
+    used = software.of(configuration)
+    return Kind(
+        device=_family(cluster),
+        attention="flash attention" if used.flash_attention else "unfused attention",
+        precision=f"{8 * used.element_bytes} bits",
+        strategy=_strategy(configuration),
+        extras=tuple(word for each in (configuration, used, model) for word in _extras(each)),
+        several_nodes=len(cluster.topology.nodes) > 1,
+        under_pressure=under_pressure,
+    )
+
+
+def _family(cluster: Cluster) -> str:
+    """The GPU without its memory; one with rates of its own is no longer that of the data sheet."""
+    name = re.sub(r"-\d+(?=-|$)", "", cluster.gpu)
+    sheet, has = DEVICES.get(cluster.gpu), cluster.device
+    if sheet is None:
+        return name if cluster.is_cpu else f"{cluster.gpu} with rates of its own"
+    rates = ("peak_teraflops", "memory_bandwidth", "link_bandwidth")
+    pairs = ((getattr(has, rate), getattr(sheet, rate)) for rate in rates)
+    is_other = any(abs(rate / usual - 1) > _OTHER_RATE for rate, usual in pairs)
+    return f"{name} with rates of its own" if is_other else name
+
+
+def _strategy(configuration: Configuration) -> str:
+    preset = configuration.preset
+    waits = preset.order in ("gpipe", "1f1b") and preset.policy.drains and preset.residency is None
+    if configuration.pipeline == 1 and waits and not preset.balance:
+        return NO_PIPELINE  # whatever the schedule, microbatches follow each other
+    return f"{configuration.schedule}+balance" if configuration.balance else configuration.schedule
+
+
+def _extras(settings: Configuration | Software | Architecture) -> list[str]:
+    """Names of fields that are not as by default, with their values where these are words, or the values' own names."""
+    base = next(each for each in _USUAL if isinstance(settings, each))
+    found = []
+    for field in fields(base):
+        value = getattr(settings, field.name)
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        if field.name not in _USUAL[base] and value != default:
+            name = _WORDS.get(field.name, field.name.replace("_", " "))
+            found.append(f"{name} {value}" if isinstance(value, str) else getattr(value, "name", name))
+    return found
+
 
 _FOLDER = Path(__file__).parent / "residuals"
 

@@ -32,8 +32,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from megatron.documents.faults import nearest, place, shown
 from megatron.documents.reading import read_document
 from megatron.placement.topology import Bandwidth, Node, Topology
-from megatron.planner.job.device_names import devices_like, edition_of, is_edition, known_device
-from megatron.planner.job.devices import DEVICES, Device, described
+from megatron.planner.job.devices import DEVICES, Device, described, devices_like, edition_of, is_edition, known_device
 
 CLUSTERS = Path(__file__).parent / "clusters"
 """The folder of those that come along, NAME.yaml each."""

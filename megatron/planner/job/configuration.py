@@ -11,7 +11,7 @@ from megatron.placement.degrees import Degrees
 from megatron.placement.mapping import NAMES
 from megatron.planner.job.sharding import Sharding
 from megatron.planner.memory.activations import RecomputeScope
-from megatron.planner.memory.experts import ExpertDegrees
+from megatron.planner.memory.architecture import ExpertDegrees
 from megatron.planner.memory.hosted import Hosting
 
 PROVISIONAL_MODES = ("off", "stage", "uniform")

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.sharding import FSDP2, MEGATRON_FSDP, ShardingRuntime
 from megatron.planner.memory.activations import EVERY_OTHER_PRODUCT, ActivationSetting, Recompute, RecomputeScope
-from megatron.planner.memory.state import TrainingState
+from megatron.planner.memory.parameters import TrainingState
 
 ALL_TO_ALL, FLEX = "alltoall", "flex"
 _LAYERS = {"transformer_engine": "TE"}  # in tables

@@ -26,7 +26,7 @@ from megatron.pipeline.program.arena import places
 from megatron.pipeline.program.lane_order import DEVICE, GRADIENT_BUFFERS, HOST
 from megatron.pipeline.program.stages import stages_of
 from megatron.planner.memory.demand import Demand
-from megatron.planner.memory.state import TrainingState
+from megatron.planner.memory.parameters import TrainingState
 
 
 @dataclass(frozen=True, kw_only=True)

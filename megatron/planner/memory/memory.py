@@ -1,21 +1,36 @@
 """How much memory each rank of a pipeline needs, by what it is for.
 
-BPipe's equation 1, M(s) = W(s) + A(s) mu(s), in parts: what a parameter costs (state.py) times the parameters of the
-rank (parameters.py), what a microbatch saves (activations.py) times the microbatches that the program holds at once
-(demand.py), and the buffers beside them, on request with those of this project's communicators (communicators.py).
-Everything is counted at the moment when most is held; what the allocator loses between blocks, and what the CUDA
-context and other communicators hold, is not.
+BPipe's equation 1, M(s) = W(s) + A(s) mu(s), in parts: what a parameter costs (`TrainingState`) times the parameters of
+the rank (parameters.py), what a microbatch saves (activations.py) times the microbatches that the program holds at once
+(demand.py), and the buffers beside them, on request with those of this project's communicators. Everything is counted
+at the moment when most is held; what the allocator loses between blocks, and what the CUDA context and other
+communicators hold, is not.
+
+**NCCL's buffers.** NCCL gives every connection of a communicator buffers, one set for each CTA (channel) that may use
+it, for its three protocols. The sizes are those of its sources (src/init.cc and src/include/device.h, 2.21 to 2.30)
+where NCCL_BUFFSIZE, NCCL_LL_BUFFSIZE and NCCL_LL128_BUFFSIZE are not set:
+
+    Simple   4 MiB
+    LL       8 lines x 512 threads x 8 steps x 16 bytes       0.5 MiB
+    LL128    120 elements x 640 threads x 8 steps x 8 bytes   4.7 MiB
+
+An estimate that no GPU has confirmed. Taken is one set for each CTA and each peer. Between two GPUs of a node that send
+both ways it is what NCCL's P2P transport allocates; a link sends one way, so one of its ends has less. Across nodes
+point-to-point buffers are smaller (2 MiB a CTA), and a ring's larger, for both ends have their own; a tree has up to
+three peers. Not counted: what NCCL holds beside buffers (a few MiB a communicator), its use of NVLink SHARP, and the
+communicators of megatron.core, which are not bounded.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from operator import attrgetter, mul
 
+from megatron.pipeline.communicators import Communicator, chain_of_rank, links_of_rank, move_link_of_rank
 from megatron.pipeline.program.move_order import Pairs
 from megatron.pipeline.program.stages import stages_by_rank
 from megatron.planner.memory.activations import Activations, ActivationSetting, by_stage
 from megatron.planner.memory.architecture import Architecture
-from megatron.planner.memory.communicators import communicator_bytes
 from megatron.planner.memory.demand import Demand
 from megatron.planner.memory.hosted import (
     Hosting,
@@ -26,12 +41,54 @@ from megatron.planner.memory.hosted import (
     resident_weights,
 )
 from megatron.planner.memory.parameters import (
+    TrainingState,
     largest_parameter,
     stage_expert_parameters,
     stage_matrices,
     stage_parameters,
 )
-from megatron.planner.memory.state import TrainingState
+
+SIMPLE_BYTES = 1 << 22
+LL_BYTES = 8 * 512 * 8 * 16
+LL128_BYTES = 120 * 640 * 8 * 8
+CONNECTION_BYTES = SIMPLE_BYTES + LL_BYTES + LL128_BYTES
+"""Bytes for one CTA and one peer: 9.2 MiB."""
+
+
+def buffer_bytes(communicators: Iterable[Communicator]) -> float:
+    """Bytes on the device of a rank that has these communicators."""
+    return float(sum(each.max_ctas * each.num_peers * CONNECTION_BYTES for each in communicators))
+
+
+def communicator_bytes(
+    rank_of_stage: tuple[int, ...],
+    *,
+    tensor: int,
+    data: int,
+    tied_embeddings: bool,
+    sums_over_tensor: bool,
+    moves: bool,
+) -> tuple[float, ...]:
+    """Bytes by rank of a pipeline, of the communicators that it uses: NCCL gives no buffers to others.
+
+    `moves`: activations do, between some pair; all pairs connect then. The rest as in `chain_of_rank`.
+    """
+    links = _link_bytes(rank_of_stage, moves)
+    degrees = {"tensor": tensor, "pipeline": len(links), "data": data}
+    ends = rank_of_stage[0], rank_of_stage[-1]
+    sums = {"tied_embeddings": tied_embeddings, "sums_over_tensor": sums_over_tensor, "ends": ends}
+    return tuple(own + buffer_bytes(chain_of_rank(rank, **degrees, **sums)) for rank, own in enumerate(links))
+
+
+@lru_cache(maxsize=1024)
+def _link_bytes(rank_of_stage: tuple[int, ...], moves: bool) -> tuple[float, ...]:
+    """By rank. A search asks for many configurations of the same pipeline."""
+    own = []
+    for rank in range(max(rank_of_stage) + 1):
+        pair = move_link_of_rank(rank_of_stage, rank) if moves else ()
+        own.append(buffer_bytes((*links_of_rank(rank_of_stage, rank), *pair)))
+    return tuple(own)
+
 
 GIB = 2**30
 

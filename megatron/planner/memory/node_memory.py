@@ -13,8 +13,7 @@ from megatron.placement.degrees import Degrees
 from megatron.placement.mapping import NAMED, standard
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.memory.memory import GIB, RankMemory
-from megatron.planner.memory.parameters import layer_parameters, stage_parameters
-from megatron.planner.memory.state import TrainingState
+from megatron.planner.memory.parameters import TrainingState, layer_parameters, stage_parameters
 
 _MOST_LAYERS = 1 << 30
 

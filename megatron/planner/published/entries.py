@@ -18,8 +18,7 @@ from megatron.documents.faults import Boolean, Name, place, refuse_unknown_keys,
 from megatron.documents.reading import read_document
 from megatron.planner.job.cluster import Cluster
 from megatron.planner.job.configuration import Configuration
-from megatron.planner.job.fp8 import refuse_recipe
-from megatron.planner.job.shares import refuse_shares
+from megatron.planner.job.refusals import refuse_recipe, refuse_shares
 from megatron.planner.job.software import Software
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.published.entry_keys import REMARKS, keys_of, refuse_unknown, unknown_measurements

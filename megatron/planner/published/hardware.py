@@ -16,8 +16,7 @@ from pydantic_core import PydanticCustomError
 
 from megatron.documents.faults import Number, shown
 from megatron.planner.job.cluster import Cluster
-from megatron.planner.job.device_names import device_of, domain_of, edition_of, is_edition
-from megatron.planner.job.devices import DEVICES
+from megatron.planner.job.devices import DEVICES, device_of, domain_of, edition_of, is_edition
 from megatron.planner.published.label_rates import clock_of, memory_bandwidth_of
 from megatron.planner.published.model_names import Count
 

@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 
 from megatron.documents.faults import Boolean, Name, Number
-from megatron.planner.memory.architecture import Architecture
-from megatron.planner.memory.experts import Experts
+from megatron.planner.memory.architecture import Architecture, Experts
 
 Count = Annotated[int, Number, Field(ge=1, le=10_000_000)]
 

@@ -11,7 +11,7 @@ from megatron.documents.faults import Boolean, Number, shown
 from megatron.pipeline.program.lane_order import DEFERRED, DEVICE
 from megatron.pipeline.schedules import PRESETS, Schedule
 from megatron.planner.job.configuration import Configuration
-from megatron.planner.job.fp8 import FP8_RECIPES
+from megatron.planner.job.refusals import FP8_RECIPES
 from megatron.planner.job.software import FLEX
 from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.published.hardware import HardwareRecord

@@ -8,11 +8,10 @@ search     ranking, and simulation of the best
 outcome    what was kept and what was rejected
 """
 
-from megatron.planner.search.offers import offered
 from megatron.planner.search.outcome import Choice, Kept, Outcome, Rejected
 from megatron.planner.search.rules import Training
 from megatron.planner.search.search import search
-from megatron.planner.search.space import RANK_MAPPINGS, SCOPES, Space
+from megatron.planner.search.space import RANK_MAPPINGS, SCOPES, Space, offered
 
 __all__ = [
     "RANK_MAPPINGS",

@@ -7,8 +7,8 @@ from fractions import Fraction
 
 from megatron.pipeline.program.weight_policies import TWO_BW
 from megatron.planner.job.configuration import Configuration
-from megatron.planner.search.offers import offer
 from megatron.planner.search.outcome import Kept, Outcome
+from megatron.planner.search.space import offer
 
 
 def known_share(configuration: Configuration) -> Fraction:

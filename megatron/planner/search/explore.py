@@ -19,16 +19,15 @@ from typing import Any
 
 from megatron.pipeline.program.weight_policies import TWO_BW
 from megatron.planner.job.configuration import Configuration
-from megatron.planner.job.verdict import Verdict
+from megatron.planner.job.estimate import Verdict
 from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.memory.memory import RankMemory
 from megatron.planner.planner import Planner
 from megatron.planner.search import delay, relayed, rules, shared_ranks
-from megatron.planner.search.offers import offer, splits
 from megatron.planner.search.outcome import Choice, Kept, Rejected
 from megatron.planner.search.rules import Training
-from megatron.planner.search.space import RANK_MAPPINGS, SCOPES, Space
+from megatron.planner.search.space import RANK_MAPPINGS, SCOPES, Space, offer, splits
 
 Refusal = Callable[[Configuration], str | None]
 """Why the training program would refuse a configuration, in a clause."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING
 
-from megatron.planner.job.verdict import LOST
-from megatron.planner.search.offers import offered
+from megatron.planner.job.estimate import LOST
 from megatron.planner.search.outcome import Choice, Outcome
+from megatron.planner.search.space import offered
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -7,9 +7,9 @@ from dataclasses import replace
 from megatron.pipeline.program.lane_order import EAGER
 from megatron.planner.job.cluster import Cluster
 from megatron.planner.job.configuration import Configuration
-from megatron.planner.search.offers import offer
 from megatron.planner.search.outcome import Choice, Outcome
 from megatron.planner.search.rules import Training
+from megatron.planner.search.space import offer
 
 
 def is_hosted(schedule: str) -> bool:

@@ -12,12 +12,12 @@ from pathlib import Path
 from megatron.planner.planner import Planner
 from megatron.planner.search import delay
 from megatron.planner.search.expectation import expectation
-from megatron.planner.search.offers import offer
 from megatron.planner.search.outcome import Kept, Outcome
 from megatron.planner.search.picture import as_svg, describe, draw_outcome
 from megatron.planner.search.report_bars import memory_bars, time_bars
 from megatron.planner.search.report_table import configurations_table, reasons_table
 from megatron.planner.search.report_timeline import timeline_figures
+from megatron.planner.search.space import offer
 from megatron.planner.search.table import BESIDE
 
 _STYLE, _SCRIPT = (Path(__file__).with_suffix(suffix) for suffix in (".css", ".js"))

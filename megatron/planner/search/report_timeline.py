@@ -15,7 +15,7 @@ from megatron.pipeline.draw.page_timeline import legible_scale, page_timeline
 from megatron.pipeline.schedules.pipeline_schedule import PipelineSchedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.timeline import Timeline
-from megatron.planner.memory.sizes import resized
+from megatron.planner.memory.schedule_demand import resized
 from megatron.planner.planner import Planner
 from megatron.planner.search.outcome import Kept
 

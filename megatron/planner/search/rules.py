@@ -10,9 +10,8 @@ from megatron.documents.numbers import counted
 from megatron.pipeline.schedules import Schedule
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.memory.schedule_demand import schedule_demand
-from megatron.planner.search.offers import PLAIN, fewest_ranks, name_of, offer
 from megatron.planner.search.outcome import Choice
-from megatron.planner.search.space import Space
+from megatron.planner.search.space import PLAIN, Space, fewest_ranks, name_of, offer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,17 @@
-"""Search a space, rank what fits by estimates, and simulate the very programs of the best."""
+"""Search a space, rank what fits by estimates, and simulate the very programs of the best.
+
+A row may differ from the best in more than its choices: its layers (`--transformer-impl`) may have another attention,
+and where batches may grow its batch may be larger. Such a row says in which of these it differs, so that the schedule
+is not taken for the cause.
+"""
+
+from __future__ import annotations
 
 import gc
 import heapq
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
@@ -12,13 +19,47 @@ from itertools import accumulate
 from megatron.pipeline.schedules import PRESETS
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.planner import Planner
-from megatron.planner.search import besides, rules, without_pipeline
+from megatron.planner.search import rules, without_pipeline
 from megatron.planner.search.explore import Explorer, Refusal
 from megatron.planner.search.outcome import Choice, Kept, Outcome, Rejected
 from megatron.planner.search.rules import Training
 from megatron.planner.search.shared_ranks import is_shared
 from megatron.planner.search.space import Space
 from megatron.processes.forked import map_forked
+
+_BESIDES: dict[str, Callable[[Kept], str]] = {
+    "layers": lambda each: each.layers,
+    "batches": lambda each: f"of {each.choice.global_batch_size}",
+}
+
+
+def differences_from_best(each: Kept, best: Kept) -> tuple[str, ...]:
+    """What one has otherwise than the best, a clause each."""
+    values = ((what, value(each), value(best)) for what, value in _BESIDES.items())
+    return tuple(f"other {what} than the best ({mine}, not {its})" for what, mine, its in values if mine != its)
+
+
+def mark_differences(kept: Sequence[Kept]) -> tuple[Kept, ...]:
+    """The same, from the best on, with what each has otherwise than the best in its notes."""
+    found = ((each, differences_from_best(each, kept[0])) for each in kept)
+    return tuple(replace(each, notes=(*each.notes, *new)) if new else each for each, new in found)
+
+
+def sentences_on_layers(kept: Iterable[Kept]) -> tuple[str, ...]:
+    """What there is to know where not all of these have the same layers."""
+    schedules: dict[str, list[str]] = {}
+    for each in kept:
+        names = schedules.setdefault(each.layers, [])
+        if each.choice.schedule not in names:
+            names.append(each.choice.schedule)
+    if len(schedules) < 2:
+        return ()
+    parts = "; ".join(f"{what} of {', '.join(names)}" for what, names in schedules.items())
+    return (
+        f"not all have the same layers and attention ({parts}), so their times compare these, too, and not schedules "
+        "alone; --transformer-impl local gives all of them the same",
+    )
+
 
 NUM_SIMULATED = 5
 _MOST_COMPUTATIONS = 400_000  # that are simulated unless a number is asked for: 20 seconds or so
@@ -89,7 +130,7 @@ def search(
     ranked, dropped = simulation.best(asked, count, most)
     beside, others = simulation.best(beside, min(count, 1), most - simulation.computations, at_least=0)
     return Outcome(
-        kept=besides.marked([*ranked, *beside]),
+        kept=mark_differences([*ranked, *beside]),
         rejected=(*rejected, *dropped, *others),
         objective=objective,
         unasked=frozenset(space.unasked),

@@ -10,13 +10,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from megatron.planner.job.configuration import Configuration
-from megatron.planner.job.shares import OVERLAPPED, refuse_shares
+from megatron.planner.job.refusals import OVERLAPPED, refuse_shares
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.planner import Planner
-from megatron.planner.search.offers import offer, splits
 from megatron.planner.search.outcome import Choice, Kept, Rejected
 from megatron.planner.search.rules import Training, clause
-from megatron.planner.search.space import Space
+from megatron.planner.search.space import Space, offer, splits
 
 
 def is_shared(choice: Choice) -> bool:

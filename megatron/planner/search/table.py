@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron.planner.intervals import LEVEL
-from megatron.planner.intervals.lookup import interval_text
+from megatron.planner.intervals.interval import interval_text
 from megatron.planner.search.bill import Bill, money
 from megatron.planner.search.outcome import Choice, Kept, Outcome, Rejected
 

@@ -1,4 +1,4 @@
-"""Searches what other systems reach on the same GPUs without a pipeline: weights split over replicas (compared.py).
+"""Searches what other systems reach on the same GPUs without a pipeline: weights split over replicas (outcome.py).
 
 Each tensor parallel size, microbatch and number of shards of the space is tried with the scope that recomputes least of
 those that fit, as the search itself does.
@@ -13,8 +13,7 @@ from megatron.planner.job.sharding import STAGES, Sharding
 from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.planner import Planner
 from megatron.planner.search import rules
-from megatron.planner.search.compared import WithoutPipeline
-from megatron.planner.search.outcome import Choice
+from megatron.planner.search.outcome import Choice, WithoutPipeline
 from megatron.planner.search.rules import Training
 from megatron.planner.search.space import SCOPES, Space, divisors
 from megatron.planner.time.first_principles import FirstPrinciples

@@ -24,8 +24,7 @@ The backward moves as much, and computes twice as much.
 """
 
 from megatron.planner.job.software import FLEX, Software
-from megatron.planner.memory.architecture import Architecture
-from megatron.planner.memory.experts import ExpertDegrees
+from megatron.planner.memory.architecture import Architecture, ExpertDegrees
 from megatron.planner.time.work import LayerWork, Work
 
 _FP32 = 4

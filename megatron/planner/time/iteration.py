@@ -19,7 +19,7 @@ from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs, PerStage
 from megatron.pipeline.simulate.timeline import BUSY, Timeline
 from megatron.planner.job.configuration import Configuration
-from megatron.planner.memory.sizes import alike, resized
+from megatron.planner.memory.schedule_demand import representative_sizes, resized
 from megatron.planner.time.closed_forms import closed_form_of
 from megatron.planner.time.event_graph import event_graph, has_event_graph
 from megatron.planner.time.stage_times import StageTimes
@@ -129,7 +129,7 @@ def _steady(costs: Costs, schedule: Schedule, m: int, groups: int, run: _Run) ->
     Where batches do not drain, they are doubled until they hide their reductions, as longer ones then do.
     """
     drains, p, hidden = schedule.weights.drains, schedule.num_ranks, without_reductions(costs)
-    while sizes := alike(schedule, m, least=groups // 2 * p, step=groups // 4 * p, count=3):
+    while sizes := representative_sizes(schedule, m, least=groups // 2 * p, step=groups // 4 * p, count=3):
         of_size = [resized(schedule, m, size) for size in sizes]
         longest = run(costs, of_size[2], sizes[2])
         if drains or _hides_reductions(costs, of_size[1:], sizes[1:], run):

@@ -21,7 +21,7 @@ from megatron.pipeline.program.move_order import pair_of
 from megatron.placement.degrees import Degrees
 from megatron.placement.mapping import Mapping, inverse
 from megatron.placement.topology import Topology
-from megatron.planner.memory.experts import ExpertDegrees
+from megatron.planner.memory.architecture import ExpertDegrees
 
 _GIGA = 1e9
 

@@ -23,7 +23,7 @@ from megatron.pipeline.program.weight_policies import FLUSH
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.schedules.one_f_one_b import OneForwardOneBackward
 from megatron.pipeline.simulate.costs import Costs
-from megatron.planner.memory.sizes import resized
+from megatron.planner.memory.schedule_demand import resized
 from megatron.planner.time.event_graph import event_graph, has_event_graph
 from megatron.planner.time.microbatch_flow import round_trips
 from megatron.planner.time.moves import hides_moves

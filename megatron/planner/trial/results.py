@@ -1,7 +1,7 @@
-"""What is measured, and what came out: entries and results, and the file that keeps the results.
+"""Configurations that are measured: how they are run, what came out, and how that compares with the prediction.
 
 A results file holds a JSON object a line, one for each configuration. It is written anew, in whole or not at all, when
-a result is added; so a measuring that was killed goes on with what is not in it.
+a result is added; so a measuring that was killed continues with the configurations that the file lacks.
 """
 
 from collections.abc import Sequence
@@ -10,13 +10,72 @@ from enum import Enum
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from rich.markup import escape
+from rich.table import Table
 
 from megatron.documents.faults import shown
 from megatron.documents.reading import read_json
 from megatron.documents.writing import write_whole
+from megatron.planner.job.cluster import Cluster
 from megatron.planner.job.configuration import Configuration
-from megatron.planner.search.offers import preset_of
-from megatron.planner.trial.settings import Settings, differences
+from megatron.planner.planner import Planner
+from megatron.planner.search.space import preset_of
+from megatron.planner.time.iteration import simulated
+from megatron.planner.time.profile import Profile
+from megatron.planner.time.profiled import ProfiledCosts, shape_of
+
+
+class Settings(BaseModel):
+    """The settings of a run.
+
+    Attributes:
+        flags: of the training program, without those that a configuration decides.
+        iterations, warmup: how many are trained, and how many of them are not measured.
+        threads: of each rank in the operators of a CPU.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    flags: tuple[str, ...]
+    iterations: int
+    warmup: int
+    threads: int
+
+    def argv(self) -> tuple[str, ...]:
+        """All of it, as `differences` takes it."""
+        own = {"--iterations": self.iterations, "--warmup": self.warmup, "--threads": self.threads}
+        return (*self.flags, *(str(part) for pair in own.items() for part in pair))
+
+
+def differences(known: Sequence[str], given: Sequence[str], *, but: frozenset[str] = frozenset()) -> str:
+    """What one command line says that the other does not: `--hidden-size 64 and not 128`; nothing where they agree.
+
+    Args:
+        known: flags and their values, of which the sentence is.
+        but: flags that may differ.
+    """
+    first, second = _by_flag(known), _by_flag(given)
+    told = []
+    for flag in dict.fromkeys((*first, *second)):
+        before, now = first.get(flag), second.get(flag)
+        if before == now or flag in but:
+            continue
+        if before is None or now is None:
+            told.append(f"{'no ' * (before is None)}{flag} {before if now is None else now}".rstrip())
+        else:
+            told.append(f"{flag} {before} and not {now}")
+    return ", ".join(told)
+
+
+def _by_flag(argv: Sequence[str]) -> dict[str, str]:
+    found: dict[str, list[str]] = {}
+    for word in argv:
+        if word.startswith("--"):
+            values = found.setdefault(word, [])
+        else:
+            values.append(word)
+    return {flag: " ".join(values) for flag, values in found.items()}
+
 
 _FIELDS = tuple(field.name for field in fields(Configuration))
 _DEFAULTS = vars(Configuration(micro_batch_size=1, global_batch_size=1))
@@ -187,3 +246,70 @@ class ResultsFile:
     def of(self, entries: Sequence[TrialEntry]) -> list[Result]:
         """Those that are there, in the order of the entries."""
         return [self._results[entry.name] for entry in entries if entry.name in self._results]
+
+
+def table_of(results: Sequence[Result]) -> Table:
+    """A row for each, the fastest first; failures last, with their sentence."""
+    table = Table(title="seconds per iteration")
+    for column in ("configuration", "predicted", "measured", "eight of ten", "predicted too long by", "ended"):
+        table.add_column(column, justify="left" if column in ("configuration", "ended") else "right", overflow="fold")
+    for each in sorted(results, key=lambda result: (result.status is not Status.DONE, result.seconds or 0.0)):
+        done = each.status is Status.DONE
+        table.add_row(
+            each.name,
+            "" if each.predicted_seconds is None else f"{each.predicted_seconds:.4g}",
+            f"{each.seconds:.4g}" if done else "",
+            f"{each.low:.4g}-{each.high:.4g}" if done else "",
+            "" if each.error is None else f"{each.error:+.1%}",
+            each.status.value if done else escape(f"{each.status.value}: {each.sentence}"),
+        )
+    return table
+
+
+def draw(results: Sequence[Result], path: Path) -> None:
+    """Predicted against measured seconds, with the line on which both agree; the suffix chooses the format.
+
+    Raises ValueError where nothing has both.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    both = [each for each in results if each.error is not None]
+    if not both:
+        raise ValueError("no configuration has both a prediction and a measured time; there is nothing to draw")
+    figure = Figure(figsize=(6.0, 5.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for position, schedule in enumerate(dict.fromkeys(each.configuration["schedule"] for each in both)):
+        those = [each for each in both if each.configuration["schedule"] == schedule]
+        measured = [each.seconds for each in those]
+        spread = [
+            [each.seconds - each.low for each in those],
+            [each.high - each.seconds for each in those],
+        ]
+        axes.errorbar(
+            measured, [each.predicted_seconds for each in those], xerr=spread, fmt="o", color=f"C{position}",
+            elinewidth=0.8, capsize=2, label=schedule,
+        )  # fmt: skip
+    ends = [value for each in both for value in (each.seconds, each.predicted_seconds)]
+    low, high = 0.9 * min(ends), 1.1 * max(ends)
+    axes.plot([low, high], [low, high], color="0.4", linewidth=0.9)
+    axes.fill_between([low, high], [0.95 * low, 0.95 * high], [1.05 * low, 1.05 * high], color="0.9", label="within 5%")
+    axes.set_xlim(low, high)
+    axes.set_ylim(low, high)
+    axes.set_xlabel("measured seconds per iteration (eight of ten)")
+    axes.set_ylabel("predicted")
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def predicted_seconds(profile: Profile, configuration: Configuration, *, num_layers: int) -> float:
+    """Seconds of an iteration of the profile's model with `num_layers` layers. Raises ValueError for what was not
+    profiled."""
+    model = shape_of(profile, num_layers=num_layers, tensor=configuration.tensor)
+    # Of the cluster a profile needs nothing: it was taken there.
+    planner = Planner(model, Cluster(gpu="cpu", nodes=1, gpus_per_node=configuration.num_gpus))
+    costs = ProfiledCosts(profile, model).costs(configuration, planner.layers(configuration))
+    schedule = configuration.pipeline_schedule(tied_embeddings=model.tied_embeddings)
+    return simulated(costs, configuration, schedule).seconds

@@ -17,7 +17,7 @@ from megatron.elastic.freeze_rule import ByHand
 from megatron.pipeline.schedules import PRESETS
 from megatron.placement.hosts import Process
 from megatron.planner import GIB, RankMemory, Verdict, device_gib
-from megatron.planner.job.verdict import judge_fullest, waiting_gib
+from megatron.planner.job.estimate import judge_fullest, waiting_gib
 from megatron.planner.memory.parameters import embedding_parameters, head_parameters, layer_parameters
 from megatron.trainer.arguments.rules.classification import data_paths
 from megatron.trainer.arguments.rules.freezing import make_rule

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.planner.job.software import ALL_TO_ALL, FLEX
-from megatron.planner.memory.experts import Experts
+from megatron.planner.memory.architecture import Experts
 from megatron.trainer.arguments.flags.specification import Flag
 
 _TOPK = 2  # Megatron-LM's default

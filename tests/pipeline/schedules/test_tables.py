@@ -10,7 +10,7 @@ from megatron.pipeline.schedules import ORDERS, PLACEMENTS, PRESETS, Preset, Sch
 from megatron.pipeline.schedules.gpipe import GPipe
 from megatron.pipeline.schedules.one_f_one_b import OneForwardOneBackward
 from megatron.planner.memory.schedule_demand import schedule_demand
-from megatron.planner.search.offers import fewest_ranks, offer, offered, preset_of
+from megatron.planner.search.space import fewest_ranks, offer, offered, preset_of
 
 
 class Boundless(OneForwardOneBackward):

@@ -10,7 +10,7 @@ from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
 from megatron.pipeline.simulate.memory_curve import MemorySizes, memory_curves
-from megatron.planner.memory.proved_demand import demand_of
+from megatron.planner.memory.schedule_demand import demand_of
 from tests.pipeline.simulate.programs import build, program
 
 UNITS = MemorySizes(activations=1, weights=1, gradients=1, tied_gradients=0.25, optimizer=1, transfers=1)

@@ -7,8 +7,14 @@ from dataclasses import replace
 import pytest
 
 from megatron.planner.intervals import LEVEL, Interval, Kind, NotValidated, Residual, interval_of
-from megatron.planner.intervals.coverage import without_run, without_source
-from megatron.planner.intervals.interval import FEWEST, FEWEST_SOURCES, error_of_sources, quantiles
+from megatron.planner.intervals.interval import (
+    FEWEST,
+    FEWEST_SOURCES,
+    error_of_sources,
+    quantiles,
+    without_run,
+    without_source,
+)
 
 FLUSH = Kind(device="A100", attention="unfused attention", precision="16 bits", strategy="flush", several_nodes=True)
 ONE_NODE = replace(FLUSH, several_nodes=False)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 import pytest
 
 from megatron.planner.intervals import Kind, kind_of
-from megatron.planner.intervals import kind as kinds
+from megatron.planner.intervals import residuals as kinds
 from megatron.planner.job.cluster import Cluster
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.software import MEGATRON_2021, MEGATRON_V3, Software

@@ -15,10 +15,8 @@ from megatron.planner.intervals import (
     kind_of,
     load_residuals,
 )
-from megatron.planner.intervals.coverage import without_run, without_source
-from megatron.planner.intervals.kind import BESIDE
-from megatron.planner.intervals.lookup import Intervals, interval_record, interval_text
-from megatron.planner.intervals.residuals import load_others, read_residuals
+from megatron.planner.intervals.interval import Intervals, interval_record, interval_text, without_run, without_source
+from megatron.planner.intervals.residuals import BESIDE, load_others, read_residuals
 from megatron.planner.published.entries import Entry, load_entries, read_entry
 from megatron.planner.published.prediction import predict
 from megatron.planner.time.calibration import DEFAULT_NAME, load_calibration

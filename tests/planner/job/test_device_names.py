@@ -2,8 +2,7 @@
 
 import pytest
 
-from megatron.planner.job.device_names import device_of, known_device
-from megatron.planner.job.devices import DEVICES
+from megatron.planner.job.devices import DEVICES, device_of, known_device
 
 
 @pytest.mark.parametrize(

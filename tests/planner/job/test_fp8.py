@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.planner import Architecture, Cluster, Configuration
-from megatron.planner.job.fp8 import refuse_fp8
+from megatron.planner.job.refusals import refuse_fp8
 from megatron.planner.job.software import Software
 from megatron.planner.memory.activations import Activations, ActivationSetting, Recompute, RecomputeScope
 from megatron.planner.planner import Planner

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.planner import Architecture
-from megatron.planner.job.verdict import FEWEST, LOST, OPERANDS_OF_LAYER, judge_fullest, lost_gib, waiting_gib
+from megatron.planner.job.estimate import FEWEST, LOST, OPERANDS_OF_LAYER, judge_fullest, lost_gib, waiting_gib
 from megatron.planner.memory.activations import ActivationSetting
 from megatron.planner.memory.memory import GIB
 

@@ -3,7 +3,7 @@
 import torch
 
 from megatron.planner import Architecture
-from megatron.planner.memory.experts import Experts
+from megatron.planner.memory.architecture import Experts
 
 LENGTH, SIZE = 64, 2
 """Tokens of a sequence, and sequences of a microbatch."""

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.pipeline.schedules import Schedule
-from megatron.planner.memory.closed_form_demand import closed_form_demand
-from megatron.planner.memory.proved_demand import proved_demand
+from megatron.planner.memory.schedule_demand import closed_form_demand, proved_demand
 
 CASES = [
     ("gpipe", 1, False), ("flush", 1, False), ("bpipe", 1, False), ("2bw", 1, False), ("2bw", 1, True),

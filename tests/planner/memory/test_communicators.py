@@ -5,7 +5,7 @@ import pytest
 from megatron.pipeline.communicators import Communicator
 from megatron.pipeline.schedules import Schedule
 from megatron.planner import GIB, Cluster, Configuration, Planner, Software, TrainingState, estimate_memory
-from megatron.planner.memory.communicators import CONNECTION_BYTES, buffer_bytes
+from megatron.planner.memory.memory import CONNECTION_BYTES, buffer_bytes
 from megatron.planner.memory.schedule_demand import schedule_demand
 from tests.planner.memory.test_memory import SHAPE, ActivationSetting
 

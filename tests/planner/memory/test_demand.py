@@ -2,7 +2,7 @@
 
 from megatron.pipeline.schedules import Schedule
 from megatron.planner import most
-from megatron.planner.memory.proved_demand import proved_demand
+from megatron.planner.memory.schedule_demand import proved_demand
 
 
 def test_most_of_several_programs():

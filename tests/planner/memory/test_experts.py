@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.planner import Architecture
-from megatron.planner.memory.experts import ExpertDegrees, Experts
+from megatron.planner.memory.architecture import ExpertDegrees, Experts
 from megatron.planner.memory.parameters import head_parameters, stage_expert_parameters, stage_parameters
 from tests import workers
 from tests.planner.memory.expert_layers import shape_of

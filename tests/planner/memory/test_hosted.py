@@ -17,10 +17,9 @@ from megatron.pipeline.program.lane_order import Residency, most_boundaries
 from megatron.pipeline.schedules import Schedule
 from megatron.planner import GIB, Activations, Architecture, Cluster, Configuration, TrainingState
 from megatron.planner.job.software import Software
-from megatron.planner.memory.closed_form_demand import closed_form_demand
 from megatron.planner.memory.hosted import Hosting, gradient_buffers, resident_weights
 from megatron.planner.memory.node_memory import Crew, crowds, fewest_sharing, host_bytes, judge_host, largest_model
-from megatron.planner.memory.proved_demand import proved_demand
+from megatron.planner.memory.schedule_demand import closed_form_demand, proved_demand
 from megatron.planner.planner import Planner
 from tests import workers
 

@@ -23,7 +23,7 @@ from megatron.planner import (
     estimate_memory,
     judge,
 )
-from megatron.planner.job.verdict import LOST
+from megatron.planner.job.estimate import LOST
 from megatron.planner.memory.memory import _num_sides
 from megatron.planner.memory_table import memory_as_dict, memory_table
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.planner.memory.experts import Experts
+from megatron.planner.memory.architecture import Experts
 from megatron.planner.published.entries import Unpredictable, read_entry
 from megatron.planner.published.prediction import predict
 from megatron.planner.time.calibration import default_constants

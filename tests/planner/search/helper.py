@@ -3,7 +3,7 @@
 from functools import cache
 
 from megatron.planner import Architecture, Cluster
-from megatron.planner.intervals.lookup import Intervals
+from megatron.planner.intervals.interval import Intervals
 from megatron.planner.job.software import Software
 from megatron.planner.planner import Planner
 from megatron.planner.search import Outcome, Space, Training, search

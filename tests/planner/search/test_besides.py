@@ -9,12 +9,14 @@ import pytest
 
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.software import Software
-from megatron.planner.search import Outcome, besides, compared, delay
-from megatron.planner.search.offers import delayed, offered
+from megatron.planner.search import Outcome, delay
+from megatron.planner.search.outcome import without_pipeline_record, without_pipeline_sentence
 from megatron.planner.search.picture import draw_outcome
 from megatron.planner.search.records import records, write_csv
 from megatron.planner.search.report import html_report
 from megatron.planner.search.report_table import configurations_table
+from megatron.planner.search.search import sentences_on_layers
+from megatron.planner.search.space import delayed, offered
 from megatron.planner.search.table import HEADINGS, cells
 from tests.planner import made_up
 from tests.planner.search.helper import a100, gpt3, planner, run
@@ -109,10 +111,10 @@ def test_each_row_states_its_layers_and_attention(outcome):
     found = {(each["schedule"], each["transformer_impl"], each["attention"]) for each in records(outcome)
              if each["status"] == "kept"}  # fmt: skip
     assert found == {("zb-h1", "local", "unfused"), *((name, "transformer_engine", "flash") for name in NAMES[:3])}
-    (said,) = besides.sentences(outcome.kept)
+    (said,) = sentences_on_layers(outcome.kept)
     assert "(TE, flash of interleaved, flush, 2bw; local, unfused of zb-h1)" in said
     same = run(MODEL, MACHINES, Software(), schedules=("flush", "zb-h1"), **SPACE)
-    assert besides.sentences(same.kept) == () and not any(
+    assert sentences_on_layers(same.kept) == () and not any(
         "other layers" in note for each in same.kept for note in each.notes
     )
 
@@ -132,11 +134,11 @@ def test_larger_batches_are_marked():
 
 def test_what_is_compared_without_a_pipeline_says_its_layers(outcome):
     """In the records always, in the sentence where the best's are others."""
-    record = compared.record(outcome.without_pipeline)
+    record = without_pipeline_record(outcome.without_pipeline)
     assert (record["transformer_impl"], record["attention"]) == ("transformer_engine", "flash")
-    assert "other layers" not in compared.sentence(outcome, has_script=True)
+    assert "other layers" not in without_pipeline_sentence(outcome, has_script=True)
     halves = tuple(each for each in outcome.kept if each.choice.schedule == "zb-h1")
-    text = compared.sentence(replace(outcome, kept=halves), has_script=True)
+    text = without_pipeline_sentence(replace(outcome, kept=halves), has_script=True)
     assert "(with other layers: TE, flash, not local, unfused)" in text
     assert json.dumps(record)
 

@@ -5,16 +5,17 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.planner.search.compared import (
+from megatron.planner.search.outcome import (
     MARGIN_OF_SPLIT,
     MARGIN_OF_WHOLE,
     TRAINED_BY,
+    Kept,
+    Outcome,
     WithoutPipeline,
-    describe,
-    record,
-    sentence,
+    described,
+    without_pipeline_record,
+    without_pipeline_sentence,
 )
-from megatron.planner.search.outcome import Kept, Outcome
 from tests.planner.search.helper import a100, gpt3, run
 
 
@@ -30,18 +31,20 @@ def times(found: WithoutPipeline, factor: float) -> WithoutPipeline:
 
 def said(found: WithoutPipeline, *kept: Kept, has_script: bool = True, objective: str = "time") -> str:
     """Of a search that kept these, from the best on."""
-    return sentence(Outcome(kept=kept, rejected=(), objective=objective, without_pipeline=found), has_script=has_script)
+    return without_pipeline_sentence(
+        Outcome(kept=kept, rejected=(), objective=objective, without_pipeline=found), has_script=has_script
+    )
 
 
 def test_it_names_who_trains_so(outcome):
     found = outcome.without_pipeline
-    text = sentence(outcome, has_script=True)
-    assert text.startswith(f"without a pipeline: {describe(found.estimate.configuration)} would take ~")
+    text = without_pipeline_sentence(outcome, has_script=True)
+    assert text.startswith(f"without a pipeline: {described(found.estimate.configuration)} would take ~")
     assert "and DeepSpeed train so, this project does not, and best.sh starts the best that it trains" in text
     for name in TRAINED_BY[found.estimate.configuration.sharding.stage]:
         assert name in text
     assert "best.sh" not in said(found)  # where nothing fits that this project trains
-    untrained = sentence(outcome, has_script=False)
+    untrained = without_pipeline_sentence(outcome, has_script=False)
     assert text == f"{untrained}, and best.sh starts the best that it trains" and "than the best here" in untrained
 
 
@@ -74,10 +77,10 @@ def test_speeds_are_compared_with_the_fastest(outcome):
 
 
 def test_where_nothing_fits_or_nothing_was_compared():
-    assert said(None) is None and record(None) is None
+    assert said(None) is None and without_pipeline_record(None) is None
     text = said(WithoutPipeline(missing_gib=12.34))
     assert text.startswith("without a pipeline nothing fits") and text.endswith("the nearest misses 12.3 GiB")
-    assert record(WithoutPipeline(missing_gib=12.34)) == {"fits": False, "missing_gib": 12.34}
+    assert without_pipeline_record(WithoutPipeline(missing_gib=12.34)) == {"fits": False, "missing_gib": 12.34}
 
 
 def test_where_all_that_fits_is_slowed():
@@ -85,12 +88,12 @@ def test_where_all_that_fits_is_slowed():
     slowed = WithoutPipeline(is_slowed=True)
     text = said(slowed)
     assert "the allocator would slow what fits, and --avoid-pressure leaves that out" in text and "GiB" not in text
-    assert record(slowed) == {"fits": False, "missing_gib": None, "verdict": "slowed"}
+    assert without_pipeline_record(slowed) == {"fits": False, "missing_gib": None, "verdict": "slowed"}
 
 
 def test_for_programs(outcome):
     """Plain JSON, which says that it is not trained here."""
-    found, estimate = record(outcome.without_pipeline), outcome.without_pipeline.estimate
+    found, estimate = without_pipeline_record(outcome.without_pipeline), outcome.without_pipeline.estimate
     assert json.loads(json.dumps(found)) == found
     assert (found["strategy"], found["trained_here"], found["fits"]) == ("fsdp", False, True)
     assert found["iteration_seconds"] == estimate.seconds and found["global_batch_size"] == 64

@@ -2,7 +2,7 @@
 
 from megatron.pipeline.schedules import PRESETS, Preset
 from megatron.planner.search import Space, offered
-from megatron.planner.search.offers import fewest_ranks, name_of, offer, preset_of
+from megatron.planner.search.space import fewest_ranks, name_of, offer, preset_of
 from tests.planner import made_up
 
 KNOWN = (

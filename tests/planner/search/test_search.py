@@ -12,8 +12,7 @@ from megatron.pipeline.schedules import PRESETS
 from megatron.planner import Architecture, Cluster, Configuration
 from megatron.planner.job.software import Software
 from megatron.planner.search import SCOPES, Space, Training, search
-from megatron.planner.search.offers import offer, preset_of
-from megatron.planner.search.space import schedules_on_device
+from megatron.planner.search.space import offer, preset_of, schedules_on_device
 from tests.planner.search.helper import PAPER, a100, gpt3, planner, run
 
 SMALL = Architecture.gpt3(

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.planner.job.software import MEGATRON_CORE
-from megatron.planner.memory.experts import Experts
+from megatron.planner.memory.architecture import Experts
 from megatron.planner.search import Outcome, Training, shared_ranks
 from tests.planner.search.helper import a100, gpt3, run
 

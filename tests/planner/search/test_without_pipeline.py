@@ -10,7 +10,7 @@ from megatron.planner.job.software import MEGATRON_CORE
 from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.planner import Planner
 from megatron.planner.search import Space
-from megatron.planner.search.compared import WithoutPipeline
+from megatron.planner.search.outcome import WithoutPipeline
 from megatron.planner.search.without_pipeline import fastest
 from megatron.planner.time.profiled import ProfiledCosts
 from tests.planner.profiles import MODEL as PROFILED

@@ -6,7 +6,7 @@ from itertools import combinations
 import pytest
 
 from megatron.planner.job.software import FLEX, MEGATRON_CORE
-from megatron.planner.memory.experts import ExpertDegrees
+from megatron.planner.memory.architecture import ExpertDegrees
 from megatron.planner.time.expert_work import ExpertLayerWork
 from megatron.planner.time.work import LayerWork, Work
 from tests.planner.memory.expert_layers import LENGTH, shape_of

@@ -5,7 +5,7 @@ import pytest
 from megatron.placement.degrees import Degrees
 from megatron.placement.mapping import pair_adjacent, standard
 from megatron.placement.topology import Bandwidth, Node, Topology
-from megatron.planner.memory.experts import ExpertDegrees, Experts
+from megatron.planner.memory.architecture import ExpertDegrees, Experts
 from megatron.planner.time.links import Links
 
 GB = 1e9

@@ -8,7 +8,7 @@ from megatron.planner import Configuration
 from megatron.planner.memory.parameters import stage_parameters
 from megatron.planner.time.profile import StagePosition
 from megatron.planner.time.profiled import PASS_OF_STEP, ProfiledCosts, software_of
-from megatron.planner.trial.predict import predicted_seconds
+from megatron.planner.trial.results import predicted_seconds
 from tests.planner import profiles
 from tests.planner.profiles import CONTENTION, HOST_FUSED, HOST_LOOP, LATENCY, MODEL, TO_HOST, UPDATE, forward
 

@@ -6,7 +6,7 @@ import pytest
 
 from megatron.planner import Architecture, Cluster, Configuration
 from megatron.planner.job.software import MEGATRON_CORE
-from megatron.planner.memory.experts import Experts
+from megatron.planner.memory.architecture import Experts
 from megatron.planner.memory.parameters import stage_expert_parameters, stage_parameters
 from megatron.planner.planner import Planner
 from megatron.planner.time.constants import START

@@ -4,8 +4,7 @@ import io
 
 from rich.console import Console
 
-from megatron.planner.trial.comparison import table_of
-from megatron.planner.trial.results import Status
+from megatron.planner.trial.results import Status, table_of
 from tests.planner.trial.test_results import result
 
 

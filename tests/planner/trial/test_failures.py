@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatron.planner.trial.failures import classify
 from megatron.planner.trial.results import Status
+from megatron.planner.trial.runs import classify
 from megatron.processes.job import End
 
 LAUNCHER = """

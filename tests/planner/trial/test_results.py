@@ -6,8 +6,15 @@ import pytest
 from hypothesis import given
 
 from megatron.planner import Configuration
-from megatron.planner.trial.results import Result, ResultsFile, Status, TrialEntry, configuration_fields, read_entries
-from megatron.planner.trial.settings import Settings
+from megatron.planner.trial.results import (
+    Result,
+    ResultsFile,
+    Settings,
+    Status,
+    TrialEntry,
+    configuration_fields,
+    read_entries,
+)
 from tests.planner.trial.strategies import configurations
 
 

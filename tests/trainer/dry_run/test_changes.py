@@ -11,7 +11,7 @@ from megatron import backend
 backend.install()
 
 from megatron.planner import GIB
-from megatron.planner.job.verdict import FEWEST, LOST, OPERANDS_OF_LAYER
+from megatron.planner.job.estimate import FEWEST, LOST, OPERANDS_OF_LAYER
 from megatron.trainer.arguments import parse_args
 from megatron.trainer.changes.shaping import Shaping
 from megatron.trainer.dry_run import changes as room

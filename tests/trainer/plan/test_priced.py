@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.planner import Configuration
-from megatron.planner.memory.experts import Experts
+from megatron.planner.memory.architecture import Experts
 from megatron.trainer.arguments import Platform, parse_args
 from megatron.trainer.plan.command import Job
 from megatron.trainer.plan.priced import layers_with_experts

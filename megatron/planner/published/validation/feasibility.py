@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from megatron.documents.faults import Boolean, place, sentence
 from megatron.documents.reading import read_document
 from megatron.planner.job.configuration import Configuration
-from megatron.planner.job.verdict import Verdict
+from megatron.planner.job.estimate import Verdict
 from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.planner import Planner
 from megatron.planner.published.entries import Entry

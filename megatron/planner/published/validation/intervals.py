@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from datetime import date
 
 from megatron.planner.intervals import LEVEL, Interval, NotValidated, Residual, Residuals, interval_of, kind_of
-from megatron.planner.intervals.coverage import without_run, without_source
+from megatron.planner.intervals.interval import without_run, without_source
 from megatron.planner.published.validation.errors import RowError
 from megatron.planner.published.validation.report import ValidationOutcome
 from megatron.planner.time.calibration import Calibration

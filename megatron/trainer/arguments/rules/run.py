@@ -9,7 +9,7 @@ from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.pipeline.schedules import ProgramSchedule, Schedule, TooManyRead
 from megatron.pipeline.start_up.provisional import require_predictions
 from megatron.planner.job.devices import device_gib
-from megatron.planner.memory.sizes import alike
+from megatron.planner.memory.schedule_demand import representative_sizes
 from megatron.trainer.arguments.flags.classification import CLASSIFIERS
 from megatron.trainer.arguments.rules.classification import num_samples as num_classified
 from megatron.trainer.arguments.rules.optimizer import whole_tensors
@@ -101,7 +101,9 @@ def _interleaves_batches(schedule: Schedule | ProgramSchedule, num_microbatches:
     sizes: tuple[int, ...] = ()
     if isinstance(schedule, Schedule):
         schedule = replace(schedule, balance=False)
-        sizes = alike(schedule, num_microbatches, least=2 * schedule.num_ranks, step=schedule.num_ranks, count=1)
+        sizes = representative_sizes(
+            schedule, num_microbatches, least=2 * schedule.num_ranks, step=schedule.num_ranks, count=1
+        )
     return schedule.interleaves_batches((sizes or (num_microbatches,)) * 3)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.pipeline.communicators import COMMUNICATOR_CTAS
-from megatron.planner.memory.communicators import CONNECTION_BYTES
+from megatron.planner.memory.memory import CONNECTION_BYTES
 from tests import workers
 
 CASES = "tests.pipeline.runtime.cuda.memory_cases"

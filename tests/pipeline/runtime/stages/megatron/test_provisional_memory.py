@@ -11,8 +11,8 @@ backend.install()
 from megatron.pipeline.runtime.update.provisional_step import CHUNK_BYTES
 from megatron.pipeline.schedules import Schedule
 from megatron.planner import ActivationSetting, Architecture, RankMemory, TrainingState, estimate_memory
+from megatron.planner.memory.parameters import PREDICTION_CHUNK
 from megatron.planner.memory.schedule_demand import schedule_demand
-from megatron.planner.memory.state import PREDICTION_CHUNK
 from tests import workers
 from tests.pipeline.runtime.stages.megatron import megatron_cases as cases
 from tests.pipeline.runtime.stages.megatron.megatron_model import HEADS
