@@ -83,7 +83,7 @@ def _fixed(name: str, value: float) -> list[Callable]:
         runs = {each: question.time_errors for each, question in asked.items()}
         return fit_runs(runs, replace(START, **{name: value}), free=[each for each in FITTED if each != name])
 
-    return [lambda: mock.patch("megatron.planner.published.validation.errors.fit_questions", fit)]
+    return [lambda: mock.patch("megatron.planner.published.validation.fit_questions", fit)]
 
 
 CONSTANTS = {

@@ -30,8 +30,7 @@ from megatron.planner.intervals import Interval, Residual, interval_of
 from megatron.planner.intervals.residuals import source_of
 from megatron.planner.published.entries import Entry, load_entries
 from megatron.planner.published.fit import fit_questions, questions
-from megatron.planner.published.validation import RowError, choices
-from megatron.planner.published.validation.intervals import residuals_of
+from megatron.planner.published.validation import RowError, choices, residuals_of
 from megatron.planner.time.calibration import DEFAULT_NAME, load_calibration
 
 FEWEST = 4

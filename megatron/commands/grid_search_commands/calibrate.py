@@ -20,8 +20,7 @@ from megatron.commands.common import command_line
 from megatron.commands.grid_search_commands.tables import note_unread, print_table
 from megatron.planner.job.devices import DEVICES
 from megatron.planner.published.entries import Entry, load_entries
-from megatron.planner.published.fit import ConstantsFit, fit_entries, is_timed
-from megatron.planner.published.fit_profile import fit_profile
+from megatron.planner.published.fit import ConstantsFit, fit_entries, fit_profile, is_timed
 from megatron.planner.time.calibration import Calibration, constants_as_dict
 from megatron.planner.time.constants import FITTED
 

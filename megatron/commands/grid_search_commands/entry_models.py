@@ -11,13 +11,10 @@ from pydantic import ValidationError
 
 from megatron.commands.grid_search_commands.model_config import ConfiguredModel, read_configured, refuse_several_models
 from megatron.planner import Architecture
-from megatron.planner.published.entries import Entry, Unpredictable, load_entries
-from megatron.planner.published.entry_keys import REMARKS
-from megatron.planner.published.model_names import ModelRecord
-from megatron.planner.published.same_names import in_our_keys
+from megatron.planner.published.entries import REMARKS, Entry, Unpredictable, load_entries
+from megatron.planner.published.entry_model import ModelRecord
 
-_LENGTH = "seq"
-_SAYS_NO_MODEL = {_LENGTH, *REMARKS} - {"params_B"}
+_SAYS_NO_MODEL = {"seq", *REMARKS}
 
 
 class _GivenModel(ModelRecord):
@@ -61,7 +58,7 @@ def read_entries(options: argparse.Namespace) -> list[Entry | Unpredictable]:
         num_filled += 1
         try:
             model = _GivenModel(
-                name=given, seq=said.get(_LENGTH, options.seq_length),
+                name=given, seq=said.get("seq", options.seq_length),
                 read=lambda length: read_configured(options, sequence_length=length),
             )  # fmt: skip
         except ValidationError:
@@ -77,12 +74,9 @@ def read_entries(options: argparse.Namespace) -> list[Entry | Unpredictable]:
 
 
 def _length_alone(entry: object) -> Mapping | None:
-    """The part `model` of an entry that describes none, in our keys; None: it does, or it is no such part."""
+    """The part `model` of an entry that describes none; None: it does, or it is no such part."""
     model = (entry.get("model") or {}) if isinstance(entry, Mapping) else None
     if not isinstance(model, Mapping):
         return None
-    try:
-        ours = in_our_keys({"model": {key: value for key, value in model.items() if value is not None}})[0]["model"]
-    except ValueError:
-        return None
-    return ours if ours.keys() <= _SAYS_NO_MODEL else None
+    said = {key: value for key, value in model.items() if value is not None}
+    return said if said.keys() <= _SAYS_NO_MODEL else None

@@ -26,11 +26,12 @@ from megatron.planner.published.validation import (
     RowError,
     choices,
     judge_facts,
+    kinds_of,
     load_facts,
+    residuals_of,
     row_errors,
-    validate,
 )
-from megatron.planner.published.validation.intervals import interval_coverage, kinds_of, residuals_of
+from megatron.planner.published.validation_report import interval_coverage, validate
 from megatron.planner.time.calibration import DEFAULT_NAME, Calibration, load_calibration
 
 

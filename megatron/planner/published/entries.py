@@ -1,41 +1,43 @@
 """Published measurements as questions to the planner: a model, a cluster, a configuration and what was measured.
 
 A file holds `{"entries": [...]}` or a list of entries, each with an id and the parts model, hardware, config and
-measured. Papers leave things out, so hardly a field is always there. What follows from another field, or is the same in
-all of a paper's runs, is filled in (model_names.py, hardware.py, settings.py, software_names.py, each with its source)
-and said; where more is missing, the entry cannot be predicted, and says why. So do entries with a key that is not
-known (entry_keys.py), or that stands for something without a price (not_modelled.py).
+measured (docs/planner.md). Papers leave things out, so hardly a field is always there. What follows from another field,
+or is the same in all of a paper's runs, is filled in and said; where more is missing, or a key is not known, the entry
+cannot be predicted, and says why.
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from megatron.documents.faults import Boolean, Name, place, refuse_unknown_keys, sentence, shown
+from megatron.documents.faults import Boolean, Name, refuse_unknown_keys, sentence, shown
 from megatron.documents.reading import read_document
 from megatron.planner.job.cluster import Cluster
 from megatron.planner.job.configuration import Configuration
-from megatron.planner.job.refusals import refuse_recipe, refuse_shares
+from megatron.planner.job.refusals import refuse_shares
 from megatron.planner.job.software import Software
+from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.architecture import Architecture
-from megatron.planner.published.entry_keys import REMARKS, keys_of, refuse_unknown, unknown_measurements
+from megatron.planner.published.entry_model import ModelRecord
 from megatron.planner.published.hardware import HardwareRecord
-from megatron.planner.published.measured_times import TIMES, MeasuredRun, is_measured
-from megatron.planner.published.model_names import ModelRecord
-from megatron.planner.published.not_modelled import without_what_is_off
-from megatron.planner.published.same_names import in_our_keys
 from megatron.planner.published.settings import SettingsRecord
-from megatron.planner.published.software_defaults import with_defaults
-from megatron.planner.published.software_names import (
-    SIXTEEN_BITS_ONLY,
-    in_bfloat16,
-    named_software,
-    say_defaults,
-    sharded_software,
-)
+from megatron.planner.published.software import software_of
+
+REMARKS = frozenset({"note", "comment", "about", "confidence", "provenance"})
+"""For the reader; in any part."""
+_PARTS = {"model": ModelRecord, "hardware": HardwareRecord, "config": SettingsRecord}
+_TIMES = (
+    "iteration_s", "iteration_ms", "mfu", "model_tflops_per_gpu", "tflops_per_gpu_incl_recompute", "tflops_per_gpu",
+    "tokens_per_s_per_gpu", "forward_ms", "backward_ms", "throughput",
+)  # fmt: skip
+_MEASURED = REMARKS.union(_TIMES, (  # what becomes no time is for the reader, and for facts about memory
+    "unit", "chosen_by_planner", "feasible", "feasible_without_bpipe", "hfu", "mfu_from_time", "pct_peak",
+    "aggregate_pflops", "memory_GiB", "peak_memory_GiB", "transfer_ms", "days_for_300B_tokens",
+))  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +46,7 @@ class Entry:
 
     Attributes:
         seconds: of an iteration, where it was measured; from the MFU or a rate where that is what was published.
-        published_mfu: whether it is.
+        published_mfu: whether it is from the MFU.
         forward, backward: seconds of one microbatch at a stage between the first and the last, where measured.
         sequences_per_second: where that was published.
         chosen: whether the paper's own planner chose it, where the paper says so.
@@ -84,6 +86,8 @@ class Unpredictable:
 
 
 class _EntryRecord(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
     id: Name
     source: Name = ""
     model: ModelRecord = ModelRecord()
@@ -96,27 +100,16 @@ class _EntryRecord(BaseModel):
     def entry(self) -> Entry:
         assumed: list[str] = []
         model = self.model.architecture(self.config.t, assumed.append)
-        configuration = self.config.configuration(self.hardware, assumed.append)
-        configuration = replace(configuration, layers=self.config.layers_of_stages(model.num_layers))
+        configuration = self.config.configuration(self.hardware.gpus, model.num_layers, assumed.append)
         cluster = self.hardware.cluster(configuration.num_gpus, assumed.append)
-        texts = (self.config.framework, self.hardware.software, self.source)
-        software = named_software(texts, cluster.gpu, assumed.append)
-        is_core = software.overlaps_gradients  # with Megatron-Core's defaults, which no other has
-        configuration = with_defaults(
-            configuration, software, says_recompute=self.config.recompute is not None, assume=assumed.append
+        named = (self.config.framework, self.hardware.software, self.source)
+        software, configuration = software_of(
+            self.config, named, cluster.gpu, configuration, has_experts=model.experts is not None, assume=assumed.append
         )
-        self.config.refuse_idle(configuration, has_experts=model.experts is not None)
-        if configuration.sharding is not None:
-            software = sharded_software(software)
-        software = self._compiled(self._precise(software, cluster.gpu))
         software = self._with_softmax(software, model, configuration)
-        if is_core:
-            assumed.extend(say_defaults(software, configuration, cluster.gpu, self._said))
         refuse_shares(model, configuration, software)
-        run = MeasuredRun(model, configuration, cluster.device.peak(software.element_bytes))
-        given = {key: value for key, value in self.measured.items() if key in TIMES}
-        measured = {key: value for key, value in given.items() if is_measured(value)}
-        seconds, published_mfu = run.seconds(measured, assumed.append)
+        run = _MeasuredRun(self.measured, model, configuration, cluster.device.peak(software.element_bytes))
+        seconds, is_of_mfu = run.seconds(assumed.append)
         return Entry(
             id=self.id,
             model=model,
@@ -124,76 +117,18 @@ class _EntryRecord(BaseModel):
             configuration=configuration,
             software=software,
             seconds=seconds,
-            published_mfu=published_mfu,
-            forward=_milliseconds(measured, "forward_ms"),
-            backward=_milliseconds(measured, "backward_ms"),
-            sequences_per_second=measured.get("throughput"),
+            published_mfu=is_of_mfu,
+            forward=run.milliseconds("forward_ms"),
+            backward=run.milliseconds("backward_ms"),
+            sequences_per_second=run.numbers.get("throughput"),
             chosen=self.measured.get("chosen_by_planner"),
             source=self.source,
             model_name=self.model.name,
             note=self.note,
             assumed=tuple(assumed),
-            unread=(
-                *(
-                    f"measured.{key} is {shown(value)}, no number above 0"
-                    for key, value in given.items()
-                    if value != 0 and key not in measured
-                ),
-                *(f"measured.{key} is not known" for key in unknown_measurements(self.measured)),
-                *filter(None, (run.unread(measured),)),
-            ),
-            peak_gib=_peak_gib(self.measured),
+            unread=tuple(run.unread()),
+            peak_gib=run.numbers.get("peak_memory_GiB", run.numbers.get("memory_GiB")),
         )
-
-    def _precise(self, software: Software, gpu: str) -> Software:
-        """In the run's precision, and with the attention and the overlaps that it says."""
-        if self.config.precision == "fp32":
-            if self.config.flash_attention:
-                raise ValueError(
-                    "config.flash_attention is True in fp32, and its kernels take 16-bit numbers only; leave it out"
-                )
-            software = replace(software, element_bytes=4, gradient_bytes=4, fuses_softmax=False, flash_attention=False)
-        if self.config.is_fp8:
-            refuse_recipe(self.config.fp8_recipe, gpu)
-            if software in SIXTEEN_BITS_ONLY:
-                raise ValueError(
-                    "config.precision is 'fp8', and the software of this run multiplies in 16 bits; give bf16, or "
-                    "Megatron-Core as config.framework"
-                )
-            software = replace(software, fp8=True)
-        if self.config.precision == "bf16":
-            software = in_bfloat16(software)
-        return replace(software, **self._said) if self._said else software
-
-    @property
-    def _said(self) -> dict[str, bool | int]:
-        """Fields of the software that the entry says."""
-        said = {
-            "dispatcher": self.config.dispatcher,
-            "overlaps_experts": self.config.overlap_moe_expert_parallel_comm,
-            "cuda_graphs": self.config.records_layers or None,
-            "fp8_weights": True if self.config.is_fp8 and self.config.fp8_param_gather else None,
-            "flash_attention": self.config.flash_attention,
-            "overlaps_gradients": self.config.overlap_grad_reduce,
-            "overlaps_weights": self.config.overlap_param_gather,
-            "overlaps_in_pieces": self.config.overlaps_in_pieces,
-            "gradient_bytes": 2 if self.config.grad_reduce_in_bf16 else 4 if self.config.bf16_optimizer else None,
-            "sums_beside_gradients": self.config.bf16_optimizer,
-            "blocks_launches": self.config.cuda_launch_blocking,
-            "gathers_keys": True if self.config.cp_comm_type == "all_gather" else None,
-        }
-        return {name: value for name, value in said.items() if value is not None}
-
-    def _compiled(self, software: Software) -> Software:
-        """With kernels that torch.compile fused, where it did."""
-        if not self.config.is_compiled:
-            return software
-        if software.fuses_elementwise:
-            raise ValueError(
-                f"config.technique is {shown(self.config.technique)}, and such software has fused kernels without it; "
-                "leave compile out, or name torchtitan in config.framework"
-            )
-        return replace(software, fuses_elementwise=True, fuses_loss=software.compiles_loss)
 
     def _with_softmax(self, software: Software, model: Architecture, configuration: Configuration) -> Software:
         """Whether it had the fused softmax, as the entry says; that it could not have, is refused."""
@@ -207,7 +142,74 @@ class _EntryRecord(BaseModel):
         return software if available is not False else replace(software, fuses_softmax=False)
 
 
-_KEYS = keys_of(_EntryRecord)
+class _MeasuredRun:
+    """What was measured of a run, and the time of an iteration. `peak`: operations per second of a GPU."""
+
+    def __init__(
+        self, measured: Mapping[object, object], model: Architecture, configuration: Configuration, peak: float
+    ) -> None:
+        self._measured, self._model, self._configuration, self._peak = measured, model, configuration, peak
+        self.numbers = {
+            key: value for key, value in measured.items() if type(value) in (int, float) and 0 < value < math.inf
+        }
+        batch = configuration.global_batch_size
+        self._operations = model.operations(batch)
+        self._rates = {"model_tflops_per_gpu": self._operations}
+        if configuration.recompute is RecomputeScope.NONE:  # else `tflops_per_gpu` could be either
+            self._rates |= dict.fromkeys(("tflops_per_gpu_incl_recompute", "tflops_per_gpu"), self._operations)
+        elif configuration.recompute is RecomputeScope.LAYER:  # as Narayanan et al. 2021 count: once more forward
+            again = model.forward_operations(model.num_layers, batch)
+            self._rates["tflops_per_gpu_incl_recompute"] = self._operations + again
+
+    def milliseconds(self, name: str) -> float | None:
+        """In seconds; None: it was not measured."""
+        return self.numbers[name] / 1e3 if name in self.numbers else None
+
+    def seconds(self, assume: Callable[[str], None]) -> tuple[float | None, bool]:
+        """The time of an iteration, and whether it is from an MFU.
+
+        Args:
+            assume: is told what was converted.
+        Raises ValueError for a rate above the peak, and for a time that is given twice.
+        """
+        found, gpus = self.numbers, self._configuration.num_gpus
+        if "iteration_s" in found and "iteration_ms" in found:
+            raise ValueError("measured.iteration_s and measured.iteration_ms say the same; give one of them")
+        if "iteration_s" in found or "iteration_ms" in found:
+            return found.get("iteration_s") or self.milliseconds("iteration_ms"), False
+        if "mfu" in found:
+            if found["mfu"] > 1:
+                raise ValueError(f"measured.mfu is {found['mfu']}; give a part of 1")
+            return self._operations / (found["mfu"] * self._peak * gpus), True
+        for name, operations in self._rates.items():
+            if name in found:
+                if 1e12 * found[name] > self._peak:
+                    raise ValueError(f"measured.{name} is {found[name]}, above the GPU's peak of "
+                                     f"{self._peak / 1e12:g}; give TFLOP/s of one GPU")  # fmt: skip
+                seconds = operations / (1e12 * found[name] * gpus)
+                assume(f"{seconds:.4g} s an iteration, of {found[name]:g} TFLOP/s a GPU")
+                return seconds, False
+        if "tokens_per_s_per_gpu" in found:
+            tokens = self._configuration.global_batch_size * self._model.sequence_length
+            seconds = tokens / (found["tokens_per_s_per_gpu"] * gpus)
+            assume(f"{seconds:.4g} s an iteration, of {found['tokens_per_s_per_gpu']:g} tokens/s a GPU")
+            return seconds, False
+        return None, False
+
+    def unread(self) -> Iterator[str]:
+        """What was measured and says too little, or is not known, in words. 0 is what some tables have for no run."""
+        for key, value in self._measured.items():
+            if key in _TIMES and key not in self.numbers and value != 0:
+                yield f"measured.{key} is {shown(value)}, no number above 0"
+        for key in self._measured:
+            if key not in _MEASURED:
+                yield f"measured.{key} is not known"
+        read = {"iteration_s", "iteration_ms", "mfu", *self._rates}
+        if "tflops_per_gpu" in self.numbers and not read & set(self.numbers):
+            yield (
+                f"measured.tflops_per_gpu is {self.numbers['tflops_per_gpu']}, which does not say whether what is "
+                "recomputed counts; give model_tflops_per_gpu or tflops_per_gpu_incl_recompute"
+            )
 
 
 def load_entries(
@@ -239,34 +241,24 @@ def read_entry(entry: object, name: str = "?") -> Entry | Unpredictable:
     """One entry, or why it cannot be predicted. What is null counts as not given. `name`: for one without an id."""
     if not isinstance(entry, Mapping):
         return Unpredictable(name, f"an entry is {shown(entry)}; give an object")
-    given = {"id": name, **_without_nulls(entry)}
+    given = {"id": name, **_without_remarks(entry)}
+    if isinstance(entry.get("note"), str | int):
+        given["note"] = entry["note"]
     if type(given["id"]) in (str, int):
         name = str(given["id"])
-    written: dict[tuple[str, str], str] = {}
     try:
-        given, written = in_our_keys(given)
-        given = without_what_is_off(given)
-        refuse_unknown(given, _KEYS)
         return _EntryRecord.model_validate(given).entry()
     except ValidationError as error:
-        fault = error.errors(include_url=False)[0]
-        part, *keys = fault["loc"]
-        theirs = written.get((part, keys[0])) if keys else None
-        return Unpredictable(name, sentence(fault, where=theirs and place(part, theirs, *keys[1:])))
+        faults = error.errors(include_url=False)
+        fault = next((each for each in faults if each["type"] == "extra_forbidden"), faults[0])
+        record = _PARTS[fault["loc"][0]] if len(fault["loc"]) > 1 and fault["loc"][0] in _PARTS else _EntryRecord
+        return Unpredictable(name, sentence(fault, record.model_fields))
     except ValueError as error:
         return Unpredictable(name, str(error))
 
 
-def _without_nulls(value: object) -> object:
+def _without_remarks(value: object) -> object:
+    """What is left without them and without what is null."""
     if not isinstance(value, Mapping):
         return value
-    return {key: _without_nulls(each) for key, each in value.items() if each is not None}
-
-
-def _peak_gib(measured: Mapping[object, object]) -> float | None:
-    given = (measured.get(name) for name in ("peak_memory_GiB", "memory_GiB"))
-    return next((float(value) for value in given if is_measured(value)), None)
-
-
-def _milliseconds(measured: Mapping[str, float], name: str) -> float | None:
-    return measured[name] / 1e3 if name in measured else None
+    return {key: _without_remarks(each) for key, each in value.items() if each is not None and key not in REMARKS}

@@ -4,6 +4,10 @@ A residual is the logarithm of predicted over measured time; the unknowns are th
 have no unit and nothing can become negative. A run that something else held up, such as an allocator short of memory,
 would bend the constants even under a robust loss. So runs that are off by far more than the others are left aside, one
 fit after another, until those that remain agree; they are named, not hidden.
+
+A profile has measured times of single stages in place of whole iterations, of its own model only. Constants that are
+fitted to it carry over to other shapes on the same kind of processor, as far as its stages differ enough in microbatch,
+tensor ranks and recomputation to tell the constants apart.
 """
 
 import math
@@ -13,13 +17,20 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy.optimize import least_squares
 
+from megatron.planner.job.cluster import Cluster
+from megatron.planner.job.configuration import Configuration
+from megatron.planner.job.software import Software
 from megatron.planner.published.entries import Entry
 from megatron.planner.published.prediction import Question
 from megatron.planner.time.constants import FITTED, START, Constants
+from megatron.planner.time.first_principles import FirstPrinciples
+from megatron.planner.time.profile import Profile, StagePosition, StageTime
+from megatron.planner.time.profiled import software_of
 
 SCALE = 0.02
 _LEAST_UNEXPLAINED = 0.05
 _TIMES_USUAL = 6.0
+_INDICES = {StagePosition.ONLY: 0, StagePosition.FIRST: 0, StagePosition.MIDDLE: 1, StagePosition.LAST: 2}
 
 TimeErrors = Callable[[Constants], dict[str, float]]
 """Predicted over measured times less 1, by what was measured."""
@@ -111,3 +122,42 @@ def _fit(runs: dict[str, TimeErrors], start: Constants, free: Sequence[str]) -> 
 
 def _largest(errors: dict[str, float]) -> float:
     return max(errors.values(), key=abs)
+
+
+def fit_profile(profile: Profile, gpu: str, start: Constants = START) -> ConstantsFit:
+    """Fit to a profile that was taken on `gpu`, a name in `DEVICES` or `cpu`.
+
+    The share of tensor ranks is fitted where the profile has stages with several; what a short memory costs is not.
+
+    Raises ValueError for fewer stages than constants.
+    """
+    runs, software = {}, software_of(profile)
+    for stage in profile.stages:
+        if not profile.shares_processor or stage.working == stage.tensor:  # alone on its processor
+            degrees = f"{stage.num_layers} layers, t={stage.tensor}, mb={stage.micro_batch_size}"
+            name = f"{stage.place.value}, {degrees}, {stage.recompute.value}"
+            runs[name] = _stage_errors(profile, stage, gpu, software)
+    several = any(stage.tensor > 1 for stage in profile.stages)
+    absent = {"pressed_efficiency"} if several else {"pressed_efficiency", "tensor_efficiency"}
+    return fit_runs(runs, start, free=[name for name in FITTED if name not in absent])
+
+
+def _stage_errors(profile: Profile, stage: StageTime, gpu: str, software: Software) -> TimeErrors:
+    pipeline, index = 1 if stage.place is StagePosition.ONLY else 3, _INDICES[stage.place]
+    layers = (stage.num_layers,) * pipeline
+    configuration = Configuration(
+        tensor=stage.tensor, pipeline=pipeline, micro_batch_size=stage.micro_batch_size,
+        global_batch_size=stage.micro_batch_size, recompute=stage.recompute,
+        sequence_parallel=profile.sequence_parallel and stage.tensor > 1,
+    )  # fmt: skip
+    cluster = Cluster(gpu=gpu, nodes=1, gpus_per_node=stage.tensor * pipeline)
+    first_principles = FirstPrinciples(replace(profile.model, num_layers=sum(layers)), cluster, software, START)
+
+    def errors(constants: Constants) -> dict[str, float]:
+        costs = first_principles.calibrated(constants).costs(configuration, layers)
+        return {
+            "forward": costs.forward[index] / stage.forward.median - 1,
+            "backward": costs.backward[index] / stage.backward.median - 1,
+        }
+
+    return errors

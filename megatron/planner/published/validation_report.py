@@ -8,10 +8,10 @@ than predicted, the error of its time is smaller than that of its MFU: of 1.5 ti
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from megatron.planner.intervals import LEVEL, Residual
+from megatron.planner.intervals.interval import without_run, without_source
 from megatron.planner.published.entries import Entry
-from megatron.planner.published.validation.errors import RowError
-from megatron.planner.published.validation.feasibility import Judged
-from megatron.planner.published.validation.selection import TOP, TableChoice
+from megatron.planner.published.validation import TOP, Judged, RowError, TableChoice
 
 PRESSURE = "allocator"  # what the note of an entry says where its authors saw memory pressure
 
@@ -214,6 +214,22 @@ def _ranks(ranked: Sequence[Entry], throughput: Callable[[Entry], float]) -> Ite
             reached=bool(first.chosen),
             numbers={each.id: throughput(each) for each in entries},
         )
+
+
+def interval_coverage(runs: Sequence[Residual]) -> list[ValidationOutcome]:
+    """How many runs lie in the interval that the others give, and that those of other sources give."""
+    outcomes = []
+    for how, found in (("each run", without_run(runs)), ("each source", without_source(runs))):
+        if found.num_runs:
+            outcomes.append(
+                ValidationOutcome(
+                    test=f"intervals of {LEVEL:.0%}, {how} left out",
+                    found=f"{found.num_inside} of {found.num_runs} inside ({found.share:.0%})"
+                    + (f"; {found.num_without} of too few runs" if found.num_without else ""),
+                    numbers={"num_runs": found.num_runs, "num_inside": found.num_inside, "share": found.share},
+                )
+            )
+    return outcomes
 
 
 def _mean(values: Sequence[float]) -> float:
