@@ -191,8 +191,8 @@ def test_entries_without_a_model_take_the_one_that_is_given(run, tmp_path):
     """As long as they say, or as the command line says; whoever describes a model keeps it."""
     path = tmp_path / "mixed.json"
     models = {
-        "own": LLAMA, "none": None, "length": {"seq_length": 4096, "note": "a remark"}, "wrong": {"seq": 0},
-        "twice": {"seq": 1, "seq_len": 1}, "other": {"name": "BERT-24", "layers": 24, "seq": 512},
+        "own": LLAMA, "none": None, "length": {"seq": 4096, "note": "a remark"}, "wrong": {"seq": 0},
+        "other key": {"seq": 1, "seq_len": 1}, "other": {"name": "BERT-24", "layers": 24, "seq": 512},
     }  # fmt: skip
     path.write_text(json.dumps({"entries": [RUN | {"id": name, "model": model} for name, model in models.items()]}))
 
@@ -207,7 +207,7 @@ def test_entries_without_a_model_take_the_one_that_is_given(run, tmp_path):
     assert named["length"]["memory_gib"] == plain["own"]["memory_gib"]
     assert "the model of --model llama-3.1-8b" in named["length"]["assumed"]
     assert named["none"]["iteration_seconds"] < named["length"]["iteration_seconds"]
-    assert all(named[name] == plain[name] for name in ("own", "other", "wrong", "twice"))
+    assert all(named[name] == plain[name] for name in ("own", "other", "wrong", "other key"))
     assert "give it, or --seq-length" in found("--model", "llama-3.1-8b")["none"]["reason"]
 
 

@@ -12,7 +12,6 @@ from tests.test_docs import PAGES, ROOT
 
 NOT_OURS = {
     "megatron/planner/job/software.py": ("torchtitan's", {"norms.py", "components/loss.py"}),
-    "megatron/planner/published/software_defaults.py": ("torchtitan's", {"parallelize_llama.py"}),
     "tests/planner/published/test_sharded_runs.py": (
         "torchtitan's",
         {"benchmarks/llama3_h100_202412_torchtitan.md"},

@@ -110,7 +110,7 @@ def _named(texts: tuple[str | None, ...], gpu: str, assume: Callable[[str], None
 def _as_torchtitan(
     configuration: Configuration, config: SettingsRecord, assume: Callable[[str], None]
 ) -> Configuration:
-    """With sequences split over tensor ranks (its parallelize.py of Llama) and its default of recomputation."""
+    """With sequences split over tensor ranks, and selective recomputation where the entry says none."""
     if configuration.tensor > 1 and not configuration.sequence_parallel:
         assume("sequence parallelism, as torchtitan has it beside tensor parallelism")
         configuration = replace(configuration, sequence_parallel=True)

@@ -98,9 +98,24 @@ VTRAIN = [
         (96, 12288, 96, 8, 16, 4, 3, 55677.5),
     )
 ]  # fmt: skip
+SHARED = {  # made up: ranks share sequences, or experts
+    "id": "made up",
+    "model": {
+        "name": "Llama 3", "layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "seq": 8192, "vocab": 128256,
+    },
+    "hardware": {"gpu": "H100", "gpus": 64, "internode": "400 GB/s", "software": "Megatron-Core"},
+    "config": {"t": 2, "p": 2, "micro_batch": 1, "global_batch": 64, "sequence_parallel": True, "zero1": True},
+}  # fmt: skip
 ALL = [*BPIPE_TABLE_7, *KORTHIKANTI, *PIPEDREAM_2BW, *VTRAIN]
 
 
 def changed(entry: dict, **parts: dict) -> dict:
     """The entry with other values in some of its parts."""
     return entry | {name: entry[name] | part for name, part in parts.items()}
+
+
+MOE = changed(
+    SHARED,
+    model={"name": "Mixtral 8x7B", "ffn": 14336, "vocab": 32000, "num_experts": 8, "moe_router_topk": 2},
+    config={"ep": 8, "etp": 1},
+)

@@ -1,5 +1,6 @@
 """The validation's numbers: errors of runs left out, regrets, facts about memory, and when a bar is reached."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -7,7 +8,8 @@ import pytest
 from megatron.planner.published.entries import read_entry
 from megatron.planner.published.fit import fit_entries
 from megatron.planner.published.prediction import predict
-from megatron.planner.published.validation import Fact, choices, judge_facts, load_facts, row_errors, validate
+from megatron.planner.published.validation import Fact, choices, judge_facts, load_facts, row_errors
+from megatron.planner.published.validation_report import validate
 from megatron.planner.time.calibration import Calibration, constants_as_dict, load_calibration
 from tests.planner.published import measured
 from tests.planner.published.bpipe_memory import facts as published_facts
@@ -143,11 +145,22 @@ def test_facts_about_memory():
     assert judge_facts(facts[:3], unmeasured) == judged[:3]
 
 
-def test_a_file_of_facts(tmp_path):
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"t": True}, "fact 0.t is True: a number is wanted, not a boolean; give a number"),
+        ({"fits": 1}, "fact 0.fits is 1: input should be a valid boolean; give true or false"),
+        ({"bipe": True}, "fact 0.bipe is True, and there is no such key; the nearest that is known is bpipe"),
+        ({"d": 0}, "fact 0.d is 0: input should be greater than or equal to 1; give 1 or more"),
+        ({"recompute": "most"}, "fact 0.recompute is 'most'"),
+    ],
+)
+def test_a_file_of_facts(tmp_path, changes, told):
     path = tmp_path / "facts.json"
-    fact = '{"model": "96B", "t": 1, "p": 16, "d": 2, "micro_batch": 1, "recompute": "layer", "fits": true}'
-    path.write_text(f"[{fact}]")
+    fact = {"model": "96B", "t": 1, "p": 16, "d": 2, "micro_batch": 1, "recompute": "layer", "fits": True}
+    path.write_text(json.dumps([fact]))
     assert load_facts(path)[0].strength == "stated"
-    path.write_text(f"[{fact.replace('layer', 'most')}]")
-    with pytest.raises(ValueError, match=r"fact 0\.recompute"):
+    path.write_text(json.dumps([fact | changes]))
+    with pytest.raises(ValueError) as refusal:
         load_facts(path)
+    assert told in str(refusal.value) and "\n" not in str(refusal.value)

@@ -1,20 +1,31 @@
-"""Which software a run had."""
+"""Which software a run had, and what that does unless the entry says otherwise."""
 
 from dataclasses import replace
 
+import pytest
+
 from megatron.planner.job.sharding import DEEPSPEED, MEGATRON_FSDP
-from megatron.planner.job.software import MEGATRON_2021, MEGATRON_CORE, MEGATRON_DEEPSPEED, MEGATRON_V3
-from megatron.planner.job.software import TORCHTITAN as TORCHTITAN_SOFTWARE
+from megatron.planner.job.software import (
+    BIGSCIENCE,
+    MEGATRON_2021,
+    MEGATRON_CORE,
+    MEGATRON_DEEPSPEED,
+    MEGATRON_V3,
+    TORCHTITAN,
+    TORCHTITAN_2025,
+)
+from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.published.entries import Entry, read_entry
 from megatron.planner.published.prediction import predict
 from megatron.planner.time.calibration import default_constants
 from tests.planner.published.measured import BPIPE_TABLE_7, VTRAIN, changed
-from tests.planner.published.test_sharded_runs import NARAYANAN, TORCHTITAN
+from tests.planner.published.test_sharded_runs import NARAYANAN, predicted
+from tests.planner.published.test_sharded_runs import TORCHTITAN as RUNS
 
 
 def test_names_of_software():
     """A field of the entry comes before the source; Hopper is newer than Megatron-LM v3."""
-    assert read_entry(changed(VTRAIN[0], config={"framework": None})).software is MEGATRON_DEEPSPEED
+    assert read_entry(changed(VTRAIN[0], config={"framework": None})).software == MEGATRON_DEEPSPEED
     entry = BPIPE_TABLE_7[0] | {"source": "a blog"}
     named = read_entry(changed(entry, hardware={"software": "Megatron-Core 0.16"}))
     overlapped = replace(MEGATRON_CORE, overlaps_gradients=True, overlaps_weights=True)
@@ -28,26 +39,23 @@ def test_names_of_software():
     assert said.software == MEGATRON_CORE
     assert read_entry(changed(BPIPE_TABLE_7[0], config={"overlap_grad_reduce": True})).software.overlaps_gradients
     old, new = (read_entry(changed(entry, hardware={"software": None, "gpu": gpu})) for gpu in ("A100-80", "H100"))
-    assert old.software is MEGATRON_V3 and new.software.flash_attention and old.assumed and new.assumed
+    assert old.software == MEGATRON_V3 and new.software.flash_attention and old.assumed and new.assumed
     assert read_entry(changed(entry, config={"flash_attention": True})).software.flash_attention
 
 
 def test_who_ran_it_otherwise():
-    """BigScience's jobs waited for each launch. In bfloat16 DeepSpeed keeps two sets of gradients, and Megatron-LM one;
-    an entry may say either."""
+    """BigScience's jobs waited for each launch. In bfloat16 DeepSpeed keeps two sets of gradients, and Megatron-LM
+    one."""
     base = changed(VTRAIN[0], config={"framework": "Megatron-DeepSpeed"})
-    named = read_entry(base | {"source": "BigScience, chronicles-prequel.md"}).software
-    assert named.blocks_launches and not read_entry(base).software.blocks_launches
-    assert read_entry(changed(base, config={"cuda_launch_blocking": True})).software.blocks_launches
+    assert read_entry(base | {"source": "BigScience, chronicles-prequel.md"}).software == BIGSCIENCE
+    assert read_entry(base).software == MEGATRON_DEEPSPEED != BIGSCIENCE
 
-    def kept(run: dict, **config) -> float:
-        entry = read_entry(changed(run, config=config))
+    def kept(run: dict, precision: str) -> float:
+        entry = read_entry(changed(run, config={"precision": precision}))
         return entry.software.training_state(entry.configuration).gradients(1, num_buffers=1)
 
-    assert [kept(base, precision=each) for each in ("fp16", "bf16")] == [2, 6]
-    assert [kept(BPIPE_TABLE_7[0], precision=each) for each in ("fp16", "bf16")] == [2, 4]
-    assert kept(base, precision="bf16", bf16_optimizer=False) == 4
-    assert kept(BPIPE_TABLE_7[0], precision="bf16", bf16_optimizer=True) == 6
+    assert [kept(base, each) for each in ("fp16", "bf16")] == [2, 6]
+    assert [kept(BPIPE_TABLE_7[0], each) for each in ("fp16", "bf16")] == [2, 4]
 
 
 def test_of_defaults_what_is_priced_is_said():
@@ -69,7 +77,7 @@ def test_of_defaults_what_is_priced_is_said():
     assert said(schedule="2bw", zero1=False) == [attention]
     assert said(d=1, global_batch=64, zero1=False) == [attention]
     assert said(NARAYANAN[0] | {"hardware": NARAYANAN[0]["hardware"] | {"software": "Megatron-Core"}}) == [attention]
-    assert said(BPIPE_TABLE_7[0]) == said(TORCHTITAN[0]) == []
+    assert said(BPIPE_TABLE_7[0]) == said(RUNS[0]) == []
 
 
 def test_megatron_core_on_hopper_is_priced_with_flash_attention():
@@ -94,13 +102,50 @@ def test_bfloat16_adds_gradients_up_in_fp32():
 
 def test_what_splits_weights():
     """torchtitan's is PyTorch's; with Megatron-LM of before Megatron-Core DeepSpeed did it, and only there."""
-    assert read_entry(TORCHTITAN[0]).software is TORCHTITAN_SOFTWARE
-    assert read_entry(TORCHTITAN[1]).software == replace(TORCHTITAN_SOFTWARE, fuses_elementwise=True)
+    assert read_entry(RUNS[0]).software == TORCHTITAN
+    assert read_entry(RUNS[1]).software == replace(TORCHTITAN, fuses_elementwise=True)
     old = read_entry(NARAYANAN[0])
     assert old.software == replace(MEGATRON_2021, sharding=DEEPSPEED)
     wide = read_entry(changed(NARAYANAN[0], config={"precision": "bf16"}))
     assert wide.software == replace(MEGATRON_2021, sharding=DEEPSPEED, gradient_bytes=4)
     plain = changed(NARAYANAN[0], config={"zero": 1})
-    assert read_entry(plain).software is MEGATRON_2021
+    assert read_entry(plain).software == MEGATRON_2021
     new = changed(NARAYANAN[0], hardware={"software": "Megatron-Core"})
     assert read_entry(new).software.sharding is MEGATRON_FSDP
+
+
+@pytest.mark.parametrize(
+    ("source", "software"),
+    [
+        ("torchtitan Trainy/WhiteFiber June 2025", TORCHTITAN_2025),
+        ("torchtitan benchmarks Dec 2024", TORCHTITAN),
+        ("BPipe, 2025", MEGATRON_V3),
+    ],
+)
+def test_the_year_of_a_source(source, software):
+    """Of other software none is told apart."""
+    assert read_entry(RUNS[0] | {"source": source}).software in (software, replace(software, sharding=DEEPSPEED))
+
+
+def test_sequences_are_split_beside_tensor_parallelism():
+    entry = read_entry(changed(RUNS[2], config={"fsdp": 16, "t": 8}))
+    assert entry.configuration.sequence_parallel
+    assert "sequence parallelism, as torchtitan has it beside tensor parallelism" in entry.assumed
+    assert not read_entry(RUNS[2]).configuration.sequence_parallel
+    assert not read_entry(changed(BPIPE_TABLE_7[1], config={"sequence_parallel": None})).configuration.sequence_parallel
+
+
+def test_recomputation_is_selective_unless_it_is_said():
+    silent = read_entry(changed(RUNS[0], config={"recompute": None}))
+    assert silent.configuration.recompute is RecomputeScope.ATTENTION
+    assert "selective recomputation in its place, as torchtitan has by default" in silent.assumed
+    assert read_entry(changed(RUNS[0], config={"recompute": "none"})).configuration.recompute is RecomputeScope.NONE
+
+
+def test_a_loss_that_is_compiled_takes_less():
+    """From 2025 on, and only where the model is compiled."""
+    late = [run | {"source": "torchtitan, June 2025"} for run in RUNS[:2]]
+    eager, compiled = (predicted(run).estimate.memory[0].parts.workspace for run in late)
+    earlier = [predicted(run).estimate.memory[0].parts.workspace for run in RUNS[:2]]
+    assert earlier[0] == earlier[1] == eager
+    assert eager - compiled == 6 * 2 * 8192 * 128256  # 8 and 2 bytes of a logit
