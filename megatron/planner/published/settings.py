@@ -166,21 +166,12 @@ class SettingsRecord(BaseModel):
         return "interleaved" if schedule == "flush" and self.v > 1 else schedule
 
     def _sharding(self, data: int) -> Sharding | None:
-        """How weights are split over replicas, as torchtitan (`fsdp`: true, or over how many) or DeepSpeed (`zero`)
-        says; None: they are not."""
+        """How weights are split over replicas, as torchtitan (`fsdp`: true, or over how many) or DeepSpeed (`zero`: the
+        stage) says; None: they are not."""
         is_on = self.fsdp is True or (self.fsdp or 0) > 1
         if not is_on and self.zero < 2:
             return None
-        if is_on and self.zero in (1, 2):
-            raise ValueError(
-                f"config.fsdp is {shown(self.fsdp)} and config.zero {self.zero}, which are two ways to split; leave "
-                "one out"
-            )
-        shards = data if self.fsdp is True or not is_on else int(self.fsdp)
-        if shards > data:
-            raise ValueError(f"config.fsdp is {shards}, and there are {data} replicas; correct one of them")
-        if shards == 1:
-            raise ValueError("weights are split over replicas, and there is one; give more GPUs, or leave that out")
+        shards = self.fsdp if is_on and self.fsdp is not True else data
         return Sharding(stage=2 if self.zero == 2 else 3, shards=shards)
 
     def _layers(self, num_layers: int) -> tuple[int, ...] | None:

@@ -59,7 +59,7 @@ def test_replicas_are_the_gpus_that_are_left():
     [
         ({}, None), ({"fsdp": False}, None), ({"fsdp": 1}, None), ({"zero": 1}, None), ({"zero": 0}, None),
         ({"fsdp": True}, (3, 128)), ({"fsdp": 8}, (3, 8)), ({"zero": 3}, (3, 128)), ({"zero": 2}, (2, 128)),
-        ({"fsdp": True, "t": 2}, (3, 64)), ({"fsdp": 8, "zero": 3}, (3, 8)),
+        ({"fsdp": True, "t": 2}, (3, 64)), ({"fsdp": 8, "zero": 3}, (3, 8)), ({"fsdp": 8, "zero": 2}, (2, 8)),
     ],
 )  # fmt: skip
 def test_how_weights_are_split(config, expected):
@@ -150,14 +150,13 @@ def test_sequences_and_experts_are_priced():
         (SHARED, {"cp": 2, "flash_attention": False}, "context parallelism over 2 ranks needs flash attention"),
         (MOE, {"ep": 3}, "expert 3 times expert_tensor 1 does not divide the 32 ranks of a stage"),
         (MOE, {"sequence_parallel": False}, "experts with tensor 2 need sequence parallelism"),
-        (SPLIT, {"fsdp": 256}, "config.fsdp is 256, and there are 128 replicas; correct one of them"),
+        (SPLIT, {"fsdp": 256}, "128 replicas do not divide into groups of 256 shards"),
         (SPLIT, {"fsdp": 24}, "128 replicas do not divide into groups of 24 shards; change one of them"),
-        (SPLIT, {"fsdp": 8, "zero": 2}, "config.fsdp is 8 and config.zero 2, which are two ways to split; leave one"),
         (SPLIT, {"fsdp": 8, "zero1": True}, "leave the distributed optimizer out"),
         (SPLIT, {"fsdp": 64, "p": 2}, "p is 2, of which the time of both together is not modelled; give p 1"),
         (SPLIT, {"fsdp": -8}, "config.fsdp is -8"),
         (SPLIT, {"zero": True}, "config.zero is True: a number is wanted"),
-        (changed(SPLIT, hardware={"gpus": 1}), {"zero": 3, "global_batch": 2}, "and there is one; give more GPUs"),
+        (changed(SPLIT, hardware={"gpus": 1}), {"zero": 3, "global_batch": 2}, "1 replicas split nothing; give 2"),
         (RUN, {"precision": "fp32", "flash_attention": True}, "config.flash_attention is True in fp32"),
         (RUN, FP8, "config.precision is 'fp8', and the software of this run multiplies in 16 bits"),
         (RUN, {"technique": "compile"}, "such software has fused kernels without it; leave compile out"),
