@@ -18,6 +18,7 @@ import torch.distributed as dist
 from benchmarks.transition_ranks import Job
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.pipeline.runtime.failure.agreement import control_group
 from megatron.trainer.arguments import parse_args
 from megatron.trainer.changes.transition.memory import hand_over, hold_run
 from megatron.trainer.changes.transition.parallel_groups import destroy, restore, set_aside
@@ -30,7 +31,6 @@ from megatron.trainer.checkpoint.checkpoint import (
 from megatron.trainer.checkpoint.run_state import RunParts
 from megatron.trainer.data.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.trainer.programs.pretrain_gpt import program
-from megatron.trainer.ranks.agreement import control_group
 from megatron.trainer.run.pretraining import complete
 from megatron.trainer.start_up import initialize
 from megatron.trainer.start_up.model_and_optimizer import setup_model_and_optimizer

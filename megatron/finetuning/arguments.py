@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from megatron.documents.flag_files import HEAD, FlagFileParser, in_one
 from megatron.finetuning import intervals
-from megatron.pipeline.start_up.shared_errors import environment_ranks
+from megatron.pipeline.runtime.failure.errors import environment_ranks
 
 SCHEDULES = ("ftpipe", "flush", "gpipe", "2bw", "pipedream")
 OPTIMIZERS = ("adamw", "adam", "sgd", "adafactor")

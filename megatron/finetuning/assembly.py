@@ -24,6 +24,7 @@ from megatron.finetuning.stage_module import Results, StageModule, Summary
 from megatron.pipeline.runtime.contract.tensors import TensorSpec
 from megatron.pipeline.runtime.contract.trace import Tracer
 from megatron.pipeline.runtime.engine import PipelineEngine
+from megatron.pipeline.runtime.failure.agreement import agreed
 from megatron.pipeline.runtime.stages.module.graph_stage import GraphModuleStage
 from megatron.pipeline.runtime.stages.module.rank_update import make_updates, make_versions, steps_of
 from megatron.pipeline.runtime.stages.module.update import ModuleUpdate
@@ -31,7 +32,6 @@ from megatron.pipeline.runtime.transport.edge_tensors import EdgeTensors
 from megatron.pipeline.runtime.update.gap_aware import GapAware
 from megatron.pipeline.runtime.update.master_weights import GapAwareMasters, MasterWeights
 from megatron.pipeline.runtime.update.versions import WeightVersions
-from megatron.trainer.ranks.agreement import agreed
 
 
 @dataclass

@@ -27,8 +27,8 @@ from megatron.documents.writing import write_whole
 from megatron.finetuning.assembly import BuiltPipeline
 from megatron.finetuning.model import first_line
 from megatron.finetuning.pretrained import Pretrained
+from megatron.pipeline.runtime.failure.agreement import agreed
 from megatron.trainer.checkpoint.directory import sync_directory, sync_file
-from megatron.trainer.ranks.agreement import agreed
 
 _NAME = re.compile(r"checkpoint-([0-9]+)")
 _PROGRESS = "progress.json"

@@ -13,7 +13,7 @@ from megatron.finetuning.partitioning import simulated_seconds, weight_bytes
 from megatron.finetuning.plan import RunPlan, make_plan
 from megatron.finetuning.samples import read_data
 from megatron.pipeline.program.weight_policies import Ahead
-from megatron.pipeline.start_up.shared_errors import SameEverywhere
+from megatron.pipeline.runtime.failure.errors import SameEverywhere
 
 _GIB = 2**30
 

@@ -25,10 +25,10 @@ from megatron.finetuning.report import Report, peak_memory
 from megatron.finetuning.samples import Data, read_data
 from megatron.finetuning.trainer import Trainer, checkpoint_saver
 from megatron.pipeline.runtime.contract.trace import gather_traces
-from megatron.pipeline.runtime.failure import failure_guard
+from megatron.pipeline.runtime.failure import agreement, failure_guard
+from megatron.pipeline.runtime.failure.agreement import agree_to_start, guarded
+from megatron.pipeline.runtime.failure.errors import OnThisRank
 from megatron.pipeline.runtime.timeline_files import write_pictures
-from megatron.pipeline.start_up.shared_errors import OnThisRank, agree_to_start, told_once
-from megatron.trainer.ranks import agreement
 from megatron.trainer.ranks.signals import StopSignal
 from megatron.trainer.report.by_products import ByProduct
 from megatron.trainer.report.log import configure_logging
@@ -51,7 +51,7 @@ def finetune(args: argparse.Namespace, stop: StopSignal) -> None:
     configure_logging(args.logging_level)
     join(args)
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
-    with initialize.left_in_order(), told_once(failure_guard.guard(timeout=timeout)):
+    with initialize.left_in_order(), guarded(failure_guard.guard(timeout=timeout)):
         run(args, stop)
 
 

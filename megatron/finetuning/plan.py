@@ -25,8 +25,8 @@ from megatron.finetuning.partition_file import LENGTHS, PartitionFile
 from megatron.finetuning.partitioning import PlannedMachine, cut_model, num_bytes, num_microbatches
 from megatron.finetuning.samples import Data
 from megatron.finetuning.stage_edges import EdgeBytes, bytes_of_edges, edges_of, schedule_of
+from megatron.pipeline.runtime.failure.agreement import on_rank_zero
 from megatron.pipeline.schedules import Schedule
-from megatron.trainer.ranks.agreement import on_rank_zero
 
 EFFORT = 0.2
 """The effort of the search where a run cuts its model itself; tools/partition.py takes 1."""

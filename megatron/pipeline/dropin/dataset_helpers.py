@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from megatron.pipeline.dropin.sentences import errors_end_the_job
-from megatron.pipeline.runtime.failure.user_error import number_of
+from megatron.pipeline.runtime.failure.errors import number_of
 
 NAME = "megatron.core.datasets.helpers_cpp"
 

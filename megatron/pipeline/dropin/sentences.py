@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from megatron.pipeline.runtime.failure.user_error import end, number_of
+from megatron.pipeline.runtime.failure.errors import end, number_of
 
 PROG = "megatron.pipeline.dropin"
 

@@ -13,9 +13,9 @@ from megatron.pipeline.check.queue_environment import require_hardware_queues
 from megatron.pipeline.dropin.choice import batches_of, prove, schedule_of
 from megatron.pipeline.dropin.flags import PAIR_ADJACENT, STANDARD, Options
 from megatron.pipeline.dropin.sentences import say
+from megatron.pipeline.runtime.failure.errors import OnThisRank, SameEverywhere
 from megatron.pipeline.schedules.pipeline_schedule import PipelineSchedule
 from megatron.pipeline.start_up.rank_exchange import exchange_ranks
-from megatron.pipeline.start_up.shared_errors import OnThisRank, SameEverywhere
 from megatron.pipeline.start_up.transformer_engine import (
     LOOKS_UP_GRADIENTS,
     engine_keeps_main_grad,

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.pipeline.library import at_exit
-from megatron.pipeline.library.agreement import Agreement
 from megatron.pipeline.library.announcements import Announcement, Announcements
 from megatron.pipeline.library.batches import BatchData, MicrobatchFeed, split_batch
 from megatron.pipeline.library.building import Tie, build_stage, stage_module, trained
@@ -36,7 +35,8 @@ from megatron.pipeline.runtime.contract.trace import CudaClock, RankTrace, Trace
 from megatron.pipeline.runtime.contract.trace import timeline as timeline_of
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.failure import failure_guard
-from megatron.pipeline.runtime.failure.error_file import write_error_file
+from megatron.pipeline.runtime.failure.agreement import Agreement
+from megatron.pipeline.runtime.failure.errors import write_error_file
 from megatron.pipeline.runtime.stages.module.rank_update import make_updates, make_versions, steps_of
 from megatron.pipeline.simulate.timeline import Timeline
 
@@ -105,7 +105,7 @@ class Pipeline:
         self._ranks = find_ranks(group, data_parallel_group, replicas)
         self._groups = Groups(self._ranks, timeout)
         self._timeout = timeout
-        self._agreement = Agreement(self._ranks, self._groups.job)
+        self._agreement = Agreement(self._ranks.job, self._groups.job, is_one_pipeline=len(self._ranks.pipelines) == 1)
         placed = place(
             module, schedule, self._agreement, self._ranks, has_loss=loss is not None, has_tied=tied is not None,
             device=device, num_microbatches=num_microbatches, clip_grad=clip_grad, recompute=recompute,

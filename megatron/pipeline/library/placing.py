@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.pipeline.library.agreement import Agreement
 from megatron.pipeline.library.building import device_of, modules_of
 from megatron.pipeline.library.choice import Choices, choose_schedule, microbatches_of
 from megatron.pipeline.library.ranks import Ranks
+from megatron.pipeline.runtime.failure.agreement import Agreement
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from megatron.pipeline.runtime.contract.stage import (
 from megatron.pipeline.runtime.contract.trace import BatchExtent, RankTrace, Tracer
 from megatron.pipeline.runtime.executor import Executor
 from megatron.pipeline.runtime.failure import failure_guard
-from megatron.pipeline.runtime.failure.blame import annotate
+from megatron.pipeline.runtime.failure.errors import annotate
 from megatron.pipeline.runtime.graph_executor import GraphExecutor
 from megatron.pipeline.runtime.relay.input_stash import InputStash
 from megatron.pipeline.runtime.relay.lanes import Lanes

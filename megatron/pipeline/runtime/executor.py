@@ -31,7 +31,7 @@ from megatron.pipeline.runtime.contract.stage import (
     WeightUpdate,
 )
 from megatron.pipeline.runtime.contract.trace import Tracer
-from megatron.pipeline.runtime.failure.blame import annotate
+from megatron.pipeline.runtime.failure.errors import annotate
 from megatron.pipeline.runtime.relay.input_stash import InputStash
 from megatron.pipeline.runtime.relay.lanes import Lanes
 from megatron.pipeline.runtime.transport.channels import Channels

@@ -1,1 +1,1 @@
-"""Before a job's process group forms: errors that all ranks tell alike, and which process becomes which rank."""
+"""Before a job's process group forms: which process becomes which rank, and which weights and engines go together."""

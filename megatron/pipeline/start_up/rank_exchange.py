@@ -13,7 +13,8 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store
 
-from megatron.pipeline.start_up.shared_errors import OnThisRank, SameEverywhere, wait_for_readers
+from megatron.pipeline.runtime.failure.agreement import wait_for_readers
+from megatron.pipeline.runtime.failure.errors import OnThisRank, SameEverywhere
 from megatron.placement.hosts import Process
 
 Decide = Callable[[Sequence[Process]], tuple[Sequence[int], Sequence[str]]]

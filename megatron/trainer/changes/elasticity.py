@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from megatron import backend
 from megatron.pipeline.runtime.contract.stage import BatchReport
+from megatron.pipeline.runtime.failure.agreement import on_rank_zero
 from megatron.trainer.changes.freezing import Freezing
 from megatron.trainer.changes.shaping import Outlook, Shaping
 from megatron.trainer.plan.arrangement import Arrangement, reading_changes
-from megatron.trainer.ranks.agreement import on_rank_zero
 
 if TYPE_CHECKING:
     from megatron.trainer.start_up.run import Run

@@ -17,7 +17,7 @@ from megatron.elastic.stages import Stages
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.runtime.contract.trace import COMPUTE
 from megatron.pipeline.runtime.engine import PipelineEngine
-from megatron.trainer.ranks.agreement import control_group
+from megatron.pipeline.runtime.failure.agreement import control_group
 from megatron.trainer.report.throughput import flops_of_output_layer, flops_per_sample
 
 Seconds = Mapping[int, tuple[float, float]]

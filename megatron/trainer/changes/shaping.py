@@ -21,6 +21,7 @@ from megatron.elastic.cache import CacheSeconds, measure, reading_pays
 from megatron.elastic.cut import cut_exactly, cut_greedily, cut_that_fits
 from megatron.elastic.pipelines import Layers, most_saved, pipelines
 from megatron.pipeline.runtime.engine import PipelineEngine
+from megatron.pipeline.runtime.failure.agreement import control_group
 from megatron.pipeline.schedules import PRESETS
 from megatron.placement.hosts import Process, this_process
 from megatron.planner.memory.activations import Activations
@@ -34,7 +35,6 @@ from megatron.trainer.plan import from_flags
 from megatron.trainer.plan.arrangement import Arrangement, arrange, batch_size
 from megatron.trainer.plan.proving import prove
 from megatron.trainer.plan.rank_mapping import degrees_of, pipelines_in_a_row
-from megatron.trainer.ranks.agreement import control_group
 
 if TYPE_CHECKING:
     from megatron.trainer.changes.prefix_cache import PrefixCache

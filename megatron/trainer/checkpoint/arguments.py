@@ -8,6 +8,7 @@ import argparse
 
 import torch
 
+from megatron.pipeline.runtime.failure.errors import CheckpointError
 from megatron.trainer.arguments.flags.parser import FLAGS, destinations
 from megatron.trainer.arguments.flags.specification import Role
 from megatron.trainer.checkpoint.comparison import (
@@ -17,7 +18,6 @@ from megatron.trainer.checkpoint.comparison import (
     differences,
     parts_not_built,
 )
-from megatron.trainer.ranks.checkpoint_error import CheckpointError
 
 _TAKEN_UNLESS_GIVEN = (*destinations(Role.SAVED), "padded_vocab_size")
 _ARCHITECTURES = {"gpt": "GPT", "bert": "BERT", "vit": "ViT", "bert-classify": "BERT that tells classes"}

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.pipeline.runtime.failure.agreement import agreed, on_rank_zero
+from megatron.pipeline.runtime.failure.errors import CheckpointError
 from megatron.trainer.checkpoint import arguments, directory
 from megatron.trainer.checkpoint.loader import CHECKSUMS_ENTRY, CheckpointReader, read_common_state
 from megatron.trainer.checkpoint.random_state import sharded_random_state
@@ -21,8 +23,6 @@ from megatron.trainer.checkpoint.run_state import Restoration, RunParts, log_onc
 from megatron.trainer.checkpoint.state import FORMAT_VERSION, loading_metadata, new_parts, sharding_metadata
 from megatron.trainer.checkpoint.writer import CheckpointWriter
 from megatron.trainer.plan.arrangement import as_at_first
-from megatron.trainer.ranks.agreement import agreed, on_rank_zero
-from megatron.trainer.ranks.checkpoint_error import CheckpointError
 
 __all__ = [
     "CheckpointError",

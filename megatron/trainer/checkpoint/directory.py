@@ -18,7 +18,7 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.trainer.ranks.checkpoint_error import CheckpointError
+from megatron.pipeline.runtime.failure.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"

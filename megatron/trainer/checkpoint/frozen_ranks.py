@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing import optimizer as core
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedStateDict
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.trainer.ranks.agreement import control_group
+from megatron.pipeline.runtime.failure.agreement import control_group
 
 _LOCAL = (ShardedBase, LocalNonpersistentObject)
 

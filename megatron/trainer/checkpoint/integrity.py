@@ -13,7 +13,7 @@ import json
 import zlib
 from pathlib import Path
 
-from megatron.trainer.ranks.checkpoint_error import CheckpointError
+from megatron.pipeline.runtime.failure.errors import CheckpointError
 
 MANIFEST = "checksums.json"
 _CHUNK_BYTES = 16 * 1024 * 1024

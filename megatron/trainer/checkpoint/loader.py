@@ -20,13 +20,13 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
+from megatron.pipeline.runtime.failure.agreement import agree, agreed, control_group
+from megatron.pipeline.runtime.failure.errors import CheckpointError
 from megatron.pipeline.runtime.stages.megatron.older_versions import OLDER_VERSIONS
 from megatron.pipeline.runtime.stages.megatron.predicted_version import PREDICTED_VERSION
 from megatron.trainer.checkpoint import integrity, unpickling
 from megatron.trainer.checkpoint.copies import with_copies
 from megatron.trainer.checkpoint.directory import CheckpointLocation, iterations_hint
-from megatron.trainer.ranks.agreement import agree, agreed, control_group
-from megatron.trainer.ranks.checkpoint_error import CheckpointError
 
 unpickling.install()
 

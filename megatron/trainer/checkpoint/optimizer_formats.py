@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, e
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.trainer.ranks.checkpoint_error import CheckpointError
+from megatron.pipeline.runtime.failure.errors import CheckpointError
 
 _DISTRIBUTED_MASTER, _MIXED_MASTER = "optimizer.state.param.", "optimizer.state.fp32_param."
 _SHARDING = "param_state_sharding_type"

@@ -26,8 +26,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megatron.pipeline.runtime.failure.errors import CheckpointError
 from megatron.trainer.checkpoint.heartbeat import DIGITS, Heartbeat
-from megatron.trainer.ranks.checkpoint_error import CheckpointError
 
 PERIOD = 10.0
 """Seconds between two signs of life in a mark."""

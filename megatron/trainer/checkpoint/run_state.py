@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import unwrap_model
 from megatron.pipeline.program.weight_policies import WeightPolicy
+from megatron.pipeline.runtime.failure.errors import CheckpointError
 from megatron.pipeline.runtime.stages.megatron.older_versions import OlderVersions, SavedVersions
 from megatron.pipeline.runtime.stages.megatron.predicted_version import PredictedVersion
 from megatron.trainer.checkpoint import optimizer_formats
@@ -23,7 +24,6 @@ from megatron.trainer.checkpoint.anew import Anew
 from megatron.trainer.checkpoint.frozen_ranks import trains_nothing, with_what_is_empty
 from megatron.trainer.checkpoint.random_state import restore_random_state
 from megatron.trainer.checkpoint.state import model_state, optimizer_state, without_parts
-from megatron.trainer.ranks.checkpoint_error import CheckpointError
 
 logger = logging.getLogger(__name__)
 

@@ -28,11 +28,11 @@ from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStr
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.pipeline.runtime.failure.agreement import agree, agreed, control_group, on_rank_zero
+from megatron.pipeline.runtime.failure.errors import CheckpointError
 from megatron.trainer.checkpoint import directory, integrity
 from megatron.trainer.checkpoint.copies import without_copies
 from megatron.trainer.checkpoint.ownership import OwnerMark
-from megatron.trainer.ranks.agreement import agree, agreed, control_group, on_rank_zero
-from megatron.trainer.ranks.checkpoint_error import CheckpointError
 
 # What torch.save and the index add to each tensor.
 _BYTES_AROUND_A_TENSOR = 2048

@@ -19,10 +19,10 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, get_bin_path
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from megatron.documents.directories import problem_with_directory
 from megatron.documents.numbers import counted
+from megatron.pipeline.runtime.failure.agreement import on_rank_zero
 from megatron.trainer.data.microbatches import gpt_fields
 from megatron.trainer.files.blends import blends
 from megatron.trainer.files.indexed_files import BinReader, Contents, check_indexed_dataset, damaged_index_cache
-from megatron.trainer.ranks.agreement import on_rank_zero
 
 SPLITS = ("training", "validation", "test")
 

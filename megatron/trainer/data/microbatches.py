@@ -19,7 +19,7 @@ import torch
 
 from megatron import backend
 from megatron.core import parallel_state
-from megatron.pipeline.runtime.failure import bus_error
+from megatron.pipeline.runtime.failure.errors import name_cut_files
 
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
@@ -114,7 +114,7 @@ class SequentialSampler:
 def _start_worker(_: int) -> None:
     """A loading process leaves SIGINT to its parent, and goes when the parent is gone. Of a bus error torch would say
     that shared memory is short."""
-    bus_error.name_files()
+    name_cut_files()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":  # elsewhere torch's own watch over the parent takes seconds
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

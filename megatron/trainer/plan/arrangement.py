@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron.elastic.stages import Stages, stages_of
+from megatron.pipeline.runtime.failure.errors import CheckpointError
 from megatron.trainer.arguments.rules.run import settle_schedule
 from megatron.trainer.models import core_config
 from megatron.trainer.plan import from_flags
-from megatron.trainer.ranks.checkpoint_error import CheckpointError
 
 
 @dataclass(frozen=True)

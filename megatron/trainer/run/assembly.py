@@ -12,6 +12,7 @@ import torch
 
 from megatron import backend
 from megatron.documents.numbers import counted
+from megatron.pipeline.runtime.failure.agreement import agreed
 from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
 from megatron.trainer.arguments.flags.classification import CLASSIFIERS
 from megatron.trainer.arguments.values.pipeline_choice import schedule_text
@@ -23,7 +24,6 @@ from megatron.trainer.data.tokenizer import build_tokenizer, padded_vocab_size, 
 from megatron.trainer.models.gpt import num_parameters
 from megatron.trainer.optimizer.kernel import choose_kernel
 from megatron.trainer.plan.arrangement import iterations_to_the_end
-from megatron.trainer.ranks.agreement import agreed
 from megatron.trainer.report import provisional
 from megatron.trainer.report.log import Reporter
 from megatron.trainer.report.throughput import flops_per_sample

@@ -18,9 +18,15 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from megatron.pipeline.runtime.failure.error_file import write_error_file
-from megatron.pipeline.runtime.failure.user_error import PATIENCE, USER_ERROR, end, number_of
-from megatron.pipeline.start_up.shared_errors import OnThisRank, SameEverywhere
+from megatron.pipeline.runtime.failure.errors import (
+    PATIENCE,
+    USER_ERROR,
+    OnThisRank,
+    SameEverywhere,
+    end,
+    number_of,
+    write_error_file,
+)
 from megatron.trainer.arguments import parse_args, validate_args
 from megatron.trainer.ranks.signals import StopSignal
 

@@ -16,12 +16,12 @@ import torch
 
 from megatron import backend
 from megatron.pipeline.runtime.contract.stage import BatchReport
+from megatron.pipeline.runtime.failure.errors import CheckpointError
 from megatron.pipeline.runtime.timeline_files import write_timeline
 from megatron.trainer.changes.transition.change import change_arrangement
 from megatron.trainer.checkpoint.checkpoint import save_checkpoint
 from megatron.trainer.data.microbatches import MicrobatchIterator
 from megatron.trainer.plan.arrangement import iterations_to_the_end
-from megatron.trainer.ranks.checkpoint_error import CheckpointError
 from megatron.trainer.ranks.signals import StopSignal
 from megatron.trainer.report.by_products import ByProduct
 from megatron.trainer.report.log import Progress, main_loss

@@ -8,7 +8,8 @@ from datetime import timedelta
 
 from megatron.pipeline import interrupt
 from megatron.pipeline.runtime.failure import failure_guard
-from megatron.pipeline.start_up.shared_errors import OnThisRank, agree_to_start, told_once
+from megatron.pipeline.runtime.failure.agreement import agree_to_start, guarded
+from megatron.pipeline.runtime.failure.errors import OnThisRank
 from megatron.placement.hosts import this_process
 from megatron.trainer.arguments import notes_on_overridden, resolve_platform, validate_args
 from megatron.trainer.arguments.flags.parser import destinations
@@ -51,7 +52,7 @@ def pretrain(
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     host = this_process().host
     guard = failure_guard.guard(store_host=assignment.store_host, timeout=timeout, host=host, before_exit=release_all)
-    with initialize.left_in_order(), told_once(guard):
+    with initialize.left_in_order(), guarded(guard):
         initialize.set_up(args)
         run = assemble(args, program)
         for line in (*assignment.lines, *(f"note: {note}" for note in notes)):

@@ -20,6 +20,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.pipeline.runtime.activations.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.activations.saved_microbatches import DeferredBytes
+from megatron.pipeline.runtime.failure.errors import AgreedError
 from megatron.pipeline.runtime.stages.megatron.frozen_update import MegatronFrozenUpdate
 from megatron.pipeline.runtime.stages.megatron.layers import LayersOfParameters
 from megatron.pipeline.runtime.stages.megatron.relay_update import MegatronRelayUpdate
@@ -32,7 +33,6 @@ from megatron.trainer.models import core_config
 from megatron.trainer.models.gpt import build_chunks, wrap_for_training
 from megatron.trainer.optimizer.optimizer import build_optimizer
 from megatron.trainer.plan import from_flags
-from megatron.trainer.ranks.agreement import AgreedError
 from megatron.trainer.report.names import ALLOCATED, DEFERRED, SAVED_ACTIVATIONS
 from megatron.trainer.start_up.host_room import require_room
 from megatron.trainer.start_up.program import TrainingProgram

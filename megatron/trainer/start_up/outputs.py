@@ -13,9 +13,9 @@ import time
 import torch
 
 from megatron.documents.directories import problem_with_directory
+from megatron.pipeline.runtime.failure.agreement import on_rank_zero
 from megatron.trainer.checkpoint import directory
 from megatron.trainer.checkpoint.ownership import OwnerMark
-from megatron.trainer.ranks.agreement import on_rank_zero
 
 _BETWEEN_LOOKS = 1.0  # seconds between two looks at a job that may be dead
 

@@ -3,12 +3,12 @@
 import pytest
 
 from megatron.pipeline.dropin.sentences import errors_end_the_job, say
-from megatron.pipeline.runtime.failure import user_error
+from megatron.pipeline.runtime.failure import errors
 
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
-    monkeypatch.setattr(user_error, "PATIENCE", 0.0)
+    monkeypatch.setattr(errors, "PATIENCE", 0.0)
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
 
 

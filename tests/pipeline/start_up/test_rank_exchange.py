@@ -10,8 +10,8 @@ pytest.importorskip("torch")
 
 from torch.distributed import HashStore
 
+from megatron.pipeline.runtime.failure.errors import OnThisRank, SameEverywhere
 from megatron.pipeline.start_up.rank_exchange import RankDecision, exchange_ranks
-from megatron.pipeline.start_up.shared_errors import OnThisRank, SameEverywhere
 from megatron.placement.hosts import Process
 
 PROCESSES = [Process("a", 0), Process("b", None), Process("a", 1)]

@@ -7,8 +7,8 @@ import pickle
 import pytest
 import torch
 
+from megatron.pipeline.runtime.failure.errors import CheckpointError
 from megatron.trainer.checkpoint import arguments
-from megatron.trainer.ranks.checkpoint_error import CheckpointError
 
 
 def model(**changes):

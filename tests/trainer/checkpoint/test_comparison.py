@@ -11,11 +11,11 @@ backend.install()
 
 from megatron.core.enums import ModelType
 from megatron.core.transformer.enums import AttnBackend
+from megatron.pipeline.runtime.failure.errors import CheckpointError
 from megatron.trainer.arguments import parse_args, validate_args
 from megatron.trainer.checkpoint import arguments
 from megatron.trainer.checkpoint.directory import CheckpointLocation
 from megatron.trainer.checkpoint.loader import COMMON_FILE, read_common_state
-from megatron.trainer.ranks.checkpoint_error import CheckpointError
 from tests.trainer.arguments import bert_command_line
 
 SHAPE = (

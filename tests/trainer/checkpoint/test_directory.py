@@ -5,8 +5,8 @@ from unittest import mock
 
 import pytest
 
+from megatron.pipeline.runtime.failure.errors import CheckpointError
 from megatron.trainer.checkpoint import directory
-from megatron.trainer.ranks.checkpoint_error import CheckpointError
 
 
 class Killed(BaseException):

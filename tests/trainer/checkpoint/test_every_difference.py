@@ -2,8 +2,8 @@
 
 import pytest
 
+from megatron.pipeline.runtime.failure.errors import CheckpointError
 from megatron.trainer.checkpoint import arguments, comparison
-from megatron.trainer.ranks.checkpoint_error import CheckpointError
 from tests.trainer.checkpoint.test_comparison import here, there
 
 ROPE = "--position-embedding-type rope "

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megatron.pipeline.runtime.failure.errors import CheckpointError
 from megatron.trainer.checkpoint import integrity
-from megatron.trainer.ranks.checkpoint_error import CheckpointError
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from megatron import backend
 backend.install()
 
 from megatron.core.transformer.enums import AttnBackend
+from megatron.pipeline.runtime.failure.errors import CheckpointError
 from megatron.trainer.checkpoint.directory import CheckpointLocation
 from megatron.trainer.checkpoint.loader import COMMON_FILE, read_common_state
-from megatron.trainer.ranks.checkpoint_error import CheckpointError
 
 
 class Reduced:

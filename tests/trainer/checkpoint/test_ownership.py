@@ -12,9 +12,9 @@ from unittest import mock
 
 import pytest
 
+from megatron.pipeline.runtime.failure.errors import CheckpointError
 from megatron.trainer.checkpoint import ownership
 from megatron.trainer.checkpoint.ownership import Owner, OwnerMark, _Sight
-from megatron.trainer.ranks.checkpoint_error import CheckpointError
 
 # Takes the directory, says so and holds it; gives its signs of life as often as it is told.
 HOLDER = """

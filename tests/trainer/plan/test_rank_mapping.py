@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 
-from megatron.pipeline.start_up.shared_errors import SameEverywhere
+from megatron.pipeline.runtime.failure.errors import SameEverywhere
 from megatron.placement import Degrees, pair_adjacent
 from megatron.placement.hosts import Process
 from megatron.trainer.plan import rank_mapping

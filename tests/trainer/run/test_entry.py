@@ -8,7 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from megatron.pipeline.start_up.shared_errors import OnThisRank
+from megatron.pipeline.runtime.failure.errors import OnThisRank
 from megatron.trainer.ranks.signals import StopSignal
 from megatron.trainer.run import entry
 from tests.trainer.arguments.command_line import argv

@@ -10,8 +10,8 @@ from megatron import backend
 
 backend.install()
 
+from megatron.pipeline.runtime.failure.errors import CheckpointError
 from megatron.trainer.checkpoint.arguments import check_same_model
-from megatron.trainer.ranks.checkpoint_error import CheckpointError
 from tests.trainer.arguments.bert_command_line import data_flags as pretraining_data
 from tests.trainer.run.run_case import joined_weights, train
 from tests.trainer.run.text_helper import (

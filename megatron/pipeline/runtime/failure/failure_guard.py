@@ -38,10 +38,8 @@ from typing import Any
 import torch
 from torch.distributed import Store, distributed_c10d
 
-from megatron.pipeline.runtime.failure import bus_error
-from megatron.pipeline.runtime.failure.cpp_messages import silence, without_frames
-from megatron.pipeline.runtime.failure.error_file import write_error_file
-from megatron.pipeline.runtime.failure.failure_board import FailureBoard
+from megatron.pipeline.runtime.failure.errors import end_by_bus_error, name_cut_files, write_error_file
+from megatron.pipeline.runtime.failure.failure_board import FailureBoard, silence, without_frames
 from megatron.pipeline.runtime.transport.channels import TransferError
 from megatron.pipeline.runtime.transport.links import FOREVER, gloo_pair
 
@@ -81,9 +79,9 @@ def report(error: BaseException) -> None:
         _active.fail(error)
 
 
-def _end_by_bus_error(sentence: str) -> None:
+def _tell_of_cut_file(sentence: str) -> None:
     report(OSError(sentence))
-    bus_error.end(sentence)
+    end_by_bus_error(sentence)
 
 
 @contextmanager
@@ -106,7 +104,7 @@ def guard(
     `before_exit`: called where a failure ends this process, which unwinds nothing.
     """
     global _active, _num_guards
-    bus_error.name_files(_end_by_bus_error)
+    name_cut_files(_tell_of_cut_file)
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         yield None
         return

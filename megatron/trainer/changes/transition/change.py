@@ -20,6 +20,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.pipeline.check import check
 from megatron.pipeline.program.csv_text import to_csv
 from megatron.pipeline.runtime.failure import failure_guard
+from megatron.pipeline.runtime.failure.agreement import agreed, control_group
+from megatron.pipeline.runtime.failure.errors import AgreedError, CheckpointError
 from megatron.pipeline.schedules import Schedule
 from megatron.trainer.changes.transition import parallel_groups
 from megatron.trainer.changes.transition.gradients import GradientMemory
@@ -27,8 +29,6 @@ from megatron.trainer.changes.transition.memory import Moved, hand_over, hold_ru
 from megatron.trainer.checkpoint.random_state import random_state, restore_random_state
 from megatron.trainer.optimizer.kernel import choose_kernel
 from megatron.trainer.plan.arrangement import Arrangement, arrange
-from megatron.trainer.ranks.agreement import AgreedError, agreed, control_group
-from megatron.trainer.ranks.checkpoint_error import CheckpointError
 from megatron.trainer.start_up.engine import build_engine
 from megatron.trainer.start_up.initialize import make_groups
 from megatron.trainer.start_up.model_and_optimizer import ModelAndOptimizer, setup_model_and_optimizer

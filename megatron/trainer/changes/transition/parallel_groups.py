@@ -22,8 +22,8 @@ from types import ModuleType
 import torch.distributed as dist
 
 from megatron.core import parallel_state
+from megatron.pipeline.runtime.failure.agreement import control_group
 from megatron.pipeline.runtime.stages.megatron import groups
-from megatron.trainer.ranks.agreement import control_group
 
 _VALUES = (type(None), bool, int, float, str, list, tuple, dict, set)  # what a module's variables begin as
 

@@ -6,8 +6,8 @@ import os
 import torch.distributed as dist
 
 from megatron.core import parallel_state, tensor_parallel
+from megatron.pipeline.runtime.failure.agreement import control_group
 from megatron.trainer.changes.transition.parallel_groups import destroy, restore, set_aside
-from megatron.trainer.ranks.agreement import control_group
 from megatron.trainer.start_up import initialize
 from tests.trainer.changes.transition.cases import arguments, rebuilt
 

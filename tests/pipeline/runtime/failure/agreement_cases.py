@@ -4,8 +4,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from megatron.trainer.ranks.agreement import agreed, control_group
-from megatron.trainer.ranks.checkpoint_error import CheckpointError
+from megatron.pipeline.runtime.failure.agreement import agreed, control_group
+from megatron.pipeline.runtime.failure.errors import CheckpointError
 
 
 def _verdict(function) -> str | None:
