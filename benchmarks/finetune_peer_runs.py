@@ -27,7 +27,7 @@ from megatron.finetuning.data.epochs import Epochs
 from megatron.finetuning.data.rows import IGNORED
 from megatron.finetuning.samples import Data, read_data
 from megatron.pipeline.runtime.failure import failure_guard
-from megatron.trainer.ranks.signals import StopSignal
+from megatron.trainer.ranks import StopSignal
 from megatron.trainer.start_up import initialize
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}

@@ -15,7 +15,7 @@ from megatron.finetuning.plan import captured_model
 from megatron.finetuning.samples import read_data
 from megatron.partition import CompeteResult, Partition, evaluate
 from megatron.pipeline.runtime.failure import failure_guard
-from megatron.trainer.ranks.signals import StopSignal
+from megatron.trainer.ranks import StopSignal
 from megatron.trainer.start_up import initialize
 
 

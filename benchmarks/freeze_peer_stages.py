@@ -18,7 +18,7 @@ from megatron.core.utils import unwrap_model
 from megatron.trainer.arguments import parse_args
 from megatron.trainer.models import core_config
 from megatron.trainer.models.gpt import build_chunks, wrap_for_training
-from megatron.trainer.optimizer.optimizer import build_optimizer
+from megatron.trainer.optimizer import build_optimizer
 from megatron.trainer.plan import from_flags
 from megatron.trainer.programs import pretrain_vision_classify as door
 from megatron.trainer.run.assembly import assemble

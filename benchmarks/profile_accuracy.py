@@ -36,7 +36,7 @@ from megatron.planner.job.configuration import Configuration
 from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.trial.results import Status, TrialEntry, predicted_seconds
 from megatron.planner.trial.runs import Runs
-from megatron.trainer.plan.model_argv import model_argv
+from megatron.trainer.plan.command import model_argv
 from megatron.trainer.profile.session import Session
 
 ROOT = Path(__file__).resolve().parent.parent

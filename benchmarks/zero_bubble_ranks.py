@@ -24,7 +24,7 @@ from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
 from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.time.profile import StagePosition
-from megatron.trainer.plan.model_argv import model_argv
+from megatron.trainer.plan.command import model_argv
 from megatron.trainer.profile.tasks import StagePlan
 
 _WARM_UP = 3

@@ -29,7 +29,7 @@ from megatron.commands.grid_search_commands.search_inputs import add_model_argum
 from megatron.pipeline.program.weight_policies import FLUSH, POLICIES, TWO_BW, WeightPolicy
 from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.time.profile import Profile, Spread, StageTime
-from megatron.trainer.plan.model_argv import model_argv
+from megatron.trainer.plan.command import model_argv
 from megatron.trainer.profile.session import Session
 
 _POLICIES = (FLUSH, TWO_BW)

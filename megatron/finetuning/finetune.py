@@ -12,7 +12,7 @@ if __name__ == "__main__":
     interrupt.end_at_interrupt(says="finetune.py: ended by SIGINT")  # before what takes long to import
 
 from megatron.finetuning.arguments import parse_args
-from megatron.trainer.ranks.signals import StopSignal
+from megatron.trainer.ranks import StopSignal
 from megatron.trainer.run import entry
 
 PROG = "finetune.py"

@@ -19,7 +19,7 @@ from megatron.finetuning.data.rows import Rows
 from megatron.finetuning.evaluation import evaluate
 from megatron.finetuning.report import Report
 from megatron.pipeline.runtime.contract.stage import BatchReport
-from megatron.trainer.ranks.signals import StopSignal
+from megatron.trainer.ranks import StopSignal
 
 STOP = 1
 """Stop request: save and end the run."""

@@ -24,7 +24,7 @@ from megatron.finetuning.optimizers import decaying, make_optimizer, make_schedu
 from megatron.finetuning.partition_file import FORM, PartitionFile, StageCost
 from megatron.finetuning.plan import captured_model
 from megatron.finetuning.samples import read_data
-from megatron.trainer.ranks.signals import StopSignal
+from megatron.trainer.ranks import StopSignal
 from megatron.trainer.report.metrics import read_metrics
 from tests.finetuning import tiny
 

@@ -40,9 +40,7 @@ from megatron.planner.trial.results import (
 from megatron.planner.trial.runs import Runs, collect, measure
 from megatron.trainer import programs
 from megatron.trainer.arguments import parse_args
-from megatron.trainer.plan.command import PROGRAMS
-from megatron.trainer.plan.missing_flags import missing_flags
-from megatron.trainer.plan.model_argv import model_argv
+from megatron.trainer.plan.command import PROGRAMS, missing_flags, model_argv
 
 ROOT = Path(__file__).resolve().parents[3]
 TAKES_FLAGS = True  # those of the training programs

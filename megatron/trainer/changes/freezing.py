@@ -9,7 +9,7 @@ from megatron.elastic.validation_watch import Validation, ValidationWatch
 from megatron.pipeline.runtime.contract.stage import BatchReport
 from megatron.pipeline.runtime.failure.errors import CheckpointError
 from megatron.trainer.arguments.rules.freezing import make_rule
-from megatron.trainer.models.classification_loss import ACCURACY
+from megatron.trainer.models.classifiers import ACCURACY
 from megatron.trainer.report.log import main_loss
 
 

@@ -1,19 +1,117 @@
-"""The three datasets of a classifier, the same on every rank that reads."""
+"""The three datasets of a classifier, the same on every rank that reads, of images or of texts.
+
+Samples come again, epoch after epoch, in a new order each time. A run counts positions: position i is sample i % n of
+epoch i // n, and the order of an epoch depends on the seed and its number only. Neither replicas nor microbatches, nor
+where a run was resumed, are part of that; an epoch's last samples and the next one's first may be in one batch, so none
+is left out. No random augmentation: a sample is the same whenever it comes, and `sample_id` says which it is.
+"""
 
 import argparse
 import hashlib
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy
 import torch
 
 from megatron.core import parallel_state
+from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from megatron.trainer.arguments.rules.classification import data_paths
+from megatron.trainer.data.bert import check_tokenizer
 from megatron.trainer.data.datasets import num_samples
-from megatron.trainer.data.epochs import EpochSamples, EvaluationSamples, Samples
 from megatron.trainer.data.microbatches import Field
+from megatron.trainer.files import image_files, text_files
 
-COMMON_FIELDS = (
+# --- samples in the order of epochs -----------------------------------------------------------------------------------
+
+
+class _Samples(Protocol):
+    """What is read: as many as its length, each a dictionary of numbers and arrays; `digest` says which they are."""
+
+    digest: str
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> dict: ...
+
+
+class EpochSamples(torch.utils.data.Dataset):
+    """The positions of a run.
+
+    Args:
+        samples: of one epoch.
+        seed: the run's.
+        length: positions that the run takes.
+    """
+
+    samples_repeat = True
+    """Whether a number of `sample_id` stands for one sample, the same in every epoch and every run over these data."""
+
+    def __init__(self, samples: _Samples, *, seed: int, length: int) -> None:
+        self.samples, self.seed, self.length = samples, seed, length
+        self._epoch, self._order = -1, numpy.empty(0, dtype=numpy.int64)
+
+    @property
+    def digest(self) -> str:
+        """The digest of the data, without their order."""
+        return self.samples.digest
+
+    def __len__(self) -> int:
+        return self.length
+
+    def sample_id(self, index: int) -> int:
+        """The number of the sample at a position, from 0 to less than the samples of an epoch."""
+        epoch, place = divmod(index, len(self.samples))
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, order_of_epoch(len(self.samples), seed=self.seed, epoch=epoch)
+        return int(self._order[place])
+
+    def __getitem__(self, index: int) -> dict:
+        number = self.sample_id(index)
+        return {**self.samples[number], "counts": 1.0, "sample_id": number}
+
+
+class EvaluationSamples(torch.utils.data.Dataset):
+    """All samples once, in order, and then fillers that do not count, up to whole batches.
+
+    Args:
+        samples: of the data.
+        batch_size: samples in a batch over all replicas.
+        per_evaluation: samples that an evaluation takes, a multiple of that.
+    """
+
+    samples_repeat = True
+
+    def __init__(self, samples: _Samples, *, batch_size: int, per_evaluation: int) -> None:
+        self.samples = samples
+        self.length = max(per_evaluation, -(-len(samples) // batch_size) * batch_size)
+        self.starts_over = self.length == per_evaluation
+        """Whether every evaluation begins with the first sample."""
+
+    @property
+    def digest(self) -> str:
+        return self.samples.digest
+
+    def __len__(self) -> int:
+        return self.length
+
+    def sample_id(self, index: int) -> int:
+        """The number of the sample at a position; of a filler, one of those that counted before."""
+        return index % len(self.samples)
+
+    def __getitem__(self, index: int) -> dict:
+        number = self.sample_id(index)
+        return {**self.samples[number], "counts": float(index < len(self.samples)), "sample_id": number}
+
+
+def order_of_epoch(num_samples: int, *, seed: int, epoch: int) -> numpy.ndarray:
+    """The samples of an epoch in the order in which they are taken, int64 [num_samples]."""
+    return numpy.random.RandomState([seed, epoch]).permutation(num_samples)  # its numbers are numpy's promise
+
+
+# --- the three datasets -----------------------------------------------------------------------------------------------
+
+_COMMON_FIELDS = (
     Field(name="sample_id", stages="first", shape=lambda size, length: (size,)),
     Field(name="labels", stages="last", shape=lambda size, length: (size,)),
     Field(name="counts", stages="last", shape=lambda size, length: (size,), dtype=torch.float32),
@@ -22,8 +120,8 @@ COMMON_FIELDS = (
 (float32 [b]) on the last."""
 
 
-def build_datasets(
-    args: argparse.Namespace, fields: Sequence[Field], read: Callable[[list[str]], Samples]
+def _build_datasets(
+    args: argparse.Namespace, fields: Sequence[Field], read: Callable[[list[str]], _Samples]
 ) -> list[EpochSamples | EvaluationSamples | None]:
     """Training, validation and test, each None where it is not needed on this rank or not there. Collective.
 
@@ -50,7 +148,7 @@ def build_datasets(
     ]  # fmt: skip
 
 
-def digest(*arrays: numpy.ndarray) -> str:
+def _digest(*arrays: numpy.ndarray) -> str:
     """A digest of what the arrays hold, their types and shapes."""
     hashed = hashlib.blake2b(digest_size=16)
     for array in arrays:
@@ -69,14 +167,14 @@ def _reads(args: argparse.Namespace, fields: Sequence[Field]) -> bool:
 
 
 def _read_alike(
-    read: Callable[[list[str]], Samples], paths: list[list[str]]
-) -> tuple[list[Samples | None], str | None]:
+    read: Callable[[list[str]], _Samples], paths: list[list[str]]
+) -> tuple[list[_Samples | None], str | None]:
     """What `read` makes of each of `paths`, None of no path, and the digest of the first. Collective.
 
     Raises ValueError on every rank if any could not read, or finds other data than the others: stages read for
     themselves, so labels would belong to other samples.
     """
-    found: list[Samples | None] = [None] * len(paths)
+    found: list[_Samples | None] = [None] * len(paths)
     problem = None
     try:
         found = [read(each) if each else None for each in paths]
@@ -95,3 +193,116 @@ def _read_alike(
                 "files"
             )
     return found, readers[0][1][0] if readers else None
+
+
+# --- a ViT's images ---------------------------------------------------------------------------------------------------
+
+
+def vision_fields(args: argparse.Namespace) -> tuple[Field, ...]:
+    """`images` (float32 [b, height, width, channels]) on the first stage, `labels` and `counts` on the last."""
+    shape = (args.img_h, args.img_w, args.num_channels)
+    images = Field(
+        name="images", stages="first", shape=lambda size, length: (size, *shape), dtype=torch.float32
+    )  # fmt: skip
+    return (images, *_COMMON_FIELDS)
+
+
+class ImageSamples:
+    """Images and labels in memory. `_digest`: of all of them."""
+
+    def __init__(self, images: image_files.Images) -> None:
+        self.images = images
+        self.digest = _digest(images.pixels, images.labels)
+
+    def __len__(self) -> int:
+        return len(self.images.labels)
+
+    def __getitem__(self, index: int) -> dict:
+        return {"images": image_files.as_float(self.images.pixels[index]), "labels": self.images.labels[index]}
+
+
+def build_vision_datasets(args: argparse.Namespace, tokenizer: None) -> list:
+    """A ViT's three datasets. Raises ValueError for images or labels that do not fit the flags."""
+    return _build_datasets(args, vision_fields(args), lambda paths: ImageSamples(_read_images(args, paths)))
+
+
+def _read_images(args: argparse.Namespace, paths: list[str]) -> image_files.Images:
+    images = image_files.read(paths)
+    expected, found = (args.img_h, args.img_w, args.num_channels), images.pixels.shape[1:]
+    if found != expected:
+        raise ValueError(
+            f"{' '.join(paths)} has images of {' x '.join(map(str, found))}, not {' x '.join(map(str, expected))}; "
+            f"give --img-h {found[0]} --img-w {found[1]} --num-channels {found[2]}, or prepare other images"
+        )
+    if not len(images.labels):
+        raise ValueError(f"{' '.join(paths)} has no images; prepare it again")
+    if (largest := int(numpy.max(images.labels))) >= args.num_classes:
+        raise ValueError(
+            f"{' '.join(paths)} has class {largest}, but --num-classes {args.num_classes} go from 0 to "
+            f"{args.num_classes - 1}; give --num-classes {largest + 1} or more"
+        )
+    return images
+
+
+# --- a BERT's texts: [CLS], the text, [SEP], and padding up to --seq-length -------------------------------------------
+
+
+def text_fields(args: argparse.Namespace) -> tuple[Field, ...]:
+    """`text` (int64 [b, s]) on the first stage, `padding_mask` (int64 [b, s], 0 at padding) on all, `labels` and
+    `counts` on the last."""
+    return (Field(name="text", stages="first", least_id=0), Field(name="padding_mask"), *_COMMON_FIELDS)
+
+
+class TextSamples:
+    """Token ids and classes in memory. A text that is too long loses its end. `_digest`: of all of them.
+
+    Args:
+        samples: texts and the names of their classes, which are among `classes`.
+        length: tokens of a sample, with [CLS], [SEP] and padding.
+    """
+
+    def __init__(
+        self,
+        samples: Sequence[text_files.Sample],
+        tokenizer: MegatronTokenizerBase,
+        *,
+        length: int,
+        classes: Sequence[str],
+    ) -> None:
+        self.tokens = numpy.full((len(samples), length), tokenizer.pad, dtype=numpy.int32)
+        self.lengths = numpy.zeros(len(samples), dtype=numpy.int32)
+        for row, (text, _) in enumerate(samples):
+            ids = [tokenizer.cls, *tokenizer.tokenize(text)[: length - 2], tokenizer.sep]
+            self.tokens[row, : len(ids)], self.lengths[row] = ids, len(ids)
+        numbers = {name: number for number, name in enumerate(classes)}
+        self.labels = numpy.array([numbers[label] for _, label in samples], dtype=numpy.int64)
+        self.digest = _digest(self.tokens, self.lengths, self.labels)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> dict:
+        mask = numpy.arange(self.tokens.shape[1]) < self.lengths[index]
+        return {
+            "text": self.tokens[index].astype(numpy.int64),
+            "padding_mask": mask.astype(numpy.int64),
+            "labels": self.labels[index],
+        }
+
+
+def build_text_datasets(args: argparse.Namespace, tokenizer: MegatronTokenizerBase) -> list:
+    """The three datasets of a BERT that tells classes. Raises ValueError for files or a tokenizer that do not fit."""
+    check_tokenizer(args, tokenizer)
+    return _build_datasets(args, text_fields(args), lambda paths: _read_texts(args, tokenizer, paths))
+
+
+def _read_texts(args: argparse.Namespace, tokenizer: MegatronTokenizerBase, paths: list[str]) -> TextSamples:
+    samples = text_files.read(paths)
+    known = set(args.class_names)
+    for _, label in samples:
+        if label not in known:
+            raise ValueError(
+                f"{' '.join(paths)} has the class {label}, which the training data have not: they have "
+                f"{', '.join(args.class_names[:8])}; leave those samples out, or train on some of them"
+            )
+    return TextSamples(samples, tokenizer, length=args.seq_length, classes=args.class_names)

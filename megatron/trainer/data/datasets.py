@@ -21,8 +21,7 @@ from megatron.documents.directories import problem_with_directory
 from megatron.documents.numbers import counted
 from megatron.pipeline.runtime.failure.agreement import on_rank_zero
 from megatron.trainer.data.microbatches import gpt_fields
-from megatron.trainer.files.blends import blends
-from megatron.trainer.files.indexed_files import BinReader, Contents, check_indexed_dataset, damaged_index_cache
+from megatron.trainer.files.indexed_files import BinReader, Contents, blends, check_indexed_dataset, damaged_index_cache
 
 SPLITS = ("training", "validation", "test")
 

@@ -11,8 +11,7 @@ from megatron.trainer.arguments.flags.classification import CLASSIFIERS
 from megatron.trainer.arguments.rules.classification import data_paths
 from megatron.trainer.arguments.values.vocabulary import assumed_size, padded, usual
 from megatron.trainer.data.tokenizer import build_tokenizer, padded_vocab_size, problem_with_tokenizer
-from megatron.trainer.files.blends import blends
-from megatron.trainer.files.indexed_files import check_indexed_dataset
+from megatron.trainer.files.indexed_files import blends, check_indexed_dataset
 
 
 def missing_data(args: argparse.Namespace) -> list[str]:

@@ -11,7 +11,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.trainer.arguments.flags.bert import NUM_TOKEN_TYPES
 from megatron.trainer.models.gpt import draw_output_weight, layer_stream, seeded_spec
-from megatron.trainer.ranks.seeds import set_seeds
+from megatron.trainer.ranks import set_seeds
 
 with warnings.catch_warnings():
     warnings.filterwarnings("ignore", message="Apex is not installed")  # torch's own norm serves as well

@@ -18,6 +18,7 @@ from megatron.planner.search.flags import configuration_flags
 from megatron.trainer.arguments import Platform, parse_args, resolve_platform, validate_args
 from megatron.trainer.arguments.flags.parser import FLAGS, GROUPS, destinations
 from megatron.trainer.arguments.flags.specification import Flag, Role
+from megatron.trainer.arguments.rules import data, model, run
 from megatron.trainer.arguments.values import vocabulary
 from megatron.trainer.plan import from_flags
 from megatron.trainer.plan.priced import PricedFlags, read_priced
@@ -71,13 +72,13 @@ class Job:
             argv = [*argv, "--max-position-embeddings", str(given.seq_length)]
             given = parse_args(argv, prog=program, defaults=defaults, accepts=Role.PRICED)
         kept, dropped, priced = [], [], []
-        for flag in given_flags(given):
+        for flag in _given_flags(given):
             if Role.PRICED in flag.roles:
-                priced.append((flag, written(flag, given)))
+                priced.append((flag, _written(flag, given)))
                 continue
             if Role.PREDICTION in flag.roles and given.pipeline_2bw_provisional != "off":
                 continue
-            (dropped if Role.CONFIGURATION in flag.roles else kept).append(written(flag, given))
+            (dropped if Role.CONFIGURATION in flag.roles else kept).append(_written(flag, given))
         job = cls(
             architecture=architecture,
             argv=tuple(word for each in kept for word in each),
@@ -163,8 +164,8 @@ class Job:
     def accepted(self) -> tuple[str, ...]:
         """Flags of the user, as written, that nothing reads."""
         return tuple(
-            " ".join(written(flag, self._given))
-            for flag in given_flags(self._given)
+            " ".join(_written(flag, self._given))
+            for flag in _given_flags(self._given)
             if (flag.ignored or flag.help.startswith("Accepted")) and Role.LOCATION not in flag.roles
         )
 
@@ -174,8 +175,8 @@ class Job:
         """The flags that stay of these groups of docs/flags.md, a tuple each; without any: of all groups that do not
         say where things are."""
         return [
-            _absolute(flag, written(flag, self._given), Path.cwd())
-            for flag in (self._given_of(*groups) if groups else given_flags(self._given))
+            _absolute(flag, _written(flag, self._given), Path.cwd())
+            for flag in (self._given_of(*groups) if groups else _given_flags(self._given))
             if groups or Role.LOCATION not in flag.roles
         ]
 
@@ -187,7 +188,7 @@ class Job:
         """By destination: the flags that stay of a group that says where things are, but for those of `argv_of()`.
         Relative paths among them become absolute, seen from `folder`."""
         return {
-            flag.dest: _absolute(flag, written(flag, self._given), folder)
+            flag.dest: _absolute(flag, _written(flag, self._given), folder)
             for flag in self._given_of(group)
             if Role.LOCATION in flag.roles
         }
@@ -285,15 +286,54 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def given_flags(args: argparse.Namespace) -> list[Flag]:
+def _given_flags(args: argparse.Namespace) -> list[Flag]:
     """The flags that the command line named, in the order of docs/flags.md."""
     return [flag for flag in FLAGS if flag.dest in args.given]
 
 
-def written(flag: Flag, args: argparse.Namespace) -> tuple[str, ...]:
+def _written(flag: Flag, args: argparse.Namespace) -> tuple[str, ...]:
     """A flag that was given, as argv."""
     if flag.stores is not None:
         return (flag.name,)
     value = getattr(args, flag.dest, None)
     values = value if isinstance(value, (list, tuple)) else [value]
     return (flag.name, *map(str, values))
+
+
+# --- the flags of a script without those that are chosen --------------------------------------------------------------
+
+
+def model_argv(argv: Sequence[str], *, architecture: str) -> tuple[str, ...]:
+    """The flags in `argv` that say what is trained, in the order of docs/flags.md.
+
+    Raises ValueError as `parse_args`.
+    """
+    program, defaults = PROGRAMS[architecture]
+    args = parse_args(list(argv), prog=program, defaults=defaults)
+    kept: list[str] = []
+    for flag in _given_flags(args):
+        if not flag.roles & (Role.CONFIGURATION | Role.SHORT_RUN):
+            kept += _written(flag, args) if flag.stores in (None, getattr(args, flag.dest, None)) else ()
+    return tuple(kept)
+
+
+# --- what a command line does not say ---------------------------------------------------------------------------------
+
+_RULES = (model.required, run.learning_rate, data.data, data.text)
+
+
+def missing_flags(argv: Sequence[str], *, architecture: str, iterations: int) -> list[str]:
+    """A sentence for each rule that a run of so many iterations would break, whatever its configuration.
+
+    Raises ValueError as `parse_args`.
+    """
+    program, defaults = PROGRAMS[architecture]
+    args = parse_args([*argv, "--micro-batch-size", "1", "--train-iters", str(iterations)], prog=program,
+                      defaults=defaults)  # fmt: skip
+    found = []
+    for rule in _RULES:
+        try:
+            rule(args)
+        except ValueError as error:
+            found.append(str(error))
+    return found

@@ -60,7 +60,7 @@ class StagePlan:
         a microbatch keeps between the halves of its backward. Layers of Transformer Engine have no halves.
         """
         from megatron.trainer.profile.lone_stage import build_lone_stage
-        from megatron.trainer.profile.stage_times import time_stage
+        from megatron.trainer.profile.measurements import time_stage
 
         args = self.arguments()
         prepare(args, store)
@@ -76,7 +76,7 @@ class StagePlan:
 
     def describe(self, *, store: object, start: Callable[[], None]) -> dict:
         """Run by one rank: what the profile says of the model and the machine."""
-        from megatron.trainer.profile.description import describe
+        from megatron.trainer.profile.measurements import describe
 
         args = self.arguments()
         prepare(args, store)
@@ -93,12 +93,12 @@ class TransferPlan:
     num_warmup: int
 
     def time_transfers(self, *, store: object, start: Callable[[], None]) -> dict[int, list[float]]:
-        from megatron.trainer.profile.transfer_times import time_transfers
+        from megatron.trainer.profile.measurements import time_transfers
 
         return self._time(time_transfers, 2, store, start)
 
     def time_all_reduces(self, *, store: object, start: Callable[[], None]) -> dict[int, list[float]]:
-        from megatron.trainer.profile.transfer_times import time_all_reduces
+        from megatron.trainer.profile.measurements import time_all_reduces
 
         return self._time(time_all_reduces, int(os.environ["WORLD_SIZE"]), store, start)
 
@@ -135,7 +135,7 @@ class HostPlan:
         import torch
 
         from megatron import backend
-        from megatron.trainer.profile.host_times import time_copies, time_updates
+        from megatron.trainer.profile.measurements import time_copies, time_updates
         from megatron.trainer.start_up import initialize
 
         if backend.is_cuda():

@@ -20,7 +20,7 @@ DEFAULTS = {"architecture": "bert-classify", "tokenizer_type": "BertWordPieceLow
 
 def model_provider(args: Namespace, config):
     """Megatron's contract: returns `provider(pre_process, post_process) -> model chunk` for a stage's configuration."""
-    from megatron.trainer.models.bert_classifier import bert_classifier
+    from megatron.trainer.models.classifiers import bert_classifier
 
     def provider(pre_process: bool = True, post_process: bool = True):
         return bert_classifier(args, config, pre_process=pre_process, post_process=post_process)
@@ -30,7 +30,7 @@ def model_provider(args: Namespace, config):
 
 def forward_step(data_iterator, model):
     """Megatron's contract: (output, loss function of the output) of one microbatch."""
-    from megatron.trainer.models.classification_loss import classification_loss
+    from megatron.trainer.models.classifiers import classification_loss
 
     batch = next(data_iterator)
     output = model(batch.get("text"), batch["padding_mask"])
@@ -39,8 +39,8 @@ def forward_step(data_iterator, model):
 
 def program():
     """What a run is put together from: a `TrainingProgram`."""
-    from megatron.trainer.data.labelled_texts import build_text_datasets, text_fields
-    from megatron.trainer.models.classification_loss import loss_names
+    from megatron.trainer.data.classification import build_text_datasets, text_fields
+    from megatron.trainer.models.classifiers import loss_names
     from megatron.trainer.start_up.program import TrainingProgram
 
     return TrainingProgram(

@@ -19,7 +19,7 @@ DEFAULTS = {"architecture": "vit"}
 
 def model_provider(args: Namespace, config):
     """Megatron's contract: returns `provider(pre_process, post_process) -> model chunk` for a stage's configuration."""
-    from megatron.trainer.models.vision_classifier import vision_model
+    from megatron.trainer.models.classifiers import vision_model
 
     def provider(pre_process: bool = True, post_process: bool = True):
         return vision_model(args, config, pre_process=pre_process, post_process=post_process)
@@ -29,7 +29,7 @@ def model_provider(args: Namespace, config):
 
 def forward_step(data_iterator, model):
     """Megatron's contract: (output, loss function of the output) of one microbatch."""
-    from megatron.trainer.models.classification_loss import classification_loss
+    from megatron.trainer.models.classifiers import classification_loss
 
     batch = next(data_iterator)
     output = model(batch.get("images"))
@@ -38,8 +38,8 @@ def forward_step(data_iterator, model):
 
 def program():
     """What a run is put together from: a `TrainingProgram`."""
-    from megatron.trainer.data.images import build_vision_datasets, vision_fields
-    from megatron.trainer.models.classification_loss import loss_names
+    from megatron.trainer.data.classification import build_vision_datasets, vision_fields
+    from megatron.trainer.models.classifiers import loss_names
     from megatron.trainer.start_up.program import TrainingProgram
 
     return TrainingProgram(

@@ -22,7 +22,7 @@ from megatron.trainer.checkpoint.checkpoint import CheckpointPosition, Checkpoin
 from megatron.trainer.checkpoint.ownership import OwnerMark
 from megatron.trainer.data.tokenizer import build_tokenizer, padded_vocab_size, vocab_size
 from megatron.trainer.models.gpt import num_parameters
-from megatron.trainer.optimizer.kernel import choose_kernel
+from megatron.trainer.optimizer import choose_kernel
 from megatron.trainer.plan.arrangement import iterations_to_the_end
 from megatron.trainer.report import provisional
 from megatron.trainer.report.log import Reporter

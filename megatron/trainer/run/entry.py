@@ -28,7 +28,7 @@ from megatron.pipeline.runtime.failure.errors import (
     write_error_file,
 )
 from megatron.trainer.arguments import parse_args, validate_args
-from megatron.trainer.ranks.signals import StopSignal
+from megatron.trainer.ranks import StopSignal
 
 if TYPE_CHECKING:
     from megatron.trainer.start_up.program import TrainingProgram

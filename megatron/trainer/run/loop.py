@@ -22,7 +22,7 @@ from megatron.trainer.changes.transition.change import change_arrangement
 from megatron.trainer.checkpoint.checkpoint import save_checkpoint
 from megatron.trainer.data.microbatches import MicrobatchIterator
 from megatron.trainer.plan.arrangement import iterations_to_the_end
-from megatron.trainer.ranks.signals import StopSignal
+from megatron.trainer.ranks import StopSignal
 from megatron.trainer.report.by_products import ByProduct
 from megatron.trainer.report.log import Progress, main_loss
 from megatron.trainer.report.profiler import Profiler

@@ -19,7 +19,7 @@ from megatron.trainer.arguments.platform import require_attention_environment
 from megatron.trainer.checkpoint.checkpoint import apply_checkpoint_arguments
 from megatron.trainer.checkpoint.ownership import release_all
 from megatron.trainer.plan.rank_mapping import RankAssignment, assign_rank
-from megatron.trainer.ranks.signals import StopSignal
+from megatron.trainer.ranks import StopSignal
 from megatron.trainer.report.log import configure_logging
 from megatron.trainer.run.assembly import assemble
 from megatron.trainer.run.loop import run_to_the_end

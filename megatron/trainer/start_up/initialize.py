@@ -22,7 +22,7 @@ from megatron.pipeline.start_up.transformer_engine import engine_keeps_main_grad
 from megatron.trainer.arguments import Platform
 from megatron.trainer.checkpoint.checkpoint import recorded_changes
 from megatron.trainer.plan.arrangement import arrange, arrangement_to_begin_with, first_arrangement
-from megatron.trainer.ranks.seeds import set_seeds
+from megatron.trainer.ranks import set_seeds
 
 RENDEZVOUS_TIMEOUT = timedelta(seconds=60)
 

@@ -31,7 +31,7 @@ from megatron.placement.hosts import this_process
 from megatron.trainer.checkpoint.run_state import RunParts
 from megatron.trainer.models import core_config
 from megatron.trainer.models.gpt import build_chunks, wrap_for_training
-from megatron.trainer.optimizer.optimizer import build_optimizer
+from megatron.trainer.optimizer import build_optimizer
 from megatron.trainer.plan import from_flags
 from megatron.trainer.report.names import ALLOCATED, DEFERRED, SAVED_ACTIVATIONS
 from megatron.trainer.start_up.host_room import require_room

@@ -25,7 +25,7 @@ def block(shape: Architecture, *, tensor: int, expert: int, expert_tensor: int, 
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer.transformer_block import TransformerBlock
     from megatron.core.transformer.transformer_config import TransformerConfig
-    from megatron.trainer.ranks.seeds import set_seeds
+    from megatron.trainer.ranks import set_seeds
 
     set_seeds(1)
     experts = shape.experts

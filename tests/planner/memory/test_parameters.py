@@ -107,9 +107,8 @@ def classifier_case(kind: str, tensor: int, pipeline: int, shapes: list[str]) ->
     """The same for a ViT or a BERT that tells classes."""
     from megatron.core import parallel_state
     from megatron.trainer.models import core_config
-    from megatron.trainer.models.bert_classifier import bert_classifier
+    from megatron.trainer.models.classifiers import bert_classifier, vision_model
     from megatron.trainer.models.gpt import num_parameters
-    from megatron.trainer.models.vision_classifier import vision_model
     from megatron.trainer.plan import from_flags
 
     build, arguments_of = (

@@ -20,7 +20,7 @@ backend.install()
 from megatron.trainer.arguments import parse_args, validate_args
 from megatron.trainer.data.datasets import num_samples
 from megatron.trainer.data.microbatches import MicrobatchIterator, SequentialSampler, gpt_fields, language_model_loss
-from megatron.trainer.files.blends import blends, parse_blend
+from megatron.trainer.files.indexed_files import blends, parse_blend
 from tests import workers
 from tests.trainer.arguments.command_line import arguments, argv
 from tests.trainer.data.small_data import write_dataset

@@ -9,7 +9,7 @@ from megatron import backend
 
 backend.install()
 
-from megatron.trainer.data.images import ImageSamples, _read
+from megatron.trainer.data.classification import ImageSamples, _read_images
 from megatron.trainer.files import image_files
 from tests.trainer.run.vision_helper import SMALL, vision_arguments, write_images
 
@@ -73,7 +73,7 @@ def test_files_that_do_not_fit(tmp_path, arrays, message):
     """One sentence with file and remedy."""
     numpy.savez(tmp_path / "a.npz", **arrays)
     with pytest.raises(ValueError, match=message) as caught:
-        _read(flags(), [str(tmp_path / "a.npz")])
+        _read_images(flags(), [str(tmp_path / "a.npz")])
     assert str(caught.value).startswith(str(tmp_path / "a.npz")) and "\n" not in str(caught.value)
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from megatron.planner import Configuration
 from megatron.planner.search.flags import configuration_argv
 from megatron.trainer.arguments import Platform, parse_args
-from megatron.trainer.plan.command import PROGRAMS, Job
+from megatron.trainer.plan.command import PROGRAMS, Job, missing_flags, model_argv
 from tests.planner.trial.strategies import configurations
 
 CPU = Platform(is_cuda=False, has_transformer_engine=False, has_apex=False)
@@ -70,3 +70,68 @@ def test_halves_are_trained_by_other_layers():
     assert local.software.of(split) is local.software
     asked = Job.read([*words, "--transformer-impl", "transformer_engine"], architecture="gpt", platform=ENGINE)
     assert "--transformer-impl transformer_engine computes a backward in one" in asked.refusal(split)
+
+
+SCRIPT = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --bf16 "
+    "--no-bias-gelu-fusion --split 8,1,1 --data-path 0.3 a 0.7 b --lr 1e-3 --lr-warmup-samples 10 --train-samples 100 "
+    "--tensor-model-parallel-size 4 --sequence-parallel --pipeline-schedule 2bw --micro-batch-size 2 "
+    "--global-batch-size 64 --rampup-batch-size 8 8 100 --recompute-granularity selective --save here --load here "
+    "--save-interval 10 --tensorboard-dir board --metrics-file m.jsonl --use-distributed-optimizer --eval-iters 3"
+)
+KEPT = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --bf16 "
+    "--no-bias-gelu-fusion --split 8,1,1 --data-path 0.3 a 0.7 b --lr 1e-3"
+)
+
+
+def test_degrees_batches_lengths_and_outputs_are_left_out():
+    """What is left parses to the same as what was kept alone: nothing is changed on the way."""
+    found = parse_args(list(model_argv(SCRIPT.split(), architecture="gpt")))
+    expected = parse_args(KEPT.split())
+    assert vars(found) == vars(expected)
+
+
+def test_the_order_of_a_script_does_not_matter():
+    """A profile and a run of the same model have the same words."""
+    argv = SCRIPT.split(" --")
+    turned = ("--" + " --".join([*argv[1:], argv[0].removeprefix("--")])).split()
+    assert model_argv(turned, architecture="gpt") == model_argv(SCRIPT.split(), architecture="gpt")
+
+
+SHAPE = ["--num-layers", "2", "--hidden-size", "8", "--num-attention-heads", "2", "--seq-length", "8"]
+WHOLE = [*SHAPE, "--max-position-embeddings", "8", "--lr", "1e-3", "--mock-data", "--tokenizer-type", "NullTokenizer",
+         "--vocab-size", "10"]  # fmt: skip
+
+
+def told(argv, architecture="gpt"):
+    return missing_flags(argv, architecture=architecture, iterations=10)
+
+
+def test_nothing_is_missing():
+    assert told(WHOLE) == []
+
+
+def test_all_that_is_missing_is_told_at_once():
+    assert told(SHAPE) == [
+        "--max-position-embeddings is needed",
+        "--lr is needed",
+        "no data: give --data-path, --train-data-path, --data-args-path or --mock-data",
+        "--tokenizer-type is needed (or --vocab-file and --merge-file for GPT-2's)",
+    ]
+
+
+@pytest.mark.parametrize("flag", ["--num-layers", "--lr", "--mock-data", "--max-position-embeddings", "--vocab-size"])
+def test_each_flag_is_missed(flag):
+    at = WHOLE.index(flag)
+    width = 1 if flag == "--mock-data" else 2
+    (sentence,) = told([*WHOLE[:at], *WHOLE[at + width :]])
+    assert flag in sentence
+
+
+def test_files_of_a_tokenizer_are_told_together():
+    without = [word for word in WHOLE if word not in ("--vocab-size", "10", "NullTokenizer", "--tokenizer-type")]
+    assert told([*without, "--tokenizer-type", "GPT2BPETokenizer"]) == [
+        "--tokenizer-type GPT2BPETokenizer needs --vocab-file and --merge-file"
+    ]
+    assert told(without, "bert") == ["--tokenizer-type BertWordPieceLowerCase needs --vocab-file"]

@@ -8,7 +8,7 @@ from megatron.pipeline.program.weight_policies import FLUSH, TWO_BW
 from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.parameters import stage_parameters
 from megatron.planner.time.profile import StagePosition
-from megatron.trainer.plan.model_argv import model_argv
+from megatron.trainer.plan.command import model_argv
 from megatron.trainer.profile.tasks import StagePlan
 from tests import workers
 from tests.trainer.run.run_case import BASE, data_flags
@@ -31,7 +31,7 @@ def time_case(plans: list[StagePlan], halves: bool = False) -> list[dict]:
     from megatron.core import parallel_state
     from megatron.trainer.plan import from_flags as planner_records
     from megatron.trainer.profile.lone_stage import build_lone_stage
-    from megatron.trainer.profile.stage_times import time_stage
+    from megatron.trainer.profile.measurements import time_stage
     from megatron.trainer.profile.tasks import prepare, training_program
 
     found = []

@@ -68,7 +68,7 @@ def train_case(
     called at its end for the entry `watched`.
     """
     from megatron.trainer.arguments import parse_args
-    from megatron.trainer.ranks.signals import StopSignal
+    from megatron.trainer.ranks import StopSignal
     from megatron.trainer.report.log import Reporter
     from megatron.trainer.report.metrics import read_metrics
     from megatron.trainer.run.assembly import assemble

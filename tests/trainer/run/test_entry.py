@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from megatron.pipeline.runtime.failure.errors import OnThisRank
-from megatron.trainer.ranks.signals import StopSignal
+from megatron.trainer.ranks import StopSignal
 from megatron.trainer.run import entry
 from tests.trainer.arguments.command_line import argv
 

@@ -110,7 +110,7 @@ def padding_case() -> float:
     """The largest difference of logits between samples with and without more padding."""
     from megatron.core import parallel_state
     from megatron.trainer.models import core_config
-    from megatron.trainer.models.bert_classifier import bert_classifier
+    from megatron.trainer.models.classifiers import bert_classifier
 
     parallel_state.initialize_model_parallel()
     try:
@@ -233,8 +233,7 @@ def test_checkpoints_say_which_classes_they_tell():
 
 def test_samples_have_identities():
     """The number of a sample is its line, and it stands for the same tokens in every epoch."""
-    from megatron.trainer.data.epochs import EpochSamples
-    from megatron.trainer.data.labelled_texts import TextSamples
+    from megatron.trainer.data.classification import EpochSamples, TextSamples
     from megatron.trainer.data.tokenizer import build_tokenizer
 
     args = text_arguments()

@@ -4,7 +4,7 @@ import argparse
 import re
 
 from megatron.trainer.arguments.flags.classification import CLASSIFIERS
-from megatron.trainer.files.blends import notes_on_weights
+from megatron.trainer.files.indexed_files import notes_on_weights
 
 
 def data(args: argparse.Namespace) -> list[str]:

@@ -27,7 +27,7 @@ from megatron.trainer.changes.transition import parallel_groups
 from megatron.trainer.changes.transition.gradients import GradientMemory
 from megatron.trainer.changes.transition.memory import Moved, hand_over, hold_run
 from megatron.trainer.checkpoint.random_state import random_state, restore_random_state
-from megatron.trainer.optimizer.kernel import choose_kernel
+from megatron.trainer.optimizer import choose_kernel
 from megatron.trainer.plan.arrangement import Arrangement, arrange
 from megatron.trainer.start_up.engine import build_engine
 from megatron.trainer.start_up.initialize import make_groups

@@ -18,7 +18,7 @@ from megatron.trainer.changes.transition.memory import hand_over, hold_run
 from megatron.trainer.changes.transition.parallel_groups import destroy, set_aside
 from megatron.trainer.checkpoint.state import complete_state
 from megatron.trainer.programs import pretrain_gpt
-from megatron.trainer.ranks.signals import StopSignal
+from megatron.trainer.ranks import StopSignal
 from megatron.trainer.run import assembly
 from megatron.trainer.run.loop import run_to_the_end
 from megatron.trainer.run.pretraining import complete

@@ -1,15 +1,71 @@
-"""`--optimizer lamb`: the formula, and that runs hold it as they hold Adam."""
+"""The optimizer of a run: where weights lie on the host and megatron.core has found a GPU's kernels; LAMB; its kernels."""
+
+import copy
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.trainer.optimizer.lamb import Lamb
+from megatron import backend
+
+backend.install()
+
+from megatron.core import optimizer as core
+from megatron.trainer.optimizer import Lamb, choose_kernel
+from tests import workers
 from tests.trainer.arguments.command_line import arguments
 from tests.trainer.checkpoint.test_stages import check_cut, saved  # noqa: F401  a fixture
-from tests.trainer.run.run_case import joined_weights, train
+from tests.trainer.run.run_case import data_flags, joined_weights, train, train_case
 from tests.trainer.run.test_relay import FLUSH, FP16, L2L, ON_HOST, P1, P2, UNTIED, assert_same
 
 FULL = pytest.mark.full
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """A kernel that no host has."""
+
+    def __init__(self, *args, **options):
+        raise AssertionError("a GPU's kernel was chosen for steps on the host")
+
+
+def plain_type():
+    """`torch.Tensor.type` as torch has it."""
+    found = torch.Tensor.type
+    while hasattr(found, "__wrapped__"):
+        found = found.__wrapped__
+    return found
+
+
+def train_beside_gpu_kernels(flags: str) -> dict:
+    """What megatron.core knows where Apex is installed, and the names of types that a host's tensors have there."""
+    with (
+        mock.patch.object(core, "Adam", FusedAdam),
+        mock.patch.object(core, "SGD", FusedAdam),
+        mock.patch.object(core, "USING_PYTORCH_OPTIMIZER", False),
+        mock.patch.object(torch.Tensor, "type", plain_type()),
+    ):
+        return train_case(flags)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["--bf16", pytest.param("--optimizer sgd", marks=FULL), pytest.param("--fp16 --optimizer lamb", marks=FULL)],
+)
+def test_the_host_steps_with_torch(flags):
+    """Bit-equal to a machine that has no other kernels."""
+    flags = f"{UNTIED} {flags} {L2L} {P1}"
+    found = workers.run(1, f"{__name__}:train_beside_gpu_kernels", flags=f"{flags} {data_flags()}")
+    assert_same(train(1, flags), found)
+
+
+def test_the_device_steps_with_its_own():
+    """Weights on the device are not touched by that."""
+    with pytest.raises(AssertionError, match="a GPU's kernel was chosen"):
+        workers.run(1, f"{__name__}:train_beside_gpu_kernels", flags=f"{UNTIED} {P1} {data_flags()}")
+
+
 LAMB = f"{UNTIED} --optimizer lamb --adam-eps 1e-6"
 
 
@@ -117,3 +173,67 @@ def test_where_no_rank_has_a_whole_weight_it_is_refused(flags, message):
     with pytest.raises(ValueError) as error:
         arguments(f"--optimizer lamb {flags}", world_size=world_size)
     assert message in str(error.value)
+
+
+MAKE = {
+    "AdamW": lambda groups, **options: torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1, **options),
+    "Adam": lambda groups, **options: torch.optim.Adam(groups, lr=0.01, weight_decay=0.1, **options),
+    "SGD": lambda groups, **options: torch.optim.SGD(groups, lr=0.01, momentum=0.9, **options),
+}
+
+
+class Operations(TorchDispatchMode):
+    """`fused`: whether an operation was a fused step."""
+
+    fused = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.fused = self.fused or "_fused_" in func.name()
+        return func(*args, **(kwargs or {}))
+
+
+def stepped(make, *kernels):
+    """Parameters after two steps with each of these kernels in turn, as megatron.core holds an optimizer, the second on
+    with the state that the one before has saved; and for each kernel, whether it was fused.
+    """
+    generator = torch.Generator().manual_seed(2)
+    parameters = [torch.randn(31, generator=generator).requires_grad_() for _ in range(3)]
+    state, used = None, []
+    for kernel in kernels:
+        inner = make([{"params": parameters[:2]}, {"params": parameters[2:], "weight_decay": 0.0}])
+        if state is not None:
+            inner.load_state_dict(copy.deepcopy(state))
+        if kernel is not None:
+            choose_kernel(SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=inner)]), kernel)
+        with Operations() as operations:
+            for _ in range(2):
+                for parameter in parameters:
+                    parameter.grad = torch.randn(31, generator=generator)
+                inner.step()
+        state = inner.state_dict()
+        used.append(operations.fused)
+    return torch.stack([parameter.detach() for parameter in parameters]), used
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_the_kernel_is_torchs_own(name):
+    """Chosen afterwards it steps as an optimizer that was made with it, bit for bit."""
+    make = MAKE[name]
+    for kernel, is_fused in (("fused", True), ("loop", None)):
+        made, _ = stepped(lambda groups, fused=is_fused: make(groups, fused=fused), None)
+        chosen, used = stepped(make, kernel)
+        assert torch.equal(chosen, made) and used == [bool(is_fused)]
+
+
+@pytest.mark.parametrize("kernels", [("fused", "loop"), ("loop", "fused"), ("fused", "fused")])
+def test_a_resume_steps_with_the_kernel_that_is_asked_for(kernels):
+    """What was saved brings the kernel along that it was saved with, and that is not what steps."""
+    _, used = stepped(MAKE["AdamW"], *kernels)
+    assert used == [kernel == "fused" for kernel in kernels]
+
+
+def test_what_has_one_kernel_is_left_alone():
+    """Apex's and Transformer Engine's optimizers know no such choice."""
+    other = SimpleNamespace(param_groups=[{"lr": 0.1}])
+    choose_kernel(SimpleNamespace(optimizer=other), "fused")
+    assert other.param_groups == [{"lr": 0.1}]

@@ -9,8 +9,8 @@ from megatron import backend
 backend.install()
 
 from megatron.planner.memory.parameters import layer_parameters
-from megatron.trainer.profile import host_times
-from megatron.trainer.profile.host_times import shapes_of_layer, time_copies, time_updates
+from megatron.trainer.profile import measurements
+from megatron.trainer.profile.measurements import shapes_of_layer, time_copies, time_updates
 from tests.planner.profiles import MODEL
 
 
@@ -28,7 +28,7 @@ def test_updates_are_the_runtimes_by_both_kernels(dtype, monkeypatch):
     """They step, with FP32 masters of 16-bit weights."""
     steps = []
 
-    class Watched(host_times.HostOptimizer):
+    class Watched(measurements.HostOptimizer):
         def update(self, stage, settings, **others):
             weight = self._store.stages[0].weights["0"]
             before = weight.clone()
@@ -36,11 +36,11 @@ def test_updates_are_the_runtimes_by_both_kernels(dtype, monkeypatch):
             (group,) = self.optimizer.param_groups
             steps.append((group["fused"], bool((weight != before).all()), {each.dtype for each in group["params"]}))
 
-    monkeypatch.setattr(host_times, "HostOptimizer", Watched)
+    monkeypatch.setattr(measurements, "HostOptimizer", Watched)
     count, found = time_updates(MODEL, dtype, num_iterations=2, num_warmup=1)
     assert {kernel: len(samples) for kernel, samples in found.items()} == {"loop": 2, "fused": 2}
     assert [fused for fused, _, _ in steps] == [None] * 3 + [True] * 3
-    assert all(dtypes == {host_times.torch.float32} for _, _, dtypes in steps)
+    assert all(dtypes == {measurements.torch.float32} for _, _, dtypes in steps)
     assert all(moved for _, moved, _ in steps[:1] + steps[3:4]) and count == pytest.approx(
         layer_parameters(MODEL, 1), rel=0.01
     )

@@ -8,11 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron import backend
+from megatron.trainer.data.classification import EpochSamples, EvaluationSamples, order_of_epoch
+from megatron.trainer.data.microbatches import SequentialSampler
 
 backend.install()
-
-from megatron.trainer.data.epochs import EpochSamples, EvaluationSamples, order_of_epoch
-from megatron.trainer.data.microbatches import SequentialSampler
 
 
 class Numbers:

@@ -1,0 +1,309 @@
+"""Models that tell classes, of texts (a BERT) and of images (a ViT), in stages; their head and their loss.
+
+megatron.core's BertModel always has an output layer over the vocabulary, so the parts of a BERT are put together here,
+under its names, for its checkpoints to fit: embedding and layers of `pretrain_bert.py`'s model, with a pooler and a new
+head.
+
+megatron.core's own vision models hold all of a model, and their local layers attend causally. Here the first stage
+turns patches into tokens, the last one tells the class, and every stage has its layers, which attend to all patches.
+
+Weights do not depend on how many stages hold them (see gpt.py).
+"""
+
+import argparse
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from megatron.core import tensor_parallel
+from megatron.core.models.bert.pooler import Pooler
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.transformer.enums import AttnMaskType, ModelType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.trainer.arguments.flags.bert import NUM_TOKEN_TYPES
+from megatron.trainer.models.bert import bert_layer_spec
+from megatron.trainer.models.gpt import layer_spec, layer_stream
+from megatron.trainer.ranks import set_seeds
+from megatron.trainer.report.names import CLASS_LOSS
+
+# --- the head, on the last stage; every tensor rank has all of it -----------------------------------------------------
+
+
+class _ClassificationHead(MegatronModule):
+    """Dropout and a linear layer: from the features of a sample, [b, hidden], to logits, [b, classes].
+
+    Args:
+        dropout: rate before the linear layer.
+    """
+
+    dropout_place = "head", 0
+
+    def __init__(self, args: argparse.Namespace, config: TransformerConfig, *, dropout: float = 0.0) -> None:
+        super().__init__(config)
+        self.dropout = nn.Dropout(dropout)
+        self.linear = nn.Linear(config.hidden_size, args.num_classes)
+        with torch.no_grad():
+            config.init_method(self.linear.weight)
+            self.linear.bias.zero_()
+        for parameter in self.parameters():
+            parameter.is_embedding_or_output_parameter = True  # --decoupled-lr
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        """[b, hidden] to [b, classes]."""
+        return self.linear(self.dropout(features))
+
+
+def _pooled(hidden: torch.Tensor, config: TransformerConfig, *, reads_first: bool) -> torch.Tensor:
+    """The features of a sample: its first token, else the mean over all. [tokens, b, hidden] to [b, hidden]."""
+    if config.sequence_parallel:  # all tensor ranks go on alike, so gradients need no sum
+        hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+    return hidden[0] if reads_first else hidden.mean(dim=0)
+
+
+# --- the loss ---------------------------------------------------------------------------------------------------------
+
+ACCURACY = "accuracy"
+
+
+def loss_names(args: argparse.Namespace) -> tuple[str, ...]:
+    """What `classification_loss` reports."""
+    return CLASS_LOSS, ACCURACY
+
+
+def classification_loss(
+    labels: torch.Tensor | None, counts: torch.Tensor | None, logits: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Cross entropy in FP32, the mean over the samples that count.
+
+    Args:
+        labels: int64 [b], the classes; None on stages that have no loss, which do not call this.
+        counts: float32 [b], 0 for a sample that only fills up an evaluation's last batch.
+        logits: [b, classes].
+
+    Returns (sum of losses, number of samples, {"loss", "accuracy": tensor [sum, samples]}), the last detached.
+    """
+    losses = cross_entropy(logits.float(), labels, reduction="none") * counts
+    number, total = counts.sum(), losses.sum()
+    hits = ((logits.argmax(dim=-1) == labels) * counts).sum()
+    return total, number, {
+        CLASS_LOSS: torch.stack([total.detach(), number]),
+        ACCURACY: torch.stack([hits, number]),
+    }  # fmt: skip
+
+
+# --- a BERT -----------------------------------------------------------------------------------------------------------
+
+
+class BertClassifier(MegatronModule):
+    """The part of a BERT with a classification head that a stage holds.
+
+    Args:
+        args: the shape of embedding and head.
+        config: of the stage.
+        pre_process, post_process: the stage embeds, or tells the class.
+    """
+
+    share_embeddings_and_output_weights = False
+    new_parts = ("classification_head",)
+    optional_parts = ("pooler",)
+    """What --pretrained-checkpoint does not bring, and what it may lack: that of a BERT without a binary head."""
+
+    def __init__(
+        self, args: argparse.Namespace, config: TransformerConfig, *, pre_process: bool, post_process: bool
+    ) -> None:
+        super().__init__(config)
+        self.pre_process, self.post_process = pre_process, post_process
+        self.model_type = ModelType.encoder_or_decoder
+        self.seq_length = args.seq_length
+        self.masks_rows = args.transformer_impl == "local"  # Transformer Engine takes the keys' mask alone
+        self.has_token_types = args.bert_binary_head
+        if pre_process:
+            set_seeds(layer_stream(args, 0))
+            self.embedding = LanguageModelEmbedding(
+                config=config,
+                vocab_size=args.padded_vocab_size,
+                max_sequence_length=args.max_position_embeddings,
+                position_embedding_type=args.position_embedding_type,
+                num_tokentypes=NUM_TOKEN_TYPES if args.bert_binary_head else 0,
+            )
+            for parameter in self.embedding.parameters():
+                parameter.is_embedding_or_output_parameter = True  # --decoupled-lr
+        self.rotary_pos_emb = _rotary(args, config)
+        self.encoder = TransformerBlock(
+            config=config, spec=bert_layer_spec(args), pre_process=pre_process, post_process=post_process
+        )
+        if post_process:
+            set_seeds(layer_stream(args, config.num_layers + 2))
+            self.pooler = Pooler(config.hidden_size, config.init_method, config, config.sequence_parallel)
+            self.classification_head = _ClassificationHead(args, config, dropout=config.hidden_dropout)
+
+    def set_input_tensor(self, input_tensor: torch.Tensor | list[torch.Tensor]) -> None:
+        """What the stage before has sent."""
+        self.encoder.set_input_tensor(input_tensor[0] if isinstance(input_tensor, list) else input_tensor)
+
+    def forward(self, text: torch.Tensor | None, padding_mask: torch.Tensor) -> torch.Tensor:
+        """[tokens, b, hidden], of the last stage logits [b, classes].
+
+        Args:
+            text: token ids [b, s], of the first stage.
+            padding_mask: [b, s], 0 at padding.
+        """
+        hidden = self._embedded(text) if self.pre_process else None
+        hidden = self.encoder(
+            hidden_states=hidden,
+            attention_mask=attention_mask(padding_mask, masks_rows=self.masks_rows),
+            rotary_pos_emb=None if self.rotary_pos_emb is None else self.rotary_pos_emb(self.seq_length),
+        )
+        return self.classification_head(self.pooler(hidden, 0)) if self.post_process else hidden
+
+    def _embedded(self, text: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(text.size(1), device=text.device).expand_as(text)
+        return self.embedding(
+            input_ids=text,
+            position_ids=positions,
+            tokentype_ids=torch.zeros_like(text) if self.has_token_types else None,
+        )
+
+
+def attention_mask(padding_mask: torch.Tensor, *, masks_rows: bool) -> torch.Tensor:
+    """True where a token does not look: bool [b, 1, s, s], or [b, 1, 1, s] where the kernels want the keys alone."""
+    keys = padding_mask[:, None, None, :]
+    return (keys * padding_mask[:, None, :, None] if masks_rows else keys) < 0.5
+
+
+def _rotary(args: argparse.Namespace, config: TransformerConfig) -> RotaryEmbedding | None:
+    if args.position_embedding_type != "rope":
+        return None
+    return RotaryEmbedding(
+        kv_channels=config.kv_channels,
+        rotary_percent=args.rotary_percent,
+        rotary_interleaved=config.rotary_interleaved,
+        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+        use_cpu_initialization=config.use_cpu_initialization,
+    )
+
+
+def bert_classifier(
+    args: argparse.Namespace, config: TransformerConfig, *, pre_process: bool = True, post_process: bool = True
+) -> BertClassifier:
+    """Build the part of the BERT that a stage holds; which, `config` says.
+
+    Random states are left as `set_seeds(args.seed)` leaves them.
+    """
+    set_seeds(args.seed)
+    model = BertClassifier(args, config, pre_process=pre_process, post_process=post_process)
+    set_seeds(args.seed)
+    return model
+
+
+# --- a ViT ------------------------------------------------------------------------------------------------------------
+
+
+class PatchEmbedding(MegatronModule):
+    """Images to tokens: a linear layer over each patch, a class token before them, learned positions, dropout."""
+
+    dropout_place = "embedding", 0
+
+    def __init__(self, args: argparse.Namespace, config: TransformerConfig) -> None:
+        super().__init__(config)
+        self.patch_dim = args.patch_dim
+        self.projection = nn.Linear(args.patch_dim**2 * args.num_channels, config.hidden_size)
+        self.class_token = nn.Parameter(torch.empty(config.hidden_size)) if args.vision_class_token else None
+        self.position_embeddings = nn.Parameter(torch.empty(args.seq_length, config.hidden_size))
+        self.dropout = nn.Dropout(config.hidden_dropout)
+        with torch.no_grad():
+            config.init_method(self.projection.weight)
+            self.projection.bias.zero_()
+            config.embedding_init_method(self.position_embeddings)
+            if self.class_token is not None:
+                config.embedding_init_method(self.class_token[None])
+        for parameter in self.parameters():
+            parameter.is_embedding_or_output_parameter = True  # --decoupled-lr
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """[b, height, width, channels] to [tokens, b, hidden]; with sequence parallelism this rank's tokens."""
+        hidden = self.projection(patches(images.to(self.projection.weight.dtype), self.patch_dim))
+        if self.class_token is not None:
+            hidden = torch.cat([self.class_token.expand(len(hidden), 1, -1), hidden], dim=1)
+        hidden = (hidden + self.position_embeddings).transpose(0, 1).contiguous()
+        if self.config.fp32_residual_connection:
+            hidden = hidden.float()
+        if not self.config.sequence_parallel:
+            return self.dropout(hidden)
+        hidden = tensor_parallel.scatter_to_sequence_parallel_region(hidden)
+        with tensor_parallel.get_cuda_rng_tracker().fork():
+            return self.dropout(hidden)
+
+
+def patches(images: torch.Tensor, size: int) -> torch.Tensor:
+    """[b, height, width, channels] to [b, patches, size * size * channels], row by row."""
+    batch, height, width, channels = images.shape
+    grid = images.reshape(batch, height // size, size, width // size, size, channels)
+    return grid.transpose(2, 3).reshape(batch, -1, size * size * channels)
+
+
+class VisionTransformer(MegatronModule):
+    """The part of a ViT that a stage holds.
+
+    Args:
+        args: the shape of images and head.
+        config: of the stage.
+        pre_process, post_process: the stage embeds, or tells the class.
+    """
+
+    share_embeddings_and_output_weights = False
+    new_parts = ("classification_head",)
+    """What --pretrained-checkpoint does not bring."""
+
+    def __init__(
+        self, args: argparse.Namespace, config: TransformerConfig, *, pre_process: bool, post_process: bool
+    ) -> None:
+        super().__init__(config)
+        self.pre_process, self.post_process = pre_process, post_process
+        self.model_type = ModelType.encoder_or_decoder
+        self.reads_first = args.vision_class_token
+        if pre_process:
+            set_seeds(layer_stream(args, 0))
+            self.embedding = PatchEmbedding(args, config)
+        self.decoder = TransformerBlock(
+            config=config, spec=_layer_spec(args), pre_process=pre_process, post_process=post_process
+        )
+        if post_process:
+            set_seeds(layer_stream(args, config.num_layers + 1))
+            self.classification_head = _ClassificationHead(args, config)
+
+    def set_input_tensor(self, input_tensor: torch.Tensor | list[torch.Tensor]) -> None:
+        """What the stage before has sent."""
+        self.decoder.set_input_tensor(input_tensor[0] if isinstance(input_tensor, list) else input_tensor)
+
+    def forward(self, images: torch.Tensor | None) -> torch.Tensor:
+        """[tokens, b, hidden], of the last stage logits [b, classes]. `images`: of the first stage."""
+        hidden = self.embedding(images) if self.pre_process else None
+        hidden = self.decoder(hidden_states=hidden, attention_mask=None)
+        if not self.post_process:
+            return hidden
+        return self.classification_head(_pooled(hidden, self.config, reads_first=self.reads_first))
+
+
+def vision_model(
+    args: argparse.Namespace, config: TransformerConfig, *, pre_process: bool = True, post_process: bool = True
+) -> VisionTransformer:
+    """Build the part of the ViT that a stage holds; which, `config` says.
+
+    Random states are left as `set_seeds(args.seed)` leaves them.
+    """
+    set_seeds(args.seed)
+    model = VisionTransformer(args, config, pre_process=pre_process, post_process=post_process)
+    set_seeds(args.seed)
+    return model
+
+
+def _layer_spec(args: argparse.Namespace) -> ModuleSpec:
+    spec = layer_spec(args)
+    spec.submodules.self_attention.params["attn_mask_type"] = AttnMaskType.no_mask
+    return spec

@@ -1,0 +1,289 @@
+"""What the processes of a profile measure: a stage, transfers and all-reduces, the host, and which machine this is.
+
+A stage alone: forward and backward of microbatches, whole or in halves, and what a batch's update takes. The calls are
+those of the executor, in the order of its instructions (contract/stage.py), batch by batch, so a forward meets caches
+that a backward and an optimizer step have left. A batch counts with the mean over its microbatches: an iteration takes
+their sum, and where some are interrupted now and then, the median of single ones falls short of it. On CUDA marks are
+events on the compute stream: what is timed is the device's work in the order in which training gives it, without a wait
+between.
+
+Between ranks: on the links and groups that training uses.
+
+The host, which may hold the weights: copies go between the runtime's own buffers. On CUDA these are pinned memory and
+the GPU's; on a CPU the host is a shared mapping and the device the process's private memory, so they are copies in
+memory. The optimizer is the runtime's, on a stage of its own: AdamW by both kernels, with FP32 masters where weights
+have 16 bits, and gradients in FP32, as they arrive.
+"""
+
+import argparse
+import os
+import platform
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from statistics import fmean
+
+import torch
+import torch.distributed as dist
+
+import megatron.core
+from megatron import backend
+from megatron.backend.streams import streams_of
+from megatron.pipeline.runtime.contract.stage import BatchInfo, Microbatch
+from megatron.pipeline.runtime.contract.tensors import TensorSpec
+from megatron.pipeline.runtime.contract.trace import CudaClock, HostClock
+from megatron.pipeline.runtime.relay.host_optimizer import HostOptimizer
+from megatron.pipeline.runtime.relay.host_store import LOW_PRECISION, HostStore
+from megatron.pipeline.runtime.stages.megatron.groups import ChainGroup
+from megatron.pipeline.runtime.transport.links import LINKS
+from megatron.planner.memory.architecture import Architecture
+from megatron.planner.time.profile import Machine
+from megatron.trainer.data.tokenizer import build_tokenizer, padded_vocab_size
+from megatron.trainer.models.core_config import params_dtype
+from megatron.trainer.optimizer import KERNELS
+from megatron.trainer.plan import from_flags
+from megatron.trainer.profile.lone_stage import LoneStage
+
+# --- a stage alone ----------------------------------------------------------------------------------------------------
+
+Samples = dict[str, list[float]]
+"""What was timed -> seconds in each batch: forward, backward (of a microbatch, the mean), zero, norm, step; with halves
+also backward_input and backward_weight."""
+
+
+def time_stage(
+    lone: LoneStage,
+    *,
+    num_microbatches: int,
+    num_batches: int,
+    num_warmup: int,
+    start: Callable[[], None],
+    halves: bool = False,
+) -> Samples:
+    """Run batches of `num_microbatches` and time the last `num_batches` of them.
+
+    Args:
+        num_warmup: batches before those that count.
+        start: called before the first; where others are to work at the same time, it waits for them.
+        halves: behind each batch comes one more whose backwards are in halves, each W behind its I, of which these are
+            timed. So both meet the same machine. Sets `deferred_bytes` of `lone`.
+    """
+    clock = CudaClock() if backend.is_cuda() else HostClock()
+    if halves:
+        lone.stage.split_backward()
+    start()
+    batches = []
+    for batch in range(num_warmup + num_batches):
+        if halves:
+            whole = _run_batch(lone, 2 * batch, num_microbatches, clock.now)
+            split = _run_batch(lone, 2 * batch + 1, num_microbatches, clock.now, split=True)
+            batches.append([*whole, *(mark for mark in split if mark[0] in _HALVES)])
+        else:
+            batches.append(_run_batch(lone, batch, num_microbatches, clock.now))
+    seconds_at = clock.reader()
+    samples: Samples = defaultdict(list)
+    for marks in batches[num_warmup:]:
+        times = defaultdict(list)
+        for name, first, last in marks:
+            times[name].append(seconds_at(last) - seconds_at(first))
+        for name, seconds in times.items():
+            samples[name].append(fmean(seconds))
+    return dict(samples)
+
+
+_HALVES = ("backward_input", "backward_weight")
+
+
+def _run_batch(
+    lone: LoneStage, batch: int, num_microbatches: int, now: Callable, *, split: bool = False
+) -> list[tuple]:
+    """What was done, and the clock's marks before and after."""
+    marks = []
+    stage, update = lone.stage, lone.update
+    info = BatchInfo(batch, num_microbatches, num_microbatches)
+    version = max(batch - (update.weights.delay or 0), 0)
+    update.begin_batch(info)
+    for position in range(num_microbatches):
+        microbatch = Microbatch(batch * num_microbatches + position, batch, position, num_microbatches)
+        begin = now()
+        stage.load_version(version)
+        stage.forward(microbatch, lone.input)
+        stage.free_output(microbatch)
+        marks.append(("forward", begin, now()))
+        if position == 0:
+            begin = now()
+            update.begin_backward(info)
+            marks.append(("zero", begin, now()))
+        begin = now()
+        stage.load_version(version)
+        if split:
+            stage.backward_input(microbatch, lone.output_grad)
+            marks.append(("backward_input", begin, now()))
+            lone.deferred_bytes = stage.deferred_bytes(microbatch)
+            begin = now()
+            stage.load_version(version)
+            stage.backward_weights(microbatch)
+            marks.append(("backward_weight", begin, now()))
+        else:
+            stage.backward(microbatch, lone.output_grad)
+            marks.append(("backward", begin, now()))
+    begin = now()
+    update.reduce_norm(batch + 1, 0, stage.take_losses(batch))
+    middle = now()
+    update.step(batch + 1)
+    return [*marks, ("norm", begin, middle), ("step", middle, now())]
+
+
+# --- between two ranks ------------------------------------------------------------------------------------------------
+
+_TIMEOUT = timedelta(minutes=5)
+_FLOAT = 4
+
+
+def time_transfers(sizes: Sequence[int], *, num_iterations: int, num_warmup: int) -> dict[int, list[float]]:
+    """Number of bytes -> seconds one way, half of each of `num_iterations` round trips between ranks 0 and 1.
+    Collective over the two."""
+    rank, name = dist.get_rank(), backend.process_group_backend()
+    link_class = LINKS[name, backend.device().type]
+    options = {"timeout": _TIMEOUT, "device": backend.device(), "store": dist.distributed_c10d._get_default_store()}
+    links = [
+        link_class(f"profile/{source}", sends=rank == source, on_error=lambda error: None, **options)
+        for source in (0, 1)
+    ]  # a link each way
+    outward, homeward = links[rank], links[1 - rank]
+    found: dict[int, list[float]] = {}
+    for size in sizes:
+        spec = TensorSpec((max(size // _FLOAT, 1),))
+        tensor = torch.ones(spec.shape, device=backend.device())
+        dist.barrier()
+        samples = []
+        for index in range(num_warmup + num_iterations):
+            receive = homeward.receive(spec, index)
+            start = time.perf_counter()
+            if rank == 0:
+                outward.send(tensor, index)
+            receive.wait(_TIMEOUT)
+            backend.synchronize()
+            if rank == 1:
+                outward.send(tensor, index)
+            samples.append((time.perf_counter() - start) / 2)
+        found[size] = samples[num_warmup:]
+    dist.barrier()
+    for link in links:
+        link.close(_TIMEOUT.total_seconds())
+    return found
+
+
+def time_all_reduces(sizes: Sequence[int], *, num_iterations: int, num_warmup: int) -> dict[int, list[float]]:
+    """Number of bytes -> seconds of an all-reduce of FP32 numbers over all ranks. Collective."""
+    group = ChainGroup(
+        "profile", list(range(dist.get_world_size())), backend_name=backend.process_group_backend(), timeout=_TIMEOUT
+    )
+    found: dict[int, list[float]] = {}
+    for size in sizes:
+        tensor = torch.ones(max(size // _FLOAT, 1), device=backend.device())
+        samples = []
+        for _ in range(num_warmup + num_iterations):
+            dist.barrier()  # so that none is timed while it waits for another
+            backend.synchronize()
+            start = time.perf_counter()
+            group.all_reduce(tensor)
+            backend.synchronize()
+            samples.append(time.perf_counter() - start)
+            tensor.fill_(1.0)
+        found[size] = samples[num_warmup:]
+    return found
+
+
+# --- copies, and the host's optimizer ---------------------------------------------------------------------------------
+
+TO_DEVICE, FROM_DEVICE = "to device", "from device"
+_LARGEST = 2**22  # elements of a matrix: beyond caches, and more take as much each
+
+
+def time_copies(sizes: Sequence[int], *, num_iterations: int, num_warmup: int) -> dict[tuple[str, int], list[float]]:
+    """Direction and number of bytes -> seconds of each copy."""
+    device = backend.device()
+    found = {}
+    for size in sizes:
+        host = streams_of(device).host_buffer((size,), torch.uint8)
+        there = torch.zeros(size, dtype=torch.uint8, device=device)
+        for direction, target, source in ((TO_DEVICE, there, host), (FROM_DEVICE, host, there)):
+            samples = []
+            for _ in range(num_warmup + num_iterations):
+                backend.synchronize()
+                start = time.perf_counter()
+                target.copy_(source, non_blocking=True)
+                backend.synchronize()
+                samples.append(time.perf_counter() - start)
+            found[direction, size] = samples[num_warmup:]
+    return found
+
+
+def time_updates(
+    model: Architecture, dtype: str, *, num_iterations: int, num_warmup: int
+) -> tuple[int, dict[str, list[float]]]:
+    """Parameters of a stage, and kernel -> seconds of each of its updates. `dtype`: of the weights."""
+    kind = getattr(torch, dtype)
+    found, num_parameters = {}, 0
+    for kernel in KERNELS:
+        parameters = {str(index): torch.nn.Parameter(torch.full(shape, 0.5, dtype=kind))
+                      for index, shape in enumerate(shapes_of_layer(model))}  # fmt: skip
+        store = HostStore(
+            {0: parameters}, device=backend.device(), masters=kind in LOW_PRECISION, gradient_dtype=torch.float32
+        )
+        optimizer = torch.optim.AdamW(store.parameters.values(), fused=True if kernel == "fused" else None)
+        host, samples = HostOptimizer(optimizer, store), []
+        for gradient in store.stages[0].flat_gradients.values():
+            gradient.fill_(1e-3)
+        for _ in range(num_warmup + num_iterations):
+            start = time.perf_counter()
+            host.update(0, host.settings())
+            samples.append(time.perf_counter() - start)
+        found[kernel] = samples[num_warmup:]
+        num_parameters = sum(each.numel() for each in parameters.values())
+    return num_parameters, found
+
+
+def shapes_of_layer(model: Architecture) -> list[tuple[int, ...]]:
+    """Those of a layer's matrices, with fewer rows where they are very large, and of as many vectors."""
+    h, wide = model.hidden_size, model.ffn_hidden_size * (2 if model.gated else 1)
+    matrices = [(model.query_width + 2 * model.key_width, h), (h, model.query_width), (wide, h),
+                (h, model.ffn_hidden_size)]  # fmt: skip
+    cut = [(min(rows, max(1, _LARGEST // columns)), columns) for rows, columns in matrices]
+    return [*cut, *((rows,) for rows, _ in cut)]
+
+
+# --- the model and the machine ----------------------------------------------------------------------------------------
+
+
+def describe(args: argparse.Namespace) -> dict:
+    """`model`, `dtype`, `transformer_impl`, `shares_processor` and `machine` of a `Profile`; `args` are complete."""
+    args.padded_vocab_size = padded_vocab_size(args, build_tokenizer(args))
+    return {
+        "model": from_flags.architecture(args),
+        "dtype": str(params_dtype(args)).removeprefix("torch."),
+        "transformer_impl": args.transformer_impl,
+        "shares_processor": not backend.is_cuda(),
+        "machine": Machine(
+            device=torch.cuda.get_device_name() if backend.is_cuda() else _processor(),
+            num_devices=torch.cuda.device_count() if backend.is_cuda() else os.cpu_count(),
+            threads=torch.get_num_threads(),
+            system=f"{platform.system()} {platform.release()}",
+            torch=torch.__version__,
+            megatron_core=megatron.core.__version__,
+        ),
+    }
+
+
+def _processor() -> str:
+    """The name of the CPU, as Linux knows it."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as stream:
+            for line in stream:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

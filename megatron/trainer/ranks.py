@@ -1,0 +1,45 @@
+"""What the ranks of a job do alike: they stop at the same batch, and draw the same random numbers.
+
+A cluster ends jobs by SIGTERM, to one rank or to all, at any moment. A handler that saved there and then would save
+half a step, and alone. So the handler only notes a stop request. The request travels with the next reduction that all
+ranks take part in; all read it at the same batch, drain, save once and exit with status 0.
+
+A program notes SIGTERM from its start on, before torch is imported.
+"""
+
+import random
+import signal
+from collections.abc import Callable
+
+
+class StopSignal:
+    """Notes SIGTERM. Install it early: what arrives during start-up is kept until the loop asks."""
+
+    def __init__(self) -> None:
+        self.received = False
+        self.on_receipt: Callable[[], None] | None = None
+        """Called from the handler; it must do next to nothing."""
+
+    def install(self) -> "StopSignal":
+        """Handle SIGTERM from now on (main thread only)."""
+        signal.signal(signal.SIGTERM, self._handle)
+        return self
+
+    def _handle(self, signum: int, frame: object) -> None:
+        self.received = True
+        if self.on_receipt is not None:
+            self.on_receipt()
+
+
+def set_seeds(seed: int) -> None:
+    """Seed every generator. The same on all pipeline and data parallel ranks: weights must not depend on the degrees,
+    and dropout sets its own state per layer and sample."""
+    import numpy
+    import torch
+
+    from megatron.core import tensor_parallel
+
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
