@@ -1,4 +1,4 @@
-"""The optimizer of a run: where weights lie on the host and megatron.core has found a GPU's kernels; LAMB; its kernels."""
+"""The optimizer of a run: on the host, where megatron.core has found a GPU's kernels; LAMB; its kernels."""
 
 import copy
 from types import SimpleNamespace
