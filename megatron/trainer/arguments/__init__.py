@@ -1,7 +1,68 @@
-"""The command line of the training programs: Megatron-LM's flags, as data, with rules. No torch in here."""
+"""The command line of the training programs: Megatron-LM's flags, as data, with rules. No torch in here.
 
-from megatron.trainer.arguments.flags.parser import build_parser, parse_args
+Rules say which values fit together. Each is small, and may also fill in a value that follows from others. It takes the
+namespace and raises ValueError with one sentence: value, reason, remedy. What is worth a word and no error it returns
+as notes. The order matters only where a rule uses what an earlier one has filled in (degrees before stages and batches,
+these before schedules).
+"""
+
+import argparse
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from megatron.trainer.arguments.flags.parser import FLAGS, build_parser, parse_args, shown
 from megatron.trainer.arguments.platform import Platform, resolve_platform
-from megatron.trainer.arguments.validation import notes_on_overridden, validate_args
+from megatron.trainer.arguments.rules import data, freezing, model, programs, run, schedule, stages, without_effect
 
 __all__ = ["Platform", "build_parser", "notes_on_overridden", "parse_args", "resolve_platform", "validate_args"]
+
+RULES: tuple[Callable[[argparse.Namespace], Iterable[str] | None], ...] = (
+    *programs.FIRST,
+    *model.RULES,
+    *schedule.RULES,
+    *stages.RULES,
+    *programs.RULES,
+    freezing.flags,
+    *run.RULES,
+    *data.RULES,
+    freezing.schedules,
+    freezing.intervals,
+    *programs.LAST,
+    *without_effect.RULES,
+)
+
+
+def validate_args(args: argparse.Namespace, *, world_size: int, rank: int = 0) -> list[str]:
+    """Check `args` and fill in what follows from it.
+
+    Sets `world_size`, `rank`, `data_parallel_size`, `batch_sizes` (a `BatchSizes`), `train_iters`, ... Returns notes
+    for the log about values that have no effect, and the like. Raises ValueError.
+    """
+    args.world_size, args.rank = world_size, rank
+    notes = [note for rule in RULES for note in rule(args) or ()]
+    return notes + _notes_on_ignored(args)
+
+
+def _notes_on_ignored(args: argparse.Namespace) -> list[str]:
+    given = [flag for flag in FLAGS if flag.ignored and flag.dest in args.given]
+    values = [(flag, getattr(args, flag.dest)) for flag in given]
+    return [
+        f"{shown(flag, value)} has no effect: {flag.ignored}" for flag, value in values if value not in flag.neutral
+    ]
+
+
+def notes_on_overridden(given: Mapping[str, Any], args: argparse.Namespace) -> list[str]:
+    """Notes for the log about flags that --use-checkpoint-args overrode.
+
+    Args:
+        given: the values that the command line named, by destination.
+        args: the arguments after the checkpoint's were taken over.
+    """
+    notes = []
+    for flag in FLAGS:
+        if flag.dest in given and given[flag.dest] != (taken := getattr(args, flag.dest)):
+            written = shown(flag, given[flag.dest])
+            notes.append(
+                f"{written} has no effect: --use-checkpoint-args takes {flag.dest} {taken} from the checkpoint"
+            )
+    return notes

@@ -8,8 +8,9 @@ import argparse
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from megatron.pipeline.check import queue_environment
 from megatron.pipeline.start_up.transformer_engine import LOOKS_UP_GRADIENTS
-from megatron.trainer.arguments.values.pipeline_choice import choice_of
+from megatron.trainer.arguments.flags.values import choice_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,3 +143,26 @@ def _choose_implementation(args: argparse.Namespace, platform: Platform) -> Iter
     elif args.transformer_impl == "transformer_engine" and not can_use_engine:
         missing = "the transformer_engine package, which is not installed" if platform.is_cuda else "CUDA"
         raise ValueError(f"--transformer-impl transformer_engine needs {missing}; use --transformer-impl local")
+
+
+# --- CUDA_DEVICE_MAX_CONNECTIONS, judged for the job that the flags describe ------------------------------------------
+
+
+def require_hardware_queues(args: argparse.Namespace, environment: Mapping[str, str]) -> None:
+    """Refuse an environment with too few hardware queues for a job over NCCL. Raises ValueError.
+
+    Args:
+        args: validated.
+        environment: see `queue_environment`.
+    """
+    queue_environment.require_hardware_queues(
+        args.schedule,
+        environment,
+        flag=choice_of(args).flag,
+        tensor=args.tensor_model_parallel_size,
+        data=args.data_parallel_size,
+        pipeline=args.pipeline_model_parallel_size,
+        distributed_optimizer=args.use_distributed_optimizer,
+        max_microbatches=max(args.batch_sizes.all_num_microbatches()),
+        moves_activations=args.moves_activations,
+    )

@@ -29,7 +29,7 @@ from megatron.elastic.cache.environment import require_lmdb
 from megatron.elastic.cache.folder import FEWEST_BYTES
 from megatron.pipeline.runtime.failure.agreement import control_group
 from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
-from megatron.trainer.arguments.rules.classification import num_samples
+from megatron.trainer.arguments.rules.programs import num_samples
 from megatron.trainer.start_up.model_and_optimizer import model_config
 
 logger = logging.getLogger(__name__)

@@ -27,8 +27,8 @@ from megatron.placement.hosts import Process, this_process
 from megatron.planner.memory.activations import Activations
 from megatron.planner.memory.memory import RankMemory, estimate_memory
 from megatron.planner.memory.parameters import embedding_parameters, head_parameters, layer_parameters
-from megatron.trainer.arguments.rules.classification import num_samples
 from megatron.trainer.arguments.rules.freezing import of_interval
+from megatron.trainer.arguments.rules.programs import num_samples
 from megatron.trainer.changes.layer_times import LayerTimes, seconds_of_stages, share_of_output_layer
 from megatron.trainer.changes.link_times import LinkTimes, measure_links
 from megatron.trainer.plan import from_flags

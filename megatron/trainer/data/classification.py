@@ -16,7 +16,7 @@ import torch
 
 from megatron.core import parallel_state
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
-from megatron.trainer.arguments.rules.classification import data_paths
+from megatron.trainer.arguments.rules.programs import data_paths
 from megatron.trainer.data.bert import check_tokenizer
 from megatron.trainer.data.datasets import num_samples
 from megatron.trainer.data.microbatches import Field

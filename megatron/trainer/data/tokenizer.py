@@ -13,7 +13,7 @@ from collections import OrderedDict
 
 from megatron.core.tokenizers import MegatronTokenizer
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
-from megatron.trainer.arguments.values.vocabulary import padded
+from megatron.trainer.arguments.flags.values import padded
 
 _END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>", "<|eot_id|>")
 _PACKAGES = {

@@ -19,8 +19,8 @@ from megatron.placement.hosts import Process
 from megatron.planner import GIB, RankMemory, Verdict, device_gib
 from megatron.planner.job.estimate import judge_fullest, waiting_gib
 from megatron.planner.memory.parameters import embedding_parameters, head_parameters, layer_parameters
-from megatron.trainer.arguments.rules.classification import data_paths
 from megatron.trainer.arguments.rules.freezing import make_rule
+from megatron.trainer.arguments.rules.programs import data_paths
 from megatron.trainer.changes.shaping import Outlook, Shaping, memory_of_ranks
 from megatron.trainer.changes.shaping import bytes_in_change as within_change
 from megatron.trainer.plan import from_flags

@@ -7,9 +7,9 @@ line for the user.
 import argparse
 import os
 
-from megatron.trainer.arguments.flags.classification import CLASSIFIERS
-from megatron.trainer.arguments.rules.classification import data_paths
-from megatron.trainer.arguments.values.vocabulary import assumed_size, padded, usual
+from megatron.trainer.arguments.flags.model import CLASSIFIERS
+from megatron.trainer.arguments.flags.values import assumed_size, padded, usual
+from megatron.trainer.arguments.rules.programs import data_paths
 from megatron.trainer.data.tokenizer import build_tokenizer, padded_vocab_size, problem_with_tokenizer
 from megatron.trainer.files.indexed_files import blends, check_indexed_dataset
 

@@ -10,7 +10,7 @@ from megatron.placement.placement_report import PlacementReport
 from megatron.placement.placement_tables import tables
 from megatron.planner import GIB, RankMemory, Verdict, device_gib
 from megatron.planner.memory_table import memory_as_dict, memory_table
-from megatron.trainer.arguments.values.pipeline_choice import choice_of, schedule_text
+from megatron.trainer.arguments.flags.values import choice_of, schedule_text
 from megatron.trainer.dry_run import hosted
 from megatron.trainer.dry_run.changes import PlannedChange
 from megatron.trainer.dry_run.hosted import HostedRun

@@ -9,7 +9,7 @@ from torch import nn
 
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.trainer.arguments.flags.bert import NUM_TOKEN_TYPES
+from megatron.trainer.arguments.flags.model import NUM_TOKEN_TYPES
 from megatron.trainer.models.gpt import draw_output_weight, layer_stream, seeded_spec
 from megatron.trainer.ranks import set_seeds
 

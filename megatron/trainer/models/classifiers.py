@@ -25,7 +25,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.trainer.arguments.flags.bert import NUM_TOKEN_TYPES
+from megatron.trainer.arguments.flags.model import NUM_TOKEN_TYPES
 from megatron.trainer.models.bert import bert_layer_spec
 from megatron.trainer.models.gpt import layer_spec, layer_stream
 from megatron.trainer.ranks import set_seeds

@@ -18,8 +18,8 @@ from megatron.planner.search.flags import configuration_flags
 from megatron.trainer.arguments import Platform, parse_args, resolve_platform, validate_args
 from megatron.trainer.arguments.flags.parser import FLAGS, GROUPS, destinations
 from megatron.trainer.arguments.flags.specification import Flag, Role
+from megatron.trainer.arguments.flags.values import assumed_vocabulary, padded_vocabulary, usual_vocabulary
 from megatron.trainer.arguments.rules import data, model, run
-from megatron.trainer.arguments.values import vocabulary
 from megatron.trainer.plan import from_flags
 from megatron.trainer.plan.priced import PricedFlags, read_priced
 
@@ -128,7 +128,7 @@ class Job:
     def shape(self, tensor: int) -> Architecture:
         """The model, with the vocabulary padded for so many tensor ranks."""
         multiple = self._alone.make_vocab_size_divisible_by * tensor
-        rows = -(-vocabulary.assumed_size(self._alone) // multiple) * multiple
+        rows = -(-assumed_vocabulary(self._alone) // multiple) * multiple
         experts = self.priced.experts_of(self._alone.ffn_hidden_size)
         return replace(from_flags.architecture(self._alone), vocabulary_size=rows, experts=experts)
 
@@ -158,7 +158,7 @@ class Job:
     @property
     def usual_vocabulary(self) -> tuple[str, int]:
         """Whose vocabulary is taken where --vocab-size is not given, and how many words that has."""
-        return vocabulary.usual(self._given)
+        return usual_vocabulary(self._given)
 
     @property
     def accepted(self) -> tuple[str, ...]:
@@ -230,7 +230,7 @@ class Job:
     def _checked(self, args: argparse.Namespace, *, world_size: int) -> argparse.Namespace:
         validate_args(args, world_size=world_size)
         resolve_platform(args, self.platform)
-        args.padded_vocab_size = vocabulary.padded(args, vocabulary.assumed_size(args))
+        args.padded_vocab_size = padded_vocabulary(args, assumed_vocabulary(args))
         return args
 
     @cached_property

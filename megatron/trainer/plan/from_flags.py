@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 from megatron.planner import ActivationSetting, Architecture, Configuration, Recompute, TrainingState
 from megatron.planner.job.software import Software, has_flash_attention
 from megatron.planner.memory.hosted import Hosting
-from megatron.trainer.arguments.flags.bert import NUM_TOKEN_TYPES
-from megatron.trainer.arguments.flags.classification import CLASSIFIERS
-from megatron.trainer.arguments.values.pipeline_choice import choice_of
+from megatron.trainer.arguments.flags.model import CLASSIFIERS, NUM_TOKEN_TYPES
+from megatron.trainer.arguments.flags.values import choice_of
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig

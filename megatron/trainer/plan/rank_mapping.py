@@ -35,8 +35,7 @@ from megatron.placement.pairs import (
 from megatron.placement.topology import Bandwidth, Node, Topology, load_topology
 from megatron.placement.traffic import Traffic
 from megatron.planner.time.traffic import CutModel
-from megatron.trainer.arguments.values import vocabulary
-from megatron.trainer.arguments.values.pipeline_choice import choice_of
+from megatron.trainer.arguments.flags.values import assumed_vocabulary, choice_of, padded_vocabulary
 from megatron.trainer.plan import from_flags
 
 _NOTHING_BUT_THE_NETWORK = Bandwidth(within_node=1e12, between_nodes=1.0)
@@ -133,7 +132,7 @@ def cut_model(args: argparse.Namespace) -> CutModel:
     """The job's model in its stages; where flags deal out layers unevenly, each stage has the mean."""
     schedule, frozen, rows = args.schedule, args.frozen_stages, getattr(args, "padded_vocab_size", None)
     if rows is None and args.architecture != "vit":  # tokenizers are read after the group has formed
-        rows = vocabulary.padded(args, vocabulary.assumed_size(args))
+        rows = padded_vocabulary(args, assumed_vocabulary(args))
     return CutModel(
         model=from_flags.architecture(argparse.Namespace(**{**vars(args), "padded_vocab_size": rows or 0})),
         setting=from_flags.activation_setting(args),

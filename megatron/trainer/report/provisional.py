@@ -3,7 +3,7 @@
 import argparse
 
 from megatron.pipeline.start_up import provisional
-from megatron.trainer.arguments.values.pipeline_choice import choice_of
+from megatron.trainer.arguments.flags.values import choice_of
 
 
 def description(args: argparse.Namespace, num_microbatches: int) -> str | None:

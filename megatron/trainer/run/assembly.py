@@ -14,8 +14,8 @@ from megatron import backend
 from megatron.documents.numbers import counted
 from megatron.pipeline.runtime.failure.agreement import agreed
 from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
-from megatron.trainer.arguments.flags.classification import CLASSIFIERS
-from megatron.trainer.arguments.values.pipeline_choice import schedule_text
+from megatron.trainer.arguments.flags.model import CLASSIFIERS
+from megatron.trainer.arguments.flags.values import schedule_text
 from megatron.trainer.changes.elasticity import Elasticity
 from megatron.trainer.changes.prefix_cache import PrefixCache, require_cache
 from megatron.trainer.checkpoint.checkpoint import CheckpointPosition, CheckpointWriter, load_checkpoint

@@ -14,8 +14,7 @@ from megatron.placement.hosts import this_process
 from megatron.trainer.arguments import notes_on_overridden, resolve_platform, validate_args
 from megatron.trainer.arguments.flags.parser import destinations
 from megatron.trainer.arguments.flags.specification import Role
-from megatron.trainer.arguments.hardware_queues import require_hardware_queues
-from megatron.trainer.arguments.platform import require_attention_environment
+from megatron.trainer.arguments.platform import require_attention_environment, require_hardware_queues
 from megatron.trainer.checkpoint.checkpoint import apply_checkpoint_arguments
 from megatron.trainer.checkpoint.ownership import release_all
 from megatron.trainer.plan.rank_mapping import RankAssignment, assign_rank

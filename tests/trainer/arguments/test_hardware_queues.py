@@ -11,7 +11,7 @@ from megatron import backend
 
 backend.install()
 
-from megatron.trainer.arguments.hardware_queues import require_hardware_queues
+from megatron.trainer.arguments.platform import require_hardware_queues
 from megatron.trainer.report.log import configure_logging
 from megatron.trainer.run import pretraining
 from tests.trainer.arguments.command_line import arguments

@@ -3,8 +3,7 @@
 import pytest
 
 from megatron.trainer.arguments import parse_args, validate_args
-from megatron.trainer.arguments.flags.parser import GROUPS
-from megatron.trainer.arguments.flags.spelling import meant
+from megatron.trainer.arguments.flags.parser import GROUPS, meant
 from tests.trainer.arguments.command_line import arguments, argv
 
 KNOWN = [name for group in GROUPS for flag in group.flags for name in flag.names]

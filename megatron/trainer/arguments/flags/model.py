@@ -1,8 +1,10 @@
-"""Flags that give the shape of the network."""
+"""Flags that give the shape of the network, and those of single programs: of `pretrain_bert.py`, one of them of
+`finetune_bert.py`, too, and of `pretrain_vision_classify.py` and `finetune_bert.py`.
+"""
 
 from megatron.trainer.arguments.flags.specification import Group, Role, integer, negation, number, option, switch
 
-GROUP = Group(
+MODEL = Group(
     "model",
     "The shape of the network.",
     (
@@ -115,6 +117,83 @@ GROUP = Group(
         option("--seed", integer, 1234, "Seed of weights, dropout and data order.", roles=Role.ORDER),
         switch("--use-mcore-models", "Accepted: models always come from megatron.core.", roles=Role.NONE),
         switch("--use-flash-attn", "Old name of --attention-backend flash.", roles=Role.NONE),
+    ),
+    Role.SHAPE,
+)
+
+
+# --- BERTs ------------------------------------------------------------------------------------------------------------
+
+NUM_TOKEN_TYPES = 2
+"""First and second segment of a sample."""
+
+BERT = Group(
+    "bert",
+    "What `pretrain_bert.py` learns to predict. The other programs refuse these flags, but for --bert-no-binary-head, "
+    "which `finetune_bert.py` needs for a BERT that was trained with it.",
+    (
+        option("--mask-prob", number, 0.15, "Share of a sample's tokens that are to be predicted.", roles=Role.ORDER),
+        option(
+            "--short-seq-prob",
+            number,
+            0.1,
+            "Share of samples that are cut to a random length; rounded to 1 / a whole number.",
+            roles=Role.ORDER,
+        ),
+        negation(
+            "--bert-no-binary-head",
+            "bert_binary_head",
+            "Predict masked tokens only: one segment a sample, no token types, and no head that says whether two "
+            "segments were swapped.",
+            roles=Role.SHAPE,
+        ),
+    ),
+)
+
+
+# --- models that tell classes -----------------------------------------------------------------------------------------
+
+CLASSIFIERS = ("vit", "bert-classify")
+"""Architectures that tell classes."""
+
+CLASSIFICATION = Group(
+    "classification",
+    "What `pretrain_vision_classify.py` and `finetune_bert.py` learn, and for how long. The other programs refuse "
+    "these flags.",
+    (
+        option(
+            "--num-classes",
+            integer,
+            None,
+            "Number of classes. Default: of pretrain_vision_classify.py 1000, of finetune_bert.py those of the "
+            "training data.",
+            roles=Role.SHAPE,
+        ),
+        option(
+            "--epochs",
+            integer,
+            None,
+            "Length of the run in passes over the training data, in place of --train-iters or --train-samples. One "
+            "epoch follows the other in the same batch; only the last batch of the run is filled up, with samples of "
+            "the epoch that would follow.",
+        ),
+    ),
+)
+
+VISION = Group(
+    "vision",
+    "The images of `pretrain_vision_classify.py`, and how they become a sequence. The other programs refuse these "
+    "flags.",
+    (
+        option("--img-h", integer, 224, "Height of an image, in pixels."),
+        option("--img-w", integer, 224, "Width of an image, in pixels."),
+        option("--num-channels", integer, 3, "Numbers of a pixel."),
+        option("--patch-dim", integer, 16, "Height and width of a patch, which becomes a token, in pixels."),
+        negation(
+            "--disable-vision-class-token",
+            "vision_class_token",
+            "Tell the class from the mean over all patches, and not from a token of its own.",
+        ),
     ),
     Role.SHAPE,
 )

@@ -1,34 +1,28 @@
-"""From the flag records to an argparse parser whose errors are one sentence."""
+"""From the flag records to an argparse parser whose errors are one sentence.
+
+A hint at the flag that was meant is given where a word is a slip of the pen. Similar letters are no similar meaning:
+the flag nearest to one of another program (`--data-impl`) is some other flag (`--data-path`), and a hint that names it
+sends the user astray. So a hint needs the same flag with a slip: other separators or capitals, a letter or two, or one
+word left out after the first. Of flags that are as near, one that works goes before one that is refused, and one that
+begins alike before others; where two are left, none is named.
+"""
 
 import argparse
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import cache
 from typing import NoReturn
 
 from megatron.documents.flag_files import FlagFileParser, in_one
-from megatron.trainer.arguments.flags import (
-    bert,
-    classification,
-    data,
-    dry_run,
-    freezing,
-    ignored,
-    model,
-    output,
-    parallel,
-    refusals,
-    training,
-)
+from megatron.trainer.arguments.flags import data, model, output, parallel, refusals, training
 from megatron.trainer.arguments.flags.specification import Flag, Group, Role
-from megatron.trainer.arguments.flags.spelling import meant
 
 GROUPS: tuple[Group, ...] = (
-    model.GROUP,
+    model.MODEL,
     parallel.PIPELINE,
     parallel.DISTRIBUTED,
-    freezing.GROUP,
+    training.FREEZING,
     training.BATCH,
     training.REGULARIZATION,
     training.LEARNING_RATE,
@@ -36,14 +30,14 @@ GROUPS: tuple[Group, ...] = (
     training.RECOMPUTE,
     data.DATA,
     data.TOKENIZER,
-    bert.GROUP,
-    classification.GROUP,
-    classification.VISION,
+    model.BERT,
+    model.CLASSIFICATION,
+    model.VISION,
     output.CHECKPOINT,
     output.LOGGING,
-    dry_run.GROUP,
-    ignored.GROUP,
-    refusals.GROUP,
+    output.DRY_RUN,
+    refusals.IGNORED,
+    refusals.REFUSED,
 )
 FLAGS: tuple[Flag, ...] = tuple(flag for group in GROUPS for flag in group.flags)
 _HEAD = "flags cannot be used here"
@@ -200,3 +194,59 @@ def parse_args(
     fill_defaults(namespace, GROUPS, {"architecture": "gpt", **(defaults or {})})
     refuse(namespace, GROUPS, accepts)
     return namespace
+
+
+# --- which known flag was meant ---------------------------------------------------------------------------------------
+
+_LONG = 9  # letters from which on two of them may be wrong
+_NEGATIONS = frozenset({"no", "non", "disable"})
+
+
+def meant(name: str, known: Iterable[str], refused: Collection[str] = ()) -> str | None:
+    """The flag that `name` is a slip of, or None; `refused` are those of `known` that cannot be used."""
+    typed = _plain(name)
+    allowed = 2 if len(typed.replace("-", "")) >= _LONG else 1
+    best: tuple[int, bool, bool] | None = None
+    nearest: list[str] = []
+    for flag in known:
+        plain = _plain(flag)
+        distance = 0 if typed == plain else allowed if _lacks_a_word(typed, plain) else _distance(typed, plain, allowed)
+        if distance > allowed:
+            continue
+        rank = (distance, flag in refused, typed.split("-")[0] != plain.split("-")[0])
+        if best is None or rank < best:
+            best, nearest = rank, [flag]
+        elif rank == best:
+            nearest.append(flag)
+    return nearest[0] if len(nearest) == 1 else None
+
+
+def _plain(name: str) -> str:
+    return name.lstrip("-").replace("_", "-").lower()
+
+
+def _lacks_a_word(typed: str, flag: str) -> bool:
+    """`pipeline-parallel-size` for `pipeline-model-parallel-size`. A flag that begins with another word says another
+    thing (`max-position-embeddings`), and so does one with a word that turns the meaning round."""
+    words, there = typed.split("-"), flag.split("-")
+    if len(words) < 2 or len(there) != len(words) + 1:
+        return False
+    return any(there[:place] + there[place + 1 :] == words and there[place] not in _NEGATIONS
+               for place in range(1, len(there)))  # fmt: skip
+
+
+def _distance(one: str, other: str, most: int) -> int:
+    """Letters to insert, leave out, replace, or swap with the next; above `most` only that it is more."""
+    if abs(len(one) - len(other)) > most:
+        return most + 1
+    before, row = [], list(range(len(other) + 1))
+    for place, letter in enumerate(one, start=1):
+        earlier, before, row = before, row, [place]
+        for index, compared in enumerate(other, start=1):
+            least = min(before[index] + 1, row[-1] + 1, before[index - 1] + (letter != compared))
+            if place > 1 and index > 1 and letter == other[index - 2] and one[place - 2] == compared:
+                least = min(least, earlier[index - 2] + 1)
+            row.append(least)
+        if min(row) > most and min(before) > most:
+            return most + 1
+    return row[-1]

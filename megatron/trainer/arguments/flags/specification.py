@@ -5,7 +5,7 @@ refused by name with a remedy; help and documentation must not drift from what t
 
 Solution: a flag is a small frozen record and a group is a list of them. The parser, `--help`, `docs/flags.md` and
 the refusals are all derived from these records (parser.py, reference.py), and so is what a run says about flags
-without effect (validation.py). Roles say what else treats flags alike: checkpoints and searches ask for those of one.
+without effect. Roles say what else treats flags alike: checkpoints and searches ask for those of one.
 """
 
 import argparse

@@ -1,1 +1,1 @@
-"""Which values fit together, a file for each subject; `validation` has the order."""
+"""Which values fit together, a file for each subject; the package above has the order."""

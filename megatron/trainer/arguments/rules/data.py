@@ -3,7 +3,7 @@
 import argparse
 import re
 
-from megatron.trainer.arguments.flags.classification import CLASSIFIERS
+from megatron.trainer.arguments.flags.model import CLASSIFIERS
 from megatron.trainer.files.indexed_files import notes_on_weights
 
 

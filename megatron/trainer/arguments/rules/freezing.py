@@ -7,11 +7,11 @@ from megatron.documents.numbers import counted
 from megatron.elastic.freeze_rule import RULES as FREEZE_RULES
 from megatron.elastic.freeze_rule import FreezeRule, FreezeSettings
 from megatron.elastic.stages import Stages, stages_of
-from megatron.trainer.arguments.flags.classification import CLASSIFIERS
-from megatron.trainer.arguments.flags.freezing import GROUP
+from megatron.trainer.arguments.flags.model import CLASSIFIERS
+from megatron.trainer.arguments.flags.training import FREEZING
+from megatron.trainer.arguments.flags.values import choice_of
+from megatron.trainer.arguments.rules.ranges import flag
 from megatron.trainer.arguments.rules.run import behind_frozen
-from megatron.trainer.arguments.values.pipeline_choice import choice_of
-from megatron.trainer.arguments.values.ranges import flag
 
 _OF_BOTH = ("freeze_interval", "freeze_start", "freeze_training", "elastic_pipeline")
 
@@ -24,7 +24,7 @@ def flags(args: argparse.Namespace) -> None:
     """
     args.frozen_stages = args.arrangement = None
     args.changes = args.freeze_training or args.elastic_pipeline
-    for each in GROUP.flags:
+    for each in FREEZING.flags:
         needs = "--elastic-pipeline" if each.dest.startswith("elastic") else "--freeze-training"
         serves = (
             args.changes

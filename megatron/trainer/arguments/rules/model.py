@@ -2,7 +2,7 @@
 
 import argparse
 
-from megatron.trainer.arguments.values.ranges import flag, ranges
+from megatron.trainer.arguments.rules.ranges import flag, ranges
 
 REQUIRED = (
     "num_layers",

@@ -1,21 +1,27 @@
-"""Which program a flag belongs to: `args.architecture`, "gpt", "bert", "vit" or "bert-classify".
+"""Rules of single programs: which flag belongs to which, and what a BERT and a model that tells classes ask for.
 
-What only another one has is refused by name.
+`args.architecture` is "gpt", "bert", "vit" or "bert-classify". What only another one has is refused by name.
 """
 
 import argparse
 from collections.abc import Mapping
 
-from megatron.trainer.arguments.flags import bert, classification
+from megatron.trainer.arguments.flags import data as data_flags
+from megatron.trainer.arguments.flags import model
+from megatron.trainer.arguments.flags.model import CLASSIFIERS
 from megatron.trainer.arguments.flags.parser import FLAGS, shown
+from megatron.trainer.arguments.rules.ranges import flag
+from megatron.trainer.files import text_files
 
-Refusals = Mapping[str, tuple[object, str]]
+# --- which program a flag belongs to ----------------------------------------------------------------------------------
+
+_Refusals = Mapping[str, tuple[object, str]]
 """Destination -> (the value that asks for nothing, why any other is refused)."""
 
 _OWNERS = (
-    (bert.GROUP, ("bert",), "pretrain_bert.py"),
-    (classification.GROUP, classification.CLASSIFIERS, "pretrain_vision_classify.py and finetune_bert.py"),
-    (classification.VISION, ("vit",), "pretrain_vision_classify.py"),
+    (model.BERT, ("bert",), "pretrain_bert.py"),
+    (model.CLASSIFICATION, model.CLASSIFIERS, "pretrain_vision_classify.py and finetune_bert.py"),
+    (model.VISION, ("vit",), "pretrain_vision_classify.py"),
 )
 _SHARED = {"bert_binary_head": ("bert", "bert-classify")}
 ONLY_OF = {
@@ -32,7 +38,7 @@ def owners(args: argparse.Namespace) -> None:
                 raise ValueError(f"{each.name} belongs to {programs}; leave it out")
 
 
-def refuse_values(args: argparse.Namespace, refusals: Refusals) -> None:
+def _refuse_values(args: argparse.Namespace, refusals: _Refusals) -> None:
     """Raise ValueError for the first value that asks for what the program does not have."""
     named = {each.dest: each for each in FLAGS}
     for name, (neutral, reason) in refusals.items():
@@ -41,4 +47,191 @@ def refuse_values(args: argparse.Namespace, refusals: Refusals) -> None:
             raise ValueError(f"{shown(named[name], value)}: {reason}")
 
 
-RULES = (owners,)
+# --- BERTs ------------------------------------------------------------------------------------------------------------
+
+SHORTEST_SEQUENCE = 5
+"""Tokens: [CLS], two [SEP], and two of text, the least that megatron.core's samples have."""
+_LARGEST_SEED = 2**31 - 1  # of megatron.core's sample index
+
+_LAYER_REFUSALS: _Refusals = {
+    "qk_layernorm": (False, "megatron.core's BERT layer has no such norm; leave the flag out"),
+    "normalization": ("LayerNorm", "the head of megatron.core's BERT has a LayerNorm; leave the flag out"),
+    "rotary_base": (10000, "megatron.core's BERT rotates with 10000; leave the flag out"),
+    "use_rope_scaling": (False, "megatron.core's BERT does not scale them; leave the flag out"),
+}
+_REFUSALS: _Refusals = {
+    "mock_data": (False, "megatron.core has no synthetic samples of BERT; give --data-path"),
+    "reset_position_ids": (False, "a sample of BERT ends with its document; leave the flag out"),
+    "reset_attention_mask": (False, "a sample of BERT ends with its document; leave the flag out"),
+    "eod_mask_loss": (False, "only masked tokens have a loss; leave the flag out"),
+    "calculate_per_token_loss": (
+        False,
+        "microbatches differ in their number of masked tokens, and their losses are averaged; leave the flag out",
+    ),
+    "create_attention_mask_in_dataloader": (True, "BERT needs the masks of its padding; leave the flag out"),
+    **_LAYER_REFUSALS,
+}
+
+
+def bert(args: argparse.Namespace) -> None:
+    """Flags fit a BERT and its samples."""
+    if args.architecture != "bert":
+        return
+    _refuse_values(args, _REFUSALS)
+    if args.seq_length < SHORTEST_SEQUENCE:
+        raise ValueError(
+            f"--seq-length {args.seq_length} has no room for [CLS], two [SEP] and two tokens of text; give at least "
+            f"{SHORTEST_SEQUENCE}"
+        )
+    if args.seed > _LARGEST_SEED:
+        raise ValueError(f"--seed {args.seed} is beyond what BERT's sample index takes; give at most {_LARGEST_SEED}")
+
+
+# --- `pretrain_vision_classify.py` and `finetune_bert.py`: shape of a sample, data, and when to evaluate --------------
+
+MEGATRONS_NUM_CLASSES = 1000
+SHORTEST_TEXT = 3
+"""Tokens: [CLS], one of text, [SEP]."""
+_SPLITS = ("train", "valid", "test")
+
+_REFUSALS_OF_CLASSIFIERS: _Refusals = {
+    "mock_data": (False, "there are no synthetic samples with classes; give --data-path"),
+    "data_args_path": (None, "data are named by --data-path TRAIN VALID, or by --train-data-path; use these"),
+    "per_split_data_args_path": (None, "data are named by --data-path TRAIN VALID, or by --train-data-path; use these"),
+    "data_cache_path": (None, "no sample indices are kept; leave the flag out"),
+    "split": (None, "training and validation have files of their own; leave the flag out"),
+    "reset_position_ids": (False, "a sample is one sequence; leave the flag out"),
+    "reset_attention_mask": (False, "a sample is one sequence; leave the flag out"),
+    "eod_mask_loss": (False, "a sample has one loss; leave the flag out"),
+    "calculate_per_token_loss": (False, "a sample has one loss, whatever its tokens; leave the flag out"),
+    "create_attention_mask_in_dataloader": (True, "attention is not causal; leave the flag out"),
+    "fp16_lm_cross_entropy": (False, "the loss of classes is taken in FP32; leave the flag out"),
+    "cross_entropy_loss_fusion": (False, "the loss of classes is taken in FP32; leave the flag out"),
+}
+_REFUSALS_OF_VIT: _Refusals = {
+    "position_embedding_type": ("learned_absolute", "the positions of patches are learned; leave the flag out"),
+}
+
+
+def image_shape(args: argparse.Namespace) -> list[str]:
+    """Fills `seq_length` and `max_position_embeddings` of a ViT, and the number of its classes."""
+    if args.architecture != "vit":
+        return []
+    if args.num_classes is None:
+        args.num_classes = MEGATRONS_NUM_CLASSES
+    length = 1  # until `ranges` has looked at the numbers
+    if min(args.img_h, args.img_w, args.patch_dim) > 0:
+        for name in ("img_h", "img_w"):
+            if getattr(args, name) % args.patch_dim:
+                raise ValueError(
+                    f"{flag(name)} {getattr(args, name)} is not divisible by --patch-dim {args.patch_dim}; choose "
+                    "another, or prepare the images in another size"
+                )
+        length = (args.img_h // args.patch_dim) * (args.img_w // args.patch_dim) + args.vision_class_token
+    notes = []
+    for name in ("seq_length", "max_position_embeddings"):
+        if name in args.given and getattr(args, name) != length:
+            notes.append(f"{flag(name)} {getattr(args, name)} has no effect: an image makes {length} tokens")
+        setattr(args, name, length)
+    return notes
+
+
+def classifier(args: argparse.Namespace) -> None:
+    """Flags fit a program that tells classes. Its model has no output layer, so nothing is tied."""
+    if args.architecture not in CLASSIFIERS:
+        return
+    _refuse_values(args, _REFUSALS_OF_CLASSIFIERS)
+    if args.architecture == "vit":
+        _refuse_values(args, _REFUSALS_OF_VIT)
+        for each in data_flags.TOKENIZER.flags:
+            if each.dest in args.given:
+                raise ValueError(f"{each.name}: images have no tokenizer; leave the flag out")
+    else:
+        _refuse_values(args, _LAYER_REFUSALS)
+        if args.seq_length < SHORTEST_TEXT:
+            raise ValueError(
+                f"--seq-length {args.seq_length} has no room for [CLS], a token of text and [SEP]; give at least "
+                f"{SHORTEST_TEXT}"
+            )
+    args.untie_embeddings_and_output_weights = True
+
+
+def data_paths(args: argparse.Namespace) -> dict[str, list[str]]:
+    """Files and folders by what they are for: "train", "valid" and "test", each maybe empty."""
+    if args.data_path:
+        named = [[path] for path in args.data_path]
+        return dict(zip(_SPLITS, named + [[]] * (len(_SPLITS) - len(named)), strict=True))
+    return {name: list(getattr(args, f"{name}_data_path") or ()) for name in _SPLITS}
+
+
+def sources(args: argparse.Namespace) -> None:
+    """The data are named once, and those of a classifier of texts say which classes there are: fills `class_names`,
+    and `num_classes`."""
+    if args.architecture not in CLASSIFIERS:
+        return
+    per_split = [flag(f"{name}_data_path") for name in _SPLITS if getattr(args, f"{name}_data_path")]
+    if args.data_path and per_split:
+        raise ValueError(f"--data-path and {per_split[0]} exclude each other; keep one")
+    if args.data_path and len(args.data_path) > len(_SPLITS):
+        raise ValueError(
+            f"--data-path {' '.join(args.data_path)} names {len(args.data_path)} places, but takes those for training, "
+            "validation and test; for several of one kind use --train-data-path"
+        )
+    if not data_paths(args)["train"]:
+        raise ValueError("no data: give --data-path TRAIN VALID, or --train-data-path and --valid-data-path")
+    args.class_names = None
+    if args.architecture == "bert-classify":
+        _classes_of_texts(args)
+
+
+def _classes_of_texts(args: argparse.Namespace) -> None:
+    paths = data_paths(args)["train"]
+    if args.dry_run is not None and args.num_classes is not None and text_files.missing(paths):
+        return
+    args.class_names = text_files.class_names(paths)
+    found = len(args.class_names)
+    if args.num_classes is not None and args.num_classes < found:
+        raise ValueError(
+            f"--num-classes {args.num_classes} is less than the {found} classes of {' '.join(paths)}: "
+            f"{', '.join(args.class_names[:8])}; give at least {found}, or leave the flag out"
+        )
+    args.num_classes = args.num_classes or found
+    if args.num_classes < 2:
+        raise ValueError(f"{' '.join(paths)} has one class, {args.class_names[0]}, so there is nothing to tell apart")
+
+
+def num_samples(args: argparse.Namespace, split: str) -> int:
+    """Samples in the files of "train", "valid" or "test". Raises ValueError where they cannot be read or have none."""
+    paths = data_paths(args)[split]
+    found = _files(args).count(paths) if paths else 0
+    if paths and not found:
+        raise ValueError(f"{' '.join(paths)} has no samples; give files with images and their labels")
+    return found
+
+
+def evaluations(args: argparse.Namespace) -> None:
+    """Without --eval-iters an evaluation takes all samples once; with --epochs there is one behind each epoch, unless
+    --eval-interval says another."""
+    if args.architecture not in CLASSIFIERS:
+        return
+    if "eval_iters" not in args.given:
+        paths = data_paths(args)
+        there = [name for name in ("valid", "test") if not (args.dry_run and _files(args).missing(paths[name]))]
+        largest = max((num_samples(args, name) for name in there), default=0)
+        args.eval_iters = -(-largest // args.global_batch_size)
+    if "eval_interval" not in args.given and args.epochs is not None:
+        args.eval_interval = -(-num_samples(args, "train") // args.global_batch_size)
+
+
+def _files(args: argparse.Namespace):
+    """The module that reads the samples."""
+    if args.architecture != "vit":
+        return text_files
+    from megatron.trainer.files import image_files
+
+    return image_files
+
+
+FIRST = (image_shape,)
+RULES = (owners, bert, classifier, sources)
+LAST = (evaluations,)

@@ -10,13 +10,44 @@ from megatron.pipeline.schedules import ProgramSchedule, Schedule, TooManyRead
 from megatron.pipeline.start_up.provisional import require_predictions
 from megatron.planner.job.devices import device_gib
 from megatron.planner.memory.schedule_demand import representative_sizes
-from megatron.trainer.arguments.flags.classification import CLASSIFIERS
-from megatron.trainer.arguments.rules.classification import num_samples as num_classified
-from megatron.trainer.arguments.rules.optimizer import whole_tensors
-from megatron.trainer.arguments.rules.relay import relay, residency_of
-from megatron.trainer.arguments.values.batch_sizes import BatchSizes, parse_steps
-from megatron.trainer.arguments.values.pipeline_choice import choice_of
-from megatron.trainer.arguments.values.ranges import flag
+from megatron.trainer.arguments.flags.model import CLASSIFIERS
+from megatron.trainer.arguments.flags.values import BatchSizes, choice_of, parse_steps
+from megatron.trainer.arguments.rules.programs import num_samples as num_classified
+from megatron.trainer.arguments.rules.ranges import flag
+from megatron.trainer.arguments.rules.schedule import relay, residency_of
+
+
+def _whole_tensors(args: argparse.Namespace) -> None:
+    """What steps in shards: Adam. LAMB's step of a tensor is as long as the norm of its weights says, so it needs the
+    tensor whole."""
+    if args.optimizer == "sgd" and args.use_distributed_optimizer:
+        raise ValueError(
+            "--use-distributed-optimizer does not go with --optimizer sgd: megatron.core shards the state of Adam "
+            "alone; leave one of the two out"
+        )
+    if args.optimizer != "lamb":
+        return
+    for name, (is_asked, reason) in {
+        "--use-distributed-optimizer": (
+            args.use_distributed_optimizer,
+            "cuts weights into shards, of which no rank has the norm of a whole one",
+        ),
+        f"--tensor-model-parallel-size {args.tensor_model_parallel_size}": (
+            args.tensor_model_parallel_size > 1,
+            "gives each rank a part of a weight, whose norm is not the whole one's",
+        ),
+        f"--2bw-provisional {args.pipeline_2bw_provisional}": (
+            args.pipeline_2bw_provisional != "off",
+            "predicts weights element by element",
+        ),
+        "--optimizer-kernel fused": (args.optimizer_kernel == "fused", "is a kernel of Adam and SGD"),
+    }.items():
+        if is_asked:
+            raise ValueError(
+                f"{name} does not go with --optimizer lamb, which steps a weight by its norm: it {reason}; leave it "
+                "out, or use adam"
+            )
+
 
 _PATHS = ("save", "load", "pretrained_checkpoint", "pipeline_timeline", "metrics_file", "tensorboard_dir",
           "data_cache_path", "dry_run_json")  # fmt: skip
@@ -261,7 +292,7 @@ def optimizer(args: argparse.Namespace) -> None:
         raise ValueError("--overlap-param-gather needs --use-distributed-optimizer")
     if args.overlap_param_gather and not args.overlap_grad_reduce:
         raise ValueError("--overlap-param-gather needs --overlap-grad-reduce")
-    whole_tensors(args)
+    _whole_tensors(args)
 
 
 def learning_rate(args: argparse.Namespace) -> None:

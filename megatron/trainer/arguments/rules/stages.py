@@ -2,8 +2,8 @@
 
 import argparse
 
-from megatron.trainer.arguments.values.pipeline_choice import choice_of
-from megatron.trainer.arguments.values.ranges import flag
+from megatron.trainer.arguments.flags.values import choice_of
+from megatron.trainer.arguments.rules.ranges import flag
 
 _WAYS = (
     "num_layers_per_virtual_pipeline_stage",
@@ -80,7 +80,7 @@ def _layout(args: argparse.Namespace):
     from megatron import backend  # imports torch, which no other flag needs to be understood
 
     backend.install()
-    from megatron.trainer.arguments.values.layout import parse_layout
+    from megatron.trainer.arguments.flags.values import parse_layout
 
     return parse_layout(
         args.pipeline_model_parallel_layout,

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.trainer.arguments.values.batch_sizes import BatchSizes, parse_steps
+from megatron.trainer.arguments.flags.values import BatchSizes, parse_steps
 
 
 def sizes(**changes) -> BatchSizes:

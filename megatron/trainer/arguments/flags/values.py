@@ -1,4 +1,7 @@
-"""How many samples the next batch has: constant, growing (`--rampup-batch-size`), or by a list of steps
+"""What several flags say together: batch sizes, the layout of layers, the pipeline's schedule, the vocabulary. No
+torch.
+
+How many samples the next batch has: constant, growing (`--rampup-batch-size`), or by a list of steps
 (`--step-batch-size-schedule`).
 
 The arithmetic is Megatron's: over RAMPUP samples the batch grows from START to the global batch size in equal steps of
@@ -6,9 +9,19 @@ INCREMENT samples, each held for the same number of samples; or each step holds 
 function of the consumed samples, so that a resumed run goes on where it stopped. No torch in here.
 """
 
+import argparse
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from megatron.pipeline.program.lane_order import Residency
+from megatron.pipeline.program.stages import stages_of
+from megatron.pipeline.program.weight_policies import WeightPolicy
+from megatron.pipeline.schedules import PLACEMENTS, PRESETS
+
+# --- batch sizes ------------------------------------------------------------------------------------------------------
 
 _NUMBER = re.compile(
     r"(?P<number>(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:E[+-]?[0-9]{1,2})?)(?P<unit>[KMBT]?)", re.IGNORECASE | re.ASCII
@@ -174,3 +187,124 @@ class BatchSizes:
                 return iteration
             iteration, consumed = next_iteration, next_consumed
         return iteration + (num_samples - consumed) // self.num_samples(consumed)
+
+
+# --- the layout of layers ---------------------------------------------------------------------------------------------
+
+
+def parse_layout(
+    text: str, *, num_ranks: int, num_layers: int, placement: Callable[[int, int], Sequence[int]]
+) -> PipelineParallelLayerLayout:
+    """What megatron.core reads from `text`, for a pipeline of `num_ranks` ranks and a model of `num_layers` layers.
+
+    `placement`, of `PLACEMENTS`, says which rank holds which stage.
+
+    Raises:
+        ValueError: a letter that it does not know, a number of stages that the ranks do not divide, or not exactly
+            the embedding at the beginning, `num_layers` layers and the loss at the end; a rank with nothing at all.
+    """
+    try:
+        layout = PipelineParallelLayerLayout(text, num_ranks)
+        layout.validate_layer_layout(num_layers=num_layers, mtp_num_layers=None)
+    except (AssertionError, IndexError) as error:
+        raise ValueError(
+            f"--pipeline-model-parallel-layout {text}: {error}; write E, {num_layers} times t and L, with | between "
+            f"stages, as many as {num_ranks} ranks divide"
+        ) from error
+    if LayerType.embedding not in layout.layout[0][0] or LayerType.loss not in layout.layout[-1][-1]:
+        raise ValueError(
+            f"--pipeline-model-parallel-layout {text} begins or ends with an empty stage; the first stage holds E and "
+            "the last one L"
+        )
+    num_virtual = layout.virtual_pipeline_model_parallel_size
+    rank_of_stage = placement(num_ranks, num_virtual)
+    held = [layout.layout[stage % num_ranks][stage // num_ranks] for stage in range(num_ranks * num_virtual)]
+    for rank in range(num_ranks):
+        if not any(held[stage] for stage in stages_of(rank_of_stage, rank)):
+            raise ValueError(
+                f"--pipeline-model-parallel-layout {text} leaves rank {rank} of the pipeline nothing to hold; give one "
+                "of its stages a layer, or use fewer ranks"
+            )
+    return layout
+
+
+# --- the pipeline -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineChoice:
+    """What a run needs to know of its pipeline before the schedule is built.
+
+    Attributes:
+        flag: as on the command line, for messages: `--pipeline-schedule 2bw`.
+        name: what logs call it.
+        policy: which weights a batch uses.
+        residency: where they live, if on the host.
+        interleaves: ranks have several stages.
+        virtual_stages: how many, where it is for one number alone.
+        recompute: backwards are preceded by a recompute whatever the flags say.
+        placement: (ranks, stages on each) -> the rank of each stage.
+        deals_out: whether that is in turn, as megatron.core does.
+    """
+
+    flag: str
+    name: str
+    policy: WeightPolicy
+    residency: Residency | None
+    interleaves: bool
+    virtual_stages: int | None
+    recompute: bool
+    placement: Callable[[int, int], Sequence[int]]
+    deals_out: bool
+
+
+def choice_of(args: argparse.Namespace) -> PipelineChoice:
+    """The choice of `args`, of whose program file `program` is the schedule, or None."""
+    schedule = args.program
+    if schedule is None:
+        preset = PRESETS[args.pipeline_schedule]
+        return PipelineChoice(
+            flag=f"--pipeline-schedule {args.pipeline_schedule}", name=args.pipeline_schedule, policy=preset.policy,
+            residency=preset.residency, interleaves=preset.interleaves,
+            virtual_stages=preset.virtual_stages if preset.interleaves else None, recompute=preset.recompute,
+            placement=PLACEMENTS[preset.placement], deals_out=preset.placement == "round-robin",
+        )  # fmt: skip
+    placement = schedule.rank_of_stage
+    in_turn = tuple(stage % schedule.num_ranks for stage in range(schedule.num_stages))
+    return PipelineChoice(
+        flag=f"--pipeline-program {args.pipeline_program}", name=f"program {args.pipeline_program}",
+        policy=schedule.weights, residency=None, interleaves=schedule.num_stages > schedule.num_ranks,
+        virtual_stages=None,
+        recompute=schedule.recompute, placement=lambda *_: placement,
+        deals_out=placement == in_turn and schedule.num_stages % schedule.num_ranks == 0 and schedule.num_ranks > 1,
+    )  # fmt: skip
+
+
+def schedule_text(args: argparse.Namespace) -> str:
+    """What a run's first lines call the choice: `schedule 2bw`, or `program rows.csv (sha256 0123456789ab)`."""
+    if args.program is None:
+        return f"schedule {args.pipeline_schedule}"
+    return f"program {args.pipeline_program} (sha256 {args.program.short_hash})"
+
+
+# --- how many rows an embedding has -----------------------------------------------------------------------------------
+
+USUAL = {"gpt": ("GPT-2's", 50257), "bert": ("BERT's", 30522), "bert-classify": ("BERT's", 30522)}
+"""By architecture: whose vocabulary is taken where none is given, and its size."""
+_OF_ONE_MODEL = {"Llama2Tokenizer": ("Llama 2's", 32000)}
+
+
+def usual_vocabulary(args: argparse.Namespace) -> tuple[str, int]:
+    """Whose vocabulary is taken where neither tokenizer nor --vocab-size can be asked, and its size."""
+    return _OF_ONE_MODEL.get(args.tokenizer_type, USUAL[args.architecture])
+
+
+def assumed_vocabulary(args: argparse.Namespace) -> int:
+    """Token ids without asking a tokenizer: those of --vocab-size, or of the usual one."""
+    return (args.vocab_size or usual_vocabulary(args)[1]) + args.vocab_extra_ids
+
+
+def padded_vocabulary(args: argparse.Namespace, size: int) -> int:
+    """`size` up to a multiple of --make-vocab-size-divisible-by x tensor parallel size."""
+    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    return -(-size // multiple) * multiple

@@ -1,1 +1,0 @@
-"""What several flags say together: ranges, batch sizes, the layout of layers, the vocabulary."""
