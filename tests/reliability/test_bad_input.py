@@ -11,7 +11,6 @@ import numpy
 import pytest
 
 from megatron.trainer.checkpoint import directory as directory_of_checkpoints
-from megatron.trainer.checkpoint import integrity
 from tests.reliability import launch
 
 TWO_BW = ["--pipeline-schedule", "2bw"]
@@ -189,9 +188,9 @@ def assert_only_whole_checkpoints(directory, *, was_killed=False):
     assert latest == iterations[-1]
     for iteration in iterations:
         path = directory_of_checkpoints.iteration_directory(directory, iteration)
-        files = integrity.read_manifest(path)
-        assert integrity.find_damage(path, files, list(files)) == []
-        assert {file.name for file in path.iterdir()} == {*files, integrity.MANIFEST}
+        files = directory_of_checkpoints.read_manifest(path)
+        assert directory_of_checkpoints.find_damage(path, files, list(files)) == []
+        assert {file.name for file in path.iterdir()} == {*files, directory_of_checkpoints.MANIFEST}
     is_left = re.compile(r"\..*\.incomplete|\.owner_\d+").fullmatch
     names = [path.name for path in directory.iterdir() if not (was_killed and is_left(path.name))]
     assert len(names) == len(iterations) + 1

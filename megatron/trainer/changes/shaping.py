@@ -29,8 +29,13 @@ from megatron.planner.memory.memory import RankMemory, estimate_memory
 from megatron.planner.memory.parameters import embedding_parameters, head_parameters, layer_parameters
 from megatron.trainer.arguments.rules.freezing import of_interval
 from megatron.trainer.arguments.rules.programs import num_samples
-from megatron.trainer.changes.layer_times import LayerTimes, seconds_of_stages, share_of_output_layer
-from megatron.trainer.changes.link_times import LinkTimes, measure_links
+from megatron.trainer.changes.times import (
+    LayerTimes,
+    LinkTimes,
+    measure_links,
+    seconds_of_stages,
+    share_of_output_layer,
+)
 from megatron.trainer.plan import from_flags
 from megatron.trainer.plan.arrangement import Arrangement, arrange, batch_size
 from megatron.trainer.plan.proving import prove

@@ -18,9 +18,14 @@ from megatron.pipeline.runtime.failure.agreement import agreed, on_rank_zero
 from megatron.pipeline.runtime.failure.errors import CheckpointError
 from megatron.trainer.checkpoint import arguments, directory
 from megatron.trainer.checkpoint.loader import CHECKSUMS_ENTRY, CheckpointReader, read_common_state
-from megatron.trainer.checkpoint.random_state import sharded_random_state
 from megatron.trainer.checkpoint.run_state import Restoration, RunParts, log_once, run_state
-from megatron.trainer.checkpoint.state import FORMAT_VERSION, loading_metadata, new_parts, sharding_metadata
+from megatron.trainer.checkpoint.state import (
+    FORMAT_VERSION,
+    loading_metadata,
+    new_parts,
+    sharded_random_state,
+    sharding_metadata,
+)
 from megatron.trainer.checkpoint.writer import CheckpointWriter
 from megatron.trainer.plan.arrangement import as_at_first
 

@@ -24,9 +24,16 @@ from megatron.pipeline.runtime.failure.agreement import agree, agreed, control_g
 from megatron.pipeline.runtime.failure.errors import CheckpointError
 from megatron.pipeline.runtime.stages.megatron.older_versions import OLDER_VERSIONS
 from megatron.pipeline.runtime.stages.megatron.predicted_version import PREDICTED_VERSION
-from megatron.trainer.checkpoint import integrity, unpickling
-from megatron.trainer.checkpoint.copies import with_copies
-from megatron.trainer.checkpoint.directory import CheckpointLocation, iterations_hint
+from megatron.trainer.checkpoint import unpickling
+from megatron.trainer.checkpoint.directory import (
+    MANIFEST,
+    CheckpointLocation,
+    find_damage,
+    find_short_files,
+    iterations_hint,
+    read_manifest,
+)
+from megatron.trainer.checkpoint.state import with_copies
 
 unpickling.install()
 
@@ -44,7 +51,7 @@ def read_common_state(location: CheckpointLocation) -> dict:
     path = location.path / COMMON_FILE
     files = _manifest(location)
     if files is not None:
-        _raise_damage(location, integrity.find_damage(location.path, files, [COMMON_FILE]))
+        _raise_damage(location, find_damage(location.path, files, [COMMON_FILE]))
     try:
         common = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
@@ -53,7 +60,7 @@ def read_common_state(location: CheckpointLocation) -> dict:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(_with_hint(location, f"checkpoint file {path} cannot be read: {reason}")) from error
     if files is None and common.get(CHECKSUMS_ENTRY):
-        missing = location.path / integrity.MANIFEST
+        missing = location.path / MANIFEST
         raise CheckpointError(_with_hint(location, f"checkpoint file {missing} is missing"))
     return common
 
@@ -76,7 +83,7 @@ class CheckpointReader:
         with agreed():
             self.index = self._read_index()
             if _manifest(location) is None:
-                _raise_damage(location, integrity.find_short_files(location.path, self._least_sizes()))
+                _raise_damage(location, find_short_files(location.path, self._least_sizes()))
 
     def holds(self, sharded: ShardedObject | ShardedTensor) -> bool:
         """True if the checkpoint has this tensor, or this very shard of an object."""
@@ -125,7 +132,7 @@ class CheckpointReader:
             return
         names = sorted(files, key=lambda name: -files[name]["size"])
         share = names[dist.get_rank() :: dist.get_world_size()]
-        _raise_damage(self.location, integrity.find_damage(self.location.path, files, share))
+        _raise_damage(self.location, find_damage(self.location.path, files, share))
 
     def _read_index(self) -> Metadata:
         path = self.location.path / INDEX_FILE
@@ -164,7 +171,7 @@ class CheckpointReader:
 
 def _manifest(location: CheckpointLocation) -> dict | None:
     try:
-        return integrity.read_manifest(location.path)
+        return read_manifest(location.path)
     except CheckpointError as error:
         raise CheckpointError(_with_hint(location, str(error))) from error
 

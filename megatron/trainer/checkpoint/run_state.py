@@ -19,11 +19,21 @@ from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.pipeline.runtime.failure.errors import CheckpointError
 from megatron.pipeline.runtime.stages.megatron.older_versions import OlderVersions, SavedVersions
 from megatron.pipeline.runtime.stages.megatron.predicted_version import PredictedVersion
-from megatron.trainer.checkpoint import optimizer_formats
-from megatron.trainer.checkpoint.anew import Anew
-from megatron.trainer.checkpoint.frozen_ranks import trains_nothing, with_what_is_empty
-from megatron.trainer.checkpoint.random_state import restore_random_state
-from megatron.trainer.checkpoint.state import model_state, optimizer_state, without_parts
+from megatron.trainer.checkpoint.optimizer_state import (
+    Anew,
+    convert_loaded,
+    convert_request,
+    convert_step_counters,
+    needs_conversion,
+)
+from megatron.trainer.checkpoint.state import (
+    model_state,
+    optimizer_state,
+    restore_random_state,
+    trains_nothing,
+    with_what_is_empty,
+    without_parts,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -135,11 +145,9 @@ class Restoration:
         self._with_optimizer = with_optimizer and optimizer is not None
         if self._with_optimizer:
             self.request["optimizer"] = optimizer_state(optimizer, self.model, metadata, is_loading=True)
-            self._converts = optimizer_formats.needs_conversion(optimizer, store.common.get("optimizer"))
+            self._converts = needs_conversion(optimizer, store.common.get("optimizer"))
             if self._converts:
-                self.request["optimizer"] = optimizer_formats.convert_request(
-                    self.request["optimizer"], store.holds_key
-                )
+                self.request["optimizer"] = convert_request(self.request["optimizer"], store.holds_key)
         if random_state is not None and store.holds(random_state):
             self.request["rng_state"] = random_state
         elif random_state is not None:
@@ -165,8 +173,8 @@ class Restoration:
             if trains_nothing(optimizer):
                 loaded = with_what_is_empty(loaded, optimizer)
             if self._converts:
-                loaded = optimizer_formats.convert_loaded(loaded, optimizer)
-            optimizer_formats.convert_step_counters(loaded, optimizer)
+                loaded = convert_loaded(loaded, optimizer)
+            convert_step_counters(loaded, optimizer)
             with torch.no_grad():  # some of megatron.core's formats copy into parameters
                 optimizer.load_state_dict(loaded)
             if parts.scheduler is not None:

@@ -10,20 +10,211 @@ other: 'args', 'checkpoint_version', 'iteration', 'model', 'optimizer', 'opt_par
   `megatron.pipeline.runtime.stages.megatron.older_versions`).
 - 'pipeline': what the weight update keeps beyond the optimizer (the table of loss scales).
 - 'changes': what has become of the pipeline where it changes while it trains: frozen layers, ranks, what decided.
+
+What is not sharded (learning rates, step counters, the loss scaler) is the same on all ranks, and megatron.core writes
+rank 0's. Where the layers of rank 0 are frozen its optimizer has stepped nothing and knows no counter, so it takes over
+what the last rank says, which trains the last layer always.
+
+A rank may hold a tensor twice: a tied embedding whose two stages lie on it, and its optimizer state. Where replicas
+share the writing, megatron.core chooses a rank for each part of a tensor, and a rank that has a part twice would write
+it twice, which it then refuses. Where they share the reading, it fills both places with one and the same tensor, and an
+optimizer would update its state twice. So each part is handed over once, and what is read gets a tensor for each
+place.
 """
 
 import argparse
 import contextlib
-from collections.abc import Callable, Sequence
+import logging
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
+import numpy as np
 import torch
+import torch.distributed as dist
 
+from megatron import backend
 from megatron.backend.fixes import complete_optimizer_state
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.dist_checkpointing import optimizer as core
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, extract_matching_values, nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedBase,
+    ShardedStateDict,
+    ShardedTensor,
+    StateDict,
+)
+from megatron.core.dist_checkpointing.utils import _sharded_tensor_shard_id
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import unwrap_model
-from megatron.trainer.checkpoint.element_ranges import ELEMENT_RANGES, ranged_optimizer_state
-from megatron.trainer.checkpoint.frozen_ranks import nothing_to_map, trains_nothing, with_common_state
+from megatron.pipeline.runtime.failure.agreement import control_group
+from megatron.trainer.checkpoint.optimizer_state import ELEMENT_RANGES, ranged_optimizer_state
+
+# --- random number generators of one rank, in Megatron-LM's layout, so that either program resumes the other's runs ---
+
+
+def random_state() -> dict:
+    """State of every generator of this process: Python, NumPy, torch, the device, tensor parallel dropout."""
+    return {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+        "cuda_rng_state": backend.device_rng_state(),
+        "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def restore_random_state(states: list[dict]) -> None:
+    """Set the generators; `states` holds one entry, or one for each data-parallel rank."""
+    state = states[parallel_state.get_data_parallel_rank() if len(states) > 1 else 0]
+    random.setstate(_tuples(state["random_rng_state"]))
+    np.random.set_state(state["np_rng_state"])
+    torch.set_rng_state(state["torch_rng_state"])
+    backend.set_device_rng_state(state["cuda_rng_state"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["rng_tracker_states"])
+
+
+def sharded_random_state() -> ShardedObject:
+    """The state as one object for each (pipeline, tensor) rank; data-parallel replicas share that of the first."""
+    pipeline_size, tensor_size = (
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
+    return ShardedObject(
+        "rng_state",
+        [random_state()],
+        (pipeline_size, tensor_size),
+        (parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()),
+        replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True),
+    )
+
+
+def own_random_state() -> ShardedObject:
+    """The state as one object for each rank of the job, which the same rank takes back under other degrees."""
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return ShardedObject("rng_state", [random_state()], (size,), (rank,))
+
+
+def _tuples(value: object) -> object:
+    return tuple(_tuples(item) for item in value) if isinstance(value, (list, tuple)) else value
+
+
+# --- a rank that has nothing to train ---------------------------------------------------------------------------------
+
+_LOCAL = (ShardedBase, LocalNonpersistentObject)
+
+
+def _with_common_state(entry: ShardedStateDict, *, is_frozen: bool) -> ShardedStateDict:
+    """`entry`, on a rank that is frozen with the last rank's common state in it. Collective over the job."""
+    source = dist.get_world_size() - 1
+    message = [_common(entry) if dist.get_rank() == source else None]
+    dist.broadcast_object_list(message, src=source, group=control_group())
+    return _completed(entry, message[0]) if is_frozen else entry
+
+
+def _common(value: object) -> object:
+    """The parts of a nested value that are no rank's own."""
+    if isinstance(value, dict):
+        return {key: _common(each) for key, each in value.items() if not _is_own(each)}
+    if isinstance(value, list):
+        return [_common(each) for each in value if not _is_own(each)]
+    return value
+
+
+def _is_own(value: object) -> bool:
+    """Whether there is nothing in it but what is the rank's own."""
+    if isinstance(value, (dict, list)) and value:
+        return all(map(_is_own, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, _LOCAL)
+
+
+def _completed(own: object, common: object) -> object:
+    """`common`, with what is the rank's own of `own`."""
+    if isinstance(own, dict) and isinstance(common, dict):
+        kept = {key: _completed(each, common.get(key)) for key, each in own.items() if _has_own(each)}
+        return {**common, **kept}
+    if isinstance(own, list) and isinstance(common, list) and len(own) == len(common):
+        return [_completed(each, other) for each, other in zip(own, common, strict=True)]
+    return own if isinstance(own, _LOCAL) else common
+
+
+def _has_own(value: object) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_own, value.values()))
+    if isinstance(value, list):
+        return any(map(_has_own, value))
+    return isinstance(value, _LOCAL)
+
+
+def trains_nothing(optimizer: MegatronOptimizer) -> bool:
+    """Whether no parameter is the optimizer's, as on a rank whose layers are all frozen."""
+    return not any(group["params"] for group in optimizer.param_groups)
+
+
+def with_what_is_empty(loaded: dict, optimizer: MegatronOptimizer) -> dict:
+    """State loaded for an optimizer that trains nothing, with the empty lists and tables that stores leave out."""
+    return _over(optimizer.state_dict(), loaded)
+
+
+def _over(own: object, loaded: object) -> object:
+    """`loaded`, and of `own` what it lacks."""
+    if isinstance(own, dict) and isinstance(loaded, dict):
+        return {**own, **{key: _over(own.get(key), value) for key, value in loaded.items()}}
+    if isinstance(own, list) and isinstance(loaded, list) and len(own) == len(loaded):
+        return [_over(mine, value) for mine, value in zip(own, loaded, strict=True)]
+    return loaded
+
+
+@contextmanager
+def _nothing_to_map() -> Iterator[None]:
+    """In this block megatron.core does not warn that an optimizer has none of the model's parameters."""
+
+    def says_else(record: logging.LogRecord) -> bool:
+        return "mapping is empty" not in record.getMessage()
+
+    core.logger.addFilter(says_else)
+    try:
+        yield
+    finally:
+        core.logger.removeFilter(says_else)
+
+
+# --- tensors that a rank holds twice ----------------------------------------------------------------------------------
+
+
+def without_copies(state: ShardedStateDict) -> ShardedStateDict:
+    """`state` with each part of a tensor once: the copy that is written where nobody chooses."""
+    kept: dict[tuple, ShardedTensor] = {}
+    for value in nested_values(state):
+        if isinstance(value, ShardedTensor):
+            part = _sharded_tensor_shard_id(value)
+            if part not in kept or value.replica_id < kept[part].replica_id:
+                kept[part] = value
+    once, _ = extract_matching_values(
+        state,
+        lambda value: not isinstance(value, ShardedTensor) or kept[_sharded_tensor_shard_id(value)] is value,
+    )
+    return once
+
+
+def with_copies(state: StateDict) -> StateDict:
+    """`state`, as loaded, with a tensor of its own in each place. In place."""
+    seen: set[int] = set()
+
+    def own(value: object) -> object:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) in seen:
+            return value.detach().clone()
+        seen.add(id(value))
+        return value
+
+    return dict_list_map_inplace(own, state)
+
+
+# --- the sharded state dict -------------------------------------------------------------------------------------------
 
 FORMAT_VERSION = 3.0
 _LAYERS_APART = "non_homogeneous_layers"
@@ -102,13 +293,13 @@ def optimizer_state(
     """
     complete_state(optimizer)
     is_frozen = trains_nothing(optimizer)
-    with nothing_to_map() if is_frozen else contextlib.nullcontext():
+    with _nothing_to_map() if is_frozen else contextlib.nullcontext():
         if metadata.get("distrib_optim_sharding_type") == ELEMENT_RANGES:
             entry = ranged_optimizer_state(optimizer, model, metadata, is_loading=is_loading)
         else:
             entry = optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=dict(metadata))
     if metadata.get(_LAYERS_APART) and not is_loading:
-        entry = with_common_state(entry, is_frozen=is_frozen)
+        entry = _with_common_state(entry, is_frozen=is_frozen)
     return entry
 
 

@@ -1,22 +1,221 @@
 """Unpickling what a checkpoint holds, without running what somebody has put there.
 
 Problem: the index of a torch_dist checkpoint (`.metadata`) is a pickle, and so are the objects beside its tensors.
-torch reads both with all that pickle can do, so a file from elsewhere may name any function and have it called.
+torch reads both with all that pickle can do, so a file from elsewhere may name any function and have it called. A list
+of the names that a pickle may use is not enough: one instruction of it, BUILD, sets any attribute of whatever lies on
+its stack, so of a class or a function that it may name.
 
 Solution: from `install` on, every reader in this process, megatron.core's own included, goes through unpicklers that
-know what belongs there. The index has one of its own (index_pickle.py); objects are read as torch reads weights.
+know what belongs there. Objects are read as torch reads weights. The index has an unpickler of its own: a file builds
+data with it and reaches nothing else of the process. A name is read as a `_Name`, which only the instructions that make
+an object can use, and only as the tables below say; the file never holds the class itself. Attributes are set on fresh
+objects of the listed kinds, items on plain containers. Every other instruction of that sort is refused.
 """
 
 import pickle
 import types
 import warnings
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
 from enum import Enum
-from typing import Any
+from importlib import import_module
+from pathlib import Path, PurePosixPath
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import default_planner, filesystem
 
-from megatron.trainer.checkpoint.index_pickle import IndexUnpickler, enum_member
+# --- the index --------------------------------------------------------------------------------------------------------
+
+_RECORDS = {
+    "torch.distributed.checkpoint.metadata": (
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+        "TensorStorageMetadata",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
+    "torch.distributed.checkpoint.planner": ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem"),
+    "megatron.core.dist_checkpointing.strategies.torch": ("MCoreSavePlan",),
+}  # fmt: skip
+"""Classes of plain attributes: module -> names."""
+_ENUMERATIONS = {
+    "torch.distributed.checkpoint.metadata": ("_MEM_FORMAT_ENCODING",),
+    "torch.distributed.checkpoint.planner": ("WriteItemType",),
+}
+_FACTORIES = {"dict": dict, "list": list, "set": set}
+
+
+class _Name(NamedTuple):
+    """What a file names, instead of the thing itself."""
+
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+class IndexUnpickler(pickle._Unpickler):
+    """Reads the index of a checkpoint. Raises UnpicklingError for anything that does not belong there.
+
+    Python's own, since that one's instructions can be replaced; C's cannot.
+    """
+
+    dispatch: ClassVar[dict] = dict(pickle._Unpickler.dispatch)
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        named = _Name("builtins" if module == "__builtin__" else module, name)  # as protocol 2 says it
+        if named not in _CALLS and not _is_listed(_RECORDS, named) and not _is_listed(_ENUMERATIONS, named):
+            raise pickle.UnpicklingError(f"it names {named}, which does not belong into the index of a checkpoint")
+        return named
+
+    def _make(self, named: Any, arguments: Any) -> Any:
+        if type(named) is _Name and type(arguments) is tuple:
+            if _is_listed(_RECORDS, named) and not arguments:
+                return object.__new__(_resolve(named))
+            if _is_listed(_ENUMERATIONS, named) and len(arguments) == 1:
+                return _member(_resolve(named), arguments[0])
+            if named in _CALLS:
+                return _CALLS[named](*arguments)
+        raise pickle.UnpicklingError(f"it makes an object of {_said(named)} in a way that an index does not")
+
+    def load_reduce(self) -> None:
+        arguments = self.stack.pop()
+        self.stack[-1] = self._make(self.stack[-1], arguments)
+
+    def load_newobj_ex(self) -> None:
+        if self.stack.pop():
+            raise pickle.UnpicklingError("it makes an object with named arguments, which an index does not")
+        self.load_reduce()
+
+    def load_build(self) -> None:
+        state, record = self.stack.pop(), self.stack[-1]
+        if not _is_listed(_RECORDS, _Name(type(record).__module__, type(record).__qualname__)):
+            raise pickle.UnpicklingError(f"it sets attributes of {_said(record)}, which an index does not")
+        if type(state) is tuple and type(record).__name__ == "TensorProperties":
+            record.__setstate__(state)
+        elif type(state) is dict and all(type(name) is str and not name.startswith("__") for name in state):
+            record.__dict__.update(state)
+        else:
+            raise pickle.UnpicklingError(f"it sets attributes of a {type(record).__name__} in a way an index does not")
+
+    def load_refused(self) -> None:
+        raise pickle.UnpicklingError("it has an instruction that the index of a checkpoint does not need")
+
+
+def _only_on(kinds: tuple[type, ...], instruction: Callable, *, above: Callable) -> Callable:
+    """`instruction`, where what it changes is exactly of one of `kinds`; `above(unpickler)` is the stack with that."""
+
+    def checked(self: IndexUnpickler) -> None:
+        changed = above(self)
+        if type(changed) not in kinds:
+            raise pickle.UnpicklingError(f"it adds to {_said(changed)}, which an index does not")
+        instruction(self)
+
+    return checked
+
+
+def _replace_instructions() -> None:
+    dispatch, containers = IndexUnpickler.dispatch, (dict, OrderedDict, defaultdict)
+    dispatch[pickle.REDUCE[0]] = dispatch[pickle.NEWOBJ[0]] = IndexUnpickler.load_reduce
+    dispatch[pickle.NEWOBJ_EX[0]] = IndexUnpickler.load_newobj_ex
+    dispatch[pickle.BUILD[0]] = IndexUnpickler.load_build
+    for code in (pickle.INST, pickle.OBJ, pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.PERSID, pickle.BINPERSID,
+                 pickle.NEXT_BUFFER, pickle.READONLY_BUFFER):  # fmt: skip
+        dispatch[code[0]] = IndexUnpickler.load_refused
+    for kinds, one, many in (
+        ((list,), pickle.APPEND, pickle.APPENDS),
+        (containers, pickle.SETITEM, pickle.SETITEMS),
+        ((set,), None, pickle.ADDITEMS),
+    ):
+        if one is not None:
+            depth = -2 if one == pickle.APPEND else -3
+            dispatch[one[0]] = _only_on(kinds, dispatch[one[0]], above=lambda self, depth=depth: self.stack[depth])
+        dispatch[many[0]] = _only_on(kinds, dispatch[many[0]], above=lambda self: self.metastack[-1][-1])
+
+
+_replace_instructions()
+
+
+def _said(thing: Any) -> str:
+    """What a thing is called in a sentence; a half-made object is not asked."""
+    return (
+        str(thing) if type(thing) is _Name else repr(thing)[:80] if type(thing) in (str, int) else type(thing).__name__
+    )
+
+
+def _is_listed(table: dict[str, tuple[str, ...]], named: _Name) -> bool:
+    return named.name in table.get(named.module, ())
+
+
+def _resolve(named: _Name) -> Any:
+    return getattr(import_module(named.module), named.name)
+
+
+def _member(enumeration: type[Enum], value: Any) -> Enum:
+    for member in enumeration:
+        if type(value) is type(member.value) and member.value == value:
+            return member
+    raise pickle.UnpicklingError(f"it asks for {_said(value)}, which is no value of {enumeration.__name__}")
+
+
+def _enum_member(enumeration: type[Enum], name: str) -> Enum:
+    """What `getattr` may do in a checkpoint: Python 3.11 writes a member of an enumeration that way."""
+    if not (isinstance(enumeration, type) and issubclass(enumeration, Enum) and name in enumeration.__members__):
+        raise pickle.UnpicklingError(f"it asks for {name!r} of {enumeration!r}, which is no member of an enumeration")
+    return enumeration[name]
+
+
+def _named_member(named: _Name, name: str) -> Enum:
+    if type(named) is not _Name or not _is_listed(_ENUMERATIONS, named) or type(name) is not str:
+        raise pickle.UnpicklingError(
+            f"it asks for {_said(name)} of {_said(named)}, which is no enumeration of an index"
+        )
+    return _enum_member(_resolve(named), name)
+
+
+def _layout(text: str) -> torch.layout:
+    found = getattr(torch, str(text).removeprefix("torch."), None)
+    if not isinstance(found, torch.layout):
+        raise pickle.UnpicklingError(f"it asks for {_said(text)}, which is no layout of tensors")
+    return found
+
+
+def _path(*parts: str) -> Path:
+    return Path(*map(str, parts))
+
+
+def _pure_path(*parts: str) -> PurePosixPath:
+    return PurePosixPath(*map(str, parts))
+
+
+def _defaultdict(factory: _Name | None = None) -> defaultdict:
+    made = None if factory is None else _FACTORIES.get(factory.name) if type(factory) is _Name else None
+    if factory is not None and made is None:
+        raise pickle.UnpicklingError(f"it makes defaults with {_said(factory)}, which an index does not")
+    return defaultdict(made)
+
+
+_CALLS: dict[_Name, Callable] = {
+    _Name("builtins", "getattr"): _named_member,
+    _Name("builtins", "dict"): dict,
+    _Name("builtins", "frozenset"): frozenset,
+    _Name("builtins", "list"): list,
+    _Name("builtins", "set"): set,
+    _Name("builtins", "tuple"): tuple,
+    _Name("collections", "OrderedDict"): OrderedDict,
+    _Name("collections", "defaultdict"): _defaultdict,
+    _Name("pathlib", "Path"): _path,
+    _Name("pathlib", "PosixPath"): _path,
+    _Name("pathlib", "PurePosixPath"): _pure_path,
+    _Name("torch", "Size"): torch.Size,
+    _Name("torch.serialization", "_get_layout"): _layout,
+}
+"""What is done where a file calls one of these names."""
+
+
+# --- every reader of this process -------------------------------------------------------------------------------------
 
 _installed = False
 
@@ -49,7 +248,7 @@ def _load_object(file: Any, **options: Any) -> Any:
 
 
 def _register_safe_classes() -> None:
-    torch.serialization.add_safe_globals([(enum_member, "builtins.getattr")])
+    torch.serialization.add_safe_globals([(_enum_member, "builtins.getattr")])
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         from megatron.core.safe_globals import SAFE_GLOBALS, register_safe_globals

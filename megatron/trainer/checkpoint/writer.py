@@ -30,9 +30,19 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.pipeline.runtime.failure.agreement import agree, agreed, control_group, on_rank_zero
 from megatron.pipeline.runtime.failure.errors import CheckpointError
-from megatron.trainer.checkpoint import directory, integrity
-from megatron.trainer.checkpoint.copies import without_copies
+from megatron.trainer.checkpoint.directory import (
+    MANIFEST,
+    begin,
+    checksum,
+    commit,
+    discard,
+    manifest_text,
+    read_tracker,
+    sync_file,
+    write_synced,
+)
 from megatron.trainer.checkpoint.ownership import OwnerMark
+from megatron.trainer.checkpoint.state import without_copies
 
 # What torch.save and the index add to each tensor.
 _BYTES_AROUND_A_TENSOR = 2048
@@ -117,7 +127,7 @@ class CheckpointWriter:
             self._require_space(strategy.file_writer.write_buckets)
         except CheckpointError as error:
             if dist.get_rank() == 0:
-                directory.discard(staging)
+                discard(staging)
             raise CheckpointError(self._describe(iteration, str(error))) from error
         buckets = _on_host(strategy.file_writer.write_buckets, copy=asynchronous)
         strategy.file_writer.write_buckets = []
@@ -154,7 +164,7 @@ class CheckpointWriter:
 
     def _begin(self, iteration: int) -> Path:
         self._require_mark()
-        return directory.begin(self.root, iteration)
+        return begin(self.root, iteration)
 
     def _require_mark(self) -> None:
         if self._owner_mark is not None:
@@ -214,12 +224,12 @@ class CheckpointWriter:
                 if not problems:
                     _write_index(strategy, staging, reports)
                     self._require_mark()
-                    path = directory.commit(self.root, staging, iteration)
+                    path = commit(self.root, staging, iteration)
             except Exception as error:
                 problems.append(f"rank 0: {error}")
             if problems:
                 verdict[0] = self._describe(iteration, "; ".join(problems[:4]))
-                directory.discard(staging)
+                discard(staging)
             elif on_saved is not None:
                 on_saved(path)
         dist.broadcast_object_list(verdict, src=0, group=group)
@@ -228,7 +238,7 @@ class CheckpointWriter:
 
     def _describe(self, iteration: int, reason: str) -> str:
         try:
-            latest = directory.read_tracker(self.root)
+            latest = read_tracker(self.root)
         except (CheckpointError, OSError):
             latest = None
         intact = f"The checkpoint of iteration {latest} is intact" if latest is not None else "No earlier one existed"
@@ -257,7 +267,7 @@ def _write_files(writer: FileSystemWriterAsync, buckets: list) -> tuple[list, di
         if isinstance(outcome, Exception):
             raise CheckpointError(f"cannot write {path}: {outcome}") from outcome
         items += outcome
-        checksums[name] = integrity.checksum(Path(path))
+        checksums[name] = checksum(Path(path))
     return items, checksums
 
 
@@ -270,9 +280,9 @@ def _write_index(strategy: _PlanningStrategy, staging: Path, reports: list[tuple
         files.update(checksums)
     for name in sorted(os.listdir(staging)):
         if name not in files:
-            directory.sync_file(staging / name)
-            files[name] = integrity.checksum(staging / name)
-    directory.write_synced(staging / integrity.MANIFEST, integrity.manifest_text(files))
+            sync_file(staging / name)
+            files[name] = checksum(staging / name)
+    write_synced(staging / MANIFEST, manifest_text(files))
 
 
 def _on_host(buckets: list, *, copy: bool) -> list:

@@ -13,7 +13,7 @@ from collections import OrderedDict
 
 from megatron.core.tokenizers import MegatronTokenizer
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
-from megatron.trainer.arguments.flags.values import padded
+from megatron.trainer.arguments.flags.values import padded_vocabulary
 
 _END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>", "<|eot_id|>")
 _PACKAGES = {
@@ -197,7 +197,7 @@ def _wordpiece(vocab_file: str, *, lowercase: bool) -> WordPieceTokenizer:
 def padded_vocab_size(args: argparse.Namespace, tokenizer: MegatronTokenizerBase) -> int:
     """Rows of the embedding: the vocabulary, at least `--vocab-size`, up to a multiple of
     `--make-vocab-size-divisible-by` x tensor parallel size."""
-    return padded(args, vocab_size(args, tokenizer))
+    return padded_vocabulary(args, vocab_size(args, tokenizer))
 
 
 def vocab_size(args: argparse.Namespace, tokenizer: MegatronTokenizerBase) -> int:

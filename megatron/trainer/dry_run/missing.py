@@ -8,7 +8,7 @@ import argparse
 import os
 
 from megatron.trainer.arguments.flags.model import CLASSIFIERS
-from megatron.trainer.arguments.flags.values import assumed_size, padded, usual
+from megatron.trainer.arguments.flags.values import assumed_vocabulary, padded_vocabulary, usual_vocabulary
 from megatron.trainer.arguments.rules.programs import data_paths
 from megatron.trainer.data.tokenizer import build_tokenizer, padded_vocab_size, problem_with_tokenizer
 from megatron.trainer.files.indexed_files import blends, check_indexed_dataset
@@ -56,7 +56,7 @@ def choose_vocabulary(args: argparse.Namespace) -> list[str]:
     if problem is None:
         args.padded_vocab_size = padded_vocab_size(args, build_tokenizer(args))
         return []
-    name, _ = usual(args)
-    args.padded_vocab_size = padded(args, assumed_size(args))
+    name, _ = usual_vocabulary(args)
+    args.padded_vocab_size = padded_vocabulary(args, assumed_vocabulary(args))
     source = "as --vocab-size says" if args.vocab_size else f"as {name}; --vocab-size says another"
     return [f"{problem}; the embedding is taken to have {args.padded_vocab_size} rows, {source}"]

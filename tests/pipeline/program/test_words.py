@@ -33,7 +33,7 @@ HOLDERS = {  # files that have to name several words in one table, and why
     "megatron/pipeline/simulate/costs.py": "the cost of each, as users give it",
     "megatron/planner/time/profiled.py": "the costs that a profile has",
     "megatron/pipeline/program/csv_text.py": "the words that torch has, too",
-    "megatron/trainer/changes/layer_times.py": "the computations of which layers' times are learned",
+    "megatron/trainer/changes/times.py": "the computations of which layers' times are learned",
 }
 
 

@@ -15,7 +15,7 @@ from megatron import backend
 
 backend.install()
 
-from megatron.trainer.checkpoint.integrity import MANIFEST
+from megatron.trainer.checkpoint.directory import MANIFEST
 from megatron.trainer.checkpoint.loader import CHECKSUMS_ENTRY
 from tests import workers
 from tests.trainer.changes.freezing_cases import FREEZES, assert_unmoved, train_watched

@@ -11,8 +11,8 @@ backend.install()
 
 from megatron.elastic.cache import CacheSeconds
 from megatron.placement.hosts import Process
-from megatron.trainer.changes.link_times import LinkTimes, measure_links
 from megatron.trainer.changes.shaping import Shaping, memory_of_ranks, state_bytes
+from megatron.trainer.changes.times import LinkTimes, measure_links
 from megatron.trainer.plan.arrangement import Arrangement, arrange
 from tests import workers
 from tests.trainer.arguments.command_line import arguments

@@ -17,7 +17,6 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.transformer.enums import AttnBackend
 from megatron.pipeline.program.weight_policies import FLUSH, TWO_BW, WeightPolicy
 from megatron.pipeline.runtime.update.versions import WeightVersions
-from megatron.trainer.checkpoint import random_state
 from megatron.trainer.checkpoint.checkpoint import (
     CheckpointPosition,
     CheckpointWriter,
@@ -25,6 +24,7 @@ from megatron.trainer.checkpoint.checkpoint import (
     save_checkpoint,
 )
 from megatron.trainer.checkpoint.run_state import RunParts
+from megatron.trainer.checkpoint.state import random_state
 from tests.trainer.checkpoint import small_run
 
 SAVED_AT = 3
@@ -192,7 +192,7 @@ def save_as_megatron_lm_does(directory, changes, more=()):
         "rerun_state_machine": {"mode": "disabled"},
         "rng_state": ShardedObject(
             "rng_state",
-            [random_state.random_state()],
+            [random_state()],
             (parallel_state.get_pipeline_model_parallel_world_size(), 1),
             (parallel_state.get_pipeline_model_parallel_rank(), 0),
             replica_id=parallel_state.get_data_parallel_rank(),

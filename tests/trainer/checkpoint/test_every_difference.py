@@ -3,8 +3,8 @@
 import pytest
 
 from megatron.pipeline.runtime.failure.errors import CheckpointError
-from megatron.trainer.checkpoint import arguments, comparison
-from tests.trainer.checkpoint.test_comparison import here, there
+from megatron.trainer.checkpoint import arguments
+from tests.trainer.checkpoint.test_arguments import here, there
 
 ROPE = "--position-embedding-type rope "
 # Fact -> flags here, what the checkpoint has otherwise, and what the sentence tells to do.
@@ -113,12 +113,12 @@ def late(name, flags):
 
 def test_the_tables_know_every_entry():
     """What is compared later needs a line here, too."""
-    classes = comparison._ONLY_OF.keys() - {"bert_binary_head"}  # tests/trainer/run/test_texts.py
-    assert set(FACTS) | classes == set(comparison._facts(there()))
-    assert set(PARTS) == set(comparison._NOT_BUILT_HERE)
-    theirs = comparison.OTHER_NAMES
-    assert set(LATE) == {theirs.get(name, name) for name in comparison.WITHOUT_IT}
-    assert set(comparison.WITHOUT_IT) <= set(arguments.MODEL_ARGUMENTS)
+    classes = arguments._ONLY_OF.keys() - {"bert_binary_head"}  # tests/trainer/run/test_texts.py
+    assert set(FACTS) | classes == set(arguments._facts(there()))
+    assert set(PARTS) == set(arguments._NOT_BUILT_HERE)
+    theirs = arguments.OTHER_NAMES
+    assert set(LATE) == {theirs.get(name, name) for name in arguments.WITHOUT_IT}
+    assert set(arguments.WITHOUT_IT) <= set(arguments.MODEL_ARGUMENTS)
 
 
 @pytest.mark.parametrize("name", FACTS)
@@ -137,14 +137,14 @@ def test_every_part_that_is_not_built_is_refused(name):
     """By its name, also where --use-checkpoint-args asks for it; its neutral values pass."""
     with pytest.raises(CheckpointError, match=f"not built here: {name} is .* there; train it with Megatron-LM"):
         arguments.check_same_model(here(), there(**{name: PARTS[name]}), "DIR")
-    for value in comparison._NOT_BUILT_HERE[name]:
-        assert not list(comparison.parts_not_built(there(**{name: value})))
+    for value in arguments._NOT_BUILT_HERE[name]:
+        assert not list(arguments.parts_not_built(there(**{name: value})))
 
 
 @pytest.mark.parametrize("name", LATE)
 def test_a_switch_that_came_later_was_off(name):
     """A checkpoint of a program without the argument holds a model without it, and gives that to whoever asks."""
-    ours = next((ours for ours, theirs in comparison.OTHER_NAMES.items() if theirs == name), name)
+    ours = next((ours for ours, theirs in arguments.OTHER_NAMES.items() if theirs == name), name)
     saved = late(name, LATE[name])
     plain = ROPE if getattr(saved, "position_embedding_type", None) == "rope" else ""
     if getattr(saved, "use_rope_scaling", False):

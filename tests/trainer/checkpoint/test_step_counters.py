@@ -10,7 +10,7 @@ from megatron import backend
 
 backend.install()
 
-from megatron.trainer.checkpoint.optimizer_formats import convert_step_counters
+from megatron.trainer.checkpoint.optimizer_state import convert_step_counters
 from megatron.trainer.optimizer import Lamb
 
 MOMENTS = {0: {"exp_avg": torch.zeros(2)}, 1: {"exp_avg": torch.zeros(2)}}

@@ -3,6 +3,11 @@
 The state goes the way it goes through a checkpoint, from the old chunks to new ones. Until all ranks agree that it has
 arrived, and that they are about to run the same program, the old chunks are as they were, and so are their process
 groups; an error until then leaves the run there.
+
+Between two batches nobody reads a gradient: a batch begins with zeros. So while the new chunks are built, which have
+buffers of their own, those of the old ones need not take memory, and if the run stays with these they are made anew.
+Whatever refers to a buffer (views of parameters, buckets, shards) refers to its storage, which stays the same and is
+empty meanwhile.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
@@ -22,11 +28,11 @@ from megatron.pipeline.program.csv_text import to_csv
 from megatron.pipeline.runtime.failure import failure_guard
 from megatron.pipeline.runtime.failure.agreement import agreed, control_group
 from megatron.pipeline.runtime.failure.errors import AgreedError, CheckpointError
+from megatron.pipeline.runtime.stages.megatron.gradients import CoreGradientBuffers
 from megatron.pipeline.schedules import Schedule
 from megatron.trainer.changes.transition import parallel_groups
-from megatron.trainer.changes.transition.gradients import GradientMemory
 from megatron.trainer.changes.transition.memory import Moved, hand_over, hold_run
-from megatron.trainer.checkpoint.random_state import random_state, restore_random_state
+from megatron.trainer.checkpoint.state import random_state, restore_random_state
 from megatron.trainer.optimizer import choose_kernel
 from megatron.trainer.plan.arrangement import Arrangement, arrange
 from megatron.trainer.start_up.engine import build_engine
@@ -36,6 +42,33 @@ from megatron.trainer.start_up.run import Run
 
 if TYPE_CHECKING:
     from megatron.trainer.changes.shaping import Outlook
+
+
+# --- gradient buffers, given up meanwhile -----------------------------------------------------------------------------
+
+
+class _GradientMemory:
+    """The gradient memory of a drained `update`; nothing where it has no gradients, as on a rank that is frozen."""
+
+    def __init__(self, update: object) -> None:
+        buffers: CoreGradientBuffers | None = getattr(update, "_gradients", None)
+        slots = [] if buffers is None else [buffers[slot] for slot in range(buffers.num_slots)]
+        storages = [flat.untyped_storage() for slot in slots for flat in slot.flats]
+        self._storages = [storage for storage in storages if storage.resizable()]  # numpy may have a view of some
+        self._num_bytes = [storage.nbytes() for storage in self._storages]
+
+    def release(self) -> None:
+        for storage in self._storages:
+            storage.resize_(0)
+
+    def take_again(self) -> None:
+        """Zeros. As much memory as before has to be there."""
+        for storage, num_bytes in zip(self._storages, self._num_bytes, strict=True):
+            storage.resize_(num_bytes)
+            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
+
+
+# --- the change -------------------------------------------------------------------------------------------------------
 
 PATIENCE = timedelta(minutes=1)
 """How long a rank that has failed waits for the others to come to a verdict."""
@@ -122,7 +155,7 @@ class _WayBack:
 
     def __init__(self, run: Run) -> None:
         self.arrangement, self.model_and_optimizer = run.args.arrangement, run.model_and_optimizer
-        self.gradients = GradientMemory(run.update)
+        self.gradients = _GradientMemory(run.update)
         self.groups: parallel_groups.ParallelState | None = None
         self._random_state = random_state()  # building draws
 

@@ -38,16 +38,12 @@ from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.utils import extract_nonpersistent, extract_sharded_base
 from megatron.pipeline.runtime.failure.agreement import agree, agreed, control_group
 from megatron.pipeline.runtime.failure.errors import CheckpointError
-from megatron.trainer.changes.transition.boxes import Box, Shape
-from megatron.trainer.changes.transition.exchange import Exchange
-from megatron.trainer.changes.transition.pieces import Piece, dtype_name, pieces_of, share_memory
-from megatron.trainer.changes.transition.plan import TensorPart, plan_moves
-from megatron.trainer.checkpoint.anew import stays
-from megatron.trainer.checkpoint.element_ranges import ELEMENT_RANGES, ElementRange
+from megatron.trainer.changes.transition.exchange import Exchange, Piece, dtype_name, pieces_of, share_memory
+from megatron.trainer.changes.transition.plan import Box, Shape, TensorPart, plan_moves
 from megatron.trainer.checkpoint.loader import is_extra_state
-from megatron.trainer.checkpoint.random_state import own_random_state
+from megatron.trainer.checkpoint.optimizer_state import ELEMENT_RANGES, ElementRange, stays
 from megatron.trainer.checkpoint.run_state import Restoration, RunParts, run_state
-from megatron.trainer.checkpoint.state import memory_metadata, optimizer_state
+from megatron.trainer.checkpoint.state import memory_metadata, optimizer_state, own_random_state
 
 PIECE_BYTES = 64 * 1024 * 1024
 

@@ -15,11 +15,16 @@ backend.install()
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.trainer.changes.transition import plan as planning
-from megatron.trainer.changes.transition.boxes import Box
-from megatron.trainer.changes.transition.exchange import within
-from megatron.trainer.changes.transition.pieces import pieces_of, share_memory
-from megatron.trainer.changes.transition.plan import ALIGNMENT, TensorPart, direct_messages, packed_messages, plan_moves
-from megatron.trainer.checkpoint.element_ranges import ElementRange
+from megatron.trainer.changes.transition.exchange import pieces_of, share_memory, within
+from megatron.trainer.changes.transition.plan import (
+    ALIGNMENT,
+    Box,
+    TensorPart,
+    direct_messages,
+    packed_messages,
+    plan_moves,
+)
+from megatron.trainer.checkpoint.optimizer_state import ElementRange
 
 
 @st.composite

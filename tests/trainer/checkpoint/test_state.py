@@ -7,7 +7,7 @@ from megatron import backend
 backend.install()
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.trainer.checkpoint.copies import with_copies, without_copies
+from megatron.trainer.checkpoint.state import with_copies, without_copies
 
 
 def sharded(key: str, *, replica_id: tuple[int, ...], offset: int = 0) -> ShardedTensor:

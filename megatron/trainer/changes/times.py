@@ -1,24 +1,36 @@
-"""Seconds of each layer, from what stages were measured to take.
+"""Measured times for decisions about a run's pipeline: seconds of each layer, and of links between ranks.
 
-A stage's time is shared out to its layers by their arithmetic: all layers of a model are alike, and the output layer of
-the last stage is as much as some of them. The embedding's, a copy, is not counted apart. What a layer took is kept
-until it is measured again, also while it is frozen and has no backward.
+Layers: a stage's time is shared out to its layers by their arithmetic: all layers of a model are alike, and the output
+layer of the last stage is as much as some of them. The embedding's, a copy, is not counted apart. What a layer took is
+kept until it is measured again, also while it is frozen and has no backward.
+
+Links: what ranks take to reduce gradients and to send to each other, for decisions about degrees. It is measured by an
+all-reduce over all ranks of the job, of nothing much and of a layer's gradients: a group that exists, in which the
+slowest link of all decides. Replicas and stages that lie nearer to each other may be faster.
 """
+
+from __future__ import annotations
 
 import argparse
 import statistics
+import time
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import accumulate
 
+import torch
 import torch.distributed as dist
 
+from megatron import backend
 from megatron.elastic.stages import Stages
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.runtime.contract.trace import COMPUTE
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.failure.agreement import control_group
 from megatron.trainer.report.throughput import flops_of_output_layer, flops_per_sample
+
+# --- layers -----------------------------------------------------------------------------------------------------------
 
 Seconds = Mapping[int, tuple[float, float]]
 """Stage -> forward and backward of a microbatch, recompute with the backward."""
@@ -81,3 +93,53 @@ class LayerTimes:
 
     def _parts(self, layers: range, num_layers: int) -> list[float]:
         return [1.0 + self._output_layer * (layer == num_layers - 1) for layer in layers]
+
+
+# --- links ------------------------------------------------------------------------------------------------------------
+
+_REPEATS = 5
+_MOST_BYTES = 32 << 20
+"""The size of the all-reduce that is measured; a larger one takes longer in proportion."""
+
+
+@dataclass(frozen=True)
+class LinkTimes:
+    """Seconds of a message, and of each byte that a rank sends in a ring."""
+
+    message: float = 0.0
+    byte: float = 0.0
+
+    def of_message(self, num_ranks: int) -> float:
+        """The time of an all-reduce of next to nothing over so many ranks."""
+        return 2 * (num_ranks - 1) * self.message
+
+    def of_reduction(self, num_bytes: float) -> float:
+        """The time of an all-reduce, whatever the number of its members: a ring sends all bytes up to twice."""
+        return 2 * num_bytes * self.byte
+
+    def of_transfer(self, num_bytes: float) -> float:
+        """The time for which a transfer holds its link."""
+        return num_bytes * self.byte
+
+
+def measure_links(num_bytes: float) -> LinkTimes:
+    """Times taken by an all-reduce of up to so many bytes. Collective, drained."""
+    num_ranks = dist.get_world_size()
+    if num_ranks == 1:
+        return LinkTimes()
+    size = max(4, int(min(num_bytes, _MOST_BYTES)))
+    least, most = _seconds(4), _seconds(size)
+    steps = 2 * (num_ranks - 1)
+    return LinkTimes(least / steps, max(0.0, most - least) / (steps / num_ranks * size))
+
+
+def _seconds(num_bytes: int) -> float:
+    """The median; the first one is not counted."""
+    values, found = torch.zeros(num_bytes // 4, dtype=torch.float32, device=backend.device()), []
+    for _ in range(1 + _REPEATS):
+        dist.barrier()
+        begin = time.perf_counter()
+        dist.all_reduce(values)
+        values[0].item()  # on a device: when it has been done
+        found.append(time.perf_counter() - begin)
+    return statistics.median(found[1:])

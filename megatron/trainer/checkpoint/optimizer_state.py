@@ -1,0 +1,329 @@
+"""The optimizer's state in a checkpoint and in memory: as ranks own it, under either kind's names, and begun anew.
+
+Problem: megatron.core's two kinds of optimizer hold the same numbers under different names. Moments agree
+('optimizer.state.exp_avg.<parameter>'), but FP32 masters are 'param' in the distributed optimizer, 'fp32_param' in the
+mixed-precision one, and the model's own tensors in the FP32 one; step counter and groups lie at different places. The
+step counter of Adam and its kind is left out where it is 0, and then the load fails for want of it. The distributed
+optimizer shards masters and moments by ranges of a flat buffer, and its format that other degrees can load gathers them
+on every replica first, whole. And nobody holds the moments of layers that were frozen, nor, beside 16-bit weights,
+their FP32 masters, nor an older version of their weights; moments of zero beside a counter that goes on would make the
+first steps several times too long, since Adam corrects them by that counter, of which checkpoints have one for all.
+
+Solution: ask for each master under the name that the checkpoint has, and rearrange the small common part afterwards.
+Where state goes from rank to rank in memory, a rank describes what it owns of a parameter as a range of that
+parameter's flattened elements, without a copy; only stores that know `ElementRange` can hold it, files cannot. Where
+frozen layers train again the optimizer begins anew, for all layers: moments are zero, the counter is 0. Masters of what
+was trained stay as they are; those of what was frozen are its weights, and so are its older versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megatron.backend.fixes import has_adams_state
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, extract_matching_values, nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedBase,
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.pipeline.runtime.failure.errors import CheckpointError
+from megatron.pipeline.runtime.stages.megatron.older_versions import OLDER_VERSIONS
+
+# --- the elements that a rank owns ------------------------------------------------------------------------------------
+
+ELEMENT_RANGES = "element_ranges"  # value of "distrib_optim_sharding_type"
+# How megatron.core names a loaded state that has for each of its shards the tensors of just that shard.
+_AS_LOADED = "fully_sharded_model_space"
+
+
+@dataclass
+class ElementRange(ShardedBase):
+    """A flat tensor that is a range of a sharded tensor's part.
+
+    Attributes:
+        key: of the parameter's state, for messages.
+        data: one axis; the elements `first` to `first + len(data)` of the flattened local tensor.
+        first: counted in elements of the local tensor of the parameter.
+        wholes: the sharded tensors, without data, that the local tensor consists of, each with the element where it
+            begins: one, or what a factory makes of it (the two halves of a gated layer).
+    """
+
+    key: str
+    data: Tensor
+    first: int
+    wholes: tuple[tuple[int, ShardedTensor], ...]
+    replica_id: tuple[int, ...] | int = 0
+
+    def validate_metadata_integrity(self) -> None:
+        assert self.data is None or self.data.dim() == 1, f"{self.key}: a range has one axis"
+
+    def without_data(self) -> ElementRange:
+        return replace(self, data=None)
+
+    def overlaps(self) -> list[tuple[ShardedTensor, int, Tensor]]:
+        """(whole, first element within it, the data there) of each whole that the range reaches into."""
+        last, found = self.first + len(self.data), []
+        for begin, whole in self.wholes:
+            start, stop = max(self.first, begin), min(last, begin + whole.data.numel())
+            if start < stop:
+                found.append((whole, start - begin, self.data[start - self.first : stop - self.first]))
+        return found
+
+
+def ranged_optimizer_state(
+    optimizer: MegatronOptimizer, model: dict[str, ShardedStateDict], metadata: dict, *, is_loading: bool
+) -> ShardedStateDict:
+    """As `optimizer.sharded_state_dict`, with element ranges for the state of distributed optimizers. The data are the
+    optimizer's own tensors."""
+    chain = getattr(optimizer, "chained_optimizers", [optimizer])
+    states = [
+        _distributed_state(inner, model)
+        if isinstance(inner, DistributedOptimizer)
+        else inner.sharded_state_dict(model, is_loading=is_loading, metadata=dict(metadata))
+        for inner in chain
+    ]
+    return states[0] if len(states) == 1 else dict(enumerate(states))
+
+
+def _distributed_state(optimizer: DistributedOptimizer, model: dict[str, ShardedStateDict]) -> ShardedStateDict:
+    sharded, _ = extract_sharded_tensors_and_factories(model)
+    of_parameter = {id(value.data): value for value in nested_values(sharded)}
+    param_state: dict[int, dict[str, ElementRange]] = {}
+    for buckets in (ranges for by_dtype in optimizer.gbuf_ranges for ranges in by_dtype.values()):
+        for parameter, places in ((each, where) for bucket in buckets for each, where in bucket["param_map"].items()):
+            tensors = optimizer._get_main_param_and_optimizer_states(parameter)
+            param_state[len(param_state)] = {
+                name: _range_of(of_parameter[id(parameter)], f"optimizer.state.{name}", tensor, places["param"].start)
+                for name, tensor in tensors.items()
+                if name != "step"  # the same for all; it is in the groups
+            }
+    common = optimizer.state_dict()
+    if not param_state:  # a rank that owns nothing knows no count of steps
+        for group in common["optimizer"]["param_groups"]:
+            group.pop("step", None)
+    return {**common, "param_state": param_state, "param_state_sharding_type": _AS_LOADED}
+
+
+def _range_of(parameter: ShardedTensor | ShardedTensorFactory, prefix: str, tensor: Tensor, first: int) -> ElementRange:
+    key = f"{prefix}.{parameter.key}"
+    return ElementRange(key, tensor.detach(), first, _wholes(parameter, key), parameter.replica_id)
+
+
+def _wholes(parameter: ShardedTensor | ShardedTensorFactory, key: str) -> tuple[tuple[int, ShardedTensor], ...]:
+    """What the parameter's local tensor consists of, over a stand-in that tells places and takes no memory."""
+    stand_in = torch.empty(parameter.data.shape, dtype=parameter.data.dtype, device="meta")
+    if isinstance(parameter, ShardedTensor):
+        return ((0, replace(parameter, key=key, data=stand_in)),)
+    made = list(nested_values(parameter.build_fn(key, stand_in, parameter.replica_id, None)))
+    wholes = tuple((value.data.storage_offset(), value) for value in made)
+    if not all(value.data._is_view() and value.data.is_contiguous() for _, value in wholes):
+        raise ValueError(
+            f"{parameter.key} is stored in parts that are no ranges of its elements, so its distributed optimizer "
+            "state cannot be moved in memory: leave out --use-distributed-optimizer"
+        )
+    return wholes
+
+
+# --- saved with the distributed optimizer and loaded without it, and the other way round ------------------------------
+
+_DISTRIBUTED_MASTER, _MIXED_MASTER = "optimizer.state.param.", "optimizer.state.fp32_param."
+_SHARDING = "param_state_sharding_type"
+
+
+def is_distributed(optimizer: MegatronOptimizer) -> bool:
+    """True for megatron.core's DistributedOptimizer, alone or in a chain."""
+    return any(
+        isinstance(inner, DistributedOptimizer) for inner in getattr(optimizer, "chained_optimizers", [optimizer])
+    )
+
+
+def needs_conversion(optimizer: MegatronOptimizer, saved: dict | None) -> bool:
+    """True if `saved`, the common part of the saved optimizer state, is of the other kind.
+
+    Raises CheckpointError where it cannot be converted.
+    """
+    if saved is None or is_distributed(optimizer) == (_SHARDING in saved):
+        return False
+    fresh = "pass --no-load-optim to start with a fresh optimizer state"
+    if saved.get(_SHARDING, "fully_reshardable") != "fully_reshardable":
+        raise CheckpointError(
+            f"the checkpoint's distributed optimizer state is in the format {saved[_SHARDING]!r}, which only "
+            f"--use-distributed-optimizer at the same degrees can load: set that, or {fresh}"
+        )
+    if len(getattr(optimizer, "chained_optimizers", [optimizer])) > 1:
+        raise CheckpointError(
+            f"optimizer state of a chain of optimizers loads only with the same --use-distributed-optimizer: {fresh}"
+        )
+    return True
+
+
+def convert_request(request: dict, holds: Callable[[str], bool]) -> dict:
+    """Name the masters in a sharded optimizer state as the checkpoint does (`holds`: is this key there?), and leave out
+    those that it does not have: an FP32 run without the distributed optimizer has no masters beside the model."""
+
+    def renamed(value: object) -> object:
+        master = _master_of(value)
+        if master is None:
+            return value
+        return replace(value, key=next(key for key in _possible_keys(master) if holds(key)))
+
+    request, _ = extract_matching_values(
+        request, lambda value: (master := _master_of(value)) is None or any(map(holds, _possible_keys(master)))
+    )
+    return dict_list_map_inplace(renamed, request)
+
+
+def _master_of(value: object) -> str | None:
+    """Name of the parameter that a sharded tensor is the FP32 master of."""
+    return master_of(value.key) if isinstance(value, (ShardedTensor, ShardedTensorFactory)) else None
+
+
+def master_of(key: str) -> str | None:
+    """The key of the parameter whose FP32 master has this one."""
+    for prefix in (_DISTRIBUTED_MASTER, _MIXED_MASTER):
+        if key.startswith(prefix):
+            return key.removeprefix(prefix)
+    return None
+
+
+def _possible_keys(master: str) -> tuple[str, str]:
+    return _DISTRIBUTED_MASTER + master, _MIXED_MASTER + master
+
+
+def convert_loaded(loaded: dict, optimizer: MegatronOptimizer) -> dict:
+    """Rearrange a loaded optimizer state of the other kind so that `optimizer.load_state_dict` takes it. The model must
+    have been loaded already."""
+    return _to_distributed(loaded, optimizer) if is_distributed(optimizer) else _to_plain(loaded)
+
+
+def convert_step_counters(loaded: dict, optimizer: MegatronOptimizer) -> None:
+    """Put the counter of a loaded state where the optimizer looks for it, 0 where it was saved before its first update:
+    torch's Adam and its kind have it beside the moments, Apex's and Transformer Engine's in their groups.
+    """
+    chain = getattr(optimizer, "chained_optimizers", [optimizer])
+    states = [loaded] if len(chain) == 1 else [loaded[index] for index in range(len(chain))]
+    for inner, state in zip(chain, states, strict=True):
+        plain = state.get("optimizer", state)
+        if not plain.get("state"):
+            continue
+        counts = [count for group in plain["param_groups"] if (count := group.pop("step", None)) is not None]
+        if has_adams_state(inner.optimizer):
+            plain["state"].setdefault("common_step", torch.tensor(float(counts[0] if counts else 0)))
+        elif type(inner.optimizer).__name__ == "FusedAdam":
+            count = plain["state"].pop("common_step", counts[0] if counts else 0)
+            for group in plain["param_groups"]:
+                group["step"] = int(count)
+
+
+def _to_distributed(loaded: dict, optimizer: MegatronOptimizer) -> dict:
+    plain = loaded.get("optimizer", loaded)
+    step = plain.get("state", {}).get("common_step")
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in plain["param_groups"]]
+    for group in groups:
+        group["step"] = group.get("step", 0.0) if step is None else float(step)
+    (inner,) = getattr(optimizer, "chained_optimizers", [optimizer])
+    parameters = [parameter for buffer in inner.buffers for parameter in buffer.param_index_map]
+    for index, tensors in loaded["param_state"].items():
+        tensors.setdefault("param", parameters[int(index)].detach().float())
+    converted = {"optimizer": {"param_groups": groups}, "param_state": loaded["param_state"]}
+    if "grad_scaler" in loaded:
+        converted["grad_scaler"] = loaded["grad_scaler"]
+    return {**converted, _SHARDING: "fully_reshardable"}
+
+
+def _to_plain(loaded: dict) -> dict:
+    saved_groups = loaded["optimizer"]["param_groups"]
+    steps = [group.pop("step") for group in saved_groups if group.get("step") is not None]
+    mixed = "fp32_from_fp16_params" in loaded
+    plain = loaded["optimizer"] if mixed else loaded
+    if not mixed:
+        own = plain["param_groups"]
+        plain["param_groups"] = [{**saved, **here} for saved, here in zip(saved_groups, own, strict=True)]
+    if steps:
+        plain["state"]["common_step"] = torch.tensor(float(steps[0]))
+    kept = ("optimizer", "fp32_from_fp16_params", "grad_scaler") if mixed else ("state", "param_groups")
+    return {name: loaded[name] for name in kept if name in loaded}
+
+
+# --- layers that train again ------------------------------------------------------------------------------------------
+
+_STATE = "optimizer.state."
+
+
+def stays(key: str, holds_key: Callable[[str], bool]) -> bool:
+    """Whether what is asked for under a key is not to be loaded: a moment, or a master or older version that is not
+    held."""
+    comes_from_weights = _weight_of(key) is not None
+    return not holds_key(key) if comes_from_weights else key.startswith(_STATE)
+
+
+@dataclass(frozen=True)
+class Anew:
+    """`from_weights`: (what is the weights, the weights that are to be loaded), both in place."""
+
+    from_weights: list[tuple[Tensor, Tensor]]
+
+    @classmethod
+    def of(
+        cls, request: ShardedStateDict, model: dict[str, ShardedStateDict], holds_key: Callable[[str], bool]
+    ) -> Anew:
+        """Of what is asked for beside the model."""
+        weights = {value.key: value.data.detach() for value in nested_values(model) if _is_tensor(value)}
+        found = []
+        for entry in (each for each in request if each not in model):
+            for value in filter(_is_tensor, nested_values({entry: request[entry]})):
+                name = _weight_of(value.key)
+                if name is not None and any(stays(key, holds_key) for key in _keys(value)):
+                    source = weights[name]
+                    if isinstance(value, ElementRange):
+                        source = source.reshape(-1)[value.first : value.first + value.data.numel()]
+                    found.append((value.data.detach(), source))
+        return cls(found)
+
+    @torch.no_grad()
+    def complete(self, loaded: dict) -> None:
+        """The weights have been loaded: fill in what is theirs, and let the counter begin at 0."""
+        for target, weights in self.from_weights:
+            target.copy_(weights)
+        _reset_counters(loaded.get("optimizer"))
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, ShardedBase) and not isinstance(value, ShardedObject)
+
+
+def _weight_of(key: str) -> str | None:
+    """The key of the weight of which this is the FP32 master or an older version."""
+    return master_of(key) or (key.partition(".")[2] if key.startswith(OLDER_VERSIONS) else None)
+
+
+def _keys(value: ShardedBase) -> list[str]:
+    """Those under which a store has it."""
+    if isinstance(value, ElementRange):
+        return [whole.key for _, whole in value.wholes]
+    if isinstance(value, ShardedTensorFactory):
+        return [each.key for each in nested_values(value.build())]
+    return [value.key]
+
+
+def _reset_counters(state: object) -> None:
+    """Of each optimizer of a chain, where its kind has it: in its groups, or beside its moments."""
+    if isinstance(state, dict):
+        for name, value in state.items():
+            if name in ("step", "common_step") and value is not None:
+                state[name] = value * 0
+            else:
+                _reset_counters(value)
+    elif isinstance(state, list):
+        for each in state:
+            _reset_counters(each)
