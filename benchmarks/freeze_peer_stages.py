@@ -21,8 +21,7 @@ from megatron.trainer.models.gpt import build_chunks, wrap_for_training
 from megatron.trainer.optimizer import build_optimizer
 from megatron.trainer.plan import from_flags
 from megatron.trainer.programs import pretrain_vision_classify as door
-from megatron.trainer.run.assembly import assemble
-from megatron.trainer.run.pretraining import complete
+from megatron.trainer.run.pretraining import assemble, complete
 from megatron.trainer.start_up import initialize
 from megatron.trainer.start_up.run import Run
 

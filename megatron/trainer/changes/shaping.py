@@ -38,7 +38,7 @@ from megatron.trainer.changes.times import (
 )
 from megatron.trainer.plan import from_flags
 from megatron.trainer.plan.arrangement import Arrangement, arrange, batch_size
-from megatron.trainer.plan.proving import prove
+from megatron.trainer.plan.from_flags import prove
 from megatron.trainer.plan.rank_mapping import degrees_of, pipelines_in_a_row
 
 if TYPE_CHECKING:

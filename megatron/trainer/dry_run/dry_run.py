@@ -7,6 +7,9 @@ Solution: the checks of a start-up, in their order, for a world size that is giv
 them, files (those that are here), the programs that the run would execute, proved; then an estimate of each stage's
 memory and the map of ranks. What only the cluster has is taken as there, and said: CUDA with Transformer Engine, and
 files that are missing.
+
+A dry run is often made where no files are. What is here is checked as a run would check it; what is not becomes a line
+for the user.
 """
 
 import argparse
@@ -22,17 +25,74 @@ from megatron.placement.placement_report import PlacementReport, make_report
 from megatron.placement.topology import Bandwidth, Node, Topology, load_topology
 from megatron.planner import RankMemory, Verdict, device_gib, estimate_memory, judge
 from megatron.trainer.arguments import Platform, resolve_platform, validate_args
+from megatron.trainer.arguments.flags.model import CLASSIFIERS
+from megatron.trainer.arguments.flags.values import assumed_vocabulary, padded_vocabulary, usual_vocabulary
+from megatron.trainer.arguments.rules.programs import data_paths
 from megatron.trainer.changes.prefix_cache import missing_cache
 from megatron.trainer.checkpoint.checkpoint import apply_checkpoint_arguments
+from megatron.trainer.data.tokenizer import build_tokenizer, padded_vocab_size, problem_with_tokenizer
 from megatron.trainer.dry_run import hosted
 from megatron.trainer.dry_run.changes import planned_changes
-from megatron.trainer.dry_run.missing import choose_vocabulary, missing_checkpoint, missing_data
 from megatron.trainer.dry_run.text import DryRun, print_dry_run, to_dict
+from megatron.trainer.files.indexed_files import blends, check_indexed_dataset
 from megatron.trainer.models.core_config import optimizer_config, transformer_config
 from megatron.trainer.plan import from_flags
-from megatron.trainer.plan.proving import prove
+from megatron.trainer.plan.from_flags import prove
 from megatron.trainer.plan.rank_mapping import cut_model, decide, degrees_of, evictors
 from megatron.trainer.report.log import packages_not_here
+
+# --- files of data, tokenizer and checkpoint --------------------------------------------------------------------------
+
+
+def _missing_data(args: argparse.Namespace) -> list[str]:
+    """A line for each part of the data that is not here. Raises ValueError for files that are here and damaged."""
+    if args.architecture in CLASSIFIERS:
+        named = (path for paths in data_paths(args).values() for path in paths)
+        return [f"data {path} is not on this machine" for path in named if not os.path.exists(path)]
+    for flag, path in (
+        ("--data-args-path", args.data_args_path),
+        ("--per-split-data-args-path", args.per_split_data_args_path),
+    ):
+        if path is not None and not os.path.exists(path):
+            return [f"{flag} {path} is not on this machine"]
+    blend, per_split = blends(args)
+    lines = []
+    for prefix in [prefix for each in (blend, *(per_split or ())) if each for prefix in each[0]]:
+        absent = [name for name in (f"{prefix}.idx", f"{prefix}.bin") if not os.path.exists(name)]
+        if absent:
+            lines.append(f"data file {' and '.join(absent)} is not on this machine")
+        else:
+            check_indexed_dataset(prefix)
+    return lines
+
+
+def _missing_checkpoint(args: argparse.Namespace) -> list[str]:
+    """A line for each directory to load from that is not here."""
+    named = (("--load", args.load), ("--pretrained-checkpoint", args.pretrained_checkpoint))
+    return [f"{flag} {path} is not on this machine" for flag, path in named if path and not os.path.isdir(path)]
+
+
+def _choose_vocabulary(args: argparse.Namespace) -> list[str]:
+    """Set `args.padded_vocab_size`: from the tokenizer, or where it is not here, from --vocab-size or a common one.
+
+    Returns a line where it had to be assumed. Raises ValueError for a tokenizer that is here and cannot be read.
+    """
+    if args.architecture == "vit":
+        args.padded_vocab_size = 0
+        return []
+    problem = problem_with_tokenizer(args)
+    if problem is None and args.tokenizer_model is not None and not os.path.exists(args.tokenizer_model):
+        problem = f"--tokenizer-model {args.tokenizer_model} names a hub, which is not asked"
+    if problem is None:
+        args.padded_vocab_size = padded_vocab_size(args, build_tokenizer(args))
+        return []
+    name, _ = usual_vocabulary(args)
+    args.padded_vocab_size = padded_vocabulary(args, assumed_vocabulary(args))
+    source = "as --vocab-size says" if args.vocab_size else f"as {name}; --vocab-size says another"
+    return [f"{problem}; the embedding is taken to have {args.padded_vocab_size} rows, {source}"]
+
+
+# --- the dry run ------------------------------------------------------------------------------------------------------
 
 _REFUSED = 1
 
@@ -104,7 +164,7 @@ def check_job(args: argparse.Namespace) -> DryRun:
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ValueError("--dry-run is one process for the whole job; start it without torchrun or srun")
     notes = _complete(args)
-    warnings = [*missing_checkpoint(args), *missing_data(args), *choose_vocabulary(args)]
+    warnings = [*_missing_checkpoint(args), *_missing_data(args), *_choose_vocabulary(args)]
     warnings += missing_cache(args) if args.activation_cache is not None else []
     warnings += packages_not_here(args).values()
     # megatron.core looks for a fused kernel when it is configured, and the cluster's is not here.

@@ -21,7 +21,7 @@ from megatron.trainer.arguments.flags.specification import Flag, Role
 from megatron.trainer.arguments.flags.values import assumed_vocabulary, padded_vocabulary, usual_vocabulary
 from megatron.trainer.arguments.rules import data, model, run
 from megatron.trainer.plan import from_flags
-from megatron.trainer.plan.priced import PricedFlags, read_priced
+from megatron.trainer.plan.from_flags import PricedFlags, read_priced
 
 PROGRAMS = {
     "gpt": ("pretrain_gpt.py", {}),

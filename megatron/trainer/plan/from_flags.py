@@ -1,19 +1,177 @@
-"""From checked flags to the planner's records. Without torch, so that a search starts at once."""
+"""From checked flags to what the planner judges: its records, what a search prices and the trainer refuses (context
+parallelism and experts), and a run's programs, proved. Without torch, so that a search starts at once.
+"""
 
 from __future__ import annotations
 
 import argparse
+import ast
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from megatron.planner import ActivationSetting, Architecture, Configuration, Recompute, TrainingState
-from megatron.planner.job.software import Software, has_flash_attention
+from megatron.pipeline.check import CheckReport, check_periodic
+from megatron.pipeline.schedules import PipelineSchedule
+from megatron.planner import (
+    ActivationSetting,
+    Architecture,
+    Configuration,
+    Demand,
+    Recompute,
+    TrainingState,
+    demand_of,
+    most,
+)
+from megatron.planner.job.software import ALL_TO_ALL, FLEX, Software, has_flash_attention
+from megatron.planner.memory.architecture import Experts
 from megatron.planner.memory.hosted import Hosting
 from megatron.trainer.arguments.flags.model import CLASSIFIERS, NUM_TOKEN_TYPES
+from megatron.trainer.arguments.flags.specification import Flag
 from megatron.trainer.arguments.flags.values import choice_of
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+# --- context parallelism and experts ----------------------------------------------------------------------------------
+
+_TOPK = 2  # Megatron-LM's default
+_OF_EXPERTS = (
+    "moe_router_topk", "moe_ffn_hidden_size", "moe_layer_freq", "moe_expert_capacity_factor",
+    "moe_shared_expert_intermediate_size", "overlap_moe_expert_parallel_comm",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class PricedFlags:
+    """Flags that a user gave, and what they ask for.
+
+    Attributes:
+        written: those that ask for something, as the user wrote them.
+        context, expert, expert_tensor: degrees, as a configuration has them.
+        gathers_keys, dispatcher, overlaps_experts: as in `Software`.
+        experts: of what they say; `ffn_hidden_size` is 0 where they are as wide as the model's MLP.
+    """
+
+    written: tuple[str, ...] = ()
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int | None = None
+    gathers_keys: bool = False
+    dispatcher: str = ALL_TO_ALL
+    overlaps_experts: bool = False
+    experts: Mapping[str, object] | None = None
+
+    def experts_of(self, ffn_hidden_size: int) -> Experts | None:
+        """The experts of a model with such an MLP. Raises ValueError."""
+        if self.experts is None:
+            return None
+        return Experts(**{"ffn_hidden_size": ffn_hidden_size, **self.experts})
+
+
+def read_priced(given: argparse.Namespace, flags: Sequence[tuple[Flag, tuple[str, ...]]]) -> PricedFlags:
+    """From parsed flags, and those of them that are priced with how they were written.
+
+    Raises:
+        ValueError: a value that is none, flags of experts without experts, or what has no price.
+    """
+    written = tuple(" ".join(words) for flag, words in flags if getattr(given, flag.dest) not in (*flag.neutral, False))
+    names = {flag.dest: flag.name for flag, _ in flags}
+    values = {name: getattr(given, name) for name in names}
+    kind = values.get("cp_comm_type") or ["p2p"]
+    if set(kind) - {"p2p", "all_gather"} or len(set(kind)) > 1:
+        raise ValueError(f"--cp-comm-type {' '.join(kind)} has no price; give p2p or all_gather")
+    dispatcher = values.get("moe_token_dispatcher_type", ALL_TO_ALL)
+    if dispatcher not in (ALL_TO_ALL, FLEX):
+        raise ValueError(f"--moe-token-dispatcher-type {dispatcher} has no price; give {ALL_TO_ALL} or {FLEX}")
+    for name in ("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size", "num_experts"):
+        least = 0 if name == "num_experts" else 1
+        if values.get(name) is not None and values[name] < least:
+            raise ValueError(f"{names[name]} {values[name]} is below {least}; give 1 or more")
+    experts = _experts(values) if values.get("num_experts") else None
+    if experts is None:
+        lone = next((names[name] for name in names if name in _OF_EXPERTS), None)
+        if lone is None and (values.get("expert_model_parallel_size") or 1) > 1:
+            lone = names["expert_model_parallel_size"]
+        if lone is None and dispatcher != ALL_TO_ALL:
+            lone = f"{names['moe_token_dispatcher_type']} {dispatcher}"
+        if lone is not None:
+            raise ValueError(f"{lone} is given, and --num-experts is not; give both, or neither")
+    return PricedFlags(
+        written=written,
+        context=values.get("context_parallel_size") or 1,
+        expert=values.get("expert_model_parallel_size") or 1,
+        expert_tensor=values.get("expert_tensor_parallel_size") if experts is not None else None,
+        gathers_keys="all_gather" in kind,
+        dispatcher=dispatcher,
+        overlaps_experts=values.get("overlap_moe_expert_parallel_comm", False),
+        experts=experts,
+    )
+
+
+def _experts(values: Mapping[str, object]) -> dict[str, object]:
+    topk, width, shared, capacity, pattern = (values.get(name) for name in (
+        "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_expert_capacity_factor",
+        "moe_layer_freq",
+    ))  # fmt: skip
+    found = {
+        "count": values["num_experts"],
+        "topk": _TOPK if topk is None else _whole("--moe-router-topk", topk),
+        "layers": 1 if pattern is None else layers_with_experts(pattern),
+        "shared_ffn_hidden_size": 0 if shared is None else _whole("--moe-shared-expert-intermediate-size", shared),
+        "capacity_factor": None if capacity is None else _number("--moe-expert-capacity-factor", capacity),
+    }
+    return found if width is None else {**found, "ffn_hidden_size": _whole("--moe-ffn-hidden-size", width)}
+
+
+def _whole(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name} {text} is no whole number; give one") from None
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{name} {text} is no number; give one") from None
+
+
+def layers_with_experts(text: str) -> int | tuple[int, ...]:
+    """What `--moe-layer-freq` says: every n-th layer, or a list of 1 and 0 as `([0]*1+[1]*3)*2`. Raises ValueError."""
+    try:
+        found = _evaluated(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, TypeError, ValueError, RecursionError):
+        found = None
+    if isinstance(found, list) and len(found) <= _MOST_LAYERS and all(type(each) is int for each in found):
+        return tuple(found)
+    if type(found) is int:
+        return found
+    raise ValueError(f"--moe-layer-freq {text} is no pattern; give a number, or lists as ([0]*1+[1]*3)*2")
+
+
+_MOST_LAYERS = 10_000
+
+
+def _evaluated(node: ast.AST) -> int | list:
+    """Of numbers, lists, sums of lists and lists times numbers."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.List):
+        return [_evaluated(each) for each in node.elts]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Mult)):
+        left, right = _evaluated(node.left), _evaluated(node.right)
+        if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
+            return left + right
+        if isinstance(node.op, ast.Mult) and isinstance(left, list) and type(right) is int:
+            if len(left) * right > _MOST_LAYERS:
+                raise ValueError(right)
+            return left * right
+    raise ValueError(node)
+
+
+# --- the planner's records --------------------------------------------------------------------------------------------
 
 _FP32, _HALF = 4, 2
 
@@ -166,3 +324,38 @@ def hosting_of(args: argparse.Namespace) -> Hosting | None:
         return None
     most = max(args.batch_sizes.all_num_microbatches())
     return Hosting(stages=residency.stages, stash=residency.stash, num_microbatches=most)
+
+
+# --- the programs of a run, proved before it begins -------------------------------------------------------------------
+
+
+def prove(args: argparse.Namespace) -> tuple[CheckReport, Demand]:
+    """Build and prove what the run would execute; returns the report of its largest batches, and what all demand.
+
+    The runtime executes segments of a stream, whose programs are proved as they are built: here every batch size of the
+    run, from each to the next, and the evaluation. The largest size is proved for any number of batches besides.
+
+    Raises ProgramError, ValueError.
+    """
+    schedule = args.schedule
+    sizes = list(dict.fromkeys(args.batch_sizes.all_num_microbatches()))
+    stream = schedule.stream()
+    for size in sizes:
+        for _ in range((schedule.settling_batches or 0) + 1):
+            stream.start_batch(size)
+    stream.drain()
+    if args.eval_iters:
+        stream.evaluation(sizes[-1])
+    proved = [_prove_periodic(schedule, size) for size in dict.fromkeys((sizes[0], max(sizes)))]
+    return proved[-1][0], most(demand for _, demand in proved)
+
+
+def _prove_periodic(schedule: PipelineSchedule, num_microbatches: int) -> tuple[CheckReport, Demand]:
+    periodic = schedule.build_periodic(num_microbatches)
+    program = periodic.unroll(1)
+    report = check_periodic(
+        periodic,
+        max_saved=schedule.max_saved_microbatches(program.batches),
+        max_saved_on_rank=schedule.max_saved_on_rank(program.batches),
+    )
+    return report, demand_of(program, report)

@@ -2,6 +2,8 @@
 
 A run has one such record at a time. Where the pipeline changes while it trains, the run builds another, and what was
 learned moves from the one to the other as it does through a checkpoint.
+
+The engine drives the stages of that record.
 """
 
 import argparse
@@ -20,6 +22,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.pipeline.runtime.activations.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.activations.saved_microbatches import DeferredBytes
+from megatron.pipeline.runtime.contract.trace import CudaClock, HostClock, Tracer
+from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.failure.errors import AgreedError
 from megatron.pipeline.runtime.stages.megatron.frozen_update import MegatronFrozenUpdate
 from megatron.pipeline.runtime.stages.megatron.layers import LayersOfParameters
@@ -28,14 +32,15 @@ from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
 from megatron.pipeline.runtime.stages.megatron.update import MegatronWeightUpdate
 from megatron.pipeline.schedules import PipelineSchedule
 from megatron.placement.hosts import this_process
+from megatron.trainer.checkpoint.checkpoint import CheckpointPosition
 from megatron.trainer.checkpoint.run_state import RunParts
 from megatron.trainer.models import core_config
 from megatron.trainer.models.gpt import build_chunks, wrap_for_training
 from megatron.trainer.optimizer import build_optimizer
 from megatron.trainer.plan import from_flags
 from megatron.trainer.report.names import ALLOCATED, DEFERRED, SAVED_ACTIVATIONS
-from megatron.trainer.start_up.host_room import require_room
 from megatron.trainer.start_up.program import TrainingProgram
+from megatron.trainer.start_up.room import require_room
 
 Update = MegatronWeightUpdate | MegatronRelayUpdate | MegatronFrozenUpdate
 
@@ -178,3 +183,34 @@ def _rank_metrics(
     allocated = {ALLOCATED: backend.peak_memory_bytes} if backend.is_cuda() else {}
     deferred = {} if deferred_bytes is None else {DEFERRED: deferred_bytes.take_recent_peak}
     return {SAVED_ACTIVATIONS: memory.take_recent_peak, **deferred, **allocated}
+
+
+# --- the engine -------------------------------------------------------------------------------------------------------
+
+_TRACED_EXTRA = 8  # segments: drains, evaluations and batches cut by them
+_TRACED_OF_LAYERS = 4  # batches from which the times of layers are learned
+
+
+def build_engine(args: argparse.Namespace, built: ModelAndOptimizer, position: CheckpointPosition) -> PipelineEngine:
+    """The engine over this rank's pipeline group, going on at `position`.
+
+    Microbatches are numbered by the samples before them, so that dropout goes on as in a run that was never stopped,
+    also after a change of the microbatch size or of the number of replicas.
+    """
+    traced = _TRACED_OF_LAYERS if args.elastic_pipeline or args.activation_cache is not None else 0
+    if args.pipeline_timeline is not None:
+        traced = 2 * args.pipeline_timeline_iterations + _TRACED_EXTRA
+    clock = CudaClock() if backend.is_cuda() else HostClock()
+    return PipelineEngine(
+        built.schedule, built.stages, built.update,
+        ranks=torch.distributed.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group()),
+        timeout=timedelta(minutes=args.distributed_timeout_minutes),
+        backend=args.distributed_backend,
+        device=backend.device(),
+        tracer=Tracer(num_batches=traced, clock=clock) if traced else None,
+        first_batch=position.iteration,
+        first_microbatch=position.consumed_train_samples // args.batch_sizes.samples_per_microbatch,
+        activation_memory=built.memory if args.moves_activations else None,
+        deferred_bytes=built.deferred_bytes,
+        ledger=built.update.ledger if built.schedule.residency is not None else None,
+    )  # fmt: skip

@@ -1,6 +1,4 @@
-"""Checkpoints appear at once or not at all, whatever moment the job is killed at; damage to any file of one is found and
-named.
-"""
+"""Checkpoints appear at once or not at all, whatever moment a job is killed at; damage to any of their files is named."""
 
 import json
 import os

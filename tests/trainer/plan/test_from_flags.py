@@ -1,14 +1,18 @@
-"""From flags to the planner's records."""
-
-import pytest
+"""From flags to the planner's records, and flags that a search prices and the trainer refuses."""
 
 from megatron import backend
 
 backend.install()
 
-from megatron.planner import Recompute
+import pytest
+
+from megatron.planner import Configuration, Recompute
+from megatron.planner.memory.architecture import Experts
+from megatron.trainer.arguments import Platform, parse_args
 from megatron.trainer.models.core_config import transformer_config
 from megatron.trainer.plan import from_flags
+from megatron.trainer.plan.command import Job
+from megatron.trainer.plan.from_flags import layers_with_experts
 from tests.trainer.arguments.command_line import GPU, arguments
 
 
@@ -67,3 +71,106 @@ def test_formats():
     assert from_flags.training_state(arguments("--optimizer sgd --sgd-momentum 0")).num_moments == 0
     wide = arguments("--bf16 --fp32-residual-connection", platform=GPU)
     assert from_flags.activation_setting(wide).residual_bytes == 4
+
+
+ENGINE = Platform(is_cuda=True, has_transformer_engine=True, has_apex=True)
+WORDS = (
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 100 --bf16 --swiglu "
+    "--disable-bias-linear --ffn-hidden-size 96"
+)
+
+
+def job(flags: str = "") -> Job:
+    return Job.read(f"{WORDS} {flags}".split(), architecture="gpt", platform=ENGINE)
+
+
+@pytest.mark.parametrize(
+    "flags", ["--num-experts 8", "--context-parallel-size 2", "--expert-model-parallel-size 2", "--moe-router-topk 2"]
+)
+def test_the_trainer_refuses_them(flags):
+    with pytest.raises(ValueError, match="not supported"):
+        parse_args(f"{WORDS} {flags}".split())
+
+
+def test_a_job_without_them_is_as_before():
+    plain = job()
+    assert plain.priced.written == () and plain.shape(1).experts is None
+    off = "--num-experts 0 --context-parallel-size 1 --expert-model-parallel-size 1"
+    assert job(off) == plain
+
+
+def test_experts():
+    """Megatron's defaults: a token goes to 2, which are as wide as the MLP and on every layer."""
+    assert job("--num-experts 8").shape(1).experts == Experts(count=8, topk=2, ffn_hidden_size=96)
+    full = (
+        "--num-experts 8 --moe-router-topk 3 --moe-ffn-hidden-size 32 --moe-shared-expert-intermediate-size 64 "
+        "--moe-layer-freq ([0]*1+[1]*3)*2 --moe-expert-capacity-factor 1.5 --expert-model-parallel-size 4 "
+        "--expert-tensor-parallel-size 1 --moe-grouped-gemm --moe-token-dispatcher-type alltoall"
+    )
+    asked = job(full)
+    assert asked.shape(2).experts == Experts(
+        count=8, topk=3, ffn_hidden_size=32, shared_ffn_hidden_size=64, layers=(0, 1, 1, 1, 0, 1, 1, 1),
+        capacity_factor=1.5,
+    )  # fmt: skip
+    assert (asked.priced.expert, asked.priced.expert_tensor) == (4, 1)
+    assert "--num-experts 8" in asked.priced.written and "--moe-grouped-gemm" in asked.priced.written
+    assert not any("moe" in word or "expert" in word for word in asked.argv)
+
+
+def test_how_copies_of_tokens_get_to_experts():
+    """DeepEP's dispatcher, and beside another microbatch; by default neither."""
+    plain = job("--num-experts 8 --expert-model-parallel-size 4").software
+    assert (plain.dispatcher, plain.overlaps_experts) == ("alltoall", False)
+    flags = "--moe-token-dispatcher-type flex --overlap-moe-expert-parallel-comm"
+    asked = job(f"--num-experts 8 --expert-model-parallel-size 4 {flags}")
+    assert (asked.software.dispatcher, asked.software.overlaps_experts) == ("flex", True)
+    assert set(flags.split(" --", 1)[:1]) <= set(asked.priced.written)
+
+
+def test_context_parallelism():
+    """The rules are asked about a rank for each sequence, of as many replicas."""
+    asked = job("--context-parallel-size 4 --cp-comm-type all_gather")
+    assert asked.priced.context == 4 and asked.software.gathers_keys and not job().software.gathers_keys
+    shared = Configuration(tensor=2, data=2, context=4, micro_batch_size=1, global_batch_size=8)
+    assert asked.arguments(shared).data_parallel_size == 2 and asked.refusal(shared) is None
+    assert asked.software.activation_setting(shared).context == 4
+    assert asked.software.training_state(shared).data == 8
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("--moe-router-topk 2", "--moe-router-topk is given, and --num-experts is not; give both"),
+        ("--expert-model-parallel-size 2", "--expert-model-parallel-size is given, and --num-experts is not"),
+        ("--num-experts -1", "--num-experts -1 is below 0; give 1 or more"),
+        ("--context-parallel-size 0", "--context-parallel-size 0 is below 1; give 1 or more"),
+        ("--num-experts 8 --moe-router-topk two", "--moe-router-topk two is no whole number; give one"),
+        ("--num-experts 8 --moe-expert-capacity-factor x", "--moe-expert-capacity-factor x is no number; give one"),
+        ("--num-experts 8 --moe-layer-freq [1,0]", "has 2 entries, and the model 8 layers; give one for each"),
+        ("--num-experts 8 --moe-router-topk 9", "a token goes to 9 of 8 experts; lower topk"),
+        ("--context-parallel-size 2 --cp-comm-type a2a", "--cp-comm-type a2a has no price; give p2p or all_gather"),
+        ("--num-experts 8 --moe-token-dispatcher-type allgather", "allgather has no price; give alltoall or flex"),
+        ("--overlap-moe-expert-parallel-comm", "--overlap-moe-expert-parallel-comm is given, and --num-experts is not"),
+        ("--moe-token-dispatcher-type flex", "--moe-token-dispatcher-type flex is given, and --num-experts is not"),
+    ],
+)
+def test_refusals(flags, reason):
+    with pytest.raises(ValueError) as refused:
+        job(flags).shape(1)
+    assert reason in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("2", 2), ("[0]+[1]*3", (0, 1, 1, 1)), ("([1]*2+[0])*2", (1, 1, 0, 1, 1, 0)), (" [1, 0] ", (1, 0))],
+)
+def test_patterns_of_layers(text, expected):
+    assert layers_with_experts(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["", "two", "[1", "__import__('os')", "[1]*[1]", "[1.5]", "[[1]]", "2+2", "[1]*10**9", "[True]", "[1]*-1+3"]
+)
+def test_what_is_no_pattern(text):
+    with pytest.raises(ValueError, match="is no pattern; give a number, or lists"):
+        layers_with_experts(text)

@@ -34,7 +34,7 @@ def test_training_is_in_order(flags):
 def recorded_case(flags: str) -> tuple[list[tuple[str, str]], int]:
     from megatron.pipeline.runtime.engine import PipelineEngine
     from megatron.trainer.data.microbatches import MicrobatchIterator
-    from megatron.trainer.start_up import engine
+    from megatron.trainer.start_up import model_and_optimizer
     from tests.pipeline.runtime.cuda.recorded_cases import pooled
     from tests.pipeline.runtime.cuda.recording import recording
 
@@ -63,7 +63,7 @@ def recorded_case(flags: str) -> tuple[list[tuple[str, str]], int]:
             return share(self, field, batch and {name: recorder.pin(tensor) for name, tensor in batch.items()})
 
         with (
-            mock.patch.object(engine, "PipelineEngine", RecordedEngine),
+            mock.patch.object(model_and_optimizer, "PipelineEngine", RecordedEngine),
             mock.patch.object(MicrobatchIterator, "_share", share_pinned),
             mock.patch.object(run_case, "_digests_of_gradients", lambda update: []),  # reads them on the host
         ):
