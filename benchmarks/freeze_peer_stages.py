@@ -18,11 +18,11 @@ from megatron.core.utils import unwrap_model
 from megatron.trainer.arguments import parse_args
 from megatron.trainer.models import core_config
 from megatron.trainer.models.gpt import build_chunks, wrap_for_training
-from megatron.trainer.optimizer import build_optimizer
 from megatron.trainer.plan import from_flags
 from megatron.trainer.programs import pretrain_vision_classify as door
 from megatron.trainer.run.pretraining import assemble, complete
 from megatron.trainer.start_up import initialize
+from megatron.trainer.start_up.optimizer import build_optimizer
 from megatron.trainer.start_up.run import Run
 
 

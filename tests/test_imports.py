@@ -27,7 +27,6 @@ TRAINER = (
     "plan",
     "checkpoint",
     "data",
-    "optimizer",
     "start_up",
     "changes",
     "dry_run",

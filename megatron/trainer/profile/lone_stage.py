@@ -25,8 +25,8 @@ from megatron.planner.time.profile import StagePosition
 from megatron.trainer.data.microbatches import MicrobatchIterator
 from megatron.trainer.data.tokenizer import build_tokenizer, padded_vocab_size, vocab_size
 from megatron.trainer.models.gpt import num_parameters
-from megatron.trainer.optimizer import choose_kernel
 from megatron.trainer.start_up.model_and_optimizer import Update, setup_model_and_optimizer
+from megatron.trainer.start_up.optimizer import choose_kernel
 from megatron.trainer.start_up.program import TrainingProgram
 
 _NUM_STAGES = 3

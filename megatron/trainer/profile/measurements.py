@@ -41,9 +41,9 @@ from megatron.planner.memory.architecture import Architecture
 from megatron.planner.time.profile import Machine
 from megatron.trainer.data.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.trainer.models.core_config import params_dtype
-from megatron.trainer.optimizer import KERNELS
 from megatron.trainer.plan import from_flags
 from megatron.trainer.profile.lone_stage import LoneStage
+from megatron.trainer.start_up.optimizer import KERNELS
 
 # --- a stage alone ----------------------------------------------------------------------------------------------------
 

@@ -39,7 +39,6 @@ from megatron.trainer.checkpoint.checkpoint import (
 from megatron.trainer.checkpoint.ownership import OwnerMark, release_all
 from megatron.trainer.data.tokenizer import build_tokenizer, padded_vocab_size, vocab_size
 from megatron.trainer.models.gpt import num_parameters
-from megatron.trainer.optimizer import choose_kernel
 from megatron.trainer.plan.arrangement import iterations_to_the_end
 from megatron.trainer.plan.rank_mapping import RankAssignment, assign_rank
 from megatron.trainer.ranks import StopSignal
@@ -50,6 +49,7 @@ from megatron.trainer.run.evaluation import without_data
 from megatron.trainer.run.loop import run_to_the_end
 from megatron.trainer.start_up import initialize
 from megatron.trainer.start_up.model_and_optimizer import ModelAndOptimizer, build_engine, setup_model_and_optimizer
+from megatron.trainer.start_up.optimizer import choose_kernel
 from megatron.trainer.start_up.program import TrainingProgram
 from megatron.trainer.start_up.room import prepare_outputs
 from megatron.trainer.start_up.run import Run

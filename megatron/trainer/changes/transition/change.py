@@ -33,10 +33,10 @@ from megatron.pipeline.schedules import Schedule
 from megatron.trainer.changes.transition import parallel_groups
 from megatron.trainer.changes.transition.memory import Moved, hand_over, hold_run
 from megatron.trainer.checkpoint.state import random_state, restore_random_state
-from megatron.trainer.optimizer import choose_kernel
 from megatron.trainer.plan.arrangement import Arrangement, arrange
 from megatron.trainer.start_up.initialize import make_groups
 from megatron.trainer.start_up.model_and_optimizer import ModelAndOptimizer, build_engine, setup_model_and_optimizer
+from megatron.trainer.start_up.optimizer import choose_kernel
 from megatron.trainer.start_up.run import Run
 
 if TYPE_CHECKING:
