@@ -170,7 +170,7 @@ def _lines(options: argparse.Namespace, report: PlacementReport, cut: CutModel |
 def _print(report: PlacementReport, lines: list[str]) -> None:
     from rich.console import Console
 
-    from megatron.placement.placement_tables import tables
+    from megatron.placement.placement_report import tables
 
     plain = not sys.stdout.isatty()
     console = Console(width=10_000 if plain else None, no_color=plain, highlight=False)

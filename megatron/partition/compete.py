@@ -2,8 +2,12 @@
 
 The choice has the least objective. Within `ALIKE` of it, the least depth decides, since depth is staleness, and then
 the bytes that cross.
+
+METIS (section 4, "Metis") makes devices of even work with little traffic between them; stages follow from the devices.
+It knows neither the objective nor memory, so what it yields may not fit. `pip install .[metis]` brings pymetis.
 """
 
+import importlib.util
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -11,9 +15,8 @@ from dataclasses import dataclass, replace
 
 import networkx
 
-from megatron.partition.balance import merge_stages
+from megatron.partition.balance import merge_stages, stages_of_devices
 from megatron.partition.graph import Graph
-from megatron.partition.metis import cut_with_metis, require_metis
 from megatron.partition.milp import improve
 from megatron.partition.mixed import Found, mix
 from megatron.partition.objective import Partition, Valuation, evaluate, stage_edges
@@ -21,6 +24,56 @@ from megatron.partition.refine import Budget, refine
 from megatron.partition.sequential import cut_sequentially
 from megatron.partition.state import PartitionState
 from megatron.partition.units import Units, compiled, partition_of
+
+# --- METIS ------------------------------------------------------------------------------------------------------------
+
+LARGEST_WEIGHT = 10**6
+"""METIS takes whole numbers of 32 bits, and adds them up."""
+
+
+def _require_metis() -> None:
+    if importlib.util.find_spec("pymetis") is None:
+        raise ValueError("metis needs pymetis, which is not installed; pip install .[metis], or leave metis out")
+
+
+def _cut_with_metis(units: Units, seed: int = 0) -> tuple[list[int], list[int]]:
+    """The stage of each unit and the device of each stage; raises ValueError where METIS cannot do it."""
+    _require_metis()
+    if units.unequal:
+        raise ValueError("metis divides among equal devices only; leave it out, or make the devices alike")
+    import pymetis
+
+    neighbours, weights, edges = adjacency(units)
+    starts, flat, bytes_of = [0], [], []
+    for unit, near in enumerate(neighbours):
+        flat += near
+        bytes_of += edges[unit]
+        starts.append(len(flat))
+    if units.num_devices == 1:
+        return stages_of_devices(units, [0] * len(units))
+    options = pymetis.Options(seed=seed)
+    _, devices = pymetis.part_graph(
+        units.num_devices, pymetis.CSRAdjacency(starts, flat), vweights=weights, eweights=bytes_of, options=options
+    )
+    return stages_of_devices(units, devices)
+
+
+def adjacency(units: Units) -> tuple[list[list[int]], list[int], list[list[int]]]:
+    """Neighbours of each unit, weights of units by time, and weights of these edges by bytes, both ways alike."""
+    near: list[dict[int, int]] = [{} for _ in range(len(units))]
+    for tensor in units.tensors:
+        for unit in tensor.consumers:
+            size = near[unit].get(tensor.source, 0) + tensor.num_bytes
+            near[unit][tensor.source] = near[tensor.source][unit] = size
+    most_time = max(1, *units.time)
+    most_bytes = max([1, *(size for each in near for size in each.values())])
+    weights = [1 + time * LARGEST_WEIGHT // (most_time * len(units)) for time in units.time]
+    neighbours = [sorted(each) for each in near]
+    edges = [[1 + near[unit][other] * 1000 // most_bytes for other in others] for unit, others in enumerate(neighbours)]
+    return neighbours, weights, edges
+
+
+# --- the competition --------------------------------------------------------------------------------------------------
 
 METHODS = ("sequential", "mixed", "metis", "milp")
 ALIKE = 1 + 1e-4
@@ -146,7 +199,7 @@ def _check(methods: Sequence[str], max_stages_per_device: int, milp_seconds: flo
     if max_stages_per_device < 1:
         raise ValueError(f"{max_stages_per_device} stages per device are too few; give 1 or more")
     if "metis" in methods:
-        require_metis()
+        _require_metis()
     if "milp" in methods and milp_seconds is None:
         raise ValueError("milp needs a time limit; give seconds (--milp)")
 
@@ -238,7 +291,7 @@ def _seconds_of_a_price(graph: Graph) -> float:
 
 
 def _metis(units: Units, seed: int) -> tuple[Partition, str]:
-    stage_of, device_of = cut_with_metis(units, seed)
+    stage_of, device_of = _cut_with_metis(units, seed)
     return partition_of(units, stage_of, device_of), "stages follow from devices"
 
 

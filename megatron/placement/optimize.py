@@ -17,11 +17,10 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 
 from megatron.pipeline.program.move_order import pair_of
-from megatron.placement.assignment import Assignment
+from megatron.placement.assignment import Assignment, SlotGroups, slot_groups_of
 from megatron.placement.cost import placement_cost
 from megatron.placement.degrees import Degrees
 from megatron.placement.mapping import Mapping, pair_adjacent, pair_order, standard
-from megatron.placement.slot_groups import SlotGroups, slot_groups_of
 from megatron.placement.topology import Topology
 from megatron.placement.traffic import Traffic
 

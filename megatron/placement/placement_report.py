@@ -1,8 +1,11 @@
-"""A placement as a record for people and programs: who sits where, what crosses a node, how long it takes."""
+"""A placement for people and programs: as a record that says who sits where and what is sent between them, and as
+tables in the terminal.
+"""
 
 from collections.abc import Collection
 from collections.abc import Mapping as Dictionary
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megatron.placement.cost import Level, PlacementCost, placement_cost
 from megatron.placement.degrees import Degrees
@@ -10,6 +13,12 @@ from megatron.placement.mapping import Mapping
 from megatron.placement.pairs import pair_nodes
 from megatron.placement.topology import Topology
 from megatron.placement.traffic import Traffic, TrafficKind
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+# --- the record -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,3 +82,89 @@ def make_report(
     return PlacementReport(
         name=name, mapping=mapping, degrees=degrees, topology=topology, evictors=evictors, costs=costs
     )
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def label(rank: int, degrees: Degrees) -> str:
+    """A rank and its place, with the names of Figure 6; what has only one value is left out: `3: PP 1 TP 1`."""
+    coordinates = degrees.coordinates(rank)
+    parts = (
+        ("PP", coordinates.stage, degrees.pipeline),
+        ("DP", coordinates.data, degrees.data),
+        ("TP", coordinates.tensor, degrees.tensor),
+    )
+    return f"{rank}: " + " ".join(f"{name} {value}" for name, value, size in parts if size > 1)
+
+
+def tables(report: PlacementReport, *, plain: bool, max_nodes: int | None = None) -> "list[tuple[str, Table]]":
+    """Title and table of everything that a report holds; `plain` ones have neither lines nor colours.
+
+    `max_nodes`: who sits where is shown for so many nodes; default: all.
+    """
+    from rich import box
+    from rich.table import Table
+
+    def table(*columns: str, justify: str = "left") -> Table:
+        style = "" if plain else "bold"
+        made = Table(box=None if plain else box.SIMPLE, header_style=style, pad_edge=False)
+        for index, column in enumerate(columns):
+            made.add_column(column, justify="left" if index == 0 else justify, no_wrap=True)
+        return made
+
+    degrees = report.degrees
+    title = f"{report.name}: tensor {degrees.tensor} x pipeline {degrees.pipeline} x data {degrees.data}"
+    made = [(title, _ranks_by_node(report, table, max_nodes))]
+    if report.degrees.pipeline > 1:
+        made.append(("pairs of stages", _pairs(report, table)))
+    if report.costs:
+        made.append(("traffic of an iteration", _traffic(report, table)))
+        made.append(("sum over all transfers of an iteration", _comparison(report, table)))
+    return made
+
+
+def _ranks_by_node(report: PlacementReport, table, max_nodes: int | None) -> "Table":
+    topology, degrees = report.topology, report.degrees
+    made = table("node", *(f"GPU {gpu}" for gpu in range(max(node.gpus for node in topology.nodes))))
+    first = 0
+    for node in topology.nodes[:max_nodes]:
+        made.add_row(node.name, *(label(rank, degrees) for rank in report.mapping[first : first + node.gpus]))
+        first += node.gpus
+    return made
+
+
+def _pairs(report: PlacementReport, table) -> "Table":
+    made = table("stages", "activations", "cross a node", justify="right")
+    for pair in pair_nodes(report.mapping, report.degrees, report.topology.node_of_slot):
+        made.add_row(
+            f"{pair.evictor} and {pair.acceptor}",
+            "move" if pair.evictor in report.evictors else "stay",
+            f"{pair.num_crossing} of {len(pair.nodes)}",
+        )
+    return made
+
+
+def _traffic(report: PlacementReport, table) -> "Table":
+    made = table(
+        "kind", "within nodes, GB", "busiest GPU, ms", "between nodes, GB", "busiest node, ms",
+        justify="right",
+    )  # fmt: skip
+    cost = report.costs[report.name]
+    for kind in TrafficKind:
+        within, between = cost.at(kind, Level.WITHIN_NODE), cost.at(kind, Level.BETWEEN_NODES)
+        made.add_row(
+            kind.value,
+            f"{within.total_bytes / 1e9:.3f}",
+            f"{1e3 * within.busiest_seconds:.2f}",
+            f"{between.total_bytes / 1e9:.3f}",
+            f"{1e3 * between.busiest_seconds:.2f}",
+        )
+    return made
+
+
+def _comparison(report: PlacementReport, table) -> "Table":
+    made = table("mapping", "seconds", justify="right")
+    for name, cost in report.costs.items():
+        made.add_row(name, f"{cost.total_seconds:.4f}")
+    return made

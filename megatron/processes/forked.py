@@ -16,7 +16,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
-from megatron.processes.parent import end_with_parent
+from megatron.processes.job import end_with_parent
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")

@@ -10,8 +10,11 @@ finds what one that was killed has left; and that another is still at work there
 """
 
 import contextlib
+import ctypes
 import os
+import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +22,14 @@ from pathlib import Path
 
 import psutil
 
-from megatron.processes.parent import end_with_parent
+_PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
+
+
+def end_with_parent() -> None:
+    """Runs in the new process: if the one that started it ends, it is asked to end. On Linux alone."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
 
 MARK = "PIPELINE_JOB"
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

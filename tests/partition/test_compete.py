@@ -6,7 +6,7 @@ import pytest
 
 from megatron.partition import compete, evaluate, parse_graph
 from megatron.partition.coarsen import COARSENINGS
-from megatron.partition.metis import adjacency
+from megatron.partition.compete import adjacency
 from megatron.partition.refine import Budget, refine
 from megatron.partition.state import PartitionState
 from megatron.partition.units import compiled

@@ -8,8 +8,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from megatron.documents.reading import require_characters
-from megatron.documents.texts import ending, is_compressed, open_text
+from megatron.documents.reading import ending, is_compressed, open_text, require_characters
 
 Sample = dict[str, object]
 

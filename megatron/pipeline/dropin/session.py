@@ -21,12 +21,11 @@ from megatron.documents.numbers import counted
 from megatron.pipeline.dropin.checkpoints import VersionsInCheckpoints
 from megatron.pipeline.dropin.choice import batches_of, prove, schedule_of
 from megatron.pipeline.dropin.flags import Options
-from megatron.pipeline.dropin.our_update import OurUpdate
 from megatron.pipeline.dropin.refusals import require_supported_model
 from megatron.pipeline.dropin.sentences import errors_end_the_job, say
 from megatron.pipeline.dropin.stages import RankStages, build_stages, require_ordinary_call
 from megatron.pipeline.dropin.start import overlaps_off
-from megatron.pipeline.dropin.their_update import TheirUpdate
+from megatron.pipeline.dropin.updates import OurUpdate, TheirUpdate
 from megatron.pipeline.runtime.contract.stage import BatchReport
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import tied_embeddings
 from megatron.pipeline.runtime.stages.megatron.split_linears import require_splits

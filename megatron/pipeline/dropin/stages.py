@@ -17,8 +17,7 @@ from megatron import backend
 from megatron.core import parallel_state
 from megatron.pipeline.dropin.choice import batches_of
 from megatron.pipeline.dropin.flags import Options
-from megatron.pipeline.dropin.forward_step import ForwardStep
-from megatron.pipeline.dropin.their_update import TheirUpdate
+from megatron.pipeline.dropin.updates import ForwardStep, TheirUpdate
 from megatron.pipeline.runtime.activations.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.contract.stage import Microbatch
 from megatron.pipeline.runtime.contract.trace import CudaClock, HostClock, Tracer

@@ -20,8 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.pipeline.library import at_exit
-from megatron.pipeline.library.announcements import Announcement, Announcements
-from megatron.pipeline.library.batches import BatchData, MicrobatchFeed, split_batch
+from megatron.pipeline.library.batches import Announcement, Announcements, BatchData, MicrobatchFeed, split_batch
 from megatron.pipeline.library.building import Tie, build_stage, stage_module, trained
 from megatron.pipeline.library.counts import LossCounts
 from megatron.pipeline.library.placing import place

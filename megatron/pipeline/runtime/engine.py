@@ -41,7 +41,7 @@ from megatron.pipeline.runtime.relay.lanes import Lanes
 from megatron.pipeline.runtime.relay.ledger import RelayLedger
 from megatron.pipeline.runtime.stagewise_executor import StagewiseExecutor
 from megatron.pipeline.runtime.transport.channels import Channels
-from megatron.pipeline.runtime.transport.move_queue import MoveQueue
+from megatron.pipeline.runtime.transport.lane import MoveQueue
 from megatron.pipeline.runtime.update.chain import Chain
 from megatron.pipeline.schedules import PipelineSchedule
 

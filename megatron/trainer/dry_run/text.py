@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 from megatron.documents.numbers import counted
 from megatron.pipeline.check import CheckReport
-from megatron.placement.placement_report import PlacementReport
-from megatron.placement.placement_tables import tables
+from megatron.placement.placement_report import PlacementReport, tables
 from megatron.planner import GIB, RankMemory, Verdict, device_gib
 from megatron.planner.memory_table import memory_as_dict, memory_table
 from megatron.trainer.arguments.flags.values import choice_of, schedule_text

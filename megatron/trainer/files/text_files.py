@@ -6,8 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron.documents.reading import require_characters
-from megatron.documents.texts import ending, open_text
+from megatron.documents.reading import ending, open_text, require_characters
 
 _TEXT = ("text", "sentence")
 _LABEL = "label"

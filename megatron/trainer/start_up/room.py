@@ -20,7 +20,7 @@ import torch
 
 from megatron import backend
 from megatron.core import parallel_state
-from megatron.documents.directories import problem_with_directory
+from megatron.documents.writing import problem_with_directory
 from megatron.pipeline.runtime.failure.agreement import on_rank_zero
 from megatron.placement.hosts import this_process
 from megatron.planner import GIB, Activations

@@ -10,9 +10,9 @@ from megatron import backend
 backend.install()
 
 from megatron.pipeline.dropin.flags import options_of
-from megatron.pipeline.dropin.our_update import OurUpdate
 from megatron.pipeline.dropin.session import Session
 from megatron.pipeline.dropin.start import prepare
+from megatron.pipeline.dropin.updates import OurUpdate
 from megatron.pipeline.runtime.contract.stage import BatchReport
 from tests.pipeline.dropin.arguments import arguments
 

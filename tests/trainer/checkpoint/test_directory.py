@@ -1,4 +1,4 @@
-"""Checkpoints appear at once or not at all, whatever moment a job is killed at; damage to any file is found and named."""
+"""Checkpoints appear at once or not at all, whenever a job is killed, and damage to any file is found and named."""
 
 import json
 import os

@@ -21,8 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.backend.streams import streams_of
 from megatron.pipeline.runtime.activations.activation_memory import ActivationMemory
-from megatron.pipeline.runtime.activations.layout import ActivationLayout
-from megatron.pipeline.runtime.activations.saved_tensors import SavedTensors, storages_of
+from megatron.pipeline.runtime.activations.saved_tensors import ActivationLayout, SavedTensors, storages_of
 from megatron.pipeline.runtime.contract.stage import Eviction
 
 

@@ -35,7 +35,7 @@ from megatron.pipeline.runtime.activations.activation_memory import ActivationMe
 from megatron.pipeline.runtime.activations.saved_microbatches import SavedMicrobatches
 from megatron.pipeline.runtime.contract.stage import Microbatch, Stage
 from megatron.pipeline.runtime.transport.channels import Channels, TransferError
-from megatron.pipeline.runtime.transport.move_queue import MoveQueue
+from megatron.pipeline.runtime.transport.lane import MoveQueue
 
 _Key = tuple[int, int]  # stage, microbatch
 

@@ -5,7 +5,7 @@ import torch
 
 from megatron.pipeline.check import check
 from megatron.pipeline.program.instruction import MOVES, Kind
-from megatron.pipeline.runtime.activations.layout import ALIGNMENT
+from megatron.pipeline.runtime.activations.saved_tensors import ALIGNMENT
 from megatron.pipeline.schedules import Schedule
 from tests import workers
 from tests.pipeline.runtime.activations import balance_cases

@@ -9,7 +9,7 @@ from megatron import backend
 backend.install()
 
 from megatron.pipeline.runtime.activations.activation_memory import ActivationMemory
-from megatron.pipeline.runtime.activations.layout import ALIGNMENT
+from megatron.pipeline.runtime.activations.saved_tensors import ALIGNMENT
 from megatron.pipeline.runtime.contract.stage import Microbatch
 from megatron.pipeline.runtime.contract.tensors import TensorSpec
 from megatron.pipeline.runtime.stages.module.stage import ModuleStage

@@ -20,9 +20,9 @@ from megatron.pipeline.runtime.relay.resident_weights import ResidentWeights
 from megatron.pipeline.runtime.stages.megatron import decisions, relay_update, update
 from megatron.pipeline.runtime.stages.megatron.reduction import GradientReduction
 from megatron.pipeline.runtime.transport.channels import Channels
+from megatron.pipeline.runtime.transport.lane import MoveQueue
 from megatron.pipeline.runtime.transport.links import HostStagedLink, NcclLink
 from megatron.pipeline.runtime.transport.move_links import GlooMoveLink, HostStagedMoveLink
-from megatron.pipeline.runtime.transport.move_queue import MoveQueue
 from megatron.pipeline.runtime.update.chain import Chain
 from tests.pipeline.runtime.cuda.recording import Recorder
 

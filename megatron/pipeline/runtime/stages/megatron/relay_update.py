@@ -35,9 +35,8 @@ from megatron.pipeline.runtime.relay.host_store import HostStore
 from megatron.pipeline.runtime.relay.host_versions import HostVersions
 from megatron.pipeline.runtime.relay.ledger import RelayLedger
 from megatron.pipeline.runtime.relay.node_replicas import NodeReplicas
-from megatron.pipeline.runtime.relay.norms_on_host import NormsOnHost
 from megatron.pipeline.runtime.relay.resident_weights import ResidentWeights, StageWeights
-from megatron.pipeline.runtime.relay.stage_gradients import StageGradients, copied_back
+from megatron.pipeline.runtime.relay.stage_gradients import NormsOnHost, StageGradients, copied_back
 from megatron.pipeline.runtime.stages.megatron.decisions import Decisions
 from megatron.pipeline.runtime.stages.megatron.gradients import GradientSlot
 from megatron.pipeline.runtime.stages.megatron.groups import DEFAULT_TIMEOUT, ChainGroups, uses_nccl

@@ -24,9 +24,8 @@ from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.runtime.contract.stage import BatchInfo, BatchReport
 from megatron.pipeline.runtime.relay.host_optimizer import HostOptimizer, Settings
 from megatron.pipeline.runtime.relay.host_store import HostStore
-from megatron.pipeline.runtime.relay.norms_on_host import NormsOnHost
 from megatron.pipeline.runtime.relay.resident_weights import ResidentWeights
-from megatron.pipeline.runtime.relay.stage_gradients import StageGradients, copied_back
+from megatron.pipeline.runtime.relay.stage_gradients import NormsOnHost, StageGradients, copied_back
 from megatron.pipeline.runtime.stages.module.reduction import ModuleReduction, TiedParameter, clip_factor
 from megatron.pipeline.runtime.update.gradient_norm import norm_of
 

@@ -7,7 +7,7 @@ import torch
 
 from megatron.pipeline.program.instruction import Instruction
 from megatron.pipeline.runtime.activations.saved_microbatches import SavedMicrobatches
-from megatron.pipeline.runtime.transport.move_queue import MoveQueue
+from megatron.pipeline.runtime.transport.lane import MoveQueue
 
 CPU = torch.device("cpu")
 MOVES = [Instruction.parse(text) for text in ("0EVICT1", "0LOAD1", "0EVICT3")]

@@ -1,4 +1,9 @@
-"""What Megatron-LM's objects say while the engine steps."""
+"""What surrounds the user's forward step: marks of the first microbatch, and the losses that go back.
+
+What Megatron-LM's objects say while the engine steps.
+
+What is left to Megatron-LM when a batch is through the pipeline.
+"""
 
 from datetime import timedelta
 from types import SimpleNamespace
@@ -10,12 +15,59 @@ from megatron import backend
 
 backend.install()
 
-from megatron.pipeline.dropin import our_update
-from megatron.pipeline.dropin.our_update import OurUpdate
+from megatron.pipeline.dropin import updates
+from megatron.pipeline.dropin.updates import ForwardStep, OurUpdate, TheirUpdate
 from megatron.pipeline.program.weight_policies import predicting, weight_policy
-from megatron.pipeline.runtime.contract.stage import BatchReport
+from megatron.pipeline.runtime.contract.stage import BatchInfo, BatchReport
 from megatron.pipeline.runtime.stages.megatron import reduction
 from megatron.pipeline.schedules import Schedule
+
+
+class Chunk(torch.nn.Module):
+    """Notes each batch's first microbatch."""
+
+    def __init__(self):
+        super().__init__()
+        self.firsts = 0
+
+    def set_is_first_microbatch(self):
+        self.firsts += 1
+
+
+def user(data, model):
+    """As a user's: the loss function hands back what it is told to."""
+    outputs = next(data)
+    return torch.tensor(1.0), lambda output: outputs
+
+
+def run(step, model, *outputs):
+    step.begin_batch(user)
+    data = iter(outputs)
+    for _ in outputs:
+        output, loss_function = step(data, model)
+        loss_function(output)
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+def test_losses_of_a_batch_in_their_order(is_last):
+    """On the last stage, a list for each batch; nowhere else."""
+    model = Chunk()
+    step = ForwardStep(model, chunk=None, is_last=is_last)
+    run(step, model, (1.0, {"a": 1}), (2.0, {"a": 2}))
+    first = step.losses
+    run(step, model, (3.0, {"a": 3}))
+    assert (first, step.losses) == (([{"a": 1}, {"a": 2}], [{"a": 3}]) if is_last else ([], []))
+    assert model.firsts == 2
+
+
+def test_tokens_are_counted_where_a_loss_function_says_them():
+    """Summed over the batch, and begun anew with the next."""
+    model = Chunk()
+    step = ForwardStep(model, chunk=None, is_last=True)
+    run(step, model, (1.0, torch.tensor(5), {}), (1.0, torch.tensor(7), {}))
+    assert int(step.num_tokens) == 12
+    run(step, model, (1.0, {}))
+    assert step.num_tokens == 0
 
 
 class Versions:
@@ -39,8 +91,8 @@ def parts(monkeypatch):
     def make(chunks, optimizer, scheduler, *, weights, **options):
         return SimpleNamespace(versions=Versions(), weights=weights, scheduler=scheduler)
 
-    monkeypatch.setattr(our_update, "MegatronWeightUpdate", make)
-    monkeypatch.setattr(our_update, "_warm_up", lambda: None)
+    monkeypatch.setattr(updates, "MegatronWeightUpdate", make)
+    monkeypatch.setattr(updates, "_warm_up", lambda: None)
     chunk = SimpleNamespace(zero_grad_buffer=method("zero_grad_buffer"))
     optimizer = SimpleNamespace(zero_grad=method("zero_grad"), step=method("step"))
     scheduler = SimpleNamespace(step=method("scheduler"))
@@ -111,3 +163,47 @@ def test_a_parameter_is_counted_by_one_argument(monkeypatch):
     counting = reduction.GradientReduction.__new__(reduction.GradientReduction)
     counting._optimizer, counting._distributed, counting._groups = object(), False, SimpleNamespace(data=None)
     assert counting._find_counted([]) == [parameter]
+
+
+def config(**values):
+    called = []
+
+    def finish(*args, **named):
+        called.append((args, named))
+
+    return called, SimpleNamespace(
+        **{"finalize_model_grads_func": finish, "grad_scale_func": None, "calculate_per_token_loss": False, **values}
+    )
+
+
+def test_gradients_are_finished_as_their_schedules_do():
+    """With the chunks, no tokens, and of the call what matters to it alone."""
+    called, settings = config()
+    update = TheirUpdate(["chunk"], settings)
+    update.finish_batch([], {"seq_length": 8, "force_all_reduce": False, "pg_collection": None})
+    update.finish_batch([], {"force_all_reduce": True})
+    assert called == [((["chunk"], None), {}), ((["chunk"], None), {"force_all_reduce": True})]
+
+
+def test_tokens_where_all_of_a_batch_count_alike():
+    """Those of the rank's last stage; others have counted none."""
+    called, settings = config(calculate_per_token_loss=True)
+    steps = [SimpleNamespace(num_tokens=0), SimpleNamespace(num_tokens=torch.tensor(12))]
+    TheirUpdate(["first", "last"], settings).finish_batch(steps, {})
+    [((chunks, num_tokens), _)] = called
+    assert chunks == ["first", "last"] and int(num_tokens) == 12 and num_tokens.dtype is torch.int
+
+
+def test_nothing_to_finish():
+    """A program may finish its gradients itself."""
+    _, settings = config(finalize_model_grads_func=None)
+    TheirUpdate(["chunk"], settings).finish_batch([], {})
+
+
+@pytest.mark.parametrize(("scale", "expected"), [(None, 1.0), (lambda loss: loss * 4096.0, 4096.0)])
+def test_the_loss_scale_is_theirs_when_the_batch_begins(scale, expected):
+    _, settings = config(grad_scale_func=scale)
+    update = TheirUpdate(["chunk"], settings)
+    update.begin_batch(BatchInfo(3, 2, 4))
+    settings.grad_scale_func = lambda loss: loss
+    assert update.loss_scale(3) == expected and update.step(4).loss_scale == expected
