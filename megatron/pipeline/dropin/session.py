@@ -25,7 +25,7 @@ from megatron.pipeline.dropin.refusals import require_supported_model
 from megatron.pipeline.dropin.sentences import errors_end_the_job, say
 from megatron.pipeline.dropin.stages import RankStages, build_stages, require_ordinary_call
 from megatron.pipeline.dropin.start import overlaps_off
-from megatron.pipeline.dropin.updates import OurUpdate, TheirUpdate
+from megatron.pipeline.dropin.updates import EngineUpdate, MegatronUpdate
 from megatron.pipeline.runtime.contract.stage import BatchReport
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import tied_embeddings
 from megatron.pipeline.runtime.stages.megatron.split_linears import require_splits
@@ -53,8 +53,8 @@ class Session:
         self._proved = proved
         self._schedule: PipelineSchedule | None = None
         self._chunks: Sequence[torch.nn.Module] = ()
-        self._theirs: TheirUpdate | None = None
-        self._ours: OurUpdate | None = None
+        self._theirs: MegatronUpdate | None = None
+        self._ours: EngineUpdate | None = None
         self._rank: RankStages | None = None
         self._drains: deque[int] = deque(maxlen=64)
         self._num_batches = 0  # of the whole run
@@ -97,9 +97,9 @@ class Session:
             for chunk in self._chunks:
                 require_splits(chunk, get_model_config(chunk))
         if self._schedule.weights.drains:
-            self._theirs = TheirUpdate(self._chunks, get_model_config(self._chunks[0]))
+            self._theirs = MegatronUpdate(self._chunks, get_model_config(self._chunks[0]))
         else:
-            self._ours = OurUpdate(
+            self._ours = EngineUpdate(
                 self._chunks, optimizer, scheduler, schedule=self._schedule,
                 stage=parallel_state.get_pipeline_model_parallel_rank(), timeout=self.timeout,
             )  # fmt: skip

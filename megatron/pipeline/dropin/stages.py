@@ -17,7 +17,7 @@ from megatron import backend
 from megatron.core import parallel_state
 from megatron.pipeline.dropin.choice import batches_of
 from megatron.pipeline.dropin.flags import Options
-from megatron.pipeline.dropin.updates import ForwardStep, TheirUpdate
+from megatron.pipeline.dropin.updates import ForwardStep, MegatronUpdate
 from megatron.pipeline.runtime.activations.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.contract.stage import Microbatch
 from megatron.pipeline.runtime.contract.trace import CudaClock, HostClock, Tracer
@@ -119,7 +119,7 @@ def build_stages(
     options: Options,
     schedule: PipelineSchedule,
     chunks: Sequence[torch.nn.Module],
-    update: TheirUpdate | MegatronWeightUpdate,
+    update: MegatronUpdate | MegatronWeightUpdate,
     call: Mapping[str, Any],
 ) -> RankStages:
     """Build them for the shapes of `call`, what Megatron-LM calls its schedule with. Collective."""

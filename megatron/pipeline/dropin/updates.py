@@ -90,7 +90,7 @@ class ForwardStep:
 # --- the engine's update ----------------------------------------------------------------------------------------------
 
 
-class OurUpdate:
+class EngineUpdate:
     """The weight update of a rank's chunks, with Megatron-LM's optimizer and scheduler in its hands.
 
     Args:
@@ -189,7 +189,7 @@ class _OneVersion:
         pass
 
 
-class TheirUpdate:
+class MegatronUpdate:
     """`WeightUpdate` that leaves the update to Megatron-LM.
 
     Args:

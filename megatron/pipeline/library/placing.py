@@ -17,9 +17,9 @@ from megatron.pipeline.library.building import device_of, modules_of
 from megatron.pipeline.library.ranks import Ranks
 from megatron.pipeline.runtime.failure.agreement import Agreement
 from megatron.pipeline.schedules import PRESETS, Schedule, read_schedule
+from megatron.pipeline.schedules.compatibility import require_known_norm
 from megatron.pipeline.schedules.orders import MERGED
 from megatron.pipeline.schedules.placements import rank_of_stage
-from megatron.pipeline.schedules.compatibility import require_known_norm
 
 # --- the schedule that a user means -----------------------------------------------------------------------------------
 

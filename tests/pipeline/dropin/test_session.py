@@ -12,7 +12,7 @@ backend.install()
 from megatron.pipeline.dropin.flags import options_of
 from megatron.pipeline.dropin.session import Session
 from megatron.pipeline.dropin.start import prepare
-from megatron.pipeline.dropin.updates import OurUpdate
+from megatron.pipeline.dropin.updates import EngineUpdate
 from megatron.pipeline.runtime.contract.stage import BatchReport
 from tests.pipeline.dropin.arguments import arguments
 
@@ -38,7 +38,7 @@ def made():
         args = arguments("--pipeline-schedule 2bw")
         session, chunk = Session(args, options_of(args), prepare(args, options_of(args))), torch.nn.Linear(1, 1)
         session._chunks = [chunk]
-        session._ours = OurUpdate.__new__(OurUpdate)
+        session._ours = EngineUpdate.__new__(EngineUpdate)
         session._ours.newest, session._ours._engine_acts = None, False
         session._ours.update = SimpleNamespace(show_newest=lambda: None)
         session._rank = SimpleNamespace(engine=Engine(chunk, report))
