@@ -1,6 +1,7 @@
 """What a frozen prefix of layers puts out, per sample, in files on the node (PipeTransformer, section 3.4).
 
-activation_cache  the face: get, put, prefetch, deepen; its threads; what reading and writing takes on a disk
+activation_cache  the face: get, put, prefetch, deepen; what reading and writing takes on a disk
+background        a thread that reads ahead, and one that writes
 store             the files of values and their indexes, the limit, what is done about errors
 folder            opening what was left there: locks, the limit, damage
 generation        what decides the bits of a value

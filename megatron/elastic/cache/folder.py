@@ -37,7 +37,7 @@ Warn = Callable[[str, str], None]
 """Log a sentence, once for each kind (the first word)."""
 
 
-class Folder:
+class CacheFolder:
     """An open folder. Names are looked up in the directory that was opened, even where it has been moved since.
 
     Args:

@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megatron.elastic.cache.folder import PATIENCE, Folder, Warn, try_lock, unlock_and_close, write_all
+from megatron.elastic.cache.folder import PATIENCE, CacheFolder, Warn, try_lock, unlock_and_close, write_all
 from megatron.elastic.cache.generation import Generation, digest_of
 from megatron.elastic.cache.measured import Measured
 
@@ -59,14 +59,17 @@ class _Index:
     places: dict[bytes, int] = field(default_factory=dict)
     damaged: set[bytes] = field(default_factory=set)
 
+    def has(self, key: bytes) -> bool:
+        return key in self.places and key not in self.damaged
 
-class Store:
+
+class CacheStore:
     """The values of the generations that this process needs. Faults are one warning each, and are not raised.
 
     One thread may write while others read.
     """
 
-    def __init__(self, folder: Folder, measured: Measured, warn: Warn) -> None:
+    def __init__(self, folder: CacheFolder, measured: Measured, warn: Warn) -> None:
         self._folder, self._measured, self._warn = folder, measured, warn
         self._mutex = threading.RLock()  # of what is read from indexes
         self._num_bytes = self._slot_bytes = 0
@@ -116,39 +119,23 @@ class Store:
             values: of each key the bytes (uint8), on the host.
         """
         begin = time.perf_counter()
-        num_present = num_new = 0
+        num_present = num_kept = 0
         with self._errors():
             contents = [memoryview(row) for row in values.numpy()]
             checksums = [zlib.crc32(content) for content in contents]
             with self._folder.locked(WRITE_PATIENCE):
                 self._look()
-                index, before = self._needed(generation), self._needed(older)
+                index = self._needed(generation)
                 if index is not None:
-                    new = []
+                    new = [each for each in zip(keys, contents, checksums, strict=True) if not index.has(each[0])]
+                    num_present = len(keys) - len(new)
                     try:
-                        for key, content, checksum in zip(keys, contents, checksums, strict=True):
-                            if key in index.places and key not in index.damaged:
-                                num_present += 1
-                                continue
-                            makes_way = before is not None and key in before.places
-                            slot = self._slot(makes_way)
-                            if slot is None:
-                                continue
-                            write_all(self._values, content, slot * self._num_bytes)
-                            new.append((key, slot, checksum))
-                            num_new += 1
-                            if makes_way and self.full:
-                                self._append(index, new)
-                                self._append(before, [(key, _GONE, 0)])
-                                new = []
+                        self._add(index, self._needed(older), new)
                     finally:
-                        self._append(index, new)
-        self._measured.add(written=num_present, not_written=len(keys) - num_present - num_new)
+                        num_kept = sum(map(index.has, keys))
+        num_new = num_kept - num_present
+        self._measured.add(written=num_present, not_written=len(keys) - num_kept)
         self._measured.add_write(time.perf_counter() - begin, num_new, num_new * generation.num_bytes)
-
-    def _needed(self, generation: Generation | None) -> _Index | None:
-        index = None if generation is None else self._indexes.get(_name(generation))
-        return None if index is None or index.file is None else index
 
     def takes(self, *, replacing: bool) -> bool:
         """Whether there is a point in writing a value that replaces another one, or does not."""
@@ -167,6 +154,10 @@ class Store:
         for file in (*files, *([self._values] if self._values >= 0 else [])):
             os.close(file)
         self._folder.abandon()
+
+    def _needed(self, generation: Generation | None) -> _Index | None:
+        index = None if generation is None else self._indexes.get(_name(generation))
+        return None if index is None or index.file is None else index
 
     def _begin(self, num_bytes: int) -> None:
         """Turn to values of another size."""
@@ -221,7 +212,8 @@ class Store:
             for name, index in list(self._indexes.items()):
                 if index.file is not None:
                     self._catch_up(index, index.file)
-                    os.ftruncate(index.file, index.end)  # without the beginning of an entry
+                    if os.fstat(index.file).st_size != index.end:  # it ends with the beginning of an entry
+                        os.ftruncate(index.file, index.end)
                 elif sizes.get(name, (0, 0))[0] != index.inode:
                     self._forget(name)
             for name, (inode, size) in sizes.items():
@@ -267,13 +259,15 @@ class Store:
                     if begins_beyond or zlib.crc32(content[at : at + _ENTRY.size - 4], index.seed) != proof:
                         self._miss_damaged("its entry in the index is damaged")
                         continue
-                    index.damaged.discard(key)
-                    place = index.places.pop(key, None)
+                    place = index.places.get(key)
                     if place is not None:
                         self._use(place >> 32, -1)
                     if slot != _GONE:
-                        index.places[key] = slot << 32 | checksum
                         self._use(slot, 1)
+                        index.places[key] = slot << 32 | checksum
+                    elif place is not None:
+                        del index.places[key]
+                    index.damaged.discard(key)
                 index.end += count * _ENTRY.size
 
     def _use(self, slot: int, change: int) -> None:
@@ -293,6 +287,24 @@ class Store:
     def _room(self) -> int:
         """How many values can be written."""
         return len(self._free) + max(0, self._bytes_left // self._slot_bytes)
+
+    def _add(self, index: _Index, older: _Index | None, values: Sequence[tuple[bytes, memoryview, int]]) -> None:
+        """Write the values (key, bytes, checksum) for which there is room, or older ones make way."""
+        entries = []
+        try:
+            for key, content, checksum in values:
+                makes_way = older is not None and key in older.places
+                slot = self._slot(makes_way)
+                if slot is None:
+                    continue
+                write_all(self._values, content, slot * self._num_bytes)
+                entries.append((key, slot, checksum))
+                if makes_way and self.full:
+                    self._append(index, entries)
+                    self._append(older, [(key, _GONE, 0)])
+                    entries = []
+        finally:
+            self._append(index, entries)
 
     def _slot(self, makes_way: bool) -> int | None:
         """A slot for a value that another one makes way for, or not; None where there is no room."""

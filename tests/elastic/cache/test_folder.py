@@ -198,19 +198,24 @@ def count_found(folder):
         return sum(each is not None for each in cache.get(SAMPLES)), cache._said
 
 
-def test_an_index_that_is_damaged_while_it_is_open(tmp_path, caplog):
-    """The process that has it open is not harmed; the next one begins that generation anew."""
+@pytest.mark.parametrize("how", ["head", "end"])
+def test_an_index_that_is_damaged_while_it_is_open(how, tmp_path, caplog):
+    """The process that has it open is not harmed; the next one begins that generation anew, or misses what is gone."""
     with open_cache(tmp_path) as cache:
         cache.put(SAMPLES, outputs(SAMPLES))
         cache.flush()
         with (tmp_path / "activations" / INDEX).open("r+b") as file:
-            file.write(bytes(100))
-        assert call(count_found, tmp_path) == (0, {"damaged"})
+            if how == "head":
+                file.write(bytes(100))
+            else:
+                file.truncate(HEAD + 15 * 28 + 3)
+        assert call(count_found, tmp_path) == ((0, {"damaged"}) if how == "head" else (15, set()))
         assert same(cache.get(SAMPLES), outputs(SAMPLES))
         cache.put([50], outputs([50]))
         cache.flush()
-        assert same(cache.get([50]), outputs([50]))
-    assert reopened(tmp_path, caplog) == (0, "")
+        assert same(cache.get([50, *SAMPLES]), outputs([50, *SAMPLES]))
+    count, said = reopened(tmp_path, caplog)
+    assert (count, said) == (0, "") if how == "head" else count == 15 and "its entry in the index is damaged" in said
 
 
 def test_a_folder_that_is_removed_in_use(tmp_path, caplog):

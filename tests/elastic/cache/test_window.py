@@ -7,7 +7,7 @@ from concurrent.futures import wait
 import pytest
 import torch
 
-from megatron.elastic.cache.activation_cache import Window
+from megatron.elastic.cache.background import Window
 from tests.elastic.cache.cases import DEEPER, GENERATION
 
 KEYS = [bytes([number]) for number in range(100)]

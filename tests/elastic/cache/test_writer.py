@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from megatron.elastic.cache.activation_cache import Writer
+from megatron.elastic.cache.background import Writer
 
 
 def test_order_and_end():
