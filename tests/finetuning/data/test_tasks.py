@@ -10,9 +10,8 @@ import torch
 import transformers
 from tokenizers import processors
 
-from megatron.finetuning.model import capture_model, open_model
-from megatron.finetuning.samples import read_data
-from megatron.finetuning.tasks import TASKS
+from megatron.finetuning.pretrained import capture_model, open_model
+from megatron.finetuning.samples import TASKS, read_data
 from tests.finetuning import tiny
 
 
