@@ -157,7 +157,7 @@ def run_all(listed: Path, result: Path) -> None:
     turns = json.loads(listed.read_text())
     stop = StopSignal().install()
     first = parse_args(turns[0]["argv"])
-    job.join(first)
+    job.join_job(first)
     with initialize.left_in_order(), failure_guard.guard():
         done = []
         for turn in turns:

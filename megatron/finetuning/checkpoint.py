@@ -13,7 +13,7 @@ import pickle
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -89,7 +89,7 @@ def latest(output_dir: Path) -> Path | None:
 def _checkpoints(output_dir: Path) -> list[Path]:
     if not output_dir.is_dir():
         return []
-    return sorted((each for each in output_dir.iterdir() if _NAME.fullmatch(each.name)), key=_num_batches)
+    return sorted((folder for folder in output_dir.iterdir() if _NAME.fullmatch(folder.name)), key=_num_batches)
 
 
 def _num_batches(folder: Path) -> int:
@@ -140,19 +140,14 @@ def save_model(pipeline: BuiltPipeline, folder: Path, origin: CheckpointOrigin) 
     _write(pipeline, partial, origin, None)
     with _all_write(folder):
         if torch.distributed.get_rank() == 0:
-            _replace_model(partial, folder)
-
-
-def _replace_model(partial: Path, folder: Path) -> None:
-    written = sorted(partial.iterdir(), key=lambda each: each.name == _INDEX)  # the index last
-    for each in written:
-        each.rename(folder / each.name)
-    sync_directory(folder)
-    partial.rmdir()
-    kept = {each.name for each in written}
-    for each in folder.glob("model*.safetensors"):
-        if each.name not in kept:
-            each.unlink()
+            names = sorted((path.name for path in partial.iterdir()), key=lambda name: name == _INDEX)
+            for name in names:
+                (partial / name).rename(folder / name)
+            sync_directory(folder)
+            partial.rmdir()
+            for path in folder.glob("model*.safetensors"):
+                if path.name not in names:
+                    path.unlink()
 
 
 @contextmanager
@@ -172,49 +167,39 @@ def _all_write(folder: Path) -> Iterator[None]:
 
 
 def _write(pipeline: BuiltPipeline, partial: Path, origin: CheckpointOrigin, progress: SavedProgress | None) -> None:
+    """Write all files into the folder `partial`, with the state of the run where there is a `progress`. Collective."""
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     token = [secrets.token_hex(4)]
     torch.distributed.broadcast_object_list(token)
+    files = [f"model-{number:05d}-of-{size:05d}-{token[0]}.safetensors" for number in range(1, size + 1)]
+    own = _newest(pipeline)
     with _all_write(partial):
         if rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-    own = _newest(pipeline)
-    with _all_write(partial):
-        if rank == 0:
             own.update(origin.source.unused(origin.used))
     own = origin.source.reverted(_reunited(own, origin.source.written_with))
     with _all_write(partial):
         if own:
-            _write_tensors(own, partial / _file(rank, size, token[0]))
+            save_file(own, partial / files[rank], metadata={"format": "pt"})
+            sync_file(partial / files[rank])
         if progress is not None:
-            _write_state(_state_of(pipeline), partial / f"training-{rank}.pt")
+            torch.save(_state_of(pipeline), partial / f"training-{rank}.pt")
+            sync_file(partial / f"training-{rank}.pt")
     sizes: list[dict[str, int]] = [{} for _ in range(size)]
-    torch.distributed.all_gather_object(sizes, {name: each.nbytes for name, each in own.items()})
+    torch.distributed.all_gather_object(sizes, {name: tensor.nbytes for name, tensor in own.items()})
     with _all_write(partial):
         if rank == 0:
-            _write_rest(partial, origin, progress, sizes, token[0])
-
-
-def _write_rest(
-    partial: Path,
-    origin: CheckpointOrigin,
-    progress: SavedProgress | None,
-    sizes: Sequence[Mapping[str, int]],
-    token: str,
-) -> None:
-    """Write the index, configuration and processor, and the progress."""
-    _write_index(partial, sizes, token)
-    origin.save_rest(partial)
-    if progress is not None:
-        write_whole(partial / _PROGRESS, json.dumps(asdict(progress), indent=1) + "\n")
-    for each in partial.iterdir():
-        sync_file(each)
-    sync_directory(partial)
-
-
-def _file(rank: int, size: int, token: str) -> str:
-    return f"model-{rank + 1:05d}-of-{size:05d}-{token}.safetensors"
+            weight_map = {name: file for file, of_rank in zip(files, sizes, strict=True) for name in of_rank}
+            total = sum(sum(of_rank.values()) for of_rank in sizes)
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            write_whole(partial / _INDEX, json.dumps(index, indent=1, sort_keys=True) + "\n")
+            origin.save_rest(partial)
+            if progress is not None:
+                write_whole(partial / _PROGRESS, json.dumps(asdict(progress), indent=1) + "\n")
+            for path in partial.iterdir():
+                sync_file(path)
+            sync_directory(partial)
 
 
 def prune(output_dir: Path, most: int | None) -> None:
@@ -281,7 +266,7 @@ def _newest(pipeline: BuiltPipeline) -> dict[str, Tensor]:
     for index, module in pipeline.modules.items():
         pipeline.versions[index].show_newest()
         found.update(module.stage.state_dict())
-    found.update({name: each for name, each in pipeline.exact.items() if name in found})
+    found.update({name: tensor for name, tensor in pipeline.exact.items() if name in found})
     return {name: tensor.detach().to("cpu").contiguous() for name, tensor in found.items()}
 
 
@@ -302,23 +287,6 @@ def _reunited(own: dict[str, Tensor], written_with: Callable[[str], str]) -> dic
             part = {name: own.pop(name) for name, its in groups[rank].items() if its == group}
             parts = [{} for _ in range(size)] if rank == min(holders) else None
             torch.distributed.gather_object(part, parts, dst=min(holders))
-            for each in parts or ():
-                own.update(each)
+            for part in parts or ():
+                own.update(part)
     return own
-
-
-def _write_index(partial: Path, sizes: Sequence[Mapping[str, int]], token: str) -> None:
-    weight_map = {name: _file(rank, len(sizes), token) for rank, of_rank in enumerate(sizes) for name in of_rank}
-    total = sum(size for of_rank in sizes for size in of_rank.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    write_whole(partial / _INDEX, json.dumps(index, indent=1, sort_keys=True) + "\n")
-
-
-def _write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    save_file(dict(tensors), path, metadata={"format": "pt"})
-    sync_file(path)
-
-
-def _write_state(state: object, path: Path) -> None:
-    torch.save(state, path)
-    sync_file(path)

@@ -21,7 +21,7 @@ from megatron.finetuning.data.batches import Epochs, Feed
 from megatron.finetuning.plan import RunPlan, first_lines, make_plan
 from megatron.finetuning.pretrained import Pretrained
 from megatron.finetuning.samples import Data, read_data
-from megatron.finetuning.trainer import Report, Trainer, checkpoint_saver, peak_memory
+from megatron.finetuning.trainer import Report, Trainer, peak_memory
 from megatron.pipeline.runtime.contract.trace import gather_traces
 from megatron.pipeline.runtime.failure import failure_guard
 from megatron.pipeline.runtime.timeline_files import write_pictures
@@ -106,8 +106,10 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
     data = read_data(args)
     plan = make_plan(args, data)
     batches = _batches(args, data, plan) if args.do_train else None
-    num_steps = _num_steps(args, batches)
     steps_per_epoch = batches.batches_per_epoch if batches else 1
+    num_steps = 0
+    if batches:
+        num_steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * steps_per_epoch)
     settle_intervals(args, num_steps=num_steps, steps_per_epoch=steps_per_epoch)
     facts = _facts(args, plan, data)
     done = _progress(args, facts)
@@ -128,19 +130,15 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
     left = max(num_steps - done.batches, 0)
     report.say(f"{left} of {num_steps} batches to train, {seconds:.1f} s since the start")
     origin = CheckpointOrigin(pretrained, plan.captured.all_names, plan.save_rest)
-    trainer = Trainer(
-        pipeline, args, report, stop,
-        batches=batches.batches(done.batches) if batches else iter(()), num_steps=num_steps,
-        validation=data.validation if args.do_eval else None,
-        save=checkpoint_saver(pipeline, args, origin, facts),
-    )  # fmt: skip
+    left_batches = batches.batches(done.batches) if batches else iter(())
+    trainer = Trainer(pipeline, args, report, stop, origin, facts, left_batches, num_steps, data.validation)
     if trainer.train():
         if args.do_eval and trainer.evaluated_step != num_steps:
             trainer.evaluate()
         if args.do_train:
             checkpoint.save_model(pipeline, Path(args.output_dir), origin)
             report.say(f"model in {args.output_dir}")
-    peaks = " ".join(f"{each / 2**20:.0f}" for each in peak_memory())
+    peaks = " ".join(f"{peak / 2**20:.0f}" for peak in peak_memory())
     report.say(f"most memory of each rank, MiB: {peaks}")
     if args.pipeline_timeline:
         _draw(plan, pipeline, trainer, args)
@@ -185,14 +183,6 @@ def _draw(plan: RunPlan, pipeline: BuiltPipeline, trainer: Trainer, args: argpar
             plan.schedule, gather_traces(pipeline.engine.trace()), Path(args.pipeline_timeline),
             drains=trainer.drains, most=args.pipeline_timeline_iterations,
         )  # fmt: skip
-
-
-def _num_steps(args: argparse.Namespace, batches: Epochs | None) -> int:
-    if batches is None:
-        return 0
-    if args.max_steps > 0:
-        return args.max_steps
-    return math.ceil(args.num_train_epochs * batches.batches_per_epoch)
 
 
 def _progress(args: argparse.Namespace, facts: dict) -> SavedProgress:

@@ -87,10 +87,10 @@ class PartitionFile:
     def work(self, graph: StageGraph) -> tuple[tuple[float, float], ...]:
         """Seconds of a forward and of a backward of each stage; a stage without edges to others does not recompute."""
         return tuple(
-            (each.forward_ms / 1000, each.recompute_and_backward_ms / 1000)
+            (cost.forward_ms / 1000, cost.recompute_and_backward_ms / 1000)
             if graph.depth(stage)
-            else (each.plain_forward_ms / 1000, each.plain_backward_ms / 1000)
-            for stage, each in enumerate(self.stages)
+            else (cost.plain_forward_ms / 1000, cost.plain_backward_ms / 1000)
+            for stage, cost in enumerate(self.stages)
         )
 
     def to_json(self) -> str:

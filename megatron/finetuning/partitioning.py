@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -109,7 +110,7 @@ def cut_model(
     """
     num_blocks = len(blocks_of(captured))
     costs = profile(
-        captured, {name: each.to(backend.device()) for name, each in batch.items()},
+        captured, {name: tensor.to(backend.device()) for name, tensor in batch.items()},
         progress=lambda done, _: progress(f"profiling block {done} of {num_blocks}"),
     )  # fmt: skip
     graph = graph_of(captured, costs, machine, args)
@@ -130,22 +131,20 @@ def cut_model(
         seed=args.seed, effort=effort, num_microbatches=num_microbatches, seconds=seconds,
         milliseconds_of=milliseconds_of, alike=ALIKE, progress=progress,
     )  # fmt: skip
-    candidates, seen = [], set()
+    different: dict[object, Candidate] = {}
     for result in competition.results:
         if milliseconds_of(result) == math.inf:
             competition.failures[result.method] = str(simulated[id(result)])
-            continue
-        candidate = simulated[id(result)]
-        key = (tuple(candidate.file.stage_of_node.items()), candidate.file.rank_of_stage)
-        if key not in seen:
-            seen.add(key)
-            candidates.append(candidate)
+        else:
+            file = simulated[id(result)].file
+            different.setdefault((tuple(file.stage_of_node.items()), file.rank_of_stage), simulated[id(result)])
+    candidates = list(different.values())
     if not candidates:
         reasons = "; ".join(f"{method}: {reason}" for method, reason in competition.failures.items())
         raise ValueError(f"no partition makes a pipeline ({reasons}); try other --methods, or more devices")
-    least = min(each.simulated_ms for each in candidates)
-    near = [each for each in candidates if each.simulated_ms <= ALIKE * least]
-    choice = min(near, key=lambda each: (each.depth, each.simulated_ms))
+    least = min(candidate.simulated_ms for candidate in candidates)
+    near = [candidate for candidate in candidates if candidate.simulated_ms <= ALIKE * least]
+    choice = min(near, key=lambda candidate: (candidate.depth, candidate.simulated_ms))
     return choice, candidates, graph, competition
 
 
@@ -219,11 +218,11 @@ def simulated_seconds(
     recomputes = [schedule.recomputes(stage) for stage in range(schedule.num_stages)]
     costs = Costs(
         forward=[
-            (each.forward_ms if again else each.plain_forward_ms) / 1000
-            for each, again in zip(file.stages, recomputes, strict=True)
+            (cost.forward_ms if again else cost.plain_forward_ms) / 1000
+            for cost, again in zip(file.stages, recomputes, strict=True)
         ],
-        recompute=[each.plain_forward_ms / 1000 for each in file.stages],
-        backward=[each.plain_backward_ms / 1000 for each in file.stages],
+        recompute=[cost.plain_forward_ms / 1000 for cost in file.stages],
+        backward=[cost.plain_backward_ms / 1000 for cost in file.stages],
         bandwidth=1e9 * file.bandwidth_gigabytes_per_second,
         forward_bytes=[
             edge_bytes[edge.source, edge.target].a_microbatch(num_microbatches, schedule.weights)
@@ -260,24 +259,16 @@ def _in_order(captured: Captured, partition: Partition) -> Partition:
 
 
 def _stage_costs(captured: Captured, costs: Sequence[BlockCost], partition: Partition) -> tuple[StageCost, ...]:
-    first = len(captured.inputs)
-    sums = [[0.0] * 4 + [0] for _ in range(partition.num_stages)]
+    sums = [Counter(parameters=0) for _ in range(partition.num_stages)]
     owners: dict[str, int] = {}
-    for place, (block, cost) in enumerate(zip(blocks_of(captured), costs, strict=True)):
-        stage = partition.stage_of_node[first + place]
-        total = sums[stage]
-        for number, value in enumerate(
-            (
-                cost.forward_ms, cost.recorded_forward_ms + cost.backward_ms, cost.recorded_forward_ms,
-                cost.backward_ms, cost.saved_bytes,
-            )
-        ):  # fmt: skip
-            total[number] += value
+    for node, (block, cost) in enumerate(zip(blocks_of(captured), costs, strict=True), start=len(captured.inputs)):
+        stage = partition.stage_of_node[node]
+        sums[stage].update(
+            forward_ms=cost.forward_ms, recompute_and_backward_ms=cost.recorded_forward_ms + cost.backward_ms,
+            plain_forward_ms=cost.recorded_forward_ms, plain_backward_ms=cost.backward_ms, saved_bytes=cost.saved_bytes,
+        )  # fmt: skip
         for name in parameters_of(captured, block):
             owners[name] = min(owners.get(name, stage), stage)
-    parameters = [0] * partition.num_stages
     for name, stage in owners.items():
-        parameters[stage] += captured.parameters[name].numel()
-    return tuple(
-        StageCost(*map(float, total[:4]), count, total[4]) for total, count in zip(sums, parameters, strict=True)
-    )
+        sums[stage]["parameters"] += captured.parameters[name].numel()
+    return tuple(StageCost(**total) for total in sums)

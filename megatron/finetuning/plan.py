@@ -278,17 +278,17 @@ def of_devices(plan: RunPlan, args: argparse.Namespace) -> list[tuple[int, float
         parameters, weights, saved, seconds = 0, 0.0, 0.0, 0.0
         for stage in schedule.stages_of(rank):
             cost = plan.partition.stages[stage]
-            received = [each for (_, target), each in plan.edge_bytes.items() if target == stage]
+            received = [edge for (_, target), edge in plan.edge_bytes.items() if target == stage]
             versions = schedule.weights.max_live_versions(stage, schedule.num_stages) - 1
             size = weight_bytes(args) + versions * plan.dtype.itemsize + _gap_bytes(plan, args, stage)
             parameters, weights = parameters + cost.parameters, weights + cost.parameters * size
             in_flight = saved_by_stage[stage]
             recomputes = schedule.recomputes(stage)
-            saved += sum(each.activations for each in received) * in_flight
+            saved += sum(edge.activations for edge in received) * in_flight
             # A shared parameter has a value for each version or step in flight, and the sum of its gradients.
             is_stepped = schedule.weights.ahead is Ahead.PROVISIONAL_STEP
             held = -(-in_flight // (1 if is_stepped else args.gradient_accumulation_steps)) + 1
-            saved += sum(each.parameters for each in received) * held
+            saved += sum(edge.parameters for edge in received) * held
             saved += cost.saved_bytes * (1 if recomputes else in_flight)
             seconds += sum(work[stage])
         found.append((parameters, weights, saved, 1000 * seconds))

@@ -12,7 +12,6 @@ transformers is imported where it is used, since only fine-tuning needs it.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -67,7 +66,6 @@ def open_model(
     folder: str,
     auto_model: str,
     *,
-    real: bool = False,
     dtype: torch.dtype = torch.float32,
     changes: Mapping[str, object] | None = None,
 ) -> torch.nn.Module:
@@ -76,23 +74,19 @@ def open_model(
     Args:
         auto_model: the class of transformers that knows the architecture for the task, such as
             ``AutoModelForCausalLM``.
-        real: give the weights memory, and values at random.
         changes: to the configuration, such as ``num_labels``.
 
     Raises ValueError as `read_config` does, and for an architecture that has no model for the task.
     """
-    transformers = require_transformers()
     config = read_config(folder, changes)
     config.use_cache = False
-    context = contextlib.nullcontext() if real else fake_parameters(dtype)
     try:
-        with context:
-            model = getattr(transformers, auto_model).from_config(config)
+        with fake_parameters(dtype):
+            return getattr(require_transformers(), auto_model).from_config(config)
     except (ValueError, KeyError) as error:
         raise ValueError(
             f"{config.model_type} of {folder} has no {auto_model}: {first_line(error)}; choose another --task"
         ) from error
-    return model.to(dtype) if real else model
 
 
 def capture_model(model: torch.nn.Module, batch: Mapping[str, Tensor], keep: Sequence[str]) -> Captured:
@@ -172,9 +166,9 @@ class Pretrained:
         from transformers.core_model_loading import WeightConverter, rename_source_key
 
         mapping = get_model_conversion_mapping(self._model)
-        converters = [each for each in mapping if isinstance(each, WeightConverter)]
-        renamings = [each for each in mapping if not isinstance(each, WeightConverter)]
-        of_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+        converters = [conversion for conversion in mapping if isinstance(conversion, WeightConverter)]
+        renamings = [conversion for conversion in mapping if not isinstance(conversion, WeightConverter)]
+        of_pattern = {pattern: conversion for conversion in converters for pattern in conversion.source_patterns}
         prefix = getattr(self._model, "base_model_prefix", "")
         self._recipes: dict[str, _Recipe] = {}
         self._target_of = lambda name: rename_source_key(name, renamings, converters, prefix, self._state)
@@ -188,7 +182,7 @@ class Pretrained:
                 continue
             converter = None if pattern is None else of_pattern[pattern]
             of = [target] if pattern is None else converter.target_patterns
-            targets = tuple(target.replace(of[0], each) for each in of)
+            targets = tuple(target.replace(of[0], other) for other in of)
             recipe = self._recipes.get(target)
             if recipe is None:
                 recipe = _Recipe(targets, converter)
@@ -197,7 +191,7 @@ class Pretrained:
                 self._refuse([recipe.sources[0][0]], f"has {{}} and {name}, which both make {target}")
             recipe.sources.append((name, pattern or name))
         # As after `from_pretrained`: `save_pretrained` reverts only the conversions that the files needed.
-        self._model._weight_conversions = [each for each in mapping if each.was_used()]
+        self._model._weight_conversions = [conversion for conversion in mapping if conversion.was_used()]
         return unused
 
     def _check_sources(self, names: Collection[str]) -> None:
@@ -234,7 +228,7 @@ class Pretrained:
         return found
 
     def _first_there(self, name: str) -> str | None:
-        return next((each for each in self._aliases[name] if each in self._recipes), None)
+        return next((alias for alias in self._aliases[name] if alias in self._recipes), None)
 
     def _head_of(self, name: str) -> str | None:
         """The module outside the inner model, or the inner model's pooler, to which a tensor belongs; else None."""
@@ -251,12 +245,12 @@ class Pretrained:
         return self._new_head and self._head_of(name) is not None and not self._has_some(self._head_of(name))
 
     def _is_other_head(self, name: str, names: Collection[str]) -> bool:
-        is_whole = self._base is not None and any(each.startswith(f"{self._base}.") for each in names)
+        is_whole = self._base is not None and any(module.startswith(f"{self._base}.") for module in names)
         full = name if is_whole or self._base is None else f"{self._base}.{name}"
         head = self._head_of(full)
         if head is None:
             return False
-        modules = {each for each, _ in self._model.named_modules()}
+        modules = {module for module, _ in self._model.named_modules()}
         return name.rpartition(".")[0] not in modules or (self._new_head and not self._has_some(head))
 
     def _has_some(self, module: str) -> bool:
@@ -331,8 +325,8 @@ class Pretrained:
 
         left_out = set(getattr(self._model, "_keys_to_ignore_on_save", None) or ())
         of = getattr(self._model, "all_tied_weights_keys", {})
-        named = {of.get(name, name): each for name, each in tensors.items() if name not in left_out}
-        return {name: each.contiguous() for name, each in revert_weight_conversion(self._model, named).items()}
+        named = {of.get(name, name): tensor for name, tensor in tensors.items() if name not in left_out}
+        return {name: tensor.contiguous() for name, tensor in revert_weight_conversion(self._model, named).items()}
 
     def written_with(self, name: str) -> str:
         """The name of the group of tensors that `reverted` needs together; a tensor's own name where it is alone."""
@@ -345,8 +339,8 @@ class Pretrained:
     def _reverse_converters(self) -> list:
         from transformers.core_model_loading import WeightConverter
 
-        reverse = [each.reverse_transform() for each in self._model._weight_conversions[::-1]]
-        return [each for each in reverse if isinstance(each, WeightConverter)]
+        reverse = [conversion.reverse_transform() for conversion in self._model._weight_conversions[::-1]]
+        return [conversion for conversion in reverse if isinstance(conversion, WeightConverter)]
 
 
 def _aliases(state: Mapping[str, Tensor]) -> dict[str, tuple[str, ...]]:

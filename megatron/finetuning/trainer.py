@@ -12,7 +12,8 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -34,39 +35,34 @@ EVALUATED_TOGETHER = 32
 """Microbatches of an evaluation that are under way together."""
 
 
+@dataclass
 class Trainer:
     """The loop of one run.
 
-    Args:
+    Attributes:
+        origin: what a checkpoint has besides the stages' tensors.
+        facts: the fields of `SavedProgress` that stay the same during a run.
         batches: yields the microbatches of each batch to come, as row numbers.
         num_steps: batches of the whole run.
         validation: the rows to evaluate; None: there are no evaluations.
-        save: writes a checkpoint after so many batches and microbatches.
-
-    Attributes:
         drains: the last batches before which the pipeline was drained.
         saved_step, evaluated_step: the batches done at the last checkpoint and at the last evaluation.
     """
 
-    def __init__(
-        self,
-        pipeline: BuiltPipeline,
-        args: argparse.Namespace,
-        report: Report,
-        stop: StopSignal,
-        *,
-        batches: Iterator[Sequence[Sequence[int]]],
-        num_steps: int,
-        validation: Rows | None,
-        save: Callable[[int, int], None],
-    ) -> None:
-        self.pipeline, self.args, self.report, self.stop = pipeline, args, report, stop
-        self._batches, self._num_steps, self._validation, self._save = batches, num_steps, validation, save
-        self._waiting: deque[tuple[int, int, float]] = deque()  # batch, its first microbatch, seconds of its segment
-        self._stop_requests = 0
-        self.drains: deque[int] = deque(maxlen=64)
-        self.saved_step: int | None = None
-        self.evaluated_step: int | None = None
+    pipeline: BuiltPipeline
+    args: argparse.Namespace
+    report: Report
+    stop: StopSignal
+    origin: CheckpointOrigin
+    facts: dict[str, object]
+    batches: Iterator[Sequence[Sequence[int]]]
+    num_steps: int
+    validation: Rows | None
+    drains: deque[int] = field(default_factory=lambda: deque(maxlen=64))
+    saved_step: int | None = None
+    evaluated_step: int | None = None
+    _waiting: deque[tuple[int, int, float]] = field(default_factory=deque)  # batch, its first microbatch, seconds
+    _stop_requests: int = 0
 
     def train(self) -> bool:
         """Train. Returns False where a stop request ended the run.
@@ -75,31 +71,31 @@ class Trainer:
         """
         engine, args = self.pipeline.engine, self.args
         first = engine.next_batch
-        while engine.next_batch < self._num_steps:
-            self._batch(next(self._batches))
+        while engine.next_batch < self.num_steps:
+            self._batch(next(self.batches))
             step = engine.next_batch
             saves = args.save_steps and step % args.save_steps == 0
-            evaluates = self._validation is not None and args.eval_steps and step % args.eval_steps == 0
+            evaluates = self.validation is not None and args.eval_steps and step % args.eval_steps == 0
             if not (saves or evaluates or self._stop_requests):
                 continue
             self._drain()
             if evaluates and not self._stop_requests:
                 self.evaluate()
             if saves or self._stop_requests:
-                self._save_here()
+                self._save(first)
             if self._stop_requests:
                 self.report.say(f"exiting on request after step {step}")
                 return False
         self._drain()
         if args.save_strategy != "no" and self.saved_step != engine.next_batch > first:
-            self._save_here()
+            self._save(first)
         return True
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate the validation rows and report their metrics. The pipeline has to be drained."""
         step = self.pipeline.engine.next_batch
         start = time.perf_counter()
-        found = evaluate(self.pipeline, self._validation, size=self.args.per_device_train_batch_size)
+        found = evaluate(self.pipeline, self.validation, size=self.args.per_device_train_batch_size)
         self.report.evaluation(step, found, time.perf_counter() - start)
         self.evaluated_step = step
         return found
@@ -132,34 +128,22 @@ class Trainer:
                     f"gradient norm {report.grad_norm}); lower --learning_rate"
                 )
 
-    def _save_here(self) -> None:
-        engine, start = self.pipeline.engine, time.perf_counter()
-        self._save(engine.next_batch, engine.next_microbatch)
+    def _save(self, first: int) -> None:
+        """Write `checkpoint-N`. The run began at batch `first`.
+
+        After its first checkpoint, those are removed that --overwrite_output_dir gives up.
+        """
+        engine, args, start = self.pipeline.engine, self.args, time.perf_counter()
+        output = Path(args.output_dir)
+        folder = output / f"checkpoint-{engine.next_batch}"
+        progress = SavedProgress(engine.next_batch, engine.next_microbatch, **self.facts)
+        checkpoint.save(self.pipeline, folder, self.origin, progress)
+        if args.rank == 0:
+            if args.overwrite_output_dir and self.saved_step is None:
+                checkpoint.drop_others(output, after=first, but=folder)
+            checkpoint.prune(output, args.save_total_limit)
         self.saved_step = engine.next_batch
         self.report.say(f"checkpoint-{engine.next_batch} took {time.perf_counter() - start:.1f} s")
-
-
-def checkpoint_saver(
-    pipeline: BuiltPipeline, args: argparse.Namespace, origin: CheckpointOrigin, facts: dict
-) -> Callable[[int, int], None]:
-    """The function that writes `checkpoint-N` into --output_dir.
-
-    Its first checkpoint lets those go that --overwrite_output_dir gives up. `facts`: the fields of `SavedProgress` that
-    stay the same during a run.
-    """
-    output, begun, is_first = Path(args.output_dir or "."), pipeline.engine.next_batch, True
-
-    def save(batches: int, microbatches: int) -> None:
-        nonlocal is_first
-        folder = output / f"checkpoint-{batches}"
-        checkpoint.save(pipeline, folder, origin, SavedProgress(batches, microbatches, **facts))
-        if args.rank == 0:
-            if args.overwrite_output_dir and is_first:
-                checkpoint.drop_others(output, after=begun, but=folder)
-            checkpoint.prune(output, args.save_total_limit)
-        is_first = False
-
-    return save
 
 
 def evaluate(pipeline: BuiltPipeline, rows: Rows, *, size: int) -> dict[str, float]:

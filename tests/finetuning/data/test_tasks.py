@@ -10,7 +10,7 @@ import torch
 import transformers
 from tokenizers import processors
 
-from megatron.finetuning.pretrained import capture_model, open_model
+from megatron.finetuning.pretrained import capture_model, read_config
 from megatron.finetuning.samples import TASKS, read_data
 from tests.finetuning import tiny
 
@@ -24,7 +24,8 @@ def opened(folder, task, *words):
     args = tiny.arguments(folder, task, *words)
     data = read_data(args)
     torch.manual_seed(0)
-    model = open_model(args.model_name_or_path, data.task.auto_model, real=True, changes=data.changes)
+    config = read_config(args.model_name_or_path, data.changes)
+    model = getattr(transformers, data.task.auto_model).from_config(config)
     return data, model
 
 
