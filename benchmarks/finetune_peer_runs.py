@@ -23,8 +23,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, SplitPoint
 
 from megatron.finetuning import job
 from megatron.finetuning.arguments import parse_args
-from megatron.finetuning.data.epochs import Epochs
-from megatron.finetuning.data.rows import IGNORED
+from megatron.finetuning.data.batches import IGNORED, Epochs
 from megatron.finetuning.samples import Data, read_data
 from megatron.pipeline.runtime.failure import failure_guard
 from megatron.trainer.ranks.signals import StopSignal
@@ -158,7 +157,7 @@ def run_all(listed: Path, result: Path) -> None:
     turns = json.loads(listed.read_text())
     stop = StopSignal().install()
     first = parse_args(turns[0]["argv"])
-    job.join(first)
+    job.join_job(first)
     with initialize.left_in_order(), failure_guard.guard():
         done = []
         for turn in turns:

@@ -49,7 +49,7 @@ def run_all(listed: Path) -> None:
     partition = listed.with_name("partition.json")
     stop = StopSignal().install()
     first = parse_args(content["commands"][0])
-    job.join(first)
+    job.join_job(first)
     with initialize.left_in_order(), failure_guard.guard():
         if first.rank == 0:
             in_turn(content["commands"][0], content["stages"], partition)

@@ -1,13 +1,16 @@
 """Extractive question answering: where in a context the answer stands.
 
 A long context becomes several windows that overlap by `--doc_stride` tokens, and the best answer over all windows of a
-question counts. A window that does not hold the whole answer is taught to point at the first token.
+question counts. The label of a window that does not hold the whole answer is its first token.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import re
+import string
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,32 +18,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.finetuning.data.files import column, texts_of
-from megatron.finetuning.data.rows import Metrics, Rows
-from megatron.finetuning.tasks.answers import exact_match, f1
-from megatron.finetuning.tasks.task import File, Prepared, Task
-from megatron.finetuning.tasks.tokens import give_padding
+from megatron.finetuning.data.batches import Metrics, Rows
+from megatron.finetuning.data.files import File
+from megatron.finetuning.data.task import Prepared, Task, give_padding
 
 LONGEST_ANSWER = 30
-"""Tokens, as SQuAD's scripts have it."""
+"""Tokens, as in SQuAD's scripts."""
 BEST = 20
-"""Starts and ends that are tried."""
+"""The number of starts, and of ends, that are tried in a window."""
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 @dataclass(frozen=True)
 class _Window:
-    """`question`: which. `offsets`: token -> characters of the context, None where it is no part of it."""
+    """`question`: its number. `offsets`: by token, its characters in the context; None where it is no part of it."""
 
     question: int
     offsets: list[tuple[int, int] | None]
 
 
 def _prepare(args: argparse.Namespace, tokenizer: Any, file: File, classes: Mapping[str, int]) -> Prepared:
-    names = {
-        "question": column(file.samples, file.path, args.question_column, ("question",), "question"),
-        "context": column(file.samples, file.path, args.context_column, ("context", "passage"), "context"),
-        "answers": column(file.samples, file.path, args.answers_column, ("answers", "answer"), "answers"),
-    }
+    question = file.column(args.question_column, ("question",), "question")
+    context = file.column(args.context_column, ("context", "passage"), "context")
+    answer = file.column(args.answers_column, ("answers", "answer"), "answers")
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(
             "question answering has to know which characters a token is, and the model's tokenizer does not say; give "
@@ -48,45 +50,42 @@ def _prepare(args: argparse.Namespace, tokenizer: Any, file: File, classes: Mapp
         )
     give_padding(tokenizer)
 
-    def rows(each: File) -> Rows:
-        questions, contexts = (
-            texts_of(each.samples, each.path, column(each.samples, each.path, names[what], (), what))
-            for what in ("question", "context")
-        )
-        column(each.samples, each.path, names["answers"], (), "answers")
+    def rows(file: File) -> Rows:
+        questions, contexts = file.texts(question, "question"), file.texts(context, "context")
+        file.column(answer, (), "answers")
         answers = [
-            _answers(sample, names["answers"], contexts[i], each, i + 1) for i, sample in enumerate(each.samples)
+            _answers(sample, answer, text, f"{file.path}, sample {number}")
+            for number, (sample, text) in enumerate(zip(file.samples, contexts, strict=True), start=1)
         ]
         if args.doc_stride >= args.max_seq_length // 2:
             raise ValueError(
                 f"--doc_stride {args.doc_stride} leaves windows of --max_seq_length {args.max_seq_length} next to "
                 "nothing of their own; give less than half of it"
             )
-        _require_room(tokenizer, questions, args, each)
+        _require_room(tokenizer, questions, args, file)
         encoded = tokenizer(
             [question.lstrip() for question in questions], contexts, truncation="only_second",
             max_length=args.max_seq_length, padding="max_length", stride=args.doc_stride, return_tensors="pt",
             return_overflowing_tokens=True, return_offsets_mapping=True,
         )  # fmt: skip
         offsets, question_of = encoded["offset_mapping"].tolist(), encoded["overflow_to_sample_mapping"].tolist()
-        windows = [_Window(question, _of_context(encoded, i, offsets[i])) for i, question in enumerate(question_of)]
+        windows = [_Window(number, _of_context(encoded, i, offsets[i])) for i, number in enumerate(question_of)]
         tensors = {name: encoded[name] for name in tokenizer.model_input_names if name in encoded}
-        spans = [_span(window, answers[window.question][0]) for window in windows]
-        starts, ends = (torch.tensor([span[end] for span in spans]) for end in (0, 1))
+        spans = torch.tensor([_span(window, *answers[window.question][0]) for window in windows])
+        labels = {"start_positions": spans[:, 0], "end_positions": spans[:, 1]}
         texts = [[text for text, _ in found] for found in answers]
         return Rows(
-            {**tensors, "start_positions": starts, "end_positions": ends},
-            ignored={"start_positions": args.max_seq_length, "end_positions": args.max_seq_length},
-            num_terms=torch.ones_like(starts), metrics=_scores(windows, contexts, texts),
+            {**tensors, **labels}, ignored=dict.fromkeys(labels, args.max_seq_length),
+            num_terms=torch.ones_like(spans[:, 0]), metrics=_scores(windows, contexts, texts),
         )  # fmt: skip
 
     return Prepared(rows)
 
 
 def _require_room(tokenizer: Any, questions: Sequence[str], args: argparse.Namespace, file: File) -> None:
-    """Raises ValueError for a question that leaves no more of a window than what windows share."""
+    """Raises ValueError for a question that leaves a window no more tokens of the context than windows share."""
     special = tokenizer.num_special_tokens_to_add(pair=True)
-    for number, ids in enumerate(tokenizer(list(questions), add_special_tokens=False)["input_ids"], start=1):
+    for number, ids in enumerate(tokenizer(questions, add_special_tokens=False)["input_ids"], start=1):
         room = args.max_seq_length - special - len(ids)
         if room <= args.doc_stride:
             raise ValueError(
@@ -101,39 +100,36 @@ def _of_context(encoded: Any, window: int, offsets: Sequence[Sequence[int]]) -> 
     return [tuple(pair) if part == 1 else None for pair, part in zip(offsets, parts, strict=True)]
 
 
-def _answers(sample: Mapping[str, object], name: str, context: str, file: File, number: int) -> list[tuple[str, int]]:
-    """(text, first character) of each; no answer is an empty text. Raises ValueError for another form."""
+def _answers(sample: Mapping[str, object], name: str, context: str, where: str) -> list[tuple[str, int]]:
+    """(text, first character) of each answer; an empty text where there is none.
+
+    Raises ValueError for a value of another form than SQuAD's, or a text.
+    """
     value = sample[name]
     if isinstance(value, str):  # a column of a CSV file
         value = {"text": [value] if value else [], "answer_start": [context.find(value)] if value else []}
     if not isinstance(value, Mapping) or not {"text", "answer_start"} <= value.keys():
         found = f"has the fields {', '.join(map(repr, value))}" if isinstance(value, Mapping) else f"is {value!r}"
         raise ValueError(
-            f'{file.path}, sample {number}: {name!r} {found}, and a text or {{"text": [...], "answer_start": [...]}} '
-            "is wanted; write one of them"
+            f'{where}: {name!r} {found}, and a text or {{"text": [...], "answer_start": [...]}} is wanted; write one '
+            "of them"
         )
     texts, starts = value["text"], value["answer_start"]
     if not (isinstance(texts, list) and isinstance(starts, list) and len(texts) == len(starts)):
-        raise ValueError(
-            f"{file.path}, sample {number}: the text and answer_start of {name!r} are no lists of one length; mend it"
-        )
+        raise ValueError(f"{where}: the text and answer_start of {name!r} are no lists of one length; mend it")
     found = list(zip(texts, starts, strict=True))
     for text, start in found:
         if not isinstance(text, str) or isinstance(start, bool) or not isinstance(start, int):
-            raise ValueError(
-                f"{file.path}, sample {number}: the answer {text!r} at {start!r} is no text at a whole number; mend it"
-            )
+            raise ValueError(f"{where}: the answer {text!r} at {start!r} is no text at a whole number; mend it")
         if context[start : start + len(text)] != text or start < 0:
             raise ValueError(
-                f"{file.path}, sample {number}: the answer {text!r} does not stand at character {start} of its "
-                "context; mend it"
+                f"{where}: the answer {text!r} does not stand at character {start} of its context; mend it"
             )
     return found or [("", 0)]
 
 
-def _span(window: _Window, answer: tuple[str, int]) -> tuple[int, int]:
-    """First and last token of the answer; 0, 0 where the window does not hold it."""
-    text, first = answer
+def _span(window: _Window, text: str, first: int) -> tuple[int, int]:
+    """The first and the last token of an answer that begins at character `first`; 0, 0 where the window lacks it."""
     last = first + len(text)
     inside = [token for token, at in enumerate(window.offsets) if at is not None and at[0] < last and at[1] > first]
     if not text or not inside:
@@ -144,8 +140,10 @@ def _span(window: _Window, answer: tuple[str, int]) -> tuple[int, int]:
 
 
 def _scores(windows: Sequence[_Window], contexts: Sequence[str], answers: Sequence[Sequence[str]]) -> Metrics:
-    """The best answer over all windows of a question counts. Where some questions have none, it has to beat that the
-    answer is in no window: what the window says of it that is the least sure of that.
+    """F1 and exact match of the best answer over all windows of a question.
+
+    Where some questions have no answer, the best answer has to score more than "no answer" does: the least score of a
+    first token over the question's windows.
     """
     some_have_none = any(not any(texts) for texts in answers)
 
@@ -171,7 +169,7 @@ def _scores(windows: Sequence[_Window], contexts: Sequence[str], answers: Sequen
 
 
 def _best(window: _Window, starts: Tensor, ends: Tensor, context: str) -> tuple[float, str]:
-    """Score and text of the most likely answer in a window."""
+    """Score and text of the most likely answer in a window. `starts`, `ends`: logits, float32 [tokens]."""
     best = -math.inf, ""
     allowed = torch.tensor([at is not None for at in window.offsets])
     count = min(BEST, int(allowed.sum()))
@@ -183,6 +181,30 @@ def _best(window: _Window, starts: Tensor, ends: Tensor, context: str) -> tuple[
             if first <= last < first + LONGEST_ANSWER and score > best[0]:
                 best = score, context[window.offsets[first][0] : window.offsets[last][1]]
     return best
+
+
+# --- SQuAD's scores of one answer
+
+
+def exact_match(predicted: str, answers: Sequence[str]) -> float:
+    """1 where the prediction is one of the answers, or empty where there is none; else 0."""
+    return float(_normalised(predicted) in map(_normalised, answers or ("",)))
+
+
+def f1(predicted: str, answers: Sequence[str]) -> float:
+    """The harmonic mean of precision and recall in words, of the answer that agrees best."""
+    return max(_f1(_normalised(predicted).split(), _normalised(answer).split()) for answer in answers or ("",))
+
+
+def _f1(predicted: list[str], true: list[str]) -> float:
+    if not predicted or not true:
+        return float(predicted == true)
+    return 2 * sum((Counter(predicted) & Counter(true)).values()) / (len(predicted) + len(true))
+
+
+def _normalised(text: str) -> str:
+    """The text in lower case, without punctuation and articles, with single blanks."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 TASK = Task("AutoModelForQuestionAnswering", _prepare, keep=("start_logits", "end_logits"))

@@ -10,25 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.finetuning.data.files import column, texts_of
-from megatron.finetuning.data.rows import IGNORED, Rows
-from megatron.finetuning.tasks.task import File, Prepared, Task
-from megatron.finetuning.tasks.tokens import padded
+from megatron.finetuning.data.batches import IGNORED, Rows
+from megatron.finetuning.data.files import File
+from megatron.finetuning.data.task import Prepared, Task, padded
 
 TEXT = ("text", "content", "sentence", "document")
 
 
 def _prepare(args: argparse.Namespace, tokenizer: Any, file: File, classes: Mapping[str, int]) -> Prepared:
-    name = column(file.samples, file.path, args.text_column, TEXT, "text")
+    name = file.column(args.text_column, TEXT, "text")
 
-    def rows(each: File) -> Rows:
-        texts = texts_of(each.samples, each.path, column(each.samples, each.path, name, (), "text"))
-        tensors = _apart(tokenizer, texts, args) if args.no_group_texts else _grouped(tokenizer, texts, args, each.path)
-        labels = tensors["labels"]
-        terms = (labels[:, 1:] != IGNORED).sum(1)
+    def rows(file: File) -> Rows:
+        texts = file.texts(name, "text")
+        tensors = _apart(tokenizer, texts, args) if args.no_group_texts else _grouped(tokenizer, texts, args, file.path)
+        terms = (tensors["labels"][:, 1:] != IGNORED).sum(1)
         if not terms.all():
             raise ValueError(
-                f"{each.path}, sample {int((terms == 0).nonzero()[0]) + 1}: a text of one token has nothing to "
+                f"{file.path}, sample {int((terms == 0).nonzero()[0]) + 1}: a text of one token has nothing to "
                 "predict; leave it out"
             )
         return Rows(tensors, ignored={"labels": IGNORED}, num_terms=terms, metrics=_perplexity)
@@ -44,7 +42,7 @@ def _apart(tokenizer: Any, texts: list[str], args: argparse.Namespace) -> dict[s
 
 
 def _grouped(tokenizer: Any, texts: list[str], args: argparse.Namespace, path: str) -> dict[str, Tensor]:
-    """All texts one after another, each with its end, cut into rows; what does not fill one is left out."""
+    """All texts, each with its end token, joined and cut into rows; a rest that fills no row is left out."""
     ids = [token for text in tokenizer(texts)["input_ids"] for token in _ended(text, tokenizer.eos_token_id)]
     length = args.max_seq_length
     if len(ids) < length:
@@ -56,7 +54,7 @@ def _grouped(tokenizer: Any, texts: list[str], args: argparse.Namespace, path: s
 
 
 def _ended(text: list[int], end: int | None) -> list[int]:
-    """The text with the end token, which some tokenizers add by themselves. None: there is none."""
+    """The text with the end token, which some tokenizers add by themselves. None: the tokenizer has no end token."""
     return text if end is None or text[-1:] == [end] else [*text, end]
 
 

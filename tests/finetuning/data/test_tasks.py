@@ -10,9 +10,8 @@ import torch
 import transformers
 from tokenizers import processors
 
-from megatron.finetuning.model import capture_model, open_model
-from megatron.finetuning.samples import read_data
-from megatron.finetuning.tasks import TASKS
+from megatron.finetuning.pretrained import capture_model, read_config
+from megatron.finetuning.samples import TASKS, read_data
 from tests.finetuning import tiny
 
 
@@ -25,7 +24,8 @@ def opened(folder, task, *words):
     args = tiny.arguments(folder, task, *words)
     data = read_data(args)
     torch.manual_seed(0)
-    model = open_model(args.model_name_or_path, data.task.auto_model, real=True, changes=data.changes)
+    config = read_config(args.model_name_or_path, data.changes)
+    model = getattr(transformers, data.task.auto_model).from_config(config)
     return data, model
 
 

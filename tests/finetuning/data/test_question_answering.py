@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
+from megatron.finetuning.data.question_answering import exact_match, f1
 from megatron.finetuning.samples import read_data
-from megatron.finetuning.tasks.answers import exact_match, f1
 from tests.finetuning import tiny
 
 TASK = "question-answering"
