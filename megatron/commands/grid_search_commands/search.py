@@ -356,7 +356,8 @@ def docs_url() -> str | None:
 
 
 def _write(folder: Path, found: Searched, notes: tuple[str, ...]) -> None:
-    from megatron.planner.search.picture import as_png, draw_outcome
+    from megatron.documents.picture import as_png
+    from megatron.planner.search.pictures import draw_outcome
     from megatron.planner.search.report import html_report
 
     outcome, cluster, job, space = found.outcome, found.cluster, found.model.job, found.space

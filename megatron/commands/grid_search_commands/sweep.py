@@ -212,7 +212,7 @@ def _notes(sweep: Sweep) -> Iterator[str]:
 def _print(sweep: Sweep, notes: tuple[str, ...], seconds: float) -> None:
     from rich.console import Console
 
-    from megatron.planner.search.sweep_table import sweep_table
+    from megatron.planner.search.table import sweep_table
 
     plain = not sys.stdout.isatty()
     console = Console(width=10_000 if plain else None, no_color=plain, highlight=False)
@@ -223,7 +223,7 @@ def _print(sweep: Sweep, notes: tuple[str, ...], seconds: float) -> None:
 
 
 def _as_dict(sweep: Sweep, options: argparse.Namespace, notes: tuple[str, ...], seconds: float) -> dict:
-    from megatron.planner.search.sweep_table import sweep_records
+    from megatron.planner.search.records import sweep_records
 
     return {
         "objective": options.objective,
@@ -238,10 +238,10 @@ def _as_dict(sweep: Sweep, options: argparse.Namespace, notes: tuple[str, ...], 
 
 
 def _write(folder: Path, sweep: Sweep, found: list[_Found], notes: tuple[str, ...]) -> None:
-    from megatron.planner.search.picture import as_png
-    from megatron.planner.search.sweep_picture import draw_sweep
-    from megatron.planner.search.sweep_report import sweep_page
-    from megatron.planner.search.sweep_table import sweep_records
+    from megatron.documents.picture import as_png
+    from megatron.planner.search.pictures import draw_sweep
+    from megatron.planner.search.records import sweep_records
+    from megatron.planner.search.report import sweep_page
 
     points = sweep.points
     gpus = [each.num_gpus for each in points]

@@ -7,7 +7,7 @@ import pytest
 
 from megatron.planner.memory.memory import GIB
 from megatron.planner.search import Outcome, Training, breakdown
-from megatron.planner.search.report_bars import COLOURS, bars, memory_bars, time_bars
+from megatron.planner.search.report_figures import COLOURS, bars, memory_bars, time_bars
 from tests.planner.search.helper import PAPER, a100, gpt3, planner, run
 
 MODEL, MACHINES = gpt3(16, 8192, 64), a100(2)

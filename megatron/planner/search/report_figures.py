@@ -1,26 +1,109 @@
-"""Timelines on a search's page: programs that are small enough to be read, in the steady state, all on one axis.
+"""Figures of a search's page, of the few configurations that are looked at: bars of time and memory, and timelines.
 
-A batch is shortened, so that its computations can be told apart, and each schedule's batch to about the same time. What
-is drawn begins with a batch that meets the pipeline as later ones do: where batches drain any, else one whose weights
-are as old as those of all that follow. All pictures show as many seconds, so that one sees which gets farther.
+Each configuration is a row of bars; all rows of a picture share an axis that begins at zero. A part says what it is
+when the pointer rests on it, and in a table below for those who have none.
+
+Timelines show programs that are small enough to be read, in the steady state, all on one axis. A batch is shortened, so
+that its computations can be told apart, and each schedule's batch to about the same time. What is drawn begins with a
+batch that meets the pipeline as later ones do: where batches drain any, else one whose weights are as old as those of
+all that follow. All pictures show as many seconds, so that one sees which gets farther.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
 from megatron.documents.numbers import counted
-from megatron.pipeline.draw.page_timeline import legible_scale, page_timeline
+from megatron.pipeline.draw import colours
+from megatron.pipeline.draw.page import legible_scale, page_timeline, round_step
+from megatron.pipeline.draw.scene import Sign
+from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.schedules.pipeline_schedule import PipelineSchedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.timeline import Timeline
 from megatron.planner.memory.schedule_demand import resized
 from megatron.planner.planner import Planner
+from megatron.planner.search import breakdown
 from megatron.planner.search.outcome import Kept
 
+COLOURS = {
+    breakdown.FORWARD: "#5b94d3", breakdown.BACKWARD: "#66b35c", breakdown.COMPUTED: "#5b94d3",
+    breakdown.RECOMPUTED: "#adc74d", breakdown.UPDATE: colours.colour_of(Kind.STEP),
+    breakdown.REDUCTIONS: colours.REDUCTION, breakdown.TRANSFERS: "#8457ae", breakdown.WAITS: "#80808066",
+    **colours.MEMORY, "workspace": "#8457ae", "communicators": "#00727a", "step": colours.colour_of(Kind.STEP),
+    breakdown.LOST: "#80808066",
+}  # fmt: skip
+_WIDE, _RIGHT, _ROW, _TOP, _FOOT, _LETTER = 620, 70, 22, 6, 34, 5.8  # pixels
 _FEW, _MOST_CELLS = 16, 20_000  # microbatches of a shortened batch; computations of a drawing, at most
 _SHOWN = 1.25  # of the longest batch
+
+Row = tuple[str, Kept, Planner]
+
+
+def bars(rows: Sequence[tuple[str, dict[str, float]]], *, name: str, unit: str, most: float | None = None) -> str:
+    """A figure of rows, each a label and its parts.
+
+    Args:
+        name: what it shows, for readers that do not see it.
+        unit: of the numbers.
+        most: where the axis ends, with a line; None: behind the longest row.
+    """
+    left = round(_LETTER * max((len(label) for label, _ in rows), default=0)) + 16
+    shown = [part for part in COLOURS if any(parts.get(part, 0.0) > 0 for _, parts in rows)]
+    longest = max((sum(parts.values()) for _, parts in rows), default=0.0) or 1.0
+    end = 1.02 * max(most or 0.0, longest)
+    scale = _WIDE / end
+    foot, drawn = _TOP + _ROW * len(rows), []
+
+    def write(x: float, y: float, text: str, anchor: str = "start") -> None:
+        drawn.append(f'<text x="{x:.1f}" y="{y}" text-anchor="{anchor}">{escape(text)}</text>')
+
+    for index, (label, parts) in enumerate(rows):
+        y, x = _TOP + _ROW * index, float(left)
+        write(left - 8, y + 14, label, "end")
+        total = sum(value for part, value in parts.items() if part != breakdown.LOST)
+        for part, value in ((part, parts.get(part, 0.0)) for part in shown):
+            if value * scale < 0.05:
+                continue
+            drawn.append(
+                f'<rect x="{x:.1f}" y="{y}" width="{value * scale:.1f}" height="{_ROW - 5}" fill="{COLOURS[part]}">'
+                f"<title>{escape(part)}: {value:.3g} {unit}, {100 * value / total:.1f}%</title></rect>"
+            )
+            x += value * scale
+        write(x + 5, y + 14, f"{total:.3g}")
+    step = round_step(end / 6)
+    for tick in range(int(end / step) + 1):
+        x = left + tick * step * scale
+        drawn.append(f'<path stroke="currentColor" d="M{x:.1f} {foot}v4"/>')
+        write(x, foot + 16, f"{tick * step:g}", "middle")
+    write(left + _WIDE / 2, foot + 30, unit, "middle")
+    if most is not None:
+        drawn.append(f'<path stroke="#b03030" d="M{left + most * scale:.1f} {_TOP - 4}V{foot}"/>')
+    width, height = left + _WIDE + _RIGHT, foot + _FOOT
+    return (
+        f'<figure><div class="wide bars"><svg xmlns="http://www.w3.org/2000/svg" role="img" '
+        f'aria-label="{escape(name)}" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
+        f'font-family="sans-serif" font-size="11" fill="currentColor">\n{chr(10).join(drawn)}\n</svg></div>'
+        f"<figcaption>{_legend(Sign((COLOURS[part],), part) for part in shown)}</figcaption></figure>"
+    )
+
+
+def _legend(signs: Iterable[Sign]) -> str:
+    swatches = ("".join(f'<i style="background:{each}"></i>' for each in sign.colours) + escape(sign.meaning)
+                for sign in signs)  # fmt: skip
+    return "".join(f'<span class="sign">{each}</span> ' for each in swatches)
+
+
+def time_bars(rows: Sequence[Row]) -> str:
+    parts = [(label, breakdown.time_parts(each.estimate, planner)) for label, each, planner in rows]
+    return bars(parts, name="where an iteration's time goes", unit="seconds of an iteration")
+
+
+def memory_bars(rows: Sequence[Row], memory_gib: float) -> str:
+    """`memory_gib`: of a GPU, where a line is."""
+    parts = [(label, breakdown.memory_parts(each.estimate, memory_gib)) for label, each, _ in rows]
+    return bars(parts, name="what takes the memory of the fullest GPU", unit="GiB", most=memory_gib)
 
 
 @dataclass(frozen=True)
@@ -35,7 +118,7 @@ class _Drawn:
     drains: bool
 
 
-def timeline_figures(rows: Sequence[tuple[str, Kept, Planner]]) -> str:
+def timeline_figures(rows: Sequence[Row]) -> str:
     """A figure for each labelled configuration, with the signs and what is left out below it."""
     schedules = [_schedule(each, planner) for _, each, planner in rows]
     wholes = [each.estimate.configuration.num_microbatches for _, each, _ in rows]
@@ -99,13 +182,9 @@ def _figure(each: _Drawn, end: float, scale: float) -> str:
         said.append(f"the configuration has {each.whole}" + ", so its bubbles are smaller" * each.drains)
     if drawn.left_out:
         said.append(f"not drawn: {', '.join(drawn.left_out)}")
-    signs = "".join(
-        f'<span class="sign"><i style="background:{colour}"></i>{escape(meaning)}</span> '
-        for colour, meaning in drawn.signs
-    )
     return (
         f'<figure><h3>{escape(each.label)}</h3><div class="drawing">{drawn.svg}</div>'
-        f"<figcaption>{escape('; '.join(said), quote=False)}.<br>{signs}</figcaption></figure>"
+        f"<figcaption>{escape('; '.join(said), quote=False)}.<br>{_legend(drawn.signs)}</figcaption></figure>"
     )
 
 
