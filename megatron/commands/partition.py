@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron.commands.common import command_line
+from megatron.documents.picture import require_picture
 from megatron.documents.writing import write_whole
 from megatron.finetuning.arguments import add_data, add_microbatch, settle_precision
 from megatron.partition import METHODS, CompeteResult, Competition, Graph, compete, read_graph
@@ -80,9 +81,7 @@ def _run(options: argparse.Namespace) -> int:
         if path.is_dir():
             raise ValueError(f"{path} is a folder; name a file in it")
     if options.picture:
-        from megatron.partition.draw import check_form
-
-        check_form(options.picture)
+        require_picture(options.picture)
     return _run_graph(options) if options.model is None else _run_model(options)
 
 

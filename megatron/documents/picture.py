@@ -4,10 +4,13 @@ matplotlib takes longer to import than all the rest of a command, so it is impor
 """
 
 import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -40,6 +43,18 @@ def save(figure: "Figure", path: Path, *, dpi: int = 150) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context({"svg.hashsalt": "picture"}):
         figure.savefig(path, dpi=dpi, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+
+
+@contextmanager
+def one_panel(path: Path, width: float, height: float, *, title: str = "") -> "Iterator[Axes]":
+    """Axes for what the block draws, which then get a legend where they have none, and are written as `save` does."""
+    figure = new_figure(width, height, layout="constrained")
+    axes = figure.add_subplot()
+    yield axes
+    axes.set_title(title)
+    if axes.get_legend() is None:
+        axes.legend()
+    save(figure, path)
 
 
 def as_png(figure: "Figure") -> bytes:

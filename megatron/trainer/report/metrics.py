@@ -75,13 +75,18 @@ def _ends_mid_line(path: str) -> bool:
         return stream.read(1) != b"\n"
 
 
-def read_metrics(path: str) -> list[dict]:
-    """All whole objects of a metrics file, in the order of the file; a torn last line is left out."""
+def read_metrics(path: str | os.PathLike) -> list[dict]:
+    """All whole objects of a metrics file, in the order of the file; a torn last line is left out.
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
     records = []
-    with open(path, encoding="utf-8") as stream:
-        for line in stream:
-            try:
-                records.append(json.loads(line))
-            except json.JSONDecodeError:
-                continue
+    try:
+        with open(path, encoding="utf-8") as stream:
+            for line in stream:
+                with suppress(json.JSONDecodeError):
+                    records.append(json.loads(line))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     return records
