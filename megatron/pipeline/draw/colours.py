@@ -25,7 +25,7 @@ COLOURS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 the stages of a rank, take them in turn."""
 
 BUBBLE, EDGE, INK, LIGHT_INK = "#d9d9d9", "#ffffff", "#1a1a1a", "#ffffff"
-HATCH, BORDER, CRITICAL = "#1f5c22", "#222222", "#a3009a"
+HATCH, HATCHED, BORDER, CRITICAL = "#1f5c22", "#cde9c6", "#222222", "#a3009a"
 TRANSFER, REDUCTION = "#555555", "#e58a00"
 SAVED = ("#f2b66d", "#dd9437", "#bb741a", "#8f5510")  # of all stages of a rank, then of fewer and fewer
 RESIDENT, FETCHED, ACCUMULATED, STORED = "#b9a3d6", "#e2d3ee", "#98d08c", "#dcefd7"

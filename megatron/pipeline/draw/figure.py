@@ -382,6 +382,5 @@ def _handle(sign: Sign) -> tuple:
         case "frame":
             return (Patch(facecolor="none", edgecolor=colour, linewidth=1.6),)
         case "hatch":
-            shade = colours.colour_of(Kind.BACKWARD)
-            return (Patch(facecolor=shade, edgecolor=colour, hatch="xxxx", linewidth=0),)
+            return (Patch(facecolor=colours.HATCHED, edgecolor=colour, hatch="xxxx", linewidth=0),)
     return tuple(Patch(facecolor=each) for each in sign.colours)

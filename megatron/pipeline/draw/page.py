@@ -47,7 +47,6 @@ def page_timeline(
     timeline: Timeline,
     *,
     name: str,
-    time_label: str = "seconds",
     window: tuple[float, float] | None = None,
     scale: float | None = None,
     hovers: bool = False,
@@ -68,7 +67,7 @@ def page_timeline(
         raise ValueError("there is nothing to draw; give a timeline in which a computation takes time")
     drawing = _Drawing(timeline.shifted(-start), end - start, scale)
     parts = [*drawing.boxes(), *drawing.moves(), *drawing.marks(), *drawing.borders(), *drawing.numbers()]
-    parts += [*drawing.axis(time_label), *drawing.rows()]
+    parts += [*drawing.axis("seconds"), *drawing.rows()]
     width, height = _LEFT + drawing.width + _RIGHT, _TOP + drawing.height + _FOOT
     svg = (
         f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{escape(name)}" width="{width}" '

@@ -104,9 +104,11 @@ def _head(span: Span) -> str:
 
 
 class _Row:
+    """Characters of a line, and which of them have a style."""
+
     def __init__(self, length: int, blank: str = ".") -> None:
         self.characters = [blank] * length
-        self.styles: list[Style | None] = [None] * length
+        self.styles: list[tuple[Style, int, int]] = []
         self.free = 0
 
     def put(self, first: int, last: int, label: str, style: Style) -> None:
@@ -121,21 +123,22 @@ class _Row:
         self.write(first, label.ljust(last - first, "-"), style)
 
     def write(self, first: int, text: str, style: Style) -> None:
-        text = text[: len(self.characters) - first]
+        text = text[: max(len(self.characters) - first, 0)]
         self.characters[first : first + len(text)] = text
-        self.styles[first : first + len(text)] = [style] * len(text)
+        self.styles.append((style, first, first + len(text)))
+
+    def text(self) -> Text:
+        text = Text("".join(self.characters))
+        for style in self.styles:
+            text.stylize(*style)
+        return text
 
 
 def _blocks(lines: list[tuple[str, _Row]], total: int, width: int) -> Text:
     margin = max(len(head) for head, _ in lines) + 1
     span = max(20, width - margin)
-    text = Text()
-    for begin in range(0, total, span):
-        if begin:
-            text.append("\n")
-        for head, row in lines:
-            text.append((head.rjust(margin - 1) if head in _FURTHER else head).ljust(margin))
-            for place in range(begin, min(begin + span, total)):
-                text.append(row.characters[place], row.styles[place])
-            text.append("\n")
-    return text
+    heads = [(head.rjust(margin - 1) if head in _FURTHER else head).ljust(margin) for head, _ in lines]
+    cut = [row.text().divide(range(span, total, span)) for _, row in lines]
+    blocks = ([part for head, block in zip(heads, parts, strict=True) for part in (Text(head), block, Text("\n"))]
+              for parts in zip(*cut, strict=True))  # fmt: skip
+    return Text("\n").join(Text().join(block) for block in blocks)

@@ -1,7 +1,9 @@
 """Figures of a search's page, of the few configurations that are looked at: bars of time and memory, and timelines.
 
 Each configuration is a row of bars; all rows of a picture share an axis that begins at zero. A part says what it is
-when the pointer rests on it, and in a table below for those who have none.
+when the pointer rests on it. Of the time, the rank of the pipeline that computes most is looked at. What it computes
+follows from the costs of a microbatch. Of the rest, reductions and transfers are what the iteration would be shorter
+without them; what then is left is the pipeline's filling and draining, and waits for slower ranks.
 
 Timelines show programs that are small enough to be read, in the steady state, all on one axis. A batch is shortened, so
 that its computations can be told apart, and each schedule's batch to about the same time. What is drawn begins with a
@@ -11,7 +13,7 @@ all that follow. All pictures show as many seconds, so that one sees which gets 
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from html import escape
 
 from megatron.documents.numbers import counted
@@ -22,17 +24,26 @@ from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.schedules.pipeline_schedule import PipelineSchedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.timeline import Timeline
+from megatron.planner.job.estimate import Estimate
+from megatron.planner.memory.activations import RecomputeScope
+from megatron.planner.memory.memory import GIB, MemoryParts
 from megatron.planner.memory.schedule_demand import resized
 from megatron.planner.planner import Planner
-from megatron.planner.search import breakdown
 from megatron.planner.search.outcome import Kept
+from megatron.planner.time.iteration import priced
+from megatron.planner.time.stage_times import StageTimes
+from megatron.planner.time.steady import without_reductions
 
+FORWARD, BACKWARD, RECOMPUTED, UPDATE = "forward", "backward", "recomputed", "update of weights"
+REDUCTIONS, TRANSFERS, WAITS = "reductions that show", "transfers that show", "bubble"
+COMPUTED = "computed"
+LOST = "no tensor gets it"
 COLOURS = {
-    breakdown.FORWARD: "#5b94d3", breakdown.BACKWARD: "#66b35c", breakdown.COMPUTED: "#5b94d3",
-    breakdown.RECOMPUTED: "#adc74d", breakdown.UPDATE: colours.colour_of(Kind.STEP),
-    breakdown.REDUCTIONS: colours.REDUCTION, breakdown.TRANSFERS: "#8457ae", breakdown.WAITS: "#80808066",
+    FORWARD: "#5b94d3", BACKWARD: "#66b35c", COMPUTED: "#5b94d3",
+    RECOMPUTED: "#adc74d", UPDATE: colours.colour_of(Kind.STEP),
+    REDUCTIONS: colours.REDUCTION, TRANSFERS: "#8457ae", WAITS: "#80808066",
     **colours.MEMORY, "workspace": "#8457ae", "communicators": "#00727a", "step": colours.colour_of(Kind.STEP),
-    breakdown.LOST: "#80808066",
+    LOST: "#80808066",
 }  # fmt: skip
 _WIDE, _RIGHT, _ROW, _TOP, _FOOT, _LETTER = 620, 70, 22, 6, 34, 5.8  # pixels
 _FEW, _MOST_CELLS = 16, 20_000  # microbatches of a shortened batch; computations of a drawing, at most
@@ -62,7 +73,7 @@ def bars(rows: Sequence[tuple[str, dict[str, float]]], *, name: str, unit: str, 
     for index, (label, parts) in enumerate(rows):
         y, x = _TOP + _ROW * index, float(left)
         write(left - 8, y + 14, label, "end")
-        total = sum(value for part, value in parts.items() if part != breakdown.LOST)
+        total = sum(value for part, value in parts.items() if part != LOST)
         for part, value in ((part, parts.get(part, 0.0)) for part in shown):
             if value * scale < 0.05:
                 continue
@@ -95,14 +106,62 @@ def _legend(signs: Iterable[Sign]) -> str:
     return "".join(f'<span class="sign">{each}</span> ' for each in swatches)
 
 
+def time_parts(estimate: Estimate, planner: Planner) -> dict[str, float]:
+    """Seconds of an iteration by what they are for; their sum is its time. Of a configuration without a pipeline of
+    this project's, or with weights on the host, only what is computed and what is not.
+    """
+    configuration = estimate.configuration
+    busy = (1 - estimate.bubble) * estimate.seconds
+    if configuration.is_hosted or configuration.sharding is not None:
+        return {COMPUTED: busy, WAITS: estimate.seconds - busy}
+    schedule = configuration.pipeline_schedule(tied_embeddings=planner.model.tied_embeddings)
+    layers = planner.layers(configuration)
+    costs = planner.costs(configuration, schedule, layers, estimate.verdict)
+    stages, m = StageTimes(costs, schedule), configuration.num_microbatches
+    work = [
+        m * each + update
+        for each, update in zip(stages.by_rank(stages.work), stages.by_rank(stages.updates(m)), strict=True)
+    ]
+    rank = work.index(max(work))
+    forward = m * stages.by_rank(stages.forward)[rank]
+    update = stages.by_rank(stages.updates(m))[rank]
+    recomputed = 0.0
+    if configuration.recompute is not RecomputeScope.NONE:
+        whole = planner.costs(replace(configuration, recompute=RecomputeScope.NONE), schedule, layers, estimate.verdict)
+        plain = StageTimes(whole, schedule)
+        recomputed = m * (stages.by_rank(stages.backward)[rank] - plain.by_rank(plain.backward)[rank])
+    found = {FORWARD: forward, BACKWARD: busy - forward - update - recomputed, RECOMPUTED: recomputed, UPDATE: update}
+    base, idle = priced(costs, configuration, schedule).seconds, estimate.seconds - busy
+    for name, faster in (
+        (REDUCTIONS, without_reductions(costs)),
+        (TRANSFERS, replace(costs, latency=0.0, forward_bytes=0.0, backward_bytes=0.0, evict=0.0, load=0.0)),
+    ):
+        shown = base - priced(faster, configuration, schedule).seconds
+        found[name] = min(max(shown, 0.0), idle)
+        idle -= found[name]
+    return found | {WAITS: idle}
+
+
+def memory_parts(estimate: Estimate, memory_gib: float) -> dict[str, float]:
+    """GiB of the fullest GPU by what they are for, with what is lost beside tensors and what is left.
+
+    `memory_gib`: of a GPU.
+    """
+    parts = max(estimate.memory, key=lambda rank: rank.total).parts
+    found = {part.name: getattr(parts, part.name) / GIB for part in fields(MemoryParts) if part.name != "step"}
+    found["step"] = parts.total / GIB - sum(found.values())  # what of it comes beside the others
+    free = memory_gib - parts.total / GIB
+    return found | {LOST: min(max(estimate.verdict.free_gib - estimate.verdict.spare_gib, 0.0), max(free, 0.0))}
+
+
 def time_bars(rows: Sequence[Row]) -> str:
-    parts = [(label, breakdown.time_parts(each.estimate, planner)) for label, each, planner in rows]
+    parts = [(label, time_parts(each.estimate, planner)) for label, each, planner in rows]
     return bars(parts, name="where an iteration's time goes", unit="seconds of an iteration")
 
 
 def memory_bars(rows: Sequence[Row], memory_gib: float) -> str:
     """`memory_gib`: of a GPU, where a line is."""
-    parts = [(label, breakdown.memory_parts(each.estimate, memory_gib)) for label, each, _ in rows]
+    parts = [(label, memory_parts(each.estimate, memory_gib)) for label, each, _ in rows]
     return bars(parts, name="what takes the memory of the fullest GPU", unit="GiB", most=memory_gib)
 
 

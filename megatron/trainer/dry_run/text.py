@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from megatron.documents.numbers import counted
 from megatron.pipeline.check import CheckReport
+from megatron.pipeline.start_up import provisional
 from megatron.placement.placement_report import PlacementReport
 from megatron.placement.placement_tables import tables
 from megatron.planner import GIB, RankMemory, Verdict, device_gib
@@ -15,7 +16,6 @@ from megatron.trainer.dry_run import hosted
 from megatron.trainer.dry_run.changes import PlannedChange
 from megatron.trainer.dry_run.hosted import HostedRun
 from megatron.trainer.plan import from_flags
-from megatron.trainer.report import provisional
 from megatron.trainer.report.throughput import flops_per_sample
 
 _MOST_NODES = 16  # that are shown
@@ -138,7 +138,7 @@ def _program_lines(result: DryRun) -> list[str]:
         f"saved microbatches by rank: {', '.join(map(str, report.peak_saved_on_rank))}; live weight versions: "
         f"{', '.join(map(str, report.live_versions))}",
     ]
-    if predictions := provisional.description(result.args, counts[0]):
+    if predictions := provisional.description(result.args.schedule, choice_of(result.args).name, counts[0]):
         lines.append(predictions)
     if any(report.peak_deferred_microbatches):
         deferred = ", ".join(map(str, report.peak_deferred_microbatches))

@@ -17,6 +17,15 @@ from megatron.trainer.report.by_products import ByProduct
 
 logger = logging.getLogger(__name__)
 
+LOSS = "lm loss"
+"""The loss that every language model has; BERT's sentence order adds "sop loss"."""
+CLASS_LOSS = "loss"
+"""The loss of a model that tells classes; it adds "accuracy"."""
+SAVED_ACTIVATIONS = "saved_activation_bytes"
+DEFERRED = "deferred_bytes"
+"""What is kept between I and W, where backwards are split; not among the saved activations."""
+ALLOCATED = "peak_allocated_bytes"
+
 
 class MetricsFile:
     """Appends objects to a file. Raises ValueError where the file cannot be opened."""
