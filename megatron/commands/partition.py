@@ -25,11 +25,11 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from megatron.commands.common import command_line
 from megatron.commands.common.command_line import add_flags, count, positive
 from megatron.documents.picture import require_picture
+from megatron.documents.tables import console, lined_table
 from megatron.documents.writing import write_whole
 from megatron.finetuning.arguments import add_data, add_microbatch, settle_precision
 from megatron.partition import METHODS, CompeteResult, Competition, Graph, compete, read_graph
@@ -202,40 +202,30 @@ def _content(result: CompeteResult) -> dict:
 
 def _show(graph: Graph, competition: Competition, choice: CompeteResult, simulated: Mapping[int, float]) -> None:
     """`simulated`: milliseconds of a microbatch, by the id of a result."""
-    console = Console() if sys.stdout.isatty() else Console(width=150, no_color=True)
-    bound = graph.bound_ms
-    table = Table(title=f"{graph.name or 'graph'}: {graph.num_devices} devices, bound {bound:.3f} ms")
+    out, bound, rows = console(150, highlight=True), graph.bound_ms, []
     columns = ("method", "stages", "depth", "busiest ms", "over bound", "most GiB", "crosses MB", "seconds", "from")
     columns = (*columns[:5], "simulated ms", *columns[5:]) if simulated else columns
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("method", "from") else "right")
     for result in competition.results:
         value = result.value
         timed = [f"{simulated[id(result)]:.3f}" if id(result) in simulated else ""] if simulated else []
-        table.add_row(
-            result.method + (" *" if result is choice else ""),
-            str(result.partition.num_stages),
-            str(value.depth),
-            f"{value.objective_ms:.3f}",
-            f"{value.objective_ms / bound:.4f}" if bound else "",
-            *timed,
-            f"{max(value.memory_bytes) / GIB:.2f}",
-            f"{value.crossing_bytes / 1e6:.1f}",
-            f"{result.seconds:.1f}",
+        rows.append((
+            result.method + (" *" if result is choice else ""), str(result.partition.num_stages), str(value.depth),
+            f"{value.objective_ms:.3f}", f"{value.objective_ms / bound:.4f}" if bound else "", *timed,
+            f"{max(value.memory_bytes) / GIB:.2f}", f"{value.crossing_bytes / 1e6:.1f}", f"{result.seconds:.1f}",
             result.note,
-        )
-    console.print(table)
+        ))  # fmt: skip
+    title = f"{graph.name or 'graph'}: {graph.num_devices} devices, bound {bound:.3f} ms"
+    out.print(lined_table(title, columns, rows, left=("method", "from")))
     for method, reason in competition.failures.items():
-        console.print(f"{method}: {reason}", highlight=False)
-    devices = Table(title=f"choice: {choice.method}")
-    for column in ("device", "stages", "compute ms", "utilisation", "GiB", "of GiB"):
-        devices.add_column(column, justify="right")
+        out.print(f"{method}: {reason}", highlight=False)
+    devices = []
     for device in range(graph.num_devices):
         stages = [str(s) for s, holds in enumerate(choice.partition.device_of_stage) if holds == device]
         compute, used = choice.value.compute_ms[device], choice.value.memory_bytes[device]
-        devices.add_row(
+        devices.append((
             str(device), " ".join(stages), f"{compute:.3f}",
             f"{compute / choice.value.objective_ms:.1%}" if choice.value.objective_ms else "",
             f"{used / GIB:.2f}", f"{graph.memory_limit(device) / GIB:.2f}",
-        )  # fmt: skip
-    console.print(devices)
+        ))  # fmt: skip
+    columns = ("device", "stages", "compute ms", "utilisation", "GiB", "of GiB")
+    out.print(lined_table(f"choice: {choice.method}", columns, devices, left=()))

@@ -6,16 +6,13 @@ The runs counted their saved activations (`pretrain_gpt.py --log-saved-activatio
 numbers are printed as a table, in MiB: bars are the largest count of any iteration.
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 from megatron.commands.common import plots
 from megatron.documents.picture import one_panel
+from megatron.documents.tables import console, lined_table
 from megatron.trainer.report.metrics import read_metrics
 
 METRIC = "saved_activation_bytes"
@@ -61,15 +58,14 @@ def draw(runs: Sequence[Peaks], path: Path, *, title: str = "") -> None:
 
 def show(runs: Sequence[Peaks]) -> None:
     """The numbers, one row for each run."""
-    table = Table(title="saved activations at their fullest (MiB)")
-    ranks = range(max(len(run.num_bytes) for run in runs))
-    for column in ("", *(f"rank {rank}" for rank in ranks), "largest", "spread"):
-        table.add_column(column, justify="right" if column else "left")
+    ranks, rows = range(max(len(run.num_bytes) for run in runs)), []
     for run in runs:
         values = run.mebibytes
         cells = [*values, *[None] * (len(ranks) - len(values)), max(values), max(values) - min(values)]
-        table.add_row(run.label, *("" if cell is None else f"{cell:.1f}" for cell in cells))
-    (Console() if sys.stdout.isatty() else Console(width=120, no_color=True)).print(table)
+        rows.append((run.label, *("" if cell is None else f"{cell:.1f}" for cell in cells)))
+    columns = ("", *(f"rank {rank}" for rank in ranks), "largest", "spread")
+    table = lined_table("saved activations at their fullest (MiB)", columns, rows, left=("",))
+    console(120, highlight=True).print(table)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

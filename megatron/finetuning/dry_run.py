@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
-from rich.console import Console
 from rich.table import Table
 
 from megatron.documents.numbers import counted
+from megatron.documents.tables import console
 from megatron.finetuning.partitioning import simulated_seconds, weight_bytes
 from megatron.finetuning.plan import RunPlan, make_plan
 from megatron.finetuning.samples import read_data
@@ -26,9 +25,9 @@ def run_dry(args: argparse.Namespace) -> None:
         plan = make_plan(args, read_data(args))
     except ValueError as error:
         raise SameEverywhere(str(error)) from error
-    console = Console() if sys.stdout.isatty() else Console(width=150, no_color=True)
+    out = console(150, highlight=True)
     for line in first_lines(plan, args):
-        console.print(line, highlight=False)
+        out.print(line, highlight=False)
     table = Table("device", "stages", "parameters M", "weights GiB", "activations GiB", "of GiB", "compute ms")
     for rank, (parameters, weights, saved, milliseconds) in enumerate(of_devices(plan, args)):
         limit = plan.partition.memory_limit_bytes
@@ -36,9 +35,9 @@ def run_dry(args: argparse.Namespace) -> None:
             str(rank), " ".join(map(str, plan.schedule.stages_of(rank))), f"{parameters / 1e6:.2f}",
             f"{weights / _GIB:.3f}", f"{saved / _GIB:.3f}", f"{limit / _GIB:.2f}", f"{milliseconds:.2f}",
         )  # fmt: skip
-    console.print(table)
+    out.print(table)
     accumulation = args.gradient_accumulation_steps
-    console.print(f"simulated: {1000 * _seconds(plan, args):.2f} ms a microbatch, {accumulation} of them a batch")
+    out.print(f"simulated: {1000 * _seconds(plan, args):.2f} ms a microbatch, {accumulation} of them a batch")
 
 
 def first_lines(plan: RunPlan, args: argparse.Namespace) -> list[str]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from megatron.documents.tables import plain_table
 from megatron.planner.intervals import LEVEL
 from megatron.planner.intervals.interval import interval_text
 from megatron.planner.search.bill import Bill, amount, money
@@ -82,24 +83,10 @@ def best_table(outcome: Outcome, kept: Sequence[tuple[int | None, Kept]], *, pla
     """A row for each of these of `Outcome.rows`. `plain`: neither lines nor colours."""
     rows = [cells(each, rank, outcome.gain(each)) for rank, each in kept]
     shown = [index for index, _ in enumerate(HEADINGS) if any(says(index, row[index]) for row in rows)]
-    return _table(
-        [HEADINGS[index] for index in shown], [[row[index] for index in shown] for row in rows],
-        ["yellow" if each.estimate.under_pressure else "" for _, each in kept], texts=TEXTS, plain=plain,
+    return plain_table(
+        [HEADINGS[index] for index in shown], [[row[index] for index in shown] for row in rows], plain=plain,
+        left=TEXTS, wraps=TEXTS, styles=["yellow" if each.estimate.under_pressure else "" for _, each in kept],
     )  # fmt: skip
-
-
-def _table(
-    names: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str], *, texts: Set[str], plain: bool
-) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=None if plain else box.SIMPLE, header_style="" if plain else "bold", pad_edge=False)
-    for name in names:
-        table.add_column(name, justify="left" if name in texts else "right", no_wrap=plain or name not in texts)
-    for row, style in zip(rows, styles, strict=True):
-        table.add_row(*row, style="" if plain else style)
-    return table
 
 
 def says(index: int, text: str) -> bool:
@@ -166,4 +153,4 @@ def sweep_table(sweep: Sweep, *, plain: bool) -> Table:
     names, rows = sweep_rows(sweep)
     knees = set(map(id, sweep.knees.values()))
     styles = ["bold" if id(point) in knees else "" for point in sweep.points]
-    return _table(names, rows, styles, texts=SWEEP_TEXTS, plain=plain)
+    return plain_table(names, rows, plain=plain, left=SWEEP_TEXTS, wraps=SWEEP_TEXTS, styles=styles)

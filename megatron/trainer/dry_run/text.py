@@ -5,6 +5,7 @@ import sys
 from dataclasses import dataclass, field
 
 from megatron.documents.numbers import counted
+from megatron.documents.tables import console
 from megatron.pipeline.check import CheckReport
 from megatron.pipeline.start_up import provisional
 from megatron.placement.placement_report import PlacementReport
@@ -64,19 +65,16 @@ class DryRun:
 
 def print_dry_run(result: DryRun, prog: str) -> None:
     """Print to standard output: tables with lines and colours on a terminal, plain ones in a pipe."""
-    from rich.console import Console
-
-    plain = not sys.stdout.isatty()
-    console = Console(width=10_000 if plain else None, no_color=plain, highlight=False)
+    plain, out = not sys.stdout.isatty(), console()
 
     def say(*lines: str, style: str = "") -> None:
         for line in lines:
-            console.print(line, style="" if plain else style, markup=False, soft_wrap=True)
+            out.print(line, style="" if plain else style, markup=False, soft_wrap=True)
 
     def show(title: str, *content: object) -> None:
         say(f"\n{title}", style="bold")
         for part in content:
-            console.print(part)
+            out.print(part)
 
     args, degrees, nodes = result.args, result.placement.degrees, result.placement.topology.nodes
     say(
