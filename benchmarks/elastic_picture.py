@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
 from benchmarks.elastic_plan import Phase, Setting, seconds_of
+from megatron.documents.picture import new_figure, save
 
 _COLOURS = {"predicted": "#3873b8", "measured": "#c8102e", "p": "#8457ae", "d": "#3d9140", "frozen": "#e58a00"}
 _SAMPLES = 400
@@ -23,8 +21,7 @@ def draw(rows: Sequence[dict], phases: Sequence[Phase], setting: Setting, path: 
         seconds = row.get("measured_seconds", seconds_of(phase, setting))
         spans.append((begin, begin + transition, begin + seconds))
         begin += seconds
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(9, 5, layout="constrained")
     measured = "measured_batch" in rows[0]
     figure.suptitle("Layers freeze, the pipeline shrinks, replicas are added", fontsize=11)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 3))
@@ -46,8 +43,7 @@ def draw(rows: Sequence[dict], phases: Sequence[Phase], setting: Setting, path: 
     below.set_ylabel(f"samples/s, batches of {_SAMPLES}", fontsize=8.5)
     below.set_xlabel(f"seconds, intervals of {setting.batches} batches; transitions are grey", fontsize=8.5)
     below.legend(fontsize=7.5, frameon=False, loc="upper left")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    save(figure, path, dpi=110)
 
 
 def _steps(axes, spans: Sequence[tuple[float, float, float]], values: Sequence[float], **style) -> None:

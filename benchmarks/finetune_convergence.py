@@ -23,6 +23,7 @@ from rich.table import Table
 from benchmarks.common.processes import torchrun
 from benchmarks.common.results import parser_of
 from benchmarks.common.tables import terminal
+from megatron.documents.picture import one_panel
 
 RANKS, STAGES = 4, 8
 ARMS = {
@@ -123,23 +124,15 @@ def show(results: dict) -> None:
 
 def draw(results: dict, path: Path) -> None:
     """Accuracy over epochs: each seed, and the mean."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6, 4))
-    for number, (arm, curves) in enumerate(results["accuracy"].items()):
-        epochs = range(1, len(curves[0]) + 1)
-        for curve in curves:
-            axes.plot(epochs, curve, color=f"C{number}", alpha=0.25, linewidth=1)
-        axes.plot(epochs, [fmean(each) for each in zip(*curves, strict=True)], color=f"C{number}", label=arm)
-    axes.set_xlabel("epoch")
-    axes.set_ylabel("accuracy on the test data")
-    axes.set_xticks(epochs)
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    with one_panel(path, 6, 4) as axes:
+        for number, (arm, curves) in enumerate(results["accuracy"].items()):
+            epochs = range(1, len(curves[0]) + 1)
+            for curve in curves:
+                axes.plot(epochs, curve, color=f"C{number}", alpha=0.25, linewidth=1)
+            axes.plot(epochs, [fmean(each) for each in zip(*curves, strict=True)], color=f"C{number}", label=arm)
+        axes.set_xlabel("epoch")
+        axes.set_ylabel("accuracy on the test data")
+        axes.set_xticks(epochs)
 
 
 if __name__ == "__main__":

@@ -9,19 +9,18 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import sympy
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from megatron.capture.edges import crossings
 from megatron.capture.export import Captured
 from megatron.documents.numbers import counted
+from megatron.documents.tables import console
 from megatron.finetuning.partition_file import LENGTHS, EdgeBytes, PartitionFile, bytes_of_edges, edges_of, schedule_of
 from megatron.finetuning.partitioning import (
     PlannedMachine,
@@ -208,9 +207,9 @@ def run_dry(args: argparse.Namespace) -> None:
         plan = make_plan(args, read_data(args))
     except ValueError as error:
         raise SameEverywhere(str(error)) from error
-    console = Console() if sys.stdout.isatty() else Console(width=150, no_color=True)
+    out = console(150, highlight=True)
     for line in first_lines(plan, args):
-        console.print(line, highlight=False)
+        out.print(line, highlight=False)
     table = Table("device", "stages", "parameters M", "weights GiB", "activations GiB", "of GiB", "compute ms")
     limit = plan.partition.memory_limit_bytes
     for rank, (parameters, weights, saved, milliseconds) in enumerate(of_devices(plan, args)):
@@ -218,10 +217,10 @@ def run_dry(args: argparse.Namespace) -> None:
             str(rank), " ".join(map(str, plan.schedule.stages_of(rank))), f"{parameters / 1e6:.2f}",
             f"{weights / GIB:.3f}", f"{saved / GIB:.3f}", f"{limit / GIB:.2f}", f"{milliseconds:.2f}",
         )  # fmt: skip
-    console.print(table)
+    out.print(table)
     accumulation = args.gradient_accumulation_steps
     seconds = simulated_seconds(plan.schedule, plan.partition, plan.edge_bytes, accumulation)
-    console.print(f"simulated: {1000 * seconds:.2f} ms a microbatch, {accumulation} of them a batch")
+    out.print(f"simulated: {1000 * seconds:.2f} ms a microbatch, {accumulation} of them a batch")
 
 
 def first_lines(plan: RunPlan, args: argparse.Namespace) -> list[str]:

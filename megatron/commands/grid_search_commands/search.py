@@ -26,6 +26,7 @@ from megatron.commands.grid_search_commands.search_inputs import ModelInput, rea
 from megatron.commands.grid_search_commands.search_progress import progress_bars
 from megatron.commands.grid_search_commands.search_script import ROOT, remove_script, script_text, write_topology
 from megatron.documents.numbers import counted
+from megatron.documents.tables import console
 from megatron.documents.writing import write_whole
 from megatron.pipeline.program.weight_policies import TWO_BW
 from megatron.planner import Architecture, Cluster
@@ -263,31 +264,28 @@ def _paper_result(found: Searched) -> PaperResult:
 
 
 def _print(outcome: Outcome, top: int, notes: tuple[str, ...], seconds: float) -> None:
-    from rich.console import Console
-
     from megatron.planner.search.table import best_table, reasons
 
-    plain = not sys.stdout.isatty()
-    console = Console(width=10_000 if plain else None, no_color=plain, highlight=False)
+    plain, out = not sys.stdout.isatty(), console()
 
     def say(text: str, style: str = "") -> None:
-        console.print(text, style="" if plain else style, markup=False, soft_wrap=True)
+        out.print(text, style="" if plain else style, markup=False, soft_wrap=True)
 
     say(f"{_numbers(outcome)}, {seconds:.1f} s")
     if outcome.kept:
         say(f"\nthe {outcome.superlative} (~: estimated; the others were simulated)", "bold")
-        console.print(best_table(outcome, outcome.rows[: min(top, len(outcome.ranking))], plain=plain))
+        out.print(best_table(outcome, outcome.rows[: min(top, len(outcome.ranking))], plain=plain))
         for line in expectation(outcome.best) if outcome.best else ():
             say(f"the best: {line}")
         say(f"\nthe {outcome.superlative} of each schedule", "bold")
-        console.print(best_table(outcome, outcome.best_of_schedules(), plain=plain))
+        out.print(best_table(outcome, outcome.best_of_schedules(), plain=plain))
         easy = outcome.best_without_pressure
         if outcome.best and outcome.best.estimate.under_pressure and easy is not None:
             say(
                 f"\nthe {outcome.superlative} that no allocator slows down (--avoid-pressure keeps only such)",
                 "bold",
             )
-            console.print(best_table(outcome, [easy], plain=plain))
+            out.print(best_table(outcome, [easy], plain=plain))
     for note in notes:
         say(f"\nnote: {note}")
     say("\nwhy choices were rejected", "bold")
@@ -356,7 +354,8 @@ def docs_url() -> str | None:
 
 
 def _write(folder: Path, found: Searched, notes: tuple[str, ...]) -> None:
-    from megatron.planner.search.picture import as_png, draw_outcome
+    from megatron.documents.picture import as_png
+    from megatron.planner.search.pictures import draw_outcome
     from megatron.planner.search.report import html_report
 
     outcome, cluster, job, space = found.outcome, found.cluster, found.model.job, found.space

@@ -5,7 +5,7 @@ import argparse
 import torch
 from torch.nn.functional import cross_entropy
 
-from megatron.trainer.report.names import CLASS_LOSS
+from megatron.trainer.report.metrics import CLASS_LOSS
 
 ACCURACY = "accuracy"
 

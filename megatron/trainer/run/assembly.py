@@ -13,8 +13,9 @@ import torch
 from megatron import backend
 from megatron.documents.numbers import counted
 from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
+from megatron.pipeline.start_up import provisional
 from megatron.trainer.arguments.flags.classification import CLASSIFIERS
-from megatron.trainer.arguments.values.pipeline_choice import schedule_text
+from megatron.trainer.arguments.values.pipeline_choice import choice_of, schedule_text
 from megatron.trainer.changes.elasticity import Elasticity
 from megatron.trainer.changes.prefix_cache import PrefixCache, require_cache
 from megatron.trainer.checkpoint.checkpoint import CheckpointPosition, CheckpointWriter, load_checkpoint
@@ -24,7 +25,6 @@ from megatron.trainer.models.gpt import num_parameters
 from megatron.trainer.optimizer.kernel import choose_kernel
 from megatron.trainer.plan.arrangement import iterations_to_the_end
 from megatron.trainer.ranks.agreement import agreed
-from megatron.trainer.report import provisional
 from megatron.trainer.report.log import Reporter
 from megatron.trainer.report.throughput import flops_per_sample
 from megatron.trainer.run.evaluation import without_data
@@ -144,7 +144,7 @@ def _describe(
         totals[index] = totals.get(index, 0) + count // args.data_parallel_size
     parts = ", ".join(f"{totals[index] / 1e6:.3g}" for index in sorted(totals))
     num_microbatches = args.batch_sizes.num_microbatches(position.consumed_train_samples)
-    predictions = provisional.description(args, num_microbatches)
+    predictions = provisional.description(args.schedule, choice_of(args).name, num_microbatches)
     reporter.say(
         f"{counted(args.world_size, 'rank')} on {backend.device().type} ({args.distributed_backend}): tensor "
         f"{args.tensor_model_parallel_size} x pipeline {args.pipeline_model_parallel_size} x data "

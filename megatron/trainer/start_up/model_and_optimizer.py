@@ -33,7 +33,7 @@ from megatron.trainer.models.gpt import build_chunks, wrap_for_training
 from megatron.trainer.optimizer.optimizer import build_optimizer
 from megatron.trainer.plan import from_flags
 from megatron.trainer.ranks.agreement import AgreedError
-from megatron.trainer.report.names import ALLOCATED, DEFERRED, SAVED_ACTIVATIONS
+from megatron.trainer.report.metrics import ALLOCATED, DEFERRED, SAVED_ACTIVATIONS
 from megatron.trainer.start_up.host_room import require_room
 from megatron.trainer.start_up.program import TrainingProgram
 

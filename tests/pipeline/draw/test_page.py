@@ -5,9 +5,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megatron.pipeline.draw import legend
-from megatron.pipeline.draw.cells import cells_of, steps_of
-from megatron.pipeline.draw.page_timeline import MOST_ROWS, page_timeline
+from megatron.pipeline.draw import colours
+from megatron.pipeline.draw.page import MOST_ROWS, page_timeline
+from megatron.pipeline.draw.scene import Sign, cells_of
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import Costs, simulate
@@ -43,8 +43,12 @@ def test_every_computation_is_a_box_at_its_place():
     drawn = page_timeline(of_batches, name="2bw")
     for kind in (Kind.FORWARD, Kind.BACKWARD):
         for version in (0, 1):
-            cells = [cell for cell in cells_of(of_batches) if (cell.kind, cell.version) == (kind, version)]
-            found = boxes(drawn, legend.shade_of(kind, version))
+            cells = [
+                cell
+                for cell in cells_of(of_batches)
+                if (cell.instruction.kind, cell.instruction.version) == (kind, version)
+            ]
+            found = boxes(drawn, colours.colour_of(kind, version))
             assert len(found) == len(cells) == {0: 32, 1: 16}[version]
             scale = (found[-1][0] - found[0][0]) / (cells[-1].start - cells[0].start)
             for cell, (start, end, _) in zip(cells, found, strict=True):
@@ -52,8 +56,8 @@ def test_every_computation_is_a_box_at_its_place():
                 assert end - start == pytest.approx((cell.end - cell.start) * scale, abs=4)
             heights = sorted({height for *_, height in found})
             assert len(heights) == 4 and [heights.index(height) for *_, height in found] == [c.rank for c in cells]
-    assert len(boxes(drawn, legend.STEP)) == len(steps_of(of_batches)) == 12
-    assert len(boxes(drawn, legend.HATCH)) == 12
+    assert len(boxes(drawn, colours.colour_of(Kind.STEP))) == 12
+    assert len(boxes(drawn, colours.HATCH)) == 12
     assert len(elements(drawn, "polyline")) == 3
 
 
@@ -70,10 +74,10 @@ def test_boxes_that_are_too_narrow_are_drawn_together():
     """A thousand forwards in a row are one stroke from the first to the last, and the caption says what is missing."""
     long = timeline("gpipe", 2, (1000,))
     drawn = page_timeline(long, name="gpipe")
-    first = boxes(drawn, legend.shade_of(Kind.FORWARD, 0))[0]
-    forwards = [cell for cell in cells_of(long) if cell.rank == 0 and cell.kind is Kind.FORWARD]
+    first = boxes(drawn, colours.colour_of(Kind.FORWARD, 0))[0]
+    forwards = [cell for cell in cells_of(long) if cell.rank == 0 and cell.instruction.kind is Kind.FORWARD]
     axis = int(ElementTree.fromstring(drawn.svg).get("viewBox").split()[2])
-    assert len(boxes(drawn, legend.shade_of(Kind.FORWARD, 0))) == 2
+    assert len(boxes(drawn, colours.colour_of(Kind.FORWARD, 0))) == 2
     assert (first[1] - first[0]) / axis == pytest.approx(len(forwards) / long.end, rel=0.1)
     assert "microbatches' numbers" in drawn.left_out and len(drawn.svg) < 20_000
 
@@ -83,7 +87,7 @@ def test_a_deep_pipeline_is_small(num_stages, size):
     """A few bytes for each computation; of more ranks than rows only some are drawn, and that is said."""
     deep = timeline("flush", num_stages, (size,))
     drawn = page_timeline(deep, name="flush")
-    rows = len({height for *_, height in boxes(drawn, legend.shade_of(Kind.BACKWARD, 0))})
+    rows = len({height for *_, height in boxes(drawn, colours.colour_of(Kind.BACKWARD, 0))})
     assert rows <= MOST_ROWS and (rows == num_stages) == (num_stages <= MOST_ROWS)
     assert ("all but every 4. row" in drawn.left_out) == (num_stages > MOST_ROWS)
     assert len(drawn.svg) < 14 * 2 * rows * size + 30_000
@@ -96,12 +100,12 @@ def test_moves_are_lines_as_long_as_they_are_few():
     drawn = page_timeline(few, name="bpipe")
     kinds = [span.instruction.kind for span in few.spans]
     for kind in (Kind.EVICT, Kind.LOAD):
-        paths = [each for each in elements(drawn, "path") if each.get("stroke") == legend.MOVE_COLOURS[kind.row.saved]]
+        paths = [each for each in elements(drawn, "path") if each.get("stroke") == colours.colour_of(kind)]
         assert sum(path.get("d").count("L") for path in paths) == kinds.count(kind) > 0
-        assert (legend.MOVE_COLOURS[kind.row.saved], kind.row.name) in drawn.signs
+        assert Sign((colours.colour_of(kind),), kind.row.name, "line") in drawn.signs
     many = page_timeline(timeline("bpipe", 16, (200,), costs), name="bpipe")
     assert any("moves of saved activations" in each for each in many.left_out)
-    assert not {colour for colour, _ in many.signs} & set(legend.MOVE_COLOURS.values())
+    assert not {sign.meaning for sign in many.signs} & {Kind.EVICT.row.name, Kind.LOAD.row.name}
 
 
 def test_signs_explain_what_is_drawn():
@@ -110,10 +114,7 @@ def test_signs_explain_what_is_drawn():
         drawn = page_timeline(timeline(name, 8 if flags else 4, (4, 4), **flags), name='a "name" <b>')
         assert 'aria-label="a &quot;name&quot; &lt;b&gt;"' in drawn.svg
         strokes = {path.get("stroke") for path in elements(drawn, "path")} - {"currentColor"}
-        explained = {colour for colour, _ in drawn.signs}
-        assert explained <= strokes
-        chunks = {colour for shades in legend.SHADES.values() for colour in shades} if flags else set()
-        assert strokes - chunks <= explained
+        assert {colour for sign in drawn.signs for colour in sign.colours} == strokes
 
 
 def test_nothing_to_draw_is_refused():
@@ -128,13 +129,13 @@ def test_a_window_shows_what_is_in_it():
     drawn = page_timeline(whole, name="2bw", window=(start, start + 10.0), scale=50.0)
     inside = [cell for cell in cells_of(whole) if cell.end > start and cell.start < start + 10.0]
     strokes = [each for kind in (Kind.FORWARD, Kind.BACKWARD) for version in range(3)
-               for each in boxes(drawn, legend.shade_of(kind, version))]  # fmt: skip
+               for each in boxes(drawn, colours.colour_of(kind, version))]  # fmt: skip
     assert len(strokes) == len(inside) < len(cells_of(whole))
     left, right = min(start for start, *_ in strokes), max(end for _, end, _ in strokes)
     assert right - left == pytest.approx(10.0 * 50 * 4, abs=4)
     texts = [text.text for text in elements(drawn, "text")]
     assert "batch 2" in texts and "batch 0" not in texts and texts.count("0") == 1  # of the axis
-    assert {str(cell.microbatch) for cell in inside if cell.end - cell.start > 1} <= set(texts)
+    assert {str(cell.instruction.microbatch) for cell in inside if cell.end - cell.start > 1} <= set(texts)
     assert not any("numbers" in each for each in drawn.left_out)
 
 
@@ -162,7 +163,8 @@ def test_what_is_under_the_pointer():
             kind, stage, microbatch, version, distance, width = text.split(",")
             x += int(distance)
             assert (kinds[int(kind)], stage, microbatch, version) == (
-                cell.kind.row.name, str(cell.stage), str(cell.microbatch), str(cell.version),
+                cell.instruction.kind.row.name, str(cell.instruction.stage), str(cell.instruction.microbatch),
+                str(cell.instruction.version),
             )  # fmt: skip
             assert (x - left) / second == pytest.approx(cell.start, abs=0.05)
             assert int(width) / second == pytest.approx(cell.end - cell.start, abs=0.05)

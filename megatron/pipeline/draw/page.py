@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from megatron.pipeline.draw import legend
-from megatron.pipeline.draw.cells import Cell, Update, cells_of, holds_of, names_of_rows, predictions_of, steps_of
-from megatron.pipeline.program.instruction import COMPUTATIONS, OWN_MOVES, Kind
-from megatron.pipeline.simulate.timeline import Timeline
+from megatron.pipeline.draw import colours
+from megatron.pipeline.draw.scene import AT_END, Cell, Scene, Sign, names_of_rows, signs_of
+from megatron.pipeline.program.instruction import OWN_MOVES, Kind
+from megatron.pipeline.simulate.timeline import Span, Timeline
 
 MOST_ROWS = 64
 _MOST_NUMBERS, _MOST_MOVES, _MOST_HOVERED = 4_000, 600, 4_000
@@ -34,12 +34,12 @@ class PageTimeline:
 
     Attributes:
         svg: the element.
-        signs: what is drawn, as (colour, meaning).
-        left_out: what is not, a clause each.
+        signs: its legend.
+        left_out: what is not drawn, a clause each.
     """
 
     svg: str
-    signs: tuple[tuple[str, str], ...]
+    signs: tuple[Sign, ...]
     left_out: tuple[str, ...]
 
 
@@ -47,7 +47,6 @@ def page_timeline(
     timeline: Timeline,
     *,
     name: str,
-    time_label: str = "seconds",
     window: tuple[float, float] | None = None,
     scale: float | None = None,
     hovers: bool = False,
@@ -67,23 +66,23 @@ def page_timeline(
     if not end > start:
         raise ValueError("there is nothing to draw; give a timeline in which a computation takes time")
     drawing = _Drawing(timeline.shifted(-start), end - start, scale)
-    parts = [*drawing.boxes(), *drawing.moves(), *drawing.marks(), *drawing.batches(), *drawing.numbers()]
-    parts += [*drawing.axis(time_label), *drawing.rows()]
+    parts = [*drawing.boxes(), *drawing.moves(), *drawing.marks(), *drawing.borders(), *drawing.numbers()]
+    parts += [*drawing.axis("seconds"), *drawing.rows()]
     width, height = _LEFT + drawing.width + _RIGHT, _TOP + drawing.height + _FOOT
     svg = (
         f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{escape(name)}" width="{width}" '
         f'height="{height}" viewBox="0 0 {width * _UNIT} {height * _UNIT}" font-family="sans-serif" '
         f'fill="currentColor"{drawing.hover() if hovers else ""}>\n{chr(10).join(parts)}\n</svg>'
     )
-    return PageTimeline(svg, tuple(drawing.signs()), tuple(drawing.left_out))
+    return PageTimeline(svg, drawing.signs(), tuple(drawing.left_out))
 
 
 def legible_scale(timeline: Timeline, end: float) -> float:
     """Pixels of a unit of time with which all but the shortest computations have room for their microbatch's number,
     as far as a picture of so much time may be as wide as that takes."""
-    cells = [cell for cell in cells_of(timeline) if cell.end > cell.start]
+    cells = [cell for cell in Scene(timeline).cells if cell.end > cell.start]
     lengths = sorted(cell.end - cell.start for cell in cells)
-    digits = max(len(str(cell.microbatch)) for cell in cells)
+    digits = max(len(str(cell.instruction.microbatch)) for cell in cells)
     room = max(_CELL, _DIGIT * digits + 3)
     return min(max(room / lengths[len(lengths) // 10], _NARROWEST / end), _WIDEST / end)
 
@@ -100,12 +99,13 @@ class _Drawing:
         self.shown = range(0, timeline.num_ranks, self.every)
         self.pitch = 20 if len(self.shown) <= 16 else 14 if len(self.shown) <= 32 else 10
         self.height = self.pitch * len(self.shown)
-        self.cells = [cell for cell in cells_of(timeline) if cell.rank in self.shown and self._is_seen(cell)]
+        self.scene = Scene(timeline, self._is_seen)
+        self.draws_moves = 0 < len(self.scene.moves) <= _MOST_MOVES and self.every == 1
         self.width = round((scale or legible_scale(timeline, end)) * self.end)
         self.pixels = self.width / self.end  # of a unit of time
 
-    def _is_seen(self, mark: Cell | Update) -> bool:
-        return mark.end > 0 and (mark.start < self.end or mark.end <= self.end)  # a step may take no time
+    def _is_seen(self, span: Span) -> bool:  # a step may take no time
+        return span.rank in self.shown and span.end > 0 and (span.start < self.end or span.end <= self.end)
 
     def x(self, time: float) -> int:
         """Where a time is, or the nearer end of what is drawn."""
@@ -121,22 +121,22 @@ class _Drawing:
         by_colour: dict[str, list[tuple[int, int, int]]] = {}
         for cell, start, end in self._merged():
             apart = _UNIT // 2 if end - start >= 2 * _ALONE * _UNIT else 0
-            by_colour.setdefault(_colour(cell), []).append((start, end - apart, self.y(cell.rank)))
+            by_colour.setdefault(cell.colour, []).append((start, end - apart, self.y(cell.rank)))
         for colour, boxes in by_colour.items():
             yield self._path(boxes, colour=colour)
         completing = [(self.x(cell.start), self.x(cell.end), self.y(cell.rank + 0.34 * self.every))
-                      for cell in self.cells if cell.completes_batch]  # fmt: skip
+                      for cell in self.scene.cells if cell.completes_batch]  # fmt: skip
         if completing:
-            yield self._path(completing, colour=legend.HATCH, thickness=0.16)
+            yield self._path(completing, colour=colours.HATCH, thickness=0.16)
 
     def _merged(self) -> Iterator[tuple[Cell, int, int]]:
         """The cells with where they begin and end; those that are too narrow to stand alone with what touches them."""
         last: tuple[Cell, int, int] | None = None
-        for cell in self.cells:
+        for cell in self.scene.cells:
             start, end = self.x(cell.start), self.x(cell.end)
             if last is not None:
                 before, begun, ended = last
-                alike = (before.rank, _colour(before)) == (cell.rank, _colour(cell))
+                alike = (before.rank, before.colour) == (cell.rank, cell.colour)
                 if alike and start - ended <= 1 and end - start < _ALONE * _UNIT:
                     last = before, begun, end
                     continue
@@ -156,81 +156,63 @@ class _Drawing:
 
     def moves(self) -> Iterator[str]:
         """Evictions and loads as lines between the rows of a pair."""
-        found = [span for span in self.timeline.spans if span.instruction.kind in OWN_MOVES and self._is_seen(span)]
-        self.draws_moves = bool(found) and len(found) <= _MOST_MOVES and self.every == 1
+        found = self.scene.moves
         if found and not self.draws_moves:
             self.left_out.append(f"{len(found)} moves of saved activations between pairs of stages")
         for kind in (each for each in Kind if self.draws_moves and each in OWN_MOVES):
             lines = []
             for span in (each for each in found if each.instruction.kind is kind):
-                pair = self.timeline.rank_of_stage[self.timeline.pairs.of_stage(span.instruction.stage)]
-                ranks = (span.rank, pair) if kind.row.saved < 0 else (pair, span.rank)
-                (x0, y0), (x1, y1) = zip(map(self.x, (span.start, span.end)), map(self.y, ranks), strict=True)
-                lines.append(f"M{x0} {y0}L{x1} {y1}")
+                first, last = map(self.y, self.scene.ends_of_move(span))
+                lines.append(f"M{self.x(span.start)} {first}L{self.x(span.end)} {last}")
             yield (
-                f'<path fill="none" stroke="{legend.MOVE_COLOURS[kind.row.saved]}" stroke-width="{_UNIT}" '
+                f'<path fill="none" stroke="{colours.colour_of(kind)}" stroke-width="{_UNIT}" '
                 f'opacity="0.5" d="{"".join(lines)}"/>'
             )
 
     def marks(self) -> Iterator[str]:
-        """Steps, predictions and what is kept for these; above the rows, which weights the first rank makes."""
-        steps = self._seen(steps_of(self.timeline))
-        for marks, colour in (
-            (self._seen(holds_of(self.timeline)), legend.HOLD),
-            (self._seen(predictions_of(self.timeline)), legend.PREDICTION), (steps, legend.STEP),
-        ):  # fmt: skip
-            if marks:
-                least = round(_MARK * _UNIT)
-                boxes = [(min(self.x(each.start), self.x(each.end) - least), self.x(each.end), self.y(each.rank))
-                         for each in marks]  # fmt: skip
-                yield self._path(boxes, colour=colour)
-        free_from = -math.inf
-        for step in (each for each in steps if each.rank == 0):
-            if self.x(step.end) >= free_from:
-                yield self._text(self.x(step.end), (_TOP - 3) * _UNIT, f"W{step.version}", size=9, anchor="end",
-                                 more=f' fill="{legend.STEP}" font-weight="bold"')  # fmt: skip
-                free_from = self.x(step.end) + 26 * _UNIT
+        """Updates, with steps above all others; above the rows, which weights the first rank makes."""
+        for kind, marks in sorted(self.scene.marks.items(), key=lambda item: item[0].row.sign == AT_END):
+            ends = [(self.x(each.start), self.x(each.end)) for each in marks]
+            boxes = [(min(start, end - round(_MARK * _UNIT)), end, self.y(each.rank))
+                     for (start, end), each in zip(ends, marks, strict=True)]  # fmt: skip
+            colour, free_from = colours.colour_of(kind), -math.inf
+            yield self._path(boxes, colour=colour)
+            for step in (each for each in marks if each.rank == 0 and kind.row.sign == AT_END):
+                if self.x(step.end) >= free_from:
+                    yield self._text(self.x(step.end), (_TOP - 3) * _UNIT, f"W{step.instruction.version}", size=9,
+                                     anchor="end", more=f' fill="{colour}" font-weight="bold"')  # fmt: skip
+                    free_from = self.x(step.end) + 26 * _UNIT
 
-    def _seen(self, marks: Sequence[Update]) -> list[Update]:
-        return [each for each in marks if each.rank in self.shown and self._is_seen(each)]
-
-    def batches(self) -> Iterator[str]:
+    def borders(self) -> Iterator[str]:
         """A dashed line that follows the first forward of each batch down the stages, named where there is room."""
-        batch_of = {first: batch for batch, first in enumerate(self.timeline.batch_borders()[:-1])}
-        places: dict[int, list[Cell]] = {}
-        for cell in self.cells:
-            is_first = cell.begins_batch and cell.start >= 0  # one that began before the picture has no beginning here
-            if is_first and cell.stage == self.timeline.stages_of(cell.rank)[0]:
-                places.setdefault(batch_of[cell.microbatch], []).append(cell)
-        free_from = -math.inf
-        for batch, cells in sorted(places.items()):
-            half = self.pitch * _UNIT // 2
+        free_from, half = -math.inf, self.pitch * _UNIT // 2
+        for batch, cells in self.scene.borders.items():
             points = [(self.x(cell.start), self.y(cell.rank) + side) for cell in cells for side in (-half, half)]
             yield (
                 f'<polyline fill="none" stroke="currentColor" stroke-width="{_UNIT}" stroke-dasharray="12 8" '
                 f'points="{" ".join(f"{x},{y}" for x, y in points)}"/>'
             )
             if points[0][0] >= free_from:
-                yield self._text(points[0][0], 11 * _UNIT, f"batch {self.timeline.first_batch + batch}", size=10)
+                yield self._text(points[0][0], 11 * _UNIT, f"batch {batch}", size=10)
                 free_from = points[0][0] + 60 * _UNIT
 
     def numbers(self) -> Iterator[str]:
         """The microbatch in each box that has room for it."""
         roomy = [
-            cell for cell in self.cells
+            cell for cell in self.scene.cells
             if self.pitch >= 14
-            and self.x(cell.end) - self.x(cell.start) >= (_DIGIT * len(str(cell.microbatch)) + 2) * _UNIT
+            and self.x(cell.end) - self.x(cell.start) >= (_DIGIT * len(str(cell.instruction.microbatch)) + 2) * _UNIT
         ]  # fmt: skip
         chosen = roomy if len(roomy) <= _MOST_NUMBERS else []
-        if len(chosen) < len(self.cells):
+        if len(chosen) < len(self.scene.cells):
             self.left_out.append("microbatches' numbers" + " where boxes are narrow" * bool(chosen))
         down = 3 * _UNIT
-        for ink in (legend.INK, legend.LIGHT_INK):
+        for ink in (colours.INK, colours.LIGHT_INK):
             texts = [
                 f'<text x="{(self.x(cell.start) + self.x(cell.end)) // 2}" y="{self.y(cell.rank) + down}">'
-                f"{cell.microbatch}</text>"
+                f"{cell.instruction.microbatch}</text>"
                 for cell in chosen
-                if legend.ink_on(cell.shade) == ink
+                if colours.ink_on(cell.shade) == ink
             ]
             if texts:
                 yield f'<g fill="{ink}" font-size="{9 * _UNIT}" text-anchor="middle">{"".join(texts)}</g>'
@@ -262,16 +244,17 @@ class _Drawing:
     def hover(self) -> str:
         """What a page's script needs to say which computation the pointer is on: attributes of the picture. Of each row
         a list of kind, stage, microbatch, version, pixels from the start of the one before, and pixels, in units."""
-        if len(self.cells) > _MOST_HOVERED:
+        cells = self.scene.cells
+        if len(cells) > _MOST_HOVERED:
             self.left_out.append("what is under the pointer")
             return ""
-        names, rows = list(dict.fromkeys(cell.kind.row.name for cell in self.cells)), []
+        names, rows = list(dict.fromkeys(cell.instruction.kind.row.name for cell in cells)), []
         for rank in self.shown:
             before, written = 0, []
-            for cell in (each for each in self.cells if each.rank == rank):
-                start, version = self.x(cell.start), "" if cell.version is None else cell.named_version
-                place = (names.index(cell.kind.row.name), cell.stage, cell.microbatch, version, start - before)
-                written.append(",".join(map(str, (*place, self.x(cell.end) - start))))
+            for cell in (each for each in cells if each.rank == rank):
+                start, what = self.x(cell.start), cell.instruction
+                place = (names.index(what.kind.row.name), what.stage, what.microbatch, cell.named_version)
+                written.append(",".join(map(str, (*place, start - before, self.x(cell.end) - start))))
                 before = start
             rows.append(";".join(written))
         return (
@@ -279,36 +262,9 @@ class _Drawing:
             f'data-left="{_LEFT * _UNIT}" data-second="{self.pixels * _UNIT:.6g}" data-rows="{escape("|".join(rows))}"'
         )
 
-    def signs(self) -> Iterator[tuple[str, str]]:
-        """Colours and what they mean; a shade is a weight version, or a stage of the rank."""
-        for kind in (each for each in Kind if each in COMPUTATIONS):
-            drawn = [cell for cell in self.cells if cell.kind is kind]
-            if any(cell.chunk is not None for cell in drawn):
-                darkest = max(drawn, key=lambda cell: cell.shade % 4)
-                yield _colour(darkest), f"{kind.row.name} (dark: the rank's first stage)"
-                continue
-            versions = sorted({cell.version for cell in drawn if cell.version is not None})
-            for version in versions[:4]:
-                more = ", ..." * (version == versions[:4][-1] and len(versions) > 4)
-                yield legend.shade_of(kind, version), f"{kind.row.name} with weights W{version}{more}"
-            if drawn and not versions:
-                yield _colour(drawn[0]), kind.row.name
-        if any(cell.completes_batch for cell in self.cells):
-            yield legend.HATCH, "completes the batch's gradient"
-        if self._seen(steps_of(self.timeline)):
-            yield legend.STEP, "optimizer step; makes weights Wn"
-        if self._seen(predictions_of(self.timeline)):
-            yield legend.PREDICTION, "prediction of weights"
-        if self._seen(holds_of(self.timeline)):
-            yield legend.HOLD, Kind.HOLD.row.name
-        yield _BUBBLE, "bubble"
-        moving = {span.instruction.kind for span in self.timeline.spans} if self.draws_moves else set()
-        for kind in (each for each in Kind if each in OWN_MOVES & moving):
-            yield legend.MOVE_COLOURS[kind.row.saved], kind.row.name
-
-
-def _colour(cell: Cell) -> str:
-    return legend.shade_of(cell.kind, cell.shade)
+    def signs(self) -> tuple[Sign, ...]:
+        signs = signs_of([self.scene], version="W", moves=self.draws_moves)
+        return tuple(Sign((_BUBBLE,), sign.meaning) if sign.colours == (colours.BUBBLE,) else sign for sign in signs)
 
 
 def round_step(least: float) -> float:
