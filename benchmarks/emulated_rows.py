@@ -7,14 +7,13 @@ a repeat.
 import statistics
 from collections.abc import Callable
 
-from emulated_ranks import Contender, Job
-
 from benchmarks.common.tables import Row, show_table, spread
+from benchmarks.emulated_ranks import Contender, EmulatedJob
 from megatron.pipeline.check import check
 from megatron.pipeline.simulate import Costs, simulate
 
 
-def predicted(job: Job, contender: Contender, num_microbatches: int, latency: float) -> float:
+def predicted(job: EmulatedJob, contender: Contender, num_microbatches: int, latency: float) -> float:
     """Seconds per batch that the simulator gives to the batches that were timed."""
     settling, num_batches = contender.settling_batches, job.timed_batches(num_microbatches)
     program = contender.schedule(job.num_stages).build((num_microbatches,) * (settling + num_batches + 1))
@@ -31,12 +30,12 @@ def predicted(job: Job, contender: Contender, num_microbatches: int, latency: fl
     return (starts[-1] - starts[settling]) / num_batches
 
 
-def ideal_seconds(job: Job, contender: Contender, num_microbatches: int) -> float:
+def ideal_seconds(job: EmulatedJob, contender: Contender, num_microbatches: int) -> float:
     slots = num_microbatches + (job.num_stages - 1 if contender.preset == "flush" else 0)
     return slots * (job.forward + job.backward)
 
 
-def unhidable_seconds(job: Job, contender: Contender, num_microbatches: int, latency: float) -> float:
+def unhidable_seconds(job: EmulatedJob, contender: Contender, num_microbatches: int, latency: float) -> float:
     """Seconds per batch by which a round trip, shared by the microbatches in flight, exceeds their computation."""
     p, slot = job.num_stages, job.forward + job.backward
     in_flight = contender.schedule(p).max_saved_microbatches((num_microbatches,) * 2)[0]
@@ -46,7 +45,7 @@ def unhidable_seconds(job: Job, contender: Contender, num_microbatches: int, lat
 class Found:
     """The measurements of one job."""
 
-    def __init__(self, job: Job, result: dict) -> None:
+    def __init__(self, job: EmulatedJob, result: dict) -> None:
         self.job = job
         self.latencies = result["latencies"]
         self.latency = statistics.median(self.latencies) if self.latencies else 0.0
