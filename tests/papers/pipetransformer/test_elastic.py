@@ -201,14 +201,14 @@ def test_one_run_does_not_decide():
     assert elastic_figures.median_of_runs([[9.0, 9.0], [1.0, 1.2]]) == pytest.approx(1.1)
 
 
-def test_ranks_without_a_pipeline_wait(tmp_path):
+def test_ranks_without_a_pipeline_wait():
     """Two of three ranks are replicas, then one alone runs, then all three."""
     args = elastic.parse(["--stages", "3", "--layer-times", "1ms,1ms,1ms", "--microbatches", "4", "--batches", "3",
                           "--repeats", "1", "--payload", "64"])  # fmt: skip
     setting = replace(elastic.setting_of(args), limit=math.inf)
     shapes = ((1, 2), (1, 1), (3, 1))
     phases = tuple(Phase(setting.layers, setting.of_shape(each, 0), 0, 1, transition=0.1) for each in shapes)
-    (run,) = elastic.measured(args, {"idle": phases}, tmp_path)["idle"]
+    (run,) = elastic.measured(args, {"idle": phases})["idle"]
     for phase, found in zip(phases, run, strict=True):
         assert len(found["batches"]) == 2 and min(found["batches"]) > phase.pipeline.num_microbatches * 3e-3
 
