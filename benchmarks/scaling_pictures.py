@@ -4,9 +4,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import scaling_study as study
-from scaling_tables import lost, rows_of
-
+from benchmarks import scaling_study as study
+from benchmarks.scaling import lost, rows_of
 from megatron.documents.picture import new_figure, save
 
 if TYPE_CHECKING:
