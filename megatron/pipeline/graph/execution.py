@@ -11,7 +11,7 @@ from megatron.pipeline.program.move_order import Pairs
 START = 0  # the node before all others, at time 0
 
 Take = tuple[Kind, tuple[int, ...]]
-"""What a node takes: the time of a kind at these stages; of several stages, the longest."""
+"""What a node takes: the time of a kind at these stages, the sum, or of a reduction that ranks share the longest."""
 
 
 MOVES, LANES, REDUCTIONS = "moves", "lanes", "reductions"
@@ -116,7 +116,7 @@ class Execution:
         """A node behind these; returns its number."""
         raise NotImplementedError
 
-    def _place(self, rank: int, position: int, node: int) -> None:
+    def _place(self, rank: int, position: int, instruction: Instruction, node: int) -> None:
         """A move or a reduction of a rank is this node."""
 
     def _stages_of(self, reduction: Instruction) -> tuple[int, ...]:
@@ -153,9 +153,9 @@ class Execution:
         named = move if move.kind in OWN_MOVES else its_move
         behind = (now, there, own.nodes[-1]) if nth else (now, there)
         node = self._add(behind[0], self._take(named.kind, (named.stage,)), behind[1:])
-        for each, place, queue in (rank, position, own), (partner, its_position, other):
+        for each, place, its, queue in (rank, position, move, own), (partner, its_position, its_move, other):
             queue.nodes.append(node)
-            self._place(each, place, node)
+            self._place(each, place, its, node)
             if 0 < queue.num_awaited <= len(queue.nodes):
                 queue.num_awaited = 0
                 self.runnable.append(each)
@@ -206,7 +206,7 @@ class Execution:
             queue.joined, queue.last = False, node
             self.reduced[rank].setdefault(version, []).append(node)
             self.pending[rank][version] -= 1
-            self._place(rank, position, node)
+            self._place(rank, position, reduction, node)
             if self.awaits_reductions[rank] and not self.pending[rank][version]:
                 self.awaits_reductions[rank] = False
                 self.runnable.append(rank)

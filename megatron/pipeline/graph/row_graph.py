@@ -239,7 +239,7 @@ class RowExecution(Execution):
         """A node at whose end all of these have ended."""
         return self._add(node, NOTHING, others) if others else node
 
-    def _place(self, rank: int, position: int, node: int) -> None:
+    def _place(self, rank: int, position: int, instruction: Instruction, node: int) -> None:
         self.node_of[rank][position] = node
         self._advance(rank)
 
