@@ -6,7 +6,7 @@ By induction over the number of periods, on the *state* between them:
 2. Every rank can execute its fill before any rank begins its period, and its period before any rank begins its drain.
    So the state after the fill and the state after the period are states that an execution reaches. An execution that
    reaches them reaches every state that any other reaches, for what a rank does depends on no other rank's speed (see
-   `progress`): rows cut there may be reasoned about one part at a time.
+   `megatron.pipeline.graph`): rows cut there may be reasoned about one part at a time.
 3. The state after the period equals the state after the fill, with microbatches, batches and versions counted from one
    period later.
 4. What an instruction needs, what it does, and every bound are stated in terms of that state, and none in absolute

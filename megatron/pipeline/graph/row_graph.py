@@ -284,8 +284,9 @@ class RowExecution(Execution):
                             if source:
                                 now = self._behind(now, source)
                             source = nodes[microbatch]
-                        for node in behind:
-                            now, source = self._behind(now, source) if source else now, node
+                        if behind:
+                            *others, source = (source, *behind) if source else behind
+                            now = self._behind(now, *others)
                         node_of[position] = made = len(takes_of)
                         add_before(now)
                         add_source(source)
@@ -326,8 +327,9 @@ class RowExecution(Execution):
                             reason = f"the other end of the channel has microbatch {counterpart + first} next"
                             raise self.error(rank, position, instruction, reason)
                         node_of[position] = its_node_of[there] = channel.nodes[microbatch] = len(takes_of)
-                        add_before(now if action == _SEND else its)
-                        add_source(its if action == _SEND else now)
+                        sent, received = (now, its) if action == _SEND else (its, now)
+                        add_before(sent)
+                        add_source(received)
                         add_take(~channel.number)
                         if channel.awaited == microbatch:
                             channel.awaited = NOBODY

@@ -47,7 +47,7 @@ def simulate(program: Program, costs: Costs | None = None) -> Timeline:
             deadlock; run `check`, which says more. Times that overflow.
     """
     costs = costs or Costs()
-    seconds = _seconds(program, costs)
+    seconds = seconds_of(program, costs)
     edges = costs.edges(len(program.graph.edges))
     graph = graph_of(program, refusal=refusal, overlap=costs.overlap)
     starts, ends = longest_paths(graph, seconds, *channel_times(graph, *edges))
@@ -68,7 +68,7 @@ def _of_row(times: list[float], nodes: list[int]) -> list[float]:
     return list(itemgetter(*nodes)(times)) if len(nodes) > 1 else [times[node] for node in nodes]
 
 
-def _seconds(program: Program, costs: Costs) -> dict[Kind, list[float]]:
+def seconds_of(program: Program, costs: Costs) -> dict[Kind, list[float]]:
     """What each kind takes at each stage. An update of a rank takes that of all its trained stages."""
     seconds = costs.seconds(program.num_stages)
     of_stages = HOST_WORDS | ({Kind.REDUCE_GRAD} if program.residency else set())
