@@ -46,7 +46,7 @@ setup(
     install_requires=requirements("runtime"),
     extras_require={
         name: requirements(name)
-        for name in ("core", "test", "tensorboard", "tokenizers", "metis", "parquet", "datasets", "lmdb")
+        for name in ("core", "test", "tensorboard", "tokenizers", "metis", "parquet", "datasets")
     },
     zip_safe=False,
 )

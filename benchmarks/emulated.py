@@ -37,13 +37,15 @@ the measured L. Every rank compares what it executed with the program; a differe
 
 import argparse
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.common.emulated import run_job
 from benchmarks.common.results import parser_of, save, set_environment, status_of
+from benchmarks.emulated_ranks import Contender, EmulatedJob, EmulatedRank
+from benchmarks.emulated_rows import ROWS, Found, show
 
 SECTIONS = ("ideal", "warmup", "chain", "predictions", "speedup", "bubbles", "executor")
 COMPARED = {"flush": 1, "interleaved": 2, "zb-h1": 1, "zbv": 2, "2bw": 1}  # stages on each rank
@@ -52,12 +54,9 @@ UPDATE_SHARE = 0.05  # of a forward
 EXECUTOR_MICROBATCHES = 64
 
 
-def stage_jobs(args: argparse.Namespace) -> list:
+def stage_jobs(args: argparse.Namespace) -> list[EmulatedJob]:
     """For each p the contenders of `ideal`, `warmup` and `speedup`, which share their measurements."""
-    from emulated_ranks import Contender, Job
-
-    flush = Contender(name="flush", preset="flush")
-    two_bw = Contender(name="2bw", preset="2bw")
+    flush, two_bw = (Contender(name=name, preset=name) for name in ("flush", "2bw"))
     extra = Contender(name="2bw extra warm-up", preset="2bw", extra_warmup=True)
     jobs = []
     for p in args.stages:
@@ -71,14 +70,12 @@ def stage_jobs(args: argparse.Namespace) -> list:
             if "ideal" in args.only or len(chosen) > 1:
                 entries[m] = tuple(chosen)
         if entries:
-            jobs.append(Job(num_stages=p, entries=entries, **timing(args)))
+            jobs.append(EmulatedJob(num_stages=p, entries=entries, **timing(args)))
     return jobs
 
 
-def chain_job(args: argparse.Namespace):
+def chain_jobs(args: argparse.Namespace) -> list[EmulatedJob]:
     """2bw without and with reductions of several sizes, at the least p."""
-    from emulated_ranks import Contender, Job
-
     p = min(args.stages)
     entries = {}
     for m in args.microbatches or [p, 2 * p]:
@@ -87,62 +84,65 @@ def chain_job(args: argparse.Namespace):
             Contender(name="without", preset="2bw"),
             *(Contender(name=f"{share:.0%}", preset="2bw", chain_seconds=share * slack) for share in CHAIN_SHARES),
         )
-    return Job(num_stages=p, num_replicas=2, entries=entries, **timing(args))
+    return [EmulatedJob(num_stages=p, num_replicas=2, entries=entries, **timing(args))]
 
 
-def prediction_jobs(args: argparse.Namespace) -> list:
+def prediction_jobs(args: argparse.Namespace) -> list[EmulatedJob]:
     """2bw without and with predicted weights."""
-    from emulated_ranks import Contender, Job
-
     shared = {"preset": "2bw", "update_seconds": UPDATE_SHARE * args.forward}
     contenders = (
         Contender(name="without", **shared),
         Contender(name="from all that is done", predict=True, **shared),
         Contender(name="from one microbatch", predict=True, provisional_microbatches=1, **shared),
     )
-    return [
-        Job(num_stages=p, entries=dict.fromkeys(args.microbatches or [p, 2 * p], contenders), **timing(args))
-        for p in sorted({2, min(args.stages)})
-    ]
+    return _jobs(args, sorted({2, min(args.stages)}), (1, 2), contenders)
 
 
-def bubble_jobs(args: argparse.Namespace) -> list:
+def bubble_jobs(args: argparse.Namespace) -> list[EmulatedJob]:
     """What the schedules that compute the same, and 2bw, leave idle."""
-    from emulated_ranks import Contender, Job
-
     contenders = tuple(Contender(name=name, preset=name, virtual=v) for name, v in COMPARED.items())
+    return _jobs(args, args.stages, (2, 4), contenders)
+
+
+def _jobs(
+    args: argparse.Namespace, stages: Sequence[int], times: Sequence[int], contenders: tuple
+) -> list[EmulatedJob]:
+    """A job for each p, of the same contenders; `times`: microbatches for each stage, where none are given."""
     return [
-        Job(num_stages=p, entries=dict.fromkeys(args.microbatches or [2 * p, 4 * p], contenders), **timing(args))
-        for p in args.stages
-    ]
+        EmulatedJob(
+            num_stages=p, entries=dict.fromkeys(args.microbatches or [each * p for each in times], contenders),
+            **timing(args),
+        )
+        for p in stages
+    ]  # fmt: skip
 
 
-def executor_jobs(args: argparse.Namespace) -> list:
+def executor_jobs(args: argparse.Namespace) -> list[EmulatedJob]:
     """Stages that take no time, traced and not."""
-    from emulated_ranks import Contender, Job
-
     contenders = tuple(
         Contender(name=f"tracing {'on' if traced else 'off'}", preset="2bw", traced=traced) for traced in (False, True)
     )
-    idle = {"forward": 0.0, "backward": 0.0, "payload_bytes": 4}
+    idle = {**timing(args), "forward": 0.0, "backward": 0.0, "payload_bytes": 4}
     return [
-        Job(
-            num_stages=p,
-            entries={EXECUTOR_MICROBATCHES: contenders},
-            **{**timing(args), **idle, "batches": times * args.batches},
+        EmulatedJob(
+            num_stages=p, entries={EXECUTOR_MICROBATCHES: contenders}, **idle | {"batches": times * args.batches}
         )
         for p, times in ((1, 50), (2, 10))
     ]
 
 
+JOBS = {
+    ("ideal", "warmup", "speedup"): stage_jobs, ("chain",): chain_jobs, ("predictions",): prediction_jobs,
+    ("bubbles",): bubble_jobs, ("executor",): executor_jobs,
+}  # fmt: skip
+"""Sections, which share what is measured -> their jobs."""
+
+
 def timing(args: argparse.Namespace) -> dict:
     return {
-        "forward": args.forward,
-        "backward": args.backward,
-        "payload_bytes": args.payload,
-        "batches": args.batches,
+        "forward": args.forward, "backward": args.backward, "payload_bytes": args.payload, "batches": args.batches,
         "repeats": args.repeats,
-    }
+    }  # fmt: skip
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -175,25 +175,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def measure(args: argparse.Namespace, directory: Path) -> list[dict]:
+def measure(args: argparse.Namespace) -> list[dict]:
     """Run the jobs one after another; the rows of all tables."""
-    from emulated_ranks import run_job
-    from emulated_rows import ROWS, Found
-
-    shared = [section for section in ("ideal", "warmup", "speedup") if section in args.only]
-    plan = [(job, shared) for job in stage_jobs(args)]
-    if "chain" in args.only:
-        plan.append((chain_job(args), ["chain"]))
-    if "predictions" in args.only:
-        plan += [(job, ["predictions"]) for job in prediction_jobs(args)]
-    if "bubbles" in args.only:
-        plan += [(job, ["bubbles"]) for job in bubble_jobs(args)]
-    if "executor" in args.only:
-        plan += [(job, ["executor"]) for job in executor_jobs(args)]
+    asked = {sections: [each for each in sections if each in args.only] for sections in JOBS}
+    plan = [(job, asked[sections]) for sections, jobs in JOBS.items() if asked[sections] for job in jobs(args)]
     rows = []
     for number, (job, sections) in enumerate(plan, 1):
         print(f"{number} of {len(plan)}: {job.world_size} processes", file=sys.stderr, flush=True)
-        found = Found(job, run_job(job, directory))
+        found = Found(job, run_job(job, EmulatedRank))
         rows += [row for section in sections for row in ROWS[section](found)]
         if found.latencies:
             rows.append(found.latency_row())
@@ -203,10 +192,7 @@ def measure(args: argparse.Namespace, directory: Path) -> list[dict]:
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     set_environment()
-    with tempfile.TemporaryDirectory(prefix="emulated-") as directory:
-        rows = measure(args, Path(directory))
-    from emulated_rows import show
-
+    rows = measure(args)
     show(rows)
     save(args, rows)
     return status_of(rows, lambda row: f"{row['contender']}, p={row['stages']}")

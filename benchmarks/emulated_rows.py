@@ -5,38 +5,33 @@ a repeat.
 """
 
 import statistics
-from collections.abc import Callable
-
-from emulated_ranks import Contender, Job
+from collections.abc import Callable, Iterator
 
 from benchmarks.common.tables import Row, show_table, spread
+from benchmarks.emulated_ranks import Contender, EmulatedJob
 from megatron.pipeline.check import check
 from megatron.pipeline.simulate import Costs, simulate
 
 
-def predicted(job: Job, contender: Contender, num_microbatches: int, latency: float) -> float:
+def predicted(job: EmulatedJob, contender: Contender, num_microbatches: int, latency: float) -> float:
     """Seconds per batch that the simulator gives to the batches that were timed."""
     settling, num_batches = contender.settling_batches, job.timed_batches(num_microbatches)
     program = contender.schedule(job.num_stages).build((num_microbatches,) * (settling + num_batches + 1))
     costs = Costs(
-        forward=job.forward / contender.virtual,
-        backward=job.backward / contender.virtual,
-        latency=latency,
-        reduce_grad=contender.grad_seconds,
-        reduce_embed=contender.embed_seconds,
-        step=contender.update_seconds,
+        forward=job.forward / contender.virtual, backward=job.backward / contender.virtual, latency=latency,
+        reduce_grad=contender.grad_seconds, reduce_embed=contender.embed_seconds, step=contender.update_seconds,
         hold=contender.update_seconds,
-    )
+    )  # fmt: skip
     starts = simulate(program, costs).batch_starts()
     return (starts[-1] - starts[settling]) / num_batches
 
 
-def ideal_seconds(job: Job, contender: Contender, num_microbatches: int) -> float:
+def ideal_seconds(job: EmulatedJob, contender: Contender, num_microbatches: int) -> float:
     slots = num_microbatches + (job.num_stages - 1 if contender.preset == "flush" else 0)
     return slots * (job.forward + job.backward)
 
 
-def unhidable_seconds(job: Job, contender: Contender, num_microbatches: int, latency: float) -> float:
+def unhidable_seconds(job: EmulatedJob, contender: Contender, num_microbatches: int, latency: float) -> float:
     """Seconds per batch by which a round trip, shared by the microbatches in flight, exceeds their computation."""
     p, slot = job.num_stages, job.forward + job.backward
     in_flight = contender.schedule(p).max_saved_microbatches((num_microbatches,) * 2)[0]
@@ -46,7 +41,7 @@ def unhidable_seconds(job: Job, contender: Contender, num_microbatches: int, lat
 class Found:
     """The measurements of one job."""
 
-    def __init__(self, job: Job, result: dict) -> None:
+    def __init__(self, job: EmulatedJob, result: dict) -> None:
         self.job = job
         self.latencies = result["latencies"]
         self.latency = statistics.median(self.latencies) if self.latencies else 0.0
@@ -55,52 +50,42 @@ class Found:
     def row(self, section: str, num_microbatches: int, contender: Contender) -> Row:
         measured = self.of[num_microbatches, contender.name]
         return {
-            "section": section,
-            "stages": self.job.num_stages,
-            "replicas": self.job.num_replicas,
-            "microbatches": num_microbatches,
-            "contender": contender.name,
-            "measured": measured["seconds"],
+            "section": section, "stages": self.job.num_stages, "replicas": self.job.num_replicas,
+            "microbatches": num_microbatches, "contender": contender.name, "measured": measured["seconds"],
             "executed_is_program": measured["executed_is_program"],
             "predicted": predicted(self.job, contender, num_microbatches, self.latency),
             "ideal": ideal_seconds(self.job, contender, num_microbatches),
-        }
+        }  # fmt: skip
+
+    def rows(self, section: str) -> Iterator[tuple[Contender, Row]]:
+        """Each contender at each m."""
+        for m, contenders in self.job.entries.items():
+            yield from ((contender, self.row(section, m, contender)) for contender in contenders)
 
     def latency_row(self) -> Row:
         return {
-            "section": "latency",
-            "stages": self.job.num_stages,
-            "replicas": self.job.num_replicas,
-            "payload_bytes": self.job.payload_bytes,
-            "measured": self.latencies,
-        }
+            "section": "latency", "stages": self.job.num_stages, "replicas": self.job.num_replicas,
+            "payload_bytes": self.job.payload_bytes, "measured": self.latencies,
+        }  # fmt: skip
 
 
 def ideal_rows(found: Found) -> list[Row]:
-    rows = []
-    for m, contenders in found.job.entries.items():
-        for contender in contenders:
-            unhidable = unhidable_seconds(found.job, contender, m, found.latency)
-            rows.append({**found.row("ideal", m, contender), "unhidable": unhidable})
-    return [row for row in rows if "extra" not in row["contender"]]
+    return [
+        row | {"unhidable": unhidable_seconds(found.job, contender, row["microbatches"], found.latency)}
+        for contender, row in found.rows("ideal")
+        if not contender.extra_warmup
+    ]
 
 
 def warmup_rows(found: Found) -> list[Row]:
     rows = []
-    for m, contenders in found.job.entries.items():
-        if len({contender.extra_warmup for contender in contenders}) < 2:
-            continue
-        for contender in (each for each in contenders if each.preset == "2bw"):
-            schedule = contender.schedule(found.job.num_stages)
-            proved = check(schedule.build((m,) * 4))
-            rows.append(
-                {
-                    **found.row("warmup", m, contender),
-                    "unhidable": unhidable_seconds(found.job, contender, m, found.latency),
-                    "saved": found.of[m, contender.name]["saved_peak"],
-                    "saved_by_checker": list(proved.peak_saved_microbatches),
-                }
-            )
+    for contender, row in found.rows("warmup"):
+        m = row["microbatches"]
+        if contender.preset == "2bw" and any(each.extra_warmup for each in found.job.entries[m]):
+            proved = check(contender.schedule(found.job.num_stages).build((m,) * 4))
+            row["unhidable"] = unhidable_seconds(found.job, contender, m, found.latency)
+            row["saved"] = found.of[m, contender.name]["saved_peak"]
+            rows.append(row | {"saved_by_checker": list(proved.peak_saved_microbatches)})
     return rows
 
 
@@ -114,51 +99,41 @@ def predictions_rows(found: Found) -> list[Row]:
 
 def _rows_over_first(section: str, found: Found, **facts: Callable[[Contender], object]) -> list[Row]:
     """At each m the first contender, then the others with that one as their reference and what is said of each."""
-    rows = []
-    for m, (first, *others) in found.job.entries.items():
-        reference = found.row(section, m, first)
-        rows.append(reference)
-        for contender in others:
-            row = found.row(section, m, contender)
-            row |= {name: fact(contender) for name, fact in facts.items()}
-            row |= {"reference": reference["measured"]}
-            rows.append({**row, "predicted_ratio": row["predicted"] / reference["predicted"]})
+    rows, reference = [], {}
+    for contender, row in found.rows(section):
+        if row["microbatches"] != reference.get("microbatches"):
+            reference = row
+        else:
+            row |= {name: fact(contender) for name, fact in facts.items()} | {"reference": reference["measured"]}
+            row["predicted_ratio"] = row["predicted"] / reference["predicted"]
+        rows.append(row)
     return rows
 
 
 def speedup_rows(found: Found) -> list[Row]:
     p = found.job.num_stages
-    contenders = {each.name: each for each in found.job.entries.get(p, ())}
-    if not {"flush", "2bw"} <= set(contenders):
+    at_p = {each.name: found.row("speedup", p, each) for each in found.job.entries.get(p, ())}
+    if not {"flush", "2bw"} <= set(at_p):
         return []
-    flush, two_bw = (found.row("speedup", p, contenders[name]) for name in ("flush", "2bw"))
-    return [
-        {
-            **two_bw,
-            "reference": flush["measured"],
-            "expected_ratio": flush["ideal"] / two_bw["ideal"],
-            "predicted_ratio": flush["predicted"] / two_bw["predicted"],
-        }
-    ]
+    flush, two_bw = at_p["flush"], at_p["2bw"]
+    ratios = {
+        name: flush[of] / two_bw[of] for name, of in (("expected_ratio", "ideal"), ("predicted_ratio", "predicted"))
+    }
+    return [{**two_bw, "reference": flush["measured"], **ratios}]
 
 
 def executor_rows(found: Found) -> list[Row]:
     rows = []
-    for m, contenders in found.job.entries.items():
-        for contender in contenders:
-            measured = found.of[m, contender.name]
-            row = {**found.row("executor", m, contender), "instructions": measured["instructions"]}
-            rows.append({**row, "cpu": measured["cpu_seconds"]})
+    for contender, row in found.rows("executor"):
+        measured = found.of[row["microbatches"], contender.name]
+        rows.append(row | {"instructions": measured["instructions"], "cpu": measured["cpu_seconds"]})
     return rows
 
 
 def bubble_rows(found: Found) -> list[Row]:
     """Of every contender, beside the least that a batch can take, in which no rank waits."""
-    rows = []
-    for m, contenders in found.job.entries.items():
-        work = m * (found.job.forward + found.job.backward)
-        rows += [{**found.row("bubbles", m, contender), "work": work} for contender in contenders]
-    return rows
+    slot = found.job.forward + found.job.backward
+    return [row | {"work": row["microbatches"] * slot} for _, row in found.rows("bubbles")]
 
 
 ROWS = {

@@ -20,6 +20,8 @@ docs/gpu.md. A run of pretrain_gpt.py refuses numbers of hardware queues with wh
 that it can be seen: put `timeout 600` ahead of it.
 """
 
+from __future__ import annotations
+
 import argparse
 import os
 import random
@@ -32,8 +34,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import torch
+import torch.distributed as dist
+
 from benchmarks.common.results import parser_of, save
 from benchmarks.common.tables import spread
+from megatron import backend
 
 SCHEDULES = ("flush", "2bw")
 PREFIXES = ("CUDA_DEVICE", "NCCL_", "TORCH_NCCL_", "PYTORCH_CUDA")
@@ -131,8 +137,6 @@ def show(rows: list[dict], found: dict) -> None:
 
 def measure(args: argparse.Namespace, num_stages: int, backend: str, device: str = "cuda") -> dict:
     """Run the stages' processes to their end; what they found."""
-    import torch
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -158,15 +162,9 @@ def measure(args: argparse.Namespace, num_stages: int, backend: str, device: str
 
 def run_rank(rank: int, job: dict, results) -> None:
     """One process, on a GPU or where `job` says "cpu" there; the last one puts what was found into `results`."""
-    import torch
-    import torch.distributed as dist
-
-    from megatron import backend
-
-    sys.path.insert(0, str(Path(__file__).resolve().parent))
     torch.set_num_threads(1)
     backend.install()
-    from gpu_ranks import TIMEOUT, compare
+    from benchmarks.gpu_ranks import TIMEOUT, compare
 
     warnings.filterwarnings("ignore", message=".*cuda_graph_scope.*")  # about a default of megatron.core's own
     warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS")
@@ -186,8 +184,6 @@ def run_rank(rank: int, job: dict, results) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
-    import torch
-
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     try:
         num_stages, backend = place(args, num_gpus)

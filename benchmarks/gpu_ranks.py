@@ -10,13 +10,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from benchmarks.common.gpt import gpt_stage, mean_loss
 from megatron import backend
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
@@ -66,35 +64,10 @@ class Contender:
 
 def _chunk(model: dict, num_stages: int) -> DistributedDataParallel:
     """This rank's stage in BF16 with FP32 gradients."""
-    tensor_parallel.model_parallel_cuda_manual_seed(1234)
-    torch.manual_seed(1234 + dist.get_rank())
-    config = TransformerConfig(
-        num_layers=num_stages * model["layers"],
-        hidden_size=model["hidden_size"],
-        num_attention_heads=model["heads"],
-        pipeline_model_parallel_size=num_stages,
-        pipeline_dtype=torch.bfloat16,
-        params_dtype=torch.bfloat16,
-        bf16=True,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
-        gradient_accumulation_fusion=False,
-    )
-    gpt = GPTModel(
-        config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(),
-        vocab_size=model["vocab_size"],
-        max_sequence_length=model["seq_length"],
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=False,
-    )
-    wrapped = Float16Module(config, gpt.to(backend.device()))
-    return DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), wrapped)
+    extent = {name: model[name] for name in ("hidden_size", "heads", "vocab_size", "seq_length")}
+    gpt = gpt_stage(num_layers=num_stages * model["layers"], num_stages=num_stages, dtype=torch.bfloat16, **extent)
+    wrapped = Float16Module(gpt.config, gpt.to(backend.device()))
+    return DistributedDataParallel(gpt.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), wrapped)
 
 
 def _data(model: dict, device: torch.device) -> Iterator[torch.Tensor]:
@@ -113,12 +86,7 @@ def _forward_step(model: dict, device: torch.device):
 
     def step(data_iterator, chunk):
         tokens = next(data_iterator)
-
-        def loss_function(losses):
-            loss = losses.float().mean()
-            return loss, {"lm loss": loss.detach().clone()}
-
-        return chunk(tokens[:, :-1], positions, mask, labels=tokens[:, 1:] if is_last else None), loss_function
+        return chunk(tokens[:, :-1], positions, mask, labels=tokens[:, 1:] if is_last else None), mean_loss
 
     return step
 

@@ -103,51 +103,24 @@ class CountedStage:
 
 
 def gpt_chunk():
-    """This rank's stage, one layer, untied, FP32, in megatron.core's DDP."""
-    from megatron.core import parallel_state, tensor_parallel
+    """This rank's stage, one layer, FP32, in megatron.core's DDP."""
+    from benchmarks.common.gpt import gpt_stage
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer import TransformerConfig
 
-    tensor_parallel.model_parallel_cuda_manual_seed(1234)
-    config = TransformerConfig(
-        num_layers=NUM_STAGES,
-        hidden_size=HIDDEN,
-        num_attention_heads=2,
-        pipeline_model_parallel_size=NUM_STAGES,
-        pipeline_dtype=torch.float32,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
-        gradient_accumulation_fusion=False,
-    )
-    gpt = GPTModel(
-        config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(),
-        vocab_size=VOCABULARY,
-        max_sequence_length=SEQUENCE,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=False,
-    )
-    return DistributedDataParallel(config, DistributedDataParallelConfig(), gpt)
+    gpt = gpt_stage(
+        num_layers=NUM_STAGES, num_stages=NUM_STAGES, hidden_size=HIDDEN, heads=2, vocab_size=VOCABULARY,
+        seq_length=SEQUENCE,
+    )  # fmt: skip
+    return DistributedDataParallel(gpt.config, DistributedDataParallelConfig(), gpt)
 
 
 def forward_step(data_iterator, model):
     """Megatron's contract; the loss of the last stage is the mean over the tokens."""
+    from benchmarks.common.gpt import mean_loss
+
     tokens, labels = next(data_iterator)
     mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool), diagonal=1)
-    output = model(tokens, torch.arange(SEQUENCE).expand_as(tokens), mask, labels=labels)
-
-    def loss_function(losses):
-        loss = losses.mean()
-        return loss, {"lm loss": loss.detach()}
-
-    return output, loss_function
+    return model(tokens, torch.arange(SEQUENCE).expand_as(tokens), mask, labels=labels), mean_loss
 
 
 def data():
@@ -276,7 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     set_environment()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the counts are the same, and a computer need not have four GPUs
-    rows = rows_of(run_group(NUM_STAGES, count_all, args.only, installs_backend=True))
+    rows = rows_of(run_group(NUM_STAGES, "benchmarks.memory:count_all", args.only))
     show(rows)
     write(args.json, {"rows": rows})
     different = [row["schedule"] for row in rows if not row["equal"]]

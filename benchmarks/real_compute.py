@@ -40,12 +40,10 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from thread_times import MAIN, ThreadTimes, thread_times
 
 from benchmarks.common.processes import gathered, run_group
 from benchmarks.common.results import parser_of, write
+from benchmarks.common.thread_times import MAIN, ThreadTimes, thread_times
 
 CONTENDERS = (
     "limit", "2bw", "2bw provisional", "flush", "library 2bw", "library flush", "megatron.core 1F1B", "torch 1F1B",
@@ -131,7 +129,7 @@ def _own_milliseconds(contender, num_microbatches: int, num_batches: int) -> tup
 
 def balance(model, args):
     """`model` with the vocabulary that makes the stages equally long; one step of the secant method at a time."""
-    from real_compute_contenders import StageAlone
+    from benchmarks.real_compute_contenders import StageAlone
 
     def difference(vocab_size: int) -> float:
         stage = StageAlone(replace(model, vocab_size=vocab_size))
@@ -158,8 +156,8 @@ def balance(model, args):
 
 def compare(args) -> tuple[object, Result]:
     """Build all contenders and run the rounds; called on both ranks, which return the same."""
-    from real_compute_contenders import contenders
-    from real_compute_model import Model
+    from benchmarks.common.gpt import Model
+    from benchmarks.real_compute_contenders import contenders
 
     model = Model(
         hidden_size=args.hidden_size,
@@ -308,7 +306,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    run_group(2, run, parse_arguments(), installs_backend=True)
+    run_group(2, "benchmarks.real_compute:run", parse_arguments())
 
 
 if __name__ == "__main__":

@@ -10,7 +10,9 @@ import time
 from collections.abc import Callable, Collection, Iterator
 
 import torch
-from real_compute_model import (
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+from benchmarks.common.gpt import (
     LEARNING_RATE,
     WEIGHT_DECAY,
     Data,
@@ -22,8 +24,6 @@ from real_compute_model import (
     is_last_stage,
     microbatch,
 )
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.schedules import custom_backward, deallocate_output_tensor

@@ -12,15 +12,189 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from itertools import groupby
 from math import floor, log10
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import scaling_study as study
-from scaling_tables import TABLES
-
+from benchmarks import scaling_study as study
 from benchmarks.common.results import parser_of
+
+SHOWN = {
+    "13B": (1, 8, 32, 128, 256),
+    "175B": (1, 8, 32, 96, 192, 256),
+    "530B": (1, 8, 24, 36, 56),
+    "1T": (1, 8, 16, 24, 32),
+}
+"""Numbers of replicas that tables show."""
+_FLUSHING = ("flush", "interleaved", "bpipe", "interleaved+balance")
+
+
+def table(heads: list[str], rows: list[list[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def rows_of(data: dict, model: str) -> dict[tuple[int, str], dict]:
+    """The grown rows of a model by number of replicas and schedule."""
+    return {(row["replicas"], row["schedule"]): row for row in data["grown"] if row["model"] == model}
+
+
+def models(_data: dict) -> str:
+    rows = []
+    for model in study.MODELS:
+        shape = model.architecture
+        rows.append(
+            [f"GPT {model.name}", str(shape.num_layers), f"{shape.hidden_size:,}", str(shape.num_attention_heads)]
+            + [str(each) for each in (model.tensor, model.pipeline, model.virtual)]
+            + [f"{model.global_batch_size:,}", f"{model.gpus(1):,} to {model.gpus(model.data[-1]):,}"]
+        )
+    return table(["", "layers", "hidden size", "heads", "t", "p", "v, interleaved", "batch, sequences", "GPUs"], rows)
+
+
+def lost(row: dict) -> float:
+    """The part of an iteration in which the busiest rank neither computes nor steps."""
+    parts = row["parts"]
+    return max(0.0, 1 - (parts["compute"] + parts["step"]) / row["seconds"])
+
+
+def bubble(data: dict) -> str:
+    """What each schedule loses, and how much faster 2bw is."""
+    rows = []
+    for model in study.MODELS:
+        of = rows_of(data, model.name)
+        for replicas in SHOWN[model.name]:
+            cells = {schedule: of.get((replicas, schedule)) for schedule in ("flush", "interleaved", "2bw")}
+            runs = {schedule: row for schedule, row in cells.items() if row and "refused" not in row}
+            if not runs:
+                continue
+            shares = [f"{100 * lost(runs[name]):.1f}" if name in runs else "refused" for name in cells]
+            gains = [_over(runs, name) for name in ("flush", "interleaved")]
+            rows.append([model.name, f"{runs['flush']['gpus']:,}", str(runs["flush"]["microbatches"]), *shares, *gains])
+    heads = ["", "GPUs", "m", "flush, %", "interleaved, %", "2bw, %", "2bw over flush", "2bw over interleaved"]
+    return table(heads, rows)
+
+
+def _over(runs: dict[str, dict], name: str) -> str:
+    """How much more 2bw does in a second; in brackets, if the other's reductions were hidden to the last."""
+    if not {name, "2bw"} <= runs.keys():
+        return ""
+    row, other = runs[name], runs["2bw"]["seconds"]
+    return f"{row['seconds'] / other:.2f} ({(row['seconds'] - row['parts']['reductions']) / other:.2f})"
+
+
+def flush(data: dict) -> str:
+    """Where the time of an iteration goes, on as many GPUs as all three schedules take."""
+    rows = []
+    for model in study.MODELS:
+        of = rows_of(data, model.name)
+        names = ("flush", "interleaved", "2bw")
+        common = [each for each in model.data if all("parts" in of.get((each, name), {}) for name in names)]
+        for name in names:
+            row = of[common[-1], name]
+            parts = [
+                f"{row['parts'][part]:.2f}" for part in ("compute", "step", "fill and drain", "reductions", "transfers")
+            ]
+            rows.append(
+                [model.name, f"{row['gpus']:,}", name, f"{row['seconds']:.2f}", *parts, f"{100 * row['mfu']:.1f}"]
+            )
+    heads = ["", "GPUs", "", "iteration, s", "compute", "step", "fill and drain", "reductions", "transfers", "MFU, %"]
+    return table(heads, rows)
+
+
+def memory(data: dict) -> str:
+    """GiB of the fullest GPU."""
+    rows = []
+    for schedule in study.REMEMBERED:
+        cells = []
+        for model in study.MODELS:
+            row = next(each for each in data["memory"] if (each["model"], each["schedule"]) == (model.name, schedule))
+            cells.append("refused" if "refused" in row else f"{row['gib']:.0f}")
+        rows.append([f"`{schedule}`", *cells])
+    gpus = [next(row["gpus"] for row in data["memory"] if row["model"] == model.name) for model in study.MODELS]
+    heads = ["", *(f"{model.name}, {count:,} GPUs" for model, count in zip(study.MODELS, gpus, strict=True))]
+    return table(heads, rows)
+
+
+def traffic(data: dict) -> str:
+    """What a GPU sends in an iteration, and what that is in a second."""
+    rows = []
+    for model in study.MODELS:
+        of = rows_of(data, model.name)
+        for replicas in (SHOWN[model.name][0], SHOWN[model.name][2], SHOWN[model.name][-2]):
+            row = of[replicas, "flush"]
+            kinds = (("flush", "tensor"), ("flush", "pipeline"), ("interleaved", "pipeline"), ("bpipe", "moves"),
+                     ("flush", "replicas"))  # fmt: skip
+            cells = []
+            for schedule, kind in kinds:
+                sent = of[replicas, schedule].get("sent_gb")
+                cells.append("refused" if sent is None else f"{sent[kind]:{',.0f' if sent[kind] >= 100 else '.3g'}}")
+            rows.append([model.name, f"{row['gpus']:,}", *cells, f"{row['sent_gb']['replicas'] / row['seconds']:.2g}"])
+    heads = ["", "GPUs", "tensor", "stages, flush", "stages, interleaved", "moves, bpipe", "replicas", "replicas, GB/s"]
+    return table(heads, rows)
+
+
+def best(data: dict) -> str:
+    """The fastest configuration, and the MFU of the fastest of each schedule."""
+    rows = []
+    for model in study.MODELS:
+        for num_gpus in model.searched:
+            found = _of_schedules(data, model.name, num_gpus)
+            first = min(found.values(), key=lambda row: row["seconds"])
+            split = f"t={first['t']} p={first['p']}" + f" v={first['v']}" * (first["v"] > 1)
+            split += f", microbatch {first['microbatch']}, recompute {first['recompute']}"
+            mfu = {name: f"{100 * row['mfu']:.1f}" for name, row in found.items()}
+            mfu[first["schedule"]] = f"**{mfu[first['schedule']]}**"
+            rows.append([model.name, f"{num_gpus:,}", *(mfu.get(name, "") for name in study.SEARCHED), split])
+    return table(["", "GPUs", *(f"`{name}`" for name in study.SEARCHED), "the fastest"], rows)
+
+
+def conclusions(data: dict) -> str:
+    """What the tables say, in sentences."""
+    lines = []
+    for model in study.MODELS:
+        found = {each: _of_schedules(data, model.name, each) for each in model.searched}
+        winners = [(num_gpus, min(rows, key=lambda name: rows[name]["seconds"])) for num_gpus, rows in found.items()]
+        parts = []
+        for name, group in groupby(winners, key=lambda each: each[1]):
+            counts = [f"{num_gpus:,}" for num_gpus, _ in group]
+            parts.append(f"`{name}` on {counts[0]}" + (f" to {counts[-1]}" if len(counts) > 1 else ""))
+        gains = {each: _gain(rows, _FLUSHING, ("2bw", "2bw+balance")) for each, rows in found.items()}
+        most = max((gain, num_gpus) for num_gpus, gain in gains.items() if gain is not None)
+        moved = {each: _gain(rows, ("flush",), ("bpipe",)) for each, rows in found.items()}
+        better = [f"{100 * gain:.1f}% on {each:,}" for each, gain in moved.items() if gain is not None and gain > 0.005]
+        gain, where = most
+        verdict = "`bpipe` never beats `flush` by more than 0.5%."
+        if better:
+            verdict = f"`bpipe` is faster than `flush` by {', '.join(better)} GPUs."
+        lines.append(
+            f"- **{model.name}.** The fastest: {', '.join(parts)} GPUs. The best of 2bw is at most {100 * gain:.0f}% "
+            f"faster than the best that flushes, on {where:,} GPUs. {verdict}"
+        )
+    return "\n".join(lines)
+
+
+def _of_schedules(data: dict, model: str, num_gpus: int) -> dict[str, dict]:
+    return {row["schedule"]: row for row in data["best"] if (row["model"], row["gpus"]) == (model, num_gpus)}
+
+
+def _gain(rows: dict[str, dict], slower: tuple[str, ...], faster: tuple[str, ...]) -> float | None:
+    """How much more the best of `faster` does in a second than the best of `slower`; None where either is missing."""
+    sides = [[rows[name]["seconds"] for name in names if name in rows] for names in (slower, faster)]
+    return min(sides[0]) / min(sides[1]) - 1 if all(sides) else None
+
+
+TABLES = {
+    "models": models,
+    "bubble": bubble,
+    "flush": flush,
+    "memory": memory,
+    "traffic": traffic,
+    "best": best,
+    "conclusions": conclusions,
+}
+
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 DATA, PAGE, IMAGES = DOCS / "scaling.json", DOCS / "scaling.md", DOCS / "images"
@@ -94,7 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for path in [options.json] * bool(options.json) + [DATA] * options.write:
         path.write_text(text_of(data))
     if options.write:
-        from scaling_pictures import draw_all
+        from benchmarks.scaling_pictures import draw_all
 
         PAGE.write_text(page_with(tables, PAGE.read_text()))
         draw_all(data, IMAGES)

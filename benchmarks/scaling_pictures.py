@@ -4,8 +4,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import scaling_study as study
-from scaling_tables import lost, rows_of
+from benchmarks import scaling_study as study
+from benchmarks.scaling import lost, rows_of
+from megatron.documents.picture import new_figure, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,15 +30,11 @@ _CAPACITY, _HIGHEST = 79.25, 118  # GiB: of the GPU, of the picture
 def draw_all(data: dict, folder: Path) -> None:
     for name, draw in (("lost", _lost), ("flush", _flush), ("memory", _memory), ("traffic", _traffic), ("best", _best)):
         figure = draw(data)
-        figure.savefig(folder / f"scaling_{name}.png", dpi=110)
+        save(figure, folder / f"scaling_{name}.png", dpi=110)
 
 
 def _figure(width: float, height: float, columns: int, title: str, rows: int = 1) -> "tuple[Figure, list[Axes]]":
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(width, height, layout="constrained")
     figure.suptitle(title, fontsize=11)
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axes in panels:

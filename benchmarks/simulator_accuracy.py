@@ -7,8 +7,8 @@
 The executor runs each schedule on stages that sleep (a rank's forward 40 ms on the mean, its backward 80), with a step,
 reductions, and moves of saved activations, between real processes. Uneven stages are 0.8 to 1.3 times as long, in an
 order in which forward and backward differ. Slow links take 0.1 to 0.6 forwards for a tensor and deliver it 0.1 to 0.3
-forwards later, by edge (`paced_links`); fast ones are the loopback device, whose latency is measured between the runs.
-The simulator is told the same times, and that latency, and nothing else that was measured.
+forwards later, by edge (`common/paced_links.py`); fast ones are the loopback device, whose latency is measured between
+the runs. The simulator is told the same times, and that latency, and nothing else that was measured.
 
 For each case: seconds per batch in the steady state, and of the whole run from a drained state to a drained one, by the
 same functions of both timelines; the error is simulated over measured, less one. `busy` is the share of all cores' time
@@ -20,14 +20,163 @@ difference makes the exit status 1.
 import argparse
 import statistics
 import sys
-import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import torch.distributed as dist
+from rich.table import Table
+
+from benchmarks.common.emulated import TIMEOUT, Job, Rank, run_batches, run_job, times_of, words_of
+from benchmarks.common.paced_links import PacedLink, PacedMoveLink
 from benchmarks.common.results import parser_of, save, set_environment, status_of
+from benchmarks.common.tables import terminal
+from megatron.pipeline.draw import draw_timeline
+from megatron.pipeline.program.instruction import Kind
+from megatron.pipeline.runtime.activations.activation_memory import ActivationMemory
+from megatron.pipeline.runtime.contract.trace import Tracer
+from megatron.pipeline.runtime.engine import PipelineEngine
+from megatron.pipeline.runtime.stages.emulated.stage import (
+    EmulatedReduction,
+    EmulatedUpdate,
+)
+from megatron.pipeline.runtime.transport.links import LINKS, GlooLink
+from megatron.pipeline.runtime.transport.move_links import MOVE_LINKS
+from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.simulate import simulate
+from megatron.pipeline.simulate.costs import Costs
+from megatron.pipeline.simulate.timeline import Timeline
+
+EMULATED = "gloo, emulated"
+"""A backend of this benchmark: a case says what its links are."""
+_ACTIVATION_BYTES = 1 << 12
+
+# Shares of the mean, in turn over the stages or edges.
+_FORWARD, _BACKWARD = (0.8, 1.1, 0.9, 1.3, 1.0), (1.1, 0.8, 1.3, 0.9)
+_OCCUPATION, _LATENCY = (0.3, 0.6, 0.1), (0.2, 0.1, 0.3)  # of a stage's forward
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A schedule with its costs. `forward`: seconds of a rank's mean forward; a backward takes twice as long.
+
+    `uneven`: stages differ. `slow`: links take time, by edge; otherwise they are the loopback device.
+    """
+
+    schedule: str
+    num_ranks: int
+    num_microbatches: int
+    num_batches: int
+    forward: float
+    num_virtual_stages: int = 1
+    recompute: bool = False
+    balance: bool = False
+    uneven: bool = False
+    slow: bool = False
+
+    @property
+    def name(self) -> str:
+        """`2bw, balance, uneven, slow links`, without p and m."""
+        words = [self.schedule]
+        words += [word for word in ("recompute", "balance") if getattr(self, word)]
+        return ", ".join([*words, "uneven" if self.uneven else "even", "slow links" if self.slow else "fast links"])
+
+    @property
+    def num_stages(self) -> int:
+        return self.num_ranks * self.num_virtual_stages
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        return (self.num_microbatches,) * self.num_batches
+
+    def build_schedule(self) -> Schedule:
+        return Schedule.preset(
+            self.schedule, num_stages=self.num_stages, num_virtual_stages=self.num_virtual_stages,
+            recompute=self.recompute, balance=self.balance, data_parallel=True,
+            tied_embeddings=self.schedule != "pipedream",
+        )  # fmt: skip
+
+    def costs(self, latency: float) -> Costs:
+        """What the stages and links are told to take, and the simulator with them; `latency`: of fast links."""
+        forward = self.forward / self.num_virtual_stages
+        shares = [(_in_turn(each, self.num_stages) if self.uneven else 1.0) for each in (_FORWARD, _BACKWARD)]
+        forwards, backwards = (_times(mean, share) for mean, share in zip((forward, 2 * forward), shares, strict=True))
+        links = {"latency": latency}
+        if self.slow:
+            occupation, late = (
+                _times(forward, _in_turn(each, self.num_stages - 1)) for each in (_OCCUPATION, _LATENCY)
+            )
+            links = {"latency": late, "forward_bytes": occupation, "bandwidth": 1.0}
+        return Costs(
+            forward=forwards, backward=backwards, step=0.25 * forward, evict=0.5 * forward,
+            reduce_grad=0.5 * forward, reduce_embed=0.25 * forward, **links,
+        )  # fmt: skip
+
+
+def _in_turn(shares: tuple[float, ...], count: int) -> list[float]:
+    return [shares[index % len(shares)] for index in range(count)]
+
+
+def _times(seconds: float, shares: list[float] | float) -> list[float] | float:
+    return [seconds * share for share in shares] if isinstance(shares, list) else seconds * shares
+
+
+@dataclass(frozen=True, kw_only=True)
+class AccuracyJob(Job):
+    """`cases` in their order, each `repeats` times."""
+
+    cases: tuple[Case, ...]
+
+
+class AccuracyRank(Rank):
+    """One process of a job."""
+
+    def __init__(self, job: AccuracyJob) -> None:
+        super().__init__(job)
+        self._ends = dist.new_group([0, job.num_stages - 1])
+
+    def run(self) -> dict:
+        """Measure everything; on rank 0 the timelines as plain data."""
+        runs, latencies = [], []
+        for number, case in enumerate(self.job.cases):
+            latencies += self.latencies(f"latency/{number}")
+            engine = self._engine(case)
+            run_batches(
+                engine, case.batches[: 1 if case.num_microbatches > 1 else case.num_ranks]
+            )  # connections, memory
+            engine.drain()
+            for _ in range(self.job.repeats):
+                runs.append({"case": number, **self.traced_run(engine, case.build_schedule(), case.batches)})
+            dist.barrier()
+            engine.close()
+        return {"latencies": latencies, "runs": runs}
+
+    def _engine(self, case: Case) -> PipelineEngine:
+        costs, schedule = case.costs(0.0), case.build_schedule()
+        forward, backward, latency = costs.edges(case.num_stages - 1)
+        paced = partial(PacedLink, forward=forward, backward=backward, latency=latency)
+        LINKS[EMULATED, "cpu"] = paced if case.slow else GlooLink
+        seconds = costs.seconds(case.num_stages)
+        MOVE_LINKS[EMULATED, "cpu"] = partial(PacedMoveLink, seconds=seconds[Kind.EVICT][0])
+        memory = ActivationMemory() if schedule.balance else None
+        stages = self.stages(schedule, times_of(seconds), activation_bytes=_ACTIVATION_BYTES, activation_memory=memory)
+        step, grad = (
+            sum(seconds[kind][stage] for stage in schedule.stages_of(self.stage))
+            for kind in (Kind.STEP, Kind.REDUCE_GRAD)
+        )
+        update = EmulatedUpdate(
+            grad=EmulatedReduction(seconds=grad), embed=EmulatedReduction(4, self._ends, costs.reduce_embed),
+            job_group=self._world, step_seconds=step,
+        )  # fmt: skip
+        return PipelineEngine(
+            schedule, stages, update, timeout=TIMEOUT, backend=EMULATED, tracer=Tracer(num_batches=case.num_batches),
+            activation_memory=memory,
+        )  # fmt: skip
+
 
 SCHEDULES = {
     "gpipe": {"schedule": "gpipe"},
@@ -73,7 +222,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def cases(args: argparse.Namespace, num_ranks: int) -> tuple:
     """Every schedule with even and uneven stages, on fast and slow links; the quick form: uneven and slow."""
-    from simulator_accuracy_ranks import Case
 
     made = []
     for name, uneven, slow in product(args.only, (False, True), (False, True)):
@@ -89,9 +237,6 @@ def cases(args: argparse.Namespace, num_ranks: int) -> tuple:
 
 def rows_of(job, result: dict, pictures: Path | None) -> list[dict]:
     """A row for each run: simulated beside measured."""
-    from megatron.pipeline.simulate import simulate
-    from megatron.pipeline.simulate.timeline import Timeline
-
     latency, rows = statistics.median(result["latencies"]), []
     for index, run in enumerate(result["runs"]):
         case, measured = job.cases[run["case"]], Timeline.from_dict(run["measured"])
@@ -105,26 +250,17 @@ def rows_of(job, result: dict, pictures: Path | None) -> list[dict]:
             "run": (simulated.makespan, measured.makespan),
         }
         row = {
-            "p": case.num_ranks,
-            "m": case.num_microbatches,
-            "case": case.name,
-            "executed_is_program": words(measured) == words(simulated),
-            "latency": None if case.slow else latency,
+            "p": case.num_ranks, "m": case.num_microbatches, "case": case.name,
+            "executed_is_program": words_of(measured) == words_of(simulated), "latency": None if case.slow else latency,
             "busy": run["busy"],
-        }
+        }  # fmt: skip
         for what, (told, found) in pairs.items():
             row |= {f"simulated_{what}": told, f"measured_{what}": found, f"error_{what}": told / found - 1}
         rows.append(row)
     return rows
 
 
-def words(timeline) -> list[list[str]]:
-    return [list(map(str, row)) for row in timeline.rows]
-
-
 def draw(case, simulated, measured, path: Path) -> None:
-    from megatron.pipeline.draw import draw_timeline
-
     path.parent.mkdir(parents=True, exist_ok=True)
     for timeline in (simulated, measured):
         timeline.save(f"{path}_{timeline.name}.json")
@@ -138,10 +274,6 @@ def draw(case, simulated, measured, path: Path) -> None:
 
 
 def show(rows: list[dict]) -> None:
-    from rich.table import Table
-
-    from benchmarks.common.tables import terminal
-
     table = Table(title="time per batch and of the whole run, simulated and measured", title_justify="left")
     for heading in ("p", "m", "", "batch ms", "measured", "error %", "run ms", "measured", "error %", "busy %"):
         table.add_column(heading, justify="left" if heading == "" else "right")
@@ -166,16 +298,11 @@ def show(rows: list[dict]) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     set_environment()
-    from emulated_ranks import run_job
-    from simulator_accuracy_ranks import AccuracyJob, AccuracyRank
-
     rows = []
-    with tempfile.TemporaryDirectory(prefix="simulator-accuracy-") as directory:
-        for p in args.stages:
-            job = AccuracyJob(num_stages=p, entries={}, forward=0.0, backward=0.0, payload_bytes=args.payload,
-                              batches=args.batches, repeats=args.repeats, cases=cases(args, p))  # fmt: skip
-            print(f"{p} processes, {len(job.cases)} cases", file=sys.stderr, flush=True)
-            rows += rows_of(job, run_job(job, Path(directory), AccuracyRank), args.pictures)
+    for p in args.stages:
+        job = AccuracyJob(num_stages=p, payload_bytes=args.payload, repeats=args.repeats, cases=cases(args, p))
+        print(f"{p} processes, {len(job.cases)} cases", file=sys.stderr, flush=True)
+        rows += rows_of(job, run_job(job, AccuracyRank), args.pictures)
     show(rows)
     save(args, rows, unsaved=("pictures",))
     return status_of(rows, lambda row: f"p={row['p']}, {row['case']}")

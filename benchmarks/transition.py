@@ -20,14 +20,27 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+
 from benchmarks.common.processes import run_group
 from benchmarks.common.results import parser_of, write
 from benchmarks.common.tables import spread
-from benchmarks.transition_ranks import Job, run
+
+
+@dataclass(frozen=True)
+class Job:
+    """`flags` of the run beside its degrees; its stages before and after; where checkpoints go."""
+
+    flags: str
+    world_size: int
+    stages: tuple[int, int]
+    repeats: int
+    directory: str
+
 
 OPTIMIZERS = {"plain": "", "distributed": "--use-distributed-optimizer"}
 
@@ -83,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for optimizer in options.optimizers:
         job = Job(flags_of(options, optimizer), options.ranks, tuple(options.stages), options.repeats,
                   options.directory)  # fmt: skip
-        results[optimizer] = run_group(job.world_size, run, job, installs_backend=True)
+        results[optimizer] = run_group(job.world_size, "benchmarks.transition_turns:take_turns", job)
         report(optimizer, results[optimizer])
     write(options.json, results)
     return 0

@@ -3,19 +3,22 @@
 The old run stays as it is; every turn builds a new one, fills it, compares it with the turn before and drops it.
 """
 
+from __future__ import annotations
+
 import gc
 import hashlib
+import os
 import shutil
 import time
 import zlib
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.transition_ranks import Job
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.pipeline.runtime.failure.agreement import control_group
@@ -34,6 +37,9 @@ from megatron.trainer.programs.pretrain_gpt import program
 from megatron.trainer.run.pretraining import complete
 from megatron.trainer.start_up import initialize
 from megatron.trainer.start_up.model_and_optimizer import setup_model_and_optimizer
+
+if TYPE_CHECKING:
+    from benchmarks.transition import Job
 
 ITERATION = 10
 
@@ -149,6 +155,7 @@ def _total(number: float) -> int:
 
 def take_turns(job: Job) -> dict:
     """All turns of a job on this rank, whose default group is up; the same on all ranks but for the digests."""
+    os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE=str(job.world_size), LOCAL_RANK=str(dist.get_rank()))
     args = arguments(job, job.stages[0])
     initialize.set_up(args)
     parts = setup_model_and_optimizer(args, program())

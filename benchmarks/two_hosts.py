@@ -22,26 +22,90 @@ Figures are medians of the repeats with least and greatest in parentheses.
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import torch
+import torch.distributed as dist
+
+from benchmarks.common.emulated import run_batches
+from benchmarks.common.processes import environment, gathered
 from benchmarks.common.results import parser_of, save
 from benchmarks.common.tables import spread
 from megatron.pipeline.program.instruction import MOVES
 from megatron.pipeline.program.move_order import pair_of
 from megatron.pipeline.program.program import Program
+from megatron.pipeline.runtime.activations.activation_memory import ActivationMemory
+from megatron.pipeline.runtime.engine import PipelineEngine
+from megatron.pipeline.runtime.stages.emulated.stage import EmulatedStage, EmulatedTimes, EmulatedUpdate
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
 from megatron.placement import Degrees, pair_adjacent, standard
 from megatron.placement.mapping import inverse
-from tools.hosts import Hosts, HostsUnavailable
+from tools.hosts import Hosts, HostsUnavailable, own_traffic, resent_bytes
+
+PORT = 29500  # of a network where nobody else is
+TIMEOUT = timedelta(seconds=60)
+
+
+def engine(job: dict, slots: list[int]) -> PipelineEngine:
+    """This process's, with the stage that the mapping gives it."""
+    memory = ActivationMemory()
+    stage = EmulatedStage(
+        index=slots.index(dist.get_rank()), num_stages=job["num_stages"], activation_memory=memory,
+        times=EmulatedTimes(job["forward"], job["backward"]), payload_bytes=job["payload_bytes"],
+        activation_bytes=job["activation_bytes"],
+    )  # fmt: skip
+    schedule = Schedule.preset("bpipe", num_stages=job["num_stages"])
+    update = EmulatedUpdate(job_group=dist.group.WORLD)
+    return PipelineEngine(schedule, stage, update, ranks=slots, timeout=TIMEOUT, activation_memory=memory)
+
+
+def run(job: dict) -> dict[str, dict]:
+    """By mapping and repeat: seconds, the bytes that each host has sent, and how many of them at most were sent before
+    (how many there are depends on how busy the machine is, not on the program). The first turns are not counted."""
+    engines = {name: engine(job, slots) for name, slots in job["slots"].items()}
+    found = {name: {"seconds": [], "sent": [], "resent": []} for name in engines}
+    batches = [job["num_microbatches"]] * job["batches"]
+    for repeat in range(job["repeats"] + 1):
+        order = list(engines) if repeat % 2 else list(reversed(engines))
+        for name in order:
+            dist.barrier()
+            before, resent, start = own_traffic(), resent_bytes(), time.monotonic()
+            run_batches(engines[name], batches if repeat else batches[:1])
+            engines[name].drain()
+            dist.barrier()
+            seconds, sent = time.monotonic() - start, own_traffic().since(before).sent
+            everywhere = gathered((sent, resent_bytes() - resent))
+            if repeat:
+                found[name]["seconds"].append(seconds)
+                hosts = (everywhere[0], everywhere[-1])
+                found[name]["sent"].append([sent for sent, _ in hosts])
+                found[name]["resent"].append([resent for _, resent in hosts])
+    for each in engines.values():
+        each.close()
+    return found
+
+
+def run_rank(rank: str, address: str, job: str) -> None:
+    """One process. `address`: of the first one; `job`: as JSON."""
+    asked, where = json.loads(job), f"tcp://{address}:{PORT}"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=where, rank=int(rank), world_size=asked["num_stages"], timeout=TIMEOUT)
+    found = run(asked)
+    if dist.get_rank() == 0:
+        Path(asked["result"]).write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
 
 MAPPINGS = {"standard": standard, "pair-adjacent": pair_adjacent}
 
@@ -114,15 +178,15 @@ def measure(args: argparse.Namespace, directory: Path) -> list[dict]:
         "activation_bytes": args.activations, "result": str(result),
         "slots": {name: slots_of_stages(name, args.stages) for name in MAPPINGS},
     }  # fmt: skip
-    ranks = str(Path(__file__).with_name("two_hosts_ranks.py"))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    environment.pop("GLOO_SOCKET_IFNAME", None)
+    variables = environment(OMP_NUM_THREADS="1")
+    variables.pop("GLOO_SOCKET_IFNAME", None)
+    module = ["-m", "benchmarks.common.rank", "benchmarks.two_hosts:run_rank"]
     with Hosts(2, bytes_per_second=args.rate * 1e6 / 8) as hosts:
         processes = []
         try:
             for rank in range(args.stages):
-                command = [sys.executable, ranks, str(rank), hosts.addresses[0], json.dumps(job)]
-                processes.append(subprocess.Popen(hosts.command(2 * rank // args.stages, command), env=environment))
+                command = [sys.executable, *module, str(rank), hosts.addresses[0], json.dumps(job)]
+                processes.append(subprocess.Popen(hosts.command(2 * rank // args.stages, command), env=variables))
             if any([process.wait() for process in processes]):
                 raise RuntimeError("a process of the benchmark failed; its output is above")
         finally:
@@ -143,16 +207,12 @@ def rows_of(args: argparse.Namespace, found: dict) -> list[dict]:
     for name, measured in found.items():
         host = host_of_stages(name, args.stages)
         crossing = crossing_bytes(program, host, payload_bytes=args.payload, activation_bytes=args.activations)
-        rows.append(
-            {
-                "mapping": name,
-                "measured": [seconds / args.batches for seconds in measured["seconds"]],
-                "sent": per_batch(measured["sent"], args.batches),
-                "resent": per_batch(measured["resent"], args.batches),
-                "predicted": [{kind: number / args.batches for kind, number in each.items()} for each in crossing],
-                "simulated": simulated_seconds(program, host, args),
-            }
-        )
+        rows.append({
+            "mapping": name, "measured": [seconds / args.batches for seconds in measured["seconds"]],
+            "sent": per_batch(measured["sent"], args.batches), "resent": per_batch(measured["resent"], args.batches),
+            "predicted": [{kind: number / args.batches for kind, number in each.items()} for each in crossing],
+            "simulated": simulated_seconds(program, host, args),
+        })  # fmt: skip
     return rows
 
 

@@ -7,6 +7,7 @@ from benchmarks.house.imports import Modules, circles
 ROOT = Path(__file__).resolve().parents[1]
 WITHOUT_TORCH = (
     "pipeline/program",
+    "pipeline/graph",
     "pipeline/schedules",
     "pipeline/check",
     "pipeline/simulate",

@@ -1,41 +1,39 @@
 """The processes of a benchmark: a gloo group on this machine, or a job of torchrun."""
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron import backend
 
-def run_group(world_size: int, run: Callable[..., Any], *arguments: object, installs_backend: bool = False) -> Any:
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_group(world_size: int, run: Callable[..., Any] | str, *arguments: object) -> Any:
     """Call `run(*arguments)` in each of so many processes; returns what rank 0 returned, plain data, when all have
-    ended. `installs_backend`: for megatron.core."""
+    ended. `run` as `MODULE:FUNCTION` may import megatron.core: the backend is installed before."""
     with tempfile.TemporaryDirectory() as directory:
         result = Path(directory) / "result.json"
         store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-        how = (store.port, world_size, result, installs_backend, run, arguments)
+        how = (store.port, world_size, result, run, arguments)
         torch.multiprocessing.spawn(_run_rank, args=how, nprocs=world_size)
         return json.loads(result.read_text())
 
 
 def _run_rank(
-    rank: int,
-    port: int,
-    world_size: int,
-    result: Path,
-    installs_backend: bool,
-    run: Callable[..., Any],
-    arguments: tuple,
+    rank: int, port: int, world_size: int, result: Path, run: Callable[..., Any] | str, arguments: tuple
 ) -> None:
-    if installs_backend:
-        from megatron import backend
-
-        backend.install()
+    if isinstance(run, str):
+        run = function_of(run)
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, world_size, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
@@ -45,6 +43,13 @@ def _run_rank(
     if dist.is_initialized():  # `run` may have shut down all that there was
         dist.barrier()
         dist.destroy_process_group()
+
+
+def function_of(name: str) -> Callable[..., Any]:
+    """`MODULE:FUNCTION`, imported where the backend is installed, as megatron.core needs it."""
+    backend.install()
+    module, function = name.split(":")
+    return getattr(import_module(module), function)
 
 
 def gathered(value: Any) -> list:
@@ -57,4 +62,19 @@ def gathered(value: Any) -> list:
 def torchrun(num_ranks: int, *argv: object, **options: Any) -> subprocess.CompletedProcess:
     """Run a program with its flags on so many ranks; `options`: of `subprocess.run`."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    return subprocess.run([*command, *map(str, argv)], **options)
+    return subprocess.run([*command, *map(str, argv)], **{"env": environment(), **options})
+
+
+def call(num_ranks: int, function: str, *words: object, **options: Any) -> subprocess.CompletedProcess:
+    """Have so many ranks call `MODULE:FUNCTION` with words, where megatron.core can be imported."""
+    return torchrun(num_ranks, "-m", "benchmarks.common.rank", function, *words, **options)
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """The environment of a process that imports from this checkout, with a thread where nothing else is said."""
+    return {
+        "OMP_NUM_THREADS": "1",
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        **variables,
+    }

@@ -17,14 +17,16 @@ def terminal(width: int = 180) -> Console:
     return Console() if sys.stdout.isatty() else Console(width=width, no_color=True)
 
 
-def show_table(title: str, columns: Columns, rows: Sequence[Row], *, left: Sequence[str] = ("",)) -> None:
+def show_table(
+    title: str, columns: Columns, rows: Sequence[Row], *, left: Sequence[str] = ("",), width: int = 180
+) -> None:
     """Words, in the columns `left`, to the left, and numbers to the right."""
     table = Table(title=title, title_justify="left")
     for heading in columns:
         table.add_column(heading, justify="left" if heading in left else "right")
     for row in rows:
         table.add_row(*(cell(row) for cell in columns.values()))
-    terminal().print(table)
+    terminal(width).print(table)
 
 
 def spread(values: Sequence[float], digits: int, separator: str = "") -> str:

@@ -59,7 +59,7 @@ SEARCHES = (
     "search --cluster A100-80 --nodes 4 --model gpt3-96b --seq-length 2048 --global-batch-size 128 --fp16 "
     "--transformer-impl local --schedules flush,bpipe --json",
     "search --cluster A100-80 --nodes 2 --model gpt3-13b --seq-length 2048 --global-batch-size 64 --schedules "
-    "flush,2bw,2bw+balance,pipedream --max-safe-batch 256 --paper-algorithm --json",
+    "flush,2bw,2bw+balance,pipedream --max-safe-batch 256 --json",
     "search --cluster HOSTS --nodes 1 --model llama-3.1-70b --seq-length 4096 --global-batch-size 64 --schedules "
     "flush,l2l --json",
     "search --cluster V100-16 --nodes 4 --model bert-large --seq-length 512 --global-batch-size 512 --objective memory "

@@ -12,6 +12,7 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import median
 
+from megatron.documents.picture import one_panel
 from megatron.trainer.report.metrics import read_metrics
 
 MIB = 2**20
@@ -28,21 +29,14 @@ def read_runs(directory: Path) -> dict[str, dict[int, float]]:
 
 
 def draw(runs: dict[str, dict[int, float]], limit: float, path: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.0, 4.0), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    for label, peaks in sorted(runs.items()):
-        depths = sorted(peaks)
-        axes.plot(depths, [peaks[depth] / MIB for depth in depths], marker="o", label=label)
-    axes.axhline(limit / MIB, color="black", linestyle="--", linewidth=0.9, label="limit (ulimit -d)")
-    axes.set_xlabel("layers")
-    axes.set_ylabel("private memory at its fullest (MiB)")
-    axes.set_ylim(bottom=0)
-    axes.legend()
-    figure.savefig(path, dpi=150)
+    with one_panel(path, 7.0, 4.0) as axes:
+        for label, peaks in sorted(runs.items()):
+            depths = sorted(peaks)
+            axes.plot(depths, [peaks[depth] / MIB for depth in depths], marker="o", label=label)
+        axes.axhline(limit / MIB, color="black", linestyle="--", linewidth=0.9, label="limit (ulimit -d)")
+        axes.set_xlabel("layers")
+        axes.set_ylabel("private memory at its fullest (MiB)")
+        axes.set_ylim(bottom=0)
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.commands.common import command_line
+from megatron.documents.picture import one_panel
 from megatron.trainer.report.metrics import read_metrics
 
 _NAME = re.compile(r"(?P<schedule>.+)_lr(?P<rate>[0-9.e+-]+)_seed(?P<seed>[0-9]+)")
@@ -57,7 +58,7 @@ def read_runs(folder: Path) -> list[Run]:
     runs = []
     for path in sorted(folder.glob("*.jsonl")):
         if match := _NAME.fullmatch(path.stem):
-            losses = [each["validation_loss"] for each in read_metrics(str(path)) if "validation_loss" in each]
+            losses = [each["validation_loss"] for each in read_metrics(path) if "validation_loss" in each]
             if not losses:
                 raise ValueError(f"{path} holds no validation_loss; train with --eval-interval and --eval-iters")
             runs.append(Run(match["schedule"], float(match["rate"]), int(match["seed"]), losses[-1]))
@@ -101,32 +102,23 @@ def table(runs: list[Run], compared: list[Comparison], reference: str) -> str:
 
 def draw(compared: list[Comparison], reference: str, path: Path, *, title: str = "") -> None:
     """Write a picture; the suffix of `path` chooses its format."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    for position, schedule in enumerate(dict.fromkeys(each.schedule for each in compared)):
-        own = [each for each in compared if each.schedule == schedule]
-        color = f"C{position}"
-        axes.plot([each.rate for each in own], [100 * each.median for each in own], color=color, label=schedule)
-        points = [(each.rate, 100 * value) for each in own for value in each.over.values()]
-        axes.plot(*zip(*points, strict=True), color=color, marker="o", markersize=4, linestyle="none")
-    axes.axhline(0.0, color="0.4", linewidth=0.8, linestyle="--")
-    axes.set_xscale("log")
-    axes.set_yscale("symlog", linthresh=2.0)
-    rates = sorted({each.rate for each in compared})
-    axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
-    axes.minorticks_off()
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set_xlabel("peak learning rate")
-    axes.set_ylabel(f"last validation loss over {reference}'s (%)")
-    axes.set_title(title)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    with one_panel(path, 7.5, 4.5, title=title) as axes:
+        for position, schedule in enumerate(dict.fromkeys(each.schedule for each in compared)):
+            own = [each for each in compared if each.schedule == schedule]
+            color = f"C{position}"
+            axes.plot([each.rate for each in own], [100 * each.median for each in own], color=color, label=schedule)
+            points = [(each.rate, 100 * value) for each in own for value in each.over.values()]
+            axes.plot(*zip(*points, strict=True), color=color, marker="o", markersize=4, linestyle="none")
+        axes.axhline(0.0, color="0.4", linewidth=0.8, linestyle="--")
+        axes.set_xscale("log")
+        axes.set_yscale("symlog", linthresh=2.0)
+        rates = sorted({each.rate for each in compared})
+        axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
+        axes.minorticks_off()
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.set_xlabel("peak learning rate")
+        axes.set_ylabel(f"last validation loss over {reference}'s (%)")
+        axes.grid(alpha=0.3)
 
 
 def main(arguments: list[str] | None = None) -> None:

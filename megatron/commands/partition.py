@@ -25,9 +25,11 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from megatron.commands.common import command_line
+from megatron.commands.common.command_line import add_flags, count, positive
+from megatron.documents.picture import require_picture
+from megatron.documents.tables import console, lined_table
 from megatron.documents.writing import write_whole
 from megatron.finetuning.arguments import add_data, add_microbatch, settle_precision
 from megatron.partition import METHODS, CompeteResult, Competition, Graph, compete, read_graph
@@ -38,34 +40,29 @@ GIB = 2**30
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_line.parser_of(__doc__)
     parser.add_argument("model", nargs="?", metavar="MODEL", help="a folder with a model of transformers")
-    parser.add_argument("--graph", type=Path, metavar="FILE", help="a graph instead of a model, JSON")
-    parser.add_argument(
-        "--methods", nargs="+", choices=METHODS, default=["sequential", "mixed"], help="default: sequential mixed"
-    )
-    parser.add_argument(
-        "--max-stages-per-device", type=command_line.count, default=3, metavar="N",
-        help="mixed tries L = P, 2P, ... NP stages; more stages balance better and are staler (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--milp", type=command_line.positive, metavar="SECONDS", help="improve the best by a mixed integer program"
-    )
-    parser.add_argument(
-        "--seconds", type=command_line.positive, metavar="N",
-        help="mixed ends after so many with what it has (default: it spends a tenth of what it could save in three "
-        "epochs of a MODEL at most)",
-    )  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, help="of the search (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="end with the partition as one JSON line")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the partition, JSON")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the graph by device, memory and utilisation")
-    machine = parser.add_argument_group("the machine of a MODEL")
-    machine.add_argument("--devices", type=command_line.count, metavar="P", help="how many")
-    machine.add_argument("--memory", help="of each (default: 16GiB)")
-    machine.add_argument("--bandwidth", type=command_line.positive, metavar="GB/S", help="between them (default: 10)")
     threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0] or "1"  # what follows is of nested regions
-    machine.add_argument(
-        "--threads", type=command_line.count, default=threads, metavar="N",
-        help="of the profile on a CPU, as each rank will have (default: OMP_NUM_THREADS, or 1)",
+    methods = {"nargs": "+", "choices": METHODS, "default": ["sequential", "mixed"]}
+    add_flags(
+        parser,
+        ("--graph", Path, "FILE", "a graph instead of a model, JSON"),
+        ("--methods", str, None, "default: sequential mixed", methods),
+        ("--max-stages-per-device", count, "N", "mixed tries L = P, 2P, ... NP stages; more stages balance better and "
+         "are staler (default: %(default)s)", {"default": 3}),
+        ("--milp", positive, "SECONDS", "improve the best by a mixed integer program"),
+        ("--seconds", positive, "N", "mixed ends after so many with what it has (default: it spends a tenth of what it "
+         "could save in three epochs of a MODEL at most)"),
+        ("--seed", int, None, "of the search (default: %(default)s)", {"default": 0}),
+        ("--json", None, "", "end with the partition as one JSON line"),
+        ("--output", Path, "FILE", "write the partition, JSON"),
+        ("--picture", Path, "FILE", "draw the graph by device, memory and utilisation"),
+    )  # fmt: skip
+    add_flags(
+        parser.add_argument_group("the machine of a MODEL"),
+        ("--devices", count, "P", "how many"),
+        ("--memory", str, None, "of each (default: 16GiB)"),
+        ("--bandwidth", positive, "GB/S", "between them (default: 10)"),
+        ("--threads", count, "N", "of the profile on a CPU, as each rank will have (default: OMP_NUM_THREADS, or 1)",
+         {"default": threads}),
     )  # fmt: skip
     add_data(parser.add_argument_group("data of a MODEL, as for finetune.py"), required=False)
     add_microbatch(parser.add_argument_group("microbatches of a MODEL, as for finetune.py"))
@@ -80,9 +77,7 @@ def _run(options: argparse.Namespace) -> int:
         if path.is_dir():
             raise ValueError(f"{path} is a folder; name a file in it")
     if options.picture:
-        from megatron.partition.draw import check_form
-
-        check_form(options.picture)
+        require_picture(options.picture)
     return _run_graph(options) if options.model is None else _run_model(options)
 
 
@@ -207,40 +202,30 @@ def _content(result: CompeteResult) -> dict:
 
 def _show(graph: Graph, competition: Competition, choice: CompeteResult, simulated: Mapping[int, float]) -> None:
     """`simulated`: milliseconds of a microbatch, by the id of a result."""
-    console = Console() if sys.stdout.isatty() else Console(width=150, no_color=True)
-    bound = graph.bound_ms
-    table = Table(title=f"{graph.name or 'graph'}: {graph.num_devices} devices, bound {bound:.3f} ms")
+    out, bound, rows = console(150, highlight=True), graph.bound_ms, []
     columns = ("method", "stages", "depth", "busiest ms", "over bound", "most GiB", "crosses MB", "seconds", "from")
     columns = (*columns[:5], "simulated ms", *columns[5:]) if simulated else columns
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("method", "from") else "right")
     for result in competition.results:
         value = result.value
         timed = [f"{simulated[id(result)]:.3f}" if id(result) in simulated else ""] if simulated else []
-        table.add_row(
-            result.method + (" *" if result is choice else ""),
-            str(result.partition.num_stages),
-            str(value.depth),
-            f"{value.objective_ms:.3f}",
-            f"{value.objective_ms / bound:.4f}" if bound else "",
-            *timed,
-            f"{max(value.memory_bytes) / GIB:.2f}",
-            f"{value.crossing_bytes / 1e6:.1f}",
-            f"{result.seconds:.1f}",
+        rows.append((
+            result.method + (" *" if result is choice else ""), str(result.partition.num_stages), str(value.depth),
+            f"{value.objective_ms:.3f}", f"{value.objective_ms / bound:.4f}" if bound else "", *timed,
+            f"{max(value.memory_bytes) / GIB:.2f}", f"{value.crossing_bytes / 1e6:.1f}", f"{result.seconds:.1f}",
             result.note,
-        )
-    console.print(table)
+        ))  # fmt: skip
+    title = f"{graph.name or 'graph'}: {graph.num_devices} devices, bound {bound:.3f} ms"
+    out.print(lined_table(title, columns, rows, left=("method", "from")))
     for method, reason in competition.failures.items():
-        console.print(f"{method}: {reason}", highlight=False)
-    devices = Table(title=f"choice: {choice.method}")
-    for column in ("device", "stages", "compute ms", "utilisation", "GiB", "of GiB"):
-        devices.add_column(column, justify="right")
+        out.print(f"{method}: {reason}", highlight=False)
+    devices = []
     for device in range(graph.num_devices):
         stages = [str(s) for s, holds in enumerate(choice.partition.device_of_stage) if holds == device]
         compute, used = choice.value.compute_ms[device], choice.value.memory_bytes[device]
-        devices.add_row(
+        devices.append((
             str(device), " ".join(stages), f"{compute:.3f}",
             f"{compute / choice.value.objective_ms:.1%}" if choice.value.objective_ms else "",
             f"{used / GIB:.2f}", f"{graph.memory_limit(device) / GIB:.2f}",
-        )  # fmt: skip
-    console.print(devices)
+        ))  # fmt: skip
+    columns = ("device", "stages", "compute ms", "utilisation", "GiB", "of GiB")
+    out.print(lined_table(f"choice: {choice.method}", columns, devices, left=()))

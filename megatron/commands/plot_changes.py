@@ -16,6 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from megatron.commands.common import command_line
+from megatron.documents.picture import new_figure, save
 from megatron.trainer.report.metrics import read_metrics
 
 _SHAPE = ("pipeline_ranks", "replicas", "frozen_layers")
@@ -66,10 +67,7 @@ class Course:
 
 def read_course(path: Path) -> Course:
     """Raises ValueError where the file is missing, or holds no change."""
-    try:
-        records = _last_of_each(read_metrics(str(path)))
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    records = _last_of_each(read_metrics(path))
     if not any(_is_change(each) for each in records):
         raise ValueError(
             f"{path} has no change of a pipeline; was it written with --freeze-training and --metrics-file?"
@@ -147,11 +145,7 @@ def _shape(record: dict, prefix: str = "") -> Shape:
 
 def draw(course: Course, path: Path, *, title: str = "") -> None:
     """Write a picture; the suffix of `path` chooses its format."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 6), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(8, 6, layout="constrained")
     *steps, speed = figure.subplots(4, 1, sharex=True, height_ratios=[1, 1, 1, 5])
     for number, axes in enumerate(steps):
         _draw_steps(axes, course, number)
@@ -161,8 +155,7 @@ def draw(course: Course, path: Path, *, title: str = "") -> None:
         axes.margins(x=0.01)
     steps[0].set_title(title)
     figure.align_ylabels()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    save(figure, path)
 
 
 def _shade(axes, changes: list[tuple[float, float]], label: str | None = None) -> None:

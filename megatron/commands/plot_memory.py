@@ -6,15 +6,13 @@ The runs counted their saved activations (`pretrain_gpt.py --log-saved-activatio
 numbers are printed as a table, in MiB: bars are the largest count of any iteration.
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
-from megatron.commands.common import command_line
+from megatron.commands.common import plots
+from megatron.documents.picture import one_panel
+from megatron.documents.tables import console, lined_table
 from megatron.trainer.report.metrics import read_metrics
 
 METRIC = "saved_activation_bytes"
@@ -34,10 +32,7 @@ class Peaks:
 
 def read_peaks(path: Path, label: str) -> Peaks:
     """Raises ValueError where the file is missing or holds no counts."""
-    try:
-        counts = [record[METRIC] for record in read_metrics(str(path)) if METRIC in record]
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    counts = [record[METRIC] for record in read_metrics(path) if METRIC in record]
     if not counts:
         raise ValueError(f"{path} holds no {METRIC}; train with --log-saved-activations or --balance-activations")
     if len({len(each) for each in counts}) > 1:
@@ -48,54 +43,34 @@ def read_peaks(path: Path, label: str) -> Peaks:
 def draw(runs: Sequence[Peaks], path: Path, *, title: str = "") -> None:
     """Bars side by side for each pipeline rank, and a dashed line at each run's largest; the suffix chooses the
     format."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.5, 4.0), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
     width = 0.8 / len(runs)
-    for position, run in enumerate(runs):
-        places = [rank + (position + 0.5) * width - 0.4 for rank in range(len(run.num_bytes))]
-        axes.bar(places, run.mebibytes, width=0.92 * width, color=f"C{position}", label=run.label)
-        axes.axhline(max(run.mebibytes), color=f"C{position}", linestyle="--", linewidth=0.9)
-    axes.set_xticks(range(max(len(run.num_bytes) for run in runs)))
-    axes.set_xlabel("pipeline rank")
-    axes.set_ylabel("saved activations at their fullest (MiB)")
-    axes.set_title(title)
-    axes.set_ylim(top=1.12 * max(max(run.mebibytes) for run in runs))  # room for the legend
-    axes.legend(ncols=len(runs), loc="upper right", framealpha=1)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    with one_panel(path, 7.5, 4.0, title=title) as axes:
+        for position, run in enumerate(runs):
+            places = [rank + (position + 0.5) * width - 0.4 for rank in range(len(run.num_bytes))]
+            axes.bar(places, run.mebibytes, width=0.92 * width, color=f"C{position}", label=run.label)
+            axes.axhline(max(run.mebibytes), color=f"C{position}", linestyle="--", linewidth=0.9)
+        axes.set_xticks(range(max(len(run.num_bytes) for run in runs)))
+        axes.set_xlabel("pipeline rank")
+        axes.set_ylabel("saved activations at their fullest (MiB)")
+        axes.set_ylim(top=1.12 * max(max(run.mebibytes) for run in runs))  # room for the legend
+        axes.legend(ncols=len(runs), loc="upper right", framealpha=1)
 
 
 def show(runs: Sequence[Peaks]) -> None:
     """The numbers, one row for each run."""
-    table = Table(title="saved activations at their fullest (MiB)")
-    ranks = range(max(len(run.num_bytes) for run in runs))
-    for column in ("", *(f"rank {rank}" for rank in ranks), "largest", "spread"):
-        table.add_column(column, justify="right" if column else "left")
+    ranks, rows = range(max(len(run.num_bytes) for run in runs)), []
     for run in runs:
         values = run.mebibytes
         cells = [*values, *[None] * (len(ranks) - len(values)), max(values), max(values) - min(values)]
-        table.add_row(run.label, *("" if cell is None else f"{cell:.1f}" for cell in cells))
-    (Console() if sys.stdout.isatty() else Console(width=120, no_color=True)).print(table)
+        rows.append((run.label, *("" if cell is None else f"{cell:.1f}" for cell in cells)))
+    columns = ("", *(f"rank {rank}" for rank in ranks), "largest", "spread")
+    table = lined_table("saved activations at their fullest (MiB)", columns, rows, left=("",))
+    console(120, highlight=True).print(table)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = command_line.parser_of(__doc__)
-    parser.add_argument("metrics", type=Path, nargs="+", help="metrics files")
-    parser.add_argument("--labels", nargs="+", help="a name for each file (default: its file name)")
-    parser.add_argument("--output", type=Path, default=Path("memory.png"), help="picture (default: %(default)s)")
-    parser.add_argument("--title", default="", help="above the picture")
+    parser = plots.parser_of(__doc__, output="memory.png", help_of_output="picture")
     args = parser.parse_args(arguments)
-    labels = args.labels or [path.stem for path in args.metrics]
-    if len(labels) != len(args.metrics):
-        parser.error(f"--labels gives {len(labels)} names for {len(args.metrics)} files; give one for each")
-    try:
-        runs = [read_peaks(path, label) for path, label in zip(args.metrics, labels, strict=True)]
-        draw(runs, args.output, title=args.title)
-    except (ValueError, OSError) as error:
-        parser.exit(1, f"{parser.prog}: {error}\n")
+    runs = plots.read_and_draw(parser, args, read_peaks, draw)
     show(runs)
     print(f"Picture: {args.output}")

@@ -11,7 +11,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.commands.common import command_line
+from megatron.commands.common import command_line, plots
+from megatron.documents.picture import one_panel
 from megatron.trainer.report.metrics import read_metrics
 
 
@@ -26,10 +27,7 @@ class Curves:
 
 def read_curves(path: Path, label: str) -> Curves:
     """Raises ValueError where the file is missing or holds no loss."""
-    try:
-        records = read_metrics(str(path))
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    records = read_metrics(path)
     curves = Curves(label, _by_iteration(records, "lm_loss", "loss"), _by_iteration(records, "validation_loss"))
     if not curves.training and not curves.validation:
         raise ValueError(
@@ -45,30 +43,19 @@ def _by_iteration(records: list[dict], *names: str) -> dict[int, float]:
 
 def draw(runs: list[Curves], path: Path, *, title: str = "") -> None:
     """Write a picture; the suffix of `path` chooses its format."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    for position, run in enumerate(runs):
-        color = f"C{position}"
-        name = f"{run.label}: " if len(runs) > 1 else ""
-        if run.training:
-            axes.plot(*_points(run.training), color=color, linewidth=0.8, alpha=0.45, label=f"{name}training")
-        if run.validation:
-            axes.plot(*_points(run.validation), color=color, marker="o", markersize=3.5, label=f"{name}validation")
-    axes.set_xlabel("iteration")
-    axes.set_ylabel("loss (nats per token)")
-    axes.set_title(title)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-
-
-def _points(curve: dict[int, float]) -> tuple[list[int], list[float]]:
-    return list(curve), list(curve.values())
+    with one_panel(path, 7.5, 4.5, title=title) as axes:
+        for position, run in enumerate(runs):
+            color = f"C{position}"
+            name = f"{run.label}: " if len(runs) > 1 else ""
+            for curve, label, style in (
+                (run.training, "training", {"linewidth": 0.8, "alpha": 0.45}),
+                (run.validation, "validation", {"marker": "o", "markersize": 3.5}),
+            ):
+                if curve:
+                    axes.plot(list(curve), list(curve.values()), color=color, label=f"{name}{label}", **style)
+        axes.set_xlabel("iteration")
+        axes.set_ylabel("loss (nats per token)")
+        axes.grid(alpha=0.3)
 
 
 def largest_difference(runs: list[Curves]) -> float:
@@ -88,24 +75,13 @@ def validation_fall(run: Curves) -> float:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = command_line.parser_of(__doc__)
-    parser.add_argument("metrics", type=Path, nargs="+", help="metrics files")
-    parser.add_argument("--labels", nargs="+", help="a name for each file (default: its file name)")
-    parser.add_argument("--output", type=Path, default=Path("loss.png"), help="picture to write (default: %(default)s)")
-    parser.add_argument("--title", default="", help="above the picture")
+    parser = plots.parser_of(__doc__, output="loss.png", help_of_output="picture to write")
     text = "exit with 1 if the last validation losses differ by more than this share of the first run's"
     parser.add_argument("--tolerance", type=command_line.time, metavar="X", help=text)
     text = "exit with 1 unless each run's last validation loss lies this share below its first"
     parser.add_argument("--fall", type=command_line.time, metavar="X", help=text)
     args = parser.parse_args(arguments)
-    labels = args.labels or [path.stem for path in args.metrics]
-    if len(labels) != len(args.metrics):
-        parser.error(f"--labels gives {len(labels)} names for {len(args.metrics)} files; give one for each")
-    try:
-        runs = [read_curves(path, label) for path, label in zip(args.metrics, labels, strict=True)]
-        draw(runs, args.output, title=args.title)
-    except (ValueError, OSError) as error:
-        parser.exit(1, f"{parser.prog}: {error}\n")
+    runs = plots.read_and_draw(parser, args, read_curves, draw)
     for run in runs:
         if run.validation:
             first, last = min(run.validation), max(run.validation)

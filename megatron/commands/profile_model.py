@@ -22,10 +22,10 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
 from megatron.commands.common import command_line
 from megatron.commands.grid_search_commands.search_inputs import add_model_arguments, read_argv
+from megatron.documents.tables import console, lined_table
 from megatron.pipeline.program.weight_policies import FLUSH, POLICIES, TWO_BW, WeightPolicy
 from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.time.profile import Profile, Spread, StageTime
@@ -142,16 +142,16 @@ def _processes(wanted: int | None) -> int:
 
 
 def _measure(session: Session) -> Profile:
-    console = Console(stderr=True)
+    errors = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
     )  # fmt: skip
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+    with Progress(*columns, console=errors, disable=not errors.is_terminal) as bar:
         task = bar.add_task("starting", total=None)
 
         def progress(done: int, total: int, what: str) -> None:
             bar.update(task, completed=done, total=total, description=what)
-            if not console.is_terminal:
+            if not errors.is_terminal:
                 print(f"{done}/{total}: {what}", file=sys.stderr, flush=True)
 
         return session.run(progress)
@@ -159,55 +159,42 @@ def _measure(session: Session) -> Profile:
 
 def _show(profile: Profile) -> None:
     """The blocks as they were timed; medians, and between which times eight of ten lie."""
-    console = Console() if sys.stdout.isatty() else Console(width=200, no_color=True)
-    machine = profile.machine
-    console.print(
+    out, machine = console(200, highlight=True), profile.machine
+    out.print(
         f"{machine.device}, {profile.processes} processes of {machine.threads} threads, torch {machine.torch}, "
         f"{profile.dtype}, {profile.transformer_impl} layers"
     )
-    table = Table(title="milliseconds: median (low-high, eight of ten)")
     halves = ("I", "W", "kept between (MiB)") if any(each.halves for each in profile.stages) else ()
-    for column in ("stage", "layers", "t", "microbatch", "recompute", "at work", "forward", "backward", *halves):
-        table.add_column(column, justify="left" if column in ("stage", "recompute") else "right")
-    for each in profile.stages:
-        table.add_row(
+    columns = ("stage", "layers", "t", "microbatch", "recompute", "at work", "forward", "backward", *halves)
+    rows = [
+        (
             each.place.value, str(each.num_layers), str(each.tensor), str(each.micro_batch_size),
             each.recompute.value, str(each.working), _milliseconds(each.forward), _milliseconds(each.backward),
             *_halves(each),
-        )  # fmt: skip
-    console.print(table)
-    table = Table(title="a batch's update, milliseconds")
-    for column in (
-        "stage",
-        "layers",
-        "parameters",
-        "t",
-        "weights",
-        "at work",
-        "zeroing",
-        "norm",
-        "step",
-        "ns a parameter",
-    ):
-        table.add_column(column, justify="left" if column in ("stage", "weights") else "right")
-    for each in profile.updates:
-        table.add_row(
+        )
+        for each in profile.stages
+    ]  # fmt: skip
+    title = "milliseconds: median (low-high, eight of ten)"
+    out.print(lined_table(title, columns, rows, left=("stage", "recompute")))
+    columns = ("stage", "layers", "parameters", "t", "weights", "at work", "zeroing", "norm", "step", "ns a parameter")
+    rows = [
+        (
             each.place.value, str(each.num_layers), f"{each.num_parameters:,}", str(each.tensor), each.weights,
             str(each.working), _milliseconds(each.zero), _milliseconds(each.norm), _milliseconds(each.step),
             f"{1e9 * each.seconds() / each.num_parameters:.2f}",
-        )  # fmt: skip
-    console.print(table)
-    table = Table(title="between processes, milliseconds")
-    for column in ("bytes", "transfer", *(f"all-reduce over {n}" for n in _group_sizes(profile))):
-        table.add_column(column, justify="right")
+        )
+        for each in profile.updates
+    ]  # fmt: skip
+    out.print(lined_table("a batch's update, milliseconds", columns, rows, left=("stage", "weights")))
+    columns = ("bytes", "transfer", *(f"all-reduce over {n}" for n in _group_sizes(profile)))
+    rows = []
     for each in profile.transfers:
         reduces = [other for other in profile.all_reduces if other.num_bytes == each.num_bytes]
-        table.add_row(
-            f"{each.num_bytes:,}", _milliseconds(each.seconds), *(_milliseconds(other.seconds) for other in reduces)
-        )
-    if profile.transfers:
-        console.print(table)
-    _show_host(profile, console)
+        times = (each.seconds, *(other.seconds for other in reduces))
+        rows.append((f"{each.num_bytes:,}", *map(_milliseconds, times)))
+    if rows:
+        out.print(lined_table("between processes, milliseconds", columns, rows, left=()))
+    _show_host(profile, out)
 
 
 def _halves(stage: StageTime) -> tuple[str, ...]:
@@ -217,21 +204,19 @@ def _halves(stage: StageTime) -> tuple[str, ...]:
     return _milliseconds(stage.backward_input), _milliseconds(stage.backward_weight), kept
 
 
-def _show_host(profile: Profile, console: Console) -> None:
-    table = Table(title="between device and host, GB/s of one process (from the median)")
-    for column in ("bytes", "at work", "to device", "from device"):
-        table.add_column(column, justify="right")
+def _show_host(profile: Profile, out: Console) -> None:
     rates = {
         (each.num_bytes, each.working, each.direction): each.num_bytes / each.seconds.median / 1e9
         for each in profile.copies
     }
+    directions, rows = ("to device", "from device"), []
     for size, working in dict.fromkeys((each.num_bytes, each.working) for each in profile.copies):
-        shown = (f"{rates[size, working, direction]:.3g}" for direction in ("to device", "from device"))
-        table.add_row(f"{size:,}", str(working), *shown)
-    console.print(table)
+        rows.append((f"{size:,}", str(working), *(f"{rates[size, working, each]:.3g}" for each in directions)))
+    title = "between device and host, GB/s of one process (from the median)"
+    out.print(lined_table(title, ("bytes", "at work", *directions), rows, left=()))
     for each in profile.host_updates:
         each_takes = f"{1e9 * each.seconds.median / each.num_parameters:.3g} ns a parameter ({each.num_parameters:,})"
-        console.print(f"host's AdamW, {each.kernel}, {each.working} at work: {each_takes}")
+        out.print(f"host's AdamW, {each.kernel}, {each.working} at work: {each_takes}")
 
 
 def _group_sizes(profile: Profile) -> list[int]:

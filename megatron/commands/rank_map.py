@@ -22,6 +22,7 @@ from pathlib import Path
 
 from megatron.commands.common import command_line
 from megatron.commands.common.command_line import count, positive
+from megatron.documents.tables import console
 from megatron.pipeline.schedules import PRESETS, Schedule
 from megatron.placement.counts import count_transfers
 from megatron.placement.degrees import Degrees
@@ -168,16 +169,13 @@ def _lines(options: argparse.Namespace, report: PlacementReport, cut: CutModel |
 
 
 def _print(report: PlacementReport, lines: list[str]) -> None:
-    from rich.console import Console
-
     from megatron.placement.placement_report import tables
 
-    plain = not sys.stdout.isatty()
-    console = Console(width=10_000 if plain else None, no_color=plain, highlight=False)
+    plain, out = not sys.stdout.isatty(), console()
     for title, table in tables(report, plain=plain):
-        console.print(title, style="" if plain else "bold")
-        console.print(table)
-        console.print()
+        out.print(title, style="" if plain else "bold")
+        out.print(table)
+        out.print()
     for line in lines:
         print(line)
 

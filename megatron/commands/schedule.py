@@ -20,10 +20,10 @@ from pathlib import Path
 
 from megatron.commands.common import command_line, schedule_costs
 from megatron.commands.common import schedule_options as meaning
-from megatron.commands.common.repetition_report import training_lines
 from megatron.pipeline.check import CheckReport, check, check_periodic
 from megatron.pipeline.check.hardware_queues import PROVED, prove_hardware_queues
 from megatron.pipeline.program.program import Program
+from megatron.pipeline.schedules import ProgramSchedule
 from megatron.pipeline.schedules.completion import completed
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.critical_path import critical_path, critical_path_text
@@ -73,7 +73,7 @@ def _check(options: argparse.Namespace) -> int:
         )
         print("proved for every number of batches: fill, n periods, drain")
     if options.file is not None:
-        print(*training_lines(program, meaning.notes(options), options.file), sep="\n")
+        print(*_training_lines(program, meaning.notes(options), options.file), sep="\n")
     if options.hardware_queues is not None:
         print(_prove_hardware_queues(options, program))
     return 0
@@ -226,6 +226,38 @@ def _describe(report: CheckReport, program: Program) -> str:
         facts.append(("evicted microbatches", ", ".join(map(str, report.evicted_microbatches))))
     width = max(len(name) for name, _ in facts)
     return "\n".join(["correct", *(f"  {name:{width}}  {value}" for name, value in facts)])
+
+
+def _training_lines(program: Program, notes: dict[str, int], name: str) -> list[str]:
+    """Lines about fill, period and drain of a program that is right by itself; or why no run can go on with it.
+
+    Args:
+        notes: what the file says of the run, as of `csv_text.read_notes`.
+        name: of the file.
+    """
+    try:
+        schedule = ProgramSchedule.of(program, name=name, fill=notes.get("fill"), period=notes.get("period"))
+    except ValueError as error:
+        return [f"no run can train with it: {error}"]
+    fill, period = schedule.repetition.num_fill, schedule.repetition.num_period
+    drains = ", and drains with each, since the rows repeat as a whole only" * schedule.drains_between_periods
+    lag = schedule.report_lag
+    return [
+        "proved for every number of batches, as --pipeline-program runs them:",
+        f"  fill, period     {_batches(fill)}, {_batches(period)}{drains}",
+        f"  reports          {'with their batch' if not lag else f'{_batches(lag)} later'}",
+        f"  complete rows    {schedule.program.num_instructions} instructions, {_added(program, schedule.program)}",
+        f"  sha256           {schedule.sha256}",
+    ]
+
+
+def _batches(count: int) -> str:
+    return f"{count} batch{'es' * (count != 1)}"
+
+
+def _added(program: Program, complete: Program) -> str:
+    added = complete.num_instructions - program.num_instructions
+    return f"{added} of them added" if added else "all of them the file's"
 
 
 def _print_table(rows: list[tuple[str, str]]) -> None:

@@ -1,8 +1,10 @@
-"""Training that shrinks as it converges (PipeTransformer: He et al., 2021): which layers freeze, and how the others are
-shared out. But for the cache it needs no torch.
+"""Training whose layers freeze as they converge, on fewer and fewer pipeline ranks (PipeTransformer: He et al., 2021).
+But for the cache it needs no torch.
 
-    freeze_rule     how many layers are frozen, by their gradients or by hand
-    cut             the layers in a row on ranks, exactly as even as it can be
-    pipelines       what each number of ranks and replicas would take, simulated
-    cache/          what frozen layers put out, per sample, in LMDB on the node
+    freeze_rule       how many layers are frozen, by their gradients or by hand
+    validation_watch  whether evaluations say that freezing has cost too much
+    stages            the stages of ranks whose first layers are frozen
+    cut               layers in a row, shared out to ranks as evenly as can be
+    pipelines         the simulated seconds of each number of ranks and replicas
+    cache/            what frozen layers put out, per sample, in files on the node
 """

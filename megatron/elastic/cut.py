@@ -18,8 +18,8 @@ _EQUAL = 1 + 5e-14  # sums of the same times differ in their last bits
 
 
 def cut_exactly(work: Sequence[float], num_ranks: int) -> tuple[int, ...]:
-    """How many units each rank gets, one and more: of the cuts whose busiest rank has least work, that which gives the
-    first ranks most.
+    """The number of units of each rank, 1 or more. Of the cuts whose busiest rank has least work, the one that gives
+    the first ranks most.
 
     Raises:
         ValueError: fewer units than ranks, or work that is negative or no number.
@@ -32,8 +32,10 @@ def cut_exactly(work: Sequence[float], num_ranks: int) -> tuple[int, ...]:
 def cut_that_fits(
     work: Sequence[float], num_ranks: int, fits: Callable[[int, int, int], bool]
 ) -> tuple[int, ...] | None:
-    """The same of those cuts in which each rank, from 0 on, may have its units (rank, first, one behind the last): a
-    rank's memory ends somewhere. None where there is none. Raises as `cut_exactly`.
+    """As `cut_exactly`, among the cuts that fit into the memory of the ranks; None where no cut fits.
+
+    Args:
+        fits: whether a rank (from 0 on) may have the units from `begin` to before `end`, both given.
     """
     _check(work, num_ranks)
     total = [0.0, *accumulate(work)]
@@ -59,7 +61,8 @@ def cut_that_fits(
 
 
 def cut_greedily(work: Sequence[float], num_ranks: int) -> tuple[int, ...]:
-    """The paper's way: each rank takes units until it has the mean of what is left for it and those behind it.
+    """The number of units of each rank in the paper's way: a rank takes units until it has the mean of the work that
+    is left for it and the ranks behind it.
 
     Raises:
         ValueError: as `cut_exactly`.

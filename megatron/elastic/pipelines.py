@@ -67,7 +67,7 @@ class Layers:
 
 @dataclass(frozen=True)
 class PipelineOption:
-    """One way to go on.
+    """A pipeline that a run may go on with, its seconds simulated and its memory estimated.
 
     Attributes:
         num_frozen: layers; whether the prefix is `cached`.
@@ -154,8 +154,8 @@ def pipelines(
 
 
 def most_saved(preset: str, num_ranks: int, num_microbatches: int) -> tuple[int, ...]:
-    """Microbatches that a rank has saved at most, with a frozen prefix or without: frozen ranks in front leave the
-    others as far from the end as they were.
+    """The most microbatches that each rank has saved. A frozen prefix changes nothing: the trained ranks stay as far
+    from the end of the pipeline as they were.
     """
     schedule = Schedule.preset(preset, num_stages=num_ranks)
     full = num_microbatches if schedule.accepts(num_microbatches) else max(num_microbatches, num_ranks)
@@ -163,22 +163,20 @@ def most_saved(preset: str, num_ranks: int, num_microbatches: int) -> tuple[int,
 
 
 def seconds_of_prefix(layers: Layers, num_frozen: int, num_stored: int) -> float:
-    """What a microbatch takes through a cached prefix: read, compute, write."""
+    """Seconds of a microbatch in a cached prefix: reading, computing what is not stored, writing."""
     read = layers.read if num_stored else 0.0
     return read + (sum(layers.forward[num_stored:num_frozen]) + layers.write if num_stored < num_frozen else 0.0)
 
 
 def stages_of(layers: Layers, pipeline: PipelineOption) -> list[StageWork]:
-    """The stages, first to last, with what they take: no rank has more than one that is frozen and one that is
-    trained.
-    """
+    """The stages of a pipeline, first to last: a rank has at most one frozen stage and one trained stage."""
     return _stages(
         layers, pipeline.num_frozen, pipeline.cached, pipeline.num_stored, pipeline.on_host, pipeline.layers_of_rank
     )
 
 
 def schedule_of(layers: Layers, pipeline: PipelineOption) -> tuple[Schedule, Costs]:
-    """What it runs, and what that costs."""
+    """The schedule of a pipeline, and its costs in seconds."""
     stages = stages_of(layers, pipeline)
     schedule = Schedule.preset(
         pipeline.preset, num_stages=len(stages), rank_of_stage=tuple(each.rank for each in stages),

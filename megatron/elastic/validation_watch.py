@@ -1,7 +1,9 @@
-"""What freezing costs, as evaluations see it, and whether that is more than a user allows.
+"""Whether evaluations with frozen layers are worse than a user allows.
 
-A layer that is frozen too early no longer learns, and no gradient says so: the rule of which layers freeze reads only
-those. Validation does: an accuracy that falls behind the best so far, or a loss that rises above it.
+Problem: a layer that is frozen too early no longer learns, and the rule that freezes layers reads gradients only, which
+do not say so.
+
+Solution: compare each evaluation with the best before it. An accuracy that falls, or a loss that rises, says so.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 WORTH_A_WORD = 0.01
-"""A fall that is told where no tolerance is given."""
+"""The least fall of which a run warns where no tolerance is given."""
 
 
 @dataclass(frozen=True)

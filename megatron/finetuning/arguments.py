@@ -1,6 +1,7 @@
-"""`finetune.py`'s command line: the words of Hugging Face's example scripts, and ours for the pipeline.
+"""`finetune.py`'s command line: the flags of Hugging Face's example scripts, and our own for the pipeline.
 
-Needs no torch, so a wrong command line ends at once.
+A wrong command line ends at once, since this imports no torch. So the parser is not transformers' `HfArgumentParser`,
+whose `TrainingArguments` also have a hundred flags that would have no effect here.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from megatron.documents.flag_files import HEAD, FlagFileParser, in_one
-from megatron.finetuning import intervals
 from megatron.pipeline.runtime.failure.errors import environment_ranks
 
 SCHEDULES = ("ftpipe", "flush", "gpipe", "2bw", "pipedream")
@@ -19,28 +19,28 @@ OPTIMIZERS = ("adamw", "adam", "sgd", "adafactor")
 SCHEDULERS = ("linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt")
 TASKS = ("text-to-text", "sequence-classification", "causal-lm", "question-answering", "image-classification")
 ALONE = ("ftpipe", "pipedream")
-"""Schedules under which each stage updates alone, so that nothing may depend on all of them."""
+"""Schedules under which each stage steps by itself, so that no step may depend on all stages."""
 
 SOFTENING = ("weight_prediction", "gap_aware", "provisional_steps")
-"""Switches that soften the staleness of ftpipe's weights."""
+"""Flags that soften the staleness of ftpipe's weights."""
 
 DTYPES = ("float32", "bfloat16")
+STRATEGIES = ("no", "steps", "epoch")
+SAVE_STEPS = 500
+"""Batches between two checkpoints where --save_strategy steps stands alone, as in transformers."""
 
 
 def parse_args(argv: Sequence[str] | None = None, prog: str = "finetune.py") -> argparse.Namespace:
-    """The command line, checked as far as it can be without the model.
-
-    Raises ValueError for what cannot be.
-    """
+    """Read the command line and check it as far as that needs no model. Raises ValueError for what is wrong with it."""
     args = _parser(prog).parse_args(argv)
     validate(args)
     return args
 
 
 def validate(args: argparse.Namespace) -> None:
-    """Complete `args` by what follows from them; `args.notes`: what a user should know of that.
+    """Add to `args` what follows from them, and as `notes` the sentences that a user should read.
 
-    Raises ValueError, one sentence with the remedy.
+    Raises ValueError for flags that contradict each other, with the remedy.
     """
     args.notes = []
     if args.pipeline_schedule in ALONE:
@@ -93,7 +93,7 @@ def validate(args: argparse.Namespace) -> None:
         )
     if not (args.do_train or args.do_eval or args.dry_run):
         args.do_train, args.do_eval = True, args.validation_file is not None
-    intervals.complete(args)
+    _complete_intervals(args)
     if args.train_file is None and (args.do_train or not args.do_eval):  # a dry run looks at data, too
         raise ValueError("there is nothing to train on: give --train_file")
     if args.do_eval and args.validation_file is None:
@@ -113,15 +113,54 @@ def validate(args: argparse.Namespace) -> None:
         )
 
 
+def _complete_intervals(args: argparse.Namespace) -> None:
+    """Decide both strategies and their numbers of batches, and evaluate where a strategy asks for it.
+
+    The flags mean what they mean to transformers' trainer; a number of batches alone means `steps`. `args.notes` gets a
+    sentence for each number that has no effect.
+
+    Raises ValueError for flags that contradict each other.
+    """
+    if args.eval_each_epoch and args.eval_strategy not in (None, "epoch"):
+        raise ValueError(f"--eval_each_epoch contradicts --eval_strategy {args.eval_strategy}; leave one out")
+    if args.eval_each_epoch:
+        args.eval_strategy = "epoch"
+    asked = f"--eval_strategy {args.eval_strategy}" if args.eval_strategy else "--eval_steps"
+    for name, default in (("eval", args.logging_steps), ("save", SAVE_STEPS)):
+        given, number = getattr(args, f"{name}_strategy"), getattr(args, f"{name}_steps")
+        word = given or ("steps" if number else "no")
+        if number and word != "steps":
+            args.notes.append(f"--{name}_steps {number:g} means nothing with --{name}_strategy {word}")
+        if word == "steps" and (number is None or (number == 0 and name == "eval")):
+            number = default
+        setattr(args, f"{name}_strategy", word)
+        setattr(args, f"{name}_steps", number if word == "steps" else 0)
+    if args.eval_strategy != "no" and args.do_train and not args.do_eval:
+        if args.validation_file is None:
+            raise ValueError(f"{asked} has nothing to evaluate; give --validation_file, or leave it out")
+        args.do_eval = True
+
+
+def settle_intervals(args: argparse.Namespace, *, num_steps: int, steps_per_epoch: int) -> None:
+    """Set `eval_steps` and `save_steps` to numbers of batches; 0: never before the end."""
+    for name in ("eval", "save"):
+        number = getattr(args, f"{name}_steps")
+        if getattr(args, f"{name}_strategy") == "epoch":
+            number = steps_per_epoch
+        elif 0 < number < 1:
+            number = math.ceil(number * num_steps)
+        setattr(args, f"{name}_steps", int(number))
+
+
 def settle_precision(args: argparse.Namespace) -> None:
-    """Have `dtype` be that of the weights. Raises ValueError where --bf16 and --dtype contradict each other."""
+    """Set `dtype` to the dtype of the weights. Raises ValueError where --bf16 and --dtype contradict each other."""
     if args.bf16 and args.dtype == "float32":
         raise ValueError("--bf16 has weights in bfloat16, and --dtype is float32; leave one out")
     args.dtype = args.dtype or ("bfloat16" if args.bf16 else "float32")
 
 
 def both_spellings(group) -> Callable[..., argparse.Action]:
-    """`add_argument` of a group, which takes `--learning-rate` for `--learning_rate`, too."""
+    """The `add_argument` of a group, for flags that may be written with dashes, too: --learning-rate."""
 
     def add(*names: str, **options: object) -> argparse.Action:
         others = [name.replace("_", "-") for name in names if "_" in name]
@@ -143,6 +182,28 @@ def _within(least: float, kind: type, most: float = math.inf) -> Callable[[str],
 
 
 _count, _whole, _real, _part = _within(1, int), _within(0, int), _within(0, float), _within(0, float, most=1.0)
+
+
+def _strategy(text: str) -> str:
+    """A strategy of transformers' trainer. Raises ArgumentTypeError for another word."""
+    if text == "best":
+        raise argparse.ArgumentTypeError(
+            "'best' keeps the best evaluation, which is not done here; give steps or epoch"
+        )
+    if text not in STRATEGIES:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(STRATEGIES)}")
+    return text
+
+
+def _steps(text: str) -> float:
+    """A number of batches, or below 1 a part of all batches. Raises ArgumentTypeError for another text."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf or (value > 1 and not value.is_integer()):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of batches, and no part of all between 0 and 1")
+    return value
 
 
 class _Parser(FlagFileParser):
@@ -169,7 +230,7 @@ def _add_model_and_data(group) -> None:
 
 
 def add_data(group, *, required: bool) -> None:
-    """What is learned from which data."""
+    """Add the flags of the task and its data."""
     add = both_spellings(group)
     add("--task", choices=TASKS, required=required, help="what is learned")
     add("--train_file", metavar="FILE", help="JSONL, CSV (also .gz, .bz2, .xz) or parquet")
@@ -193,7 +254,7 @@ def add_data(group, *, required: bool) -> None:
 
 
 def add_microbatch(group) -> None:
-    """What a microbatch and the state of a parameter are."""
+    """Add the flags that decide the memory of a microbatch and of a parameter."""
     add = both_spellings(group)
     add("--per_device_train_batch_size", type=_count, default=8, help="samples of a microbatch")
     add("--gradient_accumulation_steps", type=_count, default=1, help="microbatches of a batch")
@@ -251,15 +312,15 @@ def _add_output(group) -> None:
         action="store_true",
         help="begin again where it has checkpoints of another run, which then go",
     )
-    add("--save_strategy", type=intervals.strategy, metavar="{no,steps,epoch}",
+    add("--save_strategy", type=_strategy, metavar="{no,steps,epoch}",
         help="when checkpoints are written, and at the end; none: steps with --save_steps, or no")  # fmt: skip
-    add("--save_steps", type=intervals.steps, help="batches from one to the next, or below 1 a part of all; 500")
+    add("--save_steps", type=_steps, help="batches from one to the next, or below 1 a part of all; 500")
     add("--save_total_limit", type=_count, help="keep so many checkpoints")
     add("--resume_from_checkpoint", nargs="?", const="last", metavar="FOLDER", help="go on from there, or the last one")
-    add("--eval_strategy", "--evaluation_strategy", dest="eval_strategy", type=intervals.strategy,
+    add("--eval_strategy", "--evaluation_strategy", dest="eval_strategy", type=_strategy,
         metavar="{no,steps,epoch}", help="when the run evaluates before its end; none: steps with --eval_steps, or no",
     )  # fmt: skip
-    add("--eval_steps", type=intervals.steps,
+    add("--eval_steps", type=_steps,
         help="batches from one to the next, or below 1 a part of all; as --logging_steps")  # fmt: skip
     add("--eval_each_epoch", action="store_true", help="the same as --eval_strategy epoch")
     add("--logging_steps", type=_count, default=10, help="batches of a log line")

@@ -1,26 +1,32 @@
-"""What runs on this rank: its stages with their tensors, the updates of their weights, and the engine."""
+"""The part of the pipeline that runs on this rank: its stages with their tensors, their optimizers, and the engine.
+
+`megatron.pipeline.Pipeline` is not used: it splits a batch of tensors that its caller has, into as many microbatches
+each time, and finds out by a trial run which tensors travel. Here the capture has said which tensors travel, shared
+parameters among them, an epoch may end with a shorter batch, and optimizers may step masters. Versions, updates and
+the engine are the same.
+"""
 
 from __future__ import annotations
 
 import argparse
+import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron import backend
 from megatron.capture.cut import cut
 from megatron.capture.randomness import mixed
-from megatron.capture.stage import CapturedStage, EdgeTensor
+from megatron.capture.stage import CapturedStage, StageData
 from megatron.capture.tensors import load_stage
-from megatron.finetuning.feed import Feed
-from megatron.finetuning.optimizers import make_optimizer, make_scheduler
+from megatron.finetuning.data.batches import Feed
 from megatron.finetuning.plan import RunPlan
 from megatron.finetuning.pretrained import Pretrained
-from megatron.finetuning.stage_module import Results, StageModule, Summary
 from megatron.pipeline.runtime.contract.tensors import TensorSpec
 from megatron.pipeline.runtime.contract.trace import Tracer
 from megatron.pipeline.runtime.engine import PipelineEngine
@@ -33,12 +39,61 @@ from megatron.pipeline.runtime.update.gap_aware import GapAware
 from megatron.pipeline.runtime.update.master_weights import GapAwareMasters, MasterWeights
 from megatron.pipeline.runtime.update.versions import WeightVersions
 
+Summary = Callable[[str, Tensor, Mapping[str, Tensor]], Tensor]
+"""(name of a kept output, the output, the microbatch) -> the part of it that metrics need."""
+
+
+class Results:
+    """What the stages of this rank found in an evaluation: losses and summaries, in the order of the microbatches."""
+
+    def __init__(self, summary: Summary) -> None:
+        self._summary = summary
+        self._losses: list[Tensor] = []
+        self._kept: dict[str, list[Tensor]] = {}
+
+    def note(self, data: StageData, loss: Tensor | None, kept: Mapping[str, Tensor]) -> None:
+        """Add a microbatch of a stage, which may have the loss, or outputs that are kept."""
+        if loss is not None:
+            self._losses.append(loss.detach())
+        for name, tensor in kept.items():
+            self._kept.setdefault(name, []).append(self._summary(name, tensor, data.tensors).cpu())
+
+    def take(self) -> tuple[list[float], dict[str, list[Tensor]]]:
+        """Return the losses and the summaries by name, and begin anew."""
+        losses, kept = [loss.item() for loss in self._losses], self._kept
+        self._losses, self._kept = [], {}
+        return losses, kept
+
+
+class StageModule(nn.Module):
+    """A captured stage as `GraphModuleStage` calls it. Its loss is multiplied by the microbatch's weight."""
+
+    def __init__(self, stage: CapturedStage, results: Results) -> None:
+        super().__init__()
+        self.stage = stage
+        self._results = results
+
+    def forward(
+        self, data: StageData, inputs: Mapping[int, tuple[Tensor, ...]]
+    ) -> tuple[dict[int, tuple[Tensor, ...]], Tensor | None]:
+        outputs, loss, kept = self.stage.run(data, inputs)
+        if not self.training:
+            self._results.note(data, loss, kept)
+        return outputs, None if loss is None else loss * data.weight
+
+    def parameters_by_name(self) -> dict[str, nn.Parameter]:
+        """The parameters that are trained, by their names in the model."""
+        return {name: parameter for name, parameter in self.stage.named_parameters() if parameter.requires_grad}
+
 
 @dataclass
 class BuiltPipeline:
-    """This rank's part. `modules`, `versions`: by stage; stages that step together share versions. `updates`: those
-    that step, by the stage or, where the rank steps as one, under -1. `exact`: with --bf16, the FP32 value of each
-    floating tensor by its name: masters, and what is not trained.
+    """The pipeline on this rank.
+
+    Attributes:
+        modules, versions: by stage; stages that step together share versions.
+        updates: by the stage that steps, or -1 where the rank steps as one.
+        exact: with --bf16, the FP32 value of each floating tensor by its name: masters, and what is not trained.
     """
 
     engine: PipelineEngine
@@ -65,10 +120,10 @@ def build_pipeline(
 
     Raises ValueError where tensors cannot be read.
     """
-    rank, device = torch.distributed.get_rank(), backend.device()
-    own = plan.schedule.stages_of(rank)
+    rank, device, schedule = torch.distributed.get_rank(), backend.device(), plan.schedule
+    weights, graph = schedule.weights, schedule.graph
     results = Results(summary)
-    cut_stages = cut(plan.captured, plan.stage_of_operator, device=device, only=own)
+    cut_stages = cut(plan.captured, plan.stage_of_operator, device=device, only=schedule.stages_of(rank))
     exact: dict[str, Tensor] = {}
     modules = {}
     with agreed():  # each rank reads its own tensors
@@ -79,63 +134,52 @@ def build_pipeline(
             )  # fmt: skip
             modules[index] = StageModule(stage.to(device), results)
     of_stage = {index: module.parameters_by_name() for index, module in modules.items()}
-    versions = make_versions(
-        plan.schedule.weights, of_stage, num_stages=plan.schedule.num_stages, first_version=first_batch
-    )
+    versions = make_versions(weights, of_stage, num_stages=schedule.num_stages, first_version=first_batch)
     stages = [
         GraphModuleStage(
-            modules[index], index=index, graph=plan.schedule.graph, edges=_edges(plan, cut_stages[index]),
-            versions=versions[index], data=feed, has_loss=cut_stages[index].has_loss,
-            recompute=plan.schedule.recomputes(index), device=device,
+            module, index=index, graph=graph, edges=_edges(plan, cut_stages[index]), versions=versions[index],
+            data=feed, has_loss=cut_stages[index].has_loss, recompute=schedule.recomputes(index), device=device,
         )
-        for index in own
+        for index, module in modules.items()
     ]  # fmt: skip
+
+    def stepping(key: int, parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+        masters = {name: nn.Parameter(exact[name]) for name in parameters} if args.bf16 else {}
+        optimizer = make_optimizer(masters or parameters, args, decays=plan.decays)
+        scheduler = make_scheduler(optimizer, args, num_steps=num_steps)
+        if args.bf16:
+            optimizer = MasterWeights(optimizer, {masters[name]: weight for name, weight in parameters.items()})
+        if args.gap_aware and weights.refreshes and graph.depth(key):
+            optimizer = (GapAwareMasters if args.bf16 else GapAware)(optimizer)
+        return {"optimizer": optimizer, "scheduler": scheduler}
+
     job = torch.distributed.new_group(list(range(torch.distributed.get_world_size())))
-    update, updates = _updates(plan, args, of_stage, versions, exact, num_steps, job, device, feed.counts)
+    steps = steps_of(weights, of_stage)
+    update, updates = make_updates(
+        steps, versions, {key: stepping(key, own) for key, own in steps.items()}, weights=weights, job_group=job,
+        device=device, counts=feed.counts, **({} if weights.refreshes else {"clip_grad": args.max_grad_norm}),
+    )  # fmt: skip
     tracer = Tracer(num_batches=4 * args.pipeline_timeline_iterations) if args.pipeline_timeline else None
     engine = PipelineEngine(
-        plan.schedule, stages, update, timeout=timedelta(minutes=args.distributed_timeout_minutes),
+        schedule, stages, update, timeout=timedelta(minutes=args.distributed_timeout_minutes),
         backend=args.distributed_backend, device=device, tracer=tracer, first_batch=first_batch,
         first_microbatch=first_microbatch,
     )  # fmt: skip
     return BuiltPipeline(engine, modules, versions, updates, feed, results, exact)
 
 
-def _updates(plan: RunPlan, args, of_stage, versions, exact, num_steps, job, device, counts):
-    """(what the engine takes, the updates that step)."""
-
-    def stepping(parameters: Mapping[str, torch.nn.Parameter], depth: int) -> dict:
-        masters = {name: torch.nn.Parameter(exact[name]) for name in parameters} if args.bf16 else {}
-        optimizer = make_optimizer(masters or parameters, args, decays=plan.decays)
-        scheduler = make_scheduler(optimizer, args, num_steps=num_steps)
-        is_aware = args.gap_aware and depth
-        if args.bf16:
-            wrapped = MasterWeights(optimizer, {masters[name]: each for name, each in parameters.items()})
-            return {"optimizer": GapAwareMasters(wrapped) if is_aware else wrapped, "scheduler": scheduler}
-        return {"optimizer": GapAware(optimizer) if is_aware else optimizer, "scheduler": scheduler}
-
-    weights = plan.schedule.weights
-    steps, graph = steps_of(weights, of_stage), plan.schedule.graph
-    made = {key: stepping(own, graph.depth(key) if weights.refreshes else 0) for key, own in steps.items()}
-    options = {} if weights.refreshes else {"clip_grad": args.max_grad_norm}
-    return make_updates(
-        steps, versions, made, weights=weights, job_group=job, device=device, counts=counts, **options
-    )  # fmt: skip
-
-
 def _edges(plan: RunPlan, stage: CapturedStage) -> dict[int, EdgeTensors]:
     return {
-        other: EdgeTensors([_spec(plan, tensor) for tensor in tensors], [tensor.owner for tensor in tensors])
+        other: EdgeTensors(
+            [TensorSpec(tensor.shape_at(plan.sizes), tensor.dtype) for tensor in tensors],
+            [tensor.owner for tensor in tensors],
+        )
         for other, tensors in (*stage.sources.items(), *stage.targets.items())
     }
 
 
-def _spec(plan: RunPlan, tensor: EdgeTensor) -> TensorSpec:
-    return TensorSpec(tensor.shape_at(plan.sizes), tensor.dtype)
-
-
 def _initial(args: argparse.Namespace, plan: RunPlan) -> Callable[..., Tensor]:
-    """Values of a new head: weights as the model's configuration says, biases 0, the same on every cut."""
+    """Makes a tensor of a new head, the same on every cut: weights as the configuration says, biases 0."""
 
     def make(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         if len(shape) < 2:
@@ -144,3 +188,42 @@ def _initial(args: argparse.Namespace, plan: RunPlan) -> Callable[..., Tensor]:
         return torch.empty(shape).normal_(0.0, plan.initializer_range, generator=generator).to(dtype)
 
     return make
+
+
+# --- optimizers and learning rates
+
+_OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], Callable[[argparse.Namespace], dict[str, Any]]]] = {
+    "adam": (torch.optim.Adam, lambda args: {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}),
+    "adamw": (torch.optim.AdamW, lambda args: {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}),
+    "sgd": (torch.optim.SGD, lambda args: {"momentum": args.momentum}),
+    "adafactor": (torch.optim.Adafactor, lambda args: {}),
+}
+"""Word of --optim -> class, and its options besides the learning rate."""
+
+
+def make_optimizer(
+    parameters: Mapping[str, nn.Parameter], args: argparse.Namespace, *, decays: Set[str]
+) -> torch.optim.Optimizer:
+    """The optimizer of a stage's parameters, of which there may be none.
+
+    `decays`: the names of the weights that --weight_decay is for.
+    """
+    ordered = sorted(parameters.items())
+    groups = [
+        {"params": [parameter for name, parameter in ordered if name in decays], "weight_decay": args.weight_decay},
+        {"params": [parameter for name, parameter in ordered if name not in decays], "weight_decay": 0.0},
+    ]
+    optimizer, options = _OPTIMIZERS[args.optim]
+    return optimizer(groups, lr=args.learning_rate, **options(args))
+
+
+def make_scheduler(
+    optimizer: torch.optim.Optimizer, args: argparse.Namespace, *, num_steps: int
+) -> torch.optim.lr_scheduler.LRScheduler:
+    """The scheduler of --lr_scheduler_type over `num_steps` batches, which steps after each step of the optimizer."""
+    from transformers import get_scheduler
+
+    num_warmup_steps = args.warmup_steps or math.ceil(args.warmup_ratio * num_steps)
+    return get_scheduler(
+        args.lr_scheduler_type, optimizer, num_warmup_steps=num_warmup_steps, num_training_steps=num_steps
+    )

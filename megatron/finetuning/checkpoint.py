@@ -1,9 +1,9 @@
-"""What a run writes: a folder that `from_pretrained` loads, and beside the weights what it takes to go on.
+"""What a run writes: a folder that `from_pretrained` loads, and beside the weights the state to resume from.
 
-Each rank writes the tensors of its stages into a file of its own, as large models come from Hugging Face, in the form
-that `save_pretrained` would give them; the index says in which file each lies. The first rank adds tensors that belong
-to no stage, because the task has no use for them, from where the model came from. A folder is written under another
-name and renamed when all of it is on the disk: there is a whole checkpoint under its name, or none.
+Each rank writes the tensors of its stages into a file of its own, in the form that `save_pretrained` would give them,
+and an index says which file has which tensor, as for large models on Hugging Face. The first rank adds the tensors that
+no stage uses from the folder of the model. A folder is written under another name and renamed when all of it is on the
+disk: there is a whole checkpoint under its name, or none.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pickle
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,8 +25,7 @@ from torch import Tensor
 
 from megatron.documents.writing import write_whole
 from megatron.finetuning.assembly import BuiltPipeline
-from megatron.finetuning.model import first_line
-from megatron.finetuning.pretrained import Pretrained
+from megatron.finetuning.pretrained import Pretrained, first_line
 from megatron.pipeline.runtime.failure.agreement import agreed
 from megatron.trainer.checkpoint.directory import sync_directory, sync_file
 
@@ -37,8 +36,14 @@ _INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class SavedProgress:
-    """Where a run stands: batches done, microbatches done, and what a resumed run must have alike. One that trains on
-    must have the same number of samples, too, and the same `flags`: what they say is in the checkpoint.
+    """How far a run is, and what a resumed run must have alike.
+
+    Attributes:
+        batches, microbatches: that are done.
+        signature: of the captured graph.
+        stages: a digest of the stages and their ranks.
+        softened: the flags that soften staleness.
+        samples, flags: only a run that trains on must have them alike.
     """
 
     batches: int
@@ -54,14 +59,14 @@ class SavedProgress:
 
     @staticmethod
     def read(folder: Path) -> SavedProgress:
-        """Raises ValueError where there is none."""
+        """The progress in a checkpoint's folder. Raises ValueError where there is none."""
         try:
             return SavedProgress(**json.loads((folder / _PROGRESS).read_text(encoding="utf-8")))
         except (OSError, json.JSONDecodeError, TypeError) as error:
             raise ValueError(f"{folder} is no checkpoint to go on from ({error}); give a checkpoint-N") from error
 
     def require_same(self, other: SavedProgress, folder: Path, *, trains: bool) -> None:
-        """Raises ValueError where a run like `other` cannot go on from `folder`, of which this is."""
+        """Raises ValueError where a run like `other` cannot go on from `folder`, whose progress this is."""
         names = ("signature", "stages", "schedule", "seed", "optim", "softened")
         pairs = [(name, getattr(self, name), getattr(other, name)) for name in names]
         if trains:
@@ -76,7 +81,7 @@ class SavedProgress:
 
 
 def latest(output_dir: Path) -> Path | None:
-    """The whole checkpoint of the most batches."""
+    """The whole checkpoint of the most batches; None: there is none."""
     found = _checkpoints(output_dir)
     return found[-1] if found else None
 
@@ -84,7 +89,7 @@ def latest(output_dir: Path) -> Path | None:
 def _checkpoints(output_dir: Path) -> list[Path]:
     if not output_dir.is_dir():
         return []
-    return sorted((each for each in output_dir.iterdir() if _NAME.fullmatch(each.name)), key=_num_batches)
+    return sorted((folder for folder in output_dir.iterdir() if _NAME.fullmatch(folder.name)), key=_num_batches)
 
 
 def _num_batches(folder: Path) -> int:
@@ -93,10 +98,12 @@ def _num_batches(folder: Path) -> int:
 
 @dataclass(frozen=True)
 class CheckpointOrigin:
-    """What a folder has beside the stages' tensors.
+    """What a written folder has besides the tensors of the stages.
 
-    `source`: where the model came from. `used`: names of the tensors of all stages. `save_rest(folder)`: writes
-    configuration and tokenizer, on rank 0.
+    Attributes:
+        source: the folder of the model.
+        used: names of the tensors of all stages.
+        save_rest: writes configuration and processor into a folder, on rank 0.
     """
 
     source: Pretrained
@@ -105,7 +112,7 @@ class CheckpointOrigin:
 
 
 def save(pipeline: BuiltPipeline, folder: Path, origin: CheckpointOrigin, progress: SavedProgress) -> None:
-    """Write the newest weights and what it takes to go on as `folder`. Drained, collective.
+    """Write the newest weights and the state to resume from as `folder`. Collective; the pipeline has to be drained.
 
     Raises ValueError on all ranks where one cannot write.
     """
@@ -122,10 +129,10 @@ def save(pipeline: BuiltPipeline, folder: Path, origin: CheckpointOrigin, progre
 
 
 def save_model(pipeline: BuiltPipeline, folder: Path, origin: CheckpointOrigin) -> None:
-    """Write the newest weights into `folder`, which may have other things in it. Drained, collective.
+    """Write the newest weights into `folder`, which may have other files. Collective; the pipeline has to be drained.
 
-    The files of tensors have names of their own, so a model that was there is whole until the rest is renamed: the
-    configuration and the tokenizer, then the index.
+    The files of tensors have names of their own, so a model that is there already stays whole until the last renames:
+    configuration and tokenizer, then the index.
 
     Raises ValueError on all ranks where one cannot write.
     """
@@ -133,24 +140,22 @@ def save_model(pipeline: BuiltPipeline, folder: Path, origin: CheckpointOrigin) 
     _write(pipeline, partial, origin, None)
     with _all_write(folder):
         if torch.distributed.get_rank() == 0:
-            _replace_model(partial, folder)
-
-
-def _replace_model(partial: Path, folder: Path) -> None:
-    written = sorted(partial.iterdir(), key=lambda each: each.name == _INDEX)  # the index last
-    for each in written:
-        each.rename(folder / each.name)
-    sync_directory(folder)
-    partial.rmdir()
-    kept = {each.name for each in written}
-    for each in folder.glob("model*.safetensors"):
-        if each.name not in kept:
-            each.unlink()
+            names = sorted((path.name for path in partial.iterdir()), key=lambda name: name == _INDEX)
+            for name in names:
+                (partial / name).rename(folder / name)
+            sync_directory(folder)
+            partial.rmdir()
+            for path in folder.glob("model*.safetensors"):
+                if path.name not in names:
+                    path.unlink()
 
 
 @contextmanager
 def _all_write(folder: Path) -> Iterator[None]:
-    """Collective: behind the block, which has no collective in it, all ranks have written."""
+    """A block that writes on each rank, without collectives. Collective: after it, all ranks have written.
+
+    Raises ValueError on all ranks where one cannot write.
+    """
     with agreed():
         try:
             yield
@@ -162,74 +167,62 @@ def _all_write(folder: Path) -> Iterator[None]:
 
 
 def _write(pipeline: BuiltPipeline, partial: Path, origin: CheckpointOrigin, progress: SavedProgress | None) -> None:
+    """Write all files into the folder `partial`, with the state of the run where there is a `progress`. Collective."""
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     token = [secrets.token_hex(4)]
     torch.distributed.broadcast_object_list(token)
+    files = [f"model-{number:05d}-of-{size:05d}-{token[0]}.safetensors" for number in range(1, size + 1)]
+    own = _newest(pipeline)
     with _all_write(partial):
         if rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-    own = _newest(pipeline)
-    with _all_write(partial):
-        if rank == 0:
             own.update(origin.source.unused(origin.used))
     own = origin.source.reverted(_reunited(own, origin.source.written_with))
     with _all_write(partial):
         if own:
-            _write_tensors(own, partial / _file(rank, size, token[0]))
+            save_file(own, partial / files[rank], metadata={"format": "pt"})
+            sync_file(partial / files[rank])
         if progress is not None:
-            _write_state(_state_of(pipeline), partial / f"training-{rank}.pt")
+            torch.save(_state_of(pipeline), partial / f"training-{rank}.pt")
+            sync_file(partial / f"training-{rank}.pt")
     sizes: list[dict[str, int]] = [{} for _ in range(size)]
-    torch.distributed.all_gather_object(sizes, {name: each.nbytes for name, each in own.items()})
+    torch.distributed.all_gather_object(sizes, {name: tensor.nbytes for name, tensor in own.items()})
     with _all_write(partial):
         if rank == 0:
-            _write_rest(partial, origin, progress, sizes, token[0])
-
-
-def _write_rest(
-    partial: Path,
-    origin: CheckpointOrigin,
-    progress: SavedProgress | None,
-    sizes: Sequence[Mapping[str, int]],
-    token: str,
-) -> None:
-    """The index, configuration and tokenizer, and how far the run is."""
-    _write_index(partial, sizes, token)
-    origin.save_rest(partial)
-    if progress is not None:
-        write_whole(partial / _PROGRESS, json.dumps(asdict(progress), indent=1) + "\n")
-    for each in partial.iterdir():
-        sync_file(each)
-    sync_directory(partial)
-
-
-def _file(rank: int, size: int, token: str) -> str:
-    return f"model-{rank + 1:05d}-of-{size:05d}-{token}.safetensors"
+            weight_map = {name: file for file, of_rank in zip(files, sizes, strict=True) for name in of_rank}
+            total = sum(sum(of_rank.values()) for of_rank in sizes)
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            write_whole(partial / _INDEX, json.dumps(index, indent=1, sort_keys=True) + "\n")
+            origin.save_rest(partial)
+            if progress is not None:
+                write_whole(partial / _PROGRESS, json.dumps(asdict(progress), indent=1) + "\n")
+            for path in partial.iterdir():
+                sync_file(path)
+            sync_directory(partial)
 
 
 def prune(output_dir: Path, most: int | None) -> None:
-    """Remove the oldest checkpoints beyond the `most` newest. On one rank."""
+    """Remove all but the `most` newest checkpoints; None: none. Called on one rank."""
     for old in _checkpoints(output_dir)[: -most or None] if most else ():
         _remove(old)
 
 
 def drop_others(output_dir: Path, *, after: int, but: Path) -> None:
-    """Remove checkpoints of more than `after` batches, but for one: they are of a run that was begun again. On one
-    rank.
-    """
+    """Remove the checkpoints of more than `after` batches, except one. Called on one rank."""
     for other in _checkpoints(output_dir):
         if _num_batches(other) > after and other != but:
             _remove(other)
 
 
 def drop_unfinished(output_dir: Path) -> None:
-    """Remove what a run left that was killed while it wrote or removed a checkpoint. On one rank."""
+    """Remove the rest of a checkpoint that a killed run was writing or removing. Called on one rank."""
     for left in output_dir.glob(".checkpoint-*"):
         shutil.rmtree(left, ignore_errors=True)
 
 
 def _remove(folder: Path) -> None:
-    """Under another name, so that none is there in part."""
+    """Remove a folder under another name, so that no part of it stays under its own."""
     if folder.exists():
         doomed = folder.with_name(f".{folder.name}.removed")
         shutil.rmtree(doomed, ignore_errors=True)
@@ -238,16 +231,16 @@ def _remove(folder: Path) -> None:
 
 
 def restore(pipeline: BuiltPipeline, folder: Path) -> None:
-    """Versions of the weights, optimizers and learning rates of this rank's stages, as `save` wrote them. Collective.
+    """Load the weight versions, optimizers and schedulers of this rank's stages as `save` wrote them. Collective.
 
-    Raises ValueError on all ranks where a file of one is missing or broken.
+    Raises ValueError on all ranks where the file of one is missing or damaged.
     """
     path = folder / f"training-{torch.distributed.get_rank()}.pt"
     with agreed():
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
-            # torch's advice, to trust the file, is none
+            # torch's own text advises to trust the file
             reason = "no state of a run" if isinstance(error, pickle.UnpicklingError) else first_line(error)
             raise ValueError(f"{path} cannot be read ({reason}); go on from another checkpoint") from error
         for key, update in pipeline.updates.items():
@@ -268,17 +261,20 @@ def _state_of(pipeline: BuiltPipeline) -> dict[int, dict]:
 
 
 def _newest(pipeline: BuiltPipeline) -> dict[str, Tensor]:
-    """All tensors of this rank's stages that a checkpoint has, by the names of the model; masters for weights."""
+    """The newest tensors of this rank's stages on the CPU, by their names in the model; masters in place of weights."""
     found: dict[str, Tensor] = {}
     for index, module in pipeline.modules.items():
         pipeline.versions[index].show_newest()
         found.update(module.stage.state_dict())
-    found.update({name: each for name, each in pipeline.exact.items() if name in found})
+    found.update({name: tensor for name, tensor in pipeline.exact.items() if name in found})
     return {name: tensor.detach().to("cpu").contiguous() for name, tensor in found.items()}
 
 
 def _reunited(own: dict[str, Tensor], written_with: Callable[[str], str]) -> dict[str, Tensor]:
-    """The same, where the first rank has all tensors that are written together and lie on several. Collective."""
+    """The tensors to write on this rank: those that are written together and lie on several ranks go to the first.
+
+    Collective. `written_with`: name of a tensor -> name of its group.
+    """
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     groups: list[dict[str, str]] = [{} for _ in range(size)]
     torch.distributed.all_gather_object(groups, {name: written_with(name) for name in own})
@@ -291,23 +287,6 @@ def _reunited(own: dict[str, Tensor], written_with: Callable[[str], str]) -> dic
             part = {name: own.pop(name) for name, its in groups[rank].items() if its == group}
             parts = [{} for _ in range(size)] if rank == min(holders) else None
             torch.distributed.gather_object(part, parts, dst=min(holders))
-            for each in parts or ():
-                own.update(each)
+            for part in parts or ():
+                own.update(part)
     return own
-
-
-def _write_index(partial: Path, sizes: Sequence[Mapping[str, int]], token: str) -> None:
-    weight_map = {name: _file(rank, len(sizes), token) for rank, of_rank in enumerate(sizes) for name in of_rank}
-    total = sum(size for of_rank in sizes for size in of_rank.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    write_whole(partial / _INDEX, json.dumps(index, indent=1, sort_keys=True) + "\n")
-
-
-def _write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    save_file(dict(tensors), path, metadata={"format": "pt"})
-    sync_file(path)
-
-
-def _write_state(state: object, path: Path) -> None:
-    torch.save(state, path)
-    sync_file(path)

@@ -1,4 +1,4 @@
-"""Fine-tune a Hugging Face model through a pipeline of stages. See docs/finetuning.md.
+"""The program `finetune.py`: fine-tune a Hugging Face model through a pipeline of stages. See docs/finetuning.md.
 
 torchrun --nproc-per-node 4 finetune.py --model_name_or_path FOLDER --task sequence-classification --train_file F ...
 """
@@ -9,7 +9,7 @@ from argparse import Namespace
 from megatron.pipeline import interrupt
 
 if __name__ == "__main__":
-    interrupt.end_at_interrupt(says="finetune.py: ended by SIGINT")  # before what takes long to import
+    interrupt.end_at_interrupt(says="finetune.py: ended by SIGINT")  # before imports that take long
 
 from megatron.finetuning.arguments import parse_args
 from megatron.trainer.ranks import StopSignal
@@ -29,9 +29,9 @@ def main() -> int:
 
 
 def run(args: Namespace, stop: StopSignal) -> None:
-    """Imports torch."""
-    from megatron.finetuning.dry_run import run_dry
+    """Run, or print what the run takes. torch is imported here."""
     from megatron.finetuning.job import finetune
+    from megatron.finetuning.plan import run_dry
 
     if args.dry_run:
         run_dry(args)

@@ -1,8 +1,9 @@
-"""`finetune`: one run on this rank, from checked flags to the model in --output_dir."""
+"""One run on this rank: from checked flags to the model in --output_dir."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import time
 from datetime import timedelta
@@ -12,18 +13,15 @@ from pathlib import Path
 import torch
 
 from megatron import backend
-from megatron.finetuning import checkpoint, intervals
-from megatron.finetuning.arguments import SOFTENING
+from megatron.finetuning import checkpoint
+from megatron.finetuning.arguments import SOFTENING, settle_intervals
 from megatron.finetuning.assembly import BuiltPipeline, build_pipeline
 from megatron.finetuning.checkpoint import CheckpointOrigin, SavedProgress
-from megatron.finetuning.data.epochs import Epochs
-from megatron.finetuning.dry_run import first_lines
-from megatron.finetuning.feed import Feed
-from megatron.finetuning.plan import RunPlan, make_plan
+from megatron.finetuning.data.batches import Epochs, Feed
+from megatron.finetuning.plan import RunPlan, first_lines, make_plan
 from megatron.finetuning.pretrained import Pretrained
-from megatron.finetuning.report import Report, peak_memory
 from megatron.finetuning.samples import Data, read_data
-from megatron.finetuning.trainer import Trainer, checkpoint_saver
+from megatron.finetuning.trainer import Report, Trainer, peak_memory
 from megatron.pipeline.runtime.contract.trace import gather_traces
 from megatron.pipeline.runtime.failure import agreement, failure_guard
 from megatron.pipeline.runtime.failure.agreement import agree_to_start, guarded
@@ -38,25 +36,25 @@ KEPT = (
     "gradient_accumulation_steps", "dataloader_drop_last", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2",
     "adam_epsilon", "momentum",
 )  # fmt: skip
-"""Flags of training that a checkpoint decides: where its run is in the data, and the state of its optimizers."""
+"""Flags that a resumed run must repeat: they decide its place in the data and the state of its optimizers."""
 
 
 def finetune(args: argparse.Namespace, stop: StopSignal) -> None:
     """Train and evaluate as `args` say.
 
     Raises:
-        SameEverywhere: an error that all ranks know; print it once.
+        SameEverywhere: an error that all ranks know, to be printed once.
         OnThisRank: this rank did not find the others.
     """
     configure_logging(args.logging_level)
-    join(args)
+    join_job(args)
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     with initialize.left_in_order(), guarded(failure_guard.guard(timeout=timeout)):
         run(args, stop)
 
 
-def join(args: argparse.Namespace) -> None:
-    """Become a rank of the job."""
+def join_job(args: argparse.Namespace) -> None:
+    """Choose the device, agree with the other ranks that the run can begin, and connect to them."""
     problem = None
     try:
         initialize.choose_device(args)
@@ -74,7 +72,10 @@ def join(args: argparse.Namespace) -> None:
 
 
 def check_output_dir(args: argparse.Namespace) -> None:
-    """Find where to go on. Raises ValueError where a run would write over another's checkpoints, or cannot write."""
+    """Set `resumed_from`, the checkpoint to go on from, or None.
+
+    Raises ValueError where there is no such checkpoint, a run would write over another's checkpoints, or cannot write.
+    """
     output = None if args.output_dir is None else Path(args.output_dir)
     last = None if output is None else checkpoint.latest(output)
     if args.resume_from_checkpoint == "last" and last is None:
@@ -99,15 +100,17 @@ def check_output_dir(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace, stop: StopSignal) -> None:
-    """The run of a rank that has joined the job. Raises ValueError."""
+    """Run on a rank that is connected. Raises ValueError for what all ranks find wrong."""
     started = time.perf_counter()
     torch.manual_seed(args.seed)
     data = read_data(args)
     plan = make_plan(args, data)
     batches = _batches(args, data, plan) if args.do_train else None
-    num_steps = _num_steps(args, batches)
     steps_per_epoch = batches.batches_per_epoch if batches else 1
-    intervals.settle(args, num_steps=num_steps, steps_per_epoch=steps_per_epoch)
+    num_steps = 0
+    if batches:
+        num_steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * steps_per_epoch)
+    settle_intervals(args, num_steps=num_steps, steps_per_epoch=steps_per_epoch)
     facts = _facts(args, plan, data)
     done = _progress(args, facts)
     with agreement.agreed():  # the first rank alone writes
@@ -127,19 +130,15 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
     left = max(num_steps - done.batches, 0)
     report.say(f"{left} of {num_steps} batches to train, {seconds:.1f} s since the start")
     origin = CheckpointOrigin(pretrained, plan.captured.all_names, plan.save_rest)
-    trainer = Trainer(
-        pipeline, args, report, stop,
-        batches=batches.batches(done.batches) if batches else iter(()), num_steps=num_steps,
-        validation=data.validation if args.do_eval else None,
-        save=checkpoint_saver(pipeline, args, origin, facts),
-    )  # fmt: skip
+    left_batches = batches.batches(done.batches) if batches else iter(())
+    trainer = Trainer(pipeline, args, report, stop, origin, facts, left_batches, num_steps, data.validation)
     if trainer.train():
         if args.do_eval and trainer.evaluated_step != num_steps:
             trainer.evaluate()
         if args.do_train:
             checkpoint.save_model(pipeline, Path(args.output_dir), origin)
             report.say(f"model in {args.output_dir}")
-    peaks = " ".join(f"{each / 2**20:.0f}" for each in peak_memory())
+    peaks = " ".join(f"{peak / 2**20:.0f}" for peak in peak_memory())
     report.say(f"most memory of each rank, MiB: {peaks}")
     if args.pipeline_timeline:
         _draw(plan, pipeline, trainer, args)
@@ -149,18 +148,23 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
 
 
 def _batches(args: argparse.Namespace, data: Data, plan: RunPlan) -> Epochs:
-    """The run's batches. Raises ValueError where the schedule cannot run one of them."""
+    """The order of the run's rows. Raises ValueError where the schedule cannot run a batch of its sizes."""
     batches = Epochs(
         num_samples=len(data.training), micro_batch_size=args.per_device_train_batch_size,
         accumulation=args.gradient_accumulation_steps, seed=args.seed, drop_last=args.dataloader_drop_last,
     )  # fmt: skip
-    for size in sorted({len(batch) for batch in islice(batches.batches(), batches.batches_per_epoch)}):
-        _check_size(plan, size, args)
+    for num_microbatches in sorted({len(batch) for batch in islice(batches.batches(), batches.batches_per_epoch)}):
+        try:
+            plan.schedule.validate(num_microbatches)
+        except ValueError as error:
+            if num_microbatches == args.gradient_accumulation_steps:
+                raise
+            raise ValueError(f"the last batch of an epoch: {error}; or give --dataloader_drop_last") from error
     return batches
 
 
 def _facts(args: argparse.Namespace, plan: RunPlan, data: Data) -> dict[str, object]:
-    """What a resumed run must have alike; see `SavedProgress`."""
+    """The fields of `SavedProgress` that a resumed run must have alike."""
     return {
         "signature": plan.partition.signature,
         "stages": plan.stages_digest,
@@ -181,26 +185,8 @@ def _draw(plan: RunPlan, pipeline: BuiltPipeline, trainer: Trainer, args: argpar
         )  # fmt: skip
 
 
-def _check_size(plan: RunPlan, num_microbatches: int, args: argparse.Namespace) -> None:
-    """Raises ValueError where the schedule cannot run batches of this size, such as the last one of an epoch."""
-    try:
-        plan.schedule.validate(num_microbatches)
-    except ValueError as error:
-        if num_microbatches == args.gradient_accumulation_steps:
-            raise
-        raise ValueError(f"the last batch of an epoch: {error}; or give --dataloader_drop_last") from error
-
-
-def _num_steps(args: argparse.Namespace, batches: Epochs | None) -> int:
-    if batches is None:
-        return 0
-    if args.max_steps > 0:
-        return args.max_steps
-    return -int(-args.num_train_epochs * batches.batches_per_epoch // 1)
-
-
 def _progress(args: argparse.Namespace, facts: dict) -> SavedProgress:
-    """Where the run begins. Raises ValueError where a checkpoint is of another run."""
+    """The progress with which the run begins. Raises ValueError where the checkpoint is of another run."""
     begin = SavedProgress(0, 0, **facts)
     if args.resumed_from is None:
         return begin

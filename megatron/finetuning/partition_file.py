@@ -1,31 +1,37 @@
-"""A model's partition as a file: `tools/partition.py MODEL --output P.json` writes it, `finetune.py --partition` reads
-it.
+"""A model's partition: as a file, and as the edges and the schedule of a pipeline.
+
+`tools/partition.py MODEL --output P.json` writes the file, `finetune.py --partition` reads it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
+import sympy
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
+from torch import fx
 
+from megatron.capture.edges import Crossings
 from megatron.capture.export import Captured
 from megatron.capture.graph_file import stage_of_operators
 from megatron.capture.signature import check_signature
 from megatron.documents.writing import write_whole
-from megatron.pipeline.program.edges import StageGraph
+from megatron.pipeline.program.edges import Edge, StageGraph
+from megatron.pipeline.program.weight_policies import Ahead, WeightPolicy
+from megatron.pipeline.schedules import Schedule
 
 FORM = 1
 LENGTHS = {
     "max_seq_length": ("text-to-text", "sequence-classification", "causal-lm", "question-answering"),
     "max_target_length": ("text-to-text",),
 }
-"""Flag of a length -> the tasks whose microbatches have it."""
+"""Flag of a length -> the tasks whose microbatches have that length."""
 
 _Count = Annotated[int, Field(ge=0)]
 _Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -33,8 +39,14 @@ _Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class StageCost:
-    """Costs of a microbatch at a stage: milliseconds of a forward without gradients, of a recompute and backward, of
-    a forward that saves and its backward; parameters that it owns, bytes that it saves for its backward.
+    """The costs of a microbatch at a stage.
+
+    Attributes:
+        forward_ms: of a forward that saves nothing.
+        recompute_and_backward_ms: of a backward after such a forward.
+        plain_forward_ms, plain_backward_ms: of a forward that saves activations, and of its backward.
+        parameters: the number of elements that the stage owns.
+        saved_bytes: of the activations that a forward saves.
     """
 
     forward_ms: _Number
@@ -47,8 +59,13 @@ class StageCost:
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class PartitionFile:
-    """`signature`: of the captured graph. `sequence`: tokens of a sequence and of a target, as the flags say.
-    `stage_of_node`: of the nodes of `graph_file`. `rank_of_stage`: the device of each stage.
+    """The content of a partition's file.
+
+    Attributes:
+        signature: of the captured graph.
+        sequence: tokens of a sequence and of a target, as the flags say.
+        stage_of_node: by the number of a node in `graph_file`.
+        rank_of_stage: the device of each stage.
     """
 
     form: int
@@ -68,23 +85,23 @@ class PartitionFile:
     weight_bytes_per_parameter: _Number
 
     def work(self, graph: StageGraph) -> tuple[tuple[float, float], ...]:
-        """Seconds of a forward and of a backward of each stage; those that others depend on recompute."""
+        """Seconds of a forward and of a backward of each stage; a stage without edges to others does not recompute."""
         return tuple(
-            (each.forward_ms / 1000, each.recompute_and_backward_ms / 1000)
+            (cost.forward_ms / 1000, cost.recompute_and_backward_ms / 1000)
             if graph.depth(stage)
-            else (each.plain_forward_ms / 1000, each.plain_backward_ms / 1000)
-            for stage, each in enumerate(self.stages)
+            else (cost.plain_forward_ms / 1000, cost.plain_backward_ms / 1000)
+            for stage, cost in enumerate(self.stages)
         )
 
     def to_json(self) -> str:
-        """One object; `device_of_node` is there for readers."""
+        """The file's text. `device_of_node` is there for people who read it."""
         content: dict[str, Any] = asdict(self)
         content["device_of_node"] = {node: self.rank_of_stage[stage] for node, stage in self.stage_of_node.items()}
         return json.dumps(content, indent=1) + "\n"
 
     @staticmethod
     def from_json(text: str, path: str = "the partition") -> PartitionFile:
-        """Raises ValueError for what is no partition of a model."""
+        """The partition that a text describes. Raises ValueError where it describes none."""
         try:
             content = json.loads(text)
         except json.JSONDecodeError as error:
@@ -110,7 +127,7 @@ class PartitionFile:
 
     @staticmethod
     def read(path: Path) -> PartitionFile:
-        """Raises ValueError as `from_json`, and for a file that cannot be read."""
+        """Read a partition. Raises ValueError as `from_json` does, and for a file that cannot be read."""
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -124,7 +141,7 @@ class PartitionFile:
         write_whole(path, self.to_json())
 
     def check(self, captured: Captured, path: str, args: argparse.Namespace) -> None:
-        """Raises ValueError where it is not for this model, or not for these flags."""
+        """Raises ValueError where the partition is for another model or for other flags."""
         for flag, its, given in (
             ("task", self.task, args.task),
             ("per_device_train_batch_size", self.micro_batch_size, args.per_device_train_batch_size),
@@ -137,5 +154,111 @@ class PartitionFile:
         check_signature(captured, self.signature, path)
 
     def stage_of_operators(self, captured: Captured) -> dict[int, int]:
-        """What `cut` takes."""
+        """Number of an operator -> its stage, as `cut` takes it."""
         return stage_of_operators(captured, self.stage_of_node)
+
+
+# --- the partition as a pipeline
+
+
+def edges_of(captured: Captured, crossing: Crossings) -> tuple[Edge, ...]:
+    """An edge for each pair of stages between which tensors travel, ascending.
+
+    Raises ValueError for stages that make no pipeline.
+    """
+    with_gradient: dict[tuple[int, int], bool] = {}
+    for key, route in crossing.routes.items():
+        has_gradient = _has_gradient(captured, crossing, key)
+        for pair in route:
+            with_gradient[pair] = with_gradient.get(pair, False) or has_gradient
+    edges = tuple(Edge(*pair, gradient) for pair, gradient in sorted(with_gradient.items()))
+    StageGraph.of(crossing.num_stages, edges)
+    return edges
+
+
+class EdgeBytes(NamedTuple):
+    """The bytes that travel over an edge in a forward.
+
+    Attributes:
+        activations: of each microbatch.
+        parameters: of shared parameters, which travel once for each value that their owner's forwards use.
+    """
+
+    activations: int = 0
+    parameters: int = 0
+
+    def a_microbatch(self, num_microbatches: int, weights: WeightPolicy) -> float:
+        """Bytes of a microbatch, on the mean over a batch; at most, where each forward may use a step of its own."""
+        num_values = num_microbatches if weights.ahead is Ahead.PROVISIONAL_STEP else 1
+        return self.activations + self.parameters * num_values / num_microbatches
+
+
+def bytes_of_edges(
+    captured: Captured, crossing: Crossings, sizes: Mapping[sympy.Symbol, int]
+) -> dict[tuple[int, int], EdgeBytes]:
+    """(source, target) -> the bytes of the edge. `sizes`: of the dimensions that the captured graph leaves open."""
+    found: dict[tuple[int, int], EdgeBytes] = {}
+    for key, route in crossing.routes.items():
+        for pair in route:
+            activations, parameters = found.get(pair, EdgeBytes())
+            if isinstance(key, str):
+                parameters += captured.parameters[key].nbytes
+            else:
+                activations += _num_bytes(key, sizes)
+            found[pair] = EdgeBytes(activations, parameters)
+    return found
+
+
+def schedule_of(
+    name: str,
+    edges: Sequence[Edge],
+    partition: PartitionFile,
+    *,
+    recompute: bool,
+    norm_decides: bool = False,
+    predict: bool = False,
+    provisional: bool = False,
+) -> Schedule:
+    """The schedule of a name over the stages of a partition.
+
+    Args:
+        recompute: activations; ftpipe always does, since its backwards use newer weights than its forwards.
+        norm_decides: gradients are clipped by their norm.
+        predict: ftpipe's forwards use predicted weights.
+        provisional: ftpipe's forwards use the weights of provisional steps.
+
+    Raises ValueError for stages that the schedule cannot run, such as a graph that is no chain under 2bw.
+    """
+    rank_of_stage, num_stages = partition.rank_of_stage, len(partition.rank_of_stage)
+    graph = StageGraph.of(num_stages, edges)
+    chain = graph.is_chain
+    common = {"num_stages": num_stages, "edges": () if chain else tuple(edges), "rank_of_stage": rank_of_stage}
+    if name == "ftpipe":
+        assert not (predict and provisional), "the command line excludes it"
+        weights = "stale-predicted" if predict else "stale-provisional" if provisional else "stale"
+        return Schedule(order="async", weights=weights, recompute=True, work=partition.work(graph), **common)
+    if name in ("2bw", "pipedream"):
+        if not chain:
+            skips = " ".join(str(edge) for edge in edges if edge.target != edge.source + 1)
+            raise ValueError(
+                f"{name} runs stages that are a chain, and these have the edges {skips}; partition with "
+                "--max-stages-per-device 1 --methods sequential, or choose ftpipe, flush or gpipe"
+            )
+        if len(set(rank_of_stage)) < num_stages:
+            raise ValueError(
+                f"{name} runs one stage on each device, and the partition has {num_stages} on "
+                f"{len(set(rank_of_stage))}; partition with --max-stages-per-device 1, or choose ftpipe, flush or gpipe"
+            )
+    return Schedule.preset(name, recompute=recompute, norm_decides=norm_decides, **common)
+
+
+def _has_gradient(captured: Captured, crossing: Crossings, key: fx.Node | str) -> bool:
+    return captured.parameters[key].requires_grad if isinstance(key, str) else key in crossing.differentiable
+
+
+def _num_bytes(node: fx.Node, sizes: Mapping[sympy.Symbol, int]) -> int:
+    value = node.meta["val"]
+    count = 1
+    for size in value.shape:
+        count *= size if isinstance(size, int) else int(size.node.expr.subs(sizes))
+    return count * value.dtype.itemsize

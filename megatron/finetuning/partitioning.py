@@ -1,7 +1,7 @@
-"""From a captured model to its partition: profile, let methods compete, and have the simulator choose.
+"""From a captured model to its partition: the model is profiled, methods compete, and the simulator chooses.
 
-The objective of `megatron.partition` prices devices and what crosses; it does not know that a stage waits for another.
-The simulator does: it runs the very program of each candidate on the profiled times.
+The objective of `megatron.partition` is the work of devices and the bytes between them, without the waits of stages for
+each other. So the simulator runs the program of each candidate on the profiled times.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,24 +24,31 @@ from megatron.capture.export import Captured
 from megatron.capture.graph_file import graph_file, stage_of_operators
 from megatron.capture.profile import BlockCost, parameters_of, profile
 from megatron.capture.signature import signature
-from megatron.finetuning.partition_file import FORM, PartitionFile, StageCost
+from megatron.finetuning.partition_file import (
+    FORM,
+    EdgeBytes,
+    PartitionFile,
+    StageCost,
+    bytes_of_edges,
+    edges_of,
+    schedule_of,
+)
 from megatron.finetuning.samples import Data
-from megatron.finetuning.stage_edges import EdgeBytes, bytes_of_edges, edges_of, schedule_of
 from megatron.partition import CompeteResult, Competition, Graph, Partition, compete, parse_graph
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
 
 ALIKE = 1.005
-"""Candidates whose simulated times are this close are told apart by their depth, which is staleness."""
+"""Among candidates whose simulated times are within this factor, the one of the least depth (staleness) is chosen."""
 
 _STATE_BYTES = {"adamw": 8, "adam": 8, "sgd": 4, "adafactor": 0}
-"""The optimizer's bytes for each parameter, in FP32; Adafactor's rows and columns are next to nothing."""
+"""Bytes of the optimizer's state for each parameter, in FP32; Adafactor's rows and columns are next to nothing."""
 
 
 @dataclass(frozen=True)
 class PlannedMachine:
-    """`memory_bytes`: of each device. `bandwidth`: between devices, 10^9 bytes per second."""
+    """The machine to cut for. `memory_bytes`: of each device. `bandwidth`: between devices, 10^9 bytes per second."""
 
     num_devices: int
     memory_bytes: float
@@ -49,7 +57,7 @@ class PlannedMachine:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A result of the competition as a pipeline. `simulated_ms`: of a microbatch, in steady state."""
+    """A result of the competition as a pipeline. `simulated_ms`: of a microbatch, in the steady state."""
 
     result: CompeteResult
     file: PartitionFile
@@ -58,8 +66,10 @@ class Candidate:
 
 
 def weight_bytes(args: argparse.Namespace) -> float:
-    """What a parameter takes with its gradient and the optimizer's state, of the same precision; with --bf16 the state,
-    the master and, while a step is taken, the gradient once more are FP32.
+    """Bytes of a parameter with its gradient and the optimizer's state.
+
+    All have the precision of --dtype; with --bf16 the state, the master and, during a step, a copy of the gradient are
+    FP32.
     """
     if args.bf16:
         return 2 * 2 + 4 + 4 + _STATE_BYTES[args.optim]
@@ -67,7 +77,7 @@ def weight_bytes(args: argparse.Namespace) -> float:
 
 
 def num_bytes(text: str) -> float:
-    """The number that `11GiB`, `512MiB` or `11GB` says. Raises ValueError."""
+    """Bytes of an amount such as `11GiB`, `512MiB` or `11GB`. Raises ValueError for another text."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?) *(GiB|MiB|GB|MB)", text)
     if match is None or float(match[1]) == 0:
         raise ValueError(f"'{text}' is no amount of memory; write it as 11GiB or 512MiB")
@@ -87,16 +97,20 @@ def cut_model(
     seconds: float | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> tuple[Candidate, list[Candidate], Graph, Competition]:
-    """Profile the model on `batch`, a microbatch, on this process's device, and cut it.
+    """Profile a model on this process's device, and cut it.
 
-    `effort`, `num_microbatches`, `seconds`: as `compete` takes them.
+    Args:
+        batch: a microbatch.
+        methods, milp_seconds, effort, num_microbatches, seconds: as `compete` takes them.
+        progress: is called with what is under way.
 
-    Returns the choice, all candidates, the graph and the competition. Raises ValueError with the reason of each method
-    where nothing fits.
+    Returns the choice, all candidates, the graph and the competition.
+
+    Raises ValueError with the reason of each method where nothing fits.
     """
     num_blocks = len(blocks_of(captured))
     costs = profile(
-        captured, {name: each.to(backend.device()) for name, each in batch.items()},
+        captured, {name: tensor.to(backend.device()) for name, tensor in batch.items()},
         progress=lambda done, _: progress(f"profiling block {done} of {num_blocks}"),
     )  # fmt: skip
     graph = graph_of(captured, costs, machine, args)
@@ -117,27 +131,25 @@ def cut_model(
         seed=args.seed, effort=effort, num_microbatches=num_microbatches, seconds=seconds,
         milliseconds_of=milliseconds_of, alike=ALIKE, progress=progress,
     )  # fmt: skip
-    candidates, seen = [], set()
+    different: dict[object, Candidate] = {}
     for result in competition.results:
         if milliseconds_of(result) == math.inf:
             competition.failures[result.method] = str(simulated[id(result)])
-            continue
-        candidate = simulated[id(result)]
-        key = (tuple(candidate.file.stage_of_node.items()), candidate.file.rank_of_stage)
-        if key not in seen:
-            seen.add(key)
-            candidates.append(candidate)
+        else:
+            file = simulated[id(result)].file
+            different.setdefault((tuple(file.stage_of_node.items()), file.rank_of_stage), simulated[id(result)])
+    candidates = list(different.values())
     if not candidates:
         reasons = "; ".join(f"{method}: {reason}" for method, reason in competition.failures.items())
         raise ValueError(f"no partition makes a pipeline ({reasons}); try other --methods, or more devices")
-    least = min(each.simulated_ms for each in candidates)
-    near = [each for each in candidates if each.simulated_ms <= ALIKE * least]
-    choice = min(near, key=lambda each: (each.depth, each.simulated_ms))
+    least = min(candidate.simulated_ms for candidate in candidates)
+    near = [candidate for candidate in candidates if candidate.simulated_ms <= ALIKE * least]
+    choice = min(near, key=lambda candidate: (candidate.depth, candidate.simulated_ms))
     return choice, candidates, graph, competition
 
 
 def num_microbatches(args: argparse.Namespace, data: Data) -> float:
-    """Of a run with these samples: as `finetune.py`'s flags say, or three epochs."""
+    """The number of microbatches of a run with these samples: as `finetune.py`'s flags say, or of three epochs."""
     rows = data.training if data.training is not None else data.validation
     epoch = -(-len(rows) // args.per_device_train_batch_size)
     most = getattr(args, "max_steps", -1) * args.gradient_accumulation_steps
@@ -147,7 +159,7 @@ def num_microbatches(args: argparse.Namespace, data: Data) -> float:
 def graph_of(
     captured: Captured, costs: Sequence[BlockCost], machine: PlannedMachine, args: argparse.Namespace
 ) -> Graph:
-    """What the methods cut."""
+    """The graph that the methods cut."""
     content = graph_file(
         captured, costs, num_devices=machine.num_devices, bandwidth_gigabytes_per_second=machine.bandwidth,
         memory_limit_bytes=machine.memory_bytes,
@@ -165,7 +177,10 @@ def candidate_of(
     machine: PlannedMachine,
     args: argparse.Namespace,
 ) -> Candidate:
-    """A partition with its stages numbered as a pipeline has them, timed by the simulator."""
+    """A result with its stages in the order of a pipeline, timed by the simulator.
+
+    Raises ValueError for stages that make no pipeline.
+    """
     partition = _in_order(captured, result.partition)
     file = PartitionFile(
         form=FORM,
@@ -196,15 +211,18 @@ def candidate_of(
 def simulated_seconds(
     schedule: Schedule, file: PartitionFile, edge_bytes: Mapping[tuple[int, int], EdgeBytes], num_microbatches: int
 ) -> float:
-    """The steady time of a microbatch, in batches of so many, by the profiled times and the machine's bandwidth."""
+    """Seconds of a microbatch in the steady state, from the profiled times and the machine's bandwidth.
+
+    `num_microbatches`: of a batch.
+    """
     recomputes = [schedule.recomputes(stage) for stage in range(schedule.num_stages)]
     costs = Costs(
         forward=[
-            (each.forward_ms if again else each.plain_forward_ms) / 1000
-            for each, again in zip(file.stages, recomputes, strict=True)
+            (cost.forward_ms if again else cost.plain_forward_ms) / 1000
+            for cost, again in zip(file.stages, recomputes, strict=True)
         ],
-        recompute=[each.plain_forward_ms / 1000 for each in file.stages],
-        backward=[each.plain_backward_ms / 1000 for each in file.stages],
+        recompute=[cost.plain_forward_ms / 1000 for cost in file.stages],
+        backward=[cost.plain_backward_ms / 1000 for cost in file.stages],
         bandwidth=1e9 * file.bandwidth_gigabytes_per_second,
         forward_bytes=[
             edge_bytes[edge.source, edge.target].a_microbatch(num_microbatches, schedule.weights)
@@ -217,12 +235,12 @@ def simulated_seconds(
     )
     work = file.work(schedule.graph)
     busiest = max(sum(sum(work[stage]) for stage in schedule.stages_of(rank)) for rank in range(schedule.num_ranks))
-    # A rank that began late may hide for a while that another has more to do.
+    # A rank that began late may hide for a while that another has more work.
     return max((long - short) / settling / num_microbatches, busiest if all(recomputes[:-1]) else 0.0)
 
 
 def _in_order(captured: Captured, partition: Partition) -> Partition:
-    """The same with stages numbered such that each needs only those before it, data's stages left out."""
+    """The partition with stages numbered so that each needs only those before it, without stages of inputs alone."""
     stage_of = stage_of_operators(captured, partition.stage_of_node)
     first_of: dict[int, int] = {}
     graph = networkx.DiGraph()
@@ -241,24 +259,16 @@ def _in_order(captured: Captured, partition: Partition) -> Partition:
 
 
 def _stage_costs(captured: Captured, costs: Sequence[BlockCost], partition: Partition) -> tuple[StageCost, ...]:
-    first = len(captured.inputs)
-    sums = [[0.0] * 4 + [0] for _ in range(partition.num_stages)]
+    sums = [Counter(parameters=0) for _ in range(partition.num_stages)]
     owners: dict[str, int] = {}
-    for place, (block, cost) in enumerate(zip(blocks_of(captured), costs, strict=True)):
-        stage = partition.stage_of_node[first + place]
-        total = sums[stage]
-        for number, value in enumerate(
-            (
-                cost.forward_ms, cost.recorded_forward_ms + cost.backward_ms, cost.recorded_forward_ms,
-                cost.backward_ms, cost.saved_bytes,
-            )
-        ):  # fmt: skip
-            total[number] += value
+    for node, (block, cost) in enumerate(zip(blocks_of(captured), costs, strict=True), start=len(captured.inputs)):
+        stage = partition.stage_of_node[node]
+        sums[stage].update(
+            forward_ms=cost.forward_ms, recompute_and_backward_ms=cost.recorded_forward_ms + cost.backward_ms,
+            plain_forward_ms=cost.recorded_forward_ms, plain_backward_ms=cost.backward_ms, saved_bytes=cost.saved_bytes,
+        )  # fmt: skip
         for name in parameters_of(captured, block):
             owners[name] = min(owners.get(name, stage), stage)
-    parameters = [0] * partition.num_stages
     for name, stage in owners.items():
-        parameters[stage] += captured.parameters[name].numel()
-    return tuple(
-        StageCost(*map(float, total[:4]), count, total[4]) for total, count in zip(sums, parameters, strict=True)
-    )
+        sums[stage]["parameters"] += captured.parameters[name].numel()
+    return tuple(StageCost(**total) for total in sums)

@@ -1,7 +1,7 @@
-"""What all ranks agree on before any has a weight: the graph, the stages of its operators, and the schedule.
+"""The plan of a run, before any rank has a weight: the graph, its stages, the schedule, and what they will take.
 
-Each rank opens the model without memory for its parameters and captures it for itself; the graph's signature says that
-they speak of the same one.
+Each rank captures the model for itself, without memory for its parameters; the signature of the graph in the partition
+proves that all have the same graph.
 """
 
 from __future__ import annotations
@@ -15,28 +15,48 @@ from pathlib import Path
 
 import sympy
 import torch
+from rich.table import Table
 
 from megatron.capture.edges import crossings
 from megatron.capture.export import Captured
 from megatron.documents.numbers import counted
-from megatron.finetuning.model import capture_model, open_model
-from megatron.finetuning.optimizers import decaying
-from megatron.finetuning.partition_file import LENGTHS, PartitionFile
-from megatron.finetuning.partitioning import PlannedMachine, cut_model, num_bytes, num_microbatches
-from megatron.finetuning.samples import Data
-from megatron.finetuning.stage_edges import EdgeBytes, bytes_of_edges, edges_of, schedule_of
+from megatron.documents.tables import console
+from megatron.finetuning.partition_file import LENGTHS, EdgeBytes, PartitionFile, bytes_of_edges, edges_of, schedule_of
+from megatron.finetuning.partitioning import (
+    PlannedMachine,
+    cut_model,
+    num_bytes,
+    num_microbatches,
+    simulated_seconds,
+    weight_bytes,
+)
+from megatron.finetuning.pretrained import capture_model, open_model
+from megatron.finetuning.samples import Data, read_data
+from megatron.pipeline.program.weight_policies import Ahead
 from megatron.pipeline.runtime.failure.agreement import on_rank_zero
+from megatron.pipeline.runtime.failure.errors import SameEverywhere
 from megatron.pipeline.schedules import Schedule
 
+GIB = 2**30
 EFFORT = 0.2
 """The effort of the search where a run cuts its model itself; tools/partition.py takes 1."""
+
+GENERATION = "generation_config.json"
+"""The settings of text generation, which a run copies as they are."""
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """`model`: without memory for its parameters. `stage_of_operator`: for `cut`. `sizes`: what decides the shapes of a
-    microbatch. `decays`: names of the weights that decay. `edge_bytes`: by (source, target).
-    `save_rest(folder)`: writes the configuration and the tokenizer.
+    """What all ranks agree on.
+
+    Attributes:
+        model: without memory for its parameters.
+        stage_of_operator: as `cut` takes it.
+        sizes: of the dimensions that the captured graph leaves open.
+        decays: names of the weights that --weight_decay is for.
+        initializer_range: the standard deviation of a new head's weights.
+        edge_bytes: by (source, target).
+        save_rest: writes the configuration and the processor into a folder.
     """
 
     model: torch.nn.Module
@@ -52,22 +72,18 @@ class RunPlan:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the weights."""
+        """The dtype of the weights."""
         return getattr(torch, self.partition.dtype)
 
     @property
     def stages_digest(self) -> str:
-        """A name for which operators are in which stage, and on which rank."""
+        """A digest of which operators are in which stage, and which stages on which rank."""
         content = [sorted(self.stage_of_operator.items()), list(self.schedule.rank_of_stage)]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
-GENERATION = "generation_config.json"
-"""How transformers generates text with a model: of no concern here, and kept."""
-
-
 def make_plan(args: argparse.Namespace, data: Data) -> RunPlan:
-    """Collective where ranks are connected: without --partition the first one profiles and cuts the model.
+    """Plan the run of these flags. Collective in a job: without --partition the first rank profiles and cuts the model.
 
     Raises ValueError for a model that cannot be captured, or a partition that is not for it.
     """
@@ -105,9 +121,9 @@ def make_plan(args: argparse.Namespace, data: Data) -> RunPlan:
 
 
 def captured_model(args: argparse.Namespace, data: Data) -> tuple[Captured, dict[str, torch.Tensor], torch.nn.Module]:
-    """(the graph, a microbatch of real samples, the model without memory for its parameters).
+    """The captured graph, a microbatch of real samples, and the model without memory for its parameters.
 
-    Raises ValueError for a model that cannot be captured.
+    Raises ValueError for a model that cannot be captured, and for flags that it is too short for.
     """
     dtype = getattr(torch, args.dtype)
     model = open_model(args.model_name_or_path, data.task.auto_model, dtype=dtype, changes=data.changes)
@@ -125,7 +141,7 @@ def captured_model(args: argparse.Namespace, data: Data) -> tuple[Captured, dict
 
 
 def require_causal(model: torch.nn.Module, folder: str) -> None:
-    """Raises ValueError for a model that sees the tokens that it is to predict, as a BERT does unless it is told."""
+    """Raises ValueError for a model that sees the tokens that it is to predict, such as a BERT without is_decoder."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     kind = model.config.model_type
@@ -137,14 +153,26 @@ def require_causal(model: torch.nn.Module, folder: str) -> None:
 
 
 def num_positions(model: torch.nn.Module) -> int | None:
-    """The longest sequence that a model takes; None: any. Where padding has a position of its own, as in RoBERTa, real
-    ones begin behind it.
+    """The tokens of the longest sequence that a model takes; None: any number.
+
+    Where padding has a position of its own, as in RoBERTa, the positions of tokens begin behind it.
     """
     most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Embedding) and "position" in name and module.num_embeddings == most:
             return most if module.padding_idx is None else most - module.padding_idx - 1
     return most
+
+
+def decaying(model: torch.nn.Module) -> frozenset[str]:
+    """The names of the weights that --weight_decay is for: all but biases and the weights of norms."""
+    found = set()
+    for path, module in model.named_modules():
+        is_norm = "norm" in type(module).__name__.lower()
+        for name, _ in module.named_parameters(recurse=False):
+            if not is_norm and "bias" not in name:
+                found.add(f"{path}.{name}" if path else name)
+    return frozenset(found)
 
 
 def _made_on_first_rank(args, captured: Captured, batch, data: Data) -> PartitionFile:
@@ -159,10 +187,118 @@ def _made_on_first_rank(args, captured: Captured, batch, data: Data) -> Partitio
 
 def _save_rest(folder: Path, model: torch.nn.Module, data: Data, args: argparse.Namespace) -> None:
     model.config.architectures = [type(model).__name__]
-    model.config.dtype = torch.float32 if args.bf16 else next(model.parameters()).dtype  # masters are written
+    model.config.dtype = torch.float32 if args.bf16 else next(model.parameters()).dtype  # masters are written in FP32
     model.config.save_pretrained(folder)
     generation = Path(args.model_name_or_path) / GENERATION
     if generation.is_file():
         (folder / GENERATION).write_bytes(generation.read_bytes())
     if data.processor is not None:
         data.processor.save_pretrained(folder)
+
+
+# --- what the plan takes
+
+
+def run_dry(args: argparse.Namespace) -> None:
+    """Print what the job takes, on the first rank. Raises SameEverywhere for what would keep the job from running."""
+    if args.rank:
+        return
+    try:
+        plan = make_plan(args, read_data(args))
+    except ValueError as error:
+        raise SameEverywhere(str(error)) from error
+    out = console(150, highlight=True)
+    for line in first_lines(plan, args):
+        out.print(line, highlight=False)
+    table = Table("device", "stages", "parameters M", "weights GiB", "activations GiB", "of GiB", "compute ms")
+    limit = plan.partition.memory_limit_bytes
+    for rank, (parameters, weights, saved, milliseconds) in enumerate(of_devices(plan, args)):
+        table.add_row(
+            str(rank), " ".join(map(str, plan.schedule.stages_of(rank))), f"{parameters / 1e6:.2f}",
+            f"{weights / GIB:.3f}", f"{saved / GIB:.3f}", f"{limit / GIB:.2f}", f"{milliseconds:.2f}",
+        )  # fmt: skip
+    out.print(table)
+    accumulation = args.gradient_accumulation_steps
+    seconds = simulated_seconds(plan.schedule, plan.partition, plan.edge_bytes, accumulation)
+    out.print(f"simulated: {1000 * seconds:.2f} ms a microbatch, {accumulation} of them a batch")
+
+
+def first_lines(plan: RunPlan, args: argparse.Namespace) -> list[str]:
+    """The first lines of a run's log: stages of each rank, edges, staleness, memory."""
+    schedule = plan.schedule
+    graph, accumulation = schedule.graph, args.gradient_accumulation_steps
+    edges = " ".join(
+        f"{edge} ({plan.edge_bytes[pair].a_microbatch(accumulation, schedule.weights) / 1e6:.2f} MB)"
+        for edge in graph.edges
+        for pair in [(edge.source, edge.target)]
+    )
+    ranks = "; ".join(
+        f"rank {rank}: {' '.join(map(str, schedule.stages_of(rank)))} ({(of[1] + of[2]) / GIB:.2f} GiB, {of[3]:.1f} ms)"
+        for rank, of in enumerate(of_devices(plan, args))
+    )
+    depth = max(map(graph.depth, range(schedule.num_stages)))
+    lines = [
+        f"{plan.captured.model_name}: {counted(schedule.num_stages, 'stage')} on "
+        f"{counted(schedule.num_ranks, 'rank')}, {args.pipeline_schedule}; stages, memory and work of a "
+        f"microbatch: {ranks}",
+        f"edges, with what a microbatch sends over each: {edges or 'none'}",
+    ]
+    if schedule.weights.refreshes:
+        stale = [-(-graph.depth(stage) // accumulation) for stage in range(schedule.num_stages)]
+        lines.append(
+            f"depth {depth}: the forwards of stages 0 to {schedule.num_stages - 1} use weights that are up to "
+            f"{' '.join(map(str, stale))} steps older than those of their backwards"
+            + (f", and {schedule.weights.ahead.value} from there" if schedule.weights.looks_ahead else "")
+        )
+    else:
+        delay = schedule.weights.delay
+        lines.append(
+            f"depth {depth}: "
+            + ("weights are never stale" if delay == 0 else "weights are one step old" if delay == 1 else "weights are "
+               "stashed: backwards use those of their forwards")
+        )  # fmt: skip
+    takes, assumed = weight_bytes(args), plan.partition.weight_bytes_per_parameter
+    if takes > assumed:
+        lines.append(
+            f"note: a parameter takes {takes:g} bytes with its optimizer, and the partition counted {assumed:g}; make "
+            "it again with this run's --optim and --bf16"
+        )
+    return lines
+
+
+def of_devices(plan: RunPlan, args: argparse.Namespace) -> list[tuple[int, float, float, float]]:
+    """By device: parameters, bytes of weights with gradients and optimizer, bytes of activations, and milliseconds of
+    computation of a microbatch.
+    """
+    schedule, found = plan.schedule, []
+    work = plan.partition.work(schedule.graph)
+    saved_by_stage = schedule.max_saved_microbatches((args.gradient_accumulation_steps,) * 4)
+    for rank in range(schedule.num_ranks):
+        parameters, weights, saved, seconds = 0, 0.0, 0.0, 0.0
+        for stage in schedule.stages_of(rank):
+            cost = plan.partition.stages[stage]
+            received = [edge for (_, target), edge in plan.edge_bytes.items() if target == stage]
+            versions = schedule.weights.max_live_versions(stage, schedule.num_stages) - 1
+            size = weight_bytes(args) + versions * plan.dtype.itemsize + _gap_bytes(plan, args, stage)
+            parameters, weights = parameters + cost.parameters, weights + cost.parameters * size
+            in_flight = saved_by_stage[stage]
+            recomputes = schedule.recomputes(stage)
+            saved += sum(edge.activations for edge in received) * in_flight
+            # A shared parameter has a value for each version or step in flight, and the sum of its gradients.
+            is_stepped = schedule.weights.ahead is Ahead.PROVISIONAL_STEP
+            held = -(-in_flight // (1 if is_stepped else args.gradient_accumulation_steps)) + 1
+            saved += sum(edge.parameters for edge in received) * held
+            saved += cost.saved_bytes * (1 if recomputes else in_flight)
+            seconds += sum(work[stage])
+        found.append((parameters, weights, saved, 1000 * seconds))
+    return found
+
+
+def _gap_bytes(plan: RunPlan, args: argparse.Namespace, stage: int) -> int:
+    """Bytes of a parameter that gap-aware steps add: the average of steps, the weights of each forward whose step is
+    still to come, and a copy during a step.
+    """
+    steps_behind = -(-plan.schedule.graph.depth(stage) // args.gradient_accumulation_steps)
+    if not args.gap_aware or not steps_behind:
+        return 0
+    return (steps_behind + 2) * (4 if args.bf16 else plan.dtype.itemsize)

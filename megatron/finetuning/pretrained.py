@@ -1,16 +1,20 @@
-"""What a model's folder has for the model: which tensors of the files make which of the model's, and which have no use.
+"""A Hugging Face model from its folder: its configuration, the model without memory for its weights, and its tensors.
 
-Problem: files have other tensors than the model. They have experts one by one where the model has all in one, and names
-that modules had once. Solution: transformers' own renamings and converters, as `from_pretrained` applies them, but
-first to names alone. So every rank knows what is missing and what is left over, reads only what its stages' tensors are
-made of, and writes what `save_pretrained` would.
+Problem: a folder's files have other tensors than the model. They have experts one by one where the model has all in
+one, and names that modules had once.
+
+Solution: transformers' own renamings and converters, as `from_pretrained` applies them, but first to names alone. So
+every rank knows what is missing and what is left over, reads only what its stages' tensors are made of, and writes what
+`save_pretrained` would write.
+
+transformers is imported where it is used, since only fine-tuning needs it.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,16 +23,98 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from megatron.capture.export import Captured, capture
+from megatron.capture.fake import fake_parameters
 from megatron.capture.tensors import FolderTensors, Wanted, tensor_files
 
 OPTIONAL = "pooler", "add_pooling_layer"
-"""A module of the model inside that counts as a head, where the class can be built without it by this argument."""
+"""A module of the inner model that counts as a part of the head, and the argument that builds the model without it."""
+
+
+def require_transformers():
+    """The package transformers. Raises ValueError where it is not installed."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise ValueError("fine-tuning needs the package transformers, 5 or later; pip install .[tokenizers]") from error
+    return transformers
+
+
+def check_folder(folder: str) -> Path:
+    """The folder as a path. Raises ValueError where it is not that of a model."""
+    path = Path(folder)
+    if not path.is_dir():
+        raise ValueError(
+            f"--model_name_or_path {folder} is no folder; download the model first (nothing is downloaded here)"
+        )
+    if not (path / "config.json").is_file():
+        raise ValueError(f"{folder} has no config.json, so it is no model of transformers; give a model's folder")
+    return path
+
+
+def read_config(folder: str, changes: Mapping[str, object] | None = None):
+    """The configuration in a model's folder, with `changes`. Raises ValueError where it cannot be read."""
+    transformers = require_transformers()
+    check_folder(folder)
+    try:
+        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, **dict(changes or {}))
+    except Exception as error:  # of a field of another kind any
+        raise ValueError(f"{folder}/config.json cannot be read: {first_line(error)}; save the model anew") from error
+
+
+def open_model(
+    folder: str,
+    auto_model: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    changes: Mapping[str, object] | None = None,
+) -> torch.nn.Module:
+    """The model that a folder's configuration describes, without memory for its weights.
+
+    Args:
+        auto_model: the class of transformers that knows the architecture for the task, such as
+            ``AutoModelForCausalLM``.
+        changes: to the configuration, such as ``num_labels``.
+
+    Raises ValueError as `read_config` does, and for an architecture that has no model for the task.
+    """
+    config = read_config(folder, changes)
+    config.use_cache = False
+    try:
+        with fake_parameters(dtype):
+            return getattr(require_transformers(), auto_model).from_config(config)
+    except (ValueError, KeyError) as error:
+        raise ValueError(
+            f"{config.model_type} of {folder} has no {auto_model}: {first_line(error)}; choose another --task"
+        ) from error
+
+
+def capture_model(model: torch.nn.Module, batch: Mapping[str, Tensor], keep: Sequence[str]) -> Captured:
+    """The graph of a model, captured with a microbatch; a single sample is doubled, so that its number stays free.
+
+    Args:
+        keep: fields of the model's output that evaluations need besides the loss.
+
+    Raises ValueError as `capture` does.
+    """
+    if next(iter(batch.values())).shape[0] == 1:
+        batch = {name: torch.cat([tensor, tensor]) for name, tensor in batch.items()}
+    return capture(model, batch, keep=keep)
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's text without its full stop, or the error's class where it has no text."""
+    first, *others = str(error).splitlines() or [type(error).__name__]
+    return f"{first} {others[0].strip()}" if first.endswith(":") and others else first.rstrip(".")
 
 
 @dataclass
 class _Recipe:
-    """How transformers makes tensors of the model. `sources`: names in the files, with the converter's pattern of each.
-    `converter`: None where it is one tensor as it is.
+    """How transformers makes one or several tensors of the model, named `targets`, from tensors of the files.
+
+    Attributes:
+        converter: transformers'; None where a tensor is taken as it is.
+        sources: names in the files, each with its pattern in the converter.
     """
 
     targets: tuple[str, ...]
@@ -37,11 +123,16 @@ class _Recipe:
 
 
 class Pretrained:
-    """A folder's tensors as those of `model`, which may be without memory for its parameters.
+    """The tensors of a folder as those of `model`, which needs no memory for its parameters.
 
-    `new_head`: the task puts a head of its own where the files have none, or another.
+    Args:
+        new_head: whether a head that the files lack begins at random, and another task's head is left out.
 
-    Raises ValueError for a folder that is none, and where the model lacks a tensor or has no use for one, by its name.
+    Attributes:
+        notes: a sentence for each kind of exception that was accepted, with the names of its tensors.
+
+    Raises ValueError where the folder has no tensors, lacks one of the model's, or has one that the model has no use
+    for; the sentence names it.
     """
 
     def __init__(self, model: torch.nn.Module, folder: Path | str, *, new_head: bool) -> None:
@@ -56,7 +147,7 @@ class Pretrained:
         tied = self._tied_copies()
         missing = {name for name in self._state if name not in self._recipes} - tied.keys()
         kept = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set(unused))
-        model._adjust_missing_and_unexpected_keys(kept)  # but for those of transformers' own lists
+        model._adjust_missing_and_unexpected_keys(kept)  # what transformers' own lists excuse
         found = {
             "tied, so one copy is read": {f"{name} to {other}" for name, other in tied.items()},
             "not used, as transformers ignores them": unused - kept.unexpected_keys,
@@ -70,14 +161,14 @@ class Pretrained:
         self.notes = [f"{folder}: {', '.join(sorted(names))}: {what}" for what, names in found.items() if names]
 
     def _plan(self, names: Iterable[str]) -> set[str]:
-        """Find what each tensor of the files is for. Returns those that the model has no place for."""
+        """Find the recipe for each tensor of the files. Returns the names that the model has no place for."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, rename_source_key
 
         mapping = get_model_conversion_mapping(self._model)
-        converters = [each for each in mapping if isinstance(each, WeightConverter)]
-        renamings = [each for each in mapping if not isinstance(each, WeightConverter)]
-        of_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+        converters = [conversion for conversion in mapping if isinstance(conversion, WeightConverter)]
+        renamings = [conversion for conversion in mapping if not isinstance(conversion, WeightConverter)]
+        of_pattern = {pattern: conversion for conversion in converters for pattern in conversion.source_patterns}
         prefix = getattr(self._model, "base_model_prefix", "")
         self._recipes: dict[str, _Recipe] = {}
         self._target_of = lambda name: rename_source_key(name, renamings, converters, prefix, self._state)
@@ -91,7 +182,7 @@ class Pretrained:
                 continue
             converter = None if pattern is None else of_pattern[pattern]
             of = [target] if pattern is None else converter.target_patterns
-            targets = tuple(target.replace(of[0], each) for each in of)
+            targets = tuple(target.replace(of[0], other) for other in of)
             recipe = self._recipes.get(target)
             if recipe is None:
                 recipe = _Recipe(targets, converter)
@@ -99,12 +190,12 @@ class Pretrained:
             elif converter is None or recipe.converter is not converter:
                 self._refuse([recipe.sources[0][0]], f"has {{}} and {name}, which both make {target}")
             recipe.sources.append((name, pattern or name))
-        # What `from_pretrained` leaves for `save_pretrained`: those that the files did not need are not reverted.
-        self._model._weight_conversions = [each for each in mapping if each.was_used()]
+        # As after `from_pretrained`: `save_pretrained` reverts only the conversions that the files needed.
+        self._model._weight_conversions = [conversion for conversion in mapping if conversion.was_used()]
         return unused
 
     def _check_sources(self, names: Collection[str]) -> None:
-        """Refuse what a converter would not notice, such as another expert in the place of a missing one."""
+        """Raises ValueError for what no converter notices, such as another expert in the place of a missing one."""
         empty = {
             name: torch.empty(self._state[self._aliases[name][0]].shape, device="meta")
             for name in self._recipes
@@ -128,7 +219,7 @@ class Pretrained:
                 self._refuse(extra, f"has {{}}, which {recipe.targets[0]} has no place for")
 
     def _tied_copies(self) -> dict[str, str]:
-        """Names of tied tensors but for the one that is read -> that one."""
+        """Tied tensor that is not read -> the tensor that is read in its place."""
         found = {}
         for name in self._state:
             first = self._first_there(name)
@@ -137,10 +228,10 @@ class Pretrained:
         return found
 
     def _first_there(self, name: str) -> str | None:
-        return next((each for each in self._aliases[name] if each in self._recipes), None)
+        return next((alias for alias in self._aliases[name] if alias in self._recipes), None)
 
     def _head_of(self, name: str) -> str | None:
-        """The module outside the model inside, or its pooler, to which a tensor belongs."""
+        """The module outside the inner model, or the inner model's pooler, to which a tensor belongs; else None."""
         if self._base is None:
             return None
         if not name.startswith(f"{self._base}."):
@@ -154,12 +245,12 @@ class Pretrained:
         return self._new_head and self._head_of(name) is not None and not self._has_some(self._head_of(name))
 
     def _is_other_head(self, name: str, names: Collection[str]) -> bool:
-        is_whole = self._base is not None and any(each.startswith(f"{self._base}.") for each in names)
+        is_whole = self._base is not None and any(module.startswith(f"{self._base}.") for module in names)
         full = name if is_whole or self._base is None else f"{self._base}.{name}"
         head = self._head_of(full)
         if head is None:
             return False
-        modules = {each for each, _ in self._model.named_modules()}
+        modules = {module for module, _ in self._model.named_modules()}
         return name.rpartition(".")[0] not in modules or (self._new_head and not self._has_some(head))
 
     def _has_some(self, module: str) -> bool:
@@ -174,7 +265,10 @@ class Pretrained:
             )
 
     def read(self, files: FolderTensors, wanted: Mapping[str, Wanted]) -> Iterator[tuple[str, Tensor]]:
-        """For `load_stage`. Raises ValueError where a tensor has another shape, or tied copies have other values."""
+        """Read the wanted tensors, by their own names, as `load_stage` takes them.
+
+        Raises ValueError where a tensor has another shape, or tied copies have other values.
+        """
         of_recipe: dict[int, dict[str, str]] = {}
         for own, each in wanted.items():
             for name in (name for name in each.names if name in self._recipes):
@@ -214,7 +308,7 @@ class Pretrained:
         return made
 
     def unused(self, used: Collection[str]) -> dict[str, Tensor]:
-        """Tensors of the model in the files that have none of the names `used`, as they are."""
+        """The model's tensors in the files that have none of the names `used`, in the dtype of the files."""
         rest: dict[str, Wanted] = {}
         for name, tensor in self._state.items():
             if self._aliases[name][0] == name and self._first_there(name) and used.isdisjoint(self._aliases[name]):
@@ -223,16 +317,19 @@ class Pretrained:
             return dict(self.read(files, rest))
 
     def reverted(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors of the model, all that one of a file is made of among them, as `save_pretrained` writes them."""
+        """The model's tensors under the names and in the form in which `save_pretrained` writes them.
+
+        A tensor of a file that is made of several needs all of them here.
+        """
         from transformers.core_model_loading import revert_weight_conversion
 
         left_out = set(getattr(self._model, "_keys_to_ignore_on_save", None) or ())
         of = getattr(self._model, "all_tied_weights_keys", {})
-        named = {of.get(name, name): each for name, each in tensors.items() if name not in left_out}
-        return {name: each.contiguous() for name, each in revert_weight_conversion(self._model, named).items()}
+        named = {of.get(name, name): tensor for name, tensor in tensors.items() if name not in left_out}
+        return {name: tensor.contiguous() for name, tensor in revert_weight_conversion(self._model, named).items()}
 
     def written_with(self, name: str) -> str:
-        """A name that all tensors of the model have in common of which `reverted` makes tensors together."""
+        """The name of the group of tensors that `reverted` needs together; a tensor's own name where it is alone."""
         from transformers.core_model_loading import apply_converters
 
         found, pattern = apply_converters(name, self._reverse_converters)
@@ -242,8 +339,8 @@ class Pretrained:
     def _reverse_converters(self) -> list:
         from transformers.core_model_loading import WeightConverter
 
-        reverse = [each.reverse_transform() for each in self._model._weight_conversions[::-1]]
-        return [each for each in reverse if isinstance(each, WeightConverter)]
+        reverse = [conversion.reverse_transform() for conversion in self._model._weight_conversions[::-1]]
+        return [conversion for conversion in reverse if isinstance(conversion, WeightConverter)]
 
 
 def _aliases(state: Mapping[str, Tensor]) -> dict[str, tuple[str, ...]]:
@@ -254,7 +351,7 @@ def _aliases(state: Mapping[str, Tensor]) -> dict[str, tuple[str, ...]]:
 
 
 def _natural(name: str) -> list:
-    """transformers' order, in which experts 2 and 10 are where they belong."""
+    """A key for transformers' order of names, which counts: expert 10 stands behind expert 2."""
     from transformers.core_model_loading import dot_natural_key
 
     return dot_natural_key(name)

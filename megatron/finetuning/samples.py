@@ -1,4 +1,4 @@
-"""The data of a run: what is trained on, what is evaluated, and what the model has to be for it."""
+"""The data of a run: the rows to train on and to evaluate, and what the model has to be for them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.finetuning.data.files import read_samples
-from megatron.finetuning.data.rows import Rows
-from megatron.finetuning.model import check_folder, first_line, read_config, require_transformers
-from megatron.finetuning.tasks import TASKS, File, Task
+from megatron.finetuning.data import causal, classification, question_answering, text_to_text
+from megatron.finetuning.data.batches import Rows
+from megatron.finetuning.data.files import File, read_file
+from megatron.finetuning.data.task import Task
+from megatron.finetuning.pretrained import check_folder, first_line, read_config, require_transformers
+
+TASKS: dict[str, Task] = {
+    "text-to-text": text_to_text.TASK,
+    "sequence-classification": classification.TEXTS,
+    "causal-lm": causal.TASK,
+    "question-answering": question_answering.TASK,
+    "image-classification": classification.IMAGES,
+}
+"""By the words of --task."""
 
 _PROCESSOR_FILES = {
     "AutoTokenizer": ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "spiece.model"),
@@ -24,8 +34,12 @@ _PROCESSOR_FILES = {
 
 @dataclass(frozen=True)
 class Data:
-    """`changes`: to the model's configuration. `processor`: tokenizer or image processor, None where images need none.
-    `training`, `validation`: None where not asked for.
+    """What a run reads.
+
+    Attributes:
+        processor: tokenizer or image processor; None where images need none.
+        changes: to the model's configuration.
+        training, validation: None where the run does not need them.
     """
 
     task: Task
@@ -35,7 +49,7 @@ class Data:
     validation: Rows | None
 
     def example(self, size: int) -> dict[str, Tensor]:
-        """A microbatch of real samples."""
+        """A microbatch of `size` real samples."""
         rows = self.training or self.validation
         return rows.batch([number % len(rows) for number in range(size)], size)
 
@@ -44,36 +58,31 @@ def read_data(args: argparse.Namespace) -> Data:
     """Read the files that the flags name. Raises ValueError for what is wrong with them."""
     task, classes = TASKS[args.task], _classes(args.model_name_or_path)
     processor = _processor(args.model_name_or_path, task.auto_processor)
-    training, validation = (
-        File(path, read_samples(path, limit=limit)) if path is not None else None
-        for path, limit in (
-            (args.train_file if args.do_train or not args.do_eval else None, args.max_train_samples),
-            (args.validation_file if args.do_eval else None, args.max_eval_samples),
-        )
-    )
+    training = validation = None
+    if args.train_file is not None and (args.do_train or not args.do_eval):
+        training = read_file(args.train_file, limit=args.max_train_samples)
+    if args.validation_file is not None and args.do_eval:
+        validation = read_file(args.validation_file, limit=args.max_eval_samples)
     prepared = task.prepare(args, processor, training or validation, classes)
-    return Data(
-        task,
-        processor,
-        prepared.changes,
-        None if training is None else _of_type(prepared.rows(training), args),
-        None if validation is None else _of_type(prepared.rows(validation), args),
-    )
+
+    def rows(file: File | None) -> Rows | None:
+        if file is None:
+            return None
+        made = prepared.rows(file)
+        made.convert(getattr(torch, args.dtype))
+        return made
+
+    return Data(task, processor, prepared.changes, rows(training), rows(validation))
 
 
 def _classes(folder: str) -> dict[str, int]:
-    """The classes that a model of this task knows already; those without names of their own are none."""
+    """The classes that a model knows, by name; none where they have only transformers' default names."""
     classes = read_config(folder).label2id or {}
     return {} if any(re.fullmatch("LABEL_[0-9]+", str(name)) for name in classes) else dict(classes)
 
 
-def _of_type(rows: Rows, args: argparse.Namespace) -> Rows:
-    rows.convert(getattr(torch, args.dtype))
-    return rows
-
-
 def _processor(folder: str, auto_processor: str) -> Any:
-    """From the model's folder. Raises ValueError for texts without a tokenizer."""
+    """The processor in the model's folder. Raises ValueError where a tokenizer is missing or a file is damaged."""
     transformers, path = require_transformers(), check_folder(folder)
     if not any((path / name).is_file() for name in _PROCESSOR_FILES[auto_processor]):
         if auto_processor == "AutoTokenizer":
@@ -81,7 +90,7 @@ def _processor(folder: str, auto_processor: str) -> Any:
         return None
     try:
         return getattr(transformers, auto_processor).from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # of a damaged file any
+    except Exception as error:  # damaged files raise errors of any class
         raise ValueError(
             f"the {auto_processor} of {folder} cannot be read: {type(error).__name__}: {first_line(error)}; save it "
             "anew"

@@ -1,89 +1,101 @@
-"""The loop of a run: batches through the engine, and evaluations and checkpoints between, where the pipeline drains.
+"""The loop of a run: batches, with evaluations and checkpoints between them, for which the pipeline drains; its report.
 
-A batch's report comes late where nothing drains, on all ranks alike. So whatever one rank alone knows (SIGTERM) travels
-with a batch's norm and is acted upon by all in the same batch.
+The report of a batch comes late where nothing drains, on all ranks alike. So what one rank alone knows (a SIGTERM)
+travels with a batch's norm, and all ranks act upon it in the same batch.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import math
+import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
+from megatron import backend
 from megatron.finetuning import checkpoint
 from megatron.finetuning.assembly import BuiltPipeline
 from megatron.finetuning.checkpoint import CheckpointOrigin, SavedProgress
-from megatron.finetuning.data.rows import Rows
-from megatron.finetuning.evaluation import evaluate
-from megatron.finetuning.report import Report
+from megatron.finetuning.data.batches import Rows
 from megatron.pipeline.runtime.contract.stage import BatchReport
 from megatron.trainer.ranks import StopSignal
+from megatron.trainer.report.by_products import ByProduct
+from megatron.trainer.report.metrics import MetricsFile
 
 STOP = 1
 """Stop request: save and end the run."""
 
+EVALUATED_TOGETHER = 32
+"""Microbatches of an evaluation that are under way together."""
 
+
+@dataclass
 class Trainer:
-    """Drives one run.
+    """The loop of one run.
 
-    Args:
-        batches: yields the microbatches of each batch to come, as indices of samples.
+    Attributes:
+        origin: what a checkpoint has besides the stages' tensors.
+        facts: the fields of `SavedProgress` that stay the same during a run.
+        batches: yields the microbatches of each batch to come, as row numbers.
         num_steps: batches of the whole run.
-        validation: what is evaluated, or None.
-        save: writes a checkpoint of where the run stands.
+        validation: the rows to evaluate; None: there are no evaluations.
+        drains: the last batches before which the pipeline was drained.
+        saved_step, evaluated_step: the batches done at the last checkpoint and at the last evaluation.
     """
 
-    def __init__(
-        self,
-        pipeline: BuiltPipeline,
-        args: argparse.Namespace,
-        report: Report,
-        stop: StopSignal,
-        *,
-        batches: Iterator[Sequence[Sequence[int]]],
-        num_steps: int,
-        validation: Rows | None,
-        save: Callable[[int, int], None],
-    ) -> None:
-        self.pipeline, self.args, self.report, self.stop = pipeline, args, report, stop
-        self._batches, self._num_steps, self._validation, self._save = batches, num_steps, validation, save
-        self._waiting: deque[tuple[int, int, float]] = deque()  # batch, its first microbatch, seconds of its segment
-        self._stop_requests = 0
-        self.drains: deque[int] = deque(maxlen=64)
-        self.saved_step: int | None = None
-        self.evaluated_step: int | None = None
+    pipeline: BuiltPipeline
+    args: argparse.Namespace
+    report: Report
+    stop: StopSignal
+    origin: CheckpointOrigin
+    facts: dict[str, object]
+    batches: Iterator[Sequence[Sequence[int]]]
+    num_steps: int
+    validation: Rows | None
+    drains: deque[int] = field(default_factory=lambda: deque(maxlen=64))
+    saved_step: int | None = None
+    evaluated_step: int | None = None
+    _waiting: deque[tuple[int, int, float]] = field(default_factory=deque)  # batch, its first microbatch, seconds
+    _stop_requests: int = 0
 
     def train(self) -> bool:
-        """Train to the end (True), or until a stop request ends the run (False)."""
+        """Train. Returns False where a stop request ended the run.
+
+        Raises ValueError where the loss or the gradient of a batch is not finite.
+        """
         engine, args = self.pipeline.engine, self.args
         first = engine.next_batch
-        while engine.next_batch < self._num_steps:
-            self._batch(next(self._batches))
+        while engine.next_batch < self.num_steps:
+            self._batch(next(self.batches))
             step = engine.next_batch
             saves = args.save_steps and step % args.save_steps == 0
-            evaluates = self._validation is not None and args.eval_steps and step % args.eval_steps == 0
+            evaluates = self.validation is not None and args.eval_steps and step % args.eval_steps == 0
             if not (saves or evaluates or self._stop_requests):
                 continue
             self._drain()
             if evaluates and not self._stop_requests:
                 self.evaluate()
             if saves or self._stop_requests:
-                self._save_here()
+                self._save(first)
             if self._stop_requests:
                 self.report.say(f"exiting on request after step {step}")
                 return False
         self._drain()
         if args.save_strategy != "no" and self.saved_step != engine.next_batch > first:
-            self._save_here()
+            self._save(first)
         return True
 
     def evaluate(self) -> dict[str, float]:
-        """The metrics of the validation data. The pipeline has to be drained."""
+        """Evaluate the validation rows and report their metrics. The pipeline has to be drained."""
         step = self.pipeline.engine.next_batch
         start = time.perf_counter()
-        found = evaluate(self.pipeline, self._validation, size=self.args.per_device_train_batch_size)
+        found = evaluate(self.pipeline, self.validation, size=self.args.per_device_train_batch_size)
         self.report.evaluation(step, found, time.perf_counter() - start)
         self.evaluated_step = step
         return found
@@ -116,30 +128,131 @@ class Trainer:
                     f"gradient norm {report.grad_norm}); lower --learning_rate"
                 )
 
-    def _save_here(self) -> None:
-        engine, start = self.pipeline.engine, time.perf_counter()
-        self._save(engine.next_batch, engine.next_microbatch)
+    def _save(self, first: int) -> None:
+        """Write `checkpoint-N`. The run began at batch `first`.
+
+        After its first checkpoint, those are removed that --overwrite_output_dir gives up.
+        """
+        engine, args, start = self.pipeline.engine, self.args, time.perf_counter()
+        output = Path(args.output_dir)
+        folder = output / f"checkpoint-{engine.next_batch}"
+        progress = SavedProgress(engine.next_batch, engine.next_microbatch, **self.facts)
+        checkpoint.save(self.pipeline, folder, self.origin, progress)
+        if args.rank == 0:
+            if args.overwrite_output_dir and self.saved_step is None:
+                checkpoint.drop_others(output, after=first, but=folder)
+            checkpoint.prune(output, args.save_total_limit)
         self.saved_step = engine.next_batch
         self.report.say(f"checkpoint-{engine.next_batch} took {time.perf_counter() - start:.1f} s")
 
 
-def checkpoint_saver(
-    pipeline: BuiltPipeline, args: argparse.Namespace, origin: CheckpointOrigin, facts: dict
-) -> Callable[[int, int], None]:
-    """What writes `checkpoint-N` into --output_dir. `facts`: of every `SavedProgress`.
+def evaluate(pipeline: BuiltPipeline, rows: Rows, *, size: int) -> dict[str, float]:
+    """Run all rows forward. Returns the mean loss over all terms and the task's metrics, on every rank alike.
 
-    Once the first is there, those go that --overwrite_output_dir gives up.
+    Collective; the pipeline has to be drained. `size`: rows of a microbatch.
     """
-    output, begun, is_first = Path(args.output_dir or "."), pipeline.engine.next_batch, True
+    microbatches = [range(first, min(first + size, len(rows))) for first in range(0, len(rows), size)]
+    for first in range(0, len(microbatches), EVALUATED_TOGETHER):
+        chunk = microbatches[first : first + EVALUATED_TOGETHER]
+        pipeline.feed.evaluate(rows, chunk)
+        pipeline.engine.evaluate(len(chunk))
+    gathered: list = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, pipeline.results.take())
+    losses = next(of_rank for of_rank, _ in gathered if of_rank)
+    terms = [rows.num_terms(part) for part in microbatches]
+    loss = math.fsum(loss * count for loss, count in zip(losses, terms, strict=True) if count) / max(sum(terms), 1)
+    predictions = {}
+    for _, kept in gathered:
+        for name, parts in kept.items():
+            real = [part[: len(indices)] for part, indices in zip(parts, microbatches, strict=True)]
+            predictions[name] = torch.cat(real)
+    return {"loss": loss, **rows.metrics(predictions, loss)}
 
-    def save(batches: int, microbatches: int) -> None:
-        nonlocal is_first
-        folder = output / f"checkpoint-{batches}"
-        checkpoint.save(pipeline, folder, origin, SavedProgress(batches, microbatches, **facts))
-        if args.rank == 0:
-            if args.overwrite_output_dir and is_first:
-                checkpoint.drop_others(output, after=begun, but=folder)
-            checkpoint.prune(output, args.save_total_limit)
-        is_first = False
 
-    return save
+class Report:
+    """What a run says: log lines, the metrics file, TensorBoard. The first rank alone writes.
+
+    Raises ValueError where the metrics file cannot be written.
+    """
+
+    def __init__(self, args: argparse.Namespace, *, num_steps: int, steps_per_epoch: int) -> None:
+        self._args, self._num_steps, self._steps_per_epoch = args, num_steps, steps_per_epoch
+        self.writes = args.rank == 0
+        self._metrics = MetricsFile(args.metrics_file) if self.writes and args.metrics_file else None
+        self._board_output = ByProduct(f"--logging_dir {args.logging_dir}", consequence="without it from now on")
+        self._board = None
+        if self.writes and args.logging_dir:
+            if importlib.util.find_spec("tensorboard") is None:
+                self.say("warning: --logging_dir has no effect: the package tensorboard is not installed; "
+                         "pip install tensorboard")  # fmt: skip
+            else:
+                from torch.utils.tensorboard import SummaryWriter
+
+                with self._board_output.attempt():
+                    self._board = SummaryWriter(log_dir=args.logging_dir)
+        self._losses: list[float] = []
+        self._seconds: list[float] = []
+
+    def say(self, text: str) -> None:
+        """Print a line, once in the job."""
+        if self.writes:
+            sys.stdout.write(text + "\n")
+            sys.stdout.flush()
+
+    def batch(self, report: BatchReport, seconds: float) -> None:
+        """Report a batch. `seconds`: in which the engine ran its part of the program."""
+        if not self.writes:
+            return
+        step, loss = report.batch + 1, report.losses["loss"]
+        values = {
+            "loss": loss,
+            "grad_norm": report.grad_norm,
+            "learning_rate": report.learning_rate,
+            "epoch": step / self._steps_per_epoch,
+        }
+        if self._metrics is not None:
+            self._metrics.write(step=step, **values, step_time_ms=1000 * seconds)
+        self._show("train", values, step)
+        self._losses.append(loss)
+        self._seconds.append(seconds)
+        if step % self._args.logging_steps == 0 or step == self._num_steps:
+            milliseconds = 1000 * sum(self._seconds) / len(self._seconds)
+            self.say(
+                f"step {step:6d}/{self._num_steps} | epoch {values['epoch']:.2f} | "
+                f"loss {sum(self._losses) / len(self._losses):.4f} | learning rate {report.learning_rate:.3e} | "
+                f"grad norm {report.grad_norm:.3f} | {milliseconds:.1f} ms"
+            )
+            self._losses, self._seconds = [], []
+
+    def evaluation(self, step: int, values: dict[str, float], seconds: float) -> None:
+        """Report an evaluation after `step` batches."""
+        named = {f"eval_{name}": value for name, value in values.items()}
+        self.say(f"evaluation after step {step}: " + ", ".join(f"{name} {value:.4f}" for name, value in named.items()))
+        if self._metrics is not None:
+            self._metrics.write(step=step, **named, eval_time_ms=1000 * seconds)
+        self._show("eval", values, step)
+
+    def _show(self, prefix: str, values: dict[str, float | None], step: int) -> None:
+        if self._board is None:
+            return
+        with self._board_output.attempt():
+            for name, value in values.items():
+                if value is not None:
+                    self._board.add_scalar(f"{prefix}/{name}", value, step)
+        if self._board_output.fails:
+            self._board = None
+
+    def close(self) -> None:
+        """Write what is pending, and close the files."""
+        if self._metrics is not None:
+            self._metrics.close()
+        if self._board is not None:
+            with self._board_output.attempt():
+                self._board.close()
+
+
+def peak_memory() -> list[int]:
+    """The most memory of each rank, bytes; see `backend.peak_memory_bytes`. Collective."""
+    found: list[int] = [0] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, backend.peak_memory_bytes())
+    return found

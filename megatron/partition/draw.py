@@ -2,31 +2,19 @@
 
 from pathlib import Path
 
+from megatron.documents.picture import new_figure, save
 from megatron.partition.compete import CompeteResult
 from megatron.partition.graph import Graph
 
 GIB = 2**30
 
 
-def check_form(path: Path) -> None:
-    """Raises ValueError for a suffix of which no picture can be made."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    known = FigureCanvasAgg.get_supported_filetypes()
-    if path.suffix.removeprefix(".").lower() not in known:
-        raise ValueError(f"{path} has no suffix of a picture; give one of {', '.join(sorted(known))}")
-
-
 def draw(graph: Graph, result: CompeteResult, path: Path) -> None:
     """Above, nodes in the order of computation at the height of their device, with a line for each edge that crosses;
     below, a box for each device: its width is memory in use, what is filled is utilisation. The suffix chooses the
     format."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     partition, value = result.partition, result.value
-    figure = Figure(figsize=(9.0, 3.0 + 0.5 * graph.num_devices), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(9.0, 3.0 + 0.5 * graph.num_devices, layout="constrained")
     above, below = figure.subplots(2, 1)
     inputs = {node.id for node in graph.nodes if node.input}
     order = [node for node in graph.order() if node not in inputs]
@@ -50,5 +38,4 @@ def draw(graph: Graph, result: CompeteResult, path: Path) -> None:
         axes.set_ylabel("device")
         axes.set_yticks(range(graph.num_devices))
         axes.invert_yaxis()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    save(figure, path, dpi=130)

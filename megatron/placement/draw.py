@@ -8,6 +8,7 @@ known, bars below show how long each kind keeps the busiest GPU (grey) and the b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron.documents.picture import new_figure, require_picture, save
 from megatron.placement.cost import Level
 from megatron.placement.mapping import inverse
 from megatron.placement.placement_report import PlacementReport
@@ -29,19 +30,15 @@ def draw_placement(report: PlacementReport, path: str | Path | None = None) -> "
     Lines of pairs have the gid "pair" or "pair-crossing". Raises ValueError for more than 64 nodes, or a suffix that is
     no image format.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     topology = report.topology
     num_nodes, widest = len(topology.nodes), max(node.gpus for node in topology.nodes)
     if num_nodes > MAX_NODES:
         raise ValueError(f"{num_nodes} nodes are too many for a picture; draw at most {MAX_NODES}, or print the map")
     width, height = 1.2 + _BOX * max(widest, 4), 0.25 * _ROW + _ROW * num_nodes
     foot = _BARS if report.costs else 0.0
-    figure = Figure(figsize=(width, height + foot), facecolor="white")
-    canvas = FigureCanvasAgg(figure)
-    if path is not None and Path(path).suffix.lstrip(".").lower() not in canvas.get_supported_filetypes():
-        raise ValueError(f"{path} is no image that can be written; end its name in .png or .svg")
+    if path is not None:
+        require_picture(Path(path))
+    figure = new_figure(width, height + foot)
     axes = figure.add_axes((0, foot / (height + foot), 1, height / (height + foot)))
     axes.set_xlim(-1.15, max(widest, 4) + 0.1)
     axes.set_ylim(num_nodes - 0.15, -0.4)
@@ -61,7 +58,7 @@ def draw_placement(report: PlacementReport, path: str | Path | None = None) -> "
             figure.add_axes((edge, 0.45 / (height + foot), 0.97 - edge, (foot - 0.75) / (height + foot))), report
         )
     if path is not None:
-        _save(figure, Path(path))
+        save(figure, Path(path), dpi=140)
     return figure
 
 
@@ -135,12 +132,4 @@ def _draw_bars(axes: "Axes", report: PlacementReport) -> None:
     axes.tick_params(labelsize=8, length=2)
     if kinds:
         axes.legend(fontsize=7.5, frameon=False, loc="lower right")
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-
-
-def _save(figure: "Figure", path: Path) -> None:
-    import matplotlib
-
-    with matplotlib.rc_context({"svg.hashsalt": "placement"}):  # the same picture gives the same bytes
-        figure.savefig(path, dpi=140, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -7,6 +7,7 @@ from collections.abc import Mapping as Dictionary
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megatron.documents.tables import plain_table
 from megatron.placement.cost import Level, PlacementCost, placement_cost
 from megatron.placement.degrees import Degrees
 from megatron.placement.mapping import Mapping
@@ -103,68 +104,48 @@ def tables(report: PlacementReport, *, plain: bool, max_nodes: int | None = None
 
     `max_nodes`: who sits where is shown for so many nodes; default: all.
     """
-    from rich import box
-    from rich.table import Table
-
-    def table(*columns: str, justify: str = "left") -> Table:
-        style = "" if plain else "bold"
-        made = Table(box=None if plain else box.SIMPLE, header_style=style, pad_edge=False)
-        for index, column in enumerate(columns):
-            made.add_column(column, justify="left" if index == 0 else justify, no_wrap=True)
-        return made
-
     degrees = report.degrees
     title = f"{report.name}: tensor {degrees.tensor} x pipeline {degrees.pipeline} x data {degrees.data}"
-    made = [(title, _ranks_by_node(report, table, max_nodes))]
+    columns, rows = _ranks_by_node(report, max_nodes)
+    made = [(title, plain_table(columns, rows, plain=plain, left=columns))]
+    others = {}
     if report.degrees.pipeline > 1:
-        made.append(("pairs of stages", _pairs(report, table)))
+        others["pairs of stages"] = _pairs(report)
     if report.costs:
-        made.append(("traffic of an iteration", _traffic(report, table)))
-        made.append(("sum over all transfers of an iteration", _comparison(report, table)))
+        others["traffic of an iteration"] = _traffic(report)
+        seconds = [(name, f"{cost.total_seconds:.4f}") for name, cost in report.costs.items()]
+        others["sum over all transfers of an iteration"] = ("mapping", "seconds"), seconds
+    for title, (columns, rows) in others.items():
+        made.append((title, plain_table(columns, rows, plain=plain, left=columns[:1])))
     return made
 
 
-def _ranks_by_node(report: PlacementReport, table, max_nodes: int | None) -> "Table":
-    topology, degrees = report.topology, report.degrees
-    made = table("node", *(f"GPU {gpu}" for gpu in range(max(node.gpus for node in topology.nodes))))
-    first = 0
+_Rows = tuple[tuple[str, ...], list[tuple[str, ...]]]  # headings, and texts below them
+
+
+def _ranks_by_node(report: PlacementReport, max_nodes: int | None) -> _Rows:
+    topology, rows, first = report.topology, [], 0
     for node in topology.nodes[:max_nodes]:
-        made.add_row(node.name, *(label(rank, degrees) for rank in report.mapping[first : first + node.gpus]))
+        ranks = report.mapping[first : first + node.gpus]
+        rows.append((node.name, *(label(rank, report.degrees) for rank in ranks)))
         first += node.gpus
-    return made
+    return ("node", *(f"GPU {gpu}" for gpu in range(max(node.gpus for node in topology.nodes)))), rows
 
 
-def _pairs(report: PlacementReport, table) -> "Table":
-    made = table("stages", "activations", "cross a node", justify="right")
-    for pair in pair_nodes(report.mapping, report.degrees, report.topology.node_of_slot):
-        made.add_row(
-            f"{pair.evictor} and {pair.acceptor}",
-            "move" if pair.evictor in report.evictors else "stay",
+def _pairs(report: PlacementReport) -> _Rows:
+    return ("stages", "activations", "cross a node"), [
+        (
+            f"{pair.evictor} and {pair.acceptor}", "move" if pair.evictor in report.evictors else "stay",
             f"{pair.num_crossing} of {len(pair.nodes)}",
         )
-    return made
+        for pair in pair_nodes(report.mapping, report.degrees, report.topology.node_of_slot)
+    ]  # fmt: skip
 
 
-def _traffic(report: PlacementReport, table) -> "Table":
-    made = table(
-        "kind", "within nodes, GB", "busiest GPU, ms", "between nodes, GB", "busiest node, ms",
-        justify="right",
-    )  # fmt: skip
-    cost = report.costs[report.name]
+def _traffic(report: PlacementReport) -> _Rows:
+    cost, rows = report.costs[report.name], []
     for kind in TrafficKind:
-        within, between = cost.at(kind, Level.WITHIN_NODE), cost.at(kind, Level.BETWEEN_NODES)
-        made.add_row(
-            kind.value,
-            f"{within.total_bytes / 1e9:.3f}",
-            f"{1e3 * within.busiest_seconds:.2f}",
-            f"{between.total_bytes / 1e9:.3f}",
-            f"{1e3 * between.busiest_seconds:.2f}",
-        )
-    return made
-
-
-def _comparison(report: PlacementReport, table) -> "Table":
-    made = table("mapping", "seconds", justify="right")
-    for name, cost in report.costs.items():
-        made.add_row(name, f"{cost.total_seconds:.4f}")
-    return made
+        found = [cost.at(kind, level) for level in (Level.WITHIN_NODE, Level.BETWEEN_NODES)]
+        texts = ((f"{each.total_bytes / 1e9:.3f}", f"{1e3 * each.busiest_seconds:.2f}") for each in found)
+        rows.append((kind.value, *(text for pair in texts for text in pair)))
+    return ("kind", "within nodes, GB", "busiest GPU, ms", "between nodes, GB", "busiest node, ms"), rows

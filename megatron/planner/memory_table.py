@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
+from megatron.documents.tables import plain_table
 from megatron.planner.memory.memory import GIB, MemoryParts, RankMemory
 
 if TYPE_CHECKING:
@@ -14,27 +15,21 @@ if TYPE_CHECKING:
 
 def memory_table(memory: Sequence[RankMemory], *, plain: bool) -> Table:
     """A row for each rank of a pipeline: parameters in millions, bytes in GiB. `plain`: neither lines nor colours."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=None if plain else box.SIMPLE, header_style="" if plain else "bold", pad_edge=False)
     rare = {name for name in ("deferred", "step") if not any(getattr(rank.parts, name) for rank in memory)}
     parts = [part.name for part in fields(MemoryParts) if part.name not in rare]
     several = any(len(rank.stages) > 1 for rank in memory)
-    table.add_column("rank: stages" if several else "stage", no_wrap=True)
-    for name in ("layers", "params, M", *parts, "total", "saved microbatches"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for rank in memory:
-        stages = f"{rank.rank}: {', '.join(map(str, rank.stages))}" if several else str(rank.rank)
-        table.add_row(
-            stages,
-            "+".join(map(str, rank.layers)),
-            f"{rank.num_parameters / 1e6:.1f}",
-            *(f"{getattr(rank.parts, name) / GIB:.2f}" for name in parts),
-            f"{rank.total / GIB:.2f}",
+    first = "rank: stages" if several else "stage"
+    rows = [
+        (
+            f"{rank.rank}: {', '.join(map(str, rank.stages))}" if several else str(rank.rank),
+            "+".join(map(str, rank.layers)), f"{rank.num_parameters / 1e6:.1f}",
+            *(f"{getattr(rank.parts, name) / GIB:.2f}" for name in parts), f"{rank.total / GIB:.2f}",
             f"{rank.saved_microbatches} of {rank.bytes_per_microbatch / GIB:.3f}",
         )
-    return table
+        for rank in memory
+    ]  # fmt: skip
+    columns = (first, "layers", "params, M", *parts, "total", "saved microbatches")
+    return plain_table(columns, rows, plain=plain, left=(first,))
 
 
 def memory_as_dict(rank: RankMemory) -> dict:

@@ -12,15 +12,17 @@ import pytest
 
 from tests import workers
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+ROOT = Path(__file__).resolve().parents[2]
+BENCHMARKS = ROOT / "benchmarks"
 TINY = "--batches 1 --repeats 2 --forward 1 --backward 2 --payload 4096"
 
 
 def rows_of(name: str, arguments: str, directory: Path, *, statuses: tuple[int, ...] = (0,)) -> list[dict]:
-    """What a benchmark writes; it ends with one of these statuses."""
+    """What a benchmark writes, a script of benchmarks/ or a module of papers; it ends with one of these statuses."""
     result = directory / "result.json"
-    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *shlex.split(arguments), "--json", str(result)]
-    assert subprocess.run(command, timeout=240).returncode in statuses
+    program = ["-m", name] if "." in name else [str(BENCHMARKS / f"{name}.py")]
+    command = [sys.executable, *program, *shlex.split(arguments), "--json", str(result)]
+    assert subprocess.run(command, timeout=240, cwd=ROOT).returncode in statuses
     return json.loads(result.read_text())["rows"]
 
 

@@ -7,11 +7,8 @@ import sys
 
 import pytest
 
+from benchmarks import gpu
 from tests.benchmarks.test_emulated import BENCHMARKS
-
-sys.path.insert(0, str(BENCHMARKS))
-
-import gpu
 
 TINY = (
     "--rounds 2 --batches 2 --layers 1 --hidden-size 32 --heads 2 --seq-length 16 --micro-batch-size 2 --vocab-size 64"

@@ -2,17 +2,12 @@
 
 import json
 import re
-import sys
 
 import pytest
 
-from tests.benchmarks.test_emulated import BENCHMARKS
-
-sys.path.insert(0, str(BENCHMARKS))
-import scaling
-import scaling_pictures
-import scaling_study as study
-from scaling_tables import TABLES, lost
+from benchmarks import scaling, scaling_pictures
+from benchmarks import scaling_study as study
+from benchmarks.scaling import TABLES, lost
 
 DATA = json.loads(scaling.DATA.read_text())
 MODELS = {model.name: model for model in study.MODELS}

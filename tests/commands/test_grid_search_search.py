@@ -553,7 +553,6 @@ def test_sizes_of_shared_ranks_are_searched(run):
     assert not any("priced here" in note for note in plain["notes"])
 
 
-@pytest.mark.parametrize("more", [["--paper-algorithm"], ["--predict-from", "profile.json"]])
-def test_other_predictions_know_no_shared_ranks(run, more):
-    status, _, err = run(*SHARED, "--context-parallel-sizes", "1,2", *more)
-    assert status == 1 and f"{more[0]} knows neither context parallelism nor experts; leave" in err
+def test_other_predictions_know_no_shared_ranks(run):
+    status, _, err = run(*SHARED, "--context-parallel-sizes", "1,2", "--predict-from", "profile.json")
+    assert status == 1 and "--predict-from knows neither context parallelism nor experts; leave" in err

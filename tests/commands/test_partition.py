@@ -55,7 +55,7 @@ def test_refusals(run, made, tmp_path):
     assert run("--graph", path, "--methods", "annealing")[0] == 2
     for argv, sentence in (
         (("--output", tmp_path), "is a folder; name a file in it"),
-        (("--picture", tmp_path / "p.xyz"), "p.xyz has no suffix of a picture; give one of"),
+        (("--picture", tmp_path / "p.xyz"), "p.xyz is no image that can be written; end its name in"),
         (("--devices", 4), "--devices is of a MODEL, and --graph names its own machine"),
         (("--memory", "1GiB"), "--memory is of a MODEL"),
     ):

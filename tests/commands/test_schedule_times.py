@@ -50,7 +50,7 @@ def test_predictions_take_time(run, tmp_path):
     status, _, _ = run("draw", *TWO_BW, "--provisional", "--output", tmp_path / "x.svg")
     text = (tmp_path / "x.svg").read_text()
     assert status == 0 and "<!-- 2bw: 4 stages, batches of 4 microbatches, provisional -->" in text
-    assert text.count('id="predicted"') == 12 and '"prediction"' in text
+    assert text.count('id="predict label"') == 12 and 'id="predict"' in text
     assert "~3" in run("draw", *TWO_BW, "--provisional", "--text")[1]
 
 

@@ -53,7 +53,10 @@ def stale(text: str, project: Project, file: Module | None = None) -> list[str]:
 @cache
 def this_project() -> tuple[Project, dict[str, Module]]:
     """With the modules by their files."""
-    folders = [ROOT / name for name in ("megatron", "benchmarks", "tools", "tests", "docs", "examples", "requirements")]
+    folders = [
+        ROOT / name
+        for name in ("megatron", "benchmarks", "papers", "tools", "tests", "docs", "examples", "requirements")
+    ]
     paths = [*ROOT.glob("*.*"), *(path for folder in folders for path in folder.rglob("*.*"))]
     files = [path.relative_to(ROOT).as_posix() for path in paths if path.suffix != ".pyc"]
     gc.disable()  # over so many trees it takes longer than they do
@@ -75,7 +78,7 @@ def texts() -> Iterator[tuple[str, int, str, Module | None]]:
         for line, each in enumerate(text.splitlines(), start=1):
             yield page.relative_to(ROOT).as_posix(), line, each, None
     for file, module in this_project()[1].items():
-        if file.startswith(("megatron/", "benchmarks/", "tools/", "tests/")):
+        if file.startswith(("megatron/", "benchmarks/", "papers/", "tools/", "tests/")):
             source = (ROOT / file).read_text()
             for line, text in module.texts:
                 yield file, line, text, module

@@ -7,7 +7,7 @@ import lzma
 import pytest
 
 from megatron.documents.reading import ending, open_text
-from megatron.finetuning.data.files import read_samples
+from megatron.finetuning.data.files import read_file
 from megatron.trainer.files import text_files
 
 PACKERS = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".XZ": lzma.compress}
@@ -29,8 +29,8 @@ def test_every_reader_takes_compressed_text_and_a_mark(tmp_path, packed, mark):
     with open_text(path, newline="\n") as stream:
         assert list(stream) == TEXT.splitlines(keepends=True)
     assert ending(path) == ".jsonl"
-    assert read_samples(path) == rows
-    assert read_samples(written(tmp_path, f"a.csv{packed}", pack(mark + table.encode()))) == rows
+    assert read_file(path).samples == rows
+    assert read_file(written(tmp_path, f"a.csv{packed}", pack(mark + table.encode()))).samples == rows
     assert text_files.read([path]) == [("Grüße", "1"), ("b", "0")]
     tabs = written(tmp_path, f"a.tsv{packed}", pack(mark + table.replace(",", "\t").encode()))
     assert text_files.read([tabs]) == [("Grüße", "1"), ("b", "0")]
@@ -52,7 +52,7 @@ def test_every_reader_takes_compressed_text_and_a_mark(tmp_path, packed, mark):
 def test_what_is_no_text_is_named_with_its_line(tmp_path, name, content, sentence):
     """By every reader alike, also where the decoder reads ahead."""
     path = written(tmp_path, name, content)
-    for read in (read_samples, lambda path: text_files.read([path])):
+    for read in (read_file, lambda path: text_files.read([path])):
         with pytest.raises(ValueError, match=sentence):
             read(path)
 

@@ -18,11 +18,11 @@ from megatron.capture.blocks import blocks_of
 from megatron.capture.signature import signature
 from megatron.finetuning import job
 from megatron.finetuning.arguments import parse_args
-from megatron.finetuning.data.epochs import Epochs
-from megatron.finetuning.model import open_model
-from megatron.finetuning.optimizers import decaying, make_optimizer, make_scheduler
+from megatron.finetuning.assembly import make_optimizer, make_scheduler
+from megatron.finetuning.data.batches import Epochs
 from megatron.finetuning.partition_file import FORM, PartitionFile, StageCost
-from megatron.finetuning.plan import captured_model
+from megatron.finetuning.plan import captured_model, decaying
+from megatron.finetuning.pretrained import open_model
 from megatron.finetuning.samples import read_data
 from megatron.trainer.ranks import StopSignal
 from megatron.trainer.report.metrics import read_metrics
@@ -92,7 +92,7 @@ def weights_of(folder: Path, task: str) -> dict[str, torch.Tensor]:
 
 
 def loaded(folder: Path, task: str) -> torch.nn.Module:
-    from megatron.finetuning.tasks import TASKS
+    from megatron.finetuning.samples import TASKS
 
     model, found = getattr(transformers, TASKS[task].auto_model).from_pretrained(folder, output_loading_info=True)
     assert not any(found.values()), found

@@ -14,8 +14,7 @@ from megatron import backend
 
 backend.install()
 
-from megatron.finetuning.dry_run import of_devices, run_dry
-from megatron.finetuning.plan import make_plan
+from megatron.finetuning.plan import make_plan, of_devices, run_dry
 from megatron.finetuning.samples import read_data
 from megatron.pipeline.runtime.failure.errors import SameEverywhere
 from megatron.trainer.report.metrics import read_metrics

@@ -11,9 +11,8 @@ from megatron import backend
 backend.install()
 
 from megatron.capture.tensors import tensor_files
-from megatron.finetuning.model import check_folder, open_model, read_config
 from megatron.finetuning.plan import captured_model, make_plan, num_positions
-from megatron.finetuning.pretrained import Pretrained
+from megatron.finetuning.pretrained import Pretrained, check_folder, open_model, read_config
 from megatron.finetuning.samples import read_data
 from tests.finetuning import tiny
 

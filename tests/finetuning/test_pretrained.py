@@ -18,8 +18,7 @@ backend.install()
 from megatron.capture.cut import cut
 from megatron.capture.tensors import FolderTensors, Wanted, load_stage
 from megatron.finetuning import checkpoint
-from megatron.finetuning.model import capture_model, open_model
-from megatron.finetuning.pretrained import Pretrained
+from megatron.finetuning.pretrained import Pretrained, capture_model, open_model
 from tests import workers
 from tests.capture.cuts import contiguous
 from tests.finetuning import cases, tiny

@@ -6,7 +6,7 @@ from megatron import backend
 
 backend.install()
 
-from megatron.finetuning.report import Report
+from megatron.finetuning.trainer import Report
 from megatron.pipeline.runtime.contract.stage import BatchReport
 from tests.finetuning import tiny
 

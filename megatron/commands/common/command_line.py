@@ -74,6 +74,13 @@ def parser_of(description: str) -> argparse.ArgumentParser:
     )
 
 
+def add_flags(group: argparse._ActionsContainer, *rows: tuple) -> None:
+    """Add a flag for each row: names, type (None: a switch), metavar, help, and argparse's other options as a dict."""
+    for names, kind, metavar, text, *more in rows:
+        given = {"action": "store_true"} if kind is None else {"type": kind, "metavar": metavar}
+        group.add_argument(*names.split(), help=text, **given | (more[0] if more else {}))
+
+
 # --- outputs, looked at before the work, and made after it
 
 

@@ -2,7 +2,7 @@
 
 import argparse
 
-from megatron.commands.common.command_line import time, times
+from megatron.commands.common.command_line import add_flags, time, times
 from megatron.pipeline.simulate.costs import Costs
 from megatron.pipeline.simulate.memory_curve import PARTS, MemorySizes
 
@@ -14,30 +14,10 @@ SIZES = tuple(f"{part}_size" for part in (*PARTS, "tied_gradients"))
 
 
 def costs(options: argparse.Namespace) -> Costs:
-    return Costs(
-        forward=options.forward,
-        backward=options.backward,
-        backward_input=options.backward_input,
-        backward_weight=options.backward_weight,
-        recompute=options.recompute_time,
-        step=options.step,
-        predict=options.predict,
-        hold=options.hold,
-        latency=options.latency,
-        forward_bytes=options.transfer,
-        bandwidth=1.0,
-        overlap=not options.no_overlap,
-        evict=options.evict,
-        load=options.load,
-        reduce_grad=options.reduce_grad,
-        reduce_embed=options.reduce_embed,
-        reduce_norm=options.reduce_norm,
-        fetch=options.fetch,
-        store=options.store,
-        update=options.update,
-        offload=options.offload,
-        reload=options.reload,
-    )
+    names = {"recompute": "recompute_time", "forward_bytes": "transfer"}
+    others = {name: name for name in NAMES if name not in (*names.values(), "no_overlap")}
+    given = {name: getattr(options, flag) for name, flag in (names | others).items()}
+    return Costs(**given, bandwidth=1.0, overlap=not options.no_overlap)
 
 
 def sizes(options: argparse.Namespace) -> MemorySizes | None:
@@ -68,11 +48,12 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
         ("--offload", 0.0, "l2l: of copying the input of a microbatch to the host"),
         ("--reload", None, "l2l: of copying it back (default: as --offload)"),
     ):
-        costs.add_argument(name, type=times, default=default, metavar="T[,T...]", help=meaning)
-    costs.add_argument("--reduce-embed", type=time, default=0.0, metavar="T", help="of the tied embeddings' reduction")
-    costs.add_argument("--reduce-norm", type=time, default=0.0, metavar="T", help="of the norm's reduction")
-    costs.add_argument(
-        "--no-overlap", action="store_true", help="a transfer holds its sender, too: it sends instead of computing"
+        add_flags(costs, (name, times, "T[,T...]", meaning, {"default": default}))
+    add_flags(
+        costs,
+        ("--reduce-embed", time, "T", "of the tied embeddings' reduction", {"default": 0.0}),
+        ("--reduce-norm", time, "T", "of the norm's reduction", {"default": 0.0}),
+        ("--no-overlap", None, "", "a transfer holds its sender, too: it sends instead of computing"),
     )
 
 
@@ -82,20 +63,13 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
         "memory",
         "In any unit, such as GiB; one number, or one for each stage or edge. With any of them, memory is shown.",
     )
-    for name, meaning in zip(
-        SIZES,
-        (
-            "of a stage's optimizer state",
-            "of one version of a stage's weights",
-            "of one buffer of its gradients",
-            "that it saves of one microbatch",
-            "that it holds of one between I and W (default: as --activations-size)",
-            "of an activation or gradient between stages",
-            "of the tied embeddings in a buffer of gradients, a copy of which a prediction reads",
-        ),
-        strict=True,
-    ):
-        default = None if name == "deferred_size" else 0.0
-        memory.add_argument(
-            f"--{name.replace('_', '-')}", type=times, default=default, metavar="X[,X...]", help=meaning
-        )
+    meanings = (
+        "of a stage's optimizer state", "of one version of a stage's weights", "of one buffer of its gradients",
+        "that it saves of one microbatch",
+        "that it holds of one between I and W (default: as --activations-size)",
+        "of an activation or gradient between stages",
+        "of the tied embeddings in a buffer of gradients, a copy of which a prediction reads",
+    )  # fmt: skip
+    for name, meaning in zip(SIZES, meanings, strict=True):
+        default = {"default": None if name == "deferred_size" else 0.0}
+        add_flags(memory, (f"--{name.replace('_', '-')}", times, "X[,X...]", meaning, default))

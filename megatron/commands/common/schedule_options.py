@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron.commands.common import command_line, schedule_costs
-from megatron.commands.common.command_line import count, positive
+from megatron.commands.common.command_line import add_flags, count, positive
 from megatron.pipeline.program import csv_text
 from megatron.pipeline.program.lane_order import DEFERRED, DEVICE, EAGER, HOST, Residency
 from megatron.pipeline.program.program import Program
@@ -238,73 +238,63 @@ def _parser(description: str, run: dict[str, Command]) -> argparse.ArgumentParse
     show = _command(
         commands, "show", run["show"], "print the program, one row of instructions per rank, or write it to a file"
     )
-    show.add_argument("--csv", metavar="FILE", help="write the program as CSV, complete ('-': to the terminal)")
-    show.add_argument(
-        "--torch-csv",
-        metavar="FILE",
-        help="write the CSV of torch.distributed.pipelining, as far as torch has the words",
+    add_flags(
+        show,
+        ("--csv", str, "FILE", "write the program as CSV, complete ('-': to the terminal)"),
+        ("--torch-csv", str, "FILE", "write the CSV of torch.distributed.pipelining, as far as torch has the words"),
+        ("--complete", None, "", "of a CSV file, with what a run adds: updates, versions, transfers"),
     )
-    show.add_argument(
-        "--complete", action="store_true", help="of a CSV file, with what a run adds: updates, versions, transfers"
+    add_flags(show.add_argument_group("job that the CSV file is for"), *_DEGREES)
+    add_flags(show, ("--timeline", None, "", "print the timeline of a simulation instead of the rows"), *_TEXT)
+    summary = "prove the program, for a preset with any number of batches; status 1 where it is wrong"
+    check = _command(commands, "check", run["check"], summary)
+    add_flags(
+        check.add_argument_group("hardware queues"),
+        ("--hardware-queues", count, "N", "prove or refute that the job ends on GPUs with N hardware queues "
+         "(CUDA_DEVICE_MAX_CONNECTIONS)"),
+        *_DEGREES,
+        ("--distributed-optimizer", None, "", "a step gathers parameters over replicas"),
+    )  # fmt: skip
+    summary = "execute the program on a table of costs, and print times and bubbles"
+    add_flags(
+        _command(commands, "simulate", run["simulate"], summary),
+        ("--critical-path", None, "", "print what bounds the makespan, and how much of it each kind takes"),
+        ("--json", str, "FILE", "write the timeline, which `draw --measured` reads"),
     )
-    _add_degrees(show.add_argument_group("job that the CSV file is for"))
-    show.add_argument("--timeline", action="store_true", help="print the timeline of a simulation instead of the rows")
-    _add_text_options(show)
-    check = _command(
-        commands,
-        "check",
-        run["check"],
-        "prove the program, for a preset with any number of batches; status 1 where it is wrong",
-    )
-    _add_job_options(check)
-    timed = _command(
-        commands, "simulate", run["simulate"], "execute the program on a table of costs, and print times and bubbles"
-    )
-    timed.add_argument(
-        "--critical-path",
-        action="store_true",
-        help="print what bounds the makespan, and how much of it each kind takes",
-    )
-    timed.add_argument("--json", metavar="FILE", help="write the timeline, which `draw --measured` reads")
+    optional = {"action": argparse.BooleanOptionalAction}
     draw = _command(commands, "draw", run["draw"], "draw the simulated timeline, alone or above measured ones")
-    draw.add_argument("--output", "-o", metavar="FILE", help="picture to write: .png, .svg or .pdf")
-    draw.add_argument("--text", action="store_true", help="draw in the terminal")
-    draw.add_argument(
-        "--measured",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="timeline of a run, drawn below the plan; may repeat",
-    )
-    draw.add_argument(
-        "--saved",
-        action=argparse.BooleanOptionalAction,
-        help="below the timeline, the microbatches whose activations each rank holds (default: where some move)",
-    )
-    draw.add_argument("--lanes", action="store_true", help="show transfers and reductions that take time")
-    draw.add_argument("--critical-path", action="store_true", help="mark what bounds the makespan of the plan")
-    draw.add_argument("--title", help="title of the picture; default: the schedule")
-    draw.add_argument(
-        "--time-label", default="time", metavar="TEXT", help="name of the axis of time (default: %(default)s)"
-    )
-    draw.add_argument(
-        "--time-scale",
-        type=positive,
-        default=1.0,
-        metavar="X",
-        help="units of the axis in one unit of the costs (1000: seconds to ms)",
-    )
-    draw.add_argument(
-        "--width", type=positive, metavar="INCHES", help="width of the picture; default: what the labels need"
-    )
-    _add_text_options(draw)
+    add_flags(
+        draw,
+        ("--output -o", str, "FILE", "picture to write: .png, .svg or .pdf"),
+        ("--text", None, "", "draw in the terminal"),
+        ("--measured", str, "FILE", "timeline of a run, drawn below the plan; may repeat",
+         {"action": "append", "default": []}),
+        ("--saved", None, "", "below the timeline, the microbatches whose activations each rank holds (default: where "
+         "some move)", optional),
+        ("--lanes", None, "", "show transfers and reductions that take time"),
+        ("--critical-path", None, "", "mark what bounds the makespan of the plan"),
+        ("--title", str, None, "title of the picture; default: the schedule"),
+        ("--time-label", str, "TEXT", "name of the axis of time (default: %(default)s)", {"default": "time"}),
+        ("--time-scale", positive, "X", "units of the axis in one unit of the costs (1000: seconds to ms)",
+         {"default": 1.0}),
+        ("--width", positive, "INCHES", "width of the picture; default: what the labels need"),
+        *_TEXT,
+    )  # fmt: skip
     return parser
 
 
 def _command(commands: argparse._SubParsersAction, name: str, run: Command, summary: str) -> argparse.ArgumentParser:
     parser = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False,
                                  formatter_class=argparse.HelpFormatter)  # fmt: skip
-    _add_program_options(parser)
+    parser.add_argument("file", nargs="?", help="CSV file with a row of instructions per rank, instead of a preset")
+    add_flags(parser, _MICROBATCHES)
+    file = parser.add_argument_group("CSV file")
+    file.add_argument("--weights", choices=list(POLICIES), help="weight policy, where the file does not say it")
+    preset = parser.add_argument_group("preset")
+    preset.add_argument("--schedule", choices=PRESETS, help="which one")
+    add_flags(preset, *_PRESET)
+    add_flags(preset.add_mutually_exclusive_group(), *_PREDICTION)
+    add_flags(preset, ("--reduce-partial", None, "", "predict from the mean over the replicas, which is reduced first"))
     if name != "check":
         schedule_costs.add_costs(parser)
     if name in ("simulate", "draw"):
@@ -313,86 +303,37 @@ def _command(commands: argparse._SubParsersAction, name: str, run: Command, summ
     return parser
 
 
-def _add_program_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", nargs="?", help="CSV file with a row of instructions per rank, instead of a preset")
-    parser.add_argument(
-        "--microbatches",
-        type=command_line.counts,
-        metavar="M[,M...]",
-        help="of each batch; several numbers are the batches of a ramp-up (default: as few as fill the pipeline)",
-    )
-    file = parser.add_argument_group("CSV file")
-    file.add_argument("--weights", choices=list(POLICIES), help="weight policy, where the file does not say it")
-    preset = parser.add_argument_group("preset")
-    preset.add_argument("--schedule", choices=PRESETS, help="which one")
-    preset.add_argument("--stages", type=count, metavar="P", help="pipeline stages, one on each rank (default: 4)")
-    preset.add_argument(
-        "--virtual-stages",
-        type=count,
-        metavar="V",
-        help="interleaved, zbv, l2l: cut each into V, which the schedule places (default: 2)",
-    )
-    preset.add_argument(
-        "--microbatch-group-size", type=count, metavar="N", help="interleaved: microbatches in a row (default: P)"
-    )
-    preset.add_argument(
-        "--batches", type=count, metavar="N", help="where --microbatches is one number (default: 3; pipedream: 2P)"
-    )
-    preset.add_argument(
-        "--resident-stages", type=count, metavar="K", help="l2l: of a rank, on the device at once (default: 2)"
-    )
-    preset.add_argument(
-        "--host-update",
-        choices=(EAGER, DEFERRED),
-        help="l2l: update a stage as soon as its gradients are on the host, or behind the step (default: deferred)",
-    )
-    preset.add_argument(
-        "--stash",
-        choices=(DEVICE, HOST),
-        help="l2l: inputs wait for their recompute on the device, or leave for the host (default: device)",
-    )
-    preset.add_argument("--recompute", action="store_true", help="recompute each forward before its backward")
-    preset.add_argument("--extra-warmup", action="store_true", help="2(p-s-1) forwards of warm-up, which hide latency")
-    preset.add_argument(
-        "--balance", action="store_true", help="move saved activations between stages x and p-1-x (bpipe does)"
-    )
-    preset.add_argument("--tied-embeddings", action="store_true", help="reduce the gradients of tied embeddings")
-    preset.add_argument("--data-parallel", action="store_true", help="reduce gradients over replicas")
-    predictions = preset.add_mutually_exclusive_group()
-    predictions.add_argument(
-        "--provisional",
-        action="store_true",
-        help="2bw: compute each batch at predicted weights, from all microbatches that each stage has done",
-    )
-    predictions.add_argument(
-        "--provisional-microbatches",
-        type=count,
-        metavar="Q",
-        help="2bw: the same, from Q microbatches on every stage",
-    )
-    preset.add_argument(
-        "--reduce-partial", action="store_true", help="predict from the mean over the replicas, which is reduced first"
-    )
-
-
-def _add_job_options(parser: argparse.ArgumentParser) -> None:
-    job = parser.add_argument_group("hardware queues")
-    job.add_argument(
-        "--hardware-queues",
-        type=count,
-        metavar="N",
-        help="prove or refute that the job ends on GPUs with N hardware queues (CUDA_DEVICE_MAX_CONNECTIONS)",
-    )
-    _add_degrees(job)
-    job.add_argument("--distributed-optimizer", action="store_true", help="a step gathers parameters over replicas")
-
-
-def _add_degrees(job: argparse._ArgumentGroup) -> None:
-    job.add_argument("--tensor", type=count, default=1, metavar="T", help="tensor parallel degree (default: 1)")
-    job.add_argument("--data", type=count, default=1, metavar="D", help="data parallel degree (default: 1)")
-
-
-def _add_text_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--one-based", action="store_true", help="number microbatches from 1, as the paper does")
-    parser.add_argument("--versions", action="store_true", help="in text, write weight versions")
-    parser.add_argument("--columns", type=count, default=120, metavar="N", help="width of text that is piped")
+_MICROBATCHES = (
+    "--microbatches", command_line.counts, "M[,M...]",
+    "of each batch; several numbers are the batches of a ramp-up (default: as few as fill the pipeline)",
+)  # fmt: skip
+_PRESET = (
+    ("--stages", count, "P", "pipeline stages, one on each rank (default: 4)"),
+    ("--virtual-stages", count, "V", "interleaved, zbv, l2l: cut each into V, which the schedule places (default: 2)"),
+    ("--microbatch-group-size", count, "N", "interleaved: microbatches in a row (default: P)"),
+    ("--batches", count, "N", "where --microbatches is one number (default: 3; pipedream: 2P)"),
+    ("--resident-stages", count, "K", "l2l: of a rank, on the device at once (default: 2)"),
+    ("--host-update", str, None, "l2l: update a stage as soon as its gradients are on the host, or behind the step "
+     "(default: deferred)", {"choices": (EAGER, DEFERRED)}),
+    ("--stash", str, None, "l2l: inputs wait for their recompute on the device, or leave for the host "
+     "(default: device)", {"choices": (DEVICE, HOST)}),
+    ("--recompute", None, "", "recompute each forward before its backward"),
+    ("--extra-warmup", None, "", "2(p-s-1) forwards of warm-up, which hide latency"),
+    ("--balance", None, "", "move saved activations between stages x and p-1-x (bpipe does)"),
+    ("--tied-embeddings", None, "", "reduce the gradients of tied embeddings"),
+    ("--data-parallel", None, "", "reduce gradients over replicas"),
+)  # fmt: skip
+_PREDICTION = (
+    ("--provisional", None, "", "2bw: compute each batch at predicted weights, from all microbatches that each stage "
+     "has done"),
+    ("--provisional-microbatches", count, "Q", "2bw: the same, from Q microbatches on every stage"),
+)  # fmt: skip
+_DEGREES = (
+    ("--tensor", count, "T", "tensor parallel degree (default: 1)", {"default": 1}),
+    ("--data", count, "D", "data parallel degree (default: 1)", {"default": 1}),
+)
+_TEXT = (
+    ("--one-based", None, "", "number microbatches from 1, as the paper does"),
+    ("--versions", None, "", "in text, write weight versions"),
+    ("--columns", count, "N", "width of text that is piped", {"default": 120}),
+)

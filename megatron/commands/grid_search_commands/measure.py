@@ -20,10 +20,9 @@ from dataclasses import fields, replace
 from importlib import metadata
 from pathlib import Path
 
-from rich.console import Console
-
 from megatron.commands.common import command_line
 from megatron.commands.grid_search_commands.search_inputs import add_model_arguments, read_argv
+from megatron.documents.tables import console
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.time.profile import Profile, load_profile
 from megatron.planner.trial.results import (
@@ -250,7 +249,7 @@ def _report(results: list[Result], options: argparse.Namespace) -> int:
         for result in results:
             print(result.model_dump_json())
     else:
-        (Console() if sys.stdout.isatty() else Console(width=150, no_color=True)).print(table_of(results))
+        console(150, highlight=True).print(table_of(results))
         print(f"Results: {options.output / RESULTS}")
     if options.picture is not None:
         draw(results, options.picture)

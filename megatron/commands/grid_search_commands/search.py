@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from megatron.commands.common import command_line
@@ -26,6 +27,7 @@ from megatron.commands.grid_search_commands.search_inputs import ModelInput, rea
 from megatron.commands.grid_search_commands.search_progress import progress_bars
 from megatron.commands.grid_search_commands.search_script import ROOT, remove_script, script_text, write_topology
 from megatron.documents.numbers import counted
+from megatron.documents.tables import console
 from megatron.documents.writing import write_whole
 from megatron.pipeline.program.weight_policies import TWO_BW
 from megatron.planner import Architecture, Cluster
@@ -45,7 +47,6 @@ from megatron.planner.search import (
 from megatron.planner.search.bill import Budget
 from megatron.planner.search.expectation import expectation, unvalidated
 from megatron.planner.search.outcome import without_pipeline_record, without_pipeline_sentence
-from megatron.planner.search.paper import PaperResult, describe_paper, run_paper_algorithm
 from megatron.planner.search.records import kept_record, write_csv, write_jsonl
 from megatron.planner.search.search import Progress, sentences_on_layers
 from megatron.planner.search.space import delayed, offer, schedules_on_device
@@ -79,8 +80,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--json", action="store_true", help="print one JSON object")
     output.add_argument("--output", "-o", metavar="DIR", help="write configurations.jsonl and .csv, "
                         "throughput_memory.png, report.html and best.sh there")  # fmt: skip
-    output.add_argument("--paper-algorithm", action="store_true",
-                        help="print beside it what Algorithm 1 of PipeDream-2BW chooses")  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:
@@ -100,15 +99,12 @@ def run(options: argparse.Namespace) -> int:
         )
     notes = (*machines.notes, *filter(None, [fewer]), *_notes(outcome))
     seconds = time.perf_counter() - started
-    paper = _paper_result(found) if options.paper_algorithm else None
     if options.output:
         _write(Path(options.output), found, notes)
     if options.json:
-        print(json.dumps(_as_dict(outcome, options.top, notes, seconds, paper)))
+        print(json.dumps(_as_dict(outcome, options.top, notes, seconds)))
     else:
         _print(outcome, options.top, notes, seconds)
-        if paper is not None:
-            print("\nAlgorithm 1 of PipeDream-2BW, as it stands", *describe_paper(paper), sep="\n")
     if outcome.best is None:
         said = filter(
             None, (delay.beside(outcome), nearest_miss(outcome), without_pipeline_sentence(outcome, has_script=False))
@@ -126,28 +122,15 @@ def search_for(
     """The search that the options ask for, of one model on one cluster. Raises ValueError."""
     job = model.job
     refuse_without_price(options, cluster)
-    space = _space(options, model, cluster)
+    space = space_of(options, model, cluster)
     _refuse_shared(options, space, job)
     calibration = load_calibration(options.calibrated_on)
-    profile = None if options.predict_from is None else load_profile(options.predict_from)
     intervals = (
         Intervals.of_calibration(calibration.name, calibration.constants, options.residuals)
-        if profile is None
+        if options.predict_from is None
         else Intervals.of_profile()
     )
-    planners: dict[int, Planner] = {}
-
-    def planner_of(tensor: int) -> Planner:
-        if tensor not in planners:
-            shape = _shape(job, profile, tensor)
-            cost_model = (
-                FirstPrinciples(shape, cluster, job.software, calibration.fitted)
-                if profile is None
-                else ProfiledCosts(profile, shape, job.software)
-            )
-            planners[tensor] = Planner(shape, cluster, cost_model, job.software)
-        return planners[tensor]
-
+    planner_of = planners_for(options, model, cluster)
     training = Training(
         clips_gradients=job.clips_gradients, scales_loss=job.scales_loss, saves_scores=not job.software.flash_attention,
         fuses_softmax=job.software.fuses_softmax,
@@ -167,6 +150,24 @@ def search_for(
     return Searched(outcome=outcome, planner_of=planner_of, model=model, cluster=cluster, space=space)
 
 
+def planners_for(options: argparse.Namespace, model: ModelInput, cluster: Cluster) -> Callable[[int], Planner]:
+    """The planner of a tensor parallel size, made once each. Raises ValueError where a file is wrong."""
+    job, calibration = model.job, load_calibration(options.calibrated_on)
+    profile = None if options.predict_from is None else load_profile(options.predict_from)
+
+    @cache
+    def planner_of(tensor: int) -> Planner:
+        shape = _shape(job, profile, tensor)
+        cost_model = (
+            FirstPrinciples(shape, cluster, job.software, calibration.fitted)
+            if profile is None
+            else ProfiledCosts(profile, shape, job.software)
+        )
+        return Planner(shape, cluster, cost_model, job.software)
+
+    return planner_of
+
+
 def refuse_without_price(options: argparse.Namespace, cluster: Cluster) -> None:
     """Raises ValueError where there is no price to rank by."""
     if options.objective == "cost" and cluster.price_per_gpu_hour is None:
@@ -179,9 +180,8 @@ def _refuse_shared(options: argparse.Namespace, space: Space, job: Job) -> None:
     """Raises ValueError where ranks shall share sequences or experts, and not the time model alone predicts."""
     if space.context == (1,) and job.priced.experts is None:
         return
-    for name, dest in (("--predict-from", "predict_from"), ("--paper-algorithm", "paper_algorithm")):
-        if vars(options).get(dest):  # a sweep has no paper's algorithm
-            raise ValueError(f"{name} knows neither context parallelism nor experts; leave it, or these, out")
+    if options.predict_from:
+        raise ValueError("--predict-from knows neither context parallelism nor experts; leave it, or these, out")
 
 
 def _shape(job: Job, profile: Profile | None, tensor: int) -> Architecture:
@@ -193,7 +193,7 @@ def _shape(job: Job, profile: Profile | None, tensor: int) -> Architecture:
     return replace(shape, vocabulary_size=rows)
 
 
-def _space(options: argparse.Namespace, model: ModelInput, cluster: Cluster) -> Space:
+def space_of(options: argparse.Namespace, model: ModelInput, cluster: Cluster) -> Space:
     batch = model.job.global_batch_size or options.max_safe_batch
     if batch is None:
         raise ValueError("the batch is not known; give --global-batch-size, or --max-safe-batch")
@@ -255,39 +255,32 @@ def _unasked(options: argparse.Namespace, job: Job, cluster: Cluster) -> tuple[s
     return tuple(name for name in names if job.provisional == "off" or offer(name).policy != TWO_BW)
 
 
-def _paper_result(found: Searched) -> PaperResult:
-    return run_paper_algorithm(found.planner_of(1), safe_batch=found.space.largest_batch_size)
-
-
 # --- what is printed and written
 
 
 def _print(outcome: Outcome, top: int, notes: tuple[str, ...], seconds: float) -> None:
-    from rich.console import Console
-
     from megatron.planner.search.table import best_table, reasons
 
-    plain = not sys.stdout.isatty()
-    console = Console(width=10_000 if plain else None, no_color=plain, highlight=False)
+    plain, out = not sys.stdout.isatty(), console()
 
     def say(text: str, style: str = "") -> None:
-        console.print(text, style="" if plain else style, markup=False, soft_wrap=True)
+        out.print(text, style="" if plain else style, markup=False, soft_wrap=True)
 
     say(f"{_numbers(outcome)}, {seconds:.1f} s")
     if outcome.kept:
         say(f"\nthe {outcome.superlative} (~: estimated; the others were simulated)", "bold")
-        console.print(best_table(outcome, outcome.rows[: min(top, len(outcome.ranking))], plain=plain))
+        out.print(best_table(outcome, outcome.rows[: min(top, len(outcome.ranking))], plain=plain))
         for line in expectation(outcome.best) if outcome.best else ():
             say(f"the best: {line}")
         say(f"\nthe {outcome.superlative} of each schedule", "bold")
-        console.print(best_table(outcome, outcome.best_of_schedules(), plain=plain))
+        out.print(best_table(outcome, outcome.best_of_schedules(), plain=plain))
         easy = outcome.best_without_pressure
         if outcome.best and outcome.best.estimate.under_pressure and easy is not None:
             say(
                 f"\nthe {outcome.superlative} that no allocator slows down (--avoid-pressure keeps only such)",
                 "bold",
             )
-            console.print(best_table(outcome, [easy], plain=plain))
+            out.print(best_table(outcome, [easy], plain=plain))
     for note in notes:
         say(f"\nnote: {note}")
     say("\nwhy choices were rejected", "bold")
@@ -321,9 +314,8 @@ def _has_script(outcome: Outcome) -> bool:
     return outcome.best is not None and not shared_ranks.is_shared(outcome.best.choice)
 
 
-def _as_dict(outcome: Outcome, top: int, notes: tuple[str, ...], seconds: float, paper: PaperResult | None) -> dict:
+def _as_dict(outcome: Outcome, top: int, notes: tuple[str, ...], seconds: float) -> dict:
     return {
-        **({} if paper is None else {"paper_algorithm": describe_paper(paper)}),
         "num_kept": len(outcome.kept),
         "num_rejected": len(outcome.rejected),
         "objective": outcome.objective,
@@ -356,7 +348,8 @@ def docs_url() -> str | None:
 
 
 def _write(folder: Path, found: Searched, notes: tuple[str, ...]) -> None:
-    from megatron.planner.search.picture import as_png, draw_outcome
+    from megatron.documents.picture import as_png
+    from megatron.planner.search.pictures import draw_outcome
     from megatron.planner.search.report import html_report
 
     outcome, cluster, job, space = found.outcome, found.cluster, found.model.job, found.space

@@ -12,8 +12,8 @@ from megatron.planner import Cluster
 from megatron.planner.search import Kept, delay
 from megatron.planner.search.expectation import expectation
 from megatron.planner.search.flags import as_argv, gradient_flags, hosting_flags, prediction_flags
-from megatron.planner.search.picture import describe
 from megatron.planner.search.space import preset_of
+from megatron.planner.search.table import describe
 from megatron.trainer.plan.command import SOURCES, Job
 
 ROOT = Path(__file__).resolve().parents[3]

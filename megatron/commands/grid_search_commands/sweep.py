@@ -29,6 +29,7 @@ from megatron.commands.grid_search_commands.search_arguments import add_search_a
 from megatron.commands.grid_search_commands.search_inputs import ClusterInput, ModelInput, read_cluster, read_model
 from megatron.commands.grid_search_commands.search_progress import progress_bars
 from megatron.commands.grid_search_commands.search_script import remove_script, script_text, write_topology
+from megatron.documents.tables import console
 from megatron.documents.writing import write_whole
 from megatron.planner import Cluster
 from megatron.planner.job.cluster import MOST
@@ -210,20 +211,17 @@ def _notes(sweep: Sweep) -> Iterator[str]:
 
 
 def _print(sweep: Sweep, notes: tuple[str, ...], seconds: float) -> None:
-    from rich.console import Console
+    from megatron.planner.search.table import sweep_table
 
-    from megatron.planner.search.sweep_table import sweep_table
-
-    plain = not sys.stdout.isatty()
-    console = Console(width=10_000 if plain else None, no_color=plain, highlight=False)
-    console.print(f"{len(sweep.points)} searches, {seconds:.1f} s\n", markup=False)
-    console.print(sweep_table(sweep, plain=plain))
+    out = console()
+    out.print(f"{len(sweep.points)} searches, {seconds:.1f} s\n", markup=False)
+    out.print(sweep_table(sweep, plain=not sys.stdout.isatty()))
     for note in notes:
-        console.print(f"\nnote: {note}", markup=False, soft_wrap=True)
+        out.print(f"\nnote: {note}", markup=False, soft_wrap=True)
 
 
 def _as_dict(sweep: Sweep, options: argparse.Namespace, notes: tuple[str, ...], seconds: float) -> dict:
-    from megatron.planner.search.sweep_table import sweep_records
+    from megatron.planner.search.records import sweep_records
 
     return {
         "objective": options.objective,
@@ -238,10 +236,10 @@ def _as_dict(sweep: Sweep, options: argparse.Namespace, notes: tuple[str, ...], 
 
 
 def _write(folder: Path, sweep: Sweep, found: list[_Found], notes: tuple[str, ...]) -> None:
-    from megatron.planner.search.picture import as_png
-    from megatron.planner.search.sweep_picture import draw_sweep
-    from megatron.planner.search.sweep_report import sweep_page
-    from megatron.planner.search.sweep_table import sweep_records
+    from megatron.documents.picture import as_png
+    from megatron.planner.search.pictures import draw_sweep
+    from megatron.planner.search.records import sweep_records
+    from megatron.planner.search.report import sweep_page
 
     points = sweep.points
     gpus = [each.num_gpus for each in points]

@@ -1,224 +1,173 @@
-"""Opening the cache's files, whoever left them there.
+"""A cache's folder: its lock and limit, and what is done with the files that are found there.
 
-    FOLDER/opening.lock              held while one of these files is opened or closed
-    FOLDER/activations/data.mdb      LMDB's, and lock.mdb
-                       users.lock    shared by each process that has them open
-                       state.json    the boot and limit of who opened them, and how they were left
-                       generations/  a lock for each, shared by those that need it
-    FOLDER/activations.damaged/      what was found and could not be used, once
+    FOLDER/cache.lock            held while something is written, opened or deleted
+    FOLDER/activations/          locked, shared, by each process that has it open
+        state.json               format, version, and the limit of the processes that have it open
+        65536.values             slots of 65,536 bytes each
+        65536-DIGEST.index       one generation: what it is, and where its values are; locked, shared, by each process
+                                 that needs it
+    FOLDER/activations.damaged   what was found and could not be used, once
 
-What is found is used as it is where others have it open. Who comes alone looks first: files of another boot of the
-machine are removed, because their last pages may never have come to the disk; files that are larger than the limit too,
-because LMDB's never shrink; and files that were changed since we left them, or that we left in a hurry, are walked
-(`structure`).
+The kernel gives up a lock (flock) when its process ends, however it ends. Locks are not seen across a remote file
+system, so a folder there is refused.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from megatron.elastic.cache.environment import Environment, give_back, require_lmdb, share
-from megatron.elastic.cache.file_lock import FileLock
-from megatron.elastic.cache.structure import UnsoundError, require_sound
-
 FEWEST_BYTES = 1 << 20
-PATIENCE = 600.0
-"""Seconds that an opening waits for another one, which may be walking a large file."""
+PATIENCE = 60.0
+"""Seconds that an opening waits for the folder's lock."""
 _REMOTE = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "gpfs", "ceph", "glusterfs", "beegfs", "fuse.sshfs"}
-_STEP_BYTES = 64 << 10  # pages have as many or fewer
-_LOCK_FILE_BYTES = 128 << 10
 _NAME = "activations"
+_STATE, _NEW = "state.json", "new"
+_FORMAT = {"format": "activation cache", "version": 2}
+_BETWEEN_TRIES = 0.02
 
 Warn = Callable[[str, str], None]
-"""Say a sentence, once for each first word."""
+"""Log a sentence, once for each kind (the first word)."""
 
 
-@dataclass(frozen=True)
-class _State:
-    boot: str
-    most_bytes: int
-    left: list[int] | None = None
-
-    @classmethod
-    def read(cls, place: Path) -> _State | None:
-        """None where there is none of ours."""
-        try:
-            said = json.loads((place / "state.json").read_text())
-            state = cls(str(said["boot"]), int(said["most_bytes"]), said["left"])
-        except (OSError, ValueError, TypeError, KeyError):
-            return None
-        return state
-
-    def write(self, place: Path) -> None:
-        new = place / f"state.json.{os.getpid()}"
-        new.write_text(json.dumps(asdict(self)))
-        new.replace(place / "state.json")
-
-
-def open_folder(folder: Path | str, most_bytes: int, warn: Warn) -> Environment:
-    """The environment of this process there, opened if it is not open yet. To be closed with `close_folder`.
+class CacheFolder:
+    """An open folder. Names are looked up in the directory that was opened, even where it has been moved since.
 
     Args:
         folder: on a disk of this node; made if it is missing.
-        most_bytes: of the file.
+        most_bytes: the limit of all files together. Where other processes have the folder open, their limit stays.
 
     Raises:
-        ValueError: lmdb is missing, the limit is too small, or the folder cannot be one of a cache.
-        OSError, lmdb.Error: the disk is full, or has another fault.
+        ValueError: as `require_usable`.
+        OSError: the disk is full, or has another fault.
     """
-    root = require_usable(folder, most_bytes=most_bytes)
-    most_bytes = most_bytes // _STEP_BYTES * _STEP_BYTES
-    environment = share(root / _NAME, lambda: _Opening(root, most_bytes, warn).open())
-    if environment.most_bytes != most_bytes:
-        warn("limit", f"the cache in {root} is in use with a limit of {environment.most_bytes} bytes, which stays")
-    return environment
 
-
-def close_folder(environment: Environment) -> None:
-    give_back(environment, _close)
-
-
-def lock_generation(environment: Environment, digest: bytes, text: str = "") -> FileLock:
-    """The lock of a generation, held by nobody yet. `text` is left there for who wants to know what it is."""
-    path = environment.path / "generations" / digest.hex()
-    lock = FileLock(path)
-    if text:
-        with suppress(OSError):
-            if not path.stat().st_size:
-                path.write_text(text + "\n")
-    return lock
-
-
-def mark_damaged(environment: Environment) -> None:
-    """Who opens these files next sets them aside."""
-    with suppress(OSError):
-        (environment.path / "damaged").touch()
-
-
-def _close(environment: Environment) -> None:
-    place = environment.path
-    with suppress(OSError), _alone(place.parent, patience=5.0):
-        environment.close()
-        state = _State.read(place)
-        if state is not None:
-            _State(state.boot, state.most_bytes, _size_and_time(place)).write(place)
-    environment.close()
-    environment.held.release()
-
-
-class _Opening:
-    def __init__(self, root: Path, most_bytes: int, warn: Warn) -> None:
-        self._root, self._place, self._most_bytes, self._warn = root, root / _NAME, most_bytes, warn
-
-    def open(self) -> Environment:
-        import lmdb
-
-        with _alone(self._root, PATIENCE):
-            try:
-                return self._open()
-            except (lmdb.InvalidError, lmdb.VersionMismatchError, lmdb.CorruptedError, lmdb.PageNotFoundError) as error:
-                self._set_aside(str(error))
-                return self._open()
-
-    def _open(self) -> Environment:
-        users, alone = self._enter()
+    def __init__(self, folder: Path | str, most_bytes: int, warn: Warn) -> None:
+        root = require_usable(folder, most_bytes=most_bytes)
+        self.path, self._aside, self._warn = root / _NAME, root / f"{_NAME}.damaged", warn
+        self._lock, self._directory = _open_lock(root), -1
         try:
-            if alone:
-                found = _State.read(self._place)
-                state = _State(_boot(), self._most_bytes)
-                # On a full disk what is found can still be read.
-                with nullcontext() if found is None else suppress(OSError):
-                    state.write(self._place)
-                _make_lock_file(self._place / "lock.mdb")
-            else:
-                state = _State.read(self._place) or _State(_boot(), self._most_bytes)
-            users.share(PATIENCE)
-            # One limit for all who have it open, for LMDB does not grow a process's map behind its back.
-            return Environment(self._place, state.most_bytes, users)
+            with self.locked(PATIENCE):
+                self.most_bytes = self._open(most_bytes)
         except BaseException:
-            users.release()
+            self.close()
             raise
+        if self.most_bytes != most_bytes:
+            warn("limit", f"the cache in {root} is in use with a limit of {self.most_bytes} bytes, which stays")
 
-    def _enter(self) -> tuple[FileLock, bool]:
-        """The lock of the users of files that can be opened, and whether there are no others."""
-        while True:
-            if not self._place.is_dir() and os.path.lexists(self._place):
-                self._set_aside("it is no folder")
-            (self._place / "generations").mkdir(parents=True, exist_ok=True)
-            users = FileLock(self._place / "users.lock")
-            alone = users.try_alone()
-            try:
-                usable = self._is_usable(alone)
-            except BaseException:
-                users.release()
-                raise
-            if usable:
-                return users, alone
-            users.release()
-
-    def _is_usable(self, alone: bool) -> bool:
-        """Whether the files can be used; if not, they are out of the way."""
-        if (self._place / "damaged").exists():
-            return self._set_aside("a process that read it found it damaged")
-        file = self._place / "data.mdb"
-        if not alone or not os.path.lexists(file):
-            return True
-        state = _State.read(self._place)
-        if state is None:
-            return self._set_aside("it has no state that a cache left there")
-        if state.boot != _boot():
-            return self._remove("it was written before the machine was started, and its end may be missing")
+    @contextmanager
+    def locked(self, patience: float) -> Iterator[None]:
+        """Hold the folder's lock alone. Raises TimeoutError where others have had it for `patience` seconds."""
+        end = time.monotonic() + patience
+        while not try_lock(self._lock, fcntl.LOCK_EX):
+            if time.monotonic() > end:
+                raise TimeoutError(f"other processes have held a lock for {patience:g} s")
+            time.sleep(_BETWEEN_TRIES)
         try:
-            size_and_time = _size_and_time(self._place)
-            if size_and_time[0] > self._most_bytes:
-                return self._remove(f"it has {size_and_time[0]} bytes, and {self._most_bytes} are allowed")
-            if state.left != size_and_time:
-                require_sound(file)
-        except UnsoundError as error:
-            return self._set_aside(str(error))
-        except (FileNotFoundError, IsADirectoryError) as error:
-            return self._set_aside(str(error))
-        return True
+            yield
+        finally:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
 
-    def _set_aside(self, reason: str) -> bool:
-        aside = self._root / f"{_NAME}.damaged"
-        _remove(aside)
-        self._place.rename(aside)
-        self._warn("damaged", f"the cache in {self._place} is set aside ({reason}) as {aside}, and starts empty")
-        return False
+    def open(self, name: str, flags: int) -> int:
+        """The descriptor of a file here."""
+        return os.open(name, flags | os.O_CLOEXEC, 0o666, dir_fd=self._directory)
 
-    def _remove(self, reason: str) -> bool:
-        _remove(self._place)
-        self._warn("removed", f"the cache in {self._place} is removed ({reason}), and starts empty")
-        return False
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """Inode and bytes of each file here."""
+        with os.scandir(self._directory) as files:
+            return {each.name: (each.inode(), each.stat(follow_symlinks=False).st_size) for each in files}
 
+    def write_whole(self, name: str, content: bytes) -> None:
+        """Make a file appear with all of its content. The folder's lock is held."""
+        file = self.open(_NEW, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        try:
+            write_all(file, memoryview(content))
+        finally:
+            os.close(file)
+        os.replace(_NEW, name, src_dir_fd=self._directory, dst_dir_fd=self._directory)
 
-@contextmanager
-def _alone(root: Path, patience: float) -> Iterator[None]:
-    lock = FileLock(root / "opening.lock")
-    try:
-        lock.alone(patience)
-        yield
-    finally:
-        lock.release()
+    def unlink(self, name: str) -> None:
+        os.unlink(name, dir_fd=self._directory)
+
+    def set_aside(self, name: str, reason: str) -> None:
+        """Move a file away that cannot be used."""
+        _remove(self._aside)
+        os.replace(name, self._aside, src_dir_fd=self._directory)
+        self._say_set_aside(self.path / name, reason)
+
+    def close(self) -> None:
+        for file in (self._directory, self._lock):
+            if file >= 0:
+                unlock_and_close(file)
+
+    def abandon(self) -> None:
+        """Leave the locks to the parent of this forked process."""
+        for file in (self._directory, self._lock):
+            os.close(file)
+
+    def _open(self, most_bytes: int) -> int:
+        """Open the directory, empty if what is there cannot be used. The limit."""
+        if os.path.lexists(self.path) and not self.path.is_dir():
+            self._set_all_aside("it is no folder")
+        self.path.mkdir(exist_ok=True)
+        self._directory = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        limit = self._limit()
+        if not try_lock(self._directory, fcntl.LOCK_EX):  # others have it open
+            fcntl.flock(self._directory, fcntl.LOCK_SH)
+            return most_bytes if limit is None else limit
+        sizes = self.sizes()
+        num_bytes = sum(size for _, size in sizes.values())
+        if limit is None and sizes.keys() - {_NEW}:
+            self._set_all_aside("it has no state that a cache left there")
+        elif num_bytes > most_bytes:
+            _remove(self.path)
+            reason = f"it has {num_bytes} bytes, and {most_bytes} are allowed"
+            self._warn("removed", f"the cache in {self.path} is removed ({reason}), and starts empty")
+        else:
+            with suppress(*() if limit is None else (OSError,)):  # on a full disk what is found can still be read
+                self.write_whole(_STATE, json.dumps({**_FORMAT, "most_bytes": most_bytes}).encode())
+            fcntl.flock(self._directory, fcntl.LOCK_SH)
+            return most_bytes
+        os.close(self._directory)
+        return self._open(most_bytes)
+
+    def _limit(self) -> int | None:
+        """None where there is no state that a cache of this version has written."""
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            state = json.loads((self.path / _STATE).read_text())
+            if state == {**_FORMAT, "most_bytes": int(state["most_bytes"])}:
+                return state["most_bytes"]
+        return None
+
+    def _set_all_aside(self, reason: str) -> None:
+        _remove(self._aside)
+        self.path.rename(self._aside)
+        self._say_set_aside(self.path, reason)
+
+    def _say_set_aside(self, path: Path, reason: str) -> None:
+        self._warn("damaged", f"the cache in {path} is set aside ({reason}) as {self._aside}, and starts empty")
 
 
 def require_usable(folder: Path | str, *, most_bytes: int) -> Path:
-    """Its absolute path. Raises as `open_folder`, before there is anything to keep."""
-    require_lmdb()
+    """The folder's absolute path. The folder and its lock are made if they are missing.
+
+    Raises:
+        ValueError: the limit is too small, or the folder cannot be written or lies on a remote file system.
+        OSError: the disk is full.
+    """
     if most_bytes < FEWEST_BYTES:
         raise ValueError(f"a cache of at most {most_bytes} bytes holds nothing; allow {FEWEST_BYTES} and more")
     root = Path(folder).absolute()
     try:
         root.mkdir(parents=True, exist_ok=True)
-        FileLock(root / "opening.lock").release()
+        os.close(_open_lock(root))
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -234,6 +183,32 @@ def require_usable(folder: Path | str, *, most_bytes: int) -> Path:
     return root
 
 
+def try_lock(file: int, kind: int) -> bool:
+    """Take the lock of an open file, `fcntl.LOCK_EX` or `LOCK_SH`, if nobody is in the way."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def unlock_and_close(file: int) -> None:
+    """A forked process has the same lock, so closing the file would not be enough."""
+    fcntl.flock(file, fcntl.LOCK_UN)
+    os.close(file)
+
+
+def write_all(file: int, content: memoryview, begin: int | None = None) -> None:
+    """Write at byte `begin`, or where the file stands. Raises OSError where the disk takes only a part."""
+    while content:
+        written = os.write(file, content) if begin is None else os.pwrite(file, content, begin)
+        content, begin = content[written:], None if begin is None else begin + written
+
+
+def _open_lock(root: Path) -> int:
+    return os.open(root / "cache.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+
+
 def _file_system(path: Path) -> str:
     """The kind of file system that a path lies on; empty where the system does not say."""
     here = os.path.realpath(path)
@@ -246,27 +221,6 @@ def _file_system(path: Path) -> str:
             if inside and len(where) >= longest:
                 kind, longest = rest.split()[0], len(where)
     return kind
-
-
-def _make_lock_file(file: Path) -> None:
-    """Make the file with bytes on the disk: LMDB would map one without any, and a full disk would end the process."""
-    handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        os.posix_fallocate(handle, 0, _LOCK_FILE_BYTES)
-    finally:
-        os.close(handle)
-
-
-def _size_and_time(place: Path) -> list[int]:
-    status = (place / "data.mdb").stat()
-    return [status.st_size, status.st_mtime_ns]
-
-
-def _boot() -> str:
-    """Which start of the machine this is; the same for all where the system does not say."""
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return "unknown"
 
 
 def _remove(path: Path) -> None:

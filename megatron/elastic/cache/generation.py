@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 import os
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
+from math import prod
 
 import torch
 from torch import Tensor
 
-DTYPES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
-"""What can be stored, and how the header of a value names it."""
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""What can be stored."""
 _PIECE_BYTES = 1 << 24
-
-
 _PACKAGES = ("megatron-core", "transformer-engine", "flash-attn", "flash-attn-3")
 _VARIABLES = ("NVTE_", "MKL_", "ONEDNN_", "DNNL_", "CUBLAS_", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32")
 
@@ -84,6 +84,11 @@ class Generation:
                 "frozen layers in one of these, or leave the cache off"
             )
 
+    @property
+    def num_bytes(self) -> int:
+        """Of one sample's output."""
+        return prod(self.shape) * self.dtype.itemsize
+
     @cached_property
     def text(self) -> str:
         """All of it, the same in every process."""
@@ -94,12 +99,35 @@ class Generation:
     @cached_property
     def digest(self) -> bytes:
         """16 bytes that stand for `text`."""
-        return hashlib.blake2b(self.text.encode(), digest_size=16).digest()
+        return digest_of(self.text.encode())
 
     def deepens(self, other: Generation) -> bool:
         """Whether `other` is what stands in front of the layers that are new here, and all else is the same: only then
         computing on from its values gives the bits of computing from the start."""
         return self.depth > other.depth and replace(self, weights="", depth=1) == replace(other, weights="", depth=1)
+
+
+def key_of_sample(sample: Hashable) -> bytes:
+    """16 bytes that stand for a sample's name.
+
+    Raises:
+        ValueError: the name is neither a whole number from 0 to 2**64 - 1 nor a text.
+    """
+    if isinstance(sample, str):
+        name = b"t" + sample.encode()
+    else:
+        try:
+            name = b"i" + operator.index(sample).to_bytes(8, "big")  # type: ignore[arg-type]
+        except (TypeError, OverflowError):
+            raise ValueError(
+                f"sample {sample!r} cannot be named in the cache; name it by a whole number from 0 to 2**64 - 1 or a "
+                "text"
+            ) from None
+    return digest_of(name)
+
+
+def digest_of(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=16).digest()
 
 
 def weights_digest(tensors: Iterable[tuple[str, Tensor]]) -> str:

@@ -1,4 +1,4 @@
-"""What reading and writing takes here, and whether reading beats computing."""
+"""Counts and times of a cache, and whether reading beats computing."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _MOST_TIMES = 256
 
 @dataclass(frozen=True)
 class CacheCounts:
-    """Since the cache was opened in this process.
+    """What has happened since the cache was opened in this process.
 
     Attributes:
         hits, misses: samples asked for, at the depth that is current.
         older_hits: samples found at the depth before.
         prefetched: of both kinds of hits, those that were read ahead.
-        written: samples.
+        written: samples that were put and are there.
         not_written: samples, because of the limit, the disk, or a writer that fell behind.
         damaged: values found that could not be used.
         bytes_read, bytes_written: of tensors.

@@ -1,216 +1,353 @@
-"""Values in LMDB: reading, writing within the limit, dropping what nobody needs, and what is done about errors.
+"""Values of one size in slots of one file, and an index for each generation.
 
-The limit is LMDB's map: its file never grows beyond. A small part is kept free, since deleting takes pages, too. What
-is free within the file is used again, so new values are compared with the pages that are in use and not with the file.
-Pages that one transaction frees can be used by the next but one. So where the map is full and old values make way for
-new ones, they do so two small transactions earlier.
+An index file has a head, which says what the generation is, and then entries that are only appended:
 
-An error is one warning. A limit or a full disk ends writing; what was found to be damaged ends reading, too.
+    key of the sample, 16 bytes | slot | checksum of the value | checksum of head and entry
+
+The last entry of a key counts; one without a slot says that the value is gone. A value is written before its entry, and
+a slot is used again only when an entry says that its value is gone, or when its generation is deleted. So a process
+that is killed leaves at worst a slot that no entry names, or the beginning of an entry, which the next writer cuts off.
+What a reader returns has the checksum of its entry; whatever else is found is a miss.
+
+Writers hold the folder's lock; readers hold none. Where the limit leaves one slot, it stays free for values that take
+the place of older ones, so these are deleted only when the new ones are there.
+
+Files are read and written, not mapped: where a disk is full or a file is cut short, that is an error and no signal.
 """
 
 from __future__ import annotations
 
-import errno
+import fcntl
+import os
+import struct
+import sys
+import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+import zlib
+from array import array
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
-from megatron.elastic.cache.environment import Environment
-from megatron.elastic.cache.folder import Warn, lock_generation, mark_damaged
+from megatron.elastic.cache.folder import PATIENCE, CacheFolder, Warn, try_lock, unlock_and_close, write_all
+from megatron.elastic.cache.generation import Generation, digest_of
 from megatron.elastic.cache.measured import Measured
-from megatron.elastic.cache.value import Layout
 
-_FEWEST_RESERVED = 256 << 10
-_RESERVED_PART = 64
-_DROPPED_AT_ONCE = 256
-_TICK = b"t"
-_PREFIX_BYTES = 17
-_PAGE_HEADER_BYTES = 16
-_NODE_BYTES = 64  # of the tree, for a value in a page with others
-_PAUSES = (0.0, 0.02, 0.2)  # seconds
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
-"""What a full disk is; LMDB calls it an EIO where the disk took a part of what was to be written."""
+WRITE_PATIENCE = 10.0
+"""Seconds that writing waits for other processes before it gives up its values."""
+_MAGIC, _VERSION = b"frozen\r\n", 2
+_HEAD = struct.Struct("<8sII")  # magic, version, bytes of the generation's text
+_ENTRY = struct.Struct("<16sIII")
+_CHECKSUM = struct.Struct("<I")
+_GONE = (1 << 32) - 1
+_AT_ONCE = _ENTRY.size << 15
+_ENTRIES_OF_SLOT = 3  # for which there is to be room: of its value, that this is gone, and of the next value
+_MOST_HEAD_BYTES = 1 << 16
 
 
-@dataclass(frozen=True)
-class CacheEntry:
-    """One sample's value, sealed when it is written; `older` is the key of the value that makes way for it where there
-    is no room for both."""
+@dataclass
+class _Index:
+    """What this process knows of one generation. `places`: slot << 32 | checksum of the value, by key."""
 
-    key: bytes
-    older: bytes | None
-    value: Tensor
+    inode: int
+    seed: int  # checksum of the head
+    end: int  # bytes that have been read
+    file: int | None = None  # open and locked while this process needs the generation
+    places: dict[bytes, int] = field(default_factory=dict)
+    damaged: set[bytes] = field(default_factory=set)
+
+    def has(self, key: bytes) -> bool:
+        return key in self.places and key not in self.damaged
 
 
 class CacheStore:
-    """The values of one environment."""
+    """The values of the generations that this process needs. Faults are one warning each, and are not raised.
 
-    def __init__(self, environment: Environment, measured: Measured, warn: Warn) -> None:
-        self._environment, self._measured, self._warn = environment, measured, warn
-        self._page_bytes = environment.page_bytes
-        reserved = max(_FEWEST_RESERVED, environment.most_bytes // _RESERVED_PART)
-        self._most_bytes = environment.most_bytes - reserved
-        self.readable = self.writable = True
+    One thread may write while others read.
+    """
+
+    def __init__(self, folder: CacheFolder, measured: Measured, warn: Warn) -> None:
+        self._folder, self._measured, self._warn = folder, measured, warn
+        self._mutex = threading.RLock()  # of what is read from indexes
+        self._num_bytes = self._slot_bytes = 0
+        self._values = -1
+        self._indexes: dict[str, _Index] = {}  # by name, of all generations with values of this size
+        self._uses = array("I")  # of each slot, how many indexes name it
+        self._free: set[int] = set()  # slots without a use
+        self._bytes_left = 0
+        self.writable = True
         self.full = False
-        """Whether something found no room; then only what replaces something is tried."""
+        """Whether a value found no room; then only values that replace others are tried."""
 
-    def read(self, layout: Layout, keys: Sequence[bytes]) -> list[Tensor | None]:
+    def need(self, generations: Sequence[Generation]) -> None:
+        """From now on read and write these, all of one size, while no thread reads or writes. Those that were needed
+        before are deleted unless another process needs them."""
+        with self._errors(), self._folder.locked(PATIENCE):
+            names = [_name(each) for each in generations]
+            given_up = [name for name, index in self._indexes.items() if index.file is not None and name not in names]
+            for name in given_up:
+                self._release(self._indexes[name])
+            if generations[0].num_bytes != self._num_bytes:
+                self._begin(generations[0].num_bytes)
+            self.full = False
+            for name, generation in zip(names, generations, strict=True):
+                if name not in self._indexes or self._indexes[name].file is None:
+                    self._hold(name, generation)
+            self._delete_unneeded(given_up)
+
+    def read(self, generation: Generation, keys: Sequence[bytes]) -> list[Tensor | None]:
+        """The values in memory of their own; None where there is none."""
+        begin = time.perf_counter()
         found: list[Tensor | None] = [None] * len(keys)
-        if not self.readable:
-            return found
-        begin = time.perf_counter()
-        with self._errors(), self._environment.reading() as transaction:
-            for index, key in enumerate(keys):
-                stored = transaction.get(key)
-                if stored is None:
-                    continue
-                tensor = layout.open(key, stored)
-                if isinstance(tensor, str):
-                    self._measured.add(damaged=1)
-                    self._warn("value", f"a value in the cache in {self._environment.path} is not used: {tensor}")
-                else:
-                    found[index] = tensor
-        count = sum(each is not None for each in found)
-        self._measured.add_read(time.perf_counter() - begin, count, count * layout.num_bytes)
-        return found
-
-    def write(self, layout: Layout, entries: Sequence[CacheEntry], needed: Collection[bytes]) -> None:
-        """Those for which there is room, in one transaction. `needed`: prefixes of keys that may not make way."""
-        begin = time.perf_counter()
-        left = list(entries)
         with self._errors():
-            for each in entries:
-                layout.seal(each.key, each.value)
-            left, map_is_full = self._put(left)
-            if left and not self.full and self._drop_unneeded(needed):
-                left, map_is_full = self._put_again(left)
-            if left and map_is_full and any(each.older for each in left):
-                left = self._put_behind_deletion(left)
-            if left:
-                self._come_to_limit()
-        count = len(entries) - len(left)
-        self._measured.add(not_written=len(left))
-        self._measured.add_write(time.perf_counter() - begin, count, count * layout.num_bytes)
+            index = self._needed(generation)
+            if index is not None:
+                if not all(key in index.places for key in keys):
+                    self._catch_up(index, index.file)
+                found = [self._value(index, key) for key in keys]
+        count = sum(each is not None for each in found)
+        self._measured.add_read(time.perf_counter() - begin, count, count * generation.num_bytes)
+        return [None if each is None else each.view(generation.dtype).view(generation.shape) for each in found]
+
+    def write(self, generation: Generation, older: Generation | None, keys: Sequence[bytes], values: Tensor) -> None:
+        """Add the values for which there is room; where there is none, values of `older` make way.
+
+        Args:
+            values: of each key the bytes (uint8), on the host.
+        """
+        begin = time.perf_counter()
+        num_present = num_kept = 0
+        with self._errors():
+            contents = [memoryview(row) for row in values.numpy()]
+            checksums = [zlib.crc32(content) for content in contents]
+            with self._folder.locked(WRITE_PATIENCE):
+                self._look()
+                index = self._needed(generation)
+                if index is not None:
+                    new = [each for each in zip(keys, contents, checksums, strict=True) if not index.has(each[0])]
+                    num_present = len(keys) - len(new)
+                    try:
+                        self._add(index, self._needed(older), new)
+                    finally:
+                        num_kept = sum(map(index.has, keys))
+        num_new = num_kept - num_present
+        self._measured.add(written=num_present, not_written=len(keys) - num_kept)
+        self._measured.add_write(time.perf_counter() - begin, num_new, num_new * generation.num_bytes)
 
     def takes(self, *, replacing: bool) -> bool:
-        """Whether there is a point in writing something that replaces something, or does not."""
+        """Whether there is a point in writing a value that replaces another one, or does not."""
         return self.writable and (replacing or not self.full)
 
-    def drop_some(self, prefix: bytes) -> bool:
-        """Delete some values of a generation, if no process needs it. Whether there may be more."""
-        more = False
-        with self._errors():
-            lock = lock_generation(self._environment, prefix[1:])
-            try:
-                if self.writable and lock.try_alone():
-                    keys = self._some_keys(prefix)
-                    with self._environment.writing() as transaction:
-                        for key in keys:
-                            transaction.delete(key)
-                        transaction.put(_TICK, time.time_ns().to_bytes(8, "little"))
-                    self.full = False
-                    more = len(keys) == _DROPPED_AT_ONCE
-                    if not more:
-                        lock.remove()
-            finally:
-                lock.release()
-        return more
+    def close(self) -> None:
+        for index in self._indexes.values():
+            self._release(index)
+        if self._values >= 0:
+            os.close(self._values)
+        self._folder.close()
 
-    def _put(self, entries: list[CacheEntry]) -> tuple[list[CacheEntry], bool]:
-        """Those that were not written, and whether LMDB said so."""
-        import lmdb
+    def abandon(self) -> None:
+        """Leave files and locks to the parent of this forked process."""
+        files = [index.file for index in self._indexes.values() if index.file is not None]
+        for file in (*files, *([self._values] if self._values >= 0 else [])):
+            os.close(file)
+        self._folder.abandon()
 
-        left = []
-        try:
-            with self._environment.writing() as transaction:
-                used = self._used_bytes(transaction)
-                for each in entries:
-                    own, older = (self._stored_bytes(transaction, key) for key in (each.key, each.older))
-                    change = self._bytes_in_pages(len(each.value)) - own
-                    if used + change > self._most_bytes >= used + change - older:
-                        transaction.delete(each.older)
-                        used -= older
-                    if used + change > self._most_bytes:
-                        left.append(each)
-                    else:
-                        used += change
-                        transaction.put(each.key, memoryview(each.value.numpy()))
-        except lmdb.MapFullError:
-            return entries, True
-        return left, False
+    def _needed(self, generation: Generation | None) -> _Index | None:
+        index = None if generation is None else self._indexes.get(_name(generation))
+        return None if index is None or index.file is None else index
 
-    def _put_behind_deletion(self, entries: list[CacheEntry]) -> list[CacheEntry]:
-        with self._environment.writing() as transaction:
-            for each in entries:
-                if each.older is not None:
-                    transaction.delete(each.older)
-        return self._put_again(entries)[0]
+    def _begin(self, num_bytes: int) -> None:
+        """Turn to values of another size."""
+        if self._values >= 0:
+            os.close(self._values)
+        self._indexes, self._uses, self._free = {}, array("I"), set()
+        self._num_bytes, self._values = 0, -1
+        self._values = self._folder.open(f"{num_bytes}.values", os.O_RDWR | os.O_CREAT)
+        self._num_bytes = num_bytes
+        self._slot_bytes = num_bytes + _ENTRIES_OF_SLOT * _ENTRY.size
 
-    def _put_again(self, entries: list[CacheEntry]) -> tuple[list[CacheEntry], bool]:
-        """As `_put`, behind a deletion whose pages may not be free at once: a reader may still be looking at them."""
-        self._environment.forget_the_dead()
-        left, map_is_full = entries, True
-        for pause in _PAUSES:
-            time.sleep(pause)
-            with self._environment.writing() as transaction:  # what was freed two transactions before can be used
-                transaction.put(_TICK, time.time_ns().to_bytes(8, "little"))
-            left, map_is_full = self._put(left)
-            if not map_is_full:
+    def _hold(self, name: str, generation: Generation) -> None:
+        """Open and lock an index, made if it is missing."""
+        head = _head(generation.text.encode())
+        while True:
+            if name not in self._folder.sizes():
+                self._folder.write_whole(name, head)
+            file = self._folder.open(name, os.O_RDWR | os.O_APPEND)
+            if os.pread(file, len(head), 0) == head:
                 break
-        return left, map_is_full
+            os.close(file)
+            self._folder.set_aside(name, "its index is none of this generation")
+        try_lock(file, fcntl.LOCK_SH)
+        self._forget(name)
+        self._indexes[name] = _Index(os.fstat(file).st_ino, zlib.crc32(head), len(head), file)
+        self._catch_up(self._indexes[name], file)
 
-    def _drop_unneeded(self, needed: Collection[bytes]) -> bool:
-        """Whether anything was deleted."""
-        before = self._num_entries()
-        for prefix in self._prefixes():
-            while prefix not in needed and self.drop_some(prefix):
-                pass
-        return self._num_entries() < before
+    def _release(self, index: _Index) -> None:
+        if index.file is not None:
+            unlock_and_close(index.file)
+            index.file = None
 
-    def _num_entries(self) -> int:
-        with self._environment.reading() as transaction:
-            return transaction.stat()["entries"]
+    def _delete_unneeded(self, names: Sequence[str] | None) -> None:
+        """Delete those of the generations, or of all, that no process needs; and files of values without any."""
+        sizes = self._folder.sizes()
+        for name in sizes if names is None else names:
+            if name.endswith(".index") and name in sizes:
+                file = self._folder.open(name, os.O_RDONLY)
+                if try_lock(file, fcntl.LOCK_EX):
+                    self._folder.unlink(name)
+                os.close(file)
+        left = {name.partition("-")[0] for name in self._folder.sizes() if name.endswith(".index")}
+        for name in sizes:
+            if name.endswith(".values") and name.removesuffix(".values") not in left:
+                self._folder.unlink(name)
+        self._look()
 
-    def _prefixes(self) -> list[bytes]:
-        found = []
-        with self._environment.reading() as transaction, transaction.cursor() as cursor:
-            more = cursor.set_range(b"g")
-            while more and bytes(cursor.key()[:1]) == b"g":
-                found.append(bytes(cursor.key()[:_PREFIX_BYTES]))
-                more = cursor.set_range(found[-1] + b"\xff")  # no name of a sample begins so
-        return found
+    def _look(self) -> None:
+        """See what other processes have written and deleted. The folder's lock is held."""
+        with self._mutex:
+            sizes = self._folder.sizes()
+            for name, index in list(self._indexes.items()):
+                if index.file is not None:
+                    self._catch_up(index, index.file)
+                    if os.fstat(index.file).st_size != index.end:  # it ends with the beginning of an entry
+                        os.ftruncate(index.file, index.end)
+                elif sizes.get(name, (0, 0))[0] != index.inode:
+                    self._forget(name)
+            for name, (inode, size) in sizes.items():
+                if name.startswith(f"{self._num_bytes}-") and name.endswith(".index"):
+                    index = self._indexes.setdefault(name, _Index(inode, 0, 0))
+                    if index.file is None and size > index.end:
+                        self._read_foreign(index, name)
+            values_bytes = os.fstat(self._values).st_size  # also where another process has removed the file
+            sizes.pop(f"{self._num_bytes}.values", None)
+            self._count_slots(values_bytes // self._num_bytes)
+            entries_bytes = len(self._uses) * _ENTRIES_OF_SLOT * _ENTRY.size
+            used = values_bytes + entries_bytes + sum(size for _, size in sizes.values())
+            self._bytes_left = self._folder.most_bytes - used
 
-    def _some_keys(self, prefix: bytes) -> list[bytes]:
-        keys = []
-        with self._environment.reading() as transaction, transaction.cursor() as cursor:
-            more = cursor.set_range(prefix)
-            while more and len(keys) < _DROPPED_AT_ONCE and bytes(cursor.key()[:_PREFIX_BYTES]) == prefix:
-                keys.append(bytes(cursor.key()))
-                more = cursor.next()
-        return keys
+    def _read_foreign(self, index: _Index, name: str) -> None:
+        """Read which slots a generation has that this process does not need; none where nobody can read it."""
+        file = self._folder.open(name, os.O_RDONLY)
+        try:
+            if not index.end:
+                head = os.pread(file, _MOST_HEAD_BYTES, 0)
+                text = head[_HEAD.size :][: _HEAD.unpack(head[: _HEAD.size].ljust(_HEAD.size, b"\0"))[2]]
+                is_sound = head.startswith(_head(text)) and name == _name_of(self._num_bytes, digest_of(text))
+                index.end = _HEAD.size + len(text) if is_sound else sys.maxsize
+                index.seed = zlib.crc32(_head(text))
+            if index.end < sys.maxsize:
+                self._catch_up(index, file)
+        finally:
+            os.close(file)
 
-    def _used_bytes(self, transaction: Any) -> int:
-        found = transaction.stat()
-        return (found["branch_pages"] + found["leaf_pages"] + found["overflow_pages"]) * self._page_bytes
+    def _forget(self, name: str) -> None:
+        index = self._indexes.pop(name, None)
+        if index is not None:
+            for place in index.places.values():
+                self._use(place >> 32, -1)
 
-    def _stored_bytes(self, transaction: Any, key: bytes | None) -> int:
-        """What the value of a key takes; 0 where there is none."""
-        stored = None if key is None else transaction.get(key)
-        return 0 if stored is None else self._bytes_in_pages(len(stored))
+    def _catch_up(self, index: _Index, file: int) -> None:
+        """Read the entries that are new."""
+        with self._mutex:
+            while (count := len(content := os.pread(file, _AT_ONCE, index.end)) // _ENTRY.size) > 0:
+                for at in range(0, count * _ENTRY.size, _ENTRY.size):
+                    key, slot, checksum, proof = _ENTRY.unpack_from(content, at)
+                    begins_beyond = slot != _GONE and slot * self._num_bytes > self._folder.most_bytes
+                    if begins_beyond or zlib.crc32(content[at : at + _ENTRY.size - 4], index.seed) != proof:
+                        self._miss_damaged("its entry in the index is damaged")
+                        continue
+                    place = index.places.get(key)
+                    if place is not None:
+                        self._use(place >> 32, -1)
+                    if slot != _GONE:
+                        self._use(slot, 1)
+                        index.places[key] = slot << 32 | checksum
+                    elif place is not None:
+                        del index.places[key]
+                    index.damaged.discard(key)
+                index.end += count * _ENTRY.size
 
-    def _bytes_in_pages(self, num_bytes: int) -> int:
-        """What a value takes: pages of its own, or a part of one where it is small."""
-        if num_bytes < self._page_bytes // 2:
-            return num_bytes + _NODE_BYTES
-        return -(-(num_bytes + _PAGE_HEADER_BYTES) // self._page_bytes) * self._page_bytes
+    def _use(self, slot: int, change: int) -> None:
+        """Count the indexes that name a slot: one may still say what is gone when the next one is read already."""
+        self._count_slots(slot + 1)
+        self._uses[slot] += change
+        if self._uses[slot]:
+            self._free.discard(slot)
+        else:
+            self._free.add(slot)
 
-    def _come_to_limit(self) -> None:
-        self.full = True
-        where, limit = self._environment.path, self._environment.most_bytes
+    def _count_slots(self, num_slots: int) -> None:
+        """There are so many at least; those that are new here are free."""
+        self._free.update(range(len(self._uses), num_slots))
+        self._uses.extend([0] * (num_slots - len(self._uses)))
+
+    def _room(self) -> int:
+        """How many values can be written."""
+        return len(self._free) + max(0, self._bytes_left // self._slot_bytes)
+
+    def _add(self, index: _Index, older: _Index | None, values: Sequence[tuple[bytes, memoryview, int]]) -> None:
+        """Write the values (key, bytes, checksum) for which there is room, or older ones make way."""
+        entries = []
+        try:
+            for key, content, checksum in values:
+                makes_way = older is not None and key in older.places
+                slot = self._slot(makes_way)
+                if slot is None:
+                    continue
+                write_all(self._values, content, slot * self._num_bytes)
+                entries.append((key, slot, checksum))
+                if makes_way and self.full:
+                    self._append(index, entries)
+                    self._append(older, [(key, _GONE, 0)])
+                    entries = []
+        finally:
+            self._append(index, entries)
+
+    def _slot(self, makes_way: bool) -> int | None:
+        """A slot for a value that another one makes way for, or not; None where there is no room."""
+        if self._room() < 2 and not self.full:
+            self._delete_unneeded(None)
+        self.full = self._room() < 2
+        if self.full and not (makes_way and self._room()):
+            self._warn_of_limit()
+            return None
+        with self._mutex:
+            if not self._free:
+                self._bytes_left -= self._slot_bytes
+                self._count_slots(len(self._uses) + 1)
+            return self._free.pop()
+
+    def _append(self, index: _Index, entries: Sequence[tuple[bytes, int, int]]) -> None:
+        packed = [_ENTRY.pack(*each, 0)[:-4] for each in entries]
+        content = b"".join(each + _CHECKSUM.pack(zlib.crc32(each, index.seed)) for each in packed)
+        assert index.file is not None
+        write_all(index.file, memoryview(content))
+        self._catch_up(index, index.file)
+
+    def _value(self, index: _Index, key: bytes) -> Tensor | None:
+        """The bytes of a value, if they have the checksum."""
+        while (place := index.places.get(key)) is not None and key not in index.damaged:
+            value = torch.empty(self._num_bytes, dtype=torch.uint8)
+            content = memoryview(value.numpy())
+            slot, checksum = divmod(place, 1 << 32)
+            if _read_all(self._values, content, slot * self._num_bytes) and zlib.crc32(content) == checksum:
+                return value
+            assert index.file is not None
+            self._catch_up(index, index.file)
+            if index.places.get(key) == place:  # else it has made way while it was read
+                index.damaged.add(key)
+                self._miss_damaged("its checksum is wrong")
+        return None
+
+    def _miss_damaged(self, reason: str) -> None:
+        self._measured.add(damaged=1)
+        self._warn("value", f"a value in the cache in {self._folder.path} is not used: {reason}")
+
+    def _warn_of_limit(self) -> None:
+        where, limit = self._folder.path, self._folder.most_bytes
         self._warn(
             "full",
             f"the cache in {where} has come to its limit of {limit} bytes; it is read, and nothing new is written",
@@ -218,22 +355,36 @@ class CacheStore:
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        import lmdb
-
+        where = self._folder.path
         try:
             yield
-        except (lmdb.Error, OSError) as error:
-            where, code = self._environment.path, getattr(error, "code", 0)
-            if isinstance(error, lmdb.MapFullError):
-                self._come_to_limit()
-            elif code in _FULL or isinstance(error, OSError):
-                self.writable = False
-                self._warn("disk", f"the disk of the cache in {where} takes no more ({error}); what is there is read")
-            elif isinstance(error, (lmdb.ReadersFullError, lmdb.MemoryError, lmdb.TxnFullError)):
-                self._warn("busy", f"the cache in {where} was not used once or more often ({error})")
-                self._environment.forget_the_dead()
-            else:
-                self.readable = self.writable = False
-                if not isinstance(error, lmdb.PanicError):
-                    mark_damaged(self._environment)
-                self._warn("damaged", f"the cache in {where} is damaged ({error}); it is neither read nor written")
+        except TimeoutError:
+            self._warn("behind", f"writing to the cache in {where} takes too long; some samples are not written")
+        except OSError as error:
+            self.writable = False
+            self._warn("disk", f"the disk of the cache in {where} takes no more ({error}); what is there is read")
+
+
+def _name(generation: Generation) -> str:
+    return _name_of(generation.num_bytes, generation.digest)
+
+
+def _name_of(num_bytes: int, digest: bytes) -> str:
+    return f"{num_bytes}-{digest.hex()}.index"
+
+
+def _head(text: bytes) -> bytes:
+    return _HEAD.pack(_MAGIC, _VERSION, len(text)) + text
+
+
+def _read_all(file: int, content: memoryview, begin: int) -> bool:
+    """Fill `content` from byte `begin` on. Whether there were so many bytes, and the disk gave them."""
+    while content:
+        try:
+            count = os.preadv(file, [content], begin)
+        except OSError:
+            return False
+        if not count:
+            return False
+        content, begin = content[count:], begin + count
+    return True

@@ -1,4 +1,8 @@
-"""Samples from JSONL, JSON, CSV and parquet files, as dictionaries of columns."""
+"""Files of samples (JSONL, JSON, CSV, parquet), and the columns that a task reads from them.
+
+The package `datasets` is no substitute: it guesses the type of a CSV column, so that the text "NA" is missing and the
+labels "01" and "1" are one, it turns texts that look like dates into dates, and its errors name no line.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,8 @@ import csv
 import importlib.util
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from megatron.documents.reading import ending, is_compressed, open_text, require_characters
@@ -13,18 +19,68 @@ from megatron.documents.reading import ending, is_compressed, open_text, require
 Sample = dict[str, object]
 
 _TOO_MANY = object()
-"""The key of fields beyond those that the first line names."""
+"""The key of a CSV row's fields beyond those that the first line names."""
 
 csv.field_size_limit(2**27)
 
 
-def read_samples(path: str, *, limit: int | None = None) -> list[Sample]:
-    """All samples of a file, or the first `limit`.
+@dataclass(frozen=True)
+class File:
+    """Samples, and the path of their file. Samples may differ in fields that no task reads."""
 
-    Samples may have other fields than each other: `column` asks for those that a task uses.
+    path: str
+    samples: Sequence[Sample]
 
-    Raises ValueError for a file that cannot be read, a broken line, and a file without samples: the file, the line and
-    what to do.
+    @property
+    def fields(self) -> list[str]:
+        """The fields that any sample has, in the order in which they first occur."""
+        return list(dict.fromkeys(name for sample in self.samples for name in sample))
+
+    def column(self, given: str | None, known: Sequence[str], what: str) -> str:
+        """The name of a column that every sample has: `given`, or else the first of `known` that any sample has.
+
+        Args:
+            what: the purpose of the column, as in the flag that names it: "text pair" for --text_pair_column.
+
+        Raises:
+            ValueError: the file or a sample lacks the column; the sentence names the fields that are there.
+        """
+        there, flag = self.fields, f"--{what.replace(' ', '_')}_column"
+        name = given if given is not None else next((name for name in known if name in there), None)
+        if name is None:
+            raise ValueError(
+                f"{self.path} has no column for the {what} (looked for {', '.join(known)}); it has {_list(there)}: "
+                f"name one with {flag}"
+            )
+        if name not in there:
+            raise ValueError(
+                f"{self.path} has no column {name!r} for the {what}; it has {_list(there)}: add it, or name another "
+                f"with {flag}"
+            )
+        for number, sample in enumerate(self.samples, start=1):
+            if name not in sample:
+                raise ValueError(
+                    f"{self.path}, sample {number}: no field {name!r} for the {what}; it has {_list(sample)}: add it, "
+                    "or leave the sample out"
+                )
+        return name
+
+    def texts(self, name: str, what: str) -> list[str]:
+        """The texts of a column. Raises ValueError as `column` does, and for a value that is no text."""
+        self.column(name, (), what)
+        for number, sample in enumerate(self.samples, start=1):
+            if not isinstance(sample[name], str):
+                raise ValueError(
+                    f"{self.path}, sample {number}: {name!r} is {sample[name]!r}, and a text is wanted; mend it"
+                )
+            require_characters(sample[name], f"{self.path}, sample {number}: {name!r}")
+        return [sample[name] for sample in self.samples]
+
+
+def read_file(path: str, *, limit: int | None = None) -> File:
+    """Read all samples of a file, or the first `limit`.
+
+    Raises ValueError for a file that cannot be read, a broken line, and a file without samples.
     """
     file = Path(path)
     if not file.is_file():
@@ -35,62 +91,17 @@ def read_samples(path: str, *, limit: int | None = None) -> list[Sample]:
         raise ValueError(
             f"{path} has an unknown ending; give {', '.join(readers)}, or text with .gz, .bz2 or .xz behind"
         )
-    samples: list[Sample] = []
     try:
-        for sample in reader(file):
-            samples.append(sample)
-            if limit is not None and len(samples) == limit:
-                break
+        samples = list(islice(reader(file), limit))
     except (OSError, csv.Error) as error:
         raise ValueError(f"{path} cannot be read ({error}); mend it") from error
     if not samples:
         raise ValueError(f"{path} has no samples; give a file that has")
-    return samples
-
-
-def column(samples: Sequence[Sample], path: str, given: str | None, known: Sequence[str], what: str) -> str:
-    """The name of a column: the given one, or the first of `known` that any sample has. All samples have it.
-
-    `what`: it is for, as the flag says it that names it.
-
-    Raises ValueError where the file or a sample lacks it, with the fields that are there.
-    """
-    there, flag = fields(samples), f"--{what.replace(' ', '_')}_column"
-    name = given if given is not None else next((name for name in known if name in there), None)
-    if name is None:
-        raise ValueError(
-            f"{path} has no column for the {what} (looked for {', '.join(known)}); it has {_list(there)}: name one "
-            f"with {flag}"
-        )
-    if name not in there:
-        raise ValueError(
-            f"{path} has no column {name!r} for the {what}; it has {_list(there)}: add it, or name another with {flag}"
-        )
-    for number, sample in enumerate(samples, start=1):
-        if name not in sample:
-            raise ValueError(
-                f"{path}, sample {number}: no field {name!r} for the {what}; it has {_list(sample)}: add it, or leave "
-                "the sample out"
-            )
-    return name
-
-
-def fields(samples: Sequence[Sample]) -> list[str]:
-    """Those that any sample has, in the order in which they come."""
-    return list(dict.fromkeys(name for sample in samples for name in sample))
+    return File(path, samples)
 
 
 def _list(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names)) or "no field"
-
-
-def texts_of(samples: Sequence[Sample], path: str, name: str) -> list[str]:
-    """A column of texts. Raises ValueError for a value that is none."""
-    for number, sample in enumerate(samples, start=1):
-        if not isinstance(sample[name], str):
-            raise ValueError(f"{path}, sample {number}: {name!r} is {sample[name]!r}, and a text is wanted; mend it")
-        require_characters(sample[name], f"{path}, sample {number}: {name!r}")
-    return [sample[name] for sample in samples]
 
 
 def _json_lines(file: Path) -> Iterator[Sample]:
@@ -106,8 +117,8 @@ def _json(file: Path) -> Iterator[Sample]:
     if not text.lstrip().startswith("["):
         yield from _json_lines(file)
         return
-    for number, each in enumerate(_loaded(text, file, "the file"), start=1):
-        yield _object(each, file, f"sample {number}")
+    for number, value in enumerate(_loaded(text, file, "the file"), start=1):
+        yield _object(value, file, f"sample {number}")
 
 
 def _loaded(text: str, file: Path, where: str) -> object:
@@ -126,7 +137,7 @@ def _object(value: object, file: Path, where: str) -> Sample:
 
 
 def _csv(file: Path) -> Iterator[Sample]:
-    """A line may have fewer fields than the first line names: the last ones are not there."""
+    """Rows as samples. A row that is shorter than the first line lacks the last fields."""
     with open_text(file, newline="") as stream:
         reader = csv.DictReader(stream, restkey=_TOO_MANY, restval=None)
         names = reader.fieldnames or ()
@@ -136,7 +147,7 @@ def _csv(file: Path) -> Iterator[Sample]:
             if _TOO_MANY in row:
                 raise ValueError(
                     f"{file}, line {reader.line_num}: it has more fields than the {len(row) - 1} that the first line "
-                    f"names ({_list(reader.fieldnames or ())}); mend it"
+                    f"names ({_list(names)}); mend it"
                 )
             yield {name: value for name, value in row.items() if value is not None}
 

@@ -168,8 +168,8 @@ def _prove(
         live_versions=live_versions,
         num_fetches=num_fetches,
         peak_resident_stages=peak_resident,
-        evicted_microbatches=compacted.program.num_evictions if compacted.moves else (0,) * compacted.num_stages,
-        offloaded_microbatches=compacted.program.num_offloads,
+        evicted_microbatches=compacted.program.num_evictions if compacted.moves else nothing,
+        offloaded_microbatches=compacted.program.num_offloads if compacted.program.residency else nothing,
         peak_boundaries_on_rank=peak_boundaries,
     )
 

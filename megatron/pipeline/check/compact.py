@@ -195,19 +195,20 @@ def compact(program: Program) -> CompactProgram:
     communicates = moves = versioned = False
     for rank, row in enumerate(program.rows):
         codes, places, slots, versions = [], [], [], []
+        own = {stage for stage in range(num_stages) if rank_of_stage[stage] == rank}
         for position, instruction in enumerate(row):
             code = CODE_OF_KIND.get(instruction.kind)
             stage, microbatch, version = instruction.stage, instruction.microbatch, instruction.version
-            if code is None or not 0 <= stage < num_stages or rank_of_stage[stage] != rank:
+            if code is None or stage not in own:
                 raise error_at(program, rank, position, _explain_owner(instruction, rank_of_stage))
             if instruction.horizon and (code != F or way is not Ahead.PREDICTION):
                 raise error_at(program, rank, position, _explain_ahead(program, instruction, Ahead.PREDICTION))
             if instruction.unstepped and (code != F or way is not Ahead.PROVISIONAL_STEP):
                 raise error_at(program, rank, position, _explain_ahead(program, instruction, Ahead.PROVISIONAL_STEP))
             if code < FIRST_UPDATE:
-                if microbatch is None or not 0 <= microbatch - first < num_microbatches:
+                if microbatch is None or not 0 <= (index := microbatch - first) < num_microbatches:
                     raise error_at(program, rank, position, _explain_microbatch(microbatch, first, num_microbatches))
-                places.append(stage * num_microbatches + microbatch - first)
+                places.append(stage * num_microbatches + index)
                 slot = stage * NUM_CODES + code
                 if code >= FIRST_TRANSFER:
                     if code < FIRST_MOVE:

@@ -24,6 +24,7 @@ from typing import NamedTuple
 from megatron.pipeline.check.compact import (
     FIRST_MOVE,
     FIRST_STASH,
+    FIRST_TRANSFER,
     KIND_OF_CODE,
     RELOAD,
     B,
@@ -143,6 +144,8 @@ def _count(compact: CompactProgram, rank: int, end: int, by_stage: Mapping[int, 
     awaited, away = compact.awaited_moves[rank], offloaded_before(compact, rank)
     num_moves = 0
     for position, (code, place) in enumerate(zip(compact.codes[rank][:end], compact.places[rank][:end], strict=True)):
+        if FIRST_TRANSFER <= code < FIRST_MOVE:
+            continue
         if awaited and position in awaited:
             for count in counts:
                 count.held.complete(awaited[position])

@@ -6,7 +6,7 @@ By induction over the number of periods, on the *state* between them:
 2. Every rank can execute its fill before any rank begins its period, and its period before any rank begins its drain.
    So the state after the fill and the state after the period are states that an execution reaches. An execution that
    reaches them reaches every state that any other reaches, for what a rank does depends on no other rank's speed (see
-   `progress`): rows cut there may be reasoned about one part at a time.
+   `megatron.pipeline.graph`): rows cut there may be reasoned about one part at a time.
 3. The state after the period equals the state after the fill, with microbatches, batches and versions counted from one
    period later.
 4. What an instruction needs, what it does, and every bound are stated in terms of that state, and none in absolute
@@ -47,12 +47,12 @@ from megatron.pipeline.check.compact import (
 from megatron.pipeline.check.computations import Facts
 from megatron.pipeline.check.error import error_at
 from megatron.pipeline.check.host_updates import codes_of_host_updates
-from megatron.pipeline.check.lanes import words_under_way
 from megatron.pipeline.check.memory import hold
 from megatron.pipeline.check.predictions import codes_of_predictions
-from megatron.pipeline.check.progress import Execution
+from megatron.pipeline.check.progress import run
 from megatron.pipeline.check.transfers import list_channels
 from megatron.pipeline.check.updates import chain_of_rank
+from megatron.pipeline.graph.row_graph import RowExecution
 from megatron.pipeline.program.instruction import ENDS_BACKWARD, Instruction, Kind
 from megatron.pipeline.program.move_order import MoveOrder
 from megatron.pipeline.program.program import Program
@@ -109,9 +109,9 @@ def states_at(
     Raises:
         ProgramError: a cut that some rank reaches only once others have gone beyond it.
     """
-    execution, states = Execution(compact), []
+    execution, states = RowExecution(compact.program, moves=compact.awaited_moves), []
     for ends, origin in zip(cuts, origins, strict=True):
-        execution.run(ends)
+        run(execution, compact, ends)
         states.append(_state(compact, execution, ends, origin))
     return states
 
@@ -149,19 +149,18 @@ def prove_repetition(
             raise error_at(two, rank, position, f"in the second of two periods {wanted} is due here")
 
 
-def _state(compact: CompactProgram, execution: Execution, ends: list[int], origin: PeriodOrigin) -> list[_RankState]:
+def _state(compact: CompactProgram, execution: RowExecution, ends: list[int], origin: PeriodOrigin) -> list[_RankState]:
     """The state when every rank has executed `ends[rank]` instructions, counted from `origin`, rank by rank."""
     known = Facts(compact)
     states = [_rows_state(compact, known, rank, ends[rank], origin) for rank in range(len(ends))]
     for rank, state in enumerate(states):
-        for queue, what in (rank, "the chain"), (rank + len(ends), "the reports"):
-            incomplete = execution.reductions.incomplete(queue)
+        for queue, what in (execution.chains[rank], "the chain"), (execution.reports[rank], "the reports"):
             state[f"what is under way in {what} (code, version)"] = [
-                (code, version - origin.batch) for code, version in incomplete
+                (CODE_OF_KIND[each.kind], each.version - origin.batch) for _, _, each in queue.posted
             ]
     if compact.program.residency is not None:
         for rank, state in enumerate(states):
-            state |= _host_state(compact, rank, ends[rank], execution.reductions.num_completed(rank), origin)
+            state |= _host_state(compact, rank, ends[rank], execution.under_way(rank), origin)
     if compact.moves:
         for rank, state in enumerate(states):
             state |= _moves_state(compact, rank, ends, origin)
@@ -224,8 +223,12 @@ def _rows_state(compact: CompactProgram, known: Facts, rank: int, end: int, orig
     return state
 
 
-def _host_state(compact: CompactProgram, rank: int, end: int, num_reduced: int, origin: PeriodOrigin) -> _RankState:
-    """What a rank's words to and from the host before a cut leave to those after it."""
+def _host_state(
+    compact: CompactProgram, rank: int, end: int, posted: Sequence[int], origin: PeriodOrigin
+) -> _RankState:
+    """What a rank's words to and from the host before a cut leave to those after it. `posted`: the positions of those
+    that its lanes have not completed.
+    """
     row = compact.program.rows[rank]
     resident: dict[int, int] = {}
     in_use: set[int] = set()
@@ -245,7 +248,7 @@ def _host_state(compact: CompactProgram, rank: int, end: int, num_reduced: int, 
             in_use.add(each.stage)
         elif each.kind is Kind.STORE_GRAD:
             in_use.discard(each.stage)
-    under_way = [row[position] for position in words_under_way(compact, rank, end, num_reduced)]
+    under_way = [row[position] for position in posted]
     state: _RankState = {
         "what is resident (stage, version)": resident,
         "which stages have a gradient buffer": in_use,

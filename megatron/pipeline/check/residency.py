@@ -22,6 +22,7 @@ from megatron.pipeline.check.compact import (
     FIRST_TRANSFER,
     FIRST_UPDATE,
     FREE,
+    NUM_CODES,
     STEP,
     UPDATE,
     CompactProgram,
@@ -66,10 +67,10 @@ def prove_residency(compact: CompactProgram) -> tuple[tuple[int, ...], tuple[int
 
 
 def _require_none(compact: CompactProgram) -> None:
+    words = {*range(FIRST_STASH, FIRST_UPDATE), *range(FIRST_HOST_WORD, NUM_CODES)}
     for rank, codes in enumerate(compact.codes):
-        found = (at for at, code in enumerate(codes) if code >= FIRST_HOST_WORD or FIRST_STASH <= code < FIRST_UPDATE)
-        position = next(found, None)
-        if position is not None:
+        if not words.isdisjoint(codes):
+            position = next(at for at, code in enumerate(codes) if code in words)
             raise compact.error(rank, position, "the weights of this program live on the device: it says no residency")
 
 

@@ -33,6 +33,7 @@ from collections.abc import Sequence
 
 from megatron.pipeline.check.compact import (
     FIRST_PREDICTION,
+    FIRST_TRANSFER,
     FIRST_UPDATE,
     KIND_OF_CODE,
     NUM_CODES,
@@ -87,6 +88,7 @@ def prove_updates(compact: CompactProgram) -> None:
     is_forward_only = program.graph.is_forward_only
     num_microbatches, num_batches = compact.num_microbatches, len(program.batches)
     batch_of = [batch for batch, size in enumerate(program.batches) for _ in range(size)]
+    num_buffers = program.weights.max_gradient_buffers
     of_stages, of_ends = ((REDUCE_GRAD,), (REDUCE_EMBED,)) if program.residency else ((), ())
     for rank, (codes, places, versions) in enumerate(zip(compact.codes, compact.places, compact.versions, strict=True)):
         chain, lowest = chain_of_rank(compact, rank), compact.stages_of(rank)[0]
@@ -97,10 +99,12 @@ def prove_updates(compact: CompactProgram) -> None:
         ]
         owner_of = {stage: owner for owner in owners for stage in owner.stages}
         for position, (code, place, version) in enumerate(zip(codes, places, versions, strict=True)):
+            if FIRST_TRANSFER <= code < FIRST_UPDATE:
+                continue
             if code in (B, I, W):
                 owner, batch = owner_of[place // num_microbatches], batch_of[place % num_microbatches]
                 owner.begun.add(batch)
-                if len(owner.begun) - owner.posted[STEP] > program.weights.max_gradient_buffers:
+                if len(owner.begun) - owner.posted[STEP] > num_buffers:
                     due = _word(owner.stages[0], STEP, program.first_batch + 1 + owner.posted[STEP])
                     reason = f"all gradient buffers hold batches before it: no {due} stands before it"
                     raise compact.error(rank, position, reason)

@@ -115,6 +115,8 @@ class Word:
 
     Attributes:
         name: what a legend calls it.
+        colour, sign: its family of colours in drawings (`draw.colours`), and what stands before its number there; `#`:
+            a mark at its end. An update without a sign is a bar as wide as its time.
         lane, subject: see the classes.
         needs, makes: what a computation takes from the stages before or behind it, and what it has for them.
         uses_saved: it reads the saved activations of its microbatch, which so have to be at the stage.
@@ -128,11 +130,12 @@ class Word:
         awaits: where weights live on the host, the words for which it waits in its lane: of its stage, and of its
             version or its microbatch, as far as they stand before it in its row. Besides, every lane carries out its
             words in the order of the row.
-        colour: family of colours in drawings.
     """
 
     name: str
     lane: Lane
+    colour: str = "grey"
+    sign: str = ""
     subject: Subject = Subject.MICROBATCH
     needs: Tensor | None = None
     makes: Tensor | None = None
@@ -146,7 +149,6 @@ class Word:
     other_end: Kind | None = None
     members: Members | None = None
     awaits: tuple[Kind, ...] = ()
-    colour: str = "grey"
 
     @property
     def leaves(self) -> bool:
@@ -179,16 +181,22 @@ WORDS: dict[Kind, Word] = {
     Kind.RECV_F: Word(name="receive activation", lane=Lane.TRANSFERS, receives=_F, other_end=Kind.SEND_F),
     Kind.SEND_B: Word(name="send gradient", lane=Lane.TRANSFERS, sends=_B, other_end=Kind.RECV_B),
     Kind.RECV_B: Word(name="receive gradient", lane=Lane.TRANSFERS, receives=_B, other_end=Kind.SEND_B),
-    Kind.EVICT: Word(name="eviction to the pair stage", lane=Lane.MOVES, saved=-1, other_end=Kind.ACCEPT),
+    Kind.EVICT: Word(
+        name="eviction to the pair stage", lane=Lane.MOVES, saved=-1, other_end=Kind.ACCEPT, colour="brick", sign=">"
+    ),
     Kind.ACCEPT: Word(
         name="acceptance from the pair stage", lane=Lane.MOVES, saved=+1, of_pair=True, other_end=Kind.EVICT
     ),
     Kind.RETURN: Word(
         name="return to the pair stage", lane=Lane.MOVES, saved=-1, of_pair=True, other_end=Kind.LOAD
     ),
-    Kind.LOAD: Word(name="load from the pair stage", lane=Lane.MOVES, saved=+1, other_end=Kind.RETURN),
-    Kind.OFFLOAD: Word(name="input to the host", lane=Lane.D2H, saved=-1),
-    Kind.RELOAD: Word(name="input back from the host", lane=Lane.H2D, saved=+1, awaits=(Kind.OFFLOAD,)),
+    Kind.LOAD: Word(
+        name="load from the pair stage", lane=Lane.MOVES, saved=+1, other_end=Kind.RETURN, colour="navy", sign="<"
+    ),
+    Kind.OFFLOAD: Word(name="input to the host", lane=Lane.D2H, saved=-1, colour="moss"),
+    Kind.RELOAD: Word(
+        name="input back from the host", lane=Lane.H2D, saved=+1, awaits=(Kind.OFFLOAD,), colour="steel"
+    ),
     Kind.REDUCE_GRAD: Word(
         name="gradients reduced", lane=Lane.CHAIN, subject=Subject.UPDATE, members=Members.REPLICAS
     ),
@@ -197,23 +205,29 @@ WORDS: dict[Kind, Word] = {
         awaits=(Kind.STORE_GRAD,),
     ),
     Kind.REDUCE_NORM: Word(name="norm reduced", lane=Lane.CHAIN, subject=Subject.UPDATE, members=Members.ALL),
-    Kind.STEP: Word(name="step", lane=Lane.COMPUTE, subject=Subject.UPDATE),
-    Kind.HOLD: Word(name="gradients kept", lane=Lane.COMPUTE, subject=Subject.UPDATE),
+    Kind.STEP: Word(
+        name="optimizer step; makes weights Wn", lane=Lane.COMPUTE, subject=Subject.UPDATE, colour="red", sign="#"
+    ),
+    Kind.HOLD: Word(name="gradients kept", lane=Lane.COMPUTE, subject=Subject.UPDATE, colour="pale teal"),
     Kind.REDUCE_PARTIAL: Word(
         name="partial gradients reduced", lane=Lane.CHAIN, subject=Subject.UPDATE, members=Members.REPLICAS
     ),
     Kind.REDUCE_PARTIAL_EMBED: Word(
         name="partial tied embeddings reduced", lane=Lane.CHAIN, subject=Subject.UPDATE, members=Members.ENDS
     ),
-    Kind.PREDICT: Word(name="prediction", lane=Lane.COMPUTE, subject=Subject.UPDATE),
-    Kind.FETCH: Word(name="weights fetched", lane=Lane.H2D, subject=Subject.UPDATE, awaits=(Kind.UPDATE,)),
+    Kind.PREDICT: Word(
+        name="prediction ~n of weights Wn", lane=Lane.COMPUTE, subject=Subject.UPDATE, colour="teal", sign="~"
+    ),
+    Kind.FETCH: Word(
+        name="weights fetched", lane=Lane.H2D, subject=Subject.UPDATE, awaits=(Kind.UPDATE,), colour="sky"
+    ),
     Kind.FREE: Word(name="weights freed", lane=Lane.H2D, subject=Subject.UPDATE),
     Kind.STORE_GRAD: Word(
-        name="gradients stored", lane=Lane.D2H, subject=Subject.UPDATE, awaits=(Kind.REDUCE_GRAD,)
+        name="gradients stored", lane=Lane.D2H, subject=Subject.UPDATE, awaits=(Kind.REDUCE_GRAD,), colour="leaf"
     ),
     Kind.UPDATE: Word(
         name="update on the host", lane=Lane.HOST, subject=Subject.UPDATE,
-        awaits=(Kind.STORE_GRAD, Kind.REDUCE_EMBED),
+        awaits=(Kind.STORE_GRAD, Kind.REDUCE_EMBED), colour="pink",
     ),
 }  # fmt: skip
 

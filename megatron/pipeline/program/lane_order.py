@@ -33,8 +33,9 @@ OFFLOAD and RELOAD are words of their own. EVICT and LOAD are about all that a m
 rank; here it is its input alone, and nobody meets. So no word has two meanings, and the words that a program may have
 follow from `Residency.stash`.
 
-Nothing of this waits for what stands behind it in its row. So by itself no lane can be part of a circle; what may make
-one are the reductions over several ranks, and for these see `megatron.pipeline.check.lanes`.
+Nothing of this waits for what stands behind it in its row. So by itself no lane can be part of a circle: every wait
+within a rank leads to a place before it in the row. A circle has to leave the rank, and it leaves only where ranks wait
+for each other: in the row, for tensors, and in the chain, for reductions over several ranks.
 """
 
 from __future__ import annotations

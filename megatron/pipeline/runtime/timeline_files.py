@@ -7,12 +7,13 @@ nothing; so what differs between the two is transfer, waiting and noise.
 import statistics
 from collections import defaultdict
 from collections.abc import Collection, Sequence
+from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 
 from megatron.core import parallel_state
 from megatron.pipeline.draw import draw_timeline
-from megatron.pipeline.program.instruction import Kind
+from megatron.pipeline.program.instruction import MOVES, SHARED_REDUCTIONS, Kind
 from megatron.pipeline.runtime.contract.trace import RankTrace, gather_traces, timeline, write_chrome_trace
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.schedules import PipelineSchedule
@@ -35,24 +36,10 @@ def measured_costs(measured: Timeline) -> Costs:
     def least(kind: Kind) -> float:  # the last to come waits least for the others
         return min((statistics.fmean(found) for (each, _), found in times.items() if each is kind), default=0.0)
 
-    return Costs(
-        forward=mean(Kind.FORWARD),
-        backward=mean(Kind.BACKWARD),
-        backward_input=mean(Kind.BACKWARD_INPUT),
-        backward_weight=mean(Kind.BACKWARD_WEIGHT),
-        recompute=mean(Kind.RECOMPUTE),
-        step=mean(Kind.STEP),
-        predict=mean(Kind.PREDICT),
-        hold=mean(Kind.HOLD),
-        reduce_grad=mean(Kind.REDUCE_GRAD),
-        reduce_embed=least(Kind.REDUCE_EMBED),
-        reduce_norm=least(Kind.REDUCE_NORM),
-        fetch=mean(Kind.FETCH),
-        store=mean(Kind.STORE_GRAD),
-        update=mean(Kind.UPDATE),
-        offload=mean(Kind.OFFLOAD),
-        reload=mean(Kind.RELOAD),
-    )
+    known = {field.name for field in fields(Costs)}
+    named = {kind.name.lower(): kind for kind in Kind if kind not in MOVES} | {"store": Kind.STORE_GRAD}
+    of_work = {name: kind for name, kind in named.items() if name in known}
+    return Costs(**{name: (least if kind in SHARED_REDUCTIONS else mean)(kind) for name, kind in of_work.items()})
 
 
 def last_stretch(measured: Timeline, drains: Collection[int], *, most: int) -> range:

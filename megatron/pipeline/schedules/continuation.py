@@ -35,7 +35,7 @@ from megatron.pipeline.check import ProgramError
 from megatron.pipeline.check.compact import compact
 from megatron.pipeline.check.error import error_at
 from megatron.pipeline.check.periods import PeriodOrigin, difference, states_at
-from megatron.pipeline.check.progress import Execution
+from megatron.pipeline.graph.row_graph import RowExecution
 from megatron.pipeline.program.extent import Extent
 from megatron.pipeline.program.instruction import Instruction, Row, Rows
 from megatron.pipeline.program.program import Program, shifted_row
@@ -64,7 +64,7 @@ class Repetition:
 
 def cuts_of(program: Program) -> Cuts:
     """How far each rank comes before each batch, if none begins it. The program is proved."""
-    execution = Execution(compact(program))
+    execution = RowExecution(program)
     served = [[program.batch_served(each) for each in row] for row in program.rows]
     found = [(0,) * program.num_ranks]
     for batch in range(program.first_batch + 1, program.first_batch + len(program.batches)):
@@ -241,7 +241,7 @@ class Continuation:
             rows.append((*before, *self._later(own, place)))
         extent = replace(self.program, rows=(), batches=(self.num_microbatches,) * (place + 1))
         versioned = tuple(tuple(set_versions([list(row)], extent)[0]) for row in rows)
-        reached = Execution(compact(Program.of(extent, versioned))).reach(ends)
+        reached = RowExecution(Program.of(extent, versioned)).reach(ends)
         heads = tuple(end - begin for begin, end in zip(begins, reached, strict=True))
         assert all(0 <= head <= len(part) for head, part in zip(heads, following[0], strict=True)), "cuts are as late"
         return heads

@@ -1,33 +1,35 @@
 """How long a program takes, by executing its very instructions on a table of costs.
 
-A closed formula knows one schedule. This executes any program, under the meaning that the runtime gives to its
-instructions, so what it says changes when the program changes:
+A closed formula knows one schedule. This takes any program, under the meaning that the runtime gives to its
+instructions, so what it says changes when the program changes. Who waits for whom is what `megatron.pipeline.graph`
+says, and a time is the longest path to its node:
 
-- a rank goes through its row in order; computations and STEPs take their time on the rank (`ranks`);
-- SEND and RECV only post. A transfer starts when both ends have posted it and its channel (one per directed edge and
-  kind of traffic) has taken the transfer before it; it occupies the channel for bytes / bandwidth and arrives
-  `latency` later. Transfers overlap with computation, or with `Costs.overlap` False hold their sender (`channels`);
-- F waits until its input has arrived, B and I until the gradient of their output has;
-- EVICT, ACCEPT, RETURN and LOAD only request a move of saved activations. Each rank carries its moves out one after
-  another in the background, as `program.move_order` says; one starts when both its ends have come to it, and takes
-  its time on the pair (`pair_moves`). What waits for moves is said there, too;
-- REDUCE_* only post, too. The reductions of a rank run one after another in the background, in the order of its row;
-  one starts when all its members have reached it (`reductions`);
-- STEP waits for the reductions of its version that its rank has posted;
-- FETCH, FREE, STORE_GRAD and UPDATE only post, to lanes between device and host that run beside all that (`lanes`).
+- a computation or a STEP takes its time on its rank;
+- a transfer occupies its channel for bytes / bandwidth and arrives `latency` later. Transfers overlap with
+  computation, or with `Costs.overlap` False hold their sender;
+- a move of saved activations takes its time on the pair, a reduction on its members, and a word to or from the host on
+  its lane; FREE takes none.
 
 A program without any transfers (a compute-only one) is timed as if each tensor were sent when it is made and its
 receive posted in time.
-
-Nothing that a rank does depends on which other rank was faster, so the ranks need not be executed in the order of
-time: each runs until it waits for something whose time is not known yet, and is put back on the work list by whoever
-makes it known. Every instruction is executed once: the time is linear in their number, about a microsecond each.
 """
 
+import math
+from operator import itemgetter
+
+from megatron.pipeline.graph.execution import LANES, MOVES, START, SimulationError
+from megatron.pipeline.graph.row_graph import Graph, RowExecution, graph_of
+from megatron.pipeline.program.instruction import (
+    AWAITS_REDUCTIONS,
+    HOST_WORDS,
+    SENDS,
+    SHARED_REDUCTIONS,
+    UPDATES,
+    Kind,
+    Tensor,
+)
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.simulate.costs import Costs
-from megatron.pipeline.simulate.ranks import Simulation
-from megatron.pipeline.simulate.state import SimulationError
 from megatron.pipeline.simulate.timeline import Span, Timeline
 
 __all__ = ["Costs", "SimulationError", "Span", "Timeline", "simulate"]
@@ -44,4 +46,93 @@ def simulate(program: Program, costs: Costs | None = None) -> Timeline:
         SimulationError: an instruction of a kind that is not known here, ends of a channel that do not pair up, or a
             deadlock; run `check`, which says more. Times that overflow.
     """
-    return Simulation(program, costs or Costs()).run()
+    costs = costs or Costs()
+    seconds = seconds_of(program, costs)
+    edges = costs.edges(len(program.graph.edges))
+    graph = graph_of(program, refusal=refusal, overlap=costs.overlap)
+    starts, ends = longest_paths(graph, seconds, *channel_times(graph, *edges))
+    if not all(math.isfinite(ends[node]) for node in graph.last):
+        raise SimulationError("the times of the program are more than a number can hold; give smaller costs")
+    starts_of_row, ends_of_row = ([_of_row(times, row) for row in graph.node_of] for times in (starts, ends))
+    for queue, row in zip(graph.moves, starts_of_row, strict=True):  # each end is posted by itself
+        free_at = 0.0
+        for (requested, position, _), node in zip(queue.requested, queue.nodes, strict=True):
+            row[position], free_at = max(ends[requested], free_at), ends[node]
+    return Timeline(
+        program.rows, tuple(starts_of_row), tuple(ends_of_row), tuple(program.rank_of_stage), tuple(program.batches),
+        program.first_batch, program.first_microbatch, "simulated", program.edges,
+    )  # fmt: skip
+
+
+def _of_row(times: list[float], nodes: list[int]) -> list[float]:
+    return list(itemgetter(*nodes)(times)) if len(nodes) > 1 else [times[node] for node in nodes]
+
+
+def seconds_of(program: Program, costs: Costs) -> dict[Kind, list[float]]:
+    """What each kind takes at each stage. An update of a rank takes that of all its trained stages."""
+    seconds = costs.seconds(program.num_stages)
+    of_stages = HOST_WORDS | ({Kind.REDUCE_GRAD} if program.residency else set())
+    if program.weights.updates_alone:
+        of_stages = UPDATES
+    trained = [program.stages_of(rank) for rank in range(program.num_ranks)]
+    trained = [[each for each in own if not program.graph.is_forward_only(each)] for own in trained]
+    for kind in UPDATES - SHARED_REDUCTIONS - of_stages:  # a rank's, for all its stages; it stands at the lowest
+        of_rank = [math.fsum(seconds[kind][each] for each in own) for own in trained]
+        seconds[kind] = [of_rank[rank] for rank in program.rank_of_stage]
+    return seconds
+
+
+def channel_times(
+    graph: Graph, forward: list[float], backward: list[float], latency: list[float]
+) -> tuple[list[float], list[float]]:
+    """Occupation and latency of each channel, none within a rank. The arguments are what `Costs.edges` returns."""
+    of = {Tensor.ACTIVATION: forward, Tensor.GRADIENT: backward}
+    occupation = [of[channel.tensor][channel.edge] * channel.crosses for channel in graph.channels]
+    return occupation, [latency[channel.edge] * channel.crosses for channel in graph.channels]
+
+
+def longest_paths(
+    graph: Graph, seconds: dict[Kind, list[float]], occupation: list[float], latency: list[float]
+) -> tuple[list[float], list[float]]:
+    """When each node starts and ends, by its number. `occupation`, `latency`: of each channel."""
+    takes = [0.0]
+    for kind, stages in graph.takes[1:]:
+        of_stage = occupation if kind in SENDS else seconds[kind]
+        takes.append(max([of_stage[stage] for stage in stages]))
+    free_at, occupation, latency = [0.0] * len(occupation), occupation[::-1], latency[::-1]  # ~c indexes from behind
+    starts, ends = [0.0], [0.0]
+    add_start, add_end = starts.append, ends.append
+    nodes = zip(graph.befores, graph.sources, graph.takes_of, strict=True)
+    next(nodes)  # the one before all others
+    for before, source, take in nodes:
+        time = ends[before]
+        made = ends[source]
+        if made > time:
+            time = made
+        if take >= 0:
+            add_start(time)
+            add_end(time + takes[take])
+        else:
+            if free_at[take] > time:
+                time = free_at[take]
+            add_start(time)
+            free_at[take] = time = time + occupation[take]
+            add_end(time + latency[take])
+    return starts, ends
+
+
+def refusal(execution: RowExecution) -> SimulationError:
+    """The error for a rank that does not reach the end of its row, or what has lost a member."""
+    rows = execution.executed.rows
+    for rank, (position, wait) in enumerate(execution.waits):
+        if wait is None:
+            continue
+        instruction = rows[rank][position]
+        what = "the reductions of its version" if instruction.kind in AWAITS_REDUCTIONS else "its input or gradient"
+        what = {MOVES: "the moves that it waits for", LANES: "the copies to and from the host that it waits for"}.get(
+            wait, what
+        )
+        return execution.error(rank, position, instruction, f"a deadlock: {what} can never come")
+    rank, nodes = next((rank, nodes) for rank, nodes in enumerate(execution.node_of) if START in nodes)
+    position = nodes.index(START)
+    return execution.error(rank, position, rows[rank][position], "the other members never post it")

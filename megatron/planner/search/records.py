@@ -12,6 +12,7 @@ from megatron.planner.intervals import Interval, NotValidated
 from megatron.planner.memory.memory import GIB
 from megatron.planner.search.bill import Bill
 from megatron.planner.search.outcome import Choice, Kept, Outcome, Rejected
+from megatron.planner.search.sweep import Sweep
 
 _BILL = tuple(field.name for field in fields(Bill))
 CHOICES = tuple(field.name for field in fields(Choice))
@@ -98,3 +99,21 @@ def write_csv(outcome: Outcome, path: Path) -> None:
 def _choice(choice: Choice) -> dict:
     values = {name: getattr(choice, name) for name in CHOICES}
     return {**values, "recompute": None if choice.recompute is None else choice.recompute.value}
+
+
+def sweep_records(sweep: Sweep) -> list[dict]:
+    """A flat record of each point; what is null is not known, or cannot run for its `reason`."""
+    found = []
+    for point in sweep.points:
+        on = {"num_gpus": point.num_gpus, "sequence_length": point.sequence_length}
+        if point.best is None:
+            found.append({**on, "status": "rejected", "reason": point.reason})
+            continue
+        record = {name: value for name, value in kept_record(point.best, 1).items() if name not in ("rank", "reason")}
+        place = {
+            "time": point.time, "cost_of_time": point.cost,
+            "on_front": point in sweep.fronts[point.sequence_length],
+            "is_knee": point == sweep.knees.get(point.sequence_length),
+        }  # fmt: skip
+        found.append({**on, **record, **place})
+    return found

@@ -1,27 +1,48 @@
-"""A search's result as one HTML page that needs nothing else: tables, the picture, timelines of the best.
+"""The pages of a search and of a sweep: HTML that needs nothing else, with tables, pictures and timelines of the best.
 
-The page's style and its script lie beside this file and are written into it, so that it can be sent, and opened from a
-disk without a network. Without the script the tables stand there whole.
+The pages' style and script lie beside this file and are written into them, so that a page can be sent, and opened from
+a disk without a network. Without the script, which sorts and filters, the tables stand there whole. All rows are there,
+however many: cells and rows have no end tags, which HTML does not ask for, so that a thousand of them are a fraction of
+a megabyte.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from pathlib import Path
 
+from megatron.documents.picture import as_svg
 from megatron.planner.planner import Planner
 from megatron.planner.search import delay
 from megatron.planner.search.expectation import expectation
 from megatron.planner.search.outcome import Kept, Outcome
-from megatron.planner.search.picture import as_svg, describe, draw_outcome
-from megatron.planner.search.report_bars import memory_bars, time_bars
-from megatron.planner.search.report_table import configurations_table, reasons_table
-from megatron.planner.search.report_timeline import timeline_figures
+from megatron.planner.search.pictures import draw_outcome, draw_sweep
+from megatron.planner.search.report_figures import memory_bars, time_bars, timeline_figures
 from megatron.planner.search.space import offer
-from megatron.planner.search.table import BESIDE
+from megatron.planner.search.sweep import Sweep
+from megatron.planner.search.table import (
+    BESIDE,
+    HEADINGS,
+    INTERVAL,
+    SWEEP_TEXTS,
+    TEXTS,
+    cells,
+    describe,
+    reasons,
+    says,
+    sweep_rows,
+)  # fmt: skip
 
 _STYLE, _SCRIPT = (Path(__file__).with_suffix(suffix) for suffix in (".css", ".js"))
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"  # a page that asks for nothing
+_WORDS = {"gain, %": "over the best of the ranking, beside which it stands",
+          "layers": "whose they are, TE: Transformer Engine's, local: megatron.core's own; and which attention",
+          "t": "tensor parallel ranks", "p": "pipeline ranks", "d": "replicas",
+          "cp": "context parallel ranks", "ep": "expert parallel ranks", "v": "stages on each rank",
+          "s/iteration": "~: estimated; the others were simulated", "days": "for all tokens, without a pause",
+          INTERVAL: "where so many of the published runs of its kind were; not validated: none was compared",
+          "cost": "for all tokens", "cost/M tokens": "for a million tokens",
+          "GiB": "memory of the fullest GPU"}  # fmt: skip
 
 
 def html_report(
@@ -47,13 +68,12 @@ def html_report(
     """
     memory_gib = planner_of(1).cluster.device.memory_gib
     ranked = outcome.rows
-    parts = [f"<h1>{escape(title)}</h1>", *(f"<p>{escape(line)}</p>" for line in summary)]
+    parts = []
     if outcome.best is not None:
         parts.append(_best(outcome))
     delayed = delay.sentence(outcome.kept)
     for note in notes:
-        anchor = ' id="delay"' if note == delayed else ""  # what rows with delayed weights link to
-        parts.append(f'<p class="note"{anchor}>{linked(note, docs)}</p>')
+        parts.append(_note(note, docs, anchor=' id="delay"' if note == delayed else ""))  # rows link to it
     parts += [f"<h2>The {outcome.superlative} of each schedule</h2>"]
     parts += [configurations_table(outcome, outcome.best_of_schedules(), name="schedules")]
     parts += ["<h2>Throughput against memory</h2>"]
@@ -71,7 +91,23 @@ def html_report(
         parts += ["<h2>A script for the best</h2>", f'<div class="wide"><pre>{escape(script)}</pre></div>']
     parts += [f"<h2>All {len(ranked)} that fit</h2>", configurations_table(outcome, ranked, name="all", filtered=True)]
     parts += [f"<h2>Why {len(outcome.rejected)} choices were rejected</h2>", reasons_table(outcome, 40)]
-    return html_page(title, "\n".join(parts))
+    return _page(title, summary, parts)
+
+
+def sweep_page(
+    sweep: Sweep, *, title: str, summary: Sequence[str], notes: Sequence[str] = (), docs: str | None = None
+) -> str:
+    """The page of a sweep. The arguments are those of `html_report`."""
+    names, rows = sweep_rows(sweep)
+    kinds = {name: " class=text" for name in SWEEP_TEXTS}
+    parts = [_note(note, docs) for note in notes]
+    parts += [f"<h2>Time against cost: {escape(sweep.time_name)}, {escape(sweep.cost_name)}</h2>"]
+    parts += [f'<div class="wide picture">{as_svg(draw_sweep(sweep), salt="sweep", themed=True)}</div>']
+    lines = ("".join(f"<td{kinds.get(name, '')}>{escape(text)}" for name, text in zip(names, row, strict=True))
+             for row in rows)  # fmt: skip
+    heads = "".join(f"<th scope=col{kinds.get(name, '')}>{escape(name)}" for name in names)
+    parts += ["<h2>The best of each</h2>", _table('id="sweep"', heads, (f"<tr>{line}" for line in lines))]
+    return _page(title, summary, parts)
 
 
 def _label(outcome: Outcome, rank: int | None, each: Kept) -> str:
@@ -92,17 +128,6 @@ def _orders(outcome: Outcome, most: int) -> list[tuple[int | None, Kept]]:
     return [*ranked[: max(most - len(beside[:1]), 0)], *beside][:most]
 
 
-def html_page(title: str, body: str) -> str:
-    """A whole page, which loads nothing, around the elements of its body."""
-    return (
-        f'<!DOCTYPE html>\n<html lang="en">\n<head><meta charset="utf-8"><title>{escape(title)}</title>\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<style>\n{_STYLE.read_text(encoding='utf-8')}</style></head>\n<body>\n{body}\n"
-        f"<script>\n{_SCRIPT.read_text(encoding='utf-8')}</script>\n</body>\n</html>\n"
-    )
-
-
 def _best(outcome: Outcome) -> str:
     best = outcome.best
     more = "".join(f" {escape(each[:1].upper() + each[1:])}." for each in expectation(best))
@@ -113,7 +138,74 @@ def _best(outcome: Outcome) -> str:
     )
 
 
-def linked(note: str, docs: str | None) -> str:
+def configurations_table(
+    outcome: Outcome, rows: Sequence[tuple[int | None, Kept]], *, name: str, filtered: bool = False
+) -> str:
+    """A row for each of these of `Outcome.rows`. `name`: an id. `filtered`: the page offers a choice of schedules."""
+    texts = [cells(each, rank, outcome.gain(each)) for rank, each in rows]
+    shown = [index for index, _ in enumerate(HEADINGS) if any(says(index, row[index]) for row in texts)]
+    if "notes" not in (HEADINGS[index] for index in shown) and any(_is_delayed(each) for _, each in rows):
+        shown.append(HEADINGS.index("notes"))
+    head = "".join(f"<th scope=col{_hint(HEADINGS[index])}>{_heading(HEADINGS[index])}" for index in shown)
+    lines = []
+    for (_, each), row in zip(rows, texts, strict=True):
+        written = [_cell(each, HEADINGS[index], row[index]) for index in shown]
+        kind = " class=pressure" if each.estimate.under_pressure else ""
+        lines.append(f"<tr{kind}>{''.join(written)}")
+    kind = "configurations filtered" if filtered else "configurations"
+    return _table(f'id="{escape(name)}" class="{kind}"', head, lines)
+
+
+def reasons_table(outcome: Outcome, most: int) -> str:
+    """Why choices were rejected, the commonest kinds first."""
+    counted = reasons(outcome.rejected, most)
+    rows = (f"<tr><td>{count}<td class=notes>{escape(reason)}" for reason, count in counted)
+    return _table('class="reasons"', "<th>choices<th class=text>reason", rows)
+
+
+def _table(attributes: str, head: str, rows: Iterable[str]) -> str:
+    body = "\n".join(rows)
+    return f'<div class="wide"><table {attributes}>\n<thead><tr>{head}</thead>\n<tbody>\n{body}\n</tbody></table></div>'
+
+
+def _heading(text: str) -> str:
+    """It may be broken behind a slash and in its longest word."""
+    return escape(text).replace("/", "/<wbr>").replace("microbatch", "micro&shy;batch")
+
+
+def _hint(heading: str) -> str:
+    kind = " class=text" if heading in TEXTS else ""
+    return f'{kind} title="{escape(_WORDS[heading])}"' if heading in _WORDS else kind
+
+
+def _cell(each: Kept, heading: str, text: str) -> str:
+    kind = f" class={'notes' if heading == 'notes' else 'text'}" if heading in TEXTS else ""
+    written = escape(text)
+    if heading == "notes" and _is_delayed(each):
+        written = '<a href="#delay">delayed weights</a>' + f"; {written}" * bool(written)
+    return f"<td{kind}>{written}"
+
+
+def _is_delayed(each: Kept) -> bool:
+    return delay.is_delayed(each.choice.schedule, each.estimate.configuration)
+
+
+def _page(title: str, summary: Sequence[str], parts: Iterable[str]) -> str:
+    """A whole page, which loads nothing, around the elements of its body."""
+    heads = [f"<h1>{escape(title)}</h1>", *(f"<p>{escape(line)}</p>" for line in summary)]
+    body = "\n".join([*heads, *parts])
+    return (
+        f'<!DOCTYPE html>\n<html lang="en">\n<head><meta charset="utf-8"><title>{escape(title)}</title>\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<style>\n{_STYLE.read_text(encoding='utf-8')}</style></head>\n<body>\n{body}\n"
+        f"<script>\n{_SCRIPT.read_text(encoding='utf-8')}</script>\n</body>\n</html>\n"
+    )
+
+
+def _note(note: str, docs: str | None, anchor: str = "") -> str:
     """A note as a sentence of the page; with `docs`, where the documentation lies, pages in it are links."""
     text = f"{escape(note[:1].upper() + note[1:])}."
-    return text if docs is None else re.sub(r"docs/([\w/]+\.md)", rf'<a href="{escape(docs)}/\1">docs/\1</a>', text)
+    if docs is not None:
+        text = re.sub(r"docs/([\w/]+\.md)", rf'<a href="{escape(docs)}/\1">docs/\1</a>', text)
+    return f'<p class="note"{anchor}>{text}</p>'

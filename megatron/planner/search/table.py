@@ -1,4 +1,4 @@
-"""A search's result as tables for a terminal or a pipe."""
+"""What a search and a sweep found, as tables for a terminal, a pipe and a page."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from megatron.documents.tables import plain_table
 from megatron.planner.intervals import LEVEL
 from megatron.planner.intervals.interval import interval_text
-from megatron.planner.search.bill import Bill, money
+from megatron.planner.search.bill import Bill, amount, money
 from megatron.planner.search.outcome import Choice, Kept, Outcome, Rejected
+from megatron.planner.search.sweep import Sweep, SweepPoint
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -64,21 +66,27 @@ def _schedule(choice: Choice) -> str:
     return f"{choice.schedule} ({choice.provisional})" if predicts else choice.schedule
 
 
+def describe(choice: Choice) -> str:
+    """A configuration in few words."""
+    buffers = " with one gradient buffer" if choice.single_gradient_buffer else ""
+    parts = [choice.schedule + buffers, f"t={choice.tensor}", f"p={choice.pipeline}", f"d={choice.data}"]
+    parts += [f"{name}={size}" for name, size in (("cp", choice.context), ("ep", choice.expert)) if (size or 1) > 1]
+    if choice.virtual > 1:
+        parts.append(f"v={choice.virtual}")
+    parts.append(f"microbatches of {choice.micro_batch_size}")
+    if choice.recompute.value != "none":
+        parts.append(f"recompute {choice.recompute.value}")
+    return ", ".join(parts)
+
+
 def best_table(outcome: Outcome, kept: Sequence[tuple[int | None, Kept]], *, plain: bool) -> Table:
     """A row for each of these of `Outcome.rows`. `plain`: neither lines nor colours."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=None if plain else box.SIMPLE, header_style="" if plain else "bold", pad_edge=False)
     rows = [cells(each, rank, outcome.gain(each)) for rank, each in kept]
     shown = [index for index, _ in enumerate(HEADINGS) if any(says(index, row[index]) for row in rows)]
-    for index in shown:
-        is_text = HEADINGS[index] in TEXTS
-        table.add_column(HEADINGS[index], justify="left" if is_text else "right", no_wrap=plain or not is_text)
-    for (_, each), row in zip(kept, rows, strict=True):
-        style = "" if plain or not each.estimate.under_pressure else "yellow"
-        table.add_row(*(row[index] for index in shown), style=style)
-    return table
+    return plain_table(
+        [HEADINGS[index] for index in shown], [[row[index] for index in shown] for row in rows], plain=plain,
+        left=TEXTS, wraps=TEXTS, styles=["yellow" if each.estimate.under_pressure else "" for _, each in kept],
+    )  # fmt: skip
 
 
 def says(index: int, text: str) -> bool:
@@ -112,3 +120,37 @@ def _example(kind: str, of_kind: Sequence[Rejected]) -> str:
 
 def _number(value: float) -> str:
     return f"{value:.3g}" if value < 100 else f"{value:.0f}"
+
+
+# --- a sweep
+
+SWEEP_TEXTS = frozenset({"the best configuration", "layers", "memory", "remarks"})
+
+
+def sweep_rows(sweep: Sweep) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Headings, and texts of each point, without columns that say nothing in any row."""
+    of_best = ("layers", "s/iteration", INTERVAL, "days", sweep.cost_name, "cost/M tokens", "MFU, %", "GiB", "memory")
+    names = ("sequence length", "GPUs", "batch", "the best configuration", *of_best, "remarks")
+    rows = [_texts(sweep, point) for point in sweep.points]
+    shown = [name for name in names if any(row.get(name) for row in rows)]
+    return tuple(shown), [tuple(row.get(name, "") for name in shown) for row in rows]
+
+
+def _texts(sweep: Sweep, point: SweepPoint) -> dict[str, str]:
+    """By heading."""
+    place = {"sequence length": str(point.sequence_length), "GPUs": str(point.num_gpus)}
+    remarks = {"remarks": ", ".join(sweep.remarks(point))}
+    if point.best is None:
+        return place | remarks
+    choice = point.best.choice
+    said = {"batch": str(choice.global_batch_size), "the best configuration": describe(choice)}
+    of_search = dict(zip(HEADINGS, cells(point.best, 1), strict=True))
+    return of_search | said | {sweep.cost_name: amount(point.cost)} | place | remarks
+
+
+def sweep_table(sweep: Sweep, *, plain: bool) -> Table:
+    """A row for each point. `plain`: neither lines nor colours."""
+    names, rows = sweep_rows(sweep)
+    knees = set(map(id, sweep.knees.values()))
+    styles = ["bold" if id(point) in knees else "" for point in sweep.points]
+    return plain_table(names, rows, plain=plain, left=SWEEP_TEXTS, wraps=SWEEP_TEXTS, styles=styles)

@@ -3,9 +3,9 @@
 Each computation, move, reduction and update is an event. It ends its own time after the latest of the events that it
 waits for: the one before it on its rank, what brings its input or gradient, the moves that make room for it, the
 reductions of its version. Who waits for whom depends on no time, so the graph of a schedule is found once, in an order
-in which all that an event waits for stands before it; on any costs its ends then are one loop. The meaning of each
-instruction is that of `megatron.pipeline.simulate`, and a test holds both against each other to the last digit. What a
-search saves is the program: versions, transfers, and a simulation that has to find out who can go on.
+in which all that an event waits for stands before it; on any costs its ends then are one loop. This is the folded form
+of `megatron.pipeline.graph`, and a test holds both against each other to the last digit. What a search saves is the
+program: versions and transfers.
 
 A transfer is no event of its own. It starts when its tensor is made, its receive is posted (before the computation that
 precedes the one that needs it, see `passes.communication`) and its channel is free, and belongs to the computation that
@@ -16,17 +16,17 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
 
+from megatron.pipeline.graph.execution import START, Execution, Take
 from megatron.pipeline.program.instruction import (
     BEGINS_BACKWARD,
     COMPUTATIONS,
     MOVES,
-    OWN_MOVES,
     REDUCTIONS,
     SHARED_REDUCTIONS,
     Instruction,
@@ -39,11 +39,8 @@ from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.schedules.passes import Segment, Segments
 from megatron.pipeline.simulate.costs import Costs
 
-_START = 0  # the event before all others, at time 0
 _NONE = -1  # no channel, no tensor
 _TENSORS = tuple(Tensor)
-
-_Takes = tuple[Kind, tuple[int, ...]]  # the kind, and the stages: times are added up, or the longest counts
 
 
 @dataclass(frozen=True)
@@ -67,7 +64,7 @@ class EventGraph:
     num_stages: int
     crossing: tuple[bool, ...]
     events: tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int], Sequence[int], Sequence[tuple[int, ...]]]
-    takes: tuple[_Takes, ...]
+    takes: tuple[Take, ...]
     last: tuple[int, ...]
     shared: Mapping[tuple[Kind, int], int]
     own: Mapping[tuple[Kind, int, int], int]
@@ -77,7 +74,7 @@ class EventGraph:
     @staticmethod
     def of(schedule: Schedule, batches: Sequence[int]) -> EventGraph:
         """The graph of some batches, from a drained state to a drained state. The schedule `has_event_graph`."""
-        return _Builder(schedule, schedule.segments_without_transfers(batches), sum(batches)).graph()
+        return _FoldedExecution(schedule, schedule.segments_without_transfers(batches), sum(batches)).graph()
 
     def seconds(self, costs: Costs) -> float:
         """The end of the last computation or update. Transfers run beside computations."""
@@ -86,7 +83,7 @@ class EventGraph:
 
     def ends(self, costs: Costs) -> Sequence[float]:
         """When each event ends; the first one is that before all others, at 0."""
-        clock = _Clock(self, costs, _START)
+        clock = _Clock(self, costs, START)
         clock.run(len(self.events[0]))
         return clock.ends
 
@@ -158,63 +155,36 @@ def has_event_graph(schedule: Schedule) -> bool:
     return not (host or schedule.edges or schedule.num_frozen or schedule.weights.updates_alone)
 
 
-class _ReductionQueue:
-    """Reductions that a rank runs one after another."""
-
-    __slots__ = ("free_at", "posted", "rank", "reached")
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.posted: deque[tuple[int, Instruction]] = deque()  # behind which event
-        self.reached = False  # whether the first of them has joined the others
-        self.free_at = _START
-
-
 _Meaning = tuple[int, int, int, int]
-"""Of the computations of a kind at a stage: what they take; where `_Builder._made` has the tensor that the one of
-microbatch 0 needs, and the one that it makes; the channel of the former. -1: there is none."""
+"""Of the computations of a kind at a stage: what they take; where among all tensors the one is that microbatch 0 needs,
+and the one that it makes; the channel of the former. -1: there is none."""
 
 
-class _Builder:
-    """Goes through the rows of all ranks, each until it waits for an event that is not known yet."""
+class _FoldedExecution(Execution):
+    """The execution of rows that are not lowered: the transfer of a tensor belongs to the computation that needs it."""
 
     def __init__(self, schedule: Schedule, segments_of_rank: Sequence[Segments], num_microbatches: int) -> None:
         self._schedule, self._segments, self._num_microbatches = schedule, segments_of_rank, num_microbatches
         self._stages = stages_by_rank(schedule.rank_of_stage)
         self._events = (*(array("l") for _ in range(5)), [])
-        self._takes: dict[_Takes, int] = {}
-        self._made = [_START] * (len(_TENSORS) * schedule.num_stages * num_microbatches)  # events; _START: none yet
-        self._waiting: dict[object, list[int]] = {}  # what is to come -> ranks
+        self._made = [START] * (len(_TENSORS) * schedule.num_stages * num_microbatches)  # events; START: none yet
+        self._waiting: dict[int, int] = {}  # what is to be made -> the rank that waits for it
         self._shared: dict[tuple[Kind, int], int] = {}
         self._own: dict[tuple[Kind, int, int], int] = {}
         self._done: dict[int, int] = {}  # microbatch -> event
-        self._runnable = list(range(schedule.num_ranks))[::-1]
-        self._last = [_START] * schedule.num_ranks
-        self._set_up_moves()
-        self._queues = [_ReductionQueue(rank) for rank in range(schedule.num_ranks)]
-        self._pending: list[Counter[int]] = [Counter() for _ in self._segments]  # version -> reductions to come
-        self._reduced: list[dict[int, int]] = [{} for _ in self._segments]  # version -> the last of its reductions
-        self._running: dict[tuple[Kind, int], list[tuple[_ReductionQueue, int, Instruction]]] = {}
-        shared = (each for row in map(_row, segments_of_rank) for each in row if each.kind in SHARED_REDUCTIONS)
-        self._num_members = Counter((each.kind, each.version) for each in shared)
+        self._last = [START] * schedule.num_ranks
+        super().__init__(schedule.num_ranks, schedule.pairs, chain.from_iterable(map(_row, segments_of_rank)))
 
     def graph(self) -> EventGraph:
-        runs = [self._run(rank) for rank in range(self._schedule.num_ranks)]
-        unfinished = set(self._runnable)
-        while self._runnable:
-            rank = self._runnable.pop()
-            awaited = next(runs[rank], None)
-            if awaited is None:
-                unfinished.remove(rank)
-            else:
-                self._waiting.setdefault(awaited, []).append(rank)
-        assert not unfinished, f"ranks {sorted(unfinished)} wait for what never comes"
+        self.reach([0] * self._schedule.num_ranks)
+        unfinished = [rank for rank, (_, wait) in enumerate(self.waits) if wait is not None]
+        assert not unfinished, f"ranks {unfinished} wait for what never comes"
         ranks = self._schedule.rank_of_stage
         return EventGraph(
             self._schedule.num_stages,
             tuple(one != other for one, other in pairwise(ranks)),
             self._events,
-            tuple(self._takes),
+            tuple(self.takes),
             tuple(self._last),
             self._shared,
             self._own,
@@ -225,17 +195,16 @@ class _Builder:
     def _counts(self) -> tuple[Counter[tuple[Kind, int]], ...]:
         found: list[Counter[tuple[Kind, int]]] = [Counter() for _ in self._stages]
         times = Counter(self._events[1])
-        for (kind, stages), index in self._takes.items():
+        for (kind, stages), index in self.takes.items():
             if kind in COMPUTATIONS:
                 found[self._schedule.rank_of_stage[stages[0]]][kind, stages[0]] = times[index]
         return tuple(found)
 
-    # --- rows
-
-    def _run(self, rank: int) -> Iterator[object]:
-        """Add the events of a rank. Yields what it waits for."""
-        made, waiting, awaited, meanings = self._made, self._waiting, self._awaited[rank], {}
-        now, position = _START, -1
+    def _run(self, rank: int) -> Iterator[tuple[int, object]]:
+        """Add the events of a rank."""
+        made, waiting, meanings, queue = self._made, self._waiting, {}, self.moves[rank]
+        awaited = awaited_moves(_row(self._segments[rank])) if any(map(_evicts, self._segments[rank])) else {}
+        now, position = START, -1
         for segment in self._segments[rank]:
             begins = before = None  # behind which event receives stand: of this computation and of the one before
             for instruction in segment:
@@ -243,36 +212,40 @@ class _Builder:
                 kind, stage = instruction.kind, instruction.stage
                 if kind not in COMPUTATIONS:
                     if kind in MOVES:
-                        self._request(rank, instruction, now)
+                        self._request(rank, position, instruction, now)
                     elif kind in REDUCTIONS:
-                        self._post(rank, instruction, now)
+                        self._post(rank, position, instruction, now)
                     else:
-                        while self._pending[rank][instruction.version]:
-                            yield rank, instruction.version
-                        reduced = self._reduced[rank].get(instruction.version, _START)
-                        now = self._add(now, self._index(kind, self._stages[rank]), (reduced,))
-                        self._own[kind, rank, instruction.version] = now
+                        version = instruction.version
+                        while self.pending[rank][version]:
+                            self.awaits_reductions[rank] = True
+                            yield position, version
+                        reduced = self.reduced[rank].get(version, [START])[-1:]
+                        now = self._add(now, self._take(kind, self._stages[rank]), tuple(reduced))
+                        self._own[kind, rank, version] = now
                     continue
                 meaning = meanings.get((kind, stage))
                 if meaning is None:
                     meaning = meanings[kind, stage] = self._meaning(kind, stage)
                 takes, needs, makes, channel = meaning
                 begins = now if begins is None else begins
-                source, posted, others = _START, _START, ()
+                source, posted, others = START, START, ()
                 if kind.row.needs is not None:
                     if needs != _NONE:
                         needs += instruction.microbatch
-                        if made[needs] == _START:
-                            yield needs
+                        while made[needs] == START:
+                            waiting[needs] = rank
+                            yield position, needs
                         source = made[needs]
                     if channel != _NONE:
                         posted = begins if before is None else before
                     before, begins = begins, None
                 if position in awaited:
-                    moves, needed = self._moves[self._pair[rank]], awaited[position]
-                    if len(moves) < needed:
-                        yield self._pair[rank], "moves", needed
-                    others = (moves[needed - 1],)
+                    needed = awaited[position]
+                    while len(queue.nodes) < needed:
+                        queue.num_awaited = needed
+                        yield position, queue
+                    others = (queue.nodes[needed - 1],)
                 now = self._add(now, takes, others, source, posted, channel)
                 if stage == 0 and kind in BEGINS_BACKWARD:
                     self._done[instruction.microbatch] = now
@@ -280,8 +253,9 @@ class _Builder:
                     makes += instruction.microbatch
                     made[makes] = now
                     if makes in waiting:
-                        self._runnable += waiting.pop(makes)
+                        self.runnable.append(waiting.pop(makes))
         self._last[rank] = now
+        yield position + 1, None
 
     def _meaning(self, kind: Kind, stage: int) -> _Meaning:
         word, places, channel = kind.row, [], _NONE
@@ -293,95 +267,34 @@ class _Builder:
         ranks = self._schedule.rank_of_stage
         if places[0] != _NONE and ranks[maker] != ranks[stage]:
             channel = 2 * min(maker, stage) + (kind in BEGINS_BACKWARD)
-        return self._index(kind, (stage,)), *places, channel
-
-    def _index(self, kind: Kind, stages: tuple[int, ...]) -> int:
-        """Of what an event takes."""
-        return self._takes.setdefault((kind, stages), len(self._takes))
+        return self._take(kind, (stage,)), *places, channel
 
     def _add(
         self,
         before: int,
-        takes: int,
+        take: int,
         others: tuple[int, ...] = (),
-        source: int = _START,
-        posted: int = _START,
+        source: int = START,
+        posted: int = START,
         channel: int = _NONE,
     ) -> int:
         befores, durations, sources, receives, channels, awaited = self._events
         befores.append(before)
-        durations.append(takes)
+        durations.append(take)
         sources.append(source)
         receives.append(posted)
         channels.append(channel)
         awaited.append(others)
         return len(befores)
 
-    def _wake(self, key: object) -> None:
-        self._runnable += self._waiting.pop(key, ())
+    def _place(self, rank: int, position: int, instruction: Instruction, node: int) -> None:
+        if instruction.kind in SHARED_REDUCTIONS:
+            self._shared[instruction.kind, instruction.version] = node
+        elif instruction.kind is Kind.REDUCE_PARTIAL:
+            self._own[instruction.kind, rank, instruction.version] = node
 
-    # --- moves of a pair, named by its lower rank
-
-    def _set_up_moves(self) -> None:
-        ranks, pairs = range(self._schedule.num_ranks), self._schedule.pairs
-        is_balanced = self._schedule.balance
-        partner = [pairs.of_rank(rank) if is_balanced else rank for rank in ranks]
-        self._pair = [min(rank, partner[rank]) for rank in ranks]
-        self._awaited = [awaited_moves(_row(each)) if any(map(_evicts, each)) else {} for each in self._segments]
-        self._requests: list[list[list[tuple[int, Instruction]]]] = [[[], []] for _ in ranks]  # of both ends of a pair
-        self._moves: list[list[int]] = [[] for _ in ranks]
-
-    def _request(self, rank: int, move: Instruction, now: int) -> None:
-        pair = self._pair[rank]
-        self._requests[pair][rank != pair].append((now, move))
-        moves, requests = self._moves[pair], self._requests[pair]
-        nth = len(moves)
-        if min(map(len, requests)) == nth:
-            return
-        ends, (one, other) = zip(*(each[nth] for each in requests), strict=True)
-        named = one if one.kind in OWN_MOVES else other
-        moves.append(self._add(moves[-1] if moves else _START, self._index(named.kind, (named.stage,)), ends))
-        self._wake((pair, "moves", nth + 1))
-
-    # --- reductions
-
-    def _post(self, rank: int, reduction: Instruction, now: int) -> None:
-        self._pending[rank][reduction.version] += 1
-        self._queues[rank].posted.append((now, reduction))
-        agenda = [self._queues[rank]]
-        while agenda:  # what one completes lets the next of all its members join theirs
-            queue = agenda.pop()
-            if not queue.posted or queue.reached:
-                continue
-            queue.reached = True
-            posted, first = queue.posted[0]
-            key = (first.kind, first.version)
-            members = self._running.setdefault(key, []) if self._num_members[key] > 1 else []
-            members.append((queue, posted, first))
-            if len(members) >= self._num_members[key]:
-                self._running.pop(key, None)
-                self._complete(members)
-                agenda += [member for member, _, _ in members]
-
-    def _complete(self, members: Sequence[tuple[_ReductionQueue, int, Instruction]]) -> None:
-        kind, version = members[0][2].kind, members[0][2].version
-        if kind in SHARED_REDUCTIONS:
-            stages = tuple(sorted(each.stage for _, _, each in members))
-        else:
-            stages = self._stages[members[0][0].rank]
-        waits = tuple(dict.fromkeys(each for queue, posted, _ in members for each in (queue.free_at, posted)))
-        event = self._add(waits[0], self._index(kind, stages), waits[1:])
-        if kind in SHARED_REDUCTIONS:
-            self._shared[kind, version] = event
-        elif kind is Kind.REDUCE_PARTIAL:
-            self._own[kind, members[0][0].rank, version] = event
-        for queue, _, _ in members:
-            queue.posted.popleft()
-            queue.reached, queue.free_at = False, event
-            self._reduced[queue.rank][version] = event
-            self._pending[queue.rank][version] -= 1
-            if not self._pending[queue.rank][version]:
-                self._wake((queue.rank, version))
+    def _stages_of(self, reduction: Instruction) -> tuple[int, ...]:
+        return self._stages[self._schedule.rank_of_stage[reduction.stage]]
 
 
 def _evicts(segment: Segment) -> bool:

@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from megatron.documents.faults import shown
+from megatron.documents.picture import one_panel
 from megatron.documents.reading import read_json
 from megatron.documents.writing import write_whole
 from megatron.planner.job.cluster import Cluster
@@ -271,37 +272,31 @@ def draw(results: Sequence[Result], path: Path) -> None:
 
     Raises ValueError where nothing has both.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     both = [each for each in results if each.error is not None]
     if not both:
         raise ValueError("no configuration has both a prediction and a measured time; there is nothing to draw")
-    figure = Figure(figsize=(6.0, 5.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    for position, schedule in enumerate(dict.fromkeys(each.configuration["schedule"] for each in both)):
-        those = [each for each in both if each.configuration["schedule"] == schedule]
-        measured = [each.seconds for each in those]
-        spread = [
-            [each.seconds - each.low for each in those],
-            [each.high - each.seconds for each in those],
-        ]
-        axes.errorbar(
-            measured, [each.predicted_seconds for each in those], xerr=spread, fmt="o", color=f"C{position}",
-            elinewidth=0.8, capsize=2, label=schedule,
-        )  # fmt: skip
-    ends = [value for each in both for value in (each.seconds, each.predicted_seconds)]
-    low, high = 0.9 * min(ends), 1.1 * max(ends)
-    axes.plot([low, high], [low, high], color="0.4", linewidth=0.9)
-    axes.fill_between([low, high], [0.95 * low, 0.95 * high], [1.05 * low, 1.05 * high], color="0.9", label="within 5%")
-    axes.set_xlim(low, high)
-    axes.set_ylim(low, high)
-    axes.set_xlabel("measured seconds per iteration (eight of ten)")
-    axes.set_ylabel("predicted")
-    axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    with one_panel(path, 6.0, 5.5) as axes:
+        for position, schedule in enumerate(dict.fromkeys(each.configuration["schedule"] for each in both)):
+            those = [each for each in both if each.configuration["schedule"] == schedule]
+            measured = [each.seconds for each in those]
+            spread = [
+                [each.seconds - each.low for each in those],
+                [each.high - each.seconds for each in those],
+            ]
+            axes.errorbar(
+                measured, [each.predicted_seconds for each in those], xerr=spread, fmt="o", color=f"C{position}",
+                elinewidth=0.8, capsize=2, label=schedule,
+            )  # fmt: skip
+        ends = [value for each in both for value in (each.seconds, each.predicted_seconds)]
+        low, high = 0.9 * min(ends), 1.1 * max(ends)
+        axes.plot([low, high], [low, high], color="0.4", linewidth=0.9)
+        axes.fill_between(
+            [low, high], [0.95 * low, 0.95 * high], [1.05 * low, 1.05 * high], color="0.9", label="within 5%"
+        )
+        axes.set_xlim(low, high)
+        axes.set_ylim(low, high)
+        axes.set_xlabel("measured seconds per iteration (eight of ten)")
+        axes.set_ylabel("predicted")
 
 
 def predicted_seconds(profile: Profile, configuration: Configuration, *, num_layers: int) -> float:

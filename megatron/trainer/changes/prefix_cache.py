@@ -25,7 +25,6 @@ from megatron import backend
 from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 from megatron.elastic.cache import ActivationCache, CacheCounts, Generation, require_usable, weights_digest
-from megatron.elastic.cache.environment import require_lmdb
 from megatron.elastic.cache.folder import FEWEST_BYTES
 from megatron.pipeline.runtime.failure.agreement import control_group
 from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
@@ -192,15 +191,10 @@ def require_cache(args: argparse.Namespace) -> None:
 
 
 def missing_cache(args: argparse.Namespace) -> list[str]:
-    """A line for each thing that --activation-cache needs and this machine does not have. Makes no file.
+    """A line where --activation-cache names a folder that this machine does not have. Makes no file.
 
     Raises ValueError as `require_cache`, for what would be no folder on another machine either.
     """
-    lines = []
-    try:
-        require_lmdb()
-    except ValueError as error:
-        lines.append(f"--activation-cache: {error}")
     if _limit(args) < FEWEST_BYTES:
         require_cache(args)  # says so before it looks at the folder
     folder = Path(args.activation_cache).absolute()
@@ -212,12 +206,12 @@ def missing_cache(args: argparse.Namespace) -> list[str]:
             pass
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EROFS) and there not in (folder, folder.parent):
-            return [*lines, f"--activation-cache {folder} is not on this machine"]
+            return [f"--activation-cache {folder} is not on this machine"]
         raise ValueError(
             f"--activation-cache: {folder} cannot be the folder of a cache ({error.strerror}); name one that can be "
             "written"
         ) from error
-    return lines
+    return []
 
 
 def digest_of_config(args: argparse.Namespace) -> str:

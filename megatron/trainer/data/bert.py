@@ -18,7 +18,7 @@ from megatron.trainer.data.datasets import SPLITS, TokenFiles, build_blended
 from megatron.trainer.data.microbatches import Field
 from megatron.trainer.data.sentences import LONGEST_SENTENCE
 from megatron.trainer.files.indexed_files import document_lengths
-from megatron.trainer.report.names import LOSS
+from megatron.trainer.report.metrics import LOSS
 
 ORDER_LOSS = "sop loss"
 _LONGEST_NGRAM = 3  # whole words that are masked at once, as in Megatron-LM

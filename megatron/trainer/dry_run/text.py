@@ -5,7 +5,9 @@ import sys
 from dataclasses import dataclass, field
 
 from megatron.documents.numbers import counted
+from megatron.documents.tables import console
 from megatron.pipeline.check import CheckReport
+from megatron.pipeline.start_up import provisional
 from megatron.placement.placement_report import PlacementReport, tables
 from megatron.planner import GIB, RankMemory, Verdict, device_gib
 from megatron.planner.memory_table import memory_as_dict, memory_table
@@ -14,7 +16,6 @@ from megatron.trainer.dry_run import hosted
 from megatron.trainer.dry_run.changes import PlannedChange
 from megatron.trainer.dry_run.hosted import HostedRun
 from megatron.trainer.plan import from_flags
-from megatron.trainer.report import provisional
 from megatron.trainer.report.throughput import flops_per_sample
 
 _MOST_NODES = 16  # that are shown
@@ -63,19 +64,16 @@ class DryRun:
 
 def print_dry_run(result: DryRun, prog: str) -> None:
     """Print to standard output: tables with lines and colours on a terminal, plain ones in a pipe."""
-    from rich.console import Console
-
-    plain = not sys.stdout.isatty()
-    console = Console(width=10_000 if plain else None, no_color=plain, highlight=False)
+    plain, out = not sys.stdout.isatty(), console()
 
     def say(*lines: str, style: str = "") -> None:
         for line in lines:
-            console.print(line, style="" if plain else style, markup=False, soft_wrap=True)
+            out.print(line, style="" if plain else style, markup=False, soft_wrap=True)
 
     def show(title: str, *content: object) -> None:
         say(f"\n{title}", style="bold")
         for part in content:
-            console.print(part)
+            out.print(part)
 
     args, degrees, nodes = result.args, result.placement.degrees, result.placement.topology.nodes
     say(
@@ -137,7 +135,7 @@ def _program_lines(result: DryRun) -> list[str]:
         f"saved microbatches by rank: {', '.join(map(str, report.peak_saved_on_rank))}; live weight versions: "
         f"{', '.join(map(str, report.live_versions))}",
     ]
-    if predictions := provisional.description(result.args, counts[0]):
+    if predictions := provisional.description(result.args.schedule, choice_of(result.args).name, counts[0]):
         lines.append(predictions)
     if any(report.peak_deferred_microbatches):
         deferred = ", ".join(map(str, report.peak_deferred_microbatches))

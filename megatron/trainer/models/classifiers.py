@@ -29,7 +29,7 @@ from megatron.trainer.arguments.flags.model import NUM_TOKEN_TYPES
 from megatron.trainer.models.bert import bert_layer_spec
 from megatron.trainer.models.gpt import layer_spec, layer_stream
 from megatron.trainer.ranks import set_seeds
-from megatron.trainer.report.names import CLASS_LOSS
+from megatron.trainer.report.metrics import CLASS_LOSS
 
 # --- the head, on the last stage; every tensor rank has all of it -----------------------------------------------------
 

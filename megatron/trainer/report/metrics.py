@@ -17,6 +17,15 @@ from megatron.trainer.report.by_products import ByProduct
 
 logger = logging.getLogger(__name__)
 
+LOSS = "lm loss"
+"""The loss that every language model has; BERT's sentence order adds "sop loss"."""
+CLASS_LOSS = "loss"
+"""The loss of a model that tells classes; it adds "accuracy"."""
+SAVED_ACTIVATIONS = "saved_activation_bytes"
+DEFERRED = "deferred_bytes"
+"""What is kept between I and W, where backwards are split; not among the saved activations."""
+ALLOCATED = "peak_allocated_bytes"
+
 
 class MetricsFile:
     """Appends objects to a file. Raises ValueError where the file cannot be opened."""
@@ -75,13 +84,18 @@ def _ends_mid_line(path: str) -> bool:
         return stream.read(1) != b"\n"
 
 
-def read_metrics(path: str) -> list[dict]:
-    """All whole objects of a metrics file, in the order of the file; a torn last line is left out."""
+def read_metrics(path: str | os.PathLike) -> list[dict]:
+    """All whole objects of a metrics file, in the order of the file; a torn last line is left out.
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
     records = []
-    with open(path, encoding="utf-8") as stream:
-        for line in stream:
-            try:
-                records.append(json.loads(line))
-            except json.JSONDecodeError:
-                continue
+    try:
+        with open(path, encoding="utf-8") as stream:
+            for line in stream:
+                with suppress(json.JSONDecodeError):
+                    records.append(json.loads(line))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     return records

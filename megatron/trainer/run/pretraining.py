@@ -21,12 +21,13 @@ from megatron.pipeline.runtime.failure import failure_guard
 from megatron.pipeline.runtime.failure.agreement import agree_to_start, agreed, guarded
 from megatron.pipeline.runtime.failure.errors import OnThisRank
 from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
+from megatron.pipeline.start_up import provisional
 from megatron.placement.hosts import this_process
 from megatron.trainer.arguments import notes_on_overridden, resolve_platform, validate_args
 from megatron.trainer.arguments.flags.model import CLASSIFIERS
 from megatron.trainer.arguments.flags.parser import destinations
 from megatron.trainer.arguments.flags.specification import Role
-from megatron.trainer.arguments.flags.values import schedule_text
+from megatron.trainer.arguments.flags.values import choice_of, schedule_text
 from megatron.trainer.arguments.platform import require_attention_environment, require_hardware_queues
 from megatron.trainer.changes.elasticity import Elasticity
 from megatron.trainer.changes.prefix_cache import PrefixCache, require_cache
@@ -42,7 +43,6 @@ from megatron.trainer.models.gpt import num_parameters
 from megatron.trainer.plan.arrangement import iterations_to_the_end
 from megatron.trainer.plan.rank_mapping import RankAssignment, assign_rank
 from megatron.trainer.ranks import StopSignal
-from megatron.trainer.report import provisional
 from megatron.trainer.report.log import Reporter, configure_logging
 from megatron.trainer.report.throughput import flops_per_sample
 from megatron.trainer.run.evaluation import without_data
@@ -166,7 +166,7 @@ def _describe(
         totals[index] = totals.get(index, 0) + count // args.data_parallel_size
     parts = ", ".join(f"{totals[index] / 1e6:.3g}" for index in sorted(totals))
     num_microbatches = args.batch_sizes.num_microbatches(position.consumed_train_samples)
-    predictions = provisional.description(args, num_microbatches)
+    predictions = provisional.description(args.schedule, choice_of(args).name, num_microbatches)
     reporter.say(
         f"{counted(args.world_size, 'rank')} on {backend.device().type} ({args.distributed_backend}): tensor "
         f"{args.tensor_model_parallel_size} x pipeline {args.pipeline_model_parallel_size} x data "

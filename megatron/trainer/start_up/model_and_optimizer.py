@@ -37,7 +37,7 @@ from megatron.trainer.checkpoint.run_state import RunParts
 from megatron.trainer.models import core_config
 from megatron.trainer.models.gpt import build_chunks, wrap_for_training
 from megatron.trainer.plan import from_flags
-from megatron.trainer.report.names import ALLOCATED, DEFERRED, SAVED_ACTIVATIONS
+from megatron.trainer.report.metrics import ALLOCATED, DEFERRED, SAVED_ACTIVATIONS
 from megatron.trainer.start_up.optimizer import build_optimizer
 from megatron.trainer.start_up.program import TrainingProgram
 from megatron.trainer.start_up.room import require_room

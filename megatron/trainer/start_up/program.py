@@ -10,7 +10,7 @@ from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.pipeline.runtime.stages.megatron.stage import ForwardStep
 from megatron.trainer.data.microbatches import FieldsProvider, gpt_fields
-from megatron.trainer.report.names import LOSS
+from megatron.trainer.report.metrics import LOSS
 
 ModelProvider = Callable[..., torch.nn.Module]
 """Megatron's `provider(pre_process, post_process)`."""

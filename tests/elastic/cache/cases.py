@@ -21,7 +21,7 @@ GENERATION = Generation(
 )
 DEEPER = replace(GENERATION, weights="4567", depth=3)
 DEEPEST = replace(GENERATION, weights="89ab", depth=5)
-LARGE = replace(GENERATION, shape=(64, 256))  # 32 KiB and 9 pages
+LARGE = replace(GENERATION, shape=(64, 256))  # 32 KiB
 MOST_BYTES = 8 << 20
 
 

@@ -1,6 +1,5 @@
 """Whatever lies in the folder: a cache opens, empty or with what it had, and nobody is harmed."""
 
-import json
 import logging
 import random
 import shutil
@@ -8,11 +7,11 @@ import shutil
 import pytest
 
 from megatron.elastic.cache import folder as room
-from tests.elastic.cache.cases import DEEPER, MOST_BYTES, bits, fill, open_cache, output, outputs, same
+from tests.elastic.cache.cases import DEEPER, GENERATION, MOST_BYTES, fill, open_cache, outputs, same
 from tests.elastic.cache.children import call
 
-pytest.importorskip("lmdb")
 SAMPLES = range(20)
+INDEX = f"768-{GENERATION.digest.hex()}.index"
 
 
 def reopened(folder, caplog, **options):
@@ -33,47 +32,104 @@ def test_what_was_written_is_there(tmp_path, caplog):
     """Behind a proper end, and where the end was none."""
     place = fill(tmp_path, SAMPLES)
     assert reopened(tmp_path, caplog) == (20, "")
-    state = json.loads((place / "state.json").read_text())
-    assert state["left"] == [(place / "data.mdb").stat().st_size, (place / "data.mdb").stat().st_mtime_ns]
-    (place / "state.json").write_text(json.dumps({**state, "left": None}))
+    for name in ("new", INDEX):  # as a process that is killed leaves them
+        with (place / name).open("ab") as file:
+            file.write(b"begun")
     assert reopened(tmp_path, caplog) == (20, "")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["activations", "opening.lock"]
+    assert reopened(tmp_path, caplog) == (20, "")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["activations", "cache.lock"]
 
 
+HEAD = 16 + len(GENERATION.text)
 GARBAGE = {
     "text": lambda content: b"somebody's notes\n" * 1000,
     "noise": lambda content: random.Random(1).randbytes(len(content)),
-    "head": lambda content: content[:9000],
-    "half": lambda content: content[: len(content) // 2],
-    "beginning": lambda content: bytes(8192) + content[8192:],
-    "pages": lambda content: content[:8192] + random.Random(1).randbytes(len(content) - 8192),
+    "empty": lambda content: b"",
+    "beginning": lambda content: bytes(16) + content[16:],
+    "version": lambda content: content[:8] + b"\1" + content[9:],
+    "generation": lambda content: content.replace(b"sentences", b"paragraph"),
 }
 
 
 @pytest.mark.parametrize("how", GARBAGE)
-def test_damage_is_set_aside(how, tmp_path, caplog):
+def test_an_index_of_another_kind_is_set_aside(how, tmp_path, caplog):
     """It lies beside the new one; one that was set aside before makes way."""
     for _ in range(2):
         place = fill(tmp_path, SAMPLES)
-        broken = GARBAGE[how]((place / "data.mdb").read_bytes())
-        (place / "data.mdb").write_bytes(broken)
+        broken = GARBAGE[how]((place / INDEX).read_bytes())
+        (place / INDEX).write_bytes(broken)
         count, said = reopened(tmp_path, caplog)
-        assert count == 0 and "is set aside" in said and "starts empty" in said
-        assert (tmp_path / "activations.damaged" / "data.mdb").read_bytes() == broken
+        assert count == 0 and "is set aside (its index is none of this generation)" in said and "starts empty" in said
+        assert (tmp_path / "activations.damaged").read_bytes() == broken
         assert reopened(tmp_path, caplog) == (0, "")
 
 
-def test_damaged_values_are_missed(tmp_path, caplog):
-    """Bytes turned within values only: the others are found, and there is one warning."""
+def test_an_index_of_another_generation_that_nobody_can_read(tmp_path, caplog):
+    """It is in nobody's way."""
     place = fill(tmp_path, SAMPLES)
-    content = (place / "data.mdb").read_bytes()
-    for sample in (3, 4, 5):
-        value = bits(output(sample))[2]
-        assert value in content
-        content = content.replace(value, value[:-1] + bytes([value[-1] ^ 1]))
-    (place / "data.mdb").write_bytes(content)
+    for number, how in enumerate(GARBAGE):
+        (place / f"768-{number:032x}.index").write_bytes(GARBAGE[how]((place / INDEX).read_bytes()))
+    assert reopened(tmp_path, caplog) == (20, "")
+
+
+@pytest.mark.parametrize("name", ["index", "values"])
+def test_files_that_are_cut_short(name, tmp_path, caplog):
+    """What is left is found."""
+    place = fill(tmp_path, SAMPLES)
+    file = place / (INDEX if name == "index" else "768.values")
+    content = file.read_bytes()
+    file.write_bytes(content[: (HEAD if name == "index" else 0) + (len(content) - HEAD * (name == "index")) // 2 + 5])
     count, said = reopened(tmp_path, caplog)
-    assert count == 17 and said.count("its checksum is wrong") == 1
+    assert count == 10 and ("its checksum is wrong" in said) == (name == "values")
+
+
+@pytest.mark.parametrize("part", ["key", "slot", "checksum", "proof", "value"])
+def test_any_changed_byte_is_found(part, tmp_path, caplog):
+    """Of an entry or of a value: that one value is missed, there is one warning, and it can be written again."""
+    offset = {"key": 0, "slot": 16, "checksum": 20, "proof": 24, "value": 100}[part]
+    for at in range(offset, offset + 4):
+        place = fill(tmp_path, SAMPLES)
+        file, begin, size = (place / "768.values", 0, 768) if part == "value" else (place / INDEX, HEAD, 28)
+        content = bytearray(file.read_bytes())
+        content[begin + 7 * size + at] ^= 1 << at % 8
+        file.write_bytes(content)
+        count, said = reopened(tmp_path, caplog)
+        assert count == 19
+        assert ("its checksum is wrong" if part == "value" else "its entry in the index is damaged") in said
+        with open_cache(tmp_path) as cache:
+            assert sum(each is None for each in cache.get(SAMPLES)) == 1
+            cache.put(SAMPLES, outputs(SAMPLES))
+            cache.flush()
+            assert same(cache.get(SAMPLES), outputs(SAMPLES))
+            assert cache.measured.counts.damaged == 1
+        shutil.rmtree(tmp_path / "activations")
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(20), pytest.param(range(20, 600), marks=pytest.mark.full)], ids=["few", "many"]
+)
+def test_garbled_files(seeds, tmp_path, caplog):
+    """Noise in any place of any file, pieces that are moved, cut off or zeroed: what is found is right, no process
+    ends, and the cache can be written again."""
+    good = fill(tmp_path / "good", SAMPLES)
+    for seed in seeds:
+        folder, rng = tmp_path / str(seed), random.Random(seed)
+        shutil.copytree(good, folder / "activations")
+        for file in rng.sample(sorted((folder / "activations").iterdir()), rng.randint(1, 3)):
+            content = bytearray(file.read_bytes())
+            begin, end = sorted(rng.randrange(len(content) + 1) for _ in range(2))
+            how = rng.randrange(5)
+            piece = [
+                bytes(end - begin),
+                rng.randbytes(end - begin),
+                content[: end - begin],
+                b"",
+                content[begin:end] * 2,
+            ]
+            content[begin:end] = piece[how]
+            file.write_bytes(content)
+        reopened(folder, caplog)
+        shutil.rmtree(folder)
 
 
 def test_another_folder_or_file_in_place(tmp_path, caplog):
@@ -82,43 +138,20 @@ def test_another_folder_or_file_in_place(tmp_path, caplog):
     count, said = reopened(tmp_path, caplog)
     assert count == 0 and "it is no folder" in said
     assert (tmp_path / "activations.damaged").read_text() == "mine"
-    for content in ("", "[]", "{}", '{"boot": 1}'):
+    for content in ("", "[]", "{}", '{"boot": "1", "most_bytes": 8388608, "left": null}'):
         place = fill(tmp_path, SAMPLES)
         (place / "state.json").write_text(content)
         count, said = reopened(tmp_path, caplog)
         assert count == 0 and "it has no state" in said
-    (tmp_path / "activations" / "data.mdb").unlink()
-    (tmp_path / "activations" / "data.mdb").mkdir()
-    assert "is set aside" in reopened(tmp_path, caplog)[1]
-
-
-def test_garbage_in_the_lock_file(tmp_path, caplog):
-    """LMDB makes it anew where nobody else is there."""
-    place = fill(tmp_path, SAMPLES)
-    (place / "lock.mdb").write_bytes(random.Random(1).randbytes(1 << 17))
-    assert reopened(tmp_path, caplog) == (20, "")
-    (place / "lock.mdb").unlink()
-    assert reopened(tmp_path, caplog) == (20, "")
-    assert (place / "lock.mdb").stat().st_blocks * 512 >= 1 << 16  # on the disk, not a hole
-
-
-def test_another_boot(tmp_path, caplog):
-    """What did not surely come to the disk is not used."""
-    place = fill(tmp_path, SAMPLES)
-    state = json.loads((place / "state.json").read_text())
-    (place / "state.json").write_text(json.dumps({**state, "boot": "before"}))
-    count, said = reopened(tmp_path, caplog)
-    assert count == 0 and "is removed (it was written before the machine was started" in said
-    assert not (tmp_path / "activations.damaged").exists()
 
 
 def test_a_smaller_limit(tmp_path, caplog):
-    """LMDB's files do not shrink, so the file begins anew; under a larger limit it stays."""
+    """The files do not shrink, so they begin anew; under a larger limit they stay."""
     place = fill(tmp_path, range(3000))
-    assert (place / "data.mdb").stat().st_size > 2 << 20
+    assert (place / "768.values").stat().st_size > 2 << 20
     count, said = reopened(tmp_path, caplog, most_bytes=2 << 20)
     assert count == 0 and "2097152 are allowed" in said
-    assert (place / "data.mdb").stat().st_size < 1 << 20
+    assert (place / "768.values").stat().st_size < 1 << 20
     assert reopened(tmp_path, caplog, most_bytes=64 << 20)[1] == ""
 
 
@@ -131,7 +164,7 @@ def read_with_limit(folder, most_bytes):
 
 
 def test_the_limit_of_who_is_there_stays(tmp_path):
-    """All processes map the same size, so none grows the file beyond another's map."""
+    """All processes have one limit."""
     with open_cache(tmp_path) as cache:
         cache.put(SAMPLES, outputs(SAMPLES))
         cache.flush()
@@ -141,46 +174,63 @@ def test_the_limit_of_who_is_there_stays(tmp_path):
         assert same(cache.get([200]), outputs([200]))
 
 
-def find(folder):
+def test_damage_while_the_files_are_open(tmp_path, caplog):
+    """What was read of the index goes on being used; the values that are damaged are missed, in this process and the
+    next one, and can be written again."""
+    with caplog.at_level(logging.WARNING), open_cache(tmp_path) as cache:
+        cache.put(SAMPLES, outputs(SAMPLES))
+        cache.flush()
+        with (tmp_path / "activations" / "768.values").open("r+b") as file:
+            file.write(bytes(5 * 768))
+            file.truncate(15 * 768)
+        assert sum(each is not None for each in cache.get(SAMPLES)) == 10
+        assert cache.measured.counts.damaged == 10
+        assert [record.message.count("its checksum is wrong") for record in caplog.records] == [1]
+        assert call(count_found, tmp_path) == (10, {"value"})
+        cache.put(SAMPLES, outputs(SAMPLES))
+        cache.flush()
+        assert same(cache.get(SAMPLES), outputs(SAMPLES))
+        assert call(count_found, tmp_path) == (20, set())
+
+
+def count_found(folder):
     with open_cache(folder) as cache:
         return sum(each is not None for each in cache.get(SAMPLES)), cache._said
 
 
-def test_damage_found_by_who_reads(tmp_path, caplog):
-    """It stops, once said; who opens the files next sets them aside, and the first is not harmed."""
-    with caplog.at_level(logging.WARNING), open_cache(tmp_path) as cache:
+@pytest.mark.parametrize("how", ["head", "end"])
+def test_an_index_that_is_damaged_while_it_is_open(how, tmp_path, caplog):
+    """The process that has it open is not harmed; the next one begins that generation anew, or misses what is gone."""
+    with open_cache(tmp_path) as cache:
         cache.put(SAMPLES, outputs(SAMPLES))
         cache.flush()
-        file = tmp_path / "activations" / "data.mdb"
-        content = bytearray(file.read_bytes())
-        for page in range(2, len(content) // 4096):  # in place: all branches and leaves
-            if content[page * 4096 + 10] in (1, 2):
-                content[page * 4096 : (page + 1) * 4096] = bytes(4096)
-        with file.open("r+b") as opened:
-            opened.write(content)
-        assert cache.get(SAMPLES) == [None] * 20
-        assert cache.get([1]) == [None]
-        cache.put([1], outputs([1]))
+        with (tmp_path / "activations" / INDEX).open("r+b") as file:
+            if how == "head":
+                file.write(bytes(100))
+            else:
+                file.truncate(HEAD + 15 * 28 + 3)
+        assert call(count_found, tmp_path) == ((0, {"damaged"}) if how == "head" else (15, set()))
+        assert same(cache.get(SAMPLES), outputs(SAMPLES))
+        cache.put([50], outputs([50]))
         cache.flush()
-        assert cache.measured.counts.not_written == 1
-        assert [record.message.count("is damaged") for record in caplog.records] == [1]
-        assert call(find, tmp_path) == (0, {"damaged"})
-        assert call(find, tmp_path) == (0, set())
-        assert cache.get([1]) == [None]
-    assert reopened(tmp_path, caplog) == (0, "")
+        assert same(cache.get([50, *SAMPLES]), outputs([50, *SAMPLES]))
+    count, said = reopened(tmp_path, caplog)
+    assert (count, said) == (0, "") if how == "head" else count == 15 and "its entry in the index is damaged" in said
 
 
 def test_a_folder_that_is_removed_in_use(tmp_path, caplog):
-    """It is read, and written where nothing new has to be made there; the next one begins anew."""
+    """It is read and written; no other generation can be written there; the next process begins anew."""
     with caplog.at_level(logging.WARNING), open_cache(tmp_path) as cache:
         cache.put(SAMPLES, outputs(SAMPLES))
         cache.flush()
         shutil.rmtree(tmp_path)
+        cache.put([50], outputs([50]))
+        cache.flush()
+        assert same(cache.get([50, *SAMPLES]), outputs([50, *SAMPLES]))
         cache.deepen(DEEPER)
         cache.put([1], outputs([1], DEEPER))
-        cache.forget_older()
         cache.flush()
-        assert same(cache.get([1]), outputs([1], DEEPER))
+        assert cache.get([1]) == [None] and same(cache.get_older([1]), outputs([1]))
     assert [record.message.count("takes no more") for record in caplog.records] == [1]
     assert reopened(tmp_path, caplog) == (0, "")
 

@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from megatron.elastic.cache.generation import weights_digest
+from megatron.elastic.cache.generation import key_of_sample, weights_digest
 from tests.elastic.cache.cases import DEEPER, GENERATION
 
 OTHER = {"dtype": torch.float16, "shape": (16, 25), "tensor_rank": 1, "tensor_ranks": 3}
@@ -69,6 +69,19 @@ def test_what_deepens():
     assert not GENERATION.deepens(DEEPER) and not GENERATION.deepens(GENERATION)
     for change in ({"microbatch_rows": 8}, {"data": "others"}, {"threads": 2}, {"dtype": torch.float16}):
         assert not replace(DEEPER, **change).deepens(GENERATION)
+
+
+def test_names_of_samples():
+    """Numbers of any kind, and texts of any length; each has a key of its own."""
+    assert key_of_sample(3) == key_of_sample(torch.tensor(3)) != key_of_sample("3")
+    names = [0, 1, 255, 256, 2**64 - 1, "", "a", "ä", "x" * 255, "x" * 256, "x" * 10_000]
+    assert len({key_of_sample(name) for name in names}) == len(names)
+
+
+@pytest.mark.parametrize("name", [-1, 2**64, 1.5, None, (1, 2)])
+def test_what_cannot_be_a_name(name):
+    with pytest.raises(ValueError, match=r"cannot be named in the cache; name it by a whole number"):
+        key_of_sample(name)
 
 
 def test_sentences():

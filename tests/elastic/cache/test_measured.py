@@ -1,10 +1,14 @@
-"""Counts, medians, and whether reading pays."""
+"""Counts, medians, whether reading pays, and the seconds of a folder."""
 
 import math
+import os
+import resource
 
 import pytest
 
+from megatron.elastic.cache import measure
 from megatron.elastic.cache.measured import CacheCounts, Measured, reading_pays
+from tests.elastic.cache.children import call
 
 
 def test_medians_of_samples():
@@ -38,3 +42,21 @@ def test_reading_pays():
         reading_pays(1.0, -1.0)
     with pytest.raises(ValueError, match=r"reading a sample cannot take nan seconds"):
         reading_pays(math.nan, 1.0)
+
+
+def test_measure(tmp_path):
+    """Larger values take longer; nothing is left there."""
+    small, large = measure(tmp_path / "new", 1001), measure(tmp_path / "new", 4 << 20)
+    assert 0 < small.read < large.read < 1 and 0 < small.write < large.write < 1 and 0 < small.put < 1
+    assert [*(tmp_path / "new").iterdir()] == []
+
+
+def without_room(folder):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, 1 << 18))
+    seconds = measure(folder, 1 << 20)
+    return [seconds.read, seconds.write, seconds.put], os.listdir(folder)
+
+
+def test_no_room(tmp_path):
+    """Then reading never pays."""
+    assert call(without_room, tmp_path) == ([math.inf] * 3, [])

@@ -2,17 +2,19 @@
 
 import threading
 import time
+from concurrent.futures import wait
 
 import pytest
 import torch
 
-from megatron.elastic.cache.window import Window
+from megatron.elastic.cache.background import Window
+from tests.elastic.cache.cases import DEEPER, GENERATION
 
 KEYS = [bytes([number]) for number in range(100)]
 
 
 class Source:
-    """Values of keys below 50, read when allowed."""
+    """Values of keys below 50, read when allowed; of key 40 and more at the other depth."""
 
     def __init__(self):
         self.asked, self.go = [], threading.Event()
@@ -21,7 +23,7 @@ class Source:
     def __call__(self, keys):
         self.asked += keys
         assert self.go.wait(10.0)
-        return {key: torch.tensor(key[0]) for key in keys if key[0] < 50}
+        return {key: (DEEPER if key[0] >= 40 else GENERATION, torch.tensor(key[0])) for key in keys if key[0] < 50}
 
 
 @pytest.fixture
@@ -35,37 +37,48 @@ def window(source):
     window = Window(source, 10)
     yield window
     source.go.set()
-    window.close(10.0)
-    assert not window.is_alive and threading.active_count() == before
+    window.close()
+    assert threading.active_count() == before
 
 
 def settled(window):
-    while window._wanted or window._reading:
-        time.sleep(0.001)
-    return window._held
+    """The keys of which values are held."""
+    wait(window._readings.values())
+    return {key for reading in window._readings.values() for key in reading.result()}
+
+
+def take(window, number, generation=GENERATION):
+    return window.take(generation, KEYS[number])
 
 
 def test_what_was_read_is_taken_once(window, source):
     window.request([KEYS[1], KEYS[2], KEYS[60]])
-    assert set(settled(window)) == {KEYS[1], KEYS[2]}
-    assert window.take(KEYS[1]) == 1 and window.take(KEYS[1]) is None
-    assert window.take(KEYS[60]) is None
+    assert settled(window) == {KEYS[1], KEYS[2]}
+    assert take(window, 1) == 1 and take(window, 1) is None
+    assert take(window, 60) is None
     window.request([KEYS[2]])
     settled(window)
     assert source.asked == [KEYS[1], KEYS[2], KEYS[60]]  # what is held is not read again
 
 
+def test_each_depth_has_its_values(window):
+    """A value stays until its own generation is asked for."""
+    window.request([KEYS[3], KEYS[45]])
+    assert take(window, 45) is None and take(window, 3, DEEPER) is None
+    assert take(window, 45, DEEPER) == 45 and take(window, 3) == 3
+    assert settled(window) == set()
+
+
 def test_never_more_than_allowed(window, source):
     """The first of one request is kept, the last of several."""
     window.request(KEYS[:30])
-    assert set(settled(window)) == set(KEYS[:10])
+    assert settled(window) == set(KEYS[:10])
     window.request(KEYS[30:34])
-    assert set(settled(window)) == {*KEYS[4:10], *KEYS[30:34]}
+    assert settled(window) == {*KEYS[4:10], *KEYS[30:34]}
     source.go.clear()
     for first in range(0, 50, 5):
         window.request(KEYS[first : first + 5])
-        with window._changed:
-            assert len(window._held) + len(window._reading) + len(window._wanted) <= 10
+        assert len(window._readings) <= 10
     source.go.set()
     assert len(settled(window)) <= 10
 
@@ -76,9 +89,9 @@ def test_who_asks_waits_for_what_is_being_read(window, source):
     window.request(KEYS[:9])  # 8 at once
     while not source.asked:
         time.sleep(0.001)
-    assert window.take(KEYS[8]) is None and not window._wanted
+    assert take(window, 8) is None and KEYS[8] not in window._readings
     threading.Timer(0.1, source.go.set).start()
-    assert window.take(KEYS[3]) == 3
+    assert take(window, 3) == 3
 
 
 def test_clear(window, source):
@@ -88,8 +101,8 @@ def test_clear(window, source):
         time.sleep(0.001)
     threading.Timer(0.1, source.go.set).start()
     window.clear()
-    assert not window._held and not window._wanted
-    assert all(window.take(key) is None for key in KEYS[:9])
+    assert source.go.is_set() and not window._readings
+    assert all(take(window, number) is None for number in range(9))
 
 
 def test_what_reading_raises_is_raised():
@@ -98,8 +111,6 @@ def test_what_reading_raises_is_raised():
 
     window = Window(fail, 10)
     window.request(KEYS[:1])
-    settled(window)
     with pytest.raises(KeyError):
-        window.take(KEYS[0])
-    assert window.take(KEYS[0]) is None
-    window.close(10.0)
+        take(window, 0)
+    window.close()

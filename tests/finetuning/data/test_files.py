@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from megatron.finetuning.data.files import column, fields, read_samples, texts_of
+from megatron.finetuning.data.files import File, read_file
 
 ROWS = [{"text": "a, b", "label": "1"}, {"text": 'he said "no"\nand left', "label": "0"}]
 
@@ -28,24 +28,24 @@ def written(folder, name: str, content: str | bytes):
 )
 def test_forms(tmp_path, name, content):
     path = written(tmp_path, name, content)
-    assert read_samples(path) == ROWS
-    assert read_samples(path, limit=1) == ROWS[:1]
+    assert read_file(path) == File(path, ROWS)
+    assert read_file(path, limit=1) == File(path, ROWS[:1])
 
 
 @pytest.mark.skipif(importlib.util.find_spec("pyarrow") is not None, reason="pyarrow is installed")
 def test_parquet_needs_a_package(tmp_path):
     with pytest.raises(ValueError, match=r"needs the package pyarrow; pip install .\[parquet\]"):
-        read_samples(written(tmp_path, "rows.parquet", b"PAR1"))
+        read_file(written(tmp_path, "rows.parquet", b"PAR1"))
 
 
 def test_parquet(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     pytest.importorskip("pyarrow.parquet")
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "rows.parquet", row_group_size=1)
-    assert read_samples(str(tmp_path / "rows.parquet")) == ROWS
-    assert read_samples(str(tmp_path / "rows.parquet"), limit=1) == ROWS[:1]
+    assert read_file(str(tmp_path / "rows.parquet")).samples == ROWS
+    assert read_file(str(tmp_path / "rows.parquet"), limit=1).samples == ROWS[:1]
     with pytest.raises(ValueError, match="is no parquet file"):
-        read_samples(written(tmp_path, "broken.parquet", b"PAR1"))
+        read_file(written(tmp_path, "broken.parquet", b"PAR1"))
 
 
 @pytest.mark.parametrize(
@@ -70,32 +70,32 @@ def test_parquet(tmp_path):
 )
 def test_sentences(tmp_path, name, content, sentence):
     with pytest.raises(ValueError, match=sentence):
-        read_samples(written(tmp_path, name, content))
+        read_file(written(tmp_path, name, content))
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv"])
 def test_a_mark_before_the_first_character(tmp_path, name):
     """As programs of Windows write it."""
     content = "text\na\n" if name == "a.csv" else '{"text": "a"}\n'
-    assert read_samples(written(tmp_path, name, b"\xef\xbb\xbf" + content.encode())) == [{"text": "a"}]
+    assert read_file(written(tmp_path, name, b"\xef\xbb\xbf" + content.encode())).samples == [{"text": "a"}]
 
 
 def test_a_file_that_is_not_there():
     with pytest.raises(ValueError, match=r"there is no file nowhere\.jsonl"):
-        read_samples("nowhere.jsonl")
+        read_file("nowhere.jsonl")
 
 
 def test_columns():
-    assert column(ROWS, "f", None, ("sentence", "text"), "text") == "text"
-    assert column(ROWS, "f", "label", ("text",), "text") == "label"
+    assert File("f", ROWS).column(None, ("sentence", "text"), "text") == "text"
+    assert File("f", ROWS).column("label", ("text",), "text") == "label"
     with pytest.raises(ValueError, match=r"no column 'other' for the text; it has 'text', 'label': .*--text_column"):
-        column(ROWS, "f", "other", ("text",), "text")
+        File("f", ROWS).column("other", ("text",), "text")
     with pytest.raises(
         ValueError, match=r"looked for question.*; it has 'text', 'label': name one with --question_column"
     ):
-        column(ROWS, "f", None, ("question",), "question")
+        File("f", ROWS).column(None, ("question",), "question")
     with pytest.raises(ValueError, match="sample 1: 'text' is 3, and a text is wanted"):
-        texts_of([{"text": 3}], "f", "text")
+        File("f", [{"text": 3}]).texts("text", "text")
 
 
 def test_half_a_character(tmp_path):
@@ -104,7 +104,7 @@ def test_half_a_character(tmp_path):
     with pytest.raises(
         ValueError, match=r"a.jsonl, sample 2: 'text' has the lone surrogate \\ud800 at character 5, wh"
     ):
-        texts_of(read_samples(path), path, "text")
+        read_file(path).texts("text", "text")
 
 
 @pytest.mark.parametrize(
@@ -115,10 +115,10 @@ def test_half_a_character(tmp_path):
     ],
 )
 def test_samples_may_differ_in_fields_that_nobody_uses(tmp_path, name, content):
-    samples = read_samples(written(tmp_path, name, content))
-    assert texts_of(samples, "f", column(samples, "f", None, ("text",), "text")) == ["a", "b"]
-    assert fields(samples) == ["text", "label", *(["note"] if name == "a.jsonl" else [])]
+    file = File("f", read_file(written(tmp_path, name, content)).samples)
+    assert file.texts(file.column(None, ("text",), "text"), "text") == ["a", "b"]
+    assert file.fields == ["text", "label", *(["note"] if name == "a.jsonl" else [])]
     with pytest.raises(ValueError, match=r"f, sample 2: no field 'label' for the label; it has 'text'.*: add it, or"):
-        column(samples, "f", None, ("label",), "label")
+        file.column(None, ("label",), "label")
     with pytest.raises(ValueError, match=r"f, sample 1: no field 'label' for the label; it has 'text'"):
-        column(samples[::-1], "f", "label", (), "label")
+        File("f", file.samples[::-1]).column("label", (), "label")

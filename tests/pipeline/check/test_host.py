@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 
 from megatron.pipeline.check import ProgramError, check, check_periodic
-from megatron.pipeline.check.compact import compact
 from megatron.pipeline.check.hardware_queues import prove_hardware_queues
-from megatron.pipeline.check.lanes import awaited_reductions
+from megatron.pipeline.graph.row_graph import graph_of
 from megatron.pipeline.program.instruction import Instruction
 from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.program.program import Program
@@ -165,8 +164,13 @@ def test_a_word_is_complete_when_those_before_it_in_its_lane_are():
     """Stage 2's gradients need the first reduction alone, and leave behind stage 3's, which need the second, too."""
     row = "3B0 2B0 2REDUCE_GRAD@1 3REDUCE_GRAD@1 3STORE_GRAD@1 2STORE_GRAD@1 1B0 1REDUCE_GRAD@1 1STORE_GRAD@1 0B0"
     program = written(row, rank_of_stage=(0,) * 4, residency=EAGER, data_parallel=True)
-    needed = {row.split()[at]: count for at, count in awaited_reductions(compact(program), 0).items()}
-    assert needed == {"1B0": 2, "0B0": 2}
+    graph = graph_of(program, refusal=lambda _: AssertionError("it ends"))
+    reductions = {node for word, node in zip(row.split(), graph.node_of[0], strict=True) if "REDUCE" in word}
+    behind = [set()]  # the reductions that end before each node begins
+    for before, source in zip(graph.befores[1:], graph.sources[1:], strict=True):
+        behind.append(behind[before] | behind[source] | ({before, source} & reductions))
+    needed = {word: len(behind[node]) for word, node in zip(row.split(), graph.node_of[0], strict=True) if "B0" in word}
+    assert needed == {"3B0": 0, "2B0": 0, "1B0": 2, "0B0": 2}
 
 
 def test_weights_on_the_device_are_not_fetched():

@@ -3,8 +3,9 @@
 import pytest
 
 from megatron.pipeline.draw import draw_timeline, timeline_text
-from megatron.pipeline.draw.cells import cells_of, predictions_of, steps_of
+from megatron.pipeline.draw.scene import Scene, cells_of
 from megatron.pipeline.program.edges import Edge
+from megatron.pipeline.program.instruction import WORDS, Kind
 from megatron.pipeline.program.weight_policies import TWO_BW
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import Costs, simulate
@@ -40,7 +41,7 @@ def test_steps_and_borders_are_marked():
     """Each stage has a mark for each optimizer step and a hatched cell for each batch; each batch has a border."""
     axes = draw_timeline(timeline()).axes[0]
     assert shapes(axes, "step") == 12
-    assert sorted(texts(axes, "made")) == ["W1"] * 4 + ["W2"] * 4 + ["W3"] * 4
+    assert sorted(texts(axes, "step label")) == ["W1"] * 4 + ["W2"] * 4 + ["W3"] * 4
     assert shapes(axes, "completes") == 12
     assert [line.get_gid() for line in axes.lines] == ["batch"] * 3
     border = axes.lines[2]  # of batch 2, at each stage's first forward with new weights
@@ -61,16 +62,16 @@ def test_predictions_are_marked():
     predicted = timeline(predict=True)
     figure = draw_timeline(predicted)
     axes = figure.axes[0]
-    assert (shapes(axes, "prediction"), shapes(axes, "step"), shapes(axes, "hold")) == (12, 12, 0)
-    assert sorted(texts(axes, "predicted")) == ["~1"] * 4 + ["~2"] * 4 + ["~3"] * 4
-    assert sorted(texts(axes, "made")) == ["W1"] * 4 + ["W2"] * 4 + ["W3"] * 4
-    begins = {(cell.rank, cell.version): cell.start for cell in cells_of(predicted) if cell.begins_batch}
-    for each in predictions_of(predicted):
-        assert begins.get((each.rank, each.version), each.end) == each.end
+    assert (shapes(axes, "predict"), shapes(axes, "step"), shapes(axes, "hold")) == (12, 12, 0)
+    assert sorted(texts(axes, "predict label")) == ["~1"] * 4 + ["~2"] * 4 + ["~3"] * 4
+    assert sorted(texts(axes, "step label")) == ["W1"] * 4 + ["W2"] * 4 + ["W3"] * 4
+    begins = {(cell.rank, cell.instruction.version): cell.start for cell in cells_of(predicted) if cell.begins_batch}
+    for each in Scene(predicted).marks[Kind.PREDICT]:
+        assert begins.get((each.rank, each.instruction.version), each.end) == each.end
     entries = [text.get_text() for text in figure.legends[0].get_texts()]
     assert "prediction ~n of weights Wn" in entries and "gradients kept" not in entries
     plain = draw_timeline(timeline())
-    assert shapes(plain.axes[0], "prediction") == 0
+    assert shapes(plain.axes[0], "predict") == 0
     assert not [text for text in plain.legends[0].get_texts() if "prediction" in text.get_text()]
 
 
@@ -79,15 +80,15 @@ def test_predictions_are_as_wide_as_they_took():
     costs = Costs(predict=0.5, hold=0.25)
     figure = draw_timeline(timeline(num_stages=2, costs=costs, predict=True, provisional_microbatches=1))
     axes = figure.axes[0]
-    for gid, seconds in (("prediction", 0.5), ("hold", 0.25)):
+    for gid, seconds in (("predict", 0.5), ("hold", 0.25)):
         (drawn,) = [each for each in axes.collections if each.get_gid() == gid]
         widths = [path.get_extents().width for path in drawn.get_paths()]
         assert widths == pytest.approx([seconds] * 6)
     assert "gradients kept" in [text.get_text() for text in figure.legends[0].get_texts()]
     at_once = draw_timeline(timeline(predict=True)).axes[0]
     of = {each.get_gid(): each for each in at_once.collections}
-    widths = {gid: of[gid].get_paths()[0].get_extents().width for gid in ("prediction", "step")}
-    assert 0 < widths["prediction"] < widths["step"]
+    widths = {gid: of[gid].get_paths()[0].get_extents().width for gid in ("predict", "step")}
+    assert 0 < widths["predict"] < widths["step"]
 
 
 @pytest.mark.parametrize("num_stages", [2, 4])
@@ -95,7 +96,7 @@ def test_versions_made_and_predicted_do_not_cover_each_other(num_stages):
     """A step and a prediction at one time: what they make is legible for both."""
     figure = draw_timeline(timeline(num_stages=num_stages, predict=True))
     axes, renderer = figure.axes[0], figure.canvas.get_renderer()
-    labels = [text for text in axes.texts if text.get_gid() in ("made", "predicted", "microbatch")]
+    labels = [text for text in axes.texts if text.get_gid() in ("step label", "predict label", "microbatch")]
     boxes = [text.get_window_extent(renderer) for text in labels]
     assert len(boxes) == (6 + 24) * num_stages
     for index, box in enumerate(boxes):
@@ -104,10 +105,11 @@ def test_versions_made_and_predicted_do_not_cover_each_other(num_stages):
 
 def test_figure_2():
     """Input 9, counted from 1, is the first with new weights; input 7's backward on worker 3 has the old ones."""
-    cells = {(cell.kind.value, cell.stage, cell.microbatch): cell for cell in cells_of(timeline())}
-    first_new = min(cell.microbatch for cell in cells.values() if cell.kind.value == "F" and cell.version == 1)
-    assert first_new + 1 == 9
-    assert cells["B", 2, 6].version == 0
+    cells = {(each.instruction.kind.value, each.instruction.stage, each.instruction.microbatch): each
+             for each in cells_of(timeline())}  # fmt: skip
+    assert min(number for (kind, _, number), cell in cells.items()
+               if kind == "F" and cell.instruction.version == 1) + 1 == 9  # fmt: skip
+    assert cells["B", 2, 6].instruction.version == 0
     assert cells["B", 2, 6].start >= next(cell.end for key, cell in cells.items() if key == ("F", 2, 7))
     axes = draw_timeline(timeline(), one_based=True).axes[0]
     assert {int(text) for text in texts(axes, "microbatch")} == set(range(1, 13))
@@ -164,7 +166,7 @@ def test_numbers_of_moves_do_not_cover_each_other():
     """8 stages, moves that take a whole forward: each eviction follows a load at once, and both are legible."""
     figure = draw_timeline(timeline("bpipe", 8, (16,), costs=Costs(evict=1.0)))
     axes, renderer = figure.axes[0], figure.canvas.get_renderer()
-    labels = [text for text in axes.texts if (text.get_gid() or "").endswith(" label")]
+    labels = [text for text in axes.texts if text.get_gid() in ("EVICT label", "LOAD label")]
     boxes = [text.get_window_extent(renderer) for text in labels]
     assert len(boxes) == 2 * 15
     for index, box in enumerate(boxes):
@@ -317,7 +319,7 @@ def test_long_text_goes_on_in_blocks():
     assert max(map(len, lines)) <= 60
     joined = "".join(line[len("stage 0 ") :] for line in lines if line.startswith("stage 0"))
     assert all(f"F{microbatch}@" in joined for microbatch in range(1, 13))
-    assert joined.count("#") == len([step for step in steps_of(timeline()) if step.rank == 0])
+    assert joined.count("#") == len([step for step in Scene(timeline()).marks[Kind.STEP] if step.rank == 0])
 
 
 def test_text_that_helps_nobody_is_refused():
@@ -336,7 +338,12 @@ def test_stages_of_a_rank_differ_in_shade():
     """With several stages on a rank, its first one is dark and its last one light, whatever weights they have."""
     interleaved = timeline("interleaved", 4, (2, 2), num_virtual_stages=2)
     cells = cells_of(interleaved)
-    assert {(cell.stage, cell.chunk, cell.shade) for cell in cells} == {(0, 0, 1), (1, 0, 1), (2, 1, 0), (3, 1, 0)}
+    assert {(cell.instruction.stage, cell.chunk, cell.shade) for cell in cells} == {
+        (0, 0, 1),
+        (1, 0, 1),
+        (2, 1, 0),
+        (3, 1, 0),
+    }
     figure = draw_timeline([interleaved, timeline("flush", 2, (2, 2))])
     colours = {tuple(each.get_facecolor()[0]) for each in figure.axes[0].collections if each.get_gid() == "F@0"}
     assert len(colours) == 2
@@ -349,14 +356,16 @@ def test_stages_of_a_rank_differ_in_shade():
 
 
 def test_colours_are_known():
-    """Every shade that a computation may have is a colour that rich can print."""
+    """Every shade that a word may have is a colour that rich can print, and one of a picture."""
+    from matplotlib.colors import is_color_like
     from rich.color import Color
 
-    from megatron.pipeline.draw import text_timeline
+    from megatron.pipeline.draw.colours import COLOURS
 
-    for shades in text_timeline._COLOURS.values():
-        for shade in shades:
-            assert Color.parse(shade).number is not None
+    assert {word.colour for word in WORDS.values()} <= COLOURS.keys()
+    for of_pictures, of_terminals in COLOURS.values():
+        assert all(map(is_color_like, of_pictures)) and len(of_pictures) == len(of_terminals)
+        assert all(Color.parse(shade).number is not None for shade in of_terminals)
 
 
 def test_next_to_nothing_is_too_long_for_text():

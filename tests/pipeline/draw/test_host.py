@@ -6,7 +6,8 @@ import pytest
 
 from megatron.pipeline.check import check
 from megatron.pipeline.draw import draw_timeline, timeline_text
-from megatron.pipeline.draw.host import Accumulated, Resident, accumulated_of, extent, has_host, residents_of
+from megatron.pipeline.draw.panels import Held, accumulated_of, residents_of
+from megatron.pipeline.draw.scene import extent, has_host
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.program.weight_policies import FLUSH
 from megatron.pipeline.schedules import Schedule
@@ -52,11 +53,11 @@ def test_they_are_there_where_they_are_asked_for():
 
 def test_slots_by_hand():
     """Two slots, three stages: the second one stays over the turn."""
-    assert residents_of(timeline(1, 3, 1)) == [  # rank, slot, stage, version; from, fetched, until
-        Resident(0, 0, 0, 0, 0.0, 1.0, 2.0),
-        Resident(0, 0, 2, 0, 2.0, 3.0, 6.0),
-        Resident(0, 1, 1, 0, 1.0, 2.0, 9.0),
-        Resident(0, 0, 0, 0, 6.0, 7.0, 12.0),
+    assert residents_of(timeline(1, 3, 1)) == [  # rank, slot, stage; from, fetched, until
+        Held(0, 0, 0, 0.0, 1.0, 2.0),
+        Held(0, 0, 2, 2.0, 3.0, 6.0),
+        Held(0, 1, 1, 1.0, 2.0, 9.0),
+        Held(0, 0, 0, 6.0, 7.0, 12.0),
     ]
 
 
@@ -64,21 +65,21 @@ def test_gradient_buffers_by_hand():
     """Two buffers, three stages: each takes the one that was given back first, and none before it is free."""
     one = timeline(1, 3, 1)
     assert accumulated_of(one) == [  # rank, buffer, stage; from its backward on, when it begins to leave and has left
-        Accumulated(0, 0, 2, 4.0, 6.0, 8.0),
-        Accumulated(0, 1, 1, 7.0, 9.0, 11.0),
-        Accumulated(0, 0, 0, 10.0, 12.0, 14.0),
+        Held(0, 0, 2, 4.0, 6.0, 8.0),
+        Held(0, 1, 1, 7.0, 9.0, 11.0),
+        Held(0, 0, 0, 10.0, 12.0, 14.0),
     ]
     slow = accumulated_of(timeline(1, 5, 2, 2, costs=Costs(store=9)))
     assert len(slow) == 10
     for buffer in (0, 1):
-        times = [(each.start, each.end) for each in slow if each.buffer == buffer]
+        times = [(each.start, each.end) for each in slow if each.line == buffer]
         assert all(end <= start for (_, end), (start, _) in pairwise(times)) and len(times) == 5
 
 
 def test_part_of_a_run_shows_the_weights_of_its_own_batches():
     """Not those that are fetched for the next one."""
     part = timeline(1, 3, 2, 2, 2).of_batches(1, 1)
-    assert {each.version for each in residents_of(part)} == {1}
+    assert {span.instruction.version for span in part.spans if span.instruction.kind is Kind.FETCH} == {1}
     assert len(residents_of(part)) == 2 * 3 - 2 and len(accumulated_of(part)) == 3
 
 

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.pipeline.graph import row_graph
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.schedules import Schedule
-from megatron.pipeline.simulate import Costs, SimulationError, ranks, simulate
+from megatron.pipeline.simulate import Costs, SimulationError, simulate
 from tests.pipeline.simulate.programs import B, F, build, program
 
 
@@ -127,7 +128,7 @@ def test_the_unit_of_time_does_not_matter(p, extra, factor):
 
 def test_an_unknown_kind_is_an_error(monkeypatch):
     """What the simulator does not handle, it refuses by name."""
-    monkeypatch.delitem(ranks._ACTIONS, Kind.RECOMPUTE)
+    monkeypatch.delitem(row_graph.ACTIONS, Kind.RECOMPUTE)
     with pytest.raises(SimulationError, match=r"rank 0, position 1, 0R0@0: the simulator does not know R"):
         simulate(program("0F0@0 0R0@0 0B0@0"))
 

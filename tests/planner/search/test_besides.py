@@ -11,10 +11,9 @@ from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.software import Software
 from megatron.planner.search import Outcome, delay
 from megatron.planner.search.outcome import without_pipeline_record, without_pipeline_sentence
-from megatron.planner.search.picture import draw_outcome
+from megatron.planner.search.pictures import draw_outcome
 from megatron.planner.search.records import records, write_csv
-from megatron.planner.search.report import html_report
-from megatron.planner.search.report_table import configurations_table
+from megatron.planner.search.report import configurations_table, html_report
 from megatron.planner.search.search import sentences_on_layers
 from megatron.planner.search.space import delayed, offered
 from megatron.planner.search.table import HEADINGS, cells

@@ -8,8 +8,9 @@ import re
 import pytest
 from rich.console import Console
 
+from megatron.documents.picture import as_png, as_svg
 from megatron.planner.search import Outcome
-from megatron.planner.search.picture import as_png, as_svg, draw_outcome
+from megatron.planner.search.pictures import draw_outcome
 from megatron.planner.search.records import FIELDS, records, write_csv, write_jsonl, write_whole
 from megatron.planner.search.table import best_table, reasons
 from tests.planner.search.helper import a100, gpt3, priced, run

@@ -7,10 +7,9 @@ from html.parser import HTMLParser
 import pytest
 
 from megatron.planner.search import Outcome, Rejected, delay
-from megatron.planner.search import report_timeline as timelines
+from megatron.planner.search import report_figures as timelines
 from megatron.planner.search.outcome import Choice, Kept
-from megatron.planner.search.report import html_report
-from megatron.planner.search.report_table import configurations_table
+from megatron.planner.search.report import configurations_table, html_report
 from megatron.planner.search.table import HEADINGS, cells
 from tests.planner.search.helper import PAPER, a100, gpt3, planner, priced, run
 

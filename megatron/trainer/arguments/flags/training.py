@@ -296,8 +296,8 @@ FREEZING = Group(
             "--activation-cache",
             str,
             None,
-            "Keep what the frozen layers put out for each sample in LMDB in this folder, on a disk of each node, and "
-            "read it in the epochs that follow. For programs whose samples come again: pretrain_vision_classify.py and "
+            "Keep what the frozen layers put out for each sample in this folder, on a disk of each node, and read it "
+            "in the epochs that follow. For programs whose samples come again: pretrain_vision_classify.py and "
             "finetune_bert.py.",
             metavar="DIR",
         ),

@@ -1,0 +1,112 @@
+"""A GPT of megatron.core for benchmarks that compute: a stage for each rank, the same for every contender.
+
+Weights follow from a seed and the stage, data from the number of the microbatch, so that losses can be compared.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer import TransformerConfig
+
+LEARNING_RATE, WEIGHT_DECAY = 1.0e-4, 0.01
+
+
+@dataclass(frozen=True)
+class Model:
+    """Extent of the model: `layers` transformer layers on each stage; the first has `extra_layers` more, against the
+    output layer of the last, whose cost `vocab_size` sets."""
+
+    hidden_size: int
+    heads: int
+    layers: int
+    extra_layers: int
+    seq_length: int
+    micro_batch_size: int
+    vocab_size: int
+
+    @property
+    def tokens_per_microbatch(self) -> int:
+        return self.seq_length * self.micro_batch_size
+
+
+@dataclass(frozen=True)
+class Data:
+    """One microbatch, each [micro_batch_size, seq_length] of int64."""
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+
+
+def is_last_stage() -> bool:
+    return parallel_state.is_pipeline_last_stage()
+
+
+def microbatch(model: Model, index: int) -> Data:
+    generator = torch.Generator().manual_seed(1000 + index)
+    shape = (model.micro_batch_size, model.seq_length + 1)
+    tokens = torch.randint(model.vocab_size, shape, generator=generator)
+    return Data(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+
+
+def gpt_stage(
+    *, num_layers: int, num_stages: int, hidden_size: int, heads: int, vocab_size: int, seq_length: int,
+    dtype: torch.dtype = torch.float32, **config: Any,
+) -> GPTModel:  # fmt: skip
+    """This rank's stage of a GPT with the weights of its seed, with untied embeddings and without dropout, which not
+    every contender can have. `config`: further fields of `TransformerConfig`."""
+    tensor_parallel.model_parallel_cuda_manual_seed(1234)
+    torch.manual_seed(1234 + parallel_state.get_pipeline_model_parallel_rank())
+    settings = TransformerConfig(
+        num_layers=num_layers, hidden_size=hidden_size, num_attention_heads=heads,
+        pipeline_model_parallel_size=num_stages, pipeline_dtype=dtype, params_dtype=dtype, bf16=dtype is torch.bfloat16,
+        hidden_dropout=0.0, attention_dropout=0.0, bias_activation_fusion=False, bias_dropout_fusion=False,
+        masked_softmax_fusion=False, persist_layer_norm=False, gradient_accumulation_fusion=False, **config,
+    )  # fmt: skip
+    return GPTModel(
+        config=settings, transformer_layer_spec=get_gpt_layer_local_spec(), vocab_size=vocab_size,
+        max_sequence_length=seq_length, pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=is_last_stage(), share_embeddings_and_output_weights=False,
+    )  # fmt: skip
+
+
+def gpt_chunk(model: Model) -> GPTModel:
+    """This rank's stage of two, FP32, with the weights that every contender starts from."""
+    first = model.layers + model.extra_layers
+    return gpt_stage(
+        num_layers=first + model.layers, num_stages=2, hidden_size=model.hidden_size, heads=model.heads,
+        vocab_size=model.vocab_size, seq_length=model.seq_length, num_layers_in_first_pipeline_stage=first,
+        num_layers_in_last_pipeline_stage=model.layers, deallocate_pipeline_outputs=True,
+        finalize_model_grads_func=finalize_model_grads,
+    )  # fmt: skip
+
+
+def chunk_with_optimizer(model: Model) -> tuple[DistributedDataParallel, MegatronOptimizer]:
+    """The stage in megatron.core's DDP, and megatron.core's Adam without clipping."""
+    gpt = gpt_chunk(model)
+    chunk = DistributedDataParallel(gpt.config, DistributedDataParallelConfig(), gpt)
+    config = OptimizerConfig(optimizer="adam", lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, clip_grad=0.0)
+    return chunk, get_megatron_optimizer(config, [chunk])
+
+
+def apply(gpt: torch.nn.Module, model: Model, data: Data) -> torch.Tensor:
+    """Forward of the chunk: hidden states [s, b, h], on the last stage the tokens' losses [b, s]."""
+    position_ids = torch.arange(model.seq_length).expand_as(data.tokens)
+    return gpt(data.tokens, position_ids, None, labels=data.labels if is_last_stage() else None)
+
+
+def mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Megatron's loss function; the mean over the tokens."""
+    loss = losses.float().mean()
+    return loss, {"lm loss": loss.detach().clone()}  # megatron.core divides the loss in place
+
+
+def forward_step(model: Model):
+    """The chunk's forward under Megatron's contract; data iterators yield `Data`."""
+    return lambda data_iterator, gpt: (apply(gpt, model, next(data_iterator)), mean_loss)

@@ -1,0 +1,82 @@
+"""Pictures that matplotlib draws, as files in the format that the end of their name says.
+
+matplotlib takes longer to import than all the rest of a command, so it is imported only when something is drawn.
+"""
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+def new_figure(width: float, height: float, **options: object) -> "Figure":
+    """A white figure of so many inches, which needs no screen. `options`: matplotlib's."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), facecolor="white", **options)
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def require_picture(path: Path) -> None:
+    """Raises ValueError where the suffix is no format of a picture."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    if path.suffix.lstrip(".").lower() not in FigureCanvasAgg.get_supported_filetypes():
+        raise ValueError(f"{path} is no image that can be written; end its name in .png or .svg")
+
+
+def save(figure: "Figure", path: Path, *, dpi: int = 150) -> None:
+    """Write a figure, in a folder that is made where it is missing. The same picture gives the same bytes.
+
+    Raises ValueError where the suffix is no format of a picture.
+    """
+    import matplotlib
+
+    require_picture(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with matplotlib.rc_context({"svg.hashsalt": "picture"}):
+        figure.savefig(path, dpi=dpi, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+
+
+@contextmanager
+def one_panel(path: Path, width: float, height: float, *, title: str = "") -> "Iterator[Axes]":
+    """Axes for what the block draws, which then get a legend where they have none, and are written as `save` does."""
+    figure = new_figure(width, height, layout="constrained")
+    axes = figure.add_subplot()
+    yield axes
+    axes.set_title(title)
+    if axes.get_legend() is None:
+        axes.legend()
+    save(figure, path)
+
+
+def as_png(figure: "Figure") -> bytes:
+    stream = io.BytesIO()
+    figure.savefig(stream, format="png", dpi=140)
+    return stream.getvalue()
+
+
+def as_svg(figure: "Figure", *, salt: str, themed: bool = False) -> str:
+    """An element for a page: without a head, with text as text.
+
+    Args:
+        salt: makes its ids its own among those of a page.
+        themed: on no ground, and black is the colour of the page's text; the page has to fill its texts so.
+    """
+    import matplotlib
+
+    stream = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": salt, "svg.fonttype": "none"}):
+        figure.savefig(
+            stream, format="svg", transparent=themed, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        )
+    text = stream.getvalue()
+    element = text[text.index("<svg") :]
+    return element.replace("#000000", "currentColor") if themed else element

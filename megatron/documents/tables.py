@@ -1,0 +1,55 @@
+"""What is printed: tables with lines and colours for a terminal, and plain ones, where nothing is cut, for a pipe."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Container, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+
+def console(width: int = 10_000, *, highlight: bool = False) -> Console:
+    """Standard output: the terminal, or where it goes elsewhere, lines without colours of so many characters."""
+    from rich.console import Console
+
+    plain = not sys.stdout.isatty()
+    return Console(width=width if plain else None, no_color=plain or None, highlight=highlight)
+
+
+def plain_table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], *, plain: bool, left: Container[str],
+    wraps: Container[str] = (), styles: Sequence[str] = (),
+) -> Table:  # fmt: skip
+    """A table without lines between its columns.
+
+    Args:
+        plain: for a pipe, without lines and colours at all.
+        left: the columns of words; those of numbers stand to the right.
+        wraps: the columns whose texts may be broken on a terminal.
+        styles: rich's, of each row on a terminal.
+    """
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=None if plain else box.SIMPLE, header_style="" if plain else "bold", pad_edge=False)
+    for column in columns:
+        justify = "left" if column in left else "right"
+        table.add_column(column, justify=justify, no_wrap=plain or column not in wraps)
+    for index, row in enumerate(rows):
+        table.add_row(*row, style=styles[index] if styles and not plain else None)
+    return table
+
+
+def lined_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: Container[str]) -> Table:
+    """A table with lines, on a terminal and in a pipe; the columns `left` hold words."""
+    from rich.table import Table
+
+    table = Table(title=title)
+    for column in columns:
+        table.add_column(column, justify="left" if column in left else "right")
+    for row in rows:
+        table.add_row(*row)
+    return table

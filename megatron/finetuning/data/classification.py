@@ -1,0 +1,171 @@
+"""Classification: a class for a text, a pair of texts or an image."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from megatron.documents.reading import require_characters
+from megatron.finetuning.data.batches import IGNORED, Rows
+from megatron.finetuning.data.files import File
+from megatron.finetuning.data.task import Prepared, Task, give_padding, most_likely, padded
+
+FIRST = ("text", "sentence", "sentence1", "premise", "question1", "review", "content")
+SECOND = ("text_pair", "sentence2", "hypothesis", "question2")
+IMAGE = ("image", "pixel_values", "image_path", "file_name")
+LABEL = ("label", "labels", "class")
+
+
+class Labels:
+    """The classes of a file as numbers from 0.
+
+    They are those that the model knows, if these are all that the file has, and else those of the file, in order.
+
+    Args:
+        given: the name of the column; None: its usual names are tried.
+        known: name -> number of the classes that the model knows.
+
+    Raises ValueError for a column with a single class, and for one of a hundred values and more that all differ.
+    """
+
+    def __init__(self, file: File, given: str | None, known: Mapping[str, int]) -> None:
+        self.column = name = file.column(given, LABEL, "label")
+        values = set(self._values(file))
+        if values <= known.keys():
+            self.names = sorted(known, key=known.__getitem__)
+            self._number = dict(known)
+            return
+        if len(values) < 2:
+            raise ValueError(f"{file.path}: {name!r} has the value {values.pop()} alone; two classes are needed")
+        if len(values) == len(file.samples) >= 100:
+            raise ValueError(
+                f"{file.path}: {name!r} has another value in each of {len(values)} samples, so it is no class; name "
+                "another with --label_column"
+            )
+        numeric = all(re.fullmatch("-?[0-9]+", value) for value in values)
+        self.names = sorted(values, key=int if numeric else str)
+        self._number = {name: number for number, name in enumerate(self.names)}
+
+    @property
+    def changes(self) -> dict[str, object]:
+        """The changes to the model's configuration."""
+        return {"num_labels": len(self.names), "id2label": dict(enumerate(self.names)), "label2id": dict(self._number)}
+
+    def of(self, file: File) -> Tensor:
+        """The classes of a file's samples: int64 [samples]. Raises ValueError for a class that is not known."""
+        file.column(self.column, (), "label")
+        values = self._values(file)
+        for number, name in enumerate(values, start=1):
+            if name not in self._number:
+                raise ValueError(
+                    f"{file.path}, sample {number}: the label {name!r} is not one of the model's, which "
+                    f"are those of the training file: {', '.join(self.names[:10])}; leave the sample out"
+                )
+        return torch.tensor([self._number[name] for name in values])
+
+    def _values(self, file: File) -> list[str]:
+        return [_class_name(sample[self.column], f"{file.path}, sample {number}: {self.column!r}")
+                for number, sample in enumerate(file.samples, start=1)]  # fmt: skip
+
+
+def _rows(tensors: Mapping[str, Tensor], labels: Tensor) -> Rows:
+    """Rows of the model's inputs and their classes, int64 [rows]; the metric is the accuracy."""
+
+    def accuracy(predictions: Mapping[str, Tensor], loss: float) -> dict[str, float]:
+        return {"accuracy": (predictions["logits"] == labels).double().mean().item()}
+
+    return Rows(
+        {**tensors, "labels": labels}, ignored={"labels": IGNORED}, num_terms=torch.ones_like(labels), metrics=accuracy
+    )
+
+
+def _class_name(value: object, where: str) -> str:
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
+        raise ValueError(f"{where} is {value!r}, and a class is a text or a whole number; mend it")
+    if value == "":
+        raise ValueError(f"{where} is empty; name its class, or leave the sample out")
+    return require_characters(str(value), where)
+
+
+def _prepare_texts(args: argparse.Namespace, tokenizer: Any, file: File, classes: Mapping[str, int]) -> Prepared:
+    first, second = file.column(args.text_column, FIRST, "text"), args.text_pair_column
+    if second is not None or set(SECOND) & set(file.fields):
+        second = file.column(second, SECOND, "text pair")
+    labels = Labels(file, args.label_column, classes)
+    give_padding(tokenizer)
+
+    def rows(file: File) -> Rows:
+        texts = file.texts(first, "text")
+        pairs = None if second is None else file.texts(second, "text pair")
+        own = labels.of(file)
+        return _rows(padded(tokenizer, texts, pairs, length=args.max_seq_length), own)
+
+    return Prepared(rows, {**labels.changes, "pad_token_id": tokenizer.pad_token_id})
+
+
+def _prepare_images(args: argparse.Namespace, processor: Any, file: File, classes: Mapping[str, int]) -> Prepared:
+    image = file.column(args.image_column, IMAGE, "image")
+    labels = Labels(file, args.label_column, classes)
+
+    def rows(file: File) -> Rows:
+        file.column(image, (), "image")
+        images = [_image(sample[image], file, number) for number, sample in enumerate(file.samples, start=1)]
+        own = labels.of(file)
+        return _rows({"pixel_values": _pixels(processor, images, file)}, own)
+
+    return Prepared(rows, labels.changes)
+
+
+def _image(value: object, file: File, number: int) -> numpy.ndarray:
+    """[rows, columns, channels] of the numbers in a sample, or of a picture whose path is relative to the file."""
+    if isinstance(value, str):
+        if importlib.util.find_spec("PIL") is None:
+            raise ValueError(f"{file.path} names images by path, which needs the package Pillow; pip install Pillow")
+        from PIL import Image, UnidentifiedImageError
+
+        path = Path(file.path).parent / value
+        try:
+            with Image.open(path) as picture:
+                return numpy.asarray(picture.convert("RGB"))
+        except (OSError, UnidentifiedImageError) as error:
+            raise ValueError(f"{file.path}, sample {number}: the image {path} cannot be read; mend it") from error
+    try:
+        array = numpy.asarray(value, dtype=numpy.float32)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{file.path}, sample {number}: its image is no path and no rectangle of numbers; mend it"
+        ) from error
+    if array.ndim not in (2, 3):
+        raise ValueError(
+            f"{file.path}, sample {number}: its image has {array.ndim} dimensions, and rows of columns are wanted, "
+            "with or without channels; mend it"
+        )
+    return array if array.ndim == 3 else array[:, :, None]
+
+
+def _pixels(processor: Any, images: list[numpy.ndarray], file: File) -> Tensor:
+    """float32 [images, channels, rows, columns], by the model's processor; without one the numbers stay as they are."""
+    if processor is not None:
+        return processor(images, return_tensors="pt")["pixel_values"]
+    shapes = {image.shape for image in images}
+    if len(shapes) > 1:
+        raise ValueError(
+            f"{file.path} has images of {len(shapes)} sizes, and the model's folder has no preprocessor_config.json to "
+            "make them one; add it"
+        )
+    return torch.from_numpy(numpy.stack(images)).float().permute(0, 3, 1, 2).contiguous()
+
+
+TEXTS = Task("AutoModelForSequenceClassification", _prepare_texts, keep=("logits",), summary=most_likely)
+IMAGES = Task(
+    "AutoModelForImageClassification", _prepare_images, keep=("logits",), summary=most_likely,
+    auto_processor="AutoImageProcessor",
+)  # fmt: skip

@@ -1,0 +1,85 @@
+"""What a task is: its model, the rows that its samples become, and the outputs that its metrics need."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from megatron.finetuning.data.batches import Rows
+from megatron.finetuning.data.files import File
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a task has found out from a file.
+
+    Attributes:
+        rows: makes rows of this file or another with the same columns.
+        changes: to the model's configuration.
+    """
+
+    rows: Callable[[File], Rows]
+    changes: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A row of the table of tasks.
+
+    Attributes:
+        auto_model: the class of transformers that opens the model.
+        prepare: (arguments, processor, file, classes) -> `Prepared`. The file is that of training where there is one;
+            classes: name -> number of the classes that the model already knows.
+        keep: fields of the model's output, besides the loss, that metrics need.
+        summary: (name, tensor, microbatch) -> the part of a kept field that metrics need.
+        auto_processor: the class of transformers that opens the tokenizer or image processor.
+        new_head: whether a head that the model's folder lacks begins at random, and another task's is left out.
+    """
+
+    auto_model: str
+    prepare: Callable[[argparse.Namespace, Any, File, Mapping[str, int]], Prepared]
+    keep: tuple[str, ...] = ()
+    summary: Callable[[str, Tensor, Mapping[str, Tensor]], Tensor] = lambda name, tensor, batch: tensor
+    auto_processor: str = "AutoTokenizer"
+    new_head: bool = True
+
+
+def most_likely(name: str, tensor: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    """The index of the largest score in the last dimension."""
+    return tensor.argmax(-1)
+
+
+def padded(
+    tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None = None, *, length: int
+) -> dict[str, Tensor]:
+    """Token ids of texts, or pairs of texts, padded or cut to `length`.
+
+    Returns `input_ids`, `attention_mask` and, where the tokenizer makes them, `token_type_ids`: int64 [texts, length].
+
+    Raises ValueError where `length` leaves no room for a text, or the tokenizer cannot pad.
+    """
+    give_padding(tokenizer)
+    special = tokenizer.num_special_tokens_to_add(pair=pairs is not None)
+    if special >= length:
+        raise ValueError(
+            f"{length} tokens leave no room for a text, as {special} are special; give a larger --max_seq_length"
+        )
+    options = {"truncation": True, "max_length": length, "padding": "max_length", "return_tensors": "pt"}
+    return dict(tokenizer(texts, pairs, **options))
+
+
+def give_padding(tokenizer: Any) -> None:
+    """Let a tokenizer without a padding token, such as GPT-2's, pad with its end token.
+
+    Raises ValueError where it has neither.
+    """
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise ValueError(
+                "the tokenizer has neither a padding token nor one for the end; set pad_token in its configuration"
+            )
+        tokenizer.pad_token = tokenizer.eos_token

@@ -1,0 +1,472 @@
+"""The full graph: every word of a program's rows, transfers and words to and from the host included."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+from weakref import ref
+
+from megatron.pipeline.graph.execution import LANES, MOVES, REDUCTIONS, START, Execution, MoveQueue, Take
+from megatron.pipeline.program.edges import StageGraph
+from megatron.pipeline.program.instruction import (
+    RECEIVE_OF,
+    RECEIVES,
+    SEND_OF,
+    SENDS,
+    Instruction,
+    Kind,
+    Lane,
+    Subject,
+    Tensor,
+)
+from megatron.pipeline.program.lane_order import awaited_in_lanes
+from megatron.pipeline.program.move_order import Pairs, awaited_moves
+
+NOBODY = -1
+NOTHING = 0  # the first of what nodes take
+
+_COMPUTE, _SEND, _RECEIVE, _UPDATE, _MOVE, _REDUCE, _CARRY = range(7)
+
+
+def _action(kind: Kind) -> int:
+    """What a rank does when it comes to the word."""
+    word = kind.row
+    if word.lane is Lane.COMPUTE:
+        return _COMPUTE if word.subject is Subject.MICROBATCH else _UPDATE
+    if word.lane is Lane.TRANSFERS:
+        return _SEND if word.sends else _RECEIVE
+    return {Lane.MOVES: _MOVE, Lane.CHAIN: _REDUCE}.get(word.lane, _CARRY)
+
+
+ACTIONS = {kind: _action(kind) for kind in Kind}
+
+
+class Executed(Protocol):
+    """What has rows: a program, or a timeline of one."""
+
+    rows: Sequence[Sequence[Instruction]]
+    rank_of_stage: Sequence[int]
+    batches: Sequence[int]
+    first_microbatch: int
+    graph: StageGraph
+    pairs: Pairs
+
+
+class Channel:
+    """One directed edge for one kind of traffic: pairs the k-th send with the k-th receive.
+
+    Attributes:
+        number: among the channels.
+        tensor, edge, maker, taker: what it carries over the edge of that number, and its stages.
+        sender, receiver: their ranks.
+        nodes: by microbatch, counted from the program's first, the node at whose end its tensor is there; `START`: that
+            is not known yet.
+        sends, receives: what waits for its other end: the node behind which it is posted, its position, its microbatch.
+        most_unread: a further send waits until all but so many of those before it have their receives posted; None: no
+            send waits.
+        num_sent, received: where there is such a bound, how many sends are posted, and behind which nodes receives are.
+        awaited: the microbatch that the receiving rank waits for, or `NOBODY`.
+        sender_waits: whether the sending rank waits for a receive.
+        is_posted: whether its transfers are words of the rows; otherwise they happen by themselves.
+    """
+
+    __slots__ = (
+        "awaited", "edge", "is_posted", "maker", "most_unread", "nodes", "num_sent", "number", "received", "receiver",
+        "receives", "sender", "sender_waits", "sends", "taker", "tensor",
+    )  # fmt: skip
+
+    def __init__(self, number: int, tensor: Tensor, edge: int, ends: tuple[int, int], executed: Executed) -> None:
+        self.number, self.tensor, self.edge = number, tensor, edge
+        self.maker, self.taker = ends
+        self.sender, self.receiver = executed.rank_of_stage[self.maker], executed.rank_of_stage[self.taker]
+        self.nodes = [START] * sum(executed.batches)
+        self.sends: deque[tuple[int, int, int]] = deque()
+        self.receives: deque[tuple[int, int, int]] = deque()
+        self.most_unread: int | None = None
+        self.num_sent = 0
+        self.received: list[int] = []
+        self.awaited = NOBODY
+        self.sender_waits = self.is_posted = False
+
+    @property
+    def crosses(self) -> bool:
+        """Whether it lies between two ranks."""
+        return self.sender != self.receiver
+
+
+class _LaneQueue:
+    """A lane of a rank between device and host.
+
+    Attributes:
+        posted: of what it has not carried out, the node behind which it is posted, and its position.
+        last: the node of what it has carried out last.
+    """
+
+    __slots__ = ("last", "posted")
+
+    def __init__(self) -> None:
+        self.posted: deque[tuple[int, int]] = deque()
+        self.last = START
+
+
+class _Meanings(dict):
+    """By kind, what a rank does when it comes to the word, and of each stage what that takes and whom it concerns."""
+
+    def __init__(self, execution: RowExecution) -> None:
+        self._execution = execution
+
+    def __missing__(self, kind: Kind) -> tuple[int, list]:
+        action = ACTIONS[kind]
+        self[kind] = action, self._execution.meaning(kind, action)
+        return self[kind]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """The full graph of rows.
+
+    Node n waits for `befores[n]` and `sources[n]`, both smaller numbers. It takes what `takes_of[n]` says: from 0 on an
+    index of `takes`, and ~c for a transfer over channel c, which waits for the one before it there, too.
+
+    Attributes:
+        takes: what nodes take; the first one is nothing. Of a SEND that holds its rank the channel is named.
+        node_of: by rank and position, the node of what stands there.
+        last: of each rank, the last node of the rank itself.
+        holds: the nodes of SENDs that hold their rank, with their microbatch, counted from the program's first.
+        channels: by number.
+        moves: of each rank.
+    """
+
+    befores: list[int]
+    sources: list[int]
+    takes_of: list[int]
+    takes: tuple[Take, ...]
+    node_of: list[list[int]]
+    last: list[int]
+    holds: dict[int, int]
+    channels: list[Channel]
+    moves: list[MoveQueue]
+
+
+class RowExecution(Execution):
+    """The execution that finds the full graph. Attributes as of `Graph`; in `node_of`, `START` is not complete yet."""
+
+    def __init__(
+        self, executed: Executed, *, overlap: bool = True, moves: Sequence[dict[int, int]] | None = None
+    ) -> None:
+        """`overlap`, `moves`: as for `graph_of`."""
+        rows = executed.rows
+        self.executed, self.overlap, self.lengths = executed, overlap, list(map(len, rows))
+        super().__init__(len(rows), executed.pairs, (each for row in rows for each in row if each.microbatch is None))
+        self.befores, self.sources, self.takes_of = [START], [START], [NOTHING]
+        self.takes[None, ()] = NOTHING
+        self.node_of = [[START] * len(row) for row in rows]
+        self.last = [START] * len(rows)
+        self.holds: dict[int, int] = {}
+        self._moves_known = moves
+        self._moves_awaited: list[dict[int, int]] = [{} for _ in rows]
+        self._words_awaited: list[dict[int, tuple[int, ...]]] = [{} for _ in rows]
+        self._lanes: list[dict[Lane, _LaneQueue]] = [{} for _ in rows]
+        self._awaits_lanes = [False] * len(rows)
+        self._set_up_channels()
+        self._meanings = _Meanings(self)
+
+    def _set_up_channels(self) -> None:
+        """`_needed`: for each tensor and stage, the channels that bring it. `_posted`: for each kind of transfer and
+        stage, where it is posted, by the peer that the instruction names. `_delivered`: for each tensor and stage, the
+        channels that take it without being told: within a rank, and in a program without transfers.
+        """
+        executed, kinds = self.executed, SENDS | RECEIVES
+        num_stages, graph = len(executed.rank_of_stage), executed.graph
+        self.channels: list[Channel] = []
+        self._needed, self._delivered = ({tensor: [()] * num_stages for tensor in Tensor} for _ in range(2))
+        self._posted: dict[Kind, list[dict[int | None, Channel]]] = {
+            kind: [{} for _ in range(num_stages)] for kind in kinds
+        }
+        transfers = any(instruction.kind in kinds for row in executed.rows for instruction in row)
+        for number, edge in enumerate(graph.edges):
+            ways = ((Tensor.ACTIVATION, (edge.source, edge.target)), (Tensor.GRADIENT, (edge.target, edge.source)))
+            for tensor, ends in ways[: 1 + edge.gradient]:
+                channel = Channel(len(self.channels), tensor, number, ends, executed)
+                maker, taker = ends
+                self.channels.append(channel)
+                self._needed[tensor][taker] += (channel,)
+                channel.is_posted = transfers and channel.crosses
+                if channel.is_posted:
+                    channel.most_unread = graph.most_unread(maker)
+                    sends, receives = (
+                        (channel, channel.sends, channel.receives),
+                        (channel, channel.receives, channel.sends),
+                    )
+                    for kind, stage, peer, rank, ends in (
+                        (SEND_OF[tensor], maker, taker, channel.receiver, sends),
+                        (RECEIVE_OF[tensor], taker, maker, channel.sender, receives),
+                    ):
+                        named = graph.named_peer(Instruction(kind, stage), peer)
+                        posted = (*ends, self.node_of[rank])
+                        self._posted[kind][stage] |= {named: posted, peer: posted}
+                else:
+                    self._delivered[tensor][maker] += (channel,)
+
+    def meaning(self, kind: Kind, action: int) -> list:
+        """Of each stage: of a computation what it takes, the channels that bring what it needs and those that take what
+        it makes; of an update what it takes; of a transfer its channels by peer.
+        """
+        stages = range(len(self.executed.rank_of_stage))
+        if action == _COMPUTE:
+            nothing = [()] * len(stages)
+            needed = self._needed.get(kind.row.needs, nothing)
+            delivered = self._delivered.get(kind.row.makes, nothing)
+            return [(self._take(kind, (stage,)), needed[stage], delivered[stage]) for stage in stages]
+        if action == _UPDATE:
+            return [self._take(kind, (stage,)) for stage in stages]
+        return self._posted.get(kind, [])
+
+    # --- nodes
+
+    def _add(self, before: int, take: int, others: Sequence[int] = ()) -> int:
+        *joined, source = others or (START,)
+        for each in joined:
+            before = self._add(before, NOTHING, (each,))
+        self.befores.append(before)
+        self.sources.append(source)
+        self.takes_of.append(take)
+        return len(self.befores) - 1
+
+    def _behind(self, node: int, *others: int) -> int:
+        """A node at whose end all of these have ended."""
+        return self._add(node, NOTHING, others) if others else node
+
+    def _place(self, rank: int, position: int, instruction: Instruction, node: int) -> None:
+        self.node_of[rank][position] = node
+        self._advance(rank)
+
+    def _awaited_words(self, rank: int, position: int) -> tuple[int, ...]:
+        return tuple(self._words(rank, position))
+
+    # --- rows
+
+    def _run(self, rank: int) -> Iterator[tuple[int, object]]:
+        row, node_of, meanings, runnable = self.executed.rows[rank], self.node_of[rank], self._meanings, self.runnable
+        held: set[int] = set()  # positions that wait for moves or words of lanes
+        first, limit, holds = self.executed.first_microbatch, sum(self.executed.batches), not self.overlap
+        takes_of, moves = self.takes_of, self._moves_known
+        add_before, add_source, add_take = self.befores.append, self.sources.append, takes_of.append
+        now, begin = START, 0
+        while True:
+            border = self.ends[rank]
+            for position in range(begin, border):
+                instruction = row[position]
+                try:
+                    action, of_stage = meanings[instruction.kind]
+                except KeyError:
+                    reason = f"the simulator does not know {instruction.kind.value}"
+                    raise self.error(rank, position, instruction, reason) from None
+                if action <= _RECEIVE:
+                    microbatch = instruction.microbatch - first
+                    if not 0 <= microbatch < limit:
+                        raise self.error(rank, position, instruction, "there is no such microbatch")
+                    if action == _COMPUTE:
+                        take, needs, makes = of_stage[instruction.stage]
+                        behind: Sequence[int] = ()
+                        if held and position in held:
+                            while (wait := self._hold_up(rank, position)) is not None:
+                                yield position, wait
+                            behind = self._held_by(rank, position)
+                        source = START
+                        for channel in needs:
+                            nodes = channel.nodes
+                            while not nodes[microbatch]:
+                                channel.awaited = microbatch
+                                yield position, channel
+                            if source:
+                                now = self._behind(now, source)
+                            source = nodes[microbatch]
+                        if behind:
+                            *others, source = (source, *behind) if source else behind
+                            now = self._behind(now, *others)
+                        node_of[position] = made = len(takes_of)
+                        add_before(now)
+                        add_source(source)
+                        add_take(take)
+                        now = made
+                        for channel in makes:
+                            node = made
+                            if channel.sender != channel.receiver:
+                                node = self._add(now, ~channel.number)
+                                if holds:
+                                    now = self._hold(now, channel, microbatch)
+                            channel.nodes[microbatch] = node
+                            if channel.awaited == microbatch:
+                                channel.awaited = NOBODY
+                                runnable.append(channel.receiver)
+                        continue
+                    posted = of_stage[instruction.stage].get(instruction.peer)
+                    if posted is None:
+                        raise self.error(rank, position, instruction, "no channel leads there")
+                    channel, own, other, its_node_of = posted
+                    if channel.most_unread is not None:
+                        if action == _RECEIVE:
+                            channel.received.append(now)
+                            if channel.sender_waits:
+                                channel.sender_waits = False
+                                runnable.append(channel.sender)
+                        else:
+                            awaited = channel.num_sent - channel.most_unread
+                            while awaited >= len(channel.received):
+                                channel.sender_waits = True
+                                yield position, channel
+                            channel.num_sent += 1
+                            if awaited >= 0:
+                                now = self._behind(channel.received[awaited], now)
+                    if other:
+                        its, there, counterpart = other.popleft()
+                        if counterpart != microbatch:
+                            reason = f"the other end of the channel has microbatch {counterpart + first} next"
+                            raise self.error(rank, position, instruction, reason)
+                        node_of[position] = its_node_of[there] = channel.nodes[microbatch] = len(takes_of)
+                        sent, received = (now, its) if action == _SEND else (its, now)
+                        add_before(sent)
+                        add_source(received)
+                        add_take(~channel.number)
+                        if channel.awaited == microbatch:
+                            channel.awaited = NOBODY
+                            runnable.append(channel.receiver)
+                    else:
+                        own.append((now, position, microbatch))
+                    if holds and action == _SEND:
+                        now = self._hold(now, channel, microbatch)
+                elif action == _UPDATE:
+                    version = instruction.version
+                    while self.pending[rank][version]:
+                        self.awaits_reductions[rank] = True
+                        yield position, REDUCTIONS
+                    node_of[position] = now = self._add(
+                        now, of_stage[instruction.stage], tuple(self.reduced[rank].get(version, ()))
+                    )
+                    if instruction.kind is Kind.STEP:
+                        self.stepped[rank].add(version)
+                elif action == _REDUCE:
+                    self._post(rank, position, instruction, now)
+                elif action == _MOVE:
+                    if not self.moves[rank].requested:
+                        self._moves_awaited[rank] = (
+                            awaited_moves(row, num_frozen=self.pairs.num_frozen) if moves is None else moves[rank]
+                        )
+                        held |= self._moves_awaited[rank].keys()
+                    self._request(rank, position, instruction, now)
+                else:
+                    if not self._lanes[rank]:
+                        self._words_awaited[rank] = awaited_in_lanes(row, self.executed.rank_of_stage)
+                        held |= self._words_awaited[rank].keys()
+                    self._carry(rank, position, instruction, now)
+            self.last[rank], begin = now, border
+            if border == self.ends[rank]:
+                yield border, None
+
+    def _hold(self, now: int, channel: Channel, microbatch: int) -> int:
+        """A SEND that holds its rank."""
+        node = self._add(now, self._take(SEND_OF[channel.tensor], (channel.number,)))
+        self.holds[node] = microbatch
+        return node
+
+    def _hold_up(self, rank: int, position: int) -> str | None:
+        """Whether a computation has to wait for moves, or for words of lanes: for which, if so."""
+        needed, queue = self._moves_awaited[rank].get(position, 0), self.moves[rank]
+        if len(queue.nodes) < needed:
+            queue.num_awaited = needed
+            return MOVES
+        if START in self._words(rank, position):
+            self._awaits_lanes[rank] = True
+            return LANES
+        return None
+
+    def _held_by(self, rank: int, position: int) -> list[int]:
+        """The moves and words that a computation has waited for."""
+        needed = self._moves_awaited[rank].get(position, 0)
+        return self.moves[rank].nodes[needed - 1 : needed] * bool(needed) + self._words(rank, position)
+
+    # --- lanes to and from the host
+
+    def _words(self, rank: int, position: int) -> list[int]:
+        """The nodes of what a word waits for in its rank's lanes; `START`: that is not complete."""
+        awaited, node_of = self._words_awaited[rank], self.node_of[rank]
+        return [node_of[each] for each in awaited.get(position, ())] if awaited else []
+
+    def _carry(self, rank: int, position: int, instruction: Instruction, now: int) -> None:
+        """Post a word to its lane, and carry out what can be."""
+        lane = self._lanes[rank].setdefault(instruction.kind.row.lane, _LaneQueue())
+        lane.posted.append((now, position))
+        self._advance(rank)
+
+    def _advance(self, rank: int) -> None:
+        """Carry out what the lanes of a rank can; the rank can go on if it waits for any of it."""
+        row, moved = self.executed.rows[rank], True
+        while moved:  # what one lane carries out another one may wait for
+            moved = False
+            for lane in self._lanes[rank].values():
+                while lane.posted:
+                    now, position = lane.posted[0]
+                    words = self._words(rank, position)
+                    if START in words:
+                        break
+                    lane.posted.popleft()
+                    take = self._take(row[position].kind, (row[position].stage,))
+                    lane.last = self.node_of[rank][position] = self._add(now, take, (*words, lane.last))
+                    moved = True
+            if moved and self._awaits_lanes[rank]:
+                self._awaits_lanes[rank] = False
+                self.runnable.append(rank)
+
+    def under_way(self, rank: int) -> list[int]:
+        """The positions of what a rank's lanes to and from the host have posted and not completed."""
+        return sorted(position for lane in self._lanes[rank].values() for _, position in lane.posted)
+
+    # --- the end
+
+    def graph(self) -> Graph | None:
+        """The whole graph; None: the rows cannot be executed to their end, or something lacks its other members."""
+        if self.reach(self.lengths) != self.lengths:
+            return None
+        queues = (*self.chains, *self.reports, *(lane for lanes in self._lanes for lane in lanes.values()))
+        if (
+            any(queue.posted for queue in queues)
+            or any(channel.sends or channel.receives for channel in self.channels)
+            or any(len(queue.nodes) < len(queue.requested) for queue in self.moves)
+        ):
+            return None
+        return Graph(
+            self.befores, self.sources, self.takes_of, tuple(self.takes), self.node_of, self.last, self.holds,
+            self.channels, self.moves,
+        )  # fmt: skip
+
+
+_kept: list[tuple[ref, bool, Graph]] = []
+
+
+def graph_of(
+    executed: Executed,
+    *,
+    refusal: Callable[[RowExecution], Exception],
+    overlap: bool = True,
+    moves: Sequence[dict[int, int]] | None = None,
+) -> Graph:
+    """The full graph of a program or a timeline. That of the last one is kept, so whoever proves and simulates a
+    program executes it once.
+
+    Args:
+        refusal: the error for an execution that comes to no end, or leaves something without its other members.
+        overlap: transfers run beside computations; otherwise a SEND holds its rank as long as its channel.
+        moves: `awaited_moves` of each row, where they are known.
+    """
+    for its, its_overlap, graph in _kept:
+        if its() is executed and its_overlap == overlap:
+            return graph
+    execution = RowExecution(executed, overlap=overlap, moves=moves)
+    graph = execution.graph()
+    if graph is None:
+        raise refusal(execution)
+    _kept[:] = [(ref(executed, lambda _: _kept.clear()), overlap, graph)]
+    return graph

@@ -1,0 +1,233 @@
+"""How close asynchronous pipelines with several stages a rank come to the work of their busiest rank.
+
+    python -m papers.ftpipe.asynchronous                    # about 6 minutes; a table
+    python -m papers.ftpipe.asynchronous --json result.json
+
+Problem: overlap shows on many ranks, and a computer with two cores cannot compute on many.
+Solution: emulated stages sleep instead of computing, while engine, transfers (1 MiB over each edge) and steps are real,
+between real processes.
+
+busiest rank   ranks with two stages each, in random places, and edges that skip: seconds of a microbatch over those
+               that the busiest rank computes, and over what the simulator says
+figure 4       the paper's encoders, 5.5 times as slow as its decoders, six of each, of which a device holds four: the
+               partitions that megatron.partition finds in a row and mixed; 880/520 = 1.69 at best
+gpipe          four ranks with a stage each, m = p = 4: `gpipe` over asynchronous batches, of which no one waits for a
+               drain; (m+p-1)/m = 1.75 at best
+"""
+
+import gc
+import random
+import sys
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.common.processes import run_group
+from benchmarks.common.results import parser_of, write
+from megatron.partition import Graph, compete, parse_graph
+from megatron.pipeline.program.edges import Edge
+from megatron.pipeline.runtime.engine import PipelineEngine
+from megatron.pipeline.runtime.stages.emulated.graph_stage import EmulatedGraphStage, EmulatedStageUpdates
+from megatron.pipeline.runtime.stages.emulated.stage import EmulatedTimes
+from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.simulate import simulate
+from megatron.pipeline.simulate.costs import Costs
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A schedule, seconds of a forward of each of its stages (a backward takes twice that), and how many microbatches
+    a batch has, of how many batches the clock shall run, and how many come before it.
+    """
+
+    name: str
+    schedule: Schedule
+    forward: tuple[float, ...]
+    num_microbatches: int
+    num_batches: int
+    num_before: int
+
+
+@dataclass(frozen=True)
+class Job:
+    contenders: tuple[Contender, ...]
+    payload_bytes: int
+    repeats: int
+
+    @property
+    def world_size(self) -> int:
+        return self.contenders[0].schedule.num_ranks
+
+
+def measure(contender: Contender, payload_bytes: int) -> float:
+    """Seconds of a batch on this rank, between its starts of two batches; what fills and drains is outside."""
+    schedule, rank = contender.schedule, dist.get_rank()
+    graph = schedule.graph
+    stages = [
+        EmulatedGraphStage(
+            index=stage, graph=graph, payload_bytes=payload_bytes,
+            times=EmulatedTimes(contender.forward[stage], 2 * contender.forward[stage]),
+        )
+        for stage in schedule.stages_of(rank)
+    ]  # fmt: skip
+    job = dist.new_group(list(range(dist.get_world_size())))
+    update = EmulatedStageUpdates(job_group=job)
+    engine = PipelineEngine(schedule, stages, update, timeout=timedelta(seconds=60))
+    dist.barrier()
+    m = contender.num_microbatches
+    for _ in range(contender.num_before):
+        engine.run_batch(m, m)
+    start = time.perf_counter()
+    for _ in range(contender.num_batches):
+        engine.run_batch(m, m)
+    seconds = (time.perf_counter() - start) / contender.num_batches
+    engine.drain()
+    dist.barrier()
+    engine.close()
+    dist.destroy_process_group(job)
+    return seconds
+
+
+def run(job: Job) -> dict[str, list[float]]:
+    """In the process of one rank: by contender, the seconds of each repeat on the slowest rank."""
+    gc.collect()
+    gc.freeze()  # as in training
+    found: dict[str, list[float]] = {contender.name: [] for contender in job.contenders}
+    for _ in range(job.repeats):
+        for contender in job.contenders:
+            seconds = torch.tensor([measure(contender, job.payload_bytes)], dtype=torch.float64)
+            dist.all_reduce(seconds, dist.ReduceOp.MAX)
+            found[contender.name].append(seconds.item())
+    return found
+
+
+MIB = 1 << 20
+
+
+def mixed(num_ranks: int, seed: int, mean: float) -> Contender:
+    """Two stages on each rank, in random places; every stage hands on to the next one, every third past it, too."""
+    choose, num_stages = random.Random(seed), 2 * num_ranks
+    edges = [Edge(stage, stage + 1) for stage in range(num_stages - 1)]
+    edges += [Edge(stage, choose.randrange(stage + 2, num_stages)) for stage in range(0, num_stages - 2, 3)]
+    forward = tuple(mean * choose.uniform(0.6, 1.4) for _ in range(num_stages))
+    schedule = Schedule(
+        order="async", weights="stale", num_stages=num_stages, edges=tuple(sorted(edges)),
+        rank_of_stage=tuple(choose.sample([*range(num_ranks)] * 2, num_stages)),
+        work=tuple((each, 2 * each) for each in forward),
+    )  # fmt: skip
+    return Contender(f"{num_ranks} ranks", schedule, forward, 1, 40, 3 * num_stages)
+
+
+def chain(name: str, mean: float, num_stages: int = 4) -> Contender:
+    """One stage on each rank; batches of as many microbatches."""
+    order, weights = ("gpipe", "flush") if name == "gpipe" else ("async", "stale")
+    schedule = Schedule(order=order, weights=weights, num_stages=num_stages)
+    return Contender(name, schedule, (mean,) * num_stages, num_stages, 12, 4)
+
+
+ENCODER, DECODER = 5.5, 1.0  # of a layer's time
+LAYERS, DEVICES, LAYERS_ON_A_DEVICE = 6, 3, 4  # of each kind; and how many of both fit
+
+
+def figure_4(decoder: float) -> Graph:
+    """Figure 4: a decoder layer takes so many seconds, recompute included; each one attends to the last encoder's."""
+    layers = [("Encoder", ENCODER)] * LAYERS + [("Decoder", DECODER)] * LAYERS
+    nodes = [
+        {
+            "id": place, "scope": f"Model/{kind}[{place % LAYERS}]", "block": kind, "fwd_ms": 250 * decoder * time,
+            "bwd_ms": 750 * decoder * time, "params": 1, "mem_bytes": 0, "out_bytes": 0,
+        }
+        for place, (kind, time) in enumerate(layers)
+    ]  # fmt: skip
+    last = LAYERS - 1
+    edges = [[place, place + 1] for place in range(2 * LAYERS - 1)]
+    edges += [[last, place] for place in range(last + 2, 2 * LAYERS)]
+    return parse_graph(
+        {
+            "nodes": nodes, "edges": edges, "num_devices": DEVICES, "bandwidth_gigabytes_per_second": 10,
+            "memory_limit_bytes": LAYERS_ON_A_DEVICE, "weight_bytes_per_parameter": 1, "special_block": "Encoder",
+        }
+    )  # fmt: skip
+
+
+def of_figure_4(method: str, decoder: float) -> Contender:
+    """The best partition of a method as a pipeline."""
+    graph = figure_4(decoder)
+    partition = compete(graph, methods=(method,), max_stages_per_device=2).choice.partition
+    stage_of, work = partition.stage_of_node, [0.0] * partition.num_stages
+    for node in graph.nodes:
+        work[stage_of[node.id]] += (node.fwd_ms + node.bwd_ms) / 1000
+    pairs = {(stage_of[source], stage_of[target]) for source, target in graph.edges}
+    schedule = Schedule(
+        order="async", weights="stale", num_stages=partition.num_stages, rank_of_stage=partition.device_of_stage,
+        edges=tuple(Edge(*pair) for pair in sorted(pairs) if pair[0] != pair[1]),
+        work=tuple((each / 3, 2 * each / 3) for each in work),
+    )  # fmt: skip
+    return Contender(f"figure 4, {method}", schedule, tuple(each / 3 for each in work), 1, 30, 18)
+
+
+def of_busiest_rank(contender: Contender) -> float:
+    """Seconds that the rank with the most work computes on a microbatch."""
+    schedule = contender.schedule
+    return max(
+        sum(3 * contender.forward[stage] for stage in schedule.stages_of(rank)) for rank in range(schedule.num_ranks)
+    )
+
+
+def simulated(contender: Contender) -> float:
+    """Seconds of a microbatch, where transfers take none."""
+    costs = Costs(forward=contender.forward, backward=[2 * each for each in contender.forward])
+    short, long = (
+        simulate(contender.schedule.build((contender.num_microbatches,) * count), costs).makespan
+        for count in (contender.num_before, contender.num_before + contender.num_batches)
+    )
+    return (long - short) / contender.num_batches / contender.num_microbatches
+
+
+def measured(job: Job) -> dict[str, list[float]]:
+    return run_group(job.world_size, run, job)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = parser_of(__doc__, json="also write all seconds")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8], help="pipeline ranks (default: 4 8)")
+    parser.add_argument("--forward", type=float, default=0.02, help="mean seconds of a forward (default: 0.02)")
+    parser.add_argument("--payload", type=int, default=MIB, help="bytes over each edge (default: 1 MiB)")
+    parser.add_argument("--repeats", type=int, default=5, help="each is measured so often (default: 5)")
+    options = parser.parse_args(argv)
+    found: dict[str, list[float]] = {}
+    table = Table("", "seconds a microbatch", "of the busiest rank", "of the simulator", title="two stages a rank")
+    for num_ranks in options.ranks:
+        contender = mixed(num_ranks, num_ranks, options.forward)
+        found |= measured(Job((contender,), options.payload, options.repeats))
+        seconds = median(found[contender.name])
+        table.add_row(
+            contender.name, f"{seconds:.4f}", f"{seconds / of_busiest_rank(contender):.3f}",
+            f"{seconds / simulated(contender):.3f}",
+        )  # fmt: skip
+    cuts = tuple(of_figure_4(method, options.forward) for method in ("sequential", "mixed"))
+    found |= measured(Job(cuts, options.payload, options.repeats))
+    chains = tuple(chain(name, options.forward) for name in ("gpipe", "ftpipe"))
+    found |= measured(Job(chains, options.payload, options.repeats))
+    console = Console()
+    console.print(table)
+    one, other = (found[contender.name] for contender in cuts)
+    ratio, best = median(a / b for a, b in zip(one, other, strict=True)), [of_busiest_rank(each) for each in cuts]
+    console.print(
+        f"figure 4: in a row takes {ratio:.3f} times as long as mixed ({best[0] / best[1]:.2f} at best); mixed "
+        f"{median(other) / best[1]:.3f} of its busiest rank"
+    )
+    ratio = median(one / other for one, other in zip(found["gpipe"], found["ftpipe"], strict=True))
+    console.print(f"gpipe takes {ratio:.3f} times as long as ftpipe, m = p = 4 (1.75 at best)")
+    write(options.json, found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""What a mixed partition gains on a real, unbalanced model: a T5 on two processes, each on a core of its own.
+
+    python -m papers.ftpipe.finetune_speed                  # about 6 minutes; a table
+    python -m papers.ftpipe.finetune_speed --json result.json
+
+A T5 of one layer and one, whose source is long and whose vocabulary is large: the two products of the encoder's
+feed-forward and that of the head outweigh all else, so no cut in a row is even. `tools/partition.py` finds the best
+stages in a row, and the best mixed ones. Each partition is trained by `finetune.py` under ftpipe, in turns, on made-up
+words, in batches of four microbatches.
+
+limit      seconds of a microbatch that the busiest rank computes in the very run: its spans without what it waits for
+gain       sequential over mixed: measured, and as the simulator predicts from the profile
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+
+from rich.table import Table
+
+from benchmarks.common.processes import ROOT, environment, torchrun
+from benchmarks.common.results import parser_of, write
+from benchmarks.common.tables import terminal
+from megatron.pipeline.program.instruction import Kind
+from megatron.pipeline.simulate.timeline import Timeline
+from papers.ftpipe.finetune_models import SOURCE, TARGET, write_t5
+
+
+def write_cuts(*words: str) -> None:
+    """Cut a model once by each method, from one profile, and write the best partition of each."""
+    from megatron.finetuning.arguments import add_data, add_microbatch, settle_precision
+    from megatron.finetuning.partitioning import PlannedMachine, cut_model
+    from megatron.finetuning.plan import captured_model
+    from megatron.finetuning.samples import read_data
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model_name_or_path")
+    parser.add_argument("--devices", type=int, required=True)
+    parser.add_argument("--bandwidth", type=float, default=1.0, help="between processes, 10^9 bytes per second")
+    parser.add_argument("--output", type=Path, required=True)
+    add_data(parser, required=True)
+    add_microbatch(parser)
+    args = parser.parse_args(words)
+    settle_precision(args)
+    args.do_train, args.do_eval, args.seed, args.max_stages_per_device = True, False, 0, 3
+    captured, batch, _ = captured_model(args, read_data(args))
+    _, candidates, _, _ = cut_model(captured, batch, PlannedMachine(args.devices, 2.0**36, args.bandwidth), args)
+    simulated = {}
+    for name in ("sequential", "mixed"):
+        best = min(
+            (each for each in candidates if each.result.method.startswith(name)), key=lambda each: each.simulated_ms
+        )
+        best.file.write(args.output / f"{name}.json")
+        simulated[name] = best.simulated_ms / 1000
+        print(f"{best.result.method}: {len(best.file.stages)} stages, {best.simulated_ms:.1f} ms", flush=True)
+    (args.output / "simulated.json").write_text(json.dumps(simulated))
+
+
+RANKS = 2
+NAMES = ("sequential", "mixed")
+ACCUMULATION = 4
+_COMPUTATIONS = [kind for kind in Kind if kind.is_computation or kind is Kind.STEP]
+
+
+def main() -> int:
+    parser = parser_of(__doc__, json="also write what was measured")
+    parser.add_argument("--repeats", type=int, default=3, help="turns of each partition (default: 3)")
+    parser.add_argument("--steps", type=int, default=20, help="batches of a turn (default: 20)")
+    options = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(Path(folder), options)
+    show(found)
+    write(options.json, found)
+    return 0
+
+
+def measure(folder: Path, options: argparse.Namespace) -> dict:
+    """By partition: `seconds` and `limit` of a microbatch in each turn, `simulated` seconds."""
+    write_t5(folder)
+    task = [
+        "--task", "text-to-text", "--train_file", str(folder / "train.jsonl"), "--max_seq_length", str(SOURCE),
+        "--max_target_length", str(TARGET), "--per_device_train_batch_size", "4", "--gradient_accumulation_steps",
+        str(ACCUMULATION), "--optim", "sgd",
+    ]  # fmt: skip
+    cut(folder / "t5", task, folder)
+    found = {}
+    for name in NAMES:
+        content = json.loads((folder / f"{name}.json").read_text())
+        simulated = json.loads((folder / "simulated.json").read_text())[name]
+        found[name] = {"simulated": simulated, "seconds": [], "limit": [], "stages": content["rank_of_stage"]}
+    for _ in range(options.repeats):
+        for name, each in found.items():
+            run(folder, name, task, options.steps)
+            seconds, limit = judged(Timeline.load(folder / "timeline" / "measured.json"))
+            each["seconds"].append(seconds)
+            each["limit"].append(limit)
+    return found
+
+
+def cut(model: Path, task: list[str], folder: Path) -> None:
+    """Write `sequential.json`, `mixed.json` and `simulated.json` into the folder."""
+    words = [str(model), *task, "--devices", str(RANKS), "--output", str(folder)]
+    command = [sys.executable, "-m", "benchmarks.common.rank", "papers.ftpipe.finetune_speed:write_cuts", *words]
+    subprocess.run(command, cwd=ROOT, env=environment(), check=True)
+
+
+def run(folder: Path, name: str, task: list[str], steps: int) -> None:
+    torchrun(
+        RANKS, "finetune.py", "--model_name_or_path", folder / "t5", *task, "--partition", folder / f"{name}.json",
+        "--learning_rate", "1e-3", "--max_steps", steps, "--output_dir", folder / name,
+        "--pipeline_timeline", folder / "timeline", "--pipeline_timeline_iterations", "10",
+        cwd=ROOT, check=True, capture_output=True,
+    )  # fmt: skip
+
+
+def judged(measured: Timeline) -> tuple[float, float]:
+    """Seconds of a microbatch, and those of them in which the busiest rank computes; without fill and drain."""
+    inner = range(measured.first_batch + 2, measured.first_batch + len(measured.batches) - 2)
+    spans = [span for span in measured.spans if span.instruction.kind in _COMPUTATIONS]
+    busy: dict[int, float] = {}
+    for span in spans:
+        if batch_of(span) in inner:
+            busy[span.rank] = busy.get(span.rank, 0.0) + span.end - span.start
+    ends = sorted(
+        max(span.end for span in spans if span.instruction.kind is Kind.STEP and span.instruction.version == batch + 1)
+        for batch in (inner[0], inner[-1])
+    )
+    return (ends[1] - ends[0]) / (len(inner) - 1) / ACCUMULATION, max(busy.values()) / len(inner) / ACCUMULATION
+
+
+def batch_of(span) -> int:
+    """The run begins with microbatch 0, and all batches are alike."""
+    instruction = span.instruction
+    return instruction.version - 1 if instruction.kind is Kind.STEP else instruction.microbatch // ACCUMULATION
+
+
+def show(found: dict) -> None:
+    """The table of the docs."""
+    console = terminal(120)
+    table = Table("", "stages", "ms a microbatch", "limit, ms", "of the limit", "simulated, ms")
+    for name, each in found.items():
+        shares = [limit / seconds for limit, seconds in zip(each["limit"], each["seconds"], strict=True)]
+        table.add_row(
+            name, " ".join(map(str, each["stages"])), f"{1000 * median(each['seconds']):.1f}",
+            f"{1000 * median(each['limit']):.1f}", f"{median(shares):.1%}", f"{1000 * each['simulated']:.1f}",
+        )  # fmt: skip
+    console.print(table)
+    one, other = found["sequential"], found["mixed"]
+    gain = median(a / b for a, b in zip(one["seconds"], other["seconds"], strict=True))
+    console.print(f"sequential over mixed: {gain:.3f} measured, {one['simulated'] / other['simulated']:.3f} simulated")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

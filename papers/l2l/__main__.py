@@ -1,0 +1,59 @@
+"""The relay (`--pipeline-schedule l2l`): its lanes, its memory, its speed, and what its host's optimizer takes.
+
+    python -m papers.l2l lanes        # about 6 minutes; stages and lanes that sleep
+    python -m papers.l2l --help       # the others; each has a --help and a --json FILE
+
+lanes      Stages, fetches, stores, reductions and updates sleep on the threads on which the real ones work; engine,
+           executor and lanes are real. Seconds a batch beside the simulator, the closed form and the paper's equation.
+memory     Device bytes of models that become deeper, by a meter from outside, and `flush` beside the relay under one
+           limit on private memory (`ulimit -d`).
+compute    Seconds a batch over `flush` with full recompute, on one core and on two, and beside FSDP2 and DeepSpeed,
+           which offload, too: with device bytes, bytes moved and losses.
+optimizer  Nanoseconds a parameter of the host's AdamW, by kernel and threads, beside the memory's bandwidth.
+
+The exit status is 1 where something is not as it has to be, with a sentence for each.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.common.results import parser_of, save, set_environment
+
+PARTS = {
+    "lanes": "emulated stages and lanes against the simulator and the closed form",
+    "memory": "device bytes over depth, and flush beside the relay under a limit on private memory",
+    "compute": "real computation over flush with full recompute, beside FSDP2 and DeepSpeed",
+    "optimizer": "nanoseconds a parameter of the host's AdamW, beside the memory's bandwidth",
+}
+"""Subcommand -> what it measures. `NAME.py` says what else it can be asked (`add_arguments`), measures rows
+(`measure`), shows them (`show`) and says what is wrong with them (`complaints`)."""
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = parser_of(__doc__)
+    parts = parser.add_subparsers(dest="part", required=True, metavar="PART")
+    for name, text in PARTS.items():
+        part = parts.add_parser(name, help=text, description=text)
+        part.add_argument("--json", type=Path, help="file for every figure")
+        importlib.import_module(f"papers.l2l.{name}").add_arguments(part)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    set_environment()
+    args = parse(arguments)
+    part = importlib.import_module(f"papers.l2l.{args.part}")
+    rows = part.measure(args)
+    part.show(rows)
+    save(args, rows)
+    found = part.complaints(rows)
+    for sentence in found:
+        print(sentence, file=sys.stderr)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""Others that keep a model's state on the host, on the model of `l2l_model`, with torch's fused AdamW as all here.
+
+Each layer is a unit of its own and recomputed from its input. They run on a CPU with gloo and one rank, where their
+"device" is private memory like their host: so their device bytes are what a batch makes beyond what was there before
+it, and what they never offload.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from papers.l2l.model import Model, Recomputed, loss_of, make_optimizer, stage_module, tokens_of
+
+
+class Peer:
+    """A contender: `run(m)` trains a batch and returns its loss.
+
+    Attributes:
+        device_state_bytes: of what it never offloads.
+        num_bytes_moved: what it has brought to the device and back, where that can be counted, else None. On a CPU,
+            where the two are one memory, it is what it would have.
+    """
+
+    num_bytes_moved: int | None = None
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self._next = 0
+
+    def run(self, num_microbatches: int) -> float:
+        total = 0.0
+        for _ in range(num_microbatches):
+            tokens, labels = tokens_of(self.model, self._next)
+            self._next += 1
+            total += self.train(tokens, labels, num_microbatches)
+        self.step()
+        return total / num_microbatches
+
+    def train(self, tokens: Tensor, labels: Tensor, num_microbatches: int) -> float:
+        """Forward and backward; the microbatch's loss."""
+        raise NotImplementedError
+
+    def step(self) -> None:
+        """Train on a batch."""
+
+    @property
+    def device_state_bytes(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        torch.distributed.destroy_process_group()
+
+
+class FullyShard(Peer):
+    """FSDP2: `fully_shard` of each layer with `CPUOffloadPolicy`; weights leave the device behind each forward."""
+
+    def __init__(self, model: Model) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+        super().__init__(model)
+        _one_rank()
+        self.num_bytes_moved = 0
+        self._count_moves()
+        shards = {
+            "mesh": init_device_mesh("cpu", (1,)),
+            "offload_policy": CPUOffloadPolicy(pin_memory=False),
+            "reshard_after_forward": True,  # else a unit that no other contains keeps them until its backward
+        }
+        stages = [stage_module(model, index) for index in range(model.layers)]
+        self._module = Recomputed(*(fully_shard(stage, **shards) for stage in stages))
+        self._optimizer = make_optimizer(self._module.parameters())
+
+    def train(self, tokens: Tensor, labels: Tensor, num_microbatches: int) -> float:
+        loss = loss_of(self._module(tokens), labels)
+        (loss / num_microbatches).backward()
+        return loss.item()
+
+    def step(self) -> None:
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=False)  # gradients stay where they are, on the host
+
+    def _count_moves(self) -> None:
+        """Weights where a group of parameters is gathered, gradients where it has had its backward."""
+        from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+        unshard, post_backward = FSDPParamGroup.unshard, FSDPParamGroup.post_backward
+
+        def counted_unshard(group, *args, **options):
+            is_there = group._all_gather_result is not None or group.is_unsharded
+            unshard(group, *args, **options)
+            if not is_there and group._all_gather_result is not None:
+                self.num_bytes_moved += _bytes_of(group)
+
+        def counted_post_backward(group, *args, **options):
+            self.num_bytes_moved += _bytes_of(group)
+            post_backward(group, *args, **options)
+
+        FSDPParamGroup.unshard, FSDPParamGroup.post_backward = counted_unshard, counted_post_backward
+
+
+class Zero(Peer):
+    """DeepSpeed's ZeRO-Offload (stage 2, optimizer and gradients on the host) and stage 3, weights too."""
+
+    def __init__(self, model: Model, stage: int) -> None:
+        super().__init__(model)
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        _one_rank()
+        import deepspeed
+
+        self._stage = stage
+        module = Recomputed(*(stage_module(model, index) for index in range(model.layers)))
+        host = {"device": "cpu"}
+        bucket = model.layer_parameters  # the defaults take gigabytes at once
+        zero = {"stage": stage, "offload_optimizer": host, "reduce_bucket_size": bucket}
+        if stage == 3:
+            zero |= {
+                "offload_param": host,
+                "stage3_prefetch_bucket_size": bucket,
+                "stage3_max_live_parameters": 2 * bucket,
+                "stage3_param_persistence_threshold": 0,
+            }
+        else:
+            zero["allgather_bucket_size"] = bucket
+        self._config = {
+            "train_micro_batch_size_per_gpu": model.microbatch_size,
+            "gradient_accumulation_steps": 1,  # said for each batch
+            "zero_optimization": zero,
+            "zero_force_ds_cpu_optimizer": False,
+            "zero_allow_untested_optimizer": True,
+        }
+        self._engine, *_ = deepspeed.initialize(
+            model=module, optimizer=make_optimizer(module.parameters()), config=self._config
+        )
+
+    def run(self, num_microbatches: int) -> float:
+        self._engine.set_train_batch_size(num_microbatches * self.model.microbatch_size)
+        return super().run(num_microbatches)
+
+    def train(self, tokens: Tensor, labels: Tensor, num_microbatches: int) -> float:
+        loss = loss_of(self._engine(tokens), labels)
+        self._engine.backward(loss)
+        self._engine.step()  # steps behind the batch's last microbatch
+        return loss.item()
+
+    @property
+    def device_state_bytes(self) -> int:
+        return sum(each.nbytes for each in self._engine.module.parameters()) if self._stage == 2 else 0
+
+
+def _bytes_of(group) -> int:
+    return sum(each.sharded_param.numel() * each.sharded_param.element_size() for each in group.fsdp_params)
+
+
+def _one_rank() -> None:
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    store = torch.distributed.TCPStore("127.0.0.1", 0, 1, is_master=True)
+    os.environ["MASTER_PORT"] = str(store.port)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)

@@ -1,0 +1,76 @@
+"""The order of rows, and the weight of a microbatch's loss in its batch."""
+
+from itertools import islice
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.finetuning.data.batches import Epochs, Feed, Rows
+from megatron.pipeline.runtime.contract.stage import Microbatch
+
+SETTINGS = {
+    "num_samples": st.integers(1, 40),
+    "micro_batch_size": st.integers(1, 5),
+    "accumulation": st.integers(1, 4),
+    "seed": st.integers(0, 3),
+}
+
+
+def epochs(drop_last: bool = False, **settings) -> Epochs:
+    return Epochs(drop_last=drop_last, **settings)
+
+
+@given(**SETTINGS)
+def test_an_epoch_has_each_sample_once(num_samples, micro_batch_size, accumulation, seed):
+    each = epochs(num_samples=num_samples, micro_batch_size=micro_batch_size, accumulation=accumulation, seed=seed)
+    batches = list(islice(each.batches(), 2 * each.batches_per_epoch))
+    for epoch in (batches[: each.batches_per_epoch], batches[each.batches_per_epoch :]):
+        assert sorted(i for batch in epoch for some in batch for i in some) == list(range(num_samples))
+    assert all(1 <= len(some) <= micro_batch_size for batch in batches for some in batch)
+    assert all(1 <= len(batch) <= accumulation for batch in batches)
+    full = (num_samples // (micro_batch_size * accumulation)) * accumulation
+    assert sum(len(some) == micro_batch_size for batch in batches[: each.batches_per_epoch] for some in batch) >= full
+
+
+@given(done=st.integers(0, 30), **SETTINGS)
+def test_a_run_goes_on_where_it_stood(done, **settings):
+    each = epochs(**settings)
+    assert list(islice(each.batches(done), 5)) == list(islice(each.batches(), done, done + 5))
+
+
+@given(**SETTINGS)
+def test_a_dropped_last_batch_leaves_full_ones(**settings):
+    if settings["num_samples"] < settings["micro_batch_size"] * settings["accumulation"]:
+        with pytest.raises(ValueError, match="samples make no batch of"):
+            epochs(drop_last=True, **settings)
+        return
+    each = epochs(drop_last=True, **settings)
+    for batch in islice(each.batches(), 2 * each.batches_per_epoch):
+        assert [len(some) for some in batch] == [settings["micro_batch_size"]] * settings["accumulation"]
+
+
+def test_epochs_and_seeds_differ():
+    def first(seed: int) -> tuple:
+        each = epochs(num_samples=30, micro_batch_size=30, accumulation=1, seed=seed)
+        return tuple(islice(each.batches(), 2))
+
+    assert len({*first(0), *first(1)}) == 4
+
+
+def test_microbatches_weigh_by_their_terms():
+    """Two batches in flight; equal microbatches weigh 1 to the last bit, and so does a whole batch."""
+    rows = Rows({"labels": torch.zeros(6, 1)}, ignored={}, num_terms=torch.tensor([1, 2, 3, 4, 5, 7]))
+    feed = Feed(rows, size=2, seed=1)
+    feed.add(3, 10, [(0, 3), (5, 3), (2,)])
+    feed.add(4, 13, [(3, 0), (1, 2), (4,)])
+
+    def weight(batch, position):
+        return feed(Microbatch(7 + 3 * (batch - 2) + position, batch, position, 3)).weight
+
+    assert [weight(3, position) for position in range(3)] == [3 * 5 / 19, 3 * 11 / 19, 3 * 3 / 19]
+    assert [weight(4, position) for position in range(3)] == [1.0, 1.0, 1.0]
+    assert [feed.counts(3, number) for number in (1, 2, 3)] == [3 * 5 / 19, 3 * 16 / 19, 3.0]
+    feed.forget(4, 13)
+    assert feed.counts(4, 2) == 2.0 and weight(4, 1) == 1.0
