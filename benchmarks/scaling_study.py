@@ -8,10 +8,10 @@ would change the training.
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
+from megatron.pipeline.placement.counts import MessageCounts, count_transfers
+from megatron.pipeline.placement.traffic import ring_bytes
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate.costs import Costs
-from megatron.placement.counts import MessageCounts, count_transfers
-from megatron.placement.traffic import ring_bytes
 from megatron.planner import GIB, Architecture, Cluster, Configuration
 from megatron.planner.job.estimate import Estimate
 from megatron.planner.job.software import MEGATRON_CORE

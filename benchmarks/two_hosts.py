@@ -39,6 +39,8 @@ from benchmarks.common.emulated import run_batches
 from benchmarks.common.processes import environment, gathered
 from benchmarks.common.results import parser_of, save
 from benchmarks.common.tables import spread
+from megatron.pipeline.placement import Degrees, pair_adjacent, standard
+from megatron.pipeline.placement.mapping import inverse
 from megatron.pipeline.program.instruction import MOVES
 from megatron.pipeline.program.move_order import pair_of
 from megatron.pipeline.program.program import Program
@@ -48,8 +50,6 @@ from megatron.pipeline.runtime.stages.emulated.stage import EmulatedStage, Emula
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
-from megatron.placement import Degrees, pair_adjacent, standard
-from megatron.placement.mapping import inverse
 from tools.hosts import Hosts, HostsUnavailable, own_traffic, resent_bytes
 
 PORT = 29500  # of a network where nobody else is

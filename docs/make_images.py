@@ -6,15 +6,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.pipeline.draw import draw_timeline
+from megatron.pipeline.placement import Bandwidth, Degrees, Node, Topology, pair_adjacent, standard
+from megatron.pipeline.placement.draw import draw_placement
+from megatron.pipeline.placement.placement_report import make_report
 from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import Costs, simulate
 from megatron.pipeline.simulate.critical_path import critical_path
 from megatron.pipeline.simulate.memory_curve import MemorySizes
 from megatron.pipeline.simulate.timeline import Timeline
-from megatron.placement import Bandwidth, Degrees, Node, Topology, pair_adjacent, standard
-from megatron.placement.draw import draw_placement
-from megatron.placement.placement_report import make_report
 
 IMAGES = Path(__file__).resolve().parent / "images"
 FORWARDS = "time, in forwards of one microbatch"

@@ -12,7 +12,7 @@ WITHOUT_TORCH = (
     "pipeline/check",
     "pipeline/simulate",
     "pipeline/draw",
-    "placement",
+    "pipeline/placement",
     "planner",
     "partition",
     "documents",
@@ -49,9 +49,14 @@ def test_circles_are_found():
 
 
 def test_no_file_imports_in_a_circle():
-    """Each file, those of packages included, can run before all that import it."""
-    assert len(MODULES.paths) > 400
-    assert not MODULES.circles()
+    """Each file, those of packages included, can run before all that import it; imports for annotations count, too."""
+    assert len(MODULES.paths) > 200
+    assert not MODULES.circles(types=True)
+
+
+def test_no_folder_imports_upward():
+    """Of neighbouring folders, at any depth, none imports the one that imports it."""
+    assert not MODULES.upward()
 
 
 def test_no_folder_imports_in_a_circle():

@@ -23,15 +23,15 @@ from pathlib import Path
 from megatron.commands.common import command_line
 from megatron.commands.common.command_line import count, positive
 from megatron.documents.tables import console
+from megatron.pipeline.placement.counts import count_transfers
+from megatron.pipeline.placement.degrees import Degrees
+from megatron.pipeline.placement.mapping import NAMED, NAMES, Mapping, load_mapping
+from megatron.pipeline.placement.optimize import optimized
+from megatron.pipeline.placement.pairs import describe_crossing, describe_need, pair_transfers
+from megatron.pipeline.placement.placement_report import PlacementReport, make_report
+from megatron.pipeline.placement.topology import Topology, load_topology
+from megatron.pipeline.placement.traffic import Traffic
 from megatron.pipeline.schedules import PRESETS, Schedule
-from megatron.placement.counts import count_transfers
-from megatron.placement.degrees import Degrees
-from megatron.placement.mapping import NAMED, NAMES, Mapping, load_mapping
-from megatron.placement.optimize import optimized
-from megatron.placement.pairs import describe_crossing, describe_need, pair_transfers
-from megatron.placement.placement_report import PlacementReport, make_report
-from megatron.placement.topology import Topology, load_topology
-from megatron.placement.traffic import Traffic
 from megatron.planner.memory.activations import ActivationSetting, Recompute, RecomputeScope
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.time.traffic import CutModel
@@ -78,7 +78,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.write_mapping:
         Path(options.write_mapping).write_text(json.dumps(list(mapping)) + "\n")
     if options.output:
-        from megatron.placement.draw import draw_placement
+        from megatron.pipeline.placement.draw import draw_placement
 
         draw_placement(report, options.output)
         print(f"wrote {options.output}", file=sys.stderr)
@@ -169,7 +169,7 @@ def _lines(options: argparse.Namespace, report: PlacementReport, cut: CutModel |
 
 
 def _print(report: PlacementReport, lines: list[str]) -> None:
-    from megatron.placement.placement_report import tables
+    from megatron.pipeline.placement.placement_report import tables
 
     plain, out = not sys.stdout.isatty(), console()
     for title, table in tables(report, plain=plain):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.commands import grid_search as tool
-from megatron.placement.topology import load_topology
+from megatron.pipeline.placement.topology import load_topology
 from megatron.trainer.plan.command import PROGRAMS
 from tests.commands.in_process import ROOT, runner
 from tests.commands.search_argv import CLUSTER, GPT, QUICK, SCRIPT

@@ -6,10 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron.placement import Degrees, pair_adjacent
-from megatron.placement.pairs import describe_crossing, describe_need, pair_transfers
+from megatron.pipeline.placement import Degrees, pair_adjacent
+from megatron.pipeline.placement.pairs import describe_crossing, describe_need, pair_transfers
 from tests.docs.test_schedules import load
-from tests.placement.examples import gpt3_96b, machine
+from tests.pipeline.placement.examples import gpt3_96b, machine
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "placement.md").read_text()

@@ -7,10 +7,10 @@ import pytest
 
 from megatron.pipeline.check import check, check_periodic
 from megatron.pipeline.draw import draw_timeline, timeline_text
+from megatron.pipeline.placement import count_transfers
 from megatron.pipeline.schedules import ORDERS, PRESETS, Preset, Schedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
-from megatron.placement import count_transfers
 from megatron.planner import ActivationSetting, Architecture, Cluster, Configuration, Planner, demand_of
 from megatron.planner.memory.memory import communicator_bytes
 from megatron.planner.memory.schedule_demand import schedule_demand

@@ -13,6 +13,10 @@ from megatron.pipeline.check.queue_environment import require_hardware_queues
 from megatron.pipeline.dropin.choice import batches_of, prove, schedule_of
 from megatron.pipeline.dropin.flags import PAIR_ADJACENT, STANDARD, Options
 from megatron.pipeline.dropin.sentences import say
+from megatron.pipeline.placement.degrees import Degrees
+from megatron.pipeline.placement.hosts import Process, find_slots, this_process
+from megatron.pipeline.placement.mapping import load_mapping, pair_adjacent
+from megatron.pipeline.placement.pairs import describe_crossing
 from megatron.pipeline.runtime.failure.errors import OnThisRank, SameEverywhere
 from megatron.pipeline.schedules.pipeline_schedule import PipelineSchedule
 from megatron.pipeline.start_up.rank_exchange import exchange_ranks
@@ -21,10 +25,6 @@ from megatron.pipeline.start_up.transformer_engine import (
     engine_keeps_main_grad,
     installed_version,
 )
-from megatron.placement.degrees import Degrees
-from megatron.placement.hosts import Process, find_slots, this_process
-from megatron.placement.mapping import load_mapping, pair_adjacent
-from megatron.placement.pairs import describe_crossing
 
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 """torchrun says `True` here where its agent hosts the job's store, which stays wherever ranks go."""

@@ -18,16 +18,14 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.documents.numbers import counted
 from megatron.pipeline.program.edges import Edge, StageGraph
+from megatron.pipeline.program.extent import Extent
 from megatron.pipeline.program.instruction import BACKWARDS, ENDS_BACKWARD, Instruction, Kind, Row, Rows
 from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.program.weight_policies import FLUSH, POLICIES, WeightPolicy
-
-if TYPE_CHECKING:
-    from megatron.pipeline.program.program import Program
 
 _FACT = re.compile(r"#\s*([a-z_]+)\s*:(.*)")
 
@@ -117,37 +115,37 @@ def _write_value(value: Any) -> str:
 # --- writing
 
 
-def to_csv(program: Program) -> str:
-    """The text from which `Program.from_csv` reads an equal program."""
-    names = [name for name in _READ if name not in _OF_FEW or getattr(program, name)]
-    facts = [f"# {name}: {_write_value(getattr(program, name))}" for name in names]
-    return "\n".join([*facts, *(",".join(map(str, row)) for row in program.rows)]) + "\n"
+def to_csv(extent: Extent, rows: Rows) -> str:
+    """The text from which `Program.from_csv` reads the program of these rows."""
+    names = [name for name in _READ if name not in _OF_FEW or getattr(extent, name)]
+    facts = [f"# {name}: {_write_value(getattr(extent, name))}" for name in names]
+    return "\n".join([*facts, *(",".join(map(str, row)) for row in rows)]) + "\n"
 
 
-def to_torch_csv(program: Program, *, communication: bool = False) -> str:
+def to_torch_csv(extent: Extent, rows: Rows, *, communication: bool = False) -> str:
     """The text that torch.distributed.pipelining reads, in its format `compute_only`, or `compute_comms`.
 
     What torch has no word for is left out: weight versions, recompute, the updates but for REDUCE_GRAD. So torch takes
     a program of several batches for one batch of all their microbatches. They are numbered from 0.
 
     Args:
-        program: what to write.
+        extent, rows: the program to write.
         communication: write transfers and REDUCE_GRAD, too. Torch places its own where they are missing.
 
     Raises:
         ValueError: transfers of a program whose stages are no chain.
     """
-    if communication and not program.graph.is_chain:
+    if communication and not extent.graph.is_chain:
         raise ValueError(
             "torch's text has no word for the stage at a transfer's other end; write the computations alone"
         )
     kinds = _TORCH_KINDS if communication else _TORCH_COMPUTATIONS
 
     def cell(instruction: Instruction) -> str:
-        microbatch = "" if instruction.microbatch is None else instruction.microbatch - program.first_microbatch
+        microbatch = "" if instruction.microbatch is None else instruction.microbatch - extent.first_microbatch
         return f"{instruction.stage}{instruction.kind.value}{microbatch}"
 
-    return "".join(",".join(cell(each) for each in row if each.kind in kinds) + "\n" for row in program.rows)
+    return "".join(",".join(cell(each) for each in row if each.kind in kinds) + "\n" for row in rows)
 
 
 # --- reading

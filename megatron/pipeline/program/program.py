@@ -65,11 +65,11 @@ class Program(Extent):
 
     def to_csv(self) -> str:
         """The text form: `# key: value` lines, then a line of comma-separated instructions for each rank."""
-        return csv_text.to_csv(self)
+        return csv_text.to_csv(self, self.rows)
 
     def to_torch_csv(self, *, communication: bool = False) -> str:
         """The text that torch.distributed.pipelining reads (see `megatron.pipeline.program.csv_text`)."""
-        return csv_text.to_torch_csv(self, communication=communication)
+        return csv_text.to_torch_csv(self, self.rows, communication=communication)
 
     @classmethod
     def from_csv(cls, csv: str, **given: object) -> Program:

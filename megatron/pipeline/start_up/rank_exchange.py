@@ -13,9 +13,9 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store
 
+from megatron.pipeline.placement.hosts import Process
 from megatron.pipeline.runtime.failure.agreement import wait_for_readers
 from megatron.pipeline.runtime.failure.errors import OnThisRank, SameEverywhere
-from megatron.placement.hosts import Process
 
 Decide = Callable[[Sequence[Process]], tuple[Sequence[int], Sequence[str]]]
 """Processes by physical rank -> logical rank by physical rank, and lines for the log. Raises ValueError."""

@@ -31,7 +31,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from megatron.documents.faults import nearest, place, shown
 from megatron.documents.reading import read_document
-from megatron.placement.topology import Bandwidth, Node, Topology
+from megatron.pipeline.placement.topology import Bandwidth, Node, Topology
 from megatron.planner.job.devices import DEVICES, Device, described, devices_like, edition_of, is_edition, known_device
 
 CLUSTERS = Path(__file__).parent / "clusters"

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
+from megatron.pipeline.placement.mapping import NAMES
 from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.pipeline.schedules import ORDERS, PRESETS, Preset, Schedule
 from megatron.pipeline.schedules.order import Order
 from megatron.pipeline.schedules.placements import PLACEMENTS, rank_of_stage
-from megatron.placement.mapping import NAMES
 from megatron.planner.memory.activations import RecomputeScope
 
 PLAIN = Preset("1f1b", "flush")

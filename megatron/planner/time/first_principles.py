@@ -7,12 +7,12 @@ from copy import copy
 from dataclasses import replace
 from itertools import pairwise
 
+from megatron.pipeline.placement.counts import MessageCounts, ends_of, exchanged
+from megatron.pipeline.placement.mapping import NAMED
+from megatron.pipeline.placement.optimize import optimized
+from megatron.pipeline.placement.traffic import Traffic
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate.costs import Costs
-from megatron.placement.counts import MessageCounts, ends_of, exchanged
-from megatron.placement.mapping import NAMED
-from megatron.placement.optimize import optimized
-from megatron.placement.traffic import Traffic
 from megatron.planner.job.cluster import Cluster
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.devices import SLOWEST_NVLINK

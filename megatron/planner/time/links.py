@@ -17,10 +17,10 @@ Nodes are taken to be alike; the ranks of the first replica stand for all.
 
 from collections.abc import Callable, Sequence
 
+from megatron.pipeline.placement.degrees import Degrees
+from megatron.pipeline.placement.mapping import Mapping, inverse
+from megatron.pipeline.placement.topology import Topology
 from megatron.pipeline.program.move_order import pair_of
-from megatron.placement.degrees import Degrees
-from megatron.placement.mapping import Mapping, inverse
-from megatron.placement.topology import Topology
 from megatron.planner.memory.architecture import ExpertDegrees
 
 _GIGA = 1e9

@@ -8,10 +8,10 @@ saves at a stage, and replicas reduce the gradients of a stage's parameters.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.pipeline.placement.counts import MessageCounts
+from megatron.pipeline.placement.traffic import Traffic
 from megatron.pipeline.program.stages import stages_by_rank
 from megatron.pipeline.schedules import PipelineSchedule
-from megatron.placement.counts import MessageCounts
-from megatron.placement.traffic import Traffic
 from megatron.planner.memory.activations import Activations, ActivationSetting, by_stage
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.memory.parameters import stage_parameters

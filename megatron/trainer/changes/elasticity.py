@@ -11,23 +11,21 @@ import argparse
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from megatron import backend
 from megatron.elastic.freeze_rule import LayerNorms
 from megatron.elastic.validation_watch import Validation, ValidationWatch
 from megatron.pipeline.runtime.contract.stage import BatchReport
+from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.failure.agreement import on_rank_zero
 from megatron.pipeline.runtime.failure.errors import CheckpointError
 from megatron.trainer.arguments.rules.freezing import make_rule
-from megatron.trainer.changes.shaping import Outlook, Shaping
+from megatron.trainer.changes.prefix_cache import PrefixCache
+from megatron.trainer.changes.shaping import Shaping
 from megatron.trainer.models.classifiers import ACCURACY
-from megatron.trainer.plan.arrangement import Arrangement, reading_changes
+from megatron.trainer.plan.arrangement import Arrangement, Outlook, reading_changes
 from megatron.trainer.report.log import main_loss
-
-if TYPE_CHECKING:
-    from megatron.trainer.start_up.run import Run
-
 
 # --- by which norms layers freeze, and what a checkpoint keeps of it --------------------------------------------------
 
@@ -100,6 +98,14 @@ class _Freezing:
 # --- what changes -----------------------------------------------------------------------------------------------------
 
 
+class RunSoFar(Protocol):
+    """The parts of a run by which its next arrangement is chosen."""
+
+    engine: PipelineEngine
+    cache: PrefixCache | None
+    iteration: int
+
+
 class Elasticity:
     """What one run changes, and when.
 
@@ -128,7 +134,7 @@ class Elasticity:
         since = iteration - self._args.freeze_start
         return since > 0 and since % self._args.freeze_interval == 0
 
-    def decide(self, run: Run) -> None:
+    def decide(self, run: RunSoFar) -> None:
         """End an interval: fill `wanted`. Collective, drained."""
         if self._shaping is not None:
             self._shaping.measure(run.engine, run.cache)
@@ -156,7 +162,7 @@ class Elasticity:
         """Whether validation has fallen so far that all layers are to train again."""
         return self._freezing is not None and self._freezing.watch.has_fallen and not self._freezing.has_ended
 
-    def thaw(self, run: Run) -> None:
+    def thaw(self, run: RunSoFar) -> None:
         """Freeze nothing from now on: fill `wanted`. Collective, drained."""
         if self._shaping is not None:
             self._shaping.measure(run.engine, run.cache)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -20,10 +20,10 @@ from megatron.documents.numbers import counted
 from megatron.elastic.cache import CacheSeconds, measure, reading_pays
 from megatron.elastic.cut import cut_exactly, cut_greedily, cut_that_fits
 from megatron.elastic.pipelines import Layers, most_saved, pipelines
+from megatron.pipeline.placement.hosts import Process, this_process
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.failure.agreement import control_group
 from megatron.pipeline.schedules import PRESETS
-from megatron.placement.hosts import Process, this_process
 from megatron.planner.memory.activations import Activations
 from megatron.planner.memory.memory import RankMemory, estimate_memory
 from megatron.planner.memory.parameters import embedding_parameters, head_parameters, layer_parameters
@@ -37,22 +37,12 @@ from megatron.trainer.changes.times import (
     share_of_output_layer,
 )
 from megatron.trainer.plan import from_flags
-from megatron.trainer.plan.arrangement import Arrangement, arrange, batch_size
+from megatron.trainer.plan.arrangement import Arrangement, Outlook, arrange, batch_size
 from megatron.trainer.plan.from_flags import prove
 from megatron.trainer.plan.rank_mapping import degrees_of, pipelines_in_a_row
 
 if TYPE_CHECKING:
     from megatron.trainer.changes.prefix_cache import PrefixCache
-
-
-@dataclass(frozen=True)
-class Outlook:
-    """Simulated seconds of a batch: as it would go on, and as it was decided; `missed`: what was asked for by hand and
-    cannot be, or None."""
-
-    before: float
-    after: float
-    missed: str | None = None
 
 
 def memory_of_ranks(args: argparse.Namespace, *, counts_communicators: bool = False) -> tuple[RankMemory, ...]:

@@ -14,17 +14,17 @@ from itertools import accumulate
 
 from megatron.elastic.cache import CacheSeconds
 from megatron.elastic.freeze_rule import ByHand
+from megatron.pipeline.placement.hosts import Process
 from megatron.pipeline.schedules import PRESETS
-from megatron.placement.hosts import Process
 from megatron.planner import GIB, RankMemory, Verdict, device_gib
 from megatron.planner.job.estimate import judge_fullest, waiting_gib
 from megatron.planner.memory.parameters import embedding_parameters, head_parameters, layer_parameters
 from megatron.trainer.arguments.rules.freezing import make_rule
 from megatron.trainer.arguments.rules.programs import data_paths
-from megatron.trainer.changes.shaping import Outlook, Shaping, memory_of_ranks
+from megatron.trainer.changes.shaping import Shaping, memory_of_ranks
 from megatron.trainer.changes.shaping import bytes_in_change as within_change
 from megatron.trainer.plan import from_flags
-from megatron.trainer.plan.arrangement import Arrangement, arrange, iterations_to_the_end
+from megatron.trainer.plan.arrangement import Arrangement, Outlook, arrange, iterations_to_the_end
 from megatron.trainer.plan.rank_mapping import degrees_of
 
 

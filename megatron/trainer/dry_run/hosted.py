@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.pipeline.placement.placement_report import PlacementReport
 from megatron.pipeline.program.instruction import Lane
-from megatron.placement.placement_report import PlacementReport
 from megatron.planner import DEVICES, GIB, Activations, Cluster, Configuration, RankMemory
 from megatron.planner.memory.hosted import HOST, Hosting
 from megatron.planner.memory.node_memory import HostVerdict, LargestModel, crowds, host_bytes, judge_host, largest_model

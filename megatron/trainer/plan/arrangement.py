@@ -79,6 +79,51 @@ class Arrangement:
         return found
 
 
+@dataclass(frozen=True)
+class Outlook:
+    """Simulated seconds of a batch: as it would go on, and as it was decided; `missed`: what was asked for by hand and
+    cannot be, or None."""
+
+    before: float
+    after: float
+    missed: str | None = None
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a change of arrangement came to.
+
+    Attributes:
+        before, after: how the job was arranged, and is.
+        num_layers: of the model.
+        num_bytes: of all ranks' new state, and how many of them came from other ranks.
+        seconds: from the old engine's end to the new one's beginning.
+    """
+
+    before: Arrangement
+    after: Arrangement
+    num_layers: int
+    num_bytes: int
+    bytes_moved: int
+    seconds: float
+
+    def describe(self, outlook: Outlook | None = None) -> str:
+        """One line for the log."""
+        text = (
+            f"frozen layers: {self.after.num_frozen} of {self.num_layers} (before {self.before.num_frozen}) | "
+            f"pipeline: {self.after.pipeline} (before {self.before.pipeline}) | data: {self.after.data} (before "
+            f"{self.before.data}) | layers by rank: {self.after} | state: {self.num_bytes / 2**20:.1f} MiB, "
+            f"{self.bytes_moved / 2**20:.1f} from other ranks | change took {self.seconds:.2f} s"
+        )
+        if self.after.pipelines_in_a_row:
+            text += " | the ranks of a pipeline in a row"
+        if self.after.micro_batch_size != self.before.micro_batch_size:
+            text += f" | microbatch: {self.after.micro_batch_size} (before {self.before.micro_batch_size})"
+        if outlook is not None and outlook.before > 0:
+            text += f" | predicted seconds of a batch: {outlook.after:.4g} ({outlook.before:.4g} without another cut)"
+        return text
+
+
 def batch_size(args: argparse.Namespace, arrangement: Arrangement) -> int:
     """Samples of a batch of training, behind any ramp-up. Evaluations have those of the flags."""
     if args.elastic_batch == "constant":

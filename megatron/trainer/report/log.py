@@ -25,9 +25,7 @@ from megatron.trainer.report.metrics import CLASS_LOSS, DEFERRED, LOSS, SAVED_AC
 from megatron.trainer.report.throughput import flops_per_sample
 
 if TYPE_CHECKING:
-    from megatron.trainer.changes.shaping import Outlook
-    from megatron.trainer.changes.transition.change import Change
-    from megatron.trainer.plan.arrangement import Arrangement
+    from megatron.trainer.plan.arrangement import Arrangement, Change, Outlook
 
 
 @dataclass(frozen=True)

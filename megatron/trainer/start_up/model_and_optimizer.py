@@ -20,6 +20,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.pipeline.placement.hosts import this_process
 from megatron.pipeline.runtime.activations.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.activations.saved_microbatches import DeferredBytes
 from megatron.pipeline.runtime.contract.trace import CudaClock, HostClock, Tracer
@@ -31,7 +32,6 @@ from megatron.pipeline.runtime.stages.megatron.relay_update import MegatronRelay
 from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
 from megatron.pipeline.runtime.stages.megatron.update import MegatronWeightUpdate
 from megatron.pipeline.schedules import PipelineSchedule
-from megatron.placement.hosts import this_process
 from megatron.trainer.checkpoint.checkpoint import CheckpointPosition
 from megatron.trainer.checkpoint.run_state import RunParts
 from megatron.trainer.models import core_config

@@ -21,8 +21,8 @@ import torch
 from megatron import backend
 from megatron.core import parallel_state
 from megatron.documents.writing import problem_with_directory
+from megatron.pipeline.placement.hosts import this_process
 from megatron.pipeline.runtime.failure.agreement import on_rank_zero
-from megatron.placement.hosts import this_process
 from megatron.planner import GIB, Activations
 from megatron.planner.memory.hosted import Hosting, host_parts
 from megatron.planner.memory.parameters import stage_parameters

@@ -10,9 +10,9 @@ pytest.importorskip("torch")
 
 from torch.distributed import HashStore
 
+from megatron.pipeline.placement.hosts import Process
 from megatron.pipeline.runtime.failure.errors import OnThisRank, SameEverywhere
 from megatron.pipeline.start_up.rank_exchange import RankDecision, exchange_ranks
-from megatron.placement.hosts import Process
 
 PROCESSES = [Process("a", 0), Process("b", None), Process("a", 1)]
 

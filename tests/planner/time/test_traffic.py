@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import pytest
 
+from megatron.pipeline.placement import MessageCounts, TrafficKind, count_transfers
+from megatron.pipeline.placement.traffic import point_to_point
 from megatron.pipeline.program.instruction import Kind as Instruction
 from megatron.pipeline.schedules import Schedule
-from megatron.placement import MessageCounts, TrafficKind, count_transfers
-from megatron.placement.traffic import point_to_point
 from megatron.planner import ActivationSetting, Architecture, Recompute
 from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.time.traffic import CutModel
-from tests.placement.examples import gpt3_96b
+from tests.pipeline.placement.examples import gpt3_96b
 
 SHAPE = Architecture.gpt3(num_layers=8, hidden_size=16, num_attention_heads=4, sequence_length=32, vocabulary_size=100)
 SETTING = ActivationSetting(tensor=2, micro_batch_size=2, sequence_parallel=True)

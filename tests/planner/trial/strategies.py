@@ -2,9 +2,9 @@
 
 from hypothesis import strategies as st
 
+from megatron.pipeline.placement.mapping import NAMES
 from megatron.pipeline.program.weight_policies import TWO_BW
 from megatron.pipeline.schedules.orders import PRESETS
-from megatron.placement.mapping import NAMES
 from megatron.planner import Configuration
 from megatron.planner.job.configuration import PROVISIONAL_MODES
 from megatron.planner.memory.activations import RecomputeScope

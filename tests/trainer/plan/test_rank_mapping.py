@@ -7,9 +7,9 @@ from datetime import timedelta
 
 import pytest
 
+from megatron.pipeline.placement import Degrees, pair_adjacent
+from megatron.pipeline.placement.hosts import Process
 from megatron.pipeline.runtime.failure.errors import SameEverywhere
-from megatron.placement import Degrees, pair_adjacent
-from megatron.placement.hosts import Process
 from megatron.trainer.plan import rank_mapping
 from tests.trainer.arguments.command_line import arguments
 

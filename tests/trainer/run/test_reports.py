@@ -19,9 +19,7 @@ from megatron import backend
 backend.install()
 
 from megatron.pipeline.runtime.contract.stage import BatchReport
-from megatron.trainer.changes.shaping import Outlook
-from megatron.trainer.changes.transition.change import Change
-from megatron.trainer.plan.arrangement import Arrangement
+from megatron.trainer.plan.arrangement import Arrangement, Change, Outlook
 from megatron.trainer.report.log import Interval, Progress, Reporter, log_line
 from megatron.trainer.report.metrics import MetricsFile, read_metrics
 from megatron.trainer.report.throughput import flops_per_sample

@@ -15,9 +15,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import time
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -33,15 +31,11 @@ from megatron.pipeline.schedules import Schedule
 from megatron.trainer.changes.transition import parallel_groups
 from megatron.trainer.changes.transition.memory import Moved, hand_over, hold_run
 from megatron.trainer.checkpoint.state import random_state, restore_random_state
-from megatron.trainer.plan.arrangement import Arrangement, arrange
+from megatron.trainer.plan.arrangement import Arrangement, Change, arrange
 from megatron.trainer.start_up.initialize import make_groups
 from megatron.trainer.start_up.model_and_optimizer import ModelAndOptimizer, build_engine, setup_model_and_optimizer
 from megatron.trainer.start_up.optimizer import choose_kernel
 from megatron.trainer.start_up.run import Run
-
-if TYPE_CHECKING:
-    from megatron.trainer.changes.shaping import Outlook
-
 
 # --- gradient buffers, given up meanwhile -----------------------------------------------------------------------------
 
@@ -71,41 +65,6 @@ class _GradientMemory:
 
 PATIENCE = timedelta(minutes=1)
 """How long a rank that has failed waits for the others to come to a verdict."""
-
-
-@dataclass(frozen=True)
-class Change:
-    """What a change of arrangement came to.
-
-    Attributes:
-        before, after: how the job was arranged, and is.
-        num_layers: of the model.
-        num_bytes: of all ranks' new state, and how many of them came from other ranks.
-        seconds: from the old engine's end to the new one's beginning.
-    """
-
-    before: Arrangement
-    after: Arrangement
-    num_layers: int
-    num_bytes: int
-    bytes_moved: int
-    seconds: float
-
-    def describe(self, outlook: Outlook | None = None) -> str:
-        """One line for the log."""
-        text = (
-            f"frozen layers: {self.after.num_frozen} of {self.num_layers} (before {self.before.num_frozen}) | "
-            f"pipeline: {self.after.pipeline} (before {self.before.pipeline}) | data: {self.after.data} (before "
-            f"{self.before.data}) | layers by rank: {self.after} | state: {self.num_bytes / 2**20:.1f} MiB, "
-            f"{self.bytes_moved / 2**20:.1f} from other ranks | change took {self.seconds:.2f} s"
-        )
-        if self.after.pipelines_in_a_row:
-            text += " | the ranks of a pipeline in a row"
-        if self.after.micro_batch_size != self.before.micro_batch_size:
-            text += f" | microbatch: {self.after.micro_batch_size} (before {self.before.micro_batch_size})"
-        if outlook is not None and outlook.before > 0:
-            text += f" | predicted seconds of a batch: {outlook.after:.4g} ({outlook.before:.4g} without another cut)"
-        return text
 
 
 def change_arrangement(run: Run, wanted: Arrangement) -> Change:

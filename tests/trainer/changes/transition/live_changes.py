@@ -8,8 +8,7 @@ import numpy
 import torch
 
 from megatron.core.utils import unwrap_model
-from megatron.trainer.changes.transition.change import Change
-from megatron.trainer.plan.arrangement import Arrangement
+from megatron.trainer.plan.arrangement import Arrangement, Change
 from megatron.trainer.run import loop
 from megatron.trainer.start_up.run import Run
 from tests.trainer.changes.elastic_faults import a_late_fault, a_stage_that_cannot_be

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from megatron.placement.degrees import Degrees
-from megatron.placement.mapping import inverse
-from megatron.placement.topology import Topology
-from megatron.placement.traffic import Traffic, TrafficKind, point_to_point, ring_bytes
+from megatron.pipeline.placement.degrees import Degrees
+from megatron.pipeline.placement.mapping import inverse
+from megatron.pipeline.placement.topology import Topology
+from megatron.pipeline.placement.traffic import Traffic, TrafficKind, point_to_point, ring_bytes
 
 
 class Level(str, Enum):

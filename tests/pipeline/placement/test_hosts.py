@@ -4,8 +4,8 @@ import socket
 
 import pytest
 
-from megatron.placement.hosts import HOST_NAME, Process, find_slots, this_process
-from tests.placement.examples import machine
+from megatron.pipeline.placement.hosts import HOST_NAME, Process, find_slots, this_process
+from tests.pipeline.placement.examples import machine
 
 
 def processes(*places):

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.documents.picture import new_figure, require_picture, save
-from megatron.placement.cost import Level
-from megatron.placement.mapping import inverse
-from megatron.placement.placement_report import PlacementReport
-from megatron.placement.traffic import TrafficKind
+from megatron.pipeline.placement.cost import Level
+from megatron.pipeline.placement.mapping import inverse
+from megatron.pipeline.placement.placement_report import PlacementReport
+from megatron.pipeline.placement.traffic import TrafficKind
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

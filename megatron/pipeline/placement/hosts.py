@@ -10,8 +10,8 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.placement.mapping import Mapping
-from megatron.placement.topology import Topology
+from megatron.pipeline.placement.mapping import Mapping
+from megatron.pipeline.placement.topology import Topology
 
 HOST_NAME = "PIPELINE_HOST_NAME"
 """Environment variable that names the host where host names do not tell nodes apart, as in some containers."""

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.placement import Degrees, pair_adjacent, standard
-from megatron.placement.pairs import (
+from megatron.pipeline.placement import Degrees, pair_adjacent, standard
+from megatron.pipeline.placement.pairs import (
     describe_crossing,
     describe_need,
     fits_under_forward,
@@ -13,7 +13,7 @@ from megatron.placement.pairs import (
     required_bandwidth,
     required_steady_bandwidth,
 )
-from tests.placement.examples import gpt3_96b, machine
+from tests.pipeline.placement.examples import gpt3_96b, machine
 
 
 def evictors(degrees):

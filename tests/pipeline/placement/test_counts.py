@@ -2,8 +2,8 @@
 
 import pytest
 
+from megatron.pipeline.placement import MessageCounts, count_transfers
 from megatron.pipeline.schedules import Schedule
-from megatron.placement import MessageCounts, count_transfers
 
 
 def test_figure_4():

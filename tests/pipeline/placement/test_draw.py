@@ -2,10 +2,10 @@
 
 import pytest
 
-from megatron.placement import Degrees, Level, TrafficKind, pair_adjacent, standard
-from megatron.placement.draw import draw_placement
-from megatron.placement.placement_report import label, make_report
-from tests.placement.examples import machine, traffic_of
+from megatron.pipeline.placement import Degrees, Level, TrafficKind, pair_adjacent, standard
+from megatron.pipeline.placement.draw import draw_placement
+from megatron.pipeline.placement.placement_report import label, make_report
+from tests.pipeline.placement.examples import machine, traffic_of
 
 DEGREES = Degrees(tensor=1, pipeline=16, data=1)
 

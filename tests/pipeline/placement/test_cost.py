@@ -2,9 +2,9 @@
 
 import pytest
 
-from megatron.placement import Degrees, Level, Traffic, TrafficKind, pair_adjacent, placement_cost, standard
-from megatron.placement.cost import NOTHING
-from tests.placement.examples import machine, traffic_of
+from megatron.pipeline.placement import Degrees, Level, Traffic, TrafficKind, pair_adjacent, placement_cost, standard
+from megatron.pipeline.placement.cost import NOTHING
+from tests.pipeline.placement.examples import machine, traffic_of
 
 WITHIN, BETWEEN = Level.WITHIN_NODE, Level.BETWEEN_NODES
 

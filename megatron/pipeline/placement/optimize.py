@@ -16,13 +16,13 @@ import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
 
+from megatron.pipeline.placement.assignment import Assignment, SlotGroups, slot_groups_of
+from megatron.pipeline.placement.cost import placement_cost
+from megatron.pipeline.placement.degrees import Degrees
+from megatron.pipeline.placement.mapping import Mapping, pair_adjacent, pair_order, standard
+from megatron.pipeline.placement.topology import Topology
+from megatron.pipeline.placement.traffic import Traffic
 from megatron.pipeline.program.move_order import pair_of
-from megatron.placement.assignment import Assignment, SlotGroups, slot_groups_of
-from megatron.placement.cost import placement_cost
-from megatron.placement.degrees import Degrees
-from megatron.placement.mapping import Mapping, pair_adjacent, pair_order, standard
-from megatron.placement.topology import Topology
-from megatron.placement.traffic import Traffic
 
 _EXACT_ASSIGNMENTS = 20_000  # all are tried up to so many
 _EXACT_UNITS = 200  # and where the method, which calls itself once for each unit, is not too deep

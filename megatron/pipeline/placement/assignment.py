@@ -14,9 +14,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.placement.degrees import Degrees
-from megatron.placement.topology import Topology
-from megatron.placement.traffic import Traffic, point_to_point, ring_bytes
+from megatron.pipeline.placement.degrees import Degrees
+from megatron.pipeline.placement.topology import Topology
+from megatron.pipeline.placement.traffic import Traffic, point_to_point, ring_bytes
 
 # --- groups of t slots that one tensor parallel group takes -----------------------------------------------------------
 

@@ -12,16 +12,16 @@ two stages of a pair, then the pairs of a pipeline, then replicas:
     pair-adjacent    stage 0  3  1  2
 
 Ranks are given once, when a job starts, by the pairs of its first program. Where the pipeline changes later, they stay,
-and what they stand for is decided anew (`megatron.placement.degrees`). Behind frozen layers other ranks are paired
-(`program.move_order.Pairs`), and their moves may cross nodes.
+and what they stand for is decided anew (`megatron.pipeline.placement.degrees`). Behind frozen layers other ranks are
+paired (`program.move_order.Pairs`), and their moves may cross nodes.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.documents.reading import read_document
+from megatron.pipeline.placement.degrees import Degrees
 from megatron.pipeline.program.move_order import pair_of
-from megatron.placement.degrees import Degrees
 
 Mapping = tuple[int, ...]
 """Logical rank by slot; a permutation of range(world size)."""

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.placement import load_topology
-from tests.placement.examples import machine
+from megatron.pipeline.placement import load_topology
+from tests.pipeline.placement.examples import machine
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "topology.yaml"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "topology.yaml"
 GOOD = {
     "nodes": [{"name": "a", "gpus": 2}, {"name": "b", "gpus": 1}],
     "bandwidth": {"within_node": 300, "between_nodes": 25.5},

@@ -14,10 +14,10 @@ The pairs are those of a pipeline that trains all its stages, s with p-1-s.
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from megatron.pipeline.placement.degrees import Degrees
+from megatron.pipeline.placement.mapping import inverse
+from megatron.pipeline.placement.topology import Topology
 from megatron.pipeline.program.move_order import pair_of
-from megatron.placement.degrees import Degrees
-from megatron.placement.mapping import inverse
-from megatron.placement.topology import Topology
 
 _GIGA = 1e9
 

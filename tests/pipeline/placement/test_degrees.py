@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.placement import Degrees
+from megatron.pipeline.placement import Degrees
 from tests import workers
 
 SIZE = st.integers(1, 6)
@@ -41,7 +41,7 @@ def groups_of_megatron(*, sizes, order=None):
 def test_order_is_that_of_megatron_core(order):
     """Its groups are exactly the ranks that agree in the other two coordinates, in the order of the third."""
     sizes = [(1, 4, 1), (2, 4, 2), (4, 2, 3), (3, 5, 2)]
-    (found,) = workers.run(1, "tests.placement.test_degrees:groups_of_megatron", sizes=sizes, order=order)
+    (found,) = workers.run(1, "tests.pipeline.placement.test_degrees:groups_of_megatron", sizes=sizes, order=order)
     for (tensor, pipeline, data), groups in found.items():
         degrees = Degrees(tensor=tensor, pipeline=pipeline, data=data, pipelines_in_a_row=order is not None)
         for name, own in (("tp", "tensor"), ("dp", "data"), ("pp", "stage")):

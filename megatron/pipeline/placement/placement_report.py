@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron.documents.tables import plain_table
-from megatron.placement.cost import Level, PlacementCost, placement_cost
-from megatron.placement.degrees import Degrees
-from megatron.placement.mapping import Mapping
-from megatron.placement.pairs import pair_nodes
-from megatron.placement.topology import Topology
-from megatron.placement.traffic import Traffic, TrafficKind
+from megatron.pipeline.placement.cost import Level, PlacementCost, placement_cost
+from megatron.pipeline.placement.degrees import Degrees
+from megatron.pipeline.placement.mapping import Mapping
+from megatron.pipeline.placement.pairs import pair_nodes
+from megatron.pipeline.placement.topology import Topology
+from megatron.pipeline.placement.traffic import Traffic, TrafficKind
 
 if TYPE_CHECKING:
     from rich.table import Table

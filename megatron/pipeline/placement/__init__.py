@@ -1,0 +1,32 @@
+"""Which rank runs where: mappings from slots (node, GPU) to logical ranks, what they cost, and pictures of them.
+
+Pure Python: neither torch nor megatron.core. docs/placement.md shows how it is used.
+"""
+
+from megatron.pipeline.placement.cost import Level, PlacementCost, placement_cost
+from megatron.pipeline.placement.counts import MessageCounts, count_transfers
+from megatron.pipeline.placement.degrees import Degrees
+from megatron.pipeline.placement.mapping import Mapping, load_mapping, pair_adjacent, standard
+from megatron.pipeline.placement.optimize import optimized
+from megatron.pipeline.placement.topology import Bandwidth, Node, Topology, load_topology
+from megatron.pipeline.placement.traffic import Traffic, TrafficKind
+
+__all__ = [
+    "Bandwidth",
+    "Degrees",
+    "Level",
+    "Mapping",
+    "MessageCounts",
+    "Node",
+    "PlacementCost",
+    "Topology",
+    "Traffic",
+    "TrafficKind",
+    "count_transfers",
+    "load_mapping",
+    "load_topology",
+    "optimized",
+    "pair_adjacent",
+    "placement_cost",
+    "standard",
+]
