@@ -12,10 +12,10 @@ from dataclasses import replace
 
 from megatron.pipeline.graph.execution import LANES, MOVES, REDUCTIONS, ReductionQueue
 from megatron.pipeline.graph.row_graph import Channel, RowExecution
-from megatron.pipeline.program.instruction import RECEIVE_OF, SEND_OF, SHARED_REDUCTIONS, Instruction, Kind, Tensor
+from megatron.pipeline.program.instruction import RECEIVE_OF, SEND_OF, SHARED_REDUCTIONS, WORDS, Instruction, Kind
 
 _Node = int | ReductionQueue  # what waits: the row of a rank, or reductions
-_MAKERS = {Tensor.ACTIVATION: Kind.FORWARD, Tensor.GRADIENT: Kind.BACKWARD}
+_MAKERS = {word.makes: kind for kind, word in reversed(WORDS.items()) if word.makes}  # the first of each tensor
 
 
 def explain_deadlock(execution: RowExecution) -> tuple[int, int, str]:

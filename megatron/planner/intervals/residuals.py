@@ -33,7 +33,7 @@ from megatron.planner.memory.architecture import Architecture
 
 NO_PIPELINE = "one pipeline stage"
 PRESSED = "slowed or borderline"
-"""What a run under pressure is, in the words of verdicts (job/verdict.py)."""
+"""What a run under pressure is, in the words of verdicts (job/estimate.py)."""
 _OTHER_RATE = 0.05  # a GPU whose rates differ by so much from its data sheet's is another edition
 
 _USUAL = {  # what is priced by arithmetic alone, or is part of the kind by another name

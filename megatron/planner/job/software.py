@@ -50,7 +50,7 @@ class Software:
             results of attention and of every other matrix product are kept, and all else is computed again.
         fuses_loss: the loss needs the softmax of the logits alone; else, as in PyTorch, gradients of it in FP32 too.
         compiles_loss: torch.compile, where it is used, fuses the loss, too.
-        operands_wait: collectives of tensor ranks hold their operands on a stream of their own (verdict.py).
+        operands_wait: collectives of tensor ranks hold their operands on a stream of their own (estimate.py).
         dispatcher: how copies of tokens get to experts: `alltoall` (each copy by itself) or `flex` (DeepEP, HybridEP:
             one copy for a node, or a rank, however many of its experts want it).
         overlaps_experts: this goes on beside the other direction of another microbatch
@@ -58,7 +58,7 @@ class Software:
         cuda_graphs: of whole layers, or of iterations: the host issues none of their kernels.
         fp8_weights: with `fp8`, linears' weights are kept and gathered in FP8 alone (`--fp8-param-gather`).
         sharding: how weights that are split over replicas are gathered.
-        fp8: linears of layers multiply in FP8, as Transformer Engine's do; all else is in `element_bytes` (fp8.py).
+        fp8: linears of layers multiply in FP8, as Transformer Engine's do; all else is in `element_bytes` (refusals.py).
         flash_attention_2: flash attention is FlashAttention-2's kernels, as PyTorch has them, also on later GPUs.
         overlaps_in_pieces: with split sequences, products of layers are computed in pieces, beside which their inputs
             are gathered and their results scattered, by Transformer Engine's user buffers (`--tp-comm-overlap`).

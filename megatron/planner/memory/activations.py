@@ -321,7 +321,7 @@ class Activations:
         return self.tokens * self._per_token(exchanged_copies)
 
     def _per_token(self, count: Callable[..., float], **options: bool) -> float:
-        """One of expert_activations.py, of each token of the microbatch."""
+        """Activations of routed experts, of each token of the microbatch."""
         setting = self.setting
         return count(self.shape, setting.expert_degrees, element_bytes=setting.element_bytes, **options) / self._shared
 

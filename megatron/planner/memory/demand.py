@@ -1,6 +1,6 @@
 """What a run asks of the ranks' memory, in microbatches, versions and buffers; bytes are of other files.
 
-It is read off proved programs (proved_demand.py), follows from the schedule (closed_form_demand.py), or whichever of
+It is read off proved programs (`proved_demand`), follows from the schedule (`closed_form_demand`), or whichever of
 the two is right and takes less (schedule_demand.py).
 """
 

@@ -183,7 +183,7 @@ RECEIVES: dict[type[Order], Callable[[Schedule, int], int]] = {
 """Class of an order whose demand has a closed form -> how many receives a rank has posted ahead at once.
 
 The order's `max_in_flight` has to be reached; where it splits backwards, what waits for W is read off its rows. Others
-are read off proved programs (proved_demand.py).
+are read off proved programs (`proved_demand`).
 """
 
 

@@ -21,7 +21,7 @@ class Constants:
         launch: seconds in which the host issues one kernel, Python included. Host and device work side by side, so the
             slower one decides; this matters for small layers only.
         pressed_efficiency: part of its speed that a rank keeps whose allocator gives blocks back and asks for them anew
-            in every backward (planner/job/verdict.py).
+            in every backward (planner/job/estimate.py).
     """
 
     product_efficiency: float

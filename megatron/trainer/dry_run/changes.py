@@ -41,7 +41,7 @@ class PlannedChange:
         bytes_moved: that ranks send each other at most, all together.
         outlook: seconds of a batch, up to a factor; None where no other cut is looked for.
         waiting_bytes: of operands of collectives, which a rank needs room for beside `num_bytes`, and not within the
-            change, where nothing is computed (planner/job/verdict.py).
+            change, where nothing is computed (planner/job/estimate.py).
     """
 
     iteration: int

@@ -40,7 +40,7 @@ class Session:
 
     Attributes:
         architecture: "gpt" or "bert".
-        argv: of the model; see `trainer/plan/model_argv`.
+        argv: of the model; see `plan.command.model_argv`.
         sequence_parallel: with several tensor ranks.
         processes: how many there are; tensor degrees beyond are refused.
         threads: of each, in the operators of a CPU.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
-    """One stage to be timed. `argv`: of the model; see `trainer/plan/model_argv`."""
+    """One stage to be timed. `argv`: of the model; see `plan.command.model_argv`."""
 
     architecture: str
     argv: tuple[str, ...]

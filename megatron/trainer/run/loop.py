@@ -42,7 +42,7 @@ class Loop:
     """Drives one run to its end.
 
     Args:
-        run: what `assembly.assemble` built.
+        run: what `pretraining.assemble` built.
         stop: SIGTERM as a stop request.
         started: `time.time()` of the program's start, for `--exit-duration-in-mins`.
     """

@@ -187,7 +187,7 @@ def parse_args(
         accepts: flags with this role are not refused.
 
     The namespace's `given` holds the destinations that the command line named. Values are not yet checked against each
-    other: see `validation.validate_args`. Raises ValueError with one sentence.
+    other: see `validate_args`. Raises ValueError with one sentence.
     """
     parser = _shared_parser(prog)
     namespace = parse_known(parser, sys.argv[1:] if argv is None else argv)
