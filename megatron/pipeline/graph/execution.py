@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 
 from megatron.pipeline.program.instruction import OWN_MOVES, SHARED_REDUCTIONS, Instruction, Kind
@@ -82,12 +82,15 @@ class Execution:
         self._partners: dict[int, tuple[int, int]] = {}  # of a stage, the rank of its pair stage, and that stage
         self.chains = [ReductionQueue(rank) for rank in ranks]
         self.reports = [ReductionQueue(rank) for rank in ranks]
-        self.pending: list[Counter[int | None]] = [Counter() for _ in ranks]  # version -> reductions not complete
+        self.pending: list[dict[int | None, int]] = [defaultdict(int) for _ in ranks]  # version -> reductions to come
         self.reduced: list[dict[int | None, list[int]]] = [{} for _ in ranks]  # version -> those that are
         self.stepped: list[set[int | None]] = [set() for _ in ranks]
         self.awaits_reductions = [False] * num_ranks
         self._running: dict[tuple[Kind, int | None], list[ReductionQueue]] = {}
-        self._num_members = Counter((each.kind, each.version) for each in updates if each.kind in SHARED_REDUCTIONS)
+        self._num_members: dict[tuple[Kind, int | None], int] = defaultdict(int)
+        for each in updates:
+            if each.kind in SHARED_REDUCTIONS:
+                self._num_members[each.kind, each.version] += 1
         self.runnable: list[int] = []
         self.waits: list[tuple[int, object]] = [(0, None)] * num_ranks
         self.ends = [0] * num_ranks
@@ -105,6 +108,10 @@ class Execution:
             rank = runnable.pop()
             waits[rank] = next(runs[rank])
         return [position for position, _ in waits]
+
+    def close(self) -> None:
+        """Forget how to go on, so that nothing keeps the execution but those who hold it."""
+        self._runs.clear()
 
     # --- the form
 

@@ -96,6 +96,11 @@ class Channel:
         return self.sender != self.receiver
 
 
+_Posted = tuple[Channel, deque, deque, list[int]]
+"""Where an instruction posts a transfer: its channel, what waits at its end and at the other one, and the nodes of the
+rank there."""
+
+
 class _LaneQueue:
     """A lane of a rank between device and host.
 
@@ -109,18 +114,6 @@ class _LaneQueue:
     def __init__(self) -> None:
         self.posted: deque[tuple[int, int]] = deque()
         self.last = START
-
-
-class _Meanings(dict):
-    """By kind, what a rank does when it comes to the word, and of each stage what that takes and whom it concerns."""
-
-    def __init__(self, execution: RowExecution) -> None:
-        self._execution = execution
-
-    def __missing__(self, kind: Kind) -> tuple[int, list]:
-        action = ACTIONS[kind]
-        self[kind] = action, self._execution.meaning(kind, action)
-        return self[kind]
 
 
 @dataclass(frozen=True)
@@ -171,7 +164,7 @@ class RowExecution(Execution):
         self._lanes: list[dict[Lane, _LaneQueue]] = [{} for _ in rows]
         self._awaits_lanes = [False] * len(rows)
         self._set_up_channels()
-        self._meanings = _Meanings(self)
+        self._meanings: dict[Kind, tuple[int, list]] = {}
 
     def _set_up_channels(self) -> None:
         """`_needed`: for each tensor and stage, the channels that bring it. `_posted`: for each kind of transfer and
@@ -182,7 +175,7 @@ class RowExecution(Execution):
         num_stages, graph = len(executed.rank_of_stage), executed.graph
         self.channels: list[Channel] = []
         self._needed, self._delivered = ({tensor: [()] * num_stages for tensor in Tensor} for _ in range(2))
-        self._posted: dict[Kind, list[dict[int | None, Channel]]] = {
+        self._posted: dict[Kind, list[dict[int | None, _Posted]]] = {
             kind: [{} for _ in range(num_stages)] for kind in kinds
         }
         transfers = any(instruction.kind in kinds for row in executed.rows for instruction in row)
@@ -195,34 +188,39 @@ class RowExecution(Execution):
                 self._needed[tensor][taker] += (channel,)
                 channel.is_posted = transfers and channel.crosses
                 if channel.is_posted:
-                    channel.most_unread = graph.most_unread(maker)
-                    sends, receives = (
-                        (channel, channel.sends, channel.receives),
-                        (channel, channel.receives, channel.sends),
-                    )
-                    for kind, stage, peer, rank, ends in (
-                        (SEND_OF[tensor], maker, taker, channel.receiver, sends),
-                        (RECEIVE_OF[tensor], taker, maker, channel.sender, receives),
+                    if not edge.gradient:  # which alone may come from a forward-only stage
+                        channel.most_unread = graph.most_unread(maker)
+                    at_maker = (channel, channel.sends, channel.receives, self.node_of[channel.receiver])
+                    at_taker = (channel, channel.receives, channel.sends, self.node_of[channel.sender])
+                    for kind, stage, peer, peers, posted in (
+                        (SEND_OF[tensor], maker, taker, graph.takers(tensor, maker), at_maker),
+                        (RECEIVE_OF[tensor], taker, maker, graph.makers(tensor, taker), at_taker),
                     ):
-                        named = graph.named_peer(Instruction(kind, stage), peer)
-                        posted = (*ends, self.node_of[rank])
-                        self._posted[kind][stage] |= {named: posted, peer: posted}
+                        self._posted[kind][stage][peer] = posted
+                        if len(peers) == 1:  # which an instruction need not name
+                            self._posted[kind][stage][None] = posted
                 else:
                     self._delivered[tensor][maker] += (channel,)
 
-    def meaning(self, kind: Kind, action: int) -> list:
-        """Of each stage: of a computation what it takes, the channels that bring what it needs and those that take what
-        it makes; of an update what it takes; of a transfer its channels by peer.
+    def _learn(self, rank: int, position: int, instruction: Instruction) -> tuple[int, list]:
+        """What a rank does when it comes to a word for the first time, and of each stage: of a computation what it
+        takes, the channels that bring what it needs and those that take what it makes; of an update what it takes; of a
+        transfer where it is posted, by peer.
         """
-        stages = range(len(self.executed.rank_of_stage))
+        kind = instruction.kind
+        if kind not in ACTIONS:
+            raise self.error(rank, position, instruction, f"the simulator does not know {kind.value}")
+        action, stages = ACTIONS[kind], range(len(self.executed.rank_of_stage))
+        of_stage: list = self._posted.get(kind, [])
         if action == _COMPUTE:
             nothing = [()] * len(stages)
             needed = self._needed.get(kind.row.needs, nothing)
             delivered = self._delivered.get(kind.row.makes, nothing)
-            return [(self._take(kind, (stage,)), needed[stage], delivered[stage]) for stage in stages]
-        if action == _UPDATE:
-            return [self._take(kind, (stage,)) for stage in stages]
-        return self._posted.get(kind, [])
+            of_stage = [(self._take(kind, (stage,)), needed[stage], delivered[stage]) for stage in stages]
+        elif action == _UPDATE:
+            of_stage = [self._take(kind, (stage,)) for stage in stages]
+        self._meanings[kind] = action, of_stage
+        return action, of_stage
 
     # --- nodes
 
@@ -262,8 +260,7 @@ class RowExecution(Execution):
                 try:
                     action, of_stage = meanings[instruction.kind]
                 except KeyError:
-                    reason = f"the simulator does not know {instruction.kind.value}"
-                    raise self.error(rank, position, instruction, reason) from None
+                    action, of_stage = self._learn(rank, position, instruction)
                 if action <= _RECEIVE:
                     microbatch = instruction.microbatch - first
                     if not 0 <= microbatch < limit:
@@ -430,6 +427,7 @@ class RowExecution(Execution):
         """The whole graph; None: the rows cannot be executed to their end, or something lacks its other members."""
         if self.reach(self.lengths) != self.lengths:
             return None
+        self.close()
         queues = (*self.chains, *self.reports, *(lane for lanes in self._lanes for lane in lanes.values()))
         if (
             any(queue.posted for queue in queues)

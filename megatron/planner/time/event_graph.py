@@ -179,6 +179,7 @@ class _FoldedExecution(Execution):
         self.reach([0] * self._schedule.num_ranks)
         unfinished = [rank for rank, (_, wait) in enumerate(self.waits) if wait is not None]
         assert not unfinished, f"ranks {unfinished} wait for what never comes"
+        self.close()
         ranks = self._schedule.rank_of_stage
         return EventGraph(
             self._schedule.num_stages,
