@@ -58,7 +58,7 @@ class Software:
         cuda_graphs: of whole layers, or of iterations: the host issues none of their kernels.
         fp8_weights: with `fp8`, linears' weights are kept and gathered in FP8 alone (`--fp8-param-gather`).
         sharding: how weights that are split over replicas are gathered.
-        fp8: linears of layers multiply in FP8, as Transformer Engine's do; the rest is in `element_bytes` (refusals.py).
+        fp8: linears of layers multiply in FP8, as in Transformer Engine; the rest is in `element_bytes` (refusals.py).
         flash_attention_2: flash attention is FlashAttention-2's kernels, as PyTorch has them, also on later GPUs.
         overlaps_in_pieces: with split sequences, products of layers are computed in pieces, beside which their inputs
             are gathered and their results scattered, by Transformer Engine's user buffers (`--tp-comm-overlap`).
