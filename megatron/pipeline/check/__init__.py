@@ -35,22 +35,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron.pipeline.check.balance import prove_balance
-from megatron.pipeline.check.compact import CompactProgram, compact
+from megatron.pipeline.check.compact import CompactProgram, ProgramError, compact
 from megatron.pipeline.check.computations import prove_computations
-from megatron.pipeline.check.error import ProgramError
-from megatron.pipeline.check.horizons import prove_horizons
-from megatron.pipeline.check.host_updates import prove_host_updates
 from megatron.pipeline.check.memory import Peaks, prove_memory
 from megatron.pipeline.check.periods import Periodic, PeriodOrigin, prove_periods, prove_repetition
-from megatron.pipeline.check.predictions import prove_predictions
-from megatron.pipeline.check.progress import prove_progress
-from megatron.pipeline.check.residency import prove_residency, require_residency
-from megatron.pipeline.check.stash import prove_boundaries, prove_stash
-from megatron.pipeline.check.transfers import prove_transfers
-from megatron.pipeline.check.unstepped import prove_unstepped
+from megatron.pipeline.check.predictions import prove_horizons, prove_predictions, prove_unstepped
+from megatron.pipeline.check.progress import prove_progress, prove_transfers
+from megatron.pipeline.check.residency import prove_host_updates, prove_residency, require_residency
+from megatron.pipeline.check.stash import count_waiting, prove_boundaries, prove_stash
 from megatron.pipeline.check.updates import prove_updates
 from megatron.pipeline.check.versions import prove_evaluation, prove_versions
-from megatron.pipeline.check.waiting import count_waiting
 from megatron.pipeline.program.program import Program
 
 __all__ = ["CheckReport", "ProgramError", "check", "check_periodic"]

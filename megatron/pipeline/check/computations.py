@@ -39,10 +39,10 @@ from megatron.pipeline.check.compact import (
     CompactProgram,
     F,
     I,
+    ProgramError,
     R,
     W,
 )
-from megatron.pipeline.check.error import ProgramError
 from megatron.pipeline.program.instruction import Tensor
 
 FORWARD, RECOMPUTED, INPUT_GRAD, WEIGHT_GRAD, _FIRST_OF_TRANSFERS = (1 << bit for bit in range(5))

@@ -43,14 +43,13 @@ from megatron.pipeline.check.compact import (
     REDUCE_NORM,
     CompactProgram,
     F,
+    error_at,
 )
 from megatron.pipeline.check.computations import Facts
-from megatron.pipeline.check.error import error_at
-from megatron.pipeline.check.host_updates import codes_of_host_updates
 from megatron.pipeline.check.memory import hold
 from megatron.pipeline.check.predictions import codes_of_predictions
-from megatron.pipeline.check.progress import run
-from megatron.pipeline.check.transfers import list_channels
+from megatron.pipeline.check.progress import list_channels, run
+from megatron.pipeline.check.residency import codes_of_host_updates
 from megatron.pipeline.check.updates import chain_of_rank
 from megatron.pipeline.graph.row_graph import RowExecution
 from megatron.pipeline.program.instruction import ENDS_BACKWARD, Instruction, Kind

@@ -15,14 +15,38 @@ begins with that prediction.
 
 So which microbatches a prediction reads follows from the policy and its numbers alone: they are the same at all stages
 that read as many, behind a drain, and in one process.
+
+Proof: a forward is predicted just as far ahead as its backward is, where the weight policy predicts so.
+
+    2F5@1+2 ... 2R5@3 2B5@3        horizon = version of the backward - version of the forward
+
+A predicted forward has one more set of weights, which the next one of the stage overwrites. So its stage has to
+recompute: what a forward would save refers to weights that are gone before its backward.
+
+Proof: a forward is stepped provisionally with just the gradients that no STEP has taken, where the policy says so.
+
+    2B4@1 2F9@1~1 2B5@1 2F10@1~2       q = backwards of the stage since its last STEP, of batch 1
+
+Where its version is that of its own batch there is nothing ahead of it, so q is 0. Backwards between STEP@v and
+STEP@(v+1) are those of batch v, which is proved with the versions; so these gradients are of the batch that the
+forward's version waits for, and fewer than all of it.
+
+Which they are follows from the graph alone, too: at depth k, microbatch i finds those of the batch of microbatch i - k
+that come before that, and no others. Several stages count on it (`update.shared_parameters`), so it is proved along.
+
+These weights are one more set, which the next such forward of the stage overwrites. So its stage has to recompute.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from itertools import accumulate
 
 from megatron.documents.numbers import counted
 from megatron.pipeline.check.compact import (
     FIRST_HOST_WORD,
     FIRST_PREDICTION,
+    FIRST_TRANSFER,
     FIRST_UPDATE,
     HOLD,
     KIND_OF_CODE,
@@ -36,6 +60,7 @@ from megatron.pipeline.check.compact import (
     I,
     W,
 )
+from megatron.pipeline.program.weight_policies import Ahead
 
 
 def prove_predictions(compact: CompactProgram) -> None:
@@ -200,3 +225,106 @@ class _RankPredictions:
 
     def _word(self, code: int, index: int) -> str:
         return f"{self.stage}{KIND_OF_CODE[code].value}@{self.program.first_batch + index}"
+
+
+def prove_horizons(compact: CompactProgram, live_versions: Sequence[int]) -> tuple[int, ...]:
+    """Prove the equation above for every (stage, microbatch).
+
+    Args:
+        compact: a program whose computations and versions are proved.
+        live_versions: the largest number of live versions at each stage.
+
+    Returns:
+        The same, with the set of predicted weights at each stage that has a predicted forward.
+
+    Raises:
+        ProgramError: naming the first forward with another horizon, or one that is not recomputed.
+    """
+    program, width = compact.program, compact.num_microbatches
+    if program.weights.ahead is not Ahead.PREDICTION:
+        return tuple(live_versions)
+    version_of_backward: dict[int, int] = {}  # by place
+    for codes, places, versions in zip(compact.codes, compact.places, compact.versions, strict=True):
+        row = zip(codes, places, versions, strict=True)
+        version_of_backward.update(
+            (place, version) for code, place, version in row if code != F and code < FIRST_TRANSFER
+        )
+    predicted = set()
+    for rank, row in enumerate(program.rows):
+        for position, (code, place) in enumerate(zip(compact.codes[rank], compact.places[rank], strict=True)):
+            if code != F:
+                continue
+            forward, stage = row[position], place // width
+            newer = version_of_backward[place]
+            if forward.horizon != newer - forward.version:
+                wanted = newer - forward.version
+                reason = (
+                    f"its backward uses version {newer}, so it is to be predicted {wanted} ahead, not {forward.horizon}"
+                )
+                raise compact.error(rank, position, reason)
+            if forward.horizon and not program.recomputes(stage):
+                reason = "predicted weights are gone before its backward, and the stage does not recompute"
+                raise compact.error(rank, position, reason)
+            if forward.horizon:
+                predicted.add(stage)
+    return tuple(live + (stage in predicted) for stage, live in enumerate(live_versions))
+
+
+def prove_unstepped(compact: CompactProgram, live_versions: Sequence[int]) -> tuple[int, ...]:
+    """Prove the rules above for every (stage, microbatch).
+
+    Args:
+        compact: a program whose computations and versions are proved.
+        live_versions: the largest number of live versions at each stage.
+
+    Returns:
+        The same, with one more at each stage that has a forward at provisional weights.
+
+    Raises:
+        ProgramError: naming the first forward with another number, or one that is not recomputed.
+    """
+    program, width = compact.program, compact.num_microbatches
+    if program.weights.ahead is not Ahead.PROVISIONAL_STEP:
+        return tuple(live_versions)
+    firsts = [0, *accumulate(program.batches)]  # microbatch of each batch
+    batch_of = [batch for batch, size in enumerate(program.batches) for _ in range(size)]
+    depths = [program.graph.depth(stage) for stage in range(compact.num_stages)]
+    done = [0] * compact.num_stages  # backwards since the last STEP
+    end_done = [0] * compact.num_stages  # one past the last microbatch of them, and of those of which only I is done
+    stepped_ahead = set()
+    for rank, row in enumerate(program.rows):
+        for position, (code, place) in enumerate(zip(compact.codes[rank], compact.places[rank], strict=True)):
+            stage, index = divmod(place, width)
+            if code in (B, I, W):
+                done[stage] += code != I
+                end_done[stage] = max(end_done[stage], index + 1)
+            elif code == STEP:
+                done[stage] = end_done[stage] = 0  # each stage has its own
+            if code != F:
+                continue
+            forward, reason = row[position], ""
+            is_behind = forward.version < program.first_batch + batch_of[index]
+            wanted, before = done[stage] if is_behind else 0, max(0, index - depths[stage])
+            if is_behind and wanted != before - firsts[batch_of[before]]:
+                reason = (
+                    f"{wanted} microbatches have gradients here that no STEP has taken, and at depth {depths[stage]} "
+                    f"they are {before - firsts[batch_of[before]]}"
+                )
+            elif wanted and end_done[stage] > before:
+                last, end = (program.first_microbatch + each for each in (end_done[stage] - 1, before))
+                reason = (
+                    f"the gradients here that no STEP has taken are to be those of the microbatches before {end}, and "
+                    f"the backward of {last} stands before it"
+                )
+            elif forward.unstepped != wanted:
+                reason = (
+                    f"{wanted} microbatches have gradients that it is to be stepped with provisionally, not "
+                    f"{forward.unstepped}"
+                )
+            elif forward.unstepped and not program.recomputes(stage):
+                reason = "provisional weights are gone before its backward, and the stage does not recompute"
+            if reason:
+                raise compact.error(rank, position, reason)
+            if forward.unstepped:
+                stepped_ahead.add(stage)
+    return tuple(live + (stage in stepped_ahead) for stage, live in enumerate(live_versions))

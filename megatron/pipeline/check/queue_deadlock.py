@@ -23,9 +23,8 @@ from megatron.pipeline.check.device_operations import (
 )
 
 if TYPE_CHECKING:
-    from megatron.pipeline.check.compact import CompactProgram
+    from megatron.pipeline.check.compact import CompactProgram, ProgramError
     from megatron.pipeline.check.device_queues import QueueExecution, QueueingDevice
-    from megatron.pipeline.check.error import ProgramError
 
 _QUEUE, _THREAD = "queue", "thread"
 _Node = tuple[str, "QueueingDevice", int]  # the head of a queue, or a thread

@@ -13,6 +13,23 @@ when the computations before it are. So what holds at each position of the row h
 slots are enough, and no FETCH overwrites what is still used. Nor does an UPDATE overwrite on the host what is still
 copied: it waits for gradients of a computation that has waited for that copy. A slot that were overwritten too early
 would give wrong gradients without any error, as autograd does not see it.
+
+Proof: where weights live on the host, each stage's gradients come there complete, and are applied there once.
+
+Of each stage and version v, which applies the gradients of batch v-1, one of each stands in the stage's row, in order
+of v and in this order:
+
+    REDUCE_GRAD@v    behind the stage's last backward of the batch                 where the program is data parallel
+    STORE_GRAD@v     behind that backward, too
+    UPDATE@v         where updates are deferred: behind STEP@v
+
+Where the stage is an end of tied embeddings, the rank's REDUCE_EMBED@v stands between STORE_GRAD@v and UPDATE@v. An
+eager UPDATE may stand before REDUCE_NORM@v: the program says by `eager` that nothing in it depends on the norm.
+REDUCE_NORM@v stands behind the STORE_GRAD@v of each stage of the rank, as norms are taken when gradients leave.
+
+A backward that begins the gradients of a stage stands where at most one other stage's are begun and their STORE_GRAD
+is to come, and none of its own. It waits for STORE_GRADs before it until a buffer is free (see
+`program.lane_order`). So at most two buffers are in use, under any timing.
 """
 
 from megatron.pipeline.check.compact import (
@@ -22,11 +39,19 @@ from megatron.pipeline.check.compact import (
     FIRST_TRANSFER,
     FIRST_UPDATE,
     FREE,
+    KIND_OF_CODE,
     NUM_CODES,
+    REDUCE_EMBED,
+    REDUCE_GRAD,
+    REDUCE_NORM,
     STEP,
+    STORE_GRAD,
     UPDATE,
+    B,
     CompactProgram,
+    W,
 )
+from megatron.pipeline.program.lane_order import GRADIENT_BUFFERS
 
 
 def require_residency(compact: CompactProgram) -> None:
@@ -145,3 +170,132 @@ class _RankResidency:
         for stage, version in self.resident.items():
             return f"stage {stage} is resident over the end of its batch: no {stage}FREE@{version} stands before it"
         return ""
+
+
+def codes_of_host_updates(compact: CompactProgram) -> tuple[int, ...]:
+    """The codes that stand once a batch at each stage, in order; none where weights live on the device."""
+    program = compact.program
+    if program.residency is None:
+        return ()
+    return (REDUCE_GRAD, STORE_GRAD, UPDATE) if program.data_parallel else (STORE_GRAD, UPDATE)
+
+
+def prove_host_updates(compact: CompactProgram) -> None:
+    """Prove the rules above.
+
+    Args:
+        compact: a program whose computations and updates are proved.
+
+    Raises:
+        ProgramError: naming the word that is out of place, or the end of the row that lacks one.
+    """
+    if compact.program.residency is not None:
+        for rank in range(len(compact.codes)):
+            _RankUpdates(compact, rank).prove()
+
+
+class _RankUpdates:
+    """What has happened in a row so far. Batches are counted from the first of the program."""
+
+    def __init__(self, compact: CompactProgram, rank: int) -> None:
+        self.compact, self.rank, self.program = compact, rank, compact.program
+        self.codes = codes_of_host_updates(compact)
+        stages = compact.stages_of(rank)
+        ends = {0, compact.num_stages - 1} if self.program.reduces_embeddings(rank) else set()
+        self.ends = [stage for stage in stages if stage in ends]
+        self.left = {stage: list(self.program.batches) for stage in stages}  # backwards to come, of each batch
+        self.posted = {stage: dict.fromkeys(self.codes, 0) for stage in stages}
+        self.num_embedded = self.num_stepped = 0  # REDUCE_EMBEDs and STEPs before
+        self.in_use: dict[int, int] = {}  # stages whose gradients are begun and not stored -> of which batch
+
+    def prove(self) -> None:
+        compact, width = self.compact, self.compact.num_microbatches
+        batch_of = [batch for batch, size in enumerate(self.program.batches) for _ in range(size)]
+        row = zip(compact.codes[self.rank], compact.places[self.rank], compact.versions[self.rank], strict=True)
+        for position, (code, place, version) in enumerate(row):
+            stage, reason = place // width, ""
+            if code in (B, W):
+                batch = batch_of[place % width]
+                self.left[stage][batch] -= 1
+                reason = self._begin(stage, batch)
+            elif code in (REDUCE_GRAD, STORE_GRAD, UPDATE):
+                reason = self._post(code, stage, version - self.program.first_batch - 1)
+            elif code == REDUCE_EMBED:
+                reason = self._embed()
+            elif code == REDUCE_NORM:
+                reason = self._take_norm(version - self.program.first_batch - 1)
+            elif code == STEP:
+                self.num_stepped += 1
+            if reason:
+                raise compact.error(self.rank, position, reason)
+        self._require_all()
+
+    def _begin(self, stage: int, batch: int) -> str:
+        """Why a backward has no buffer for its gradients."""
+        begun = self.in_use.setdefault(stage, batch)
+        if begun != batch:
+            return (
+                f"the gradients of batch {self.program.first_batch + begun} are still in the stage's buffer: no "
+                f"{self._word(stage, STORE_GRAD, begun)} stands before it"
+            )
+        if len(self.in_use) > GRADIENT_BUFFERS:
+            others = " and ".join(f"stage {other}" for other in self.in_use if other != stage)
+            return f"the {GRADIENT_BUFFERS} gradient buffers are those of {others}, whose STORE_GRADs are to come"
+        return ""
+
+    def _post(self, code: int, stage: int, index: int) -> str:
+        """Why a word of a stage, which leads to the version after batch `index`, is out of place."""
+        posted = self.posted[stage]
+        if code not in posted:
+            return f"by the program's flags a stage has no {KIND_OF_CODE[code].value}"
+        if posted[code] == len(self.program.batches):
+            return f"the {KIND_OF_CODE[code].value} of every batch stands before it already"
+        if index != posted[code]:
+            return f"each batch has one, in order, and {self._word(stage, code, posted[code])} is due"
+        if self.left[stage][index]:
+            return f"batch {self.program.first_batch + index}, whose gradients it takes, has backwards to come here"
+        before = self.codes[: self.codes.index(code)]
+        missing = next((self._word(stage, each, index) for each in before if posted[each] <= index), "")
+        if code == UPDATE and not missing:
+            missing = self._missing_of_rank(stage, index)
+        if missing:
+            return f"no {missing} stands before it"
+        posted[code] += 1
+        if code == STORE_GRAD:
+            del self.in_use[stage]
+        return ""
+
+    def _missing_of_rank(self, stage: int, index: int) -> str:
+        """What an UPDATE lacks of what is said once for all stages of the rank."""
+        lowest = self.compact.stages_of(self.rank)[0]
+        if stage in self.ends and self.num_embedded <= index:
+            return self._word(lowest, REDUCE_EMBED, index)
+        if not self.program.residency.is_eager and self.num_stepped <= index:
+            return self._word(lowest, STEP, index)
+        return ""
+
+    def _embed(self) -> str:
+        for end in self.ends:
+            if self.posted[end][STORE_GRAD] <= self.num_embedded:
+                return f"it adds gradients on the host: no {self._word(end, STORE_GRAD, self.num_embedded)} before it"
+        self.num_embedded += 1
+        return ""
+
+    def _take_norm(self, index: int) -> str:
+        for stage, posted in self.posted.items():
+            if posted[STORE_GRAD] <= index:
+                return f"norms are taken as gradients leave: no {self._word(stage, STORE_GRAD, index)} stands before it"
+        return ""
+
+    def _require_all(self) -> None:
+        """Nothing is missing at the end of the row."""
+        for stage, posted in self.posted.items():
+            for code in self.codes:
+                if posted[code] < len(self.program.batches):
+                    batch = self.program.first_batch + posted[code]
+                    reason = f"{self._word(stage, code, posted[code])} is missing: batch {batch} needs it"
+                    raise self.compact.error(self.rank, len(self.compact.codes[self.rank]), reason)
+
+    def _word(self, stage: int, code: int, index: int) -> str:
+        """The word with the version that batch `index` leads to."""
+        return f"{stage}{KIND_OF_CODE[code].value}@{self.program.first_batch + index + 1}"

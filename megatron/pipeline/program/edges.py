@@ -7,6 +7,9 @@ Activations go from an edge's source to its target, and gradients back; an edge 
 a frozen stage, has no gradients. A stage that hands on tensors and gets no gradient for any is forward-only: frozen.
 Nothing that comes back holds it up, so it may have a few tensors unread and no more: see `most_unread`. Stages are
 numbered such that edges ascend, so there is no circle. All of the tensors that one stage hands to another are one edge.
+
+Which stages live on a rank, read off `rank_of_stage`: of all ranks at once, since a look through all stages for each
+rank would grow with the square of their number.
 """
 
 from __future__ import annotations
@@ -17,6 +20,26 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from megatron.pipeline.program.instruction import Instruction, Tensor
+
+
+def stages_of(rank_of_stage: Sequence[int], rank: int) -> tuple[int, ...]:
+    """The stages that live on a rank, ascending; none where there is no such rank."""
+    return _by_rank(tuple(rank_of_stage)).get(rank, ())
+
+
+def stages_by_rank(rank_of_stage: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Those of each rank, from 0 to the last."""
+    found = _by_rank(tuple(rank_of_stage))
+    return tuple(found.get(rank, ()) for rank in range(max(found) + 1))
+
+
+@lru_cache(maxsize=1024)
+def _by_rank(rank_of_stage: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
+    found: dict[int, list[int]] = {}
+    for stage, rank in enumerate(rank_of_stage):
+        found.setdefault(rank, []).append(stage)
+    return {rank: tuple(stages) for rank, stages in found.items()}
+
 
 _TEXT = re.compile(r"(0|[1-9][0-9]*)>(0|[1-9][0-9]*)(:F)?")
 

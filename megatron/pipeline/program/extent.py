@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from megatron.pipeline.program.edges import Edge, StageGraph
+from megatron.pipeline.program.edges import Edge, StageGraph, stages_of
 from megatron.pipeline.program.instruction import BACKWARDS, RESIDENCY_WORDS, Instruction
 from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.program.move_order import Pairs
-from megatron.pipeline.program.stages import stages_of
 from megatron.pipeline.program.weight_policies import WeightPolicy
 
 

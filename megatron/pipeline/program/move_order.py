@@ -26,8 +26,8 @@ its backward, or until its EVICT or RETURN has completed: on both sides while it
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from megatron.pipeline.program.edges import stages_of
 from megatron.pipeline.program.instruction import COMPUTATIONS, MOVES, USES_SAVED, Instruction, Kind
-from megatron.pipeline.program.stages import stages_of
 
 
 def pair_of(index: int, count: int) -> int:

@@ -19,9 +19,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron.pipeline.program.edges import Edge, StageGraph
+from megatron.pipeline.program.edges import Edge, StageGraph, stages_by_rank
 from megatron.pipeline.program.instruction import Instruction, Kind
-from megatron.pipeline.program.stages import stages_by_rank
 from megatron.pipeline.schedules.merged import merge
 from megatron.pipeline.schedules.one_f_one_b import OneForwardOneBackward
 from megatron.pipeline.schedules.order import Order, Work

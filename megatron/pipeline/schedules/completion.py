@@ -17,8 +17,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from megatron.pipeline.check import ProgramError, check
-from megatron.pipeline.check.compact import compact
-from megatron.pipeline.check.error import error_at
+from megatron.pipeline.check.compact import compact, error_at
 from megatron.pipeline.program.edges import StageGraph
 from megatron.pipeline.program.instruction import ENDS_BACKWARD, RECEIVES, SENDS, UPDATES, Instruction, Kind, Rows
 from megatron.pipeline.program.program import Program, shifted_row
@@ -26,8 +25,7 @@ from megatron.pipeline.schedules.continuation import Continuation, cuts_of, find
 from megatron.pipeline.schedules.passes import Segments
 from megatron.pipeline.schedules.passes.communication import add_communication
 from megatron.pipeline.schedules.passes.recompute import add_recompute
-from megatron.pipeline.schedules.passes.updates import add_updates
-from megatron.pipeline.schedules.passes.versions import set_versions, without_versions
+from megatron.pipeline.schedules.passes.updates import add_updates, set_versions, without_versions
 
 
 def completed(program: Program, *, fill: int | None = None, period: int | None = None) -> Program:

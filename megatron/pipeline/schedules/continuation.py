@@ -32,16 +32,15 @@ from functools import lru_cache
 from itertools import pairwise, takewhile
 
 from megatron.pipeline.check import ProgramError
-from megatron.pipeline.check.compact import compact
-from megatron.pipeline.check.error import error_at
+from megatron.pipeline.check.compact import compact, error_at
 from megatron.pipeline.check.periods import PeriodOrigin, difference, states_at
 from megatron.pipeline.graph.row_graph import RowExecution
 from megatron.pipeline.program.extent import Extent
 from megatron.pipeline.program.instruction import Instruction, Row, Rows
 from megatron.pipeline.program.program import Program, shifted_row
 from megatron.pipeline.schedules.passes import Segments
-from megatron.pipeline.schedules.passes.versions import set_versions, without_versions
-from megatron.pipeline.schedules.segments import ProgramInSegments
+from megatron.pipeline.schedules.passes.updates import set_versions, without_versions
+from megatron.pipeline.schedules.pipeline_schedule import ProgramInSegments
 
 Cuts = tuple[tuple[int, ...], ...]
 """For each cut, from before the first batch to behind the last: the number of instructions of each rank before it."""

@@ -20,9 +20,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import ClassVar
 
-from megatron.pipeline.program.edges import Edge, StageGraph
+from megatron.pipeline.program.edges import Edge, StageGraph, stages_by_rank
 from megatron.pipeline.program.instruction import Instruction, Kind, Tensor
-from megatron.pipeline.program.stages import stages_by_rank
 from megatron.pipeline.schedules.gpipe import GPipe
 from megatron.pipeline.schedules.one_f_one_b import OneForwardOneBackward
 from megatron.pipeline.schedules.order import Order, Work

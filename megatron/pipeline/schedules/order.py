@@ -10,10 +10,9 @@ from functools import cached_property, lru_cache
 from itertools import chain
 from typing import ClassVar
 
-from megatron.pipeline.program.edges import Edge, StageGraph
+from megatron.pipeline.program.edges import Edge, StageGraph, stages_of
 from megatron.pipeline.program.instruction import ENDS_BACKWARD, HALVES, Instruction, Kind
 from megatron.pipeline.program.move_order import Pairs
-from megatron.pipeline.program.stages import stages_of
 from megatron.pipeline.schedules.passes import Segments
 
 _MOST_GROUPS = 8  # of p microbatches, among which a batch is looked for that the order takes

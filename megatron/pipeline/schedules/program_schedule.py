@@ -21,16 +21,14 @@ from pathlib import Path
 from megatron.pipeline.check import CheckReport, check, check_periodic
 from megatron.pipeline.program.csv_text import names_stated, read_notes
 from megatron.pipeline.program.instruction import HALVES, UPDATES, Kind
-from megatron.pipeline.program.periodic import PeriodicProgram
-from megatron.pipeline.program.program import Program, shifted_row
+from megatron.pipeline.program.program import PeriodicProgram, Program, shifted_row
 from megatron.pipeline.schedules.compatibility import require_known_norm
 from megatron.pipeline.schedules.completion import completed, renumbered, require_equal_batches, require_training
 from megatron.pipeline.schedules.continuation import Continuation, Repetition, cuts_of, find_repetition
 from megatron.pipeline.schedules.gpipe import GPipe
 from megatron.pipeline.schedules.merged import MergedGPipe
 from megatron.pipeline.schedules.order import Order
-from megatron.pipeline.schedules.pipeline_schedule import PipelineSchedule
-from megatron.pipeline.schedules.segments import ProgramInSegments
+from megatron.pipeline.schedules.pipeline_schedule import PipelineSchedule, ProgramInSegments
 
 _DIGITS = 12  # of a hash that is shown
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from megatron.pipeline.program.edges import stages_by_rank
 from megatron.pipeline.program.lane_order import RELOADED_AHEAD
-from megatron.pipeline.program.stages import stages_by_rank
 from megatron.pipeline.schedules.order import Order
 from megatron.pipeline.schedules.passes.balance import balanced_bounds
 

@@ -10,33 +10,25 @@ from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from itertools import chain
 
-from megatron.pipeline.program.edges import Edge, StageGraph
+from megatron.pipeline.program.edges import Edge, StageGraph, stages_by_rank
 from megatron.pipeline.program.extent import Extent
 from megatron.pipeline.program.instruction import Row
 from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.program.move_order import Pairs
-from megatron.pipeline.program.periodic import PeriodicProgram
-from megatron.pipeline.program.program import shifted_row
-from megatron.pipeline.program.stages import stages_by_rank
+from megatron.pipeline.program.program import PeriodicProgram, shifted_row
 from megatron.pipeline.program.weight_policies import WeightPolicy, predicting, weight_policy
 from megatron.pipeline.schedules.compatibility import validate_batch, validate_choices, validate_frozen
 from megatron.pipeline.schedules.frozen import BehindFrozen, frozen_chain
 from megatron.pipeline.schedules.order import Order, remaining_backwards
-from megatron.pipeline.schedules.orders import MERGED, ORDERS, PRESETS
+from megatron.pipeline.schedules.orders import MERGED, ORDERS, PRESETS, rank_of_stage, round_robin, validate_placement
 from megatron.pipeline.schedules.passes import Segments
 from megatron.pipeline.schedules.passes.balance import add_balance
 from megatron.pipeline.schedules.passes.communication import add_communication
-from megatron.pipeline.schedules.passes.host_updates import add_host_updates
-from megatron.pipeline.schedules.passes.predictions import add_predictions
 from megatron.pipeline.schedules.passes.recompute import add_recompute
-from megatron.pipeline.schedules.passes.residency import add_residency
-from megatron.pipeline.schedules.passes.stash import add_stash
-from megatron.pipeline.schedules.passes.updates import add_updates
-from megatron.pipeline.schedules.passes.versions import set_versions
-from megatron.pipeline.schedules.pipeline_schedule import PipelineSchedule
-from megatron.pipeline.schedules.placements import rank_of_stage, round_robin, validate_placement
+from megatron.pipeline.schedules.passes.residency import add_host_updates, add_residency, add_stash
+from megatron.pipeline.schedules.passes.updates import add_predictions, add_updates, set_versions
+from megatron.pipeline.schedules.pipeline_schedule import PipelineSchedule, ProgramInSegments
 from megatron.pipeline.schedules.saved import SavedBounds, bounds_of_ranks
-from megatron.pipeline.schedules.segments import ProgramInSegments
 
 
 @dataclass(frozen=True, kw_only=True)

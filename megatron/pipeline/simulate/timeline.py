@@ -27,7 +27,7 @@ from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 
-from megatron.pipeline.program.edges import Edge, StageGraph
+from megatron.pipeline.program.edges import Edge, StageGraph, stages_by_rank, stages_of
 from megatron.pipeline.program.instruction import (
     BUSY,
     ENDS_BACKWARD,
@@ -41,7 +41,6 @@ from megatron.pipeline.program.instruction import (
     Lane,
 )
 from megatron.pipeline.program.move_order import Pairs
-from megatron.pipeline.program.stages import stages_by_rank, stages_of
 
 FORMAT = "megatron.pipeline.simulate.timeline/1"
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from operator import ge
 
+from megatron.pipeline.program.edges import stages_of
 from megatron.pipeline.program.instruction import BEGINS_BACKWARD, ENDS_BACKWARD, Instruction, Kind
-from megatron.pipeline.program.stages import stages_of
 
 Moment = tuple[int, ...]
 """What a rank holds at once: of each of its stages, ascending, the microbatches between F and the end of B or I, and

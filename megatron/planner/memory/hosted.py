@@ -22,9 +22,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from megatron.pipeline.program.arena import places
-from megatron.pipeline.program.lane_order import DEVICE, GRADIENT_BUFFERS, HOST
-from megatron.pipeline.program.stages import stages_of
+from megatron.pipeline.program.edges import stages_of
+from megatron.pipeline.program.lane_order import DEVICE, GRADIENT_BUFFERS, HOST, places
 from megatron.planner.memory.demand import Demand
 from megatron.planner.memory.parameters import TrainingState
 

@@ -27,8 +27,8 @@ from functools import lru_cache
 from operator import attrgetter, mul
 
 from megatron.pipeline.communicators import Communicator, chain_of_rank, links_of_rank, move_link_of_rank
+from megatron.pipeline.program.edges import stages_by_rank
 from megatron.pipeline.program.move_order import Pairs
-from megatron.pipeline.program.stages import stages_by_rank
 from megatron.planner.memory.activations import Activations, ActivationSetting, by_stage
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.memory.demand import Demand

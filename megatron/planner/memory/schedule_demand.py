@@ -20,10 +20,10 @@ from dataclasses import replace
 from functools import lru_cache
 
 from megatron.pipeline.check import CheckReport, check, check_periodic
+from megatron.pipeline.program.edges import stages_by_rank
 from megatron.pipeline.program.instruction import BEGINS_BACKWARD, ENDS_BACKWARD, Kind, Tensor
 from megatron.pipeline.program.lane_order import DEVICE, RELOADED_AHEAD
 from megatron.pipeline.program.program import Program
-from megatron.pipeline.program.stages import stages_by_rank
 from megatron.pipeline.schedules import PipelineSchedule, Schedule
 from megatron.pipeline.schedules.gpipe import GPipe
 from megatron.pipeline.schedules.interleaved import Interleaved

@@ -23,6 +23,7 @@ from functools import lru_cache
 from itertools import chain, pairwise
 
 from megatron.pipeline.graph.execution import START, Execution, Take
+from megatron.pipeline.program.edges import stages_by_rank
 from megatron.pipeline.program.instruction import (
     BEGINS_BACKWARD,
     COMPUTATIONS,
@@ -34,7 +35,6 @@ from megatron.pipeline.program.instruction import (
     Tensor,
 )
 from megatron.pipeline.program.move_order import awaited_moves
-from megatron.pipeline.program.stages import stages_by_rank
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.schedules.passes import Segment, Segments
 from megatron.pipeline.simulate.costs import Costs

@@ -3,8 +3,8 @@
 from itertools import pairwise
 from operator import add
 
+from megatron.pipeline.program.edges import stages_by_rank
 from megatron.pipeline.program.instruction import Kind
-from megatron.pipeline.program.stages import stages_by_rank
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate.costs import Costs
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from megatron.pipeline.placement.counts import MessageCounts
 from megatron.pipeline.placement.traffic import Traffic
-from megatron.pipeline.program.stages import stages_by_rank
+from megatron.pipeline.program.edges import stages_by_rank
 from megatron.pipeline.schedules import PipelineSchedule
 from megatron.planner.memory.activations import Activations, ActivationSetting, by_stage
 from megatron.planner.memory.architecture import Architecture

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from megatron.pipeline.check import ProgramError, check, check_periodic
 from megatron.pipeline.program.instruction import Instruction, Kind
-from megatron.pipeline.program.periodic import PeriodicProgram
-from megatron.pipeline.program.program import Program
+from megatron.pipeline.program.program import PeriodicProgram, Program
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import Costs, simulate
 from tests.pipeline.check.examples import with_row, written

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 
 from megatron.pipeline.check import ProgramError, check, check_periodic
 from megatron.pipeline.program.instruction import Instruction
-from megatron.pipeline.program.periodic import PeriodicProgram
-from megatron.pipeline.program.program import Program
+from megatron.pipeline.program.program import PeriodicProgram, Program
 from megatron.pipeline.program.weight_policies import STASH
 from megatron.pipeline.schedules import Schedule
 from tests.pipeline.check.examples import saved_bounds, schedules, written

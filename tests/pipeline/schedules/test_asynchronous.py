@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.pipeline.check import ProgramError, check, check_periodic
-from megatron.pipeline.program.edges import Edge
+from megatron.pipeline.program.edges import Edge, stages_by_rank
 from megatron.pipeline.program.instruction import Instruction, Kind
 from megatron.pipeline.program.program import Program
-from megatron.pipeline.program.stages import stages_by_rank
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate

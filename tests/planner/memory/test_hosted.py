@@ -12,8 +12,7 @@ from megatron import backend
 
 backend.install()
 
-from megatron.pipeline.program.arena import places
-from megatron.pipeline.program.lane_order import Residency, most_boundaries
+from megatron.pipeline.program.lane_order import Residency, most_boundaries, places
 from megatron.pipeline.schedules import Schedule
 from megatron.planner import GIB, Activations, Architecture, Cluster, Configuration, TrainingState
 from megatron.planner.job.software import Software

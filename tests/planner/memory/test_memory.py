@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import pytest
 
 from megatron.pipeline.check import check
-from megatron.pipeline.program.stages import stages_by_rank
+from megatron.pipeline.program.edges import stages_by_rank
 from megatron.pipeline.schedules import Schedule
 from megatron.planner import (
     GIB,

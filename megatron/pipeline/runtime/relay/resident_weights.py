@@ -27,7 +27,7 @@ from torch import Tensor
 from megatron.backend.communicators import shut_down
 from megatron.backend.streams import streams_of
 from megatron.pipeline.communicators import COMMUNICATOR_CTAS
-from megatron.pipeline.program.arena import places
+from megatron.pipeline.program.lane_order import places
 from megatron.pipeline.runtime.relay.host_store import HostStore
 from megatron.pipeline.runtime.relay.node_replicas import NodeReplicas, meeting_of
 

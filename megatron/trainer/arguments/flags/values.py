@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from megatron.pipeline.program.edges import stages_of
 from megatron.pipeline.program.lane_order import Residency
-from megatron.pipeline.program.stages import stages_of
 from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.pipeline.schedules import PLACEMENTS, PRESETS
 

@@ -11,9 +11,8 @@ from megatron.pipeline.program.program import Program
 from megatron.pipeline.program.weight_policies import FLUSH
 from megatron.pipeline.schedules.passes.balance import add_balance, balanced_bounds
 from megatron.pipeline.schedules.passes.communication import add_communication
-from megatron.pipeline.schedules.passes.updates import add_updates
-from megatron.pipeline.schedules.passes.versions import set_versions
-from megatron.pipeline.schedules.segments import ProgramInSegments
+from megatron.pipeline.schedules.passes.updates import add_updates, set_versions
+from megatron.pipeline.schedules.pipeline_schedule import ProgramInSegments
 from tests.pipeline.schedules.passes.fewest_moves import fewest_evictions
 from tests.pipeline.strategies import kinds_of, text
 

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from megatron.pipeline.program.instruction import HOST_WORDS, Instruction, Kind
 from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.program.program import Program
-from megatron.pipeline.schedules.passes.host_updates import add_host_updates
-from megatron.pipeline.schedules.passes.residency import add_residency
+from megatron.pipeline.schedules.passes.residency import add_host_updates, add_residency
 from tests.pipeline.schedules.passes.written import extent, segments, texts
 
 RELAY = "0F0 0F1 1F0 1F1 2F0 2F1 3F0 3B0 3F1 3B1 2B0 2B1 1B0 1B1 0B0 0B1"

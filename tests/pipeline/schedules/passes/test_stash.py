@@ -11,7 +11,7 @@ from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.program.lane_order import RELOADED_AHEAD, Residency
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules import Schedule, schedule
-from megatron.pipeline.schedules.passes import stash
+from megatron.pipeline.schedules.passes import residency as stash
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
 

@@ -1,6 +1,6 @@
 """Computations get the versions of the weight policy."""
 
-from megatron.pipeline.schedules.passes.versions import set_versions
+from megatron.pipeline.schedules.passes.updates import set_versions
 from tests.pipeline.schedules.passes.written import extent, segments, texts
 
 
