@@ -16,10 +16,9 @@ first_microbatch)`. Places index flat arrays over (stage, microbatch). An instru
 first place. What an instruction means besides its microbatch and version is its *slot*, which indexes tables of rules:
 its code at its stage, and where a stage has several peers for a transfer, with that peer.
 
-How a program that is wrong is shown to the person who wrote it.
-
-A reason alone does not help someone who looks at ten thousand instructions. So an error names the rank, the position in
-its row and the instruction, and draws that neighbourhood of the row with an arrow:
+A `ProgramError` shows where a program is wrong. A reason alone does not help someone who looks at ten thousand
+instructions, so the error names the rank, the position in its row and the instruction, and draws that neighbourhood of
+the row with an arrow:
 
     rank 1, position 9, 1B1@0: the gradient of its output has not been received: no 1RECV_B1 stands before it
     rank 1: ... 1SEND_F3  1B0@0  1SEND_B0  1F4@0  1B1@0  1SEND_B1  1RECV_F5  1F5@0 ...

@@ -1,5 +1,7 @@
-"""Proof: every batch is computed at a prediction of its version, made from what the program says it reads.
+"""Proofs of predicted weights: of whole batches (`2bw-provisional`), and of single forwards (`stale-predicted`,
+`stale-provisional`).
 
+**A batch** is computed at a prediction of its version, made from the gradients that the program says it reads.
 PREDICT@t takes the step to version t provisionally. A rank has one stage, and on each rank PREDICT@t stands
 
 - after STEP@(t-1), from whose weights it starts, where that is in the program, and after PREDICT@(t-1);
@@ -16,14 +18,14 @@ begins with that prediction.
 So which microbatches a prediction reads follows from the policy and its numbers alone: they are the same at all stages
 that read as many, behind a drain, and in one process.
 
-Proof: a forward is predicted just as far ahead as its backward is, where the weight policy predicts so.
+**A forward of `stale-predicted`** is predicted just as far ahead as its backward is:
 
     2F5@1+2 ... 2R5@3 2B5@3        horizon = version of the backward - version of the forward
 
 A predicted forward has one more set of weights, which the next one of the stage overwrites. So its stage has to
 recompute: what a forward would save refers to weights that are gone before its backward.
 
-Proof: a forward is stepped provisionally with just the gradients that no STEP has taken, where the policy says so.
+**A forward of `stale-provisional`** is stepped provisionally with just the gradients that no STEP has taken:
 
     2B4@1 2F9@1~1 2B5@1 2F10@1~2       q = backwards of the stage since its last STEP, of batch 1
 
@@ -32,7 +34,7 @@ STEP@(v+1) are those of batch v, which is proved with the versions; so these gra
 forward's version waits for, and fewer than all of it.
 
 Which they are follows from the graph alone, too: at depth k, microbatch i finds those of the batch of microbatch i - k
-that come before that, and no others. Several stages count on it (`update.shared_parameters`), so it is proved along.
+that come before that, and no others. Several stages count on it (`runtime.update`), so it is proved along.
 
 These weights are one more set, which the next such forward of the stage overwrites. So its stage has to recompute.
 """

@@ -1,16 +1,15 @@
-"""Proof: the program runs to its end, even where a send completes only once its receive is posted.
+"""Proof: sends and receives pair up, and the program runs to its end, even where a send completes only once its receive
+is posted.
 
-The proof is the execution that finds the graph of who waits for whom (`megatron.pipeline.graph`). Whether an
-instruction can run is monotone in what has been posted, every order of execution ends in the same state, and one
+The proof of progress is the execution that finds the graph of who waits for whom (`megatron.pipeline.graph`). Whether
+an instruction can run is monotone in what has been posted, every order of execution ends in the same state, and one
 execution stands for all. Where it ends before the rows, the ranks that are left wait for one another, and the error
 names the circle.
 
-Proof: sends and receives pair up in order.
-
-A channel is an edge between two stages and one kind of traffic, activations or gradients. It carries no tags:
-the n-th tensor sent is the n-th received. That every transfer is posted exactly once at each end is proved with the
-computations; here the two ends of each channel are shown to list the same microbatches in the same order. If they did
-not, a stage would compute on another microbatch's data, silently.
+**Transfers.** A channel is an edge between two stages and one kind of traffic, activations or gradients. It carries no
+tags: the n-th tensor sent is the n-th received. That every transfer is posted exactly once at each end is proved with
+the computations; here the two ends of each channel are shown to list the same microbatches in the same order. If they
+did not, a stage would compute on another microbatch's data, silently.
 """
 
 from megatron.pipeline.check.compact import CompactProgram

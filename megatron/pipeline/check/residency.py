@@ -1,6 +1,7 @@
-"""Proof: where weights live on the host, every computation finds its own on the device, and few are there at once.
+"""Proofs for weights that live on the host: every computation finds its weights on the device, few are there at once,
+and each stage's gradients reach the host complete and are applied once.
 
-A rank has room for the weights of K stages (`Program.residency`). In the order of its row:
+**Weights.** A rank has room for the weights of K stages (`Program.residency`). In the order of its row:
 
 - FETCH stands where fewer than K stages are resident, and its own is not. It fetches the version that the host has by
   then: the one that the program entered with, or that of the last UPDATE of the stage before it.
@@ -14,10 +15,8 @@ slots are enough, and no FETCH overwrites what is still used. Nor does an UPDATE
 copied: it waits for gradients of a computation that has waited for that copy. A slot that were overwritten too early
 would give wrong gradients without any error, as autograd does not see it.
 
-Proof: where weights live on the host, each stage's gradients come there complete, and are applied there once.
-
-Of each stage and version v, which applies the gradients of batch v-1, one of each stands in the stage's row, in order
-of v and in this order:
+**Gradients.** Of each stage and version v, which applies the gradients of batch v-1, one of each stands in the stage's
+row, in order of v and in this order:
 
     REDUCE_GRAD@v    behind the stage's last backward of the batch                 where the program is data parallel
     STORE_GRAD@v     behind that backward, too

@@ -16,12 +16,10 @@ stages keep for their recompute. Where the stash is on the host, a rank has at m
 microbatches a batch (`lane_order.most_boundaries`), whatever the number of its stages and the timing: an input counts
 from the start of its forward until the row has waited for its OFFLOAD, and from when its RELOAD is posted.
 
-Count: tensors that wait on a rank between two of its own stages.
-
-What a stage makes for the next one on the same rank is not sent, and not yet saved there either: it waits from the end
-of the one computation to the start of the other. Where a rank turns to its next stage soon, one tensor waits; where it
-takes a whole batch through a stage first, a whole batch does, of activations on the way up and of gradients on the way
-down. That follows from the row alone, under any timing.
+**Waiting tensors.** What a stage makes for the next one on the same rank is not sent, and not yet saved there either:
+it waits from the end of the one computation to the start of the other. Where a rank turns to its next stage soon, one
+tensor waits; where it takes a whole batch through a stage first, a whole batch does, of activations on the way up and
+of gradients on the way down. That follows from the row alone, under any timing.
 """
 
 from megatron.pipeline.check.compact import (

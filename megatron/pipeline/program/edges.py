@@ -8,8 +8,8 @@ a frozen stage, has no gradients. A stage that hands on tensors and gets no grad
 Nothing that comes back holds it up, so it may have a few tensors unread and no more: see `most_unread`. Stages are
 numbered such that edges ascend, so there is no circle. All of the tensors that one stage hands to another are one edge.
 
-Which stages live on a rank, read off `rank_of_stage`: of all ranks at once, since a look through all stages for each
-rank would grow with the square of their number.
+`stages_of` and `stages_by_rank` read off `rank_of_stage` which stages live on a rank. They look through it once for all
+ranks, since a look for each rank would grow with the square of their number.
 """
 
 from __future__ import annotations

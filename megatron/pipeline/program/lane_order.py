@@ -37,10 +37,9 @@ Nothing of this waits for what stands behind it in its row. So by itself no lane
 within a rank leads to a place before it in the row. A circle has to leave the rank, and it leaves only where ranks wait
 for each other: in the row, for tensors, and in the chain, for reductions over several ranks.
 
-Where the weights of a rank's stages lie, of which few are on the device at once: the arithmetic, without torch.
-
-Every stage has a fixed place in one memory, such that the K stages that follow one another in the order of the rank lie
-apart. For K = 2 the memory is filled from both ends, and is as large as the largest pair of neighbours.
+`places` says where the weights of a rank's stages lie on the device, of which few are there at once. Every stage has a
+fixed place in one memory, such that the K stages that follow one another in the order of the rank lie apart. For K = 2
+the memory is filled from both ends, and is as large as the largest pair of neighbours.
 """
 
 from __future__ import annotations

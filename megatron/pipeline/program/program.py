@@ -2,11 +2,9 @@
 
 Rows hold one rank's instructions in order, without bubbles: time is the simulator's and the runtime's business.
 
-A run of any number of equal batches, in the space of a few.
-
-Once a pipeline that never drains has filled, it does the same for every batch, with later microbatches and versions.
-So a long run is its fill, one period repeated, and its drain; what is proved of these three holds for every number of
-batches.
+A `PeriodicProgram` is a run of any number of equal batches in the space of a few. Once a pipeline that never drains has
+filled, it does the same for every batch, with later microbatches and versions. So a long run is its fill, one period
+repeated, and its drain; what is proved of these three holds for every number of batches.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The orders that there are, and the presets: names of common combinations of an order with the other choices.
+"""The tables of orders, of placements, and of presets: names of common combinations of an order with the other choices.
 
-Which rank holds which stage, where ranks hold several: one table entry for each way.
+A placement says which rank holds which stage where ranks hold several:
 
     placement     2 ranks, 2 stages on each
     round-robin   0 1 0 1    Megatron-LM's interleaving: dealt out in turn

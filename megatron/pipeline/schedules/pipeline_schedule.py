@@ -8,8 +8,6 @@ runtime asks a `ProgramStream` for one batch's instructions at a time. Each segm
 checker has proved: the batches that can still matter to the segment, and the drain that may come next. That program
 depends on nothing but the sizes of its batches, so it is built and proved once and shifted to each place of the run.
 
-A program with the places at which a run may stop.
-
 The segment of a batch is what a rank does from its first forward of that batch up to where the first forward of the
 next batch stands. After it the run may go on with another batch, whose size nobody had to know before, or drain.
 """

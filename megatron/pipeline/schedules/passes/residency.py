@@ -1,9 +1,10 @@
-"""Bring the weights of each stage to the device before it computes, where they live on the host.
+"""The passes for weights that live on the host: fetch each stage's weights before it computes, send inputs that have to
+wait to the host, and let the host update each stage.
 
-A row is a sequence of *runs*, computations of one stage one after another. Before a run those stages are to be resident
-whose runs come next: as many different ones, from this run on, as there is room for. What is resident and not among
-them is freed, and what is missing is fetched, in the order of use. So a fetch stands right behind the FREE that makes
-room for it, and the copy runs beside the run that follows:
+**Weights (`add_residency`).** A row is a sequence of *runs*, computations of one stage one after another. Before a run
+those stages are to be resident whose runs come next: as many different ones, from this run on, as there is room for.
+What is resident and not among them is freed, and what is missing is fetched, in the order of use. So a fetch stands
+right behind the FREE that makes room for it, and the copy runs beside the run that follows:
 
     0FETCH 1FETCH 0F0 0F1 0FREE 2FETCH 1F0 1F1 2F0 2B0 2F1 2B1 2FREE 0FETCH 1R0 1B0 1R1 1B1 1FREE 0R0 0B0 0R1 0B1 0FREE
 
@@ -11,9 +12,7 @@ On one rank with N stages, of which K are resident, the last K stay where the re
 2N - K of them, however many microbatches it has. Nothing stays over a batch's border: the next batch uses other
 weights, or the run may be drained there.
 
-Send inputs that have to wait to the host behind their forward, and bring them back before their recompute.
-
-Where weights live on the host, a stage's recompute stands a whole batch of each stage above it behind its forward. On
+**Inputs (`add_stash`).** A stage's recompute stands a whole batch of each stage above it behind its forward. On
 the device the inputs of all stages would wait that long; what has to stay is what stages exchange next.
 
     2F0 2OFFLOAD0 2F1 2OFFLOAD1 ... 3B0 2RELOAD0 3B1 2RELOAD1 3FREE 1FETCH 2R0 2B0 2R1 2B1
@@ -29,11 +28,9 @@ that FETCH, two of them in the run before. With C for a forward and 3C for a bac
 and A for a RELOAD, nobody waits where X + 2A <= 9C; else each stage does for what is more. One backward ahead
 (`ahead=1`), as is natural where nothing else is in the lane, that is 6C; each one more takes an input of memory.
 
-Send each stage's gradients to the host when its last backward of a batch is done, and let the host update it.
-
-Where gradients stay on the device, a rank reduces those of all its stages together, after its last backward (see
-`updates`). Here a stage's own have to leave before the stage after the next one computes its backwards. So reduction,
-STORE_GRAD and UPDATE are of one stage, and stand behind its own last backward:
+**Gradients (`add_host_updates`).** Where gradients stay on the device, a rank reduces those of all its stages together,
+after its last backward (see `updates`). Here a stage's own have to leave before the stage after the next one computes
+its backwards. So reduction, STORE_GRAD and UPDATE are of one stage, and stand behind its own last backward:
 
     eager      1B7 1REDUCE_GRAD@1 1STORE_GRAD@1 1UPDATE@1   0B0 ... 0STORE_GRAD@1 0UPDATE@1 0REDUCE_NORM@1 0STEP@1
     deferred   1B7 1REDUCE_GRAD@1 1STORE_GRAD@1   0B0 ... 0STORE_GRAD@1 0REDUCE_NORM@1 0STEP@1 0UPDATE@1 1UPDATE@1

@@ -1,8 +1,10 @@
-"""Reduce the gradients of each batch, and step.
+"""The passes of an update: reduce the gradients of each batch and step, give every computation its weight version, and
+predict the weights of the next batch.
 
-The chain that leads to version v is posted right after the last backward of batch v-1, and runs while the rank goes on
-computing; only the STEP waits for it. So the STEP stands as late as the weight policy allows: at the end of a segment,
-just before the first forward that uses the new version. Where no such forward comes, it closes the program.
+**Updates (`add_updates`).** The chain that leads to version v is posted right after the last backward of batch v-1, and
+runs while the rank goes on computing; only the STEP waits for it. So the STEP stands as late as the weight policy
+allows: at the end of a segment, just before the first forward that uses the new version. Where no such forward comes,
+it closes the program.
 
 A rank with several stages has one chain for all of them, since one optimizer owns their parameters, and one norm and
 one overflow decide about them. It stands at the rank's lowest stage, after the batch's last backward on the rank.
@@ -13,17 +15,14 @@ forward of each batch, and its part of the norm behind that: so it waits for nob
 Where each stage uses its newest version (`delay` None) each stage has its own, and the STEP follows the reductions that
 it needs at once. The norm comes after the last of them on the rank, for the report alone, and nobody waits for it.
 
-Give every computation the weight version that the policy says.
+**Versions (`set_versions`).** The forward decides; recompute and backward use what their forward used, whatever has
+been stepped since. Where weights refresh they use the newest of their stage instead, and where policies look ahead a
+forward goes towards that: it is predicted up to the version of its own batch, or stepped with the gradients that are
+there and that no STEP has taken.
 
-The forward decides; recompute and backward use what their forward used, whatever has been stepped since. Where weights
-refresh they use the newest of their stage instead, and where policies look ahead a forward goes towards that: it is
-predicted up to the version of its own batch, or stepped with the gradients that are there and that no STEP has taken.
-
-Predict the weights of the batch to come.
-
-PREDICT@t stands where a stage is about to begin batch t: behind STEP@(t-1), whose weights it starts from, before the
-first forward of batch t, and also where the run drains instead, so that both compute the same. It reads the gradients
-of those microbatches of batch t-1 that are done at the stage. Three things follow:
+**Predictions (`add_predictions`).** PREDICT@t stands where a stage is about to begin batch t: behind STEP@(t-1), whose
+weights it starts from, before the first forward of batch t, and also where the run drains instead, so that both compute
+the same. It reads the gradients of those microbatches of batch t-1 that are done at the stage. Three things follow:
 
 - Where more are done than it may read, because all stages shall read as many, HOLD keeps the gradients as they are
   after those that it reads.
