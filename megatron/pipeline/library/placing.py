@@ -18,7 +18,8 @@ from megatron.pipeline.library.ranks import Ranks
 from megatron.pipeline.runtime.failure.agreement import Agreement
 from megatron.pipeline.schedules import PRESETS, Schedule, read_schedule
 from megatron.pipeline.schedules.compatibility import require_known_norm
-from megatron.pipeline.schedules.orders import MERGED, rank_of_stage
+from megatron.pipeline.schedules.orders import MERGED
+from megatron.pipeline.schedules.placements import rank_of_stage
 
 # --- the schedule that a user means -----------------------------------------------------------------------------------
 

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable
 
 from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.pipeline.schedules.order import Order
-from megatron.pipeline.schedules.orders import ORDERS, round_robin
+from megatron.pipeline.schedules.orders import ORDERS
 from megatron.pipeline.schedules.pipeline_schedule import PipelineSchedule
+from megatron.pipeline.schedules.placements import round_robin
 
 Condition = Callable[[PipelineSchedule, Order], object]
 

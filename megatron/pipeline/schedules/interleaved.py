@@ -18,8 +18,8 @@ and after the last chunk the next group. Backwards run in the same order with th
 from collections.abc import Sequence
 
 from megatron.pipeline.schedules.order import Order, backward, forward
-from megatron.pipeline.schedules.orders import round_robin
 from megatron.pipeline.schedules.passes import Segment, Segments
+from megatron.pipeline.schedules.placements import round_robin
 
 
 class Interleaved(Order):

@@ -20,7 +20,7 @@ from megatron.pipeline.program.weight_policies import WeightPolicy, predicting, 
 from megatron.pipeline.schedules.compatibility import validate_batch, validate_choices, validate_frozen
 from megatron.pipeline.schedules.frozen import BehindFrozen, frozen_chain
 from megatron.pipeline.schedules.order import Order, remaining_backwards
-from megatron.pipeline.schedules.orders import MERGED, ORDERS, PRESETS, rank_of_stage, round_robin, validate_placement
+from megatron.pipeline.schedules.orders import MERGED, ORDERS, PRESETS
 from megatron.pipeline.schedules.passes import Segments
 from megatron.pipeline.schedules.passes.balance import add_balance
 from megatron.pipeline.schedules.passes.communication import add_communication
@@ -28,6 +28,7 @@ from megatron.pipeline.schedules.passes.recompute import add_recompute
 from megatron.pipeline.schedules.passes.residency import add_host_updates, add_residency, add_stash
 from megatron.pipeline.schedules.passes.updates import add_predictions, add_updates, set_versions
 from megatron.pipeline.schedules.pipeline_schedule import PipelineSchedule, ProgramInSegments
+from megatron.pipeline.schedules.placements import rank_of_stage, round_robin, validate_placement
 from megatron.pipeline.schedules.saved import SavedBounds, bounds_of_ranks
 
 

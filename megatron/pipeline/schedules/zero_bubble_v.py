@@ -30,8 +30,8 @@ from itertools import count
 
 from megatron.pipeline.program.instruction import Instruction
 from megatron.pipeline.schedules.order import Order, backward_input, backward_weight, forward
-from megatron.pipeline.schedules.orders import v
 from megatron.pipeline.schedules.passes import Segment, Segments
+from megatron.pipeline.schedules.placements import v
 from megatron.pipeline.schedules.zero_bubble_h1 import ZeroBubbleH1
 
 _LOWER, _UPPER = 0, 1  # a rank's stages, of which gradients come to the upper one first

@@ -13,7 +13,7 @@ from megatron.pipeline.placement.mapping import NAMES
 from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.pipeline.schedules import ORDERS, PRESETS, Preset, Schedule
 from megatron.pipeline.schedules.order import Order
-from megatron.pipeline.schedules.orders import PLACEMENTS, rank_of_stage
+from megatron.pipeline.schedules.placements import PLACEMENTS, rank_of_stage
 from megatron.planner.memory.activations import RecomputeScope
 
 PLAIN = Preset("1f1b", "flush")

@@ -23,7 +23,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.pipeline.program.edges import stages_of
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import at_stage, config_of_stage, embedding_ranks
 from megatron.pipeline.schedules import PLACEMENTS, PRESETS
-from megatron.pipeline.schedules.orders import round_robin
+from megatron.pipeline.schedules.placements import round_robin
 from megatron.trainer.models.bert import BertModel, bert_layer_specs
 from tests.pipeline.runtime.stages.megatron import bert_model
 
