@@ -10,6 +10,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "papers").rglob("*.md"))]
+GENERATED = "flags.md"
+FENCED = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 COMMAND = re.compile(r"^\$ python (tools/schedule\.py .*)$", re.MULTILINE)
 
@@ -32,6 +34,15 @@ def test_links_lead_somewhere(page):
         if not target.exists() or (anchor and anchor not in anchors(target)):
             broken.append(link)
     assert not broken
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != GENERATED], ids=lambda page: page.name)
+def test_pages_are_short_and_wrapped(page):
+    """At most 250 lines; prose, which tables, commands and pictures are not, has at most 132 characters a line."""
+    text = page.read_text(encoding="utf-8")
+    assert text.count("\n") <= 250
+    prose = FENCED.sub("", text).splitlines()
+    assert [line for line in prose if len(line) > 132 and not line.startswith(("|", "!["))] == []
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs/design.md"], ids=lambda page: page.name)

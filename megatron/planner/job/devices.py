@@ -142,8 +142,8 @@ DEVICES: dict[str, Device] = {
         ("GTX1080Ti", 10.92, None, 11.3, 11.3, 484, 16, _PCIE_3, False),
     )
 }  # fmt: skip
-"""GPUs by name, from their makers' data sheets (docs/planner.md); SXM where the name says nothing else. Sheets state
-peaks with sparsity, of which half is dense. A PCIe card has the memory of the SXM module with the same chips. The
+"""GPUs by name, from their makers' data sheets (docs/planner_devices.md); SXM where the name says nothing else. Sheets
+state peaks with sparsity, of which half is dense. A PCIe card has the memory of the SXM module with the same chips. The
 1080 Ti multiplies 16-bit numbers in FP32."""
 
 

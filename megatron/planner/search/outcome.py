@@ -207,10 +207,10 @@ TRAINED_BY = {3: ("torchtitan", "Megatron-FSDP", "DeepSpeed"), 2: ("Megatron-FSD
 """Systems that split so, by ZeRO's stage."""
 
 MARGIN_OF_SPLIT, MARGIN_OF_WHOLE = 0.37, 0.2
-"""By how much one must be faster to be called the better answer (docs/planner.md). Split weights: by more than the
-largest error of a published run, ZeRO-3's of 37%; that covers how fast runs were predicted at most, 30% too fast. What
-has whole weights, mostly a pipeline: by more than a fifth. It needs less, since 13 of 18 runs of split weights were
-predicted too fast: most errors are in their favour already."""
+"""By how much one must be faster to be called the better answer (docs/planner_sharded.md). Split weights: by more than
+the largest error of a published run, ZeRO-3's of 37%; that covers how fast runs were predicted at most, 30% too fast.
+What has whole weights, mostly a pipeline: by more than a fifth. It needs less, since 13 of 18 runs of split weights
+were predicted too fast: most errors are in their favour already."""
 
 
 @dataclass(frozen=True, kw_only=True)

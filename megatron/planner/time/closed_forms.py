@@ -13,7 +13,7 @@ microbatch_flow.py says how microbatches take their way, and when a form does no
 shows of reductions and updates behind them.
 
 A relay on one rank with N stages that are alike, weights on the host and eager updates, of X, G, R and U for a stage's
-fetch, store, reduction and update (docs/schedules.md, l2l; without the update this is what L2L's equation 4 counts):
+fetch, store, reduction and update (docs/schedules_l2l.md; without the update this is what L2L's equation 4 counts):
 
     X + (N - 1) max(m f, X) + m w + (N - 1) max(m r, G, R, U) + R + G + U
 

@@ -51,7 +51,7 @@ def test_there_is_none_where_it_does_not_hold():
 
 def test_deferred_updates_gate_the_next_batch():
     """L2L's eager server hides updates behind backwards; behind the norm they hide behind the next batch's forwards:
-    docs/schedules.md's 1.5 at U = 3uC.
+    docs/schedules_l2l.md's 1.5 at U = 3uC.
     """
     n, m = 48, 4
     costs, ideal = Costs(fetch=1, store=1, update=3 * m), n * 4 * m
