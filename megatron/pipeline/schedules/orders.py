@@ -13,7 +13,7 @@ the rank: layers, data, loss, seeds, checkpoints.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatron.documents.numbers import counted
+from megatron.documents import counted
 from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.program.weight_policies import WeightPolicy, weight_policy
 from megatron.pipeline.schedules.asynchronous import Asynchronous
