@@ -26,8 +26,7 @@ from megatron.planner.job.devices import DEVICES, Device
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.published.entries import Entry, load_entries
 from megatron.planner.published.prediction import Question
-from megatron.planner.time.calibration import default_constants
-from megatron.planner.time.constants import Constants
+from megatron.planner.time.calibration import Constants, default_constants
 from megatron.planner.time.work import LayerWork, Work
 
 _A100 = DEVICES["A100-80"].product_part

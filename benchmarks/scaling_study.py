@@ -8,8 +8,7 @@ would change the training.
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
-from megatron.pipeline.placement.counts import MessageCounts, count_transfers
-from megatron.pipeline.placement.traffic import ring_bytes
+from megatron.pipeline.placement.traffic import MessageCounts, count_transfers, ring_bytes
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate.costs import Costs
 from megatron.planner import GIB, Architecture, Cluster, Configuration

@@ -7,8 +7,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.pipeline.draw import draw_timeline
 from megatron.pipeline.placement import Bandwidth, Degrees, Node, Topology, pair_adjacent, standard
-from megatron.pipeline.placement.draw import draw_placement
-from megatron.pipeline.placement.placement_report import make_report
+from megatron.pipeline.placement.placement_report import draw_placement, make_report
 from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import Costs, simulate

@@ -6,7 +6,7 @@ import resource
 import psutil
 import torch
 
-from megatron.documents.numbers import counted
+from megatron.documents import counted
 
 _STATUS_FILE = "/proc/self/status"
 _CLEAR_REFS_FILE = "/proc/self/clear_refs"

@@ -28,9 +28,9 @@ from rich.console import Console
 
 from megatron.commands.common import command_line
 from megatron.commands.common.command_line import add_flags, count, positive
+from megatron.documents.files import write_whole
 from megatron.documents.picture import require_picture
 from megatron.documents.tables import console, lined_table
-from megatron.documents.writing import write_whole
 from megatron.finetuning.arguments import add_data, add_microbatch, settle_precision
 from megatron.partition import METHODS, CompeteResult, Competition, Graph, compete, read_graph
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.commands.common import plots
+from megatron.commands.common import command_line
 from megatron.documents.picture import one_panel
 from megatron.documents.tables import console, lined_table
 from megatron.trainer.report.metrics import read_metrics
@@ -69,8 +69,8 @@ def show(runs: Sequence[Peaks]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = plots.parser_of(__doc__, output="memory.png", help_of_output="picture")
+    parser = command_line.metrics_parser_of(__doc__, output="memory.png", help_of_output="picture")
     args = parser.parse_args(arguments)
-    runs = plots.read_and_draw(parser, args, read_peaks, draw)
+    runs = command_line.read_and_draw(parser, args, read_peaks, draw)
     show(runs)
     print(f"Picture: {args.output}")

@@ -23,14 +23,12 @@ from pathlib import Path
 from megatron.commands.common import command_line
 from megatron.commands.common.command_line import count, positive
 from megatron.documents.tables import console
-from megatron.pipeline.placement.counts import count_transfers
-from megatron.pipeline.placement.degrees import Degrees
-from megatron.pipeline.placement.mapping import NAMED, NAMES, Mapping, load_mapping
+from megatron.pipeline.placement.cost import describe_crossing, describe_need, pair_transfers
+from megatron.pipeline.placement.mapping import NAMED, NAMES, Degrees, Mapping, load_mapping
 from megatron.pipeline.placement.optimize import optimized
-from megatron.pipeline.placement.pairs import describe_crossing, describe_need, pair_transfers
 from megatron.pipeline.placement.placement_report import PlacementReport, make_report
 from megatron.pipeline.placement.topology import Topology, load_topology
-from megatron.pipeline.placement.traffic import Traffic
+from megatron.pipeline.placement.traffic import Traffic, count_transfers
 from megatron.pipeline.schedules import PRESETS, Schedule
 from megatron.planner.memory.activations import ActivationSetting, Recompute, RecomputeScope
 from megatron.planner.memory.architecture import Architecture
@@ -78,7 +76,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.write_mapping:
         Path(options.write_mapping).write_text(json.dumps(list(mapping)) + "\n")
     if options.output:
-        from megatron.pipeline.placement.draw import draw_placement
+        from megatron.pipeline.placement.placement_report import draw_placement
 
         draw_placement(report, options.output)
         print(f"wrote {options.output}", file=sys.stderr)

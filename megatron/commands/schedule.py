@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.commands.common import command_line, schedule_costs
+from megatron.commands.common import command_line
 from megatron.commands.common import schedule_options as meaning
 from megatron.pipeline.check import CheckReport, check, check_periodic
 from megatron.pipeline.check.hardware_queues import PROVED, prove_hardware_queues
@@ -51,7 +51,7 @@ def _show(options: argparse.Namespace) -> int:
         _write(options.torch_csv, program.to_torch_csv())
     if options.timeline:
         _prove(options, program)
-        _print_timeline(simulate(program, schedule_costs.costs(options)), options)
+        _print_timeline(simulate(program, meaning.costs(options)), options)
     elif not options.csv and not options.torch_csv:
         for rank, row in enumerate(program.rows):
             print(f"rank {rank}: " + "  ".join(map(str, row)))
@@ -98,7 +98,7 @@ def _prove_hardware_queues(options: argparse.Namespace, program: Program) -> str
 def _simulate(options: argparse.Namespace) -> int:
     program = meaning.program(options)
     _prove(options, program)
-    costs = schedule_costs.costs(options)
+    costs = meaning.costs(options)
     timeline = simulate(program, costs)
     rows = [("makespan", f"{timeline.makespan:g}"), ("bubble, all ranks", f"{timeline.bubble:.1%}")]
     if len(set(program.batches)) == 1 and len(timeline.steady_starts()) > 1:
@@ -131,10 +131,10 @@ def _draw(options: argparse.Namespace) -> int:
         command_line.require_file(Path(options.output))
     program = meaning.program(options)
     _prove(options, program)
-    costs = schedule_costs.costs(options)
+    costs = meaning.costs(options)
     timelines = [simulate(program, costs).named("planned")]
     path = critical_path(timelines[0], costs) if options.critical_path else ()
-    sizes = schedule_costs.sizes(options)
+    sizes = meaning.sizes(options)
     timelines += [Timeline.load(path).named(f"measured ({Path(path).name})") for path in options.measured]
     if options.text:
         for timeline in timelines:
@@ -187,7 +187,7 @@ def _lane_rows(timeline: Timeline) -> list[tuple[str, str]]:
 
 def _memory_rows(timeline: Timeline, options: argparse.Namespace, program: Program) -> list[tuple[str, str]]:
     """Peak memory of each rank, when, and of what."""
-    sizes = schedule_costs.sizes(options)
+    sizes = meaning.sizes(options)
     if sizes is None:
         return []
     rows = []

@@ -12,8 +12,8 @@ import json
 import sys
 from collections.abc import Iterable, Iterator
 
+from megatron.documents.files import require_characters
 from megatron.documents.flag_files import FlagFileParser
-from megatron.documents.reading import require_characters
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

@@ -1,2 +1,6 @@
-"""Files that users write and read, for all rooms: read with errors of one sentence, written in whole or not at all.
-And numbers in such sentences."""
+"""Files that users write and read: errors of one sentence, and files that are written in whole or not at all."""
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun in a sentence: `1 stage`, `2 stages`, `3 microbatches`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -53,3 +53,10 @@ def lined_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> None:
+    """Print a table to standard output. `right`: indices of the columns with numbers."""
+    plain = not sys.stdout.isatty()
+    left = [column for index, column in enumerate(columns) if index not in right]
+    console(highlight=True).print(plain_table(columns, rows, plain=plain, left=left, wraps=columns))

@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron.documents.writing import write_whole
+from megatron.documents.files import write_whole
 from megatron.finetuning.assembly import BuiltPipeline
 from megatron.finetuning.pretrained import Pretrained, first_line
 from megatron.pipeline.runtime.failure.agreement import agreed

@@ -21,7 +21,7 @@ from megatron.capture.edges import Crossings
 from megatron.capture.export import Captured
 from megatron.capture.graph_file import stage_of_operators
 from megatron.capture.signature import check_signature
-from megatron.documents.writing import write_whole
+from megatron.documents.files import write_whole
 from megatron.pipeline.program.edges import Edge, StageGraph
 from megatron.pipeline.program.weight_policies import Ahead, WeightPolicy
 from megatron.pipeline.schedules import Schedule

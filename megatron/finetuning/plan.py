@@ -19,7 +19,7 @@ from rich.table import Table
 
 from megatron.capture.edges import crossings
 from megatron.capture.export import Captured
-from megatron.documents.numbers import counted
+from megatron.documents import counted
 from megatron.documents.tables import console
 from megatron.finetuning.partition_file import LENGTHS, EdgeBytes, PartitionFile, bytes_of_edges, edges_of, schedule_of
 from megatron.finetuning.partitioning import (

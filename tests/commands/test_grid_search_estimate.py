@@ -9,9 +9,8 @@ import sys
 import pytest
 
 from megatron.commands import grid_search as tool
-from megatron.commands.grid_search_commands.entry_models import read_entries
-from megatron.commands.grid_search_commands.model_config import named_model
-from megatron.commands.grid_search_commands.named_models import NAMED
+from megatron.commands.grid_search_commands.estimate import read_entries
+from megatron.commands.grid_search_commands.model_config import NAMED, named_model
 from megatron.planner.intervals.residuals import read_residuals
 from megatron.trainer.arguments import Platform
 from megatron.trainer.plan.command import Job

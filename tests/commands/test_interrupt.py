@@ -23,7 +23,7 @@ TOOLS = {  # a library that each imports, and the words with which it does
     "plot_metrics": ("megatron.trainer.report.metrics", ["--help"]),
     "preprocess_data": ("megatron.trainer.arguments", ["--help"]),
     "profile_model": ("rich", ["--help"]),
-    "rank_map": ("megatron.pipeline.placement.pairs", ["--help"]),
+    "rank_map": ("megatron.pipeline.placement.cost", ["--help"]),
     "schedule": ("megatron.pipeline.program.program", ["--help"]),
     "text_generation": ("torch", ["--load", "none", "--prompt", "a"]),
 }

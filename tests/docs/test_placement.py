@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from megatron.pipeline.placement import Degrees, pair_adjacent
-from megatron.pipeline.placement.pairs import describe_crossing, describe_need, pair_transfers
+from megatron.pipeline.placement.cost import describe_crossing, describe_need, pair_transfers
 from tests.docs.test_schedules import load
 from tests.pipeline.placement.examples import gpt3_96b, machine
 

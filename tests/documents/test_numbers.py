@@ -1,4 +1,4 @@
-from megatron.documents.numbers import counted
+from megatron.documents import counted
 
 
 def test_one_is_no_plural():

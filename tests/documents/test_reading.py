@@ -6,7 +6,7 @@ import lzma
 
 import pytest
 
-from megatron.documents.reading import ending, open_text
+from megatron.documents.files import ending, open_text
 from megatron.finetuning.data.files import read_file
 from megatron.trainer.files import text_files
 

@@ -8,8 +8,7 @@ from megatron.planner import Architecture, Cluster, Configuration
 from megatron.planner.job.estimate import Estimate
 from megatron.planner.job.software import MEGATRON_2021, MEGATRON_CORE, MEGATRON_V3, PIPEDREAM_2BW, Software
 from megatron.planner.planner import Planner
-from megatron.planner.time.calibration import default_constants
-from megatron.planner.time.constants import Constants
+from megatron.planner.time.calibration import Constants, default_constants
 from megatron.planner.time.first_principles import FirstPrinciples
 
 SEED = 20261125

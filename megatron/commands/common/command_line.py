@@ -1,7 +1,8 @@
-"""What the commands in this folder have alike: parsers, kinds of values, and how they say that they ended.
+"""What all commands share: parsers, types of flags, and exit statuses; and the flags of commands that draw metrics
+files.
 
 Exit status: 0, or 1 where a program, a file or a combination is wrong, 2 where the command line is or a file cannot be
-opened, 130 after Ctrl-C. A pipe whose reader has seen enough, such as `head`, is no error.
+opened, 130 after Ctrl-C. A pipe whose reader has ended, such as `head`, is no error.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from megatron.documents.flag_files import FlagFileParser
 
@@ -157,3 +159,32 @@ def positive(text: str) -> float:
     if not (math.isfinite(value) and value > 0):
         raise argparse.ArgumentTypeError(f"{text!r} is no finite number above 0")
     return value
+
+
+Run = TypeVar("Run")
+
+
+def metrics_parser_of(description: str, *, output: str, help_of_output: str) -> argparse.ArgumentParser:
+    """A parser of metrics files, their labels, and the picture with its title. `output`: the picture's default."""
+    parser = parser_of(description)
+    parser.add_argument("metrics", type=Path, nargs="+", help="metrics files")
+    parser.add_argument("--labels", nargs="+", help="a name for each file (default: its file name)")
+    parser.add_argument("--output", type=Path, default=Path(output), help=f"{help_of_output} (default: %(default)s)")
+    parser.add_argument("--title", default="", help="above the picture")
+    return parser
+
+
+def read_and_draw(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, read: Callable[[Path, str], Run],
+    draw: Callable[..., None],
+) -> list[Run]:  # fmt: skip
+    """Read each file under its label, and draw all of them; ends the process with a sentence where that fails."""
+    labels = options.labels or [path.stem for path in options.metrics]
+    if len(labels) != len(options.metrics):
+        parser.error(f"--labels gives {len(labels)} names for {len(options.metrics)} files; give one for each")
+    try:
+        runs = [read(path, label) for path, label in zip(options.metrics, labels, strict=True)]
+        draw(runs, options.output, title=options.title)
+    except (ValueError, OSError) as error:
+        parser.exit(1, f"{parser.prog}: {error}\n")
+    return runs

@@ -17,12 +17,12 @@ from datetime import date
 from pathlib import Path
 
 from megatron.commands.common import command_line
-from megatron.commands.grid_search_commands.tables import note_unread, print_table
+from megatron.commands.grid_search_commands import note_unread
+from megatron.documents.tables import print_table
 from megatron.planner.job.devices import DEVICES
 from megatron.planner.published.entries import Entry, load_entries
 from megatron.planner.published.fit import ConstantsFit, fit_entries, fit_profile, is_timed
-from megatron.planner.time.calibration import Calibration, constants_as_dict
-from megatron.planner.time.constants import FITTED
+from megatron.planner.time.calibration import FITTED, Calibration, constants_as_dict
 
 _MUCH = 0.1
 _LIMIT = 0.999

@@ -1,18 +1,22 @@
-"""A model of Hugging Face's as flags of the training programs: its `config.json`, or one that is known by name.
+"""A Hugging Face model as flags of the training programs: from its `config.json`, or by its name.
 
-What a family's configuration says by which key, and what it does not say since all of the family have it, is a row of
-`FAMILIES`. Families that are not there are refused by name, and so is what changes a model and has no flag. A
-configuration says how long sequences may be, and not how long they are trained, so that `--seq-length` is the user's.
+A row of `FAMILIES` says under which key a family's configuration holds each fact, and which facts all models of the
+family share without a key. Unknown families are refused by name, and so is a key that changes the model and has no
+flag. A configuration limits the length of sequences and does not say the trained length, so `--seq-length` is the
+user's.
+
+`--model` knows models by name, from the `config.json` of each. GPT-3 has GPT-2's layers; its sizes are those of Brown
+et al. 2020 (175B), and of BPipe's Table 1. The others are the files that their makers published beside the weights.
 """
 
 import argparse
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from megatron.commands.grid_search_commands.named_models import NAMED
 from megatron.documents.faults import nearest, shown
-from megatron.documents.reading import read_document
+from megatron.documents.files import read_document
 
 _LAYERS = {"num_hidden_layers": "--num-layers", "hidden_size": "--hidden-size",
            "num_attention_heads": "--num-attention-heads", "vocab_size": "--vocab-size"}  # fmt: skip
@@ -269,3 +273,52 @@ def _number(value: object, what: str) -> str:
         said = "missing" if value is None else f"{shown(value)}, no number{' from 0 on' if is_number else ''}"
         raise ValueError(f"{what} is {said}; give the config.json of a model")
     return f"{int(value)}" if value == int(value) else repr(value)
+
+
+_LLAMA_2 = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size",
+          "vocab_size")  # fmt: skip
+_GPT2 = ("n_layer", "n_embd", "n_head", "vocab_size", "n_positions")
+_BERT = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size",
+         "max_position_embeddings")  # fmt: skip
+_LLAMA_31 = {
+    "rope_theta": 500_000.0, "rms_norm_eps": 1e-5, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}
+}  # fmt: skip
+_QWEN = {"rope_theta": 1_000_000.0, "rms_norm_eps": 1e-6}
+_ROWS: tuple[tuple[str, str, tuple[str, ...], tuple[int, ...], dict[str, Any]], ...] = (
+    ("gpt2", "gpt2", _GPT2, (12, 768, 12, 50257, 1024), {}),
+    ("gpt2-medium", "gpt2", _GPT2, (24, 1024, 16, 50257, 1024), {}),
+    ("gpt2-large", "gpt2", _GPT2, (36, 1280, 20, 50257, 1024), {}),
+    ("gpt2-xl", "gpt2", _GPT2, (48, 1600, 25, 50257, 1024), {}),
+    ("gpt3-13b", "gpt2", _GPT2, (40, 5120, 40, 51200, 2048), {}),
+    ("gpt3-96b", "gpt2", _GPT2, (80, 9984, 104, 51200, 2048), {}),
+    ("gpt3-134b", "gpt2", _GPT2, (84, 11520, 120, 51200, 2048), {}),
+    ("gpt3-175b", "gpt2", _GPT2, (96, 12288, 96, 51200, 2048), {}),
+    ("bert-large", "bert", _BERT, (24, 1024, 16, 4096, 30522, 512), {}),
+    ("gpt-neox-20b", "gpt_neox", (*_LLAMA_2[:3], *_LLAMA_2[4:]), (44, 6144, 64, 24576, 50432),
+     {"rotary_pct": 0.25, "rotary_emb_base": 10_000, "layer_norm_eps": 1e-5, "use_parallel_residual": True,
+      "hidden_act": "gelu_fast", "hidden_dropout": 0.0, "attention_dropout": 0.0}),
+    ("llama-2-7b", "llama", _LLAMA_2, (32, 4096, 32, 32, 11008, 32000), {"rms_norm_eps": 1e-5}),
+    ("llama-2-13b", "llama", _LLAMA_2, (40, 5120, 40, 40, 13824, 32000), {"rms_norm_eps": 1e-5}),
+    ("llama-2-70b", "llama", _LLAMA_2, (80, 8192, 64, 8, 28672, 32000), {"rms_norm_eps": 1e-5}),
+    ("llama-3.1-8b", "llama", _LLAMA_2, (32, 4096, 32, 8, 14336, 128256), _LLAMA_31),
+    ("llama-3.1-70b", "llama", _LLAMA_2, (80, 8192, 64, 8, 28672, 128256), _LLAMA_31),
+    ("llama-3.1-405b", "llama", _LLAMA_2, (126, 16384, 128, 8, 53248, 128256), _LLAMA_31),
+    ("mistral-7b", "mistral", _LLAMA_2, (32, 4096, 32, 8, 14336, 32768), _QWEN | {"rms_norm_eps": 1e-5}),
+    ("mixtral-8x7b", "mixtral", _LLAMA_2, (32, 4096, 32, 8, 14336, 32000),
+     _QWEN | {"rms_norm_eps": 1e-5, "num_local_experts": 8, "num_experts_per_tok": 2}),
+    ("mixtral-8x22b", "mixtral", _LLAMA_2, (56, 6144, 48, 8, 16384, 32000),
+     _QWEN | {"rms_norm_eps": 1e-5, "num_local_experts": 8, "num_experts_per_tok": 2}),
+    ("qwen2.5-0.5b", "qwen2", _LLAMA_2, (24, 896, 14, 2, 4864, 151936), _QWEN | {"tie_word_embeddings": True}),
+    ("qwen2.5-7b", "qwen2", _LLAMA_2, (28, 3584, 28, 4, 18944, 152064), _QWEN),
+    ("qwen2.5-72b", "qwen2", _LLAMA_2, (80, 8192, 64, 8, 29568, 152064), _QWEN),
+    ("qwen3-8b", "qwen3", _LLAMA_2, (36, 4096, 32, 8, 12288, 151936), _QWEN | {"head_dim": 128}),
+    ("qwen3-32b", "qwen3", _LLAMA_2, (64, 5120, 64, 8, 25600, 151936), _QWEN | {"head_dim": 128}),
+    ("qwen3-30b-a3b", "qwen3_moe", _LLAMA_2, (48, 2048, 32, 4, 6144, 151936),
+     _QWEN | {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}),
+)  # fmt: skip
+
+NAMED: dict[str, dict[str, Any]] = {
+    name: {"model_type": family, **dict(zip(keys, sizes, strict=True)), **more}
+    for name, family, keys, sizes, more in _ROWS
+}
+"""By name."""

@@ -21,14 +21,17 @@ from functools import cache
 from pathlib import Path
 
 from megatron.commands.common import command_line
-from megatron.commands.grid_search_commands import fewer_nodes
-from megatron.commands.grid_search_commands.search_arguments import add_search_arguments
-from megatron.commands.grid_search_commands.search_inputs import ModelInput, read_cluster, read_model
-from megatron.commands.grid_search_commands.search_progress import progress_bars
+from megatron.commands.grid_search_commands.search_inputs import (
+    ModelInput,
+    add_search_arguments,
+    progress_bars,
+    read_cluster,
+    read_model,
+)
 from megatron.commands.grid_search_commands.search_script import ROOT, remove_script, script_text, write_topology
-from megatron.documents.numbers import counted
+from megatron.documents import counted
+from megatron.documents.files import write_whole
 from megatron.documents.tables import console
-from megatron.documents.writing import write_whole
 from megatron.pipeline.program.weight_policies import TWO_BW
 from megatron.planner import Architecture, Cluster
 from megatron.planner.intervals.interval import Intervals
@@ -40,16 +43,14 @@ from megatron.planner.search import (
     Training,
     delay,
     offered,
-    relayed,
+    rules,
     search,
-    shared_ranks,
 )
-from megatron.planner.search.bill import Budget
-from megatron.planner.search.expectation import expectation, unvalidated
-from megatron.planner.search.outcome import without_pipeline_record, without_pipeline_sentence
-from megatron.planner.search.records import kept_record, write_csv, write_jsonl
+from megatron.planner.search.comparisons import note_on_fewer_nodes
+from megatron.planner.search.outcome import Budget, without_pipeline_record, without_pipeline_sentence
 from megatron.planner.search.search import Progress, sentences_on_layers
 from megatron.planner.search.space import delayed, offer, schedules_on_device
+from megatron.planner.search.table import expectation, kept_record, unvalidated, write_csv, write_jsonl
 from megatron.planner.time.calibration import load_calibration
 from megatron.planner.time.first_principles import FirstPrinciples
 from megatron.planner.time.profile import Profile, load_profile
@@ -94,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
     with progress_bars() as progress:
         found = search_for(options, model, cluster, progress)
         outcome = found.outcome
-        fewer = fewer_nodes.sentence(
+        fewer = note_on_fewer_nodes(
             outcome, cluster, lambda part: search_for(options, model, part, progress).outcome.best
         )
     notes = (*machines.notes, *filter(None, [fewer]), *_notes(outcome))
@@ -301,9 +302,9 @@ def _notes(outcome: Outcome) -> tuple[str, ...]:
         *filter(None, [delay.beside(outcome)]),
         *delay.sentences(outcome.kept),
         *sentences_on_layers(outcome.kept),
-        *relayed.sentences(outcome),
+        *rules.notes_on_hosted(outcome),
         *unvalidated(outcome.kept),
-        *shared_ranks.sentences(outcome.kept),
+        *rules.notes_on_shared(outcome.kept),
         *((fixed,) if outcome.objective == "cost" else ()),
         *filter(None, [others]),
     )
@@ -311,7 +312,7 @@ def _notes(outcome: Outcome) -> tuple[str, ...]:
 
 def _has_script(outcome: Outcome) -> bool:
     """Whether the best is one that this project trains, so that a script can start it."""
-    return outcome.best is not None and not shared_ranks.is_shared(outcome.best.choice)
+    return outcome.best is not None and not rules.is_shared(outcome.best.choice)
 
 
 def _as_dict(outcome: Outcome, top: int, notes: tuple[str, ...], seconds: float) -> dict:
@@ -349,8 +350,7 @@ def docs_url() -> str | None:
 
 def _write(folder: Path, found: Searched, notes: tuple[str, ...]) -> None:
     from megatron.documents.picture import as_png
-    from megatron.planner.search.pictures import draw_outcome
-    from megatron.planner.search.report import html_report
+    from megatron.planner.search.report import draw_outcome, html_report
 
     outcome, cluster, job, space = found.outcome, found.cluster, found.model.job, found.space
     title = f"{job.program.removesuffix('.py').removeprefix('pretrain_').upper()} on {cluster.num_gpus} x {cluster.gpu}"

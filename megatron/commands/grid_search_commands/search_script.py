@@ -7,13 +7,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.documents.writing import write_whole
+from megatron.documents.files import write_whole
 from megatron.planner import Cluster
 from megatron.planner.search import Kept, delay
-from megatron.planner.search.expectation import expectation
 from megatron.planner.search.flags import as_argv, gradient_flags, hosting_flags, prediction_flags
 from megatron.planner.search.space import preset_of
-from megatron.planner.search.table import describe
+from megatron.planner.search.table import describe, expectation
 from megatron.trainer.plan.command import SOURCES, Job
 
 ROOT = Path(__file__).resolve().parents[3]

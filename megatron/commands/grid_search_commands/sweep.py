@@ -25,19 +25,24 @@ from megatron.commands.grid_search_commands.search import (
     refuse_without_price,
     search_for,
 )
-from megatron.commands.grid_search_commands.search_arguments import add_search_arguments
-from megatron.commands.grid_search_commands.search_inputs import ClusterInput, ModelInput, read_cluster, read_model
-from megatron.commands.grid_search_commands.search_progress import progress_bars
+from megatron.commands.grid_search_commands.search_inputs import (
+    ClusterInput,
+    ModelInput,
+    add_search_arguments,
+    progress_bars,
+    read_cluster,
+    read_model,
+)
 from megatron.commands.grid_search_commands.search_script import remove_script, script_text, write_topology
+from megatron.documents.files import write_whole
 from megatron.documents.tables import console
-from megatron.documents.writing import write_whole
 from megatron.planner import Cluster
 from megatron.planner.job.cluster import MOST
-from megatron.planner.search import delay, shared_ranks
-from megatron.planner.search.bill import amount
-from megatron.planner.search.expectation import unvalidated
+from megatron.planner.search import delay, rules
+from megatron.planner.search.outcome import amount
 from megatron.planner.search.search import sentences_on_layers
 from megatron.planner.search.sweep import Sweep, SweepPoint
+from megatron.planner.search.table import unvalidated
 
 TAKES_FLAGS = True  # those of the training programs
 
@@ -207,7 +212,7 @@ def _notes(sweep: Sweep) -> Iterator[str]:
         else:
             yield f"sequences of {length}: the curve does not bend, so it has no knee"
     best = [point.best for point in sweep.points if point.best is not None]
-    yield from (*delay.sentences(best), *sentences_on_layers(best), *unvalidated(best), *shared_ranks.sentences(best))
+    yield from (*delay.sentences(best), *sentences_on_layers(best), *unvalidated(best), *rules.notes_on_shared(best))
 
 
 def _print(sweep: Sweep, notes: tuple[str, ...], seconds: float) -> None:
@@ -221,7 +226,7 @@ def _print(sweep: Sweep, notes: tuple[str, ...], seconds: float) -> None:
 
 
 def _as_dict(sweep: Sweep, options: argparse.Namespace, notes: tuple[str, ...], seconds: float) -> dict:
-    from megatron.planner.search.records import sweep_records
+    from megatron.planner.search.table import sweep_records
 
     return {
         "objective": options.objective,
@@ -237,9 +242,8 @@ def _as_dict(sweep: Sweep, options: argparse.Namespace, notes: tuple[str, ...], 
 
 def _write(folder: Path, sweep: Sweep, found: list[_Found], notes: tuple[str, ...]) -> None:
     from megatron.documents.picture import as_png
-    from megatron.planner.search.pictures import draw_sweep
-    from megatron.planner.search.records import sweep_records
-    from megatron.planner.search.report import sweep_page
+    from megatron.planner.search.report import draw_sweep, sweep_page
+    from megatron.planner.search.table import sweep_records
 
     points = sweep.points
     gpus = [each.num_gpus for each in points]
@@ -251,7 +255,7 @@ def _write(folder: Path, sweep: Sweep, found: list[_Found], notes: tuple[str, ..
     scripts, topologies = set(), set()
     for each in found:
         best = each.point.best
-        if best is not None and not shared_ranks.is_shared(best.choice):
+        if best is not None and not rules.is_shared(best.choice):
             name = f"best_{each.point.num_gpus}_gpus_{each.point.sequence_length}_tokens.sh"
             job, cluster = each.searched.model.job, each.searched.cluster
             topology = f"topology_{cluster.num_gpus}_gpus.yaml"

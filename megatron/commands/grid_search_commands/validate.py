@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from megatron.commands.grid_search_commands.tables import note_unread, print_table
+from megatron.commands.grid_search_commands import note_unread
+from megatron.documents.tables import print_table
 from megatron.planner.intervals import Interval, NotValidated
 from megatron.planner.published.entries import Entry, load_entries
 from megatron.planner.published.fit import is_timed

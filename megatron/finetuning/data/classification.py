@@ -13,7 +13,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from megatron.documents.reading import require_characters
+from megatron.documents.files import require_characters
 from megatron.finetuning.data.batches import IGNORED, Rows
 from megatron.finetuning.data.files import File
 from megatron.finetuning.data.task import Prepared, Task, give_padding, most_likely, padded

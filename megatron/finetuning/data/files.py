@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from megatron.documents.reading import ending, is_compressed, open_text, require_characters
+from megatron.documents.files import ending, is_compressed, open_text, require_characters
 
 Sample = dict[str, object]
 

@@ -44,7 +44,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from megatron.documents.numbers import counted
+from megatron.documents import counted
 from megatron.pipeline.check.compact import (
     FIRST_HOST_WORD,
     FIRST_PREDICTION,

@@ -17,7 +17,7 @@ import torch
 from megatron.backend.fixes import follow_shown_gradients
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
-from megatron.documents.numbers import counted
+from megatron.documents import counted
 from megatron.pipeline.dropin.checkpoints import VersionsInCheckpoints
 from megatron.pipeline.dropin.choice import batches_of, prove, schedule_of
 from megatron.pipeline.dropin.flags import Options

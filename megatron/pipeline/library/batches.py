@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from megatron.documents.numbers import counted
+from megatron.documents import counted
 from megatron.pipeline.runtime.contract.stage import EVALUATION_BATCH, Microbatch
 from megatron.pipeline.runtime.contract.tensors import TensorSpec
 

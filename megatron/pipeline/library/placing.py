@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.documents.numbers import counted
+from megatron.documents import counted
 from megatron.pipeline.library.building import device_of, modules_of
 from megatron.pipeline.library.ranks import Ranks
 from megatron.pipeline.runtime.failure.agreement import Agreement

@@ -4,12 +4,10 @@ Pure Python: neither torch nor megatron.core. docs/placement.md shows how it is 
 """
 
 from megatron.pipeline.placement.cost import Level, PlacementCost, placement_cost
-from megatron.pipeline.placement.counts import MessageCounts, count_transfers
-from megatron.pipeline.placement.degrees import Degrees
-from megatron.pipeline.placement.mapping import Mapping, load_mapping, pair_adjacent, standard
+from megatron.pipeline.placement.mapping import Degrees, Mapping, load_mapping, pair_adjacent, standard
 from megatron.pipeline.placement.optimize import optimized
 from megatron.pipeline.placement.topology import Bandwidth, Node, Topology, load_topology
-from megatron.pipeline.placement.traffic import Traffic, TrafficKind
+from megatron.pipeline.placement.traffic import MessageCounts, Traffic, TrafficKind, count_transfers
 
 __all__ = [
     "Bandwidth",

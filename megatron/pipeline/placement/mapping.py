@@ -1,4 +1,8 @@
-"""Which logical rank sits in which slot: the named mappings, and mappings from files.
+"""Ranks and slots: the place of a logical rank in the model, and mappings from slots to logical ranks.
+
+megatron.core derives every process group from the logical rank (`parallel_state.initialize_model_parallel`). In the
+order "tp-cp-ep-dp-pp" the tensor rank changes fastest, then the data rank, then the stage; in "tp-cp-ep-pp-dp" the
+stage changes before the data rank, so that the ranks of a pipeline are consecutive.
 
 Problem: launchers number processes node by node, and Megatron gives consecutive ranks to consecutive replicas and
 stages. BPipe moves activations between stages s and p-1-s, which then lie on different nodes, behind a slow network.
@@ -11,17 +15,62 @@ two stages of a pair, then the pairs of a pipeline, then replicas:
     standard         stage 0  1  2  3
     pair-adjacent    stage 0  3  1  2
 
-Ranks are given once, when a job starts, by the pairs of its first program. Where the pipeline changes later, they stay,
-and what they stand for is decided anew (`megatron.pipeline.placement.degrees`). Behind frozen layers other ranks are
-paired (`program.move_order.Pairs`), and their moves may cross nodes.
+A job chooses its mapping once, when it starts, by the pairs of its first program. Where the pipeline changes later,
+processes keep their ranks, and `Degrees` says anew what the ranks stand for. With frozen layers other ranks are pairs
+(`program.move_order.Pairs`), and their moves may cross nodes.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from megatron.documents.reading import read_document
-from megatron.pipeline.placement.degrees import Degrees
+from megatron.documents.files import read_document
 from megatron.pipeline.program.move_order import pair_of
+
+
+class Coordinates(NamedTuple):
+    """The place of a rank in the model: tensor rank, data rank, pipeline stage."""
+
+    tensor: int
+    data: int
+    stage: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Degrees:
+    """Tensor, pipeline and data parallel size (t, p, d), and whether a pipeline's ranks stand in a row. Raises
+    ValueError where a size is below 1."""
+
+    tensor: int
+    pipeline: int
+    data: int
+    pipelines_in_a_row: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("tensor", "pipeline", "data"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} parallel size {getattr(self, name)} is below 1; give 1 or more")
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor * self.pipeline * self.data
+
+    def rank(self, *, tensor: int, data: int, stage: int) -> int:
+        """The logical rank at these coordinates."""
+        if self.pipelines_in_a_row:
+            return tensor + self.tensor * (stage + self.pipeline * data)
+        return tensor + self.tensor * (data + self.data * stage)
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """The coordinates of a logical rank."""
+        rest, tensor = divmod(rank, self.tensor)
+        if self.pipelines_in_a_row:
+            data, stage = divmod(rest, self.pipeline)
+        else:
+            stage, data = divmod(rest, self.data)
+        return Coordinates(tensor, data, stage)
+
 
 Mapping = tuple[int, ...]
 """Logical rank by slot; a permutation of range(world size)."""

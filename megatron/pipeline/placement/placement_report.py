@@ -1,21 +1,27 @@
-"""A placement for people and programs: as a record that says who sits where and what is sent between them, and as
-tables in the terminal.
+"""A placement as a record (which rank runs where, and what the ranks send), as tables for a terminal, and as a picture.
+
+The picture follows Figure 5 of the BPipe paper. One row per node, one box per GPU with its rank and its place in the
+model. The two stages of a pair have one colour. Dotted lines join the pairs: grey within a node, red across nodes. If
+the traffic is known, bars show how long each kind keeps the busiest GPU (grey) and the busiest node's network (red)
+sending.
 """
 
 from collections.abc import Collection
 from collections.abc import Mapping as Dictionary
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron.documents.picture import new_figure, require_picture, save
 from megatron.documents.tables import plain_table
-from megatron.pipeline.placement.cost import Level, PlacementCost, placement_cost
-from megatron.pipeline.placement.degrees import Degrees
-from megatron.pipeline.placement.mapping import Mapping
-from megatron.pipeline.placement.pairs import pair_nodes
+from megatron.pipeline.placement.cost import Level, PlacementCost, pair_nodes, placement_cost
+from megatron.pipeline.placement.mapping import Degrees, Mapping, inverse
 from megatron.pipeline.placement.topology import Topology
 from megatron.pipeline.placement.traffic import Traffic, TrafficKind
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
     from rich.table import Table
 
 
@@ -149,3 +155,120 @@ def _traffic(report: PlacementReport) -> _Rows:
         texts = ((f"{each.total_bytes / 1e9:.3f}", f"{1e3 * each.busiest_seconds:.2f}") for each in found)
         rows.append((kind.value, *(text for pair in texts for text in pair)))
     return ("kind", "within nodes, GB", "busiest GPU, ms", "between nodes, GB", "busiest node, ms"), rows
+
+
+MAX_NODES = 64
+_BOX, _ROW = 0.95, 1.35  # inches from box to box, and from node to node
+_BARS = 2.4  # inches
+_WITHIN, _CROSSING, _INK = "#666666", "#c8102e", "#1a1a1a"
+
+
+def draw_placement(report: PlacementReport, path: str | Path | None = None) -> "Figure":
+    """Draw a report; the suffix of `path` chooses the format (.png, .svg, .pdf). None: only return the figure.
+
+    Lines of pairs have the gid "pair" or "pair-crossing". Raises ValueError for more than 64 nodes, or a suffix that is
+    no image format.
+    """
+    topology = report.topology
+    num_nodes, widest = len(topology.nodes), max(node.gpus for node in topology.nodes)
+    if num_nodes > MAX_NODES:
+        raise ValueError(f"{num_nodes} nodes are too many for a picture; draw at most {MAX_NODES}, or print the map")
+    width, height = 1.2 + _BOX * max(widest, 4), 0.25 * _ROW + _ROW * num_nodes
+    foot = _BARS if report.costs else 0.0
+    if path is not None:
+        require_picture(Path(path))
+    figure = new_figure(width, height + foot)
+    axes = figure.add_axes((0, foot / (height + foot), 1, height / (height + foot)))
+    axes.set_xlim(-1.15, max(widest, 4) + 0.1)
+    axes.set_ylim(num_nodes - 0.15, -0.4)
+    axes.axis("off")
+    corners = _corners(report)
+    for slot, rank in enumerate(report.mapping):
+        _draw_box(axes, report, rank, *corners[slot])
+    for index, node in enumerate(topology.nodes):
+        axes.text(-0.1, index + 0.25, node.name, ha="right", va="center", fontsize=9, color=_INK)
+    _draw_pairs(axes, report, corners)
+    degrees = report.degrees
+    title = f"{report.name}: tensor {degrees.tensor} x pipeline {degrees.pipeline} x data {degrees.data}"
+    axes.text(0.06, -0.2, title, fontsize=10, fontweight="bold", va="center", color=_INK)
+    if report.costs:
+        edge = 1.2 / width
+        _draw_bars(
+            figure.add_axes((edge, 0.45 / (height + foot), 0.97 - edge, (foot - 0.75) / (height + foot))), report
+        )
+    if path is not None:
+        save(figure, Path(path), dpi=140)
+    return figure
+
+
+def _corners(report: PlacementReport) -> list[tuple[float, float]]:
+    """Left upper corner of each slot's box, in boxes and rows."""
+    return [(gpu, index) for index, node in enumerate(report.topology.nodes) for gpu in range(node.gpus)]
+
+
+def _draw_box(axes: "Axes", report: PlacementReport, rank: int, x: float, y: float) -> None:
+    from matplotlib import colormaps
+    from matplotlib.patches import FancyBboxPatch
+
+    degrees, coordinates = report.degrees, report.degrees.coordinates(rank)
+    pair = min(coordinates.stage, degrees.pipeline - 1 - coordinates.stage)
+    colour = colormaps["Pastel1" if degrees.pipeline <= 18 else "tab20"](pair % (9 if degrees.pipeline <= 18 else 20))
+    axes.add_patch(
+        FancyBboxPatch(
+            (x + 0.06, y), 0.88, 0.5, boxstyle="round,pad=0,rounding_size=0.06", facecolor=colour, edgecolor=_INK,
+            linewidth=0.7,
+        )
+    )  # fmt: skip
+    axes.text(
+        x + 0.5, y + 0.14, f"stage {coordinates.stage}", ha="center", va="center", fontsize=8.5, fontweight="bold"
+    )
+    parts = [f"DP {coordinates.data}"] * (degrees.data > 1) + [f"TP {coordinates.tensor}"] * (degrees.tensor > 1)
+    axes.text(x + 0.5, y + 0.28, " ".join(parts), ha="center", va="center", fontsize=7)
+    axes.text(x + 0.5, y + 0.41, f"rank {rank}", ha="center", va="center", fontsize=7, color="#555555")
+
+
+def _draw_pairs(axes: "Axes", report: PlacementReport, corners: list[tuple[float, float]]) -> None:
+    from matplotlib.patches import FancyArrowPatch
+
+    degrees, slots = report.degrees, inverse(report.mapping)
+    for rank in range(degrees.world_size):
+        coordinates = degrees.coordinates(rank)
+        other = degrees.pipeline - 1 - coordinates.stage
+        if coordinates.stage >= other:
+            continue
+        ends = [slots[rank], slots[degrees.rank(tensor=coordinates.tensor, data=coordinates.data, stage=other)]]
+        (x0, y0), (x1, y1) = sorted((corners[slot] for slot in ends), key=lambda corner: corner[1])
+        crosses = y0 != y1
+        bend = 0.0 if crosses else 0.5 / (min(x0 - x1, -2) if x1 > x0 else max(x0 - x1, 2))
+        axes.add_patch(
+            FancyArrowPatch(
+                (x0 + 0.5, y0 + 0.5), (x1 + 0.5, y1 if crosses else y1 + 0.5), arrowstyle="-", linestyle=":",
+                connectionstyle=f"arc3,rad={-bend}", color=_CROSSING if crosses else _WITHIN, linewidth=1.3,
+                gid="pair-crossing" if crosses else "pair",
+            )
+        )  # fmt: skip
+
+
+def _draw_bars(axes: "Axes", report: PlacementReport) -> None:
+    """Milliseconds of an iteration, by kind of traffic and level."""
+    cost = report.costs[report.name]
+    kinds = [kind for kind in TrafficKind if any(cost.at(kind, level).total_bytes for level in Level)]
+    for index, kind in enumerate(kinds):
+        for level, colour, offset in ((Level.WITHIN_NODE, _WITHIN, -0.2), (Level.BETWEEN_NODES, _CROSSING, 0.2)):
+            found = cost.at(kind, level)
+            milliseconds = 1e3 * found.busiest_seconds
+            label = level.value if index == 0 else None
+            axes.barh(
+                index + offset, milliseconds, height=0.36, color=colour, label=label, gid=f"{kind.value}, {level.value}"
+            )
+            if found.total_bytes:
+                text = f" {milliseconds:,.1f} ms, {found.total_bytes / 1e9:,.1f} GB in all"
+                axes.text(milliseconds, index + offset, text, va="center", fontsize=7, color=_INK)
+    axes.set_yticks(range(len(kinds)), [kind.value for kind in kinds], fontsize=8)
+    axes.invert_yaxis()
+    axes.margins(x=0.25)
+    axes.set_xlabel("ms of an iteration that the busiest GPU or node's network sends", fontsize=8)
+    axes.tick_params(labelsize=8, length=2)
+    if kinds:
+        axes.legend(fontsize=7.5, frameon=False, loc="lower right")
+    axes.spines[["top", "right"]].set_visible(False)

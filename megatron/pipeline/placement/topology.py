@@ -1,4 +1,4 @@
-"""The machine as a placement sees it: nodes, their GPUs, and how fast bytes move at each level.
+"""The machine as a placement sees it: nodes, their GPUs, bandwidths at each level, and the processes of a job on them.
 
 A topology file is YAML or JSON:
 
@@ -8,19 +8,28 @@ A topology file is YAML or JSON:
     bandwidth:               # GB/s (10^9 bytes) in one direction
       within_node: 300       # of one GPU, to the others of its node
       between_nodes: 100     # of one node to the network, shared by its GPUs
-    teraflops_per_gpu: 180   # optional: what a GPU sustains in a forward, to estimate how long that takes
+    teraflops_per_gpu: 180   # optional: what a GPU sustains in a forward, to estimate the time of one
 
 Slots are counted in the order of the file: the GPUs of the first node, then those of the second, and so on.
+
+A launcher numbers processes in any order (physical ranks). A slot is a host and a LOCAL_RANK on it. Hosts are taken in
+the order of the topology, or without a topology by their lowest physical rank; the slots of a host by LOCAL_RANK. Where
+a launcher sets no LOCAL_RANK, the processes of a host are counted by physical rank.
 """
 
-from collections.abc import Mapping, Sequence
+import os
+import socket
+from collections.abc import Mapping as Dictionary
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from megatron.documents.reading import read_document
+from megatron.documents.files import read_document
+from megatron.pipeline.placement.mapping import Mapping
 
 _GIGA = 1e9
 _MOST_GPUS = 65_536  # of a node; more is a slip of the pen, which would fill the memory
@@ -76,7 +85,7 @@ class Topology(_Record):
         """GB/s that a GPU of this node has to the network while all GPUs of the node use it (BPipe, appendix B)."""
         return self.bandwidth.between_nodes / self.nodes[node].gpus
 
-    def restricted(self, num_processes: Mapping[str, int]) -> "Topology":
+    def restricted(self, num_processes: Dictionary[str, int]) -> "Topology":
         """The part that a job uses: nodes by name with their number of processes, in the order of this topology.
 
         Raises:
@@ -124,3 +133,69 @@ def _reason(error: dict) -> str:
 
 def _shown(names: Sequence[str]) -> str:
     return ", ".join(names[:8]) + ", ..." * (len(names) > 8)
+
+
+HOST_NAME = "PIPELINE_HOST_NAME"
+"""Environment variable that names the host where host names do not tell nodes apart, as in some containers."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """Where a process runs. `local_rank` is None where the launcher sets none."""
+
+    host: str
+    local_rank: int | None
+
+
+def this_process() -> Process:
+    """Host and LOCAL_RANK of this process."""
+    local_rank = os.environ.get("LOCAL_RANK")
+    return Process(os.environ.get(HOST_NAME) or socket.gethostname(), int(local_rank) if local_rank else None)
+
+
+@dataclass(frozen=True)
+class JobSlots:
+    """The slots that a job fills: physical rank by slot, and the names and numbers of slots of its nodes, in order."""
+
+    process_of_slot: tuple[int, ...]
+    nodes: tuple[tuple[str, int], ...]
+
+    @property
+    def node_sizes(self) -> list[int]:
+        return [count for _, count in self.nodes]
+
+    def logical_ranks(self, mapping: Mapping) -> tuple[int, ...]:
+        """Logical rank by physical rank."""
+        ranks = [0] * len(mapping)
+        for slot, process in enumerate(self.process_of_slot):
+            ranks[process] = mapping[slot]
+        return tuple(ranks)
+
+
+def find_slots(processes: Sequence[Process], topology: Topology | None = None) -> JobSlots:
+    """The slots of these processes, which are given by physical rank.
+
+    Raises:
+        ValueError: two processes claim one slot, or the topology does not have a process's place.
+    """
+    by_host: dict[str, list[int]] = {}
+    for rank, process in enumerate(processes):
+        by_host.setdefault(process.host, []).append(rank)
+    for host, ranks in by_host.items():
+        local = [processes[rank].local_rank for rank in ranks]
+        if local == [None] * len(local):
+            continue
+        if None in local or len(set(local)) < len(local):
+            shown = ", ".join("none" if each is None else str(each) for each in local[:8])
+            raise ValueError(
+                f"the {len(ranks)} processes on host {host} have LOCAL_RANK {shown}; give each its own (under Slurm: "
+                f"LOCAL_RANK=$SLURM_LOCALID), or tell hosts of one name apart by {HOST_NAME}"
+            )
+        ranks.sort(key=lambda rank: processes[rank].local_rank)
+    order = list(by_host)
+    if topology is not None:
+        order = [node.name for node in topology.restricted({host: len(ranks) for host, ranks in by_host.items()}).nodes]
+    return JobSlots(
+        process_of_slot=tuple(rank for host in order for rank in by_host[host]),
+        nodes=tuple((host, len(by_host[host])) for host in order),
+    )

@@ -20,7 +20,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from megatron.documents.numbers import counted
+from megatron.documents import counted
 from megatron.pipeline.program.edges import Edge, StageGraph
 from megatron.pipeline.program.extent import Extent
 from megatron.pipeline.program.instruction import BACKWARDS, ENDS_BACKWARD, Instruction, Kind, Row, Rows

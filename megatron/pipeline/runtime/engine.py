@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import Store, distributed_c10d
 
-from megatron.documents.numbers import counted
+from megatron.documents import counted
 from megatron.pipeline.program.instruction import AWAITS_REDUCTIONS, Instruction
 from megatron.pipeline.program.lane_order import LaneOrder, Residency
 from megatron.pipeline.program.move_order import MoveOrder

@@ -10,7 +10,7 @@ the rank: layers, data, loss, seeds, checkpoints.
 
 from collections.abc import Callable, Sequence
 
-from megatron.documents.numbers import counted
+from megatron.documents import counted
 
 
 def round_robin(num_ranks: int, num_virtual_stages: int) -> tuple[int, ...]:

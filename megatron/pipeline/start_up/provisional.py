@@ -2,7 +2,7 @@
 
 import argparse
 
-from megatron.documents.numbers import counted
+from megatron.documents import counted
 from megatron.pipeline.program.weight_policies import TWO_BW, WeightPolicy
 from megatron.pipeline.schedules.pipeline_schedule import PipelineSchedule
 

@@ -13,7 +13,7 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store
 
-from megatron.pipeline.placement.hosts import Process
+from megatron.pipeline.placement.topology import Process
 from megatron.pipeline.runtime.failure.agreement import wait_for_readers
 from megatron.pipeline.runtime.failure.errors import OnThisRank, SameEverywhere
 

@@ -23,8 +23,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from megatron.documents.faults import sentence
-from megatron.documents.reading import read_document
-from megatron.documents.writing import write_whole
+from megatron.documents.files import read_document, write_whole
 from megatron.planner.job.cluster import Cluster
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.devices import DEVICES

@@ -30,7 +30,7 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from megatron.documents.faults import nearest, place, shown
-from megatron.documents.reading import read_document
+from megatron.documents.files import read_document
 from megatron.pipeline.placement.topology import Bandwidth, Node, Topology
 from megatron.planner.job.devices import DEVICES, Device, described, devices_like, edition_of, is_edition, known_device
 

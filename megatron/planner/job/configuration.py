@@ -4,8 +4,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from megatron.pipeline.placement.degrees import Degrees
-from megatron.pipeline.placement.mapping import NAMES
+from megatron.pipeline.placement.mapping import NAMES, Degrees
 from megatron.pipeline.program.lane_order import DEFERRED, DEVICE, Residency
 from megatron.pipeline.program.weight_policies import TWO_BW
 from megatron.pipeline.schedules import ORDERS, PLACEMENTS, PRESETS, Preset, Schedule

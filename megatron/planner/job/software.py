@@ -40,7 +40,7 @@ class Software:
         overlaps_transfers: stages compute while activations and gradients move between them.
         splits_transfers: tensor ranks send a part each of what all of them hold.
         keeps_gradient_copies: the FP32 copies of gradients with which the optimizer steps stay from step to step.
-        overlaps_gradients: gradients are reduced over replicas beside the last backward (time/overlap.py), where
+        overlaps_gradients: gradients are reduced over replicas beside the last backward (time/links.py), where
             batches drain.
         overlaps_weights: likewise, weights of the distributed optimizer are gathered beside the first forward.
         own_communicators: ranks have the communicators of this project's runtime, over NCCL where there is CUDA.

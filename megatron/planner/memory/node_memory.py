@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron.pipeline.placement.degrees import Degrees
-from megatron.pipeline.placement.mapping import NAMED, standard
+from megatron.pipeline.placement.mapping import NAMED, Degrees, standard
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.memory.memory import GIB, RankMemory
 from megatron.planner.memory.parameters import TrainingState, layer_parameters, stage_parameters

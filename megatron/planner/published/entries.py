@@ -15,7 +15,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megatron.documents.faults import Boolean, Name, refuse_unknown_keys, sentence, shown
-from megatron.documents.reading import read_document
+from megatron.documents.files import read_document
 from megatron.planner.job.cluster import Cluster
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.refusals import refuse_shares

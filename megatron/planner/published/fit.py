@@ -22,7 +22,7 @@ from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.software import Software
 from megatron.planner.published.entries import Entry
 from megatron.planner.published.prediction import Question
-from megatron.planner.time.constants import FITTED, START, Constants
+from megatron.planner.time.calibration import FITTED, START, Constants
 from megatron.planner.time.first_principles import FirstPrinciples
 from megatron.planner.time.profile import Profile, StagePosition, StageTime
 from megatron.planner.time.profiled import software_of

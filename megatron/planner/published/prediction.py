@@ -8,7 +8,7 @@ from megatron.planner.memory.memory import GIB
 from megatron.planner.planner import Planner
 from megatron.planner.published.entries import Entry
 from megatron.planner.sharded.iteration import sharded_costs, sharded_time
-from megatron.planner.time.constants import START, Constants
+from megatron.planner.time.calibration import START, Constants
 from megatron.planner.time.first_principles import FirstPrinciples
 from megatron.planner.time.iteration import priced
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from megatron.documents.faults import Boolean, place, sentence
-from megatron.documents.reading import read_document
+from megatron.documents.files import read_document
 from megatron.planner.intervals import Interval, NotValidated, Residual, Residuals, interval_of, kind_of
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.estimate import Verdict

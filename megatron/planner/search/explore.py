@@ -24,7 +24,7 @@ from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.memory.memory import RankMemory
 from megatron.planner.planner import Planner
-from megatron.planner.search import delay, relayed, rules, shared_ranks
+from megatron.planner.search import delay, rules
 from megatron.planner.search.outcome import Choice, Kept, Rejected
 from megatron.planner.search.rules import Training
 from megatron.planner.search.space import RANK_MAPPINGS, SCOPES, Space, offer, splits
@@ -54,7 +54,7 @@ class Explorer:
         if reason:
             yield Rejected(choice=Choice(tensor=t), reason=reason)
             return
-        for choice in shared_ranks.choices(self.space, self.planner_of(t), Choice(tensor=t, pipeline=p)):
+        for choice in rules.share_ranks(self.space, self.planner_of(t), Choice(tensor=t, pipeline=p)):
             if isinstance(choice, Rejected):
                 yield choice
             else:
@@ -71,8 +71,8 @@ class Explorer:
         schedules = []
         for schedule in space.schedules:
             reason = rules.refuse_schedule(model, self.training, schedule, p)
-            reason = reason or shared_ranks.refuse_schedule(choice, self.training, schedule)
-            reason = reason or shared_ranks.refuse_overlap(choice, self.planner_of(t), schedule)
+            reason = reason or rules.refuse_shared_schedule(choice, self.training, schedule)
+            reason = reason or rules.refuse_overlap(choice, self.planner_of(t), schedule)
             if reason:
                 yield Rejected(choice=replace(choice, schedule=schedule), reason=reason)
             else:
@@ -88,12 +88,12 @@ class _Degrees:
         self.explorer, self.model, self.choice = explorer, model, choice
         self.space, self.training = explorer.space, explorer.training
         self.planner = explorer.planner_of(choice.tensor)
-        self.sequence_parallel = shared_ranks.splits_sequences(model, choice)
+        self.sequence_parallel = rules.splits_sequences(model, choice)
         self._memory: dict[Choice, tuple[RankMemory, ...]] = {}  # whatever the mapping
         self._verdicts: dict[Choice, Verdict] = {}
 
     def explore(self, schedules: list[str]) -> Iterator[Kept | Rejected]:
-        hosted = [schedule for schedule in schedules if relayed.is_hosted(schedule)]
+        hosted = [schedule for schedule in schedules if rules.is_hosted(schedule)]
         whole = [schedule for schedule in schedules if schedule not in hosted]
         split = [schedule for schedule in whole if splits(offer(schedule))]
         if self.training.with_halves == self.training:
@@ -108,7 +108,7 @@ class _Degrees:
 
     def _hosted(self, choice: Choice) -> Iterator[Kept | Rejected]:
         """Weights on the host: no floor of memory holds, and all stages are recomputed in any scope."""
-        reason = relayed.refuse(self.planner.cluster, choice)
+        reason = rules.refuse_hosted(self.planner.cluster, choice)
         if reason:
             yield Rejected(choice=choice, reason=reason)
             return
@@ -275,7 +275,7 @@ class _Degrees:
 
     def _miss(self, choice: Choice) -> Rejected | None:
         rejected = self._rejected(self._judge(choice), choice, shown=choice, what="misses")
-        return rejected or (self._miss_host(choice) if relayed.is_hosted(choice.schedule) else None)
+        return rejected or (self._miss_host(choice) if rules.is_hosted(choice.schedule) else None)
 
     def _miss_host(self, choice: Choice) -> Rejected | None:
         configuration = self._configuration(choice)
@@ -322,12 +322,12 @@ class _Degrees:
     def _mappings(self, choice: Choice) -> list[str]:
         """`optimized` comes later (search.py), unless alone."""
         names = [name for name in RANK_MAPPINGS if name in self.space.rank_mappings and name != "optimized"]
-        names = names or ["standard" if shared_ranks.is_shared(choice) else "optimized"]
+        names = names or ["standard" if rules.is_shared(choice) else "optimized"]
         return names if self.space.mapping_matters(choice.tensor) or len(names) == 1 else ["standard"]
 
     def _configuration(self, choice: Choice) -> Configuration:
         configuration = choice.configuration(sequence_parallel=self.sequence_parallel)
-        return relayed.updated(configuration, self.training)
+        return rules.with_host_update(configuration, self.training)
 
     def _fits_easily(self, choice: Choice) -> bool:
         """And no rank is slowed for want of memory."""

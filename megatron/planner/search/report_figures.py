@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from html import escape
 
-from megatron.documents.numbers import counted
+from megatron.documents import counted
 from megatron.pipeline.draw import colours
 from megatron.pipeline.draw.page import legible_scale, page_timeline, round_step
 from megatron.pipeline.draw.scene import Sign

@@ -1,17 +1,29 @@
-"""What cannot run, or is not worth trying: each rule says so in one clause, or None.
+"""Rules of the search: what cannot run, or is not worth trying. A rule returns the reason as one clause, or None.
 
 The constraints are BPipe's (section 4.2), PipeDream-2BW's (section 4.3) and those of the training programs, which
-refuse in their own words (`megatron/trainer/arguments`, `Schedule`); a test compares with them.
+refuse in their own words (`megatron/trainer/arguments`, `Schedule`); a test compares both.
+
+Schedules with weights on the host (l2l) have rules of their own. So have ranks that share sequences (context
+parallelism) or experts: the search prices them where a user asks for them, but this project's trainer runs neither, and
+a note says so.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from megatron.documents.numbers import counted
+from megatron.documents import counted
+from megatron.pipeline.program.lane_order import EAGER
 from megatron.pipeline.schedules import Schedule
+from megatron.planner.job.cluster import Cluster
+from megatron.planner.job.configuration import Configuration
+from megatron.planner.job.refusals import OVERLAPPED, refuse_shares
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.memory.schedule_demand import schedule_demand
-from megatron.planner.search.outcome import Choice
-from megatron.planner.search.space import PLAIN, Space, fewest_ranks, name_of, offer
+from megatron.planner.planner import Planner
+from megatron.planner.search.outcome import Choice, Kept, Outcome, Rejected
+from megatron.planner.search.space import PLAIN, Space, fewest_ranks, name_of, offer, splits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +45,7 @@ class Training:
     saves_scores_with_halves: bool | None = None
 
     @property
-    def with_halves(self) -> "Training":
+    def with_halves(self) -> Training:
         """What it says of schedules that split backwards."""
         saves = self.saves_scores if self.saves_scores_with_halves is None else self.saves_scores_with_halves
         return replace(self, saves_scores=saves)
@@ -123,3 +135,124 @@ def clause(error: ValueError) -> str:
     for mark in ("; ", ": "):
         text = text.split(mark)[0]
     return text
+
+
+def is_hosted(schedule: str) -> bool:
+    """Whether a name of `offered` keeps weights on the host."""
+    return offer(schedule).residency is not None
+
+
+def refuse_hosted(cluster: Cluster, choice: Choice) -> str | None:
+    """What excludes such a schedule whatever the microbatch; in a clause."""
+    if cluster.host_memory_gib is None:
+        return f"{choice.schedule} needs the hosts' memory, which the cluster does not say (host_memory_gib)"
+    if choice.distributed_optimizer:
+        return f"{choice.schedule} has the optimizer on the host, and shards it over no devices"
+    return None
+
+
+def with_host_update(configuration: Configuration, training: Training) -> Configuration:
+    """The same with updates as training chooses them (`--l2l-update auto`): eager if nothing waits for the norm."""
+    waits = training.clips_gradients or training.scales_loss
+    return replace(configuration, host_update=EAGER) if configuration.is_hosted and not waits else configuration
+
+
+def notes_on_hosted(outcome: Outcome) -> tuple[str, ...]:
+    """What there is to know where a search kept nothing else, of what it tried beside."""
+    tried_others = any(_holds_others(each.choice.schedule) for each in outcome.rejected)
+    if tried_others and outcome.kept and all(is_hosted(each.choice.schedule) for each in outcome.kept):
+        needed = min(each.estimate.host.needed_gib for each in outcome.kept)
+        return (
+            f"the model fits only with l2l, which keeps weights, gradients and optimizer in the hosts' memory, from "
+            f"{needed:.3g} GiB a node on (docs/l2l.md)",
+        )
+    return ()
+
+
+def _holds_others(schedule: str | None) -> bool:
+    """Whether a rejected choice names a schedule whose weights stay on devices."""
+    return schedule is not None and not is_hosted(schedule)
+
+
+def is_shared(choice: Choice) -> bool:
+    """Whether this project's trainer does not train it: sequences are shared, or the model has experts."""
+    return (choice.context or 1) > 1 or choice.expert is not None
+
+
+def share_ranks(space: Space, planner: Planner, choice: Choice) -> Iterator[Choice | Rejected]:
+    """A choice of t and p with each number of ranks that share sequences and experts; and with the replicas that are
+    left."""
+    ranks = space.num_gpus // (choice.tensor * choice.pipeline)
+    for context in space.context:
+        given = replace(choice, context=None if space.context == (1,) else context)
+        if ranks % context:
+            yield Rejected(choice=given, reason=f"{ranks} ranks with the same layers do not divide by cp {context}")
+            continue
+        given = replace(given, data=ranks // context)
+        if planner.model.experts is None:
+            yield _refused_shares(given, planner) or given
+            continue
+        for expert in space.expert:
+            trial = replace(given, expert=expert, expert_tensor=space.expert_tensor)
+            yield _refused_shares(trial, planner) or trial
+
+
+def _refused_shares(choice: Choice, planner: Planner) -> Rejected | None:
+    """What excludes it whatever the microbatch and the schedule."""
+    if not is_shared(choice):
+        return None
+    try:
+        configuration = Configuration(
+            tensor=choice.tensor, pipeline=choice.pipeline, data=choice.data, micro_batch_size=1,
+            global_batch_size=choice.data, sequence_parallel=splits_sequences(planner.model, choice),
+            context=choice.context or 1, expert=choice.expert or 1, expert_tensor=choice.expert_tensor,
+        )  # fmt: skip
+        if planner.software.overlaps_experts and planner.model.experts is not None and choice.expert in (None, 1):
+            raise ValueError("copies of tokens beside another microbatch take ep above 1")
+        refuse_shares(planner.model, configuration, replace(planner.software, overlaps_experts=False))
+    except ValueError as error:
+        return Rejected(choice=choice, reason=clause(error))
+    return None
+
+
+def splits_sequences(model: Architecture, choice: Choice) -> bool:
+    """Whether tensor ranks split what they have of a sequence."""
+    return choice.tensor > 1 and model.sequence_length // (choice.context or 1) % choice.tensor == 0
+
+
+def refuse_shared_schedule(choice: Choice, training: Training, schedule: str) -> str | None:
+    """What excludes a schedule for ranks that share so; in a clause."""
+    if not is_shared(choice):
+        return None
+    if offer(schedule).residency is not None:
+        return f"{schedule} is not modelled with ranks that share sequences or experts"
+    if (choice.context or 1) > 1 and splits(offer(schedule)) and training.with_halves.saves_scores:
+        return f"context parallelism needs flash attention, which the layers of {schedule} do not have"
+    return None
+
+
+def refuse_overlap(choice: Choice, planner: Planner, schedule: str) -> str | None:
+    """What excludes a schedule where copies of tokens go beside another microbatch; in a clause."""
+    if not planner.software.overlaps_experts or choice.expert is None:
+        return None
+    taken = OVERLAPPED[choice.pipeline > 1 :]
+    if schedule in taken:
+        return None
+    return f"copies of tokens beside another microbatch take {' or '.join(taken)}, not {schedule}"
+
+
+def notes_on_shared(kept: Iterable[Kept]) -> tuple[str, ...]:
+    """What there is to know where a search kept some: that they are prices, of what the trainer does not train."""
+    kept = list(kept)
+    names = []
+    if any((each.choice.context or 1) > 1 for each in kept):
+        names.append("context parallelism (cp)")
+    if any(each.choice.expert is not None for each in kept):
+        names.append("experts (ep)")
+    if not names:
+        return ()
+    return (
+        f"{' and '.join(names)}: priced here and not trained by this project's trainer, which refuses the flags, so "
+        "no script is written that would start a configuration with them; how near such prices came to published "
+        "runs says docs/planner.md",
+    )

@@ -19,11 +19,11 @@ from itertools import accumulate
 from megatron.pipeline.schedules import PRESETS
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.planner import Planner
-from megatron.planner.search import rules, without_pipeline
+from megatron.planner.search import rules
+from megatron.planner.search.comparisons import fastest_without_pipeline
 from megatron.planner.search.explore import Explorer, Refusal
 from megatron.planner.search.outcome import Choice, Kept, Outcome, Rejected
-from megatron.planner.search.rules import Training
-from megatron.planner.search.shared_ranks import is_shared
+from megatron.planner.search.rules import Training, is_shared
 from megatron.planner.search.space import Space
 from megatron.processes.forked import map_forked
 
@@ -134,7 +134,7 @@ def search(
         rejected=(*rejected, *dropped, *others),
         objective=objective,
         unasked=frozenset(space.unasked),
-        without_pipeline=without_pipeline.fastest(space, planner_of, training),
+        without_pipeline=fastest_without_pipeline(space, planner_of, training),
     )
 
 

@@ -28,9 +28,8 @@ from megatron.planner.job.sharding import Sharding
 from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.parameters import FP8_COPY_BYTES, layer_parameters, matrix_parameters, stage_parameters
 from megatron.planner.time.first_principles import FirstPrinciples
-from megatron.planner.time.iteration import IterationTime
-from megatron.planner.time.model import CostModel
-from megatron.planner.time.ring import Ring
+from megatron.planner.time.iteration import CostModel, IterationTime
+from megatron.planner.time.links import Ring
 
 
 class Lane(Enum):

@@ -1,8 +1,7 @@
 """The planner's time: what the instructions of a configuration cost, and how long an iteration of them takes."""
 
 from megatron.planner.time.closed_forms import CLOSED_FORMS
-from megatron.planner.time.iteration import IterationTime, closed_form, priced, simulated
-from megatron.planner.time.model import CostModel
+from megatron.planner.time.iteration import CostModel, IterationTime, closed_form, priced, simulated
 from megatron.planner.time.stage_times import StageTimes
 
 __all__ = ["CLOSED_FORMS", "CostModel", "IterationTime", "StageTimes", "closed_form", "priced", "simulated"]

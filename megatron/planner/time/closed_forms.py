@@ -34,8 +34,7 @@ from megatron.pipeline.schedules.order import Order
 from megatron.pipeline.schedules.relay import Relay
 from megatron.planner.time.batch_end import Chain, end_of_batch, partial_shown
 from megatron.planner.time.microbatch_flow import busy_at, busy_at_rank, flow, keeps_up, passage, round_trips
-from megatron.planner.time.moves import hides_moves
-from megatron.planner.time.stage_times import StageTimes
+from megatron.planner.time.stage_times import StageTimes, hides_moves
 
 ClosedForm = Callable[[StageTimes, int], float | None]
 """Seconds of a batch of so many microbatches, from its beginning to where the next one is as far; None: it holds not

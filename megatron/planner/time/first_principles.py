@@ -7,10 +7,9 @@ from copy import copy
 from dataclasses import replace
 from itertools import pairwise
 
-from megatron.pipeline.placement.counts import MessageCounts, ends_of, exchanged
 from megatron.pipeline.placement.mapping import NAMED
 from megatron.pipeline.placement.optimize import optimized
-from megatron.pipeline.placement.traffic import Traffic
+from megatron.pipeline.placement.traffic import MessageCounts, Traffic, ends_of, exchanged
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate.costs import Costs
 from megatron.planner.job.cluster import Cluster
@@ -26,14 +25,10 @@ from megatron.planner.memory.parameters import (
     stage_matrices,
     stage_parameters,
 )
-from megatron.planner.time.calibration import default_constants
-from megatron.planner.time.constants import Constants
+from megatron.planner.time.calibration import Constants, default_constants
 from megatron.planner.time.expert_work import ExpertLayerWork
-from megatron.planner.time.links import Links
-from megatron.planner.time.moves import moving_parts
-from megatron.planner.time.overlap import gathers_shown, num_buckets, reductions_shown
-from megatron.planner.time.rates import Rates
-from megatron.planner.time.ring import Ring
+from megatron.planner.time.links import Links, Rates, Ring, gathers_shown, num_buckets, reductions_shown
+from megatron.planner.time.stage_times import moving_parts
 from megatron.planner.time.traffic import CutModel
 from megatron.planner.time.work import LayerWork, Work
 

@@ -1,9 +1,11 @@
-"""How long an iteration takes: in closed form to rank thousands of configurations, or by simulating the very program.
+"""The time of an iteration: in closed form, to rank thousands of configurations, or by simulating the program itself.
 
-`priced` takes the closed form that an order brings for its weight policy (closed_forms.py), and of 1F1B that does not
-drain the slowest cycle of what waits for one another (steady.py). Where there is none, or where it says of these times
-that it does not hold, the rows of the schedule are timed (event_graph.py): the same as a simulation without the
-program. What has no event graph is simulated. Where a batch is long, fewer microbatches are looked at.
+`priced` takes the closed form of the schedule's order and weight policy (closed_forms.py); for 1F1B that does not
+drain, the slowest cycle of dependencies (steady.py). Where there is no closed form, or it does not hold for these
+times, the rows of the schedule are timed (event_graph.py), which equals a simulation but builds no program. A schedule
+without an event graph is simulated. Of a long batch fewer microbatches are simulated.
+
+`CostModel` is the interface between predictions of costs (first principles, or a profile) and the users of costs.
 """
 
 from collections import Counter
@@ -11,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
+from typing import Protocol
 
 from megatron.pipeline.program.instruction import COMPUTATIONS, Kind
 from megatron.pipeline.program.program import Program
@@ -24,6 +27,34 @@ from megatron.planner.time.closed_forms import closed_form_of
 from megatron.planner.time.event_graph import event_graph, has_event_graph
 from megatron.planner.time.stage_times import StageTimes
 from megatron.planner.time.steady import has_cycles, steady_seconds, without_reductions
+
+
+class CostModel(Protocol):
+    """Predicts what the instructions of a configuration cost, for one model on one cluster.
+
+    Attributes:
+        pressed_efficiency: as in `Constants`.
+    """
+
+    @property
+    def pressed_efficiency(self) -> float: ...
+
+    def costs(self, configuration: Configuration, layers: Sequence[int]) -> Costs:
+        """Seconds and bytes with one number for each stage (or edge).
+
+        Tensor-parallel communication is in `forward` and `backward`, and so is recomputation: as `add_recompute` is not
+        used for the scopes of a configuration, `backward` holds the forward that is run again. Transfers that do not
+        overlap with computation are in both as well; those that do are in `bandwidth` and the bytes.
+
+        Args:
+            configuration: degrees, microbatch, recompute scope, schedule, mapping.
+            layers: how many layers each of the p * v stages has.
+
+        Raises:
+            ValueError: the model cannot say, with the reason.
+        """
+        ...
+
 
 _MOST_SIMULATED = 60_000  # computations; beyond, an iteration is extrapolated from some that have fewer microbatches
 _MOST_PRICED = 4_000  # the same for a price, of which a search asks hundreds

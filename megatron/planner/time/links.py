@@ -1,27 +1,41 @@
-"""How fast bytes move between the ranks of a job, by where its mapping puts them.
+"""Rates of the links between the ranks of a job, the rates that programs reach of them, and the seconds of collectives.
 
-A GPU has its link to the GPUs of its node; all GPUs of a node share the node's link to the network. A collective whose
-members lie on several nodes goes round rings that enter and leave each node once, over all of the node's adapters, so
-its speed is the node's, divided by the number of groups that use it at once. A transfer between two ranks shares the
-node's link with the transfers that other ranks of the node make at the same time. Of an all-to-all each member's part
-for those on other nodes crosses, while all GPUs of the node send as much.
+Links. A GPU has a link to the other GPUs of its node; all GPUs of a node share the node's link to the network. A
+collective over several nodes runs rings that enter and leave each node once, over all network adapters of the node: its
+rate is the node's rate, divided by the number of groups that use the link at once. A transfer between two ranks shares
+the node's link with the simultaneous transfers of other ranks of the node. In an all-to-all all GPUs of a node send at
+once, and the part of each rank for other nodes crosses the network. Where a dispatcher sends a token once to each node,
+and from there once to each rank (DeepEP, HybridEP), fewer bytes cross.
 
-Where a token is sent once to each node, and from there once to each rank (DeepEP, HybridEP), less of it crosses.
+Replicas are numbered with the ranks that share sequences: context parallel ranks come first, next to one another, after
+the tensor ranks. Experts are split over ranks in the same order: etp ranks hold parts of the same experts, and ep times
+as many ranks hold different ones. All nodes are taken to be alike; the ranks of the first replica stand for all.
 
-Replicas are numbered with the ranks that share sequences: those of context parallel ranks first, which so lie next to
-one another, behind the tensor ranks. Experts are shared by ranks in that order, too: etp ranks have parts of the same,
-ep times as many different ones.
+Rings. Each of n members sends n - 1 parts of the buffer to the next member. So a collective takes the time of (n - 1)/n
+of the buffer at the slowest link, and n - 1 steps, each of which waits for the step before: with thousands of members
+the steps take longer than the bytes. The latency of a step is the one with which NCCL chooses among its protocols
+(src/graph/tuning.cc, `hwLatencies` of rings, summed over steps within nodes and between nodes).
 
-Nodes are taken to be alike; the ranks of the first replica stand for all.
+Overlap, as in megatron.core's distributed data parallel. Gradients of the first pipeline rank lie in buckets; a bucket
+is reduced as soon as the last microbatch's backward has passed it. So the last bucket is not hidden, nor is what takes
+longer than that backward. Other ranks have one bucket: their backwards end earlier, and they reduce while the first
+ranks still compute, as the program's order shows. Weights are gathered in the opposite order: the first rank gathers
+beside its first forward, the other ranks while that forward is on its way to them. A collective beside matrix products
+takes a part of the processor from them (`Constants.contention`).
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
-from megatron.pipeline.placement.degrees import Degrees
-from megatron.pipeline.placement.mapping import Mapping, inverse
+from megatron.pipeline.placement.mapping import Degrees, Mapping, inverse
 from megatron.pipeline.placement.topology import Topology
 from megatron.pipeline.program.move_order import pair_of
+from megatron.planner.job.devices import Device
+from megatron.planner.job.software import Software
 from megatron.planner.memory.architecture import ExpertDegrees
+from megatron.planner.time.calibration import Constants
+from megatron.planner.time.work import Work
 
 _GIGA = 1e9
 
@@ -135,3 +149,190 @@ class Links:
     def _partner_node(self, rank: int, target: Sequence[int]) -> int:
         at = self._degrees.coordinates(rank)
         return self._nodes[self._degrees.rank(tensor=at.tensor, data=at.data, stage=target[at.stage])]
+
+
+_MICRO = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Protocol:
+    """`bandwidth`: part of a link's. Microseconds of a collective, and of a step over NVLink, PCIe and the network."""
+
+    bandwidth: float
+    once: float
+    nvlink: float
+    pcie: float
+    network: float
+
+
+_PROTOCOLS = (
+    _Protocol(bandwidth=1.0, once=8.4, nvlink=3.4, pcie=5.7, network=14.0),  # simple
+    _Protocol(bandwidth=0.92, once=14.0, nvlink=1.9, pcie=2.5, network=4.0),  # LL128
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ring:
+    """Members of a collective.
+
+    Attributes:
+        size: n.
+        num_nodes: on which they lie.
+        rate: bytes per second from one to the next, as reached.
+        has_nvlink: within a node; else they reach each other over PCIe.
+    """
+
+    size: int
+    num_nodes: int
+    rate: float
+    has_nvlink: bool = True
+
+    def seconds(self, num_bytes: float, *, collectives: int = 1) -> float:
+        """To gather a buffer of so many bytes, whole, or to sum and scatter it; in so many collectives."""
+        if self.size == 1 or not num_bytes:
+            return 0.0
+        parts = (self.size - 1) / self.size * num_bytes
+        return min(parts / (self.rate * each.bandwidth) + collectives * self._steps(each) for each in _PROTOCOLS)
+
+    def _steps(self, protocol: _Protocol) -> float:
+        between = self.num_nodes - 1
+        within = self.size - 1 - between
+        step = protocol.nvlink if self.has_nvlink else protocol.pcie
+        return _MICRO * (protocol.once + within * step + between * protocol.network)
+
+
+_FP32 = 4
+_WIDENING = 0.5
+"""Part of the FP32 peak that products of 16-bit numbers reach without units for matrices: each number is widened."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Of one device under one software. All are in bytes or operations a second."""
+
+    device: Device
+    software: Software
+    constants: Constants
+
+    def seconds(self, work: Work, links: Links) -> float:
+        """Seconds of work, which either the device takes, or the host that issues its kernels."""
+        constants = self.constants
+        tensor = self.of_link(links.tensor, links, within=constants.tensor_efficiency)
+        products = self._products(work.operations, work.calls) + work.attended / self._attention
+        if work.fp8_operations:
+            products += work.fp8_operations / (self.device.product_rate(1) * constants.product_efficiency)
+        if work.unaligned:
+            products += work.unaligned / (self.device.peak(_FP32) * _WIDENING)
+        hidden = work.overlapped / tensor
+        seconds = max(products + constants.contention * hidden, hidden)
+        seconds += work.traffic / self.memory + work.exchanged / tensor + self._grouped(work)
+        seconds += self._shared(work, links, seconds)
+        if self.software.cuda_graphs:
+            return seconds
+        launches = (work.kernels + work.calls + work.collectives) * constants.launch
+        return seconds + launches if self.software.blocks_launches else max(seconds, launches)
+
+    @property
+    def memory(self) -> float:
+        """Of the memory's bandwidth."""
+        return self.device.memory_bandwidth * _GIGA * self.constants.memory_efficiency
+
+    @property
+    def to_host(self) -> float:
+        """Of the link to the host's memory."""
+        return self.device.host_bandwidth * _GIGA * self.constants.link_efficiency
+
+    @property
+    def to_neighbours(self) -> float:
+        """Of the links to the other GPUs of a node, by bulk transfers."""
+        return self.device.link_bandwidth * _GIGA * self.constants.link_efficiency
+
+    def of_link(self, rate: float, links: Links, *, within: float | None = None) -> float:
+        """Of a link's rate; `within` a node by default what bulk transfers reach. What crosses nodes also takes the
+        links in them.
+        """
+        reached = links.within * (within or self.constants.link_efficiency)
+        return min(reached, rate * self.constants.network_efficiency) if rate < links.within else reached
+
+    @property
+    def _product(self) -> float:
+        return self.device.product_rate(self.software.element_bytes) * self.constants.product_efficiency
+
+    @property
+    def _attention(self) -> float:
+        """Of the products of flash attention, by kernels that were written for this GPU, or for the one before it."""
+        device = self.device
+        return self._product * (
+            device.older_attention_part if self.software.flash_attention_2 else device.attention_part
+        )
+
+    def _products(self, operations: float, calls: float) -> float:
+        return operations / self._product + calls * self.constants.product_overhead
+
+    def _grouped(self, work: Work) -> float:
+        """Products of experts: of few tokens each takes as long as its matrix is read."""
+        if not work.grouped_operations:
+            return 0.0
+        element_bytes = 1 if self.software.fp8 else self.software.element_bytes
+        rate = self.device.product_rate(element_bytes) * self.constants.product_efficiency
+        return max(work.grouped_operations / rate, work.grouped_bytes / self.memory)
+
+    def _shared(self, work: Work, links: Links, beside: float) -> float:
+        """Seconds that ranks wait for which share sequences or experts. `beside`: of all else in this direction.
+
+        A ring's step takes as long as its transfer or its part of the attention's core, which loses `contention` of the
+        transfer's time; in the last step nothing is passed on. Copies of tokens are waited for, or go beside the other
+        direction of another microbatch, of which each has as much to compute as both have on average.
+        """
+        if not (work.ring or work.gathered or work.dispatched or work.spread):
+            return 0.0
+        constants, context = self.constants, self.of_link(links.context, links)
+        core = work.ring_operations / self._attention + work.ring_calls * constants.product_overhead
+        ring = work.ring / context
+        waits = max(constants.contention * ring, ring - core)
+        spread = self.of_link(links.expert_tensor, links, within=constants.tensor_efficiency)
+        copies = work.dispatched / self.of_link(links.expert, links) + work.spread / spread
+        if self.software.overlaps_experts:
+            copies = max(constants.contention * copies, copies - beside)
+        return waits + work.gathered / context + copies
+
+
+_BUCKET = 40e6
+_OF_REPLICA = 1e6
+"""Parameters of a bucket, at least and for each replica (megatron.core 0.16, DistributedDataParallel)."""
+
+
+def num_buckets(num_parameters: int, replicas: int) -> float:
+    """Buckets of a stage on the first rank, 1 at least; a fraction is a part of one, so that more parameters never
+    leave less behind the backward."""
+    return max(1.0, num_parameters / max(_BUCKET, _OF_REPLICA * replicas))
+
+
+def reductions_shown(
+    reduce: Sequence[float],
+    backward: Sequence[float],
+    buckets: Sequence[float],
+    ranks: Sequence[int],
+    contention: float,
+) -> list[float]:
+    """Seconds of each stage's reduction that come behind its last backward, or lengthen it. `ranks`: of the stages."""
+    return [
+        each if rank else _shown(each, beside, each / count, contention)
+        for each, beside, count, rank in zip(reduce, backward, buckets, ranks, strict=True)
+    ]
+
+
+def gathers_shown(
+    gather: Sequence[float], forward: Sequence[float], buckets: Sequence[float], ranks: Sequence[int], contention: float
+) -> list[float]:
+    """Seconds of each stage's gather that come before its first forward, or lengthen it."""
+    before = accumulate(forward, initial=0.0)
+    return [
+        max(0.0, each - earlier) if rank else _shown(each, beside, each / count, contention)
+        for each, beside, count, rank, earlier in zip(gather, forward, buckets, ranks, before, strict=False)
+    ]
+
+
+def _shown(seconds: float, beside: float, bucket: float, contention: float) -> float:
+    alone = max(bucket, seconds - beside)
+    return alone + contention * (seconds - alone)

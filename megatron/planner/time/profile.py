@@ -19,8 +19,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from megatron.documents.faults import sentence, shown
-from megatron.documents.reading import read_json
-from megatron.documents.writing import write_whole
+from megatron.documents.files import read_json, write_whole
 from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.architecture import Architecture
 

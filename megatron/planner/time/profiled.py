@@ -1,10 +1,25 @@
-"""Costs from a profile: what was measured on the machine, put together as a configuration wants it."""
+"""Costs from a profile: the times that were measured on the machine, composed for a configuration.
 
-from collections.abc import Callable, Sequence
+Problem: on a CPU a microbatch takes longer while other ranks compute, since ranks share memory, caches and clock. In a
+pipeline that fills and drains some ranks wait. So the cost of an instruction depends on the timeline, and the timeline
+depends on the costs.
+
+Solution: a fixed point (`settle`). Simulate with the costs of ranks that all compute; find for each kind of work of
+each stage which share of its duration passes while how many ranks compute; blend the costs by these shares; repeat. If
+work spends the shares s_k of its duration while k ranks compute, and would take T_k if k ranks computed throughout, the
+work takes 1 / sum(s_k / T_k).
+"""
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 
-from megatron.pipeline.program.instruction import Kind
+from megatron.pipeline.program.instruction import BUSY, Instruction, Kind
+from megatron.pipeline.program.program import Program
+from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
+from megatron.pipeline.simulate.timeline import Timeline
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.software import Software, has_flash_attention
 from megatron.planner.memory.activations import Activations
@@ -12,8 +27,68 @@ from megatron.planner.memory.architecture import Architecture
 from megatron.planner.memory.parameters import embedding_parameters, stage_parameters
 from megatron.planner.time.blocks import Blocks
 from megatron.planner.time.calibration import default_constants
-from megatron.planner.time.contention import Times, settle
 from megatron.planner.time.profile import Profile, StagePosition, UpdateTime
+
+_ROUNDS = 4
+
+Times = Mapping[tuple[Kind, int], float]
+"""Seconds of a kind of work at a stage."""
+
+
+def settle(
+    program: Program, times_at_work: Mapping[int, Times], costs_of: Callable[[Times], Costs], *, batches: range
+) -> Costs:
+    """The costs of `program` when its own timeline decides who works beside whom.
+
+    Args:
+        batches: those that count; where batches do not drain, not the first and the last of the program.
+        times_at_work: number of pipeline ranks at work, from 1 to all -> what work takes then throughout.
+        costs_of: from such times to a whole table.
+    """
+    times = times_at_work[max(times_at_work)]
+    for _ in range(_ROUNDS):
+        timeline = simulate(program, costs_of(times))
+        shares = _shares_at_work(timeline, program, batches)
+        times = {key: _blend(shares.get(key, {}), times_at_work, key) for key in times}
+    return costs_of(times)
+
+
+def _blend(shares: Mapping[int, float], times_at_work: Mapping[int, Times], key: tuple[Kind, int]) -> float:
+    alone = times_at_work[min(times_at_work)][key]
+    if not shares or not alone:
+        return times_at_work[max(times_at_work)][key]
+    return sum(shares.values()) / sum(share / times_at_work[count][key] for count, share in shares.items())
+
+
+def _shares_at_work(timeline: Timeline, program: Program, batches: range) -> dict[tuple[Kind, int], dict[int, float]]:
+    """(kind, stage) -> number of ranks at work -> seconds of it, in those batches, while so many were."""
+    spans = [span for span in timeline.spans if span.instruction.kind in BUSY and span.end > span.start]
+    borders = sorted([(span.start, 1) for span in spans] + [(span.end, -1) for span in spans])
+    events: list[tuple[float, int]] = []  # from when on how many are at work
+    count = 0
+    for time, change in borders:
+        count += change
+        if events and events[-1][0] == time:
+            events[-1] = (time, count)
+        else:
+            events.append((time, count))
+    shares: dict[tuple[Kind, int], dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    starts = [time for time, _ in events]
+    for span in spans:
+        if _batch_of(span.instruction, program) not in batches:
+            continue
+        position = bisect_right(starts, span.start) - 1
+        while position < len(events) and events[position][0] < span.end:
+            until = events[position + 1][0] if position + 1 < len(events) else span.end
+            part = min(until, span.end) - max(events[position][0], span.start)
+            shares[span.instruction.kind, span.instruction.stage][events[position][1]] += part
+            position += 1
+    return shares
+
+
+def _batch_of(instruction: Instruction, program: Program) -> int:
+    return instruction.version - 1 if instruction.microbatch is None else program.batch_of(instruction.microbatch)
+
 
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _SMALL = 256  # bytes of the norm's reduction

@@ -1,5 +1,8 @@
-"""What a microbatch and an update take at each stage and over each edge, as closed forms read it off costs."""
+"""Times of a microbatch and of an update at each stage and over each edge, as closed forms need them, and counts of
+moves.
+"""
 
+from dataclasses import replace
 from itertools import pairwise
 from operator import add
 
@@ -77,3 +80,25 @@ class StageTimes:
     def updates(self, num_microbatches: int) -> list[float]:
         """The same by stage."""
         return [sum(each) for each in zip(self.step, self.predict, self.held(num_microbatches), strict=True)]
+
+
+_MANY = (1 << 20,)  # microbatches, which fill any pipeline
+
+
+def moving_parts(schedule: Schedule) -> list[float]:
+    """About which part of its microbatches each rank moves to its pair: of n in flight as many as exceed the bound, and
+    one more to make room for those that come back."""
+    if not schedule.balance:
+        return [0.0] * schedule.num_ranks
+    own, bounds = (each.max_saved_on_rank(_MANY) for each in (replace(schedule, balance=False), schedule))
+    evicting = set(schedule.evicting_ranks(_MANY))
+    return [
+        (count - bound + 1) / count if rank in evicting else 0.0
+        for rank, (count, bound) in enumerate(zip(own, bounds, strict=True))
+    ]
+
+
+def hides_moves(stages: StageTimes) -> bool:
+    """Whether nothing waits for moves of saved activations: each has the time of one computation."""
+    computations = zip(stages.moves, stages.forward, stages.backward, strict=True)
+    return all(moves <= min(forward, backward) * (1 + 1e-9) for moves, forward, backward in computations)

@@ -26,8 +26,7 @@ from megatron.pipeline.simulate.costs import Costs
 from megatron.planner.memory.schedule_demand import resized
 from megatron.planner.time.event_graph import event_graph, has_event_graph
 from megatron.planner.time.microbatch_flow import round_trips
-from megatron.planner.time.moves import hides_moves
-from megatron.planner.time.stage_times import StageTimes
+from megatron.planner.time.stage_times import StageTimes, hides_moves
 
 _MOST = 600  # computations of a stage's forwards in the batches that are looked at; longer ones go on at the rate
 _FEW_RANKS = 16  # of which updates are looked at

@@ -1,6 +1,6 @@
 """What the ranks of a job send each other in an iteration, in bytes, from the shape of its model.
 
-How often they send is counted in the program (`placement.counts`), and what it costs depends on who sits where
+How often they send is counted in the program (`placement.traffic`), and what it costs depends on who sits where
 (`placement.cost`). How much goes each time follows from what memory is counted by: a move carries what a microbatch
 saves at a stage, and replicas reduce the gradients of a stage's parameters.
 """
@@ -8,8 +8,7 @@ saves at a stage, and replicas reduce the gradients of a stage's parameters.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.pipeline.placement.counts import MessageCounts
-from megatron.pipeline.placement.traffic import Traffic
+from megatron.pipeline.placement.traffic import MessageCounts, Traffic
 from megatron.pipeline.program.edges import stages_by_rank
 from megatron.pipeline.schedules import PipelineSchedule
 from megatron.planner.memory.activations import Activations, ActivationSetting, by_stage

@@ -1,7 +1,5 @@
 """What one GPU does for one microbatch, in operations, bytes and kernels: a layer, the embedding and the head.
 
-The kinds of work, each with a resource of its own, are in amounts.py.
-
 Counted for megatron.core's and Megatron-LM's kernels, of T tokens with e bytes an element, and N scores of a rank. A
 pass over a tensor counts what it reads and what it writes.
 
@@ -44,18 +42,77 @@ With context parallelism a rank has 1/cp of the tokens, and their scores with wh
 in cp steps, which are alike, since each rank has a part of the beginning and one of the end. A step's keys and values
 come while the one before is computed; in a backward their gradients come along. Each step's result is added to what is
 there: 3 passes over it, or in a backward over the gradients of queries, keys and values.
+
+`Work` holds amounts of work by kind, each of which has a resource of its own:
+
+    products      matrix products, (operations, calls), bound by arithmetic; those in FP8 apart, at a peak of their own;
+                  `unaligned` are operations of those whose rows do not begin at multiples of 16 bytes
+    traffic       bytes that other kernels read and write, bound by memory
+    exchanged     bytes that a tensor rank sends to the others while it computes nothing
+    overlapped    bytes that it sends beside matrix products
+
+Ranks that share sequences or experts send over links of their own:
+
+    ring          bytes of keys and values that a context parallel rank passes on beside the attention's core, in all
+                  steps but the last; `ring_operations` and `ring_calls` are those of the core beside them
+    gathered      bytes that it sends to gather keys and values, while it computes nothing
+    dispatched    bytes of tokens on their way to experts and back, likewise
+    spread        of these between ranks that have parts of the same experts, likewise
+
+and experts multiply in groups:
+
+    grouped       operations of their products, and bytes of the matrices that these read
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron.planner.job.software import Software
 from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.memory.parameters import FP8_COPY_BYTES
-from megatron.planner.time.amounts import Work
+
+
+@dataclass(frozen=True)
+class Work:
+    """Amounts of work by kind, as the module says."""
+
+    operations: float = 0.0
+    calls: float = 0.0
+    traffic: float = 0.0
+    exchanged: float = 0.0
+    overlapped: float = 0.0
+    kernels: float = 0.0
+    collectives: float = 0.0
+    grouped_operations: float = 0.0
+    grouped_bytes: float = 0.0
+    fp8_operations: float = 0.0
+    ring: float = 0.0
+    ring_operations: float = 0.0
+    ring_calls: float = 0.0
+    gathered: float = 0.0
+    dispatched: float = 0.0
+    spread: float = 0.0
+    attended: float = 0.0
+    unaligned: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(*(a + b for a, b in zip(self._values, other._values, strict=True)))
+
+    def __mul__(self, factor: float) -> Work:
+        return Work(*(factor * value for value in self._values))
+
+    @property
+    def _values(self) -> tuple[float, ...]:
+        return (
+            self.operations, self.calls, self.traffic, self.exchanged, self.overlapped, self.kernels, self.collectives,
+            self.grouped_operations, self.grouped_bytes,
+            self.fp8_operations, self.ring, self.ring_operations, self.ring_calls, self.gathered, self.dispatched,
+            self.spread, self.attended, self.unaligned,
+        )  # fmt: skip
+
 
 _FP32 = 4
 _ALIGNED = 16

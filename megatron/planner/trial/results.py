@@ -14,9 +14,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from megatron.documents.faults import shown
+from megatron.documents.files import read_json, write_whole
 from megatron.documents.picture import one_panel
-from megatron.documents.reading import read_json
-from megatron.documents.writing import write_whole
 from megatron.planner.job.cluster import Cluster
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.planner import Planner
@@ -175,7 +174,7 @@ def configuration_fields(configuration: Configuration) -> dict[str, bool | int |
 def read_entries(path: str | Path) -> list[TrialEntry]:
     """The configurations of a search's JSONL that are not rejected, in its order, which is by time.
 
-    A line is a record of `search.records`. Raises ValueError, naming the line.
+    A line is a record of `search.table`. Raises ValueError, naming the line.
     """
     entries = []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):

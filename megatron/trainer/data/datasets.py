@@ -17,8 +17,8 @@ from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatr
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset, get_bin_path
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
-from megatron.documents.numbers import counted
-from megatron.documents.writing import problem_with_directory
+from megatron.documents import counted
+from megatron.documents.files import problem_with_directory
 from megatron.pipeline.runtime.failure.agreement import on_rank_zero
 from megatron.trainer.data.microbatches import gpt_fields
 from megatron.trainer.files.indexed_files import BinReader, Contents, blends, check_indexed_dataset, damaged_index_cache

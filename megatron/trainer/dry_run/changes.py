@@ -14,7 +14,7 @@ from itertools import accumulate
 
 from megatron.elastic.cache import CacheSeconds
 from megatron.elastic.freeze_rule import ByHand
-from megatron.pipeline.placement.hosts import Process
+from megatron.pipeline.placement.topology import Process
 from megatron.pipeline.schedules import PRESETS
 from megatron.planner import GIB, RankMemory, Verdict, device_gib
 from megatron.planner.job.estimate import judge_fullest, waiting_gib

@@ -18,11 +18,10 @@ import os
 import sys
 
 from megatron.pipeline.check import ProgramError
-from megatron.pipeline.placement.hosts import Process
+from megatron.pipeline.placement.cost import count_crossing
 from megatron.pipeline.placement.mapping import inverse
-from megatron.pipeline.placement.pairs import count_crossing
 from megatron.pipeline.placement.placement_report import PlacementReport, make_report
-from megatron.pipeline.placement.topology import Bandwidth, Node, Topology, load_topology
+from megatron.pipeline.placement.topology import Bandwidth, Node, Process, Topology, load_topology
 from megatron.planner import RankMemory, Verdict, device_gib, estimate_memory, judge
 from megatron.trainer.arguments import Platform, resolve_platform, validate_args
 from megatron.trainer.arguments.flags.model import CLASSIFIERS

@@ -4,7 +4,7 @@ import argparse
 import sys
 from dataclasses import dataclass, field
 
-from megatron.documents.numbers import counted
+from megatron.documents import counted
 from megatron.documents.tables import console
 from megatron.pipeline.check import CheckReport
 from megatron.pipeline.placement.placement_report import PlacementReport, tables

@@ -20,7 +20,7 @@ from typing import BinaryIO, NamedTuple
 
 import numpy
 
-from megatron.documents.numbers import counted
+from megatron.documents import counted
 
 # --- which files, by which weights ------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron.documents.reading import ending, open_text, require_characters
+from megatron.documents.files import ending, open_text, require_characters
 
 _TEXT = ("text", "sentence")
 _LABEL = "label"

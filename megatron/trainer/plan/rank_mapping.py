@@ -17,22 +17,28 @@ from functools import partial
 
 from torch.distributed import Store
 
-from megatron.documents.numbers import counted
-from megatron.pipeline.placement.cost import placement_cost
-from megatron.pipeline.placement.counts import count_transfers
-from megatron.pipeline.placement.degrees import Degrees
-from megatron.pipeline.placement.hosts import JobSlots, Process, find_slots, this_process
-from megatron.pipeline.placement.mapping import Mapping, load_mapping, pair_adjacent, standard
-from megatron.pipeline.placement.optimize import optimized
-from megatron.pipeline.placement.pairs import (
+from megatron.documents import counted
+from megatron.pipeline.placement.cost import (
     count_crossing,
     describe_crossing,
     describe_need,
     fits_under_forward,
     pair_transfers,
+    placement_cost,
 )
-from megatron.pipeline.placement.topology import Bandwidth, Node, Topology, load_topology
-from megatron.pipeline.placement.traffic import Traffic
+from megatron.pipeline.placement.mapping import Degrees, Mapping, load_mapping, pair_adjacent, standard
+from megatron.pipeline.placement.optimize import optimized
+from megatron.pipeline.placement.topology import (
+    Bandwidth,
+    JobSlots,
+    Node,
+    Process,
+    Topology,
+    find_slots,
+    load_topology,
+    this_process,
+)
+from megatron.pipeline.placement.traffic import Traffic, count_transfers
 from megatron.pipeline.start_up.rank_exchange import exchange_ranks
 from megatron.planner.time.traffic import CutModel
 from megatron.trainer.arguments.flags.values import assumed_vocabulary, choice_of, padded_vocabulary

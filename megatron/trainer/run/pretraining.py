@@ -15,9 +15,9 @@ from datetime import timedelta
 import torch
 
 from megatron import backend
-from megatron.documents.numbers import counted
+from megatron.documents import counted
 from megatron.pipeline import interrupt
-from megatron.pipeline.placement.hosts import this_process
+from megatron.pipeline.placement.topology import this_process
 from megatron.pipeline.runtime.failure import failure_guard
 from megatron.pipeline.runtime.failure.agreement import agree_to_start, agreed, guarded
 from megatron.pipeline.runtime.failure.errors import OnThisRank

@@ -20,8 +20,8 @@ import torch
 
 from megatron import backend
 from megatron.core import parallel_state
-from megatron.documents.writing import problem_with_directory
-from megatron.pipeline.placement.hosts import this_process
+from megatron.documents.files import problem_with_directory
+from megatron.pipeline.placement.topology import this_process
 from megatron.pipeline.runtime.failure.agreement import on_rank_zero
 from megatron.planner import GIB, Activations
 from megatron.planner.memory.hosted import Hosting, host_parts

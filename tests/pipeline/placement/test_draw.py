@@ -3,8 +3,7 @@
 import pytest
 
 from megatron.pipeline.placement import Degrees, Level, TrafficKind, pair_adjacent, standard
-from megatron.pipeline.placement.draw import draw_placement
-from megatron.pipeline.placement.placement_report import label, make_report
+from megatron.pipeline.placement.placement_report import draw_placement, label, make_report
 from tests.pipeline.placement.examples import machine, traffic_of
 
 DEGREES = Degrees(tensor=1, pipeline=16, data=1)

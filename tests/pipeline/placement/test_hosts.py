@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from megatron.pipeline.placement.hosts import HOST_NAME, Process, find_slots, this_process
+from megatron.pipeline.placement.topology import HOST_NAME, Process, find_slots, this_process
 from tests.pipeline.placement.examples import machine
 
 

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.pipeline.placement import Degrees, load_mapping, pair_adjacent, standard
+from megatron.pipeline.placement.cost import pair_nodes
 from megatron.pipeline.placement.mapping import check_mapping, inverse
-from megatron.pipeline.placement.pairs import pair_nodes
 from tests.pipeline.placement.examples import machine, stages
 
 DEGREES = st.builds(Degrees, tensor=st.integers(1, 4), pipeline=st.integers(1, 9), data=st.integers(1, 4))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.pipeline.placement import Degrees, Traffic, optimize, optimized, pair_adjacent, placement_cost, standard
-from megatron.pipeline.placement.assignment import Assignment, slot_groups_of
+from megatron.pipeline.placement.optimize import Assignment, slot_groups_of
 from tests.pipeline.placement.examples import machine, traffic_of
 
 AMOUNT = st.sampled_from([0.0, 1e8, 1e9, 7e9, 5e10])

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.pipeline.placement import Degrees, pair_adjacent, standard
-from megatron.pipeline.placement.pairs import (
+from megatron.pipeline.placement.cost import (
     describe_crossing,
     describe_need,
     fits_under_forward,

@@ -10,7 +10,7 @@ pytest.importorskip("torch")
 
 from torch.distributed import HashStore
 
-from megatron.pipeline.placement.hosts import Process
+from megatron.pipeline.placement.topology import Process
 from megatron.pipeline.runtime.failure.errors import OnThisRank, SameEverywhere
 from megatron.pipeline.start_up.rank_exchange import RankDecision, exchange_ranks
 

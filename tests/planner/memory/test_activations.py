@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.pipeline.placement.pairs import required_bandwidth
+from megatron.pipeline.placement.cost import required_bandwidth
 from megatron.planner import Activations, ActivationSetting, Architecture, Recompute
 from megatron.planner.memory.activations import RecomputeScope, by_stage
 from tests import workers

@@ -12,7 +12,7 @@ from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.published.entries import read_entry
 from megatron.planner.published.fit import fit_entries, fit_profile
 from megatron.planner.published.prediction import predict
-from megatron.planner.time.constants import FITTED, START
+from megatron.planner.time.calibration import FITTED, START
 from megatron.planner.time.first_principles import FirstPrinciples
 from megatron.planner.time.profile import StagePosition
 from tests.planner.published.measured import BPIPE_TABLE_7, KORTHIKANTI

@@ -9,7 +9,7 @@ from megatron.planner.memory.activations import Activations
 from megatron.planner.memory.memory import GIB
 from megatron.planner.published.entries import load_entries
 from megatron.planner.published.prediction import predict
-from megatron.planner.time.constants import START
+from megatron.planner.time.calibration import START
 
 FILE = Path(__file__).parents[3] / "benchmarks" / "l2l_published.json"
 

@@ -7,7 +7,7 @@ from megatron.planner.intervals.interval import Intervals
 from megatron.planner.job.software import Software
 from megatron.planner.planner import Planner
 from megatron.planner.search import Outcome, Space, Training, search
-from megatron.planner.search.bill import Budget
+from megatron.planner.search.outcome import Budget
 from megatron.planner.time.calibration import default_constants, load_calibration
 from megatron.planner.time.first_principles import FirstPrinciples
 

@@ -11,12 +11,10 @@ from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.software import Software
 from megatron.planner.search import Outcome, delay
 from megatron.planner.search.outcome import without_pipeline_record, without_pipeline_sentence
-from megatron.planner.search.pictures import draw_outcome
-from megatron.planner.search.records import records, write_csv
-from megatron.planner.search.report import configurations_table, html_report
+from megatron.planner.search.report import configurations_table, draw_outcome, html_report
 from megatron.planner.search.search import sentences_on_layers
 from megatron.planner.search.space import delayed, offered
-from megatron.planner.search.table import HEADINGS, cells
+from megatron.planner.search.table import HEADINGS, cells, records, write_csv
 from tests.planner import made_up
 from tests.planner.search.helper import a100, gpt3, planner, run
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.planner.search.bill import Budget, amount, money
+from megatron.planner.search.outcome import Budget, amount, money
 
 GIVEN = {"num_gpus": 16, "sequence_length": 1000}
 

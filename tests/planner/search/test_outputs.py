@@ -10,9 +10,8 @@ from rich.console import Console
 
 from megatron.documents.picture import as_png, as_svg
 from megatron.planner.search import Outcome
-from megatron.planner.search.pictures import draw_outcome
-from megatron.planner.search.records import FIELDS, records, write_csv, write_jsonl, write_whole
-from megatron.planner.search.table import best_table, reasons
+from megatron.planner.search.report import draw_outcome
+from megatron.planner.search.table import FIELDS, best_table, reasons, records, write_csv, write_jsonl, write_whole
 from tests.planner.search.helper import a100, gpt3, priced, run
 
 MODEL, MACHINES = gpt3(16, 8192, 64), a100(1)

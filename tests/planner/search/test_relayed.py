@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.planner import Architecture, Cluster
-from megatron.planner.search import Outcome, Training, relayed
+from megatron.planner.search import Outcome, Training, rules
 from megatron.planner.search.flags import configuration_argv
 from tests.planner.search.helper import run
 
@@ -30,7 +30,7 @@ def test_fits_only_with_l2l_is_a_result():
     best = found.best
     assert best.is_simulated and best.estimate.fits and best.choice.virtual * best.choice.pipeline == 48
     least = min(each.estimate.host.needed_gib for each in found.kept)
-    (sentence,) = relayed.sentences(found)
+    (sentence,) = rules.notes_on_hosted(found)
     assert "fits only with l2l" in sentence and f"from {least:.3g} GiB a node" in sentence
     argv = configuration_argv(best.estimate.configuration)
     assert argv[argv.index("--l2l-update") + 1] == "deferred" and "--l2l-resident-stages" in argv
@@ -42,14 +42,14 @@ def test_where_others_fit_they_stay_as_they_were():
     others = [each for each in beside.kept if each.choice.schedule != "l2l"]
     assert [each.choice for each in others] == [each.choice for each in without.kept] and len(others) < len(beside.kept)
     rates = [each.sequences_per_second for each in beside.kept]
-    assert rates == sorted(rates, reverse=True) and relayed.sentences(beside) == ()
+    assert rates == sorted(rates, reverse=True) and rules.notes_on_hosted(beside) == ()
 
 
 def test_where_no_others_were_tried_nothing_says_that_it_alone_fits():
     """Of a search for l2l alone, of a model that fits without it too, and of one that does not."""
     for model in (SMALL, DEEP):
         found = searched(model, schedules=("l2l",))
-        assert found.kept and found.rejected and relayed.sentences(found) == ()
+        assert found.kept and found.rejected and rules.notes_on_hosted(found) == ()
 
 
 def test_updates_are_those_of_the_training_program():

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.planner.search.bill import Budget
+from megatron.planner.search.outcome import Budget
 from megatron.planner.search.sweep import Sweep, SweepPoint, front, knee
 
 

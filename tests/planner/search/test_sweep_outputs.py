@@ -8,12 +8,10 @@ import pytest
 from rich.console import Console
 
 from megatron.documents.picture import as_png
-from megatron.planner.search.bill import amount
-from megatron.planner.search.pictures import draw_sweep
-from megatron.planner.search.records import sweep_records
-from megatron.planner.search.report import sweep_page
+from megatron.planner.search.outcome import amount
+from megatron.planner.search.report import draw_sweep, sweep_page
 from megatron.planner.search.sweep import Sweep, SweepPoint
-from megatron.planner.search.table import sweep_rows, sweep_table
+from megatron.planner.search.table import sweep_records, sweep_rows, sweep_table
 from tests.planner.search.helper import a100, gpt3, priced, run
 
 MODEL = gpt3(8, 4096, 32)

@@ -10,8 +10,8 @@ from megatron.planner.job.software import MEGATRON_CORE
 from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.planner import Planner
 from megatron.planner.search import Space
+from megatron.planner.search.comparisons import fastest_without_pipeline
 from megatron.planner.search.outcome import WithoutPipeline
-from megatron.planner.search.without_pipeline import fastest
 from megatron.planner.time.profiled import ProfiledCosts
 from tests.planner.profiles import MODEL as PROFILED
 from tests.planner.profiles import profile
@@ -22,7 +22,7 @@ SMALL, LARGE = gpt3(24, 2048, 16), gpt3(96, 12288, 96)
 
 def found(model, cluster: Cluster, **space) -> WithoutPipeline | None:
     chosen = Space(num_gpus=cluster.num_gpus, gpus_per_node=cluster.gpus_per_node, **space)
-    return fastest(chosen, lambda _: planner(model, cluster, MEGATRON_CORE), TRAINING)
+    return fastest_without_pipeline(chosen, lambda _: planner(model, cluster, MEGATRON_CORE), TRAINING)
 
 
 def test_nothing_that_is_tried_is_faster():
@@ -95,10 +95,10 @@ def test_what_is_not_compared():
     assert found(SMALL, Cluster(gpu="cpu", nodes=1, gpus_per_node=2), global_batch_size=8) is None
     profiled = Planner(PROFILED, a100(1), ProfiledCosts(profile(), PROFILED))
     space = Space(num_gpus=8, gpus_per_node=8, global_batch_size=8)
-    assert fastest(space, lambda _: profiled, TRAINING) is None
+    assert fastest_without_pipeline(space, lambda _: profiled, TRAINING) is None
     attention = replace(space, scopes=(RecomputeScope.ATTENTION,))
     small = planner(SMALL, a100(1), MEGATRON_CORE)
-    assert fastest(attention, lambda _: small, replace(TRAINING, saves_scores=False)) is None
+    assert fastest_without_pipeline(attention, lambda _: small, replace(TRAINING, saves_scores=False)) is None
 
 
 def test_the_search_has_it():

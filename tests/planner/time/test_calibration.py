@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from megatron.planner.time.calibration import DEFAULT_NAME, NAMES, Calibration, load_calibration
-from megatron.planner.time.constants import FITTED, Constants
+from megatron.planner.time.calibration import DEFAULT_NAME, FITTED, NAMES, Calibration, Constants, load_calibration
 
 
 def test_those_of_the_package():

@@ -8,7 +8,7 @@ from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
-from megatron.planner.time.contention import settle
+from megatron.planner.time.profiled import settle
 
 BUSY = {Kind.FORWARD, Kind.BACKWARD, Kind.STEP}
 

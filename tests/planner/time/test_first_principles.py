@@ -8,7 +8,7 @@ import pytest
 from megatron.planner import Architecture, Cluster, Configuration
 from megatron.planner.job.software import MEGATRON_CORE, MEGATRON_V3
 from megatron.planner.planner import Planner
-from megatron.planner.time.constants import START
+from megatron.planner.time.calibration import START
 from megatron.planner.time.first_principles import FirstPrinciples
 
 SHAPE = Architecture.gpt3(

@@ -2,8 +2,7 @@
 
 import pytest
 
-from megatron.pipeline.placement.degrees import Degrees
-from megatron.pipeline.placement.mapping import pair_adjacent, standard
+from megatron.pipeline.placement.mapping import Degrees, pair_adjacent, standard
 from megatron.pipeline.placement.topology import Bandwidth, Node, Topology
 from megatron.planner.memory.architecture import ExpertDegrees, Experts
 from megatron.planner.time.links import Links

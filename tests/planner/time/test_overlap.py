@@ -10,7 +10,7 @@ from megatron.planner.job.software import MEGATRON_CORE
 from megatron.planner.planner import Planner
 from megatron.planner.time.calibration import default_constants
 from megatron.planner.time.first_principles import FirstPrinciples
-from megatron.planner.time.overlap import gathers_shown, num_buckets, reductions_shown
+from megatron.planner.time.links import gathers_shown, num_buckets, reductions_shown
 from tests.planner.search.helper import gpt3
 
 CONTENTION = default_constants().contention

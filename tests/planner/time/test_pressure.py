@@ -9,7 +9,7 @@ from megatron.pipeline.simulate.costs import Costs
 from megatron.planner import Cluster
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.software import Software
-from megatron.planner.time.pressure import in_one_gradient_buffer, slowed
+from megatron.planner.planner import in_one_gradient_buffer, slowed
 from tests.planner.search.helper import gpt3, planner
 
 TWO_BW = Configuration(pipeline=4, data=8, tensor=1, micro_batch_size=1, global_batch_size=64, schedule="2bw")

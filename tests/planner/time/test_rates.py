@@ -6,8 +6,8 @@ import pytest
 
 from megatron.planner.job.devices import DEVICES
 from megatron.planner.job.software import MEGATRON_CORE
-from megatron.planner.time.constants import START
-from megatron.planner.time.rates import Rates
+from megatron.planner.time.calibration import START
+from megatron.planner.time.links import Rates
 from megatron.planner.time.work import Work
 
 CONSTANTS = replace(START, launch=0.0)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.planner.time.ring import Ring
+from megatron.planner.time.links import Ring
 
 NODE = Ring(size=8, num_nodes=1, rate=225e9)
 

@@ -9,7 +9,7 @@ from megatron.planner.job.software import MEGATRON_CORE
 from megatron.planner.memory.architecture import Experts
 from megatron.planner.memory.parameters import stage_expert_parameters, stage_parameters
 from megatron.planner.planner import Planner
-from megatron.planner.time.constants import START
+from megatron.planner.time.calibration import START
 from megatron.planner.time.first_principles import FirstPrinciples
 
 FLASH = replace(MEGATRON_CORE, flash_attention=True)

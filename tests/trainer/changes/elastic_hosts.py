@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from megatron.core import parallel_state
-from megatron.pipeline.placement.hosts import HOST_NAME
+from megatron.pipeline.placement.topology import HOST_NAME
 from megatron.trainer.start_up.run import Run
 
 

@@ -10,7 +10,7 @@ from megatron import backend
 backend.install()
 
 from megatron.elastic.cache import CacheSeconds
-from megatron.pipeline.placement.hosts import Process
+from megatron.pipeline.placement.topology import Process
 from megatron.trainer.changes.shaping import Shaping, memory_of_ranks, state_bytes
 from megatron.trainer.changes.times import LinkTimes, measure_links
 from megatron.trainer.plan.arrangement import Arrangement, arrange

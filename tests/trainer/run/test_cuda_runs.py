@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron import backend
-from megatron.documents.numbers import counted
+from megatron.documents import counted
 
 backend.install()
 

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Iterator
 
-from megatron.documents.numbers import counted
+from megatron.documents import counted
 from megatron.elastic.freeze_rule import RULES as FREEZE_RULES
 from megatron.elastic.freeze_rule import FreezeRule, FreezeSettings
 from megatron.elastic.stages import Stages, stages_of

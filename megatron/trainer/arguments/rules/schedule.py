@@ -5,7 +5,7 @@ it.
 
 import argparse
 
-from megatron.documents.numbers import counted
+from megatron.documents import counted
 from megatron.pipeline.program.lane_order import DEFERRED, EAGER, Residency
 from megatron.pipeline.schedules import OtherRun, ProgramSchedule, read_schedule
 from megatron.trainer.arguments.flags.model import CLASSIFIERS

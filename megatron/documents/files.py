@@ -1,15 +1,17 @@
-"""Reads the files that users write: text of any size, and JSON or else YAML. Errors are one sentence, with the file
-and, where there is one, the line.
+"""Reads and writes files of users: text of any size, JSON and YAML. An error is one sentence with the file and the
+line.
 
-Text is UTF-8, with or without the mark that Windows programs put first, plain or compressed. JSON is tried before YAML,
-since YAML 1.1 is not quite a superset of it: tabs and numbers such as 1e2 are JSON only. A key that is given twice is
-an error in both, where the parsers would silently take the last.
+Text is UTF-8, with or without a byte order mark, plain or compressed. JSON is tried before YAML, since YAML 1.1 is not
+a superset of it: tabs and numbers such as 1e2 are JSON only. A key that is given twice is an error in both, where the
+parsers would silently take the last. A file is written as a whole or not at all.
 """
 
 import bz2
 import gzip
 import json
 import lzma
+import os
+import tempfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -152,3 +154,32 @@ class _StrictLoader(yaml.SafeLoader):
                     )
                 seen.add(key.value)
         return super().construct_mapping(node, deep=deep)
+
+
+def problem_with_directory(flag: str, path: str) -> str | None:
+    """Make the directory that `flag` names and create a file there; returns why that fails, in one sentence."""
+    try:
+        os.makedirs(path, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path, prefix=".writable_"):
+            pass
+    except OSError as error:
+        return f"{flag} {path} cannot be written: {error.strerror}; name a directory where files can be created"
+    return None
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file so that nobody sees a part of it: beside its place, then renamed."""
+    data = content.encode() if isinstance(content, str) else content
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(name, 0o666 & ~mask)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise

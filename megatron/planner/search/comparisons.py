@@ -1,25 +1,32 @@
-"""Searches what other systems reach on the same GPUs without a pipeline: weights split over replicas (outcome.py).
+"""What a search compares its best configuration with: training without a pipeline, and training on fewer nodes.
 
-Each tensor parallel size, microbatch and number of shards of the space is tried with the scope that recomputes least of
-those that fit, as the search itself does.
+Without a pipeline, weights are split over replicas (FSDP, ZeRO-2 and 3). Each tensor parallel size, microbatch and
+number of shards of the space is tried with the first recompute scope that fits, as the search itself does.
+
+A search uses all GPUs. With the same batch each GPU has less to compute the more there are, and longer to wait. On half
+of the nodes each GPU computes twice as much, so half can only be faster where more than half of the arithmetic rate of
+matrix products is idle (`_can_gain`). There the search is repeated on half of the nodes, as long as that is faster.
 """
 
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from megatron.planner.job.cluster import Cluster, make_cluster
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.sharding import STAGES, Sharding
 from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.planner import Planner
 from megatron.planner.search import rules
-from megatron.planner.search.outcome import Choice, WithoutPipeline
+from megatron.planner.search.outcome import Choice, Kept, Outcome, WithoutPipeline
 from megatron.planner.search.rules import Training
 from megatron.planner.search.space import SCOPES, Space, divisors
 from megatron.planner.time.first_principles import FirstPrinciples
 
 
-def fastest(space: Space, planner_of: Callable[[int], Planner], training: Training) -> WithoutPipeline | None:
+def fastest_without_pipeline(
+    space: Space, planner_of: Callable[[int], Planner], training: Training
+) -> WithoutPipeline | None:
     """The fastest that fits; None where there is nothing to compare: one GPU, processes of a CPU, or a profile in place
     of the time model, which holds no gathers of weights."""
     planner = planner_of(1)
@@ -90,3 +97,41 @@ def _shards(data: int, tensor: int, gpus_per_node: int) -> list[int]:
             found.append(group)
         group *= 4
     return found
+
+
+_WORTH_SAYING = 0.01
+"""By which part it has to be faster."""
+
+
+def note_on_fewer_nodes(outcome: Outcome, cluster: Cluster, best_on: Callable[[Cluster], Kept | None]) -> str | None:
+    """What fewer nodes would take; None: all of them are the fastest, or nobody asked for the fastest.
+
+    Args:
+        outcome: of the search on all nodes.
+        best_on: the best of the same search on other machines; None: nothing fits there.
+    """
+    whole = outcome.best
+    if whole is None or outcome.objective != "time" or cluster.is_cpu:
+        return None
+    best, nodes = whole, cluster.nodes
+    while isinstance(nodes, int) and nodes % 2 == 0 and _can_gain(best, cluster):
+        half = make_cluster(cluster.model_dump(exclude_none=True) | {"nodes": nodes // 2}, "half of the nodes")
+        try:
+            found = best_on(half)
+        except ValueError:  # what is asked for, such as degrees, takes more GPUs
+            found = None
+        if found is None or found.sequences_per_second <= best.sequences_per_second:
+            break
+        best, nodes = found, nodes // 2
+    gain = best.sequences_per_second / whole.sequences_per_second - 1
+    if gain < _WORTH_SAYING:
+        return None
+    return (
+        f"{nodes} of the {cluster.nodes} nodes would be {100 * gain:.3g}% faster ({best.estimate.seconds:.3g} s an "
+        f"iteration, {best.choice.schedule}, t={best.choice.tensor}, p={best.choice.pipeline}, d={best.choice.data}), "
+        f"as more of them wait for one another; search with --nodes {nodes}, or give a larger batch"
+    )
+
+
+def _can_gain(best: Kept, cluster: Cluster) -> bool:
+    return 2 * best.estimate.mfu < cluster.device.product_part
