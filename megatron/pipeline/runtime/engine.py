@@ -19,8 +19,7 @@ from megatron.pipeline.program.instruction import AWAITS_REDUCTIONS, Instruction
 from megatron.pipeline.program.lane_order import LaneOrder, Residency
 from megatron.pipeline.program.move_order import MoveOrder
 from megatron.pipeline.runtime.activations.activation_memory import ActivationMemory
-from megatron.pipeline.runtime.activations.saved_microbatches import DeferredBytes, SavedMicrobatches
-from megatron.pipeline.runtime.activations.transfers import ActivationTransfers
+from megatron.pipeline.runtime.activations.transfers import ActivationTransfers, DeferredBytes, SavedMicrobatches
 from megatron.pipeline.runtime.contract.stage import (
     EVALUATION_BATCH,
     BatchInfo,
@@ -35,18 +34,17 @@ from megatron.pipeline.runtime.contract.trace import BatchExtent, RankTrace, Tra
 from megatron.pipeline.runtime.executor import Executor
 from megatron.pipeline.runtime.failure import failure_guard
 from megatron.pipeline.runtime.failure.errors import annotate
-from megatron.pipeline.runtime.graph_executor import GraphExecutor
+from megatron.pipeline.runtime.graph_executor import GraphExecutor, StagewiseExecutor
 from megatron.pipeline.runtime.relay.input_stash import InputStash
 from megatron.pipeline.runtime.relay.lanes import Lanes
 from megatron.pipeline.runtime.relay.ledger import RelayLedger
-from megatron.pipeline.runtime.stagewise_executor import StagewiseExecutor
 from megatron.pipeline.runtime.transport.channels import Channels
 from megatron.pipeline.runtime.transport.lane import MoveQueue
 from megatron.pipeline.runtime.update.chain import Chain
 from megatron.pipeline.schedules import PipelineSchedule
 
 if TYPE_CHECKING:
-    from megatron.pipeline.runtime.transport.edge_tensors import EdgeTensors
+    from megatron.pipeline.runtime.contract.tensors import EdgeTensors
 
 
 class PipelineEngine:

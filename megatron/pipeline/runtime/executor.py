@@ -17,8 +17,7 @@ from types import MappingProxyType
 from torch import Tensor
 
 from megatron.pipeline.program.instruction import HALVES, Instruction, Kind
-from megatron.pipeline.runtime.activations.saved_microbatches import SavedMicrobatches
-from megatron.pipeline.runtime.activations.transfers import ActivationTransfers
+from megatron.pipeline.runtime.activations.transfers import ActivationTransfers, SavedMicrobatches
 from megatron.pipeline.runtime.contract.stage import (
     EVALUATION_BATCH,
     BatchInfo,

@@ -49,7 +49,7 @@ from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.runtime.contract.tensors import TensorSpec
 
 if TYPE_CHECKING:
-    from megatron.pipeline.runtime.transport.edge_tensors import EdgeTensors
+    from megatron.pipeline.runtime.contract.tensors import EdgeTensors
 
 EVALUATION_BATCH = -1
 """Batch number of the microbatches of an evaluation: ``take_losses(EVALUATION_BATCH)`` returns their sums."""

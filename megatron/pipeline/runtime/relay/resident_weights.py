@@ -15,6 +15,8 @@ does when the computations before it are done, and only then may another FETCH w
 Replicas on a node that share a store would all read the same bytes of the host's memory, and GPUs that share a way to
 it wait for one another there. So each may fetch 1/d of a stage, and an all-gather in place brings the rest over what
 joins the devices (L2L's eager parallelism; Pudipeddi et al., 2020, section 3).
+
+The one version of weights that live on the host, to those who ask for versions: evaluations and checkpoints.
 """
 
 from __future__ import annotations
@@ -24,8 +26,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from megatron.backend.communicators import shut_down
-from megatron.backend.streams import streams_of
+from megatron.backend.streams import shut_down, streams_of
 from megatron.pipeline.communicators import COMMUNICATOR_CTAS
 from megatron.pipeline.program.arena import places
 from megatron.pipeline.runtime.relay.host_store import HostStore
@@ -231,3 +232,29 @@ class _WeightGather:
         """End the communicator, when nothing is left for it."""
         if self._communicator is not None:
             shut_down(self._communicator)
+
+
+class HostVersions:
+    """What a drained run asks of its weight versions, over a `HostStore` and what is resident of it."""
+
+    def __init__(self, store: HostStore, weights: ResidentWeights) -> None:
+        self._store = store
+        self._weights = weights
+
+    @property
+    def newest(self) -> int:
+        """The version of all stages."""
+        (version,) = set(self._store.versions.values())
+        return version
+
+    def show_newest(self) -> None:
+        """Point the parameters at the host's weights, until the next FETCH."""
+        self._weights.show_on_host()
+
+    def newest_tensors(self) -> dict[str, Tensor]:
+        """name -> weight: the host's own, not a copy."""
+        return self._store.newest_tensors()
+
+    def reset(self, version: int) -> None:
+        """The host's weights, which were written meanwhile, are this version."""
+        self._store.versions = dict.fromkeys(self._store.versions, version)

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
-from megatron.backend.communicators import shut_down
-from megatron.backend.streams import streams_of
+from megatron.backend.streams import shut_down, streams_of
 from megatron.pipeline.communicators import COMMUNICATOR_CTAS
 from megatron.pipeline.runtime.transport.links import FOREVER, NUM_TAGS, gloo_pair
 

@@ -6,17 +6,31 @@ clipped, so the two must not share memory.
 Solution: flat buffers, one tensor per dtype, with a view per parameter. ``param.grad`` is pointed at the views of a
 free buffer before a batch's first backward; autograd adds into them in place. The flat tensor is what the replicas
 all-reduce.
+
+The squared norm of gradients, where they are.
+
+The one small all-reduce per batch: what all ranks of the job must agree on before a step.
+
+Norm, overflow, losses and stop requests (to stop, save or evaluate) travel in one float64 vector, over all ranks of the
+job: stages and replicas alike, so that all decide alike. A stop request is a bit; each bit has an element of its own,
+and the sum of an element over the ranks is positive where any rank asks for it. What ranks measure of themselves
+(rank_metrics) travels along: every rank has an element of its own for each, which the others leave 0. So do the squared
+norms of layers, of which each rank gives what it counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import itertools
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.pipeline.runtime.update.gradient_norm import norm_of
+from megatron.pipeline.runtime.contract.tensors import as_real
 
 
 class GradientBuffer:
@@ -100,3 +114,101 @@ class GradientBuffers:
         self.show(None)
         while self._hooks:
             self._hooks.pop().remove()
+
+
+def norm_squared(gradients: Iterable[Tensor], *, device: torch.device) -> Tensor:
+    """Sum of squares of all elements: a scalar in float64 on `device`, for which nobody has waited.
+
+    One norm per tensor, as of `norms_of`. Not finite if any element is not; 0 of nothing.
+    """
+    return sum_of_squares(norms_of(gradients), device=device)
+
+
+def norms_of(gradients: Iterable[Tensor]) -> Sequence[Tensor]:
+    """The norm of each: scalars where they are, in FP32, or in float64 where one of the tensors is as wide."""
+    tensors = [as_real(each) for each in gradients]
+    is_wide = any(each.dtype is torch.float64 for each in tensors)
+    return torch._foreach_norm(tensors, 2, dtype=torch.float64 if is_wide else torch.float32) if tensors else []
+
+
+def norm_of(gradient: Tensor) -> Tensor:
+    """The norm of one: a scalar in float64 where it is."""
+    return torch.linalg.vector_norm(as_real(gradient), dtype=torch.float64)
+
+
+def sum_of_squares(norms: Sequence[Tensor], *, device: torch.device) -> Tensor:
+    """The squared norm of what has these norms: a scalar in float64 on `device`."""
+    if not norms:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack(list(norms)).double().square().sum()
+
+
+NUM_STOP_BITS = 8
+
+
+@dataclass(frozen=True)
+class NormReduction:
+    """Sums over the job: squared gradient norm, ranks that overflowed, stop requests (bits), losses as numerator and
+    denominator; squared gradient norms of layers. And each rank_metric of each rank: name -> values in rank order.
+    """
+
+    norm_squared: float
+    num_overflows: float
+    stop_requests: int
+    losses: dict[str, tuple[float, float]]
+    layers_squared: tuple[float, ...] = ()
+    rank_metrics: dict[str, tuple[float, ...]] = field(default_factory=dict)
+
+    @property
+    def norm(self) -> float:
+        return math.sqrt(self.norm_squared)
+
+    @property
+    def mean_losses(self) -> dict[str, float]:
+        return {name: numerator / denominator for name, (numerator, denominator) in self.losses.items() if denominator}
+
+
+def all_reduce_norm(
+    *,
+    norm_squared: float,
+    overflow: bool,
+    stop_requests: int,
+    losses: Mapping[str, tuple[float, float]],
+    loss_names: Sequence[str],
+    group: Any,
+    device: torch.device,
+    layers_squared: Sequence[float] = (),
+    rank_metrics: Mapping[str, float] | None = None,
+) -> NormReduction:
+    """Sum what every rank contributes.
+
+    `group`: all ranks of the job, used for nothing else, one of torch.distributed or a bare backend; None with a single
+    rank. `device`: where the group can reach the vector. `layers_squared`: of as many layers on all ranks.
+    `rank_metrics`: of the same names on all ranks. Raises ValueError for more than `NUM_STOP_BITS` stop requests.
+    """
+    if not 0 <= stop_requests < 1 << NUM_STOP_BITS:
+        raise ValueError(
+            f"stop requests are {stop_requests}; they are {NUM_STOP_BITS} bits, 0 to {(1 << NUM_STOP_BITS) - 1}"
+        )
+    values = [norm_squared, float(overflow), *(float(stop_requests >> bit & 1) for bit in range(NUM_STOP_BITS))]
+    for name in loss_names:
+        values.extend(losses.get(name, (0.0, 0.0)))
+    values.extend(layers_squared)
+    rank_metrics = rank_metrics or {}
+    rank, size = (0, 1) if group is None else (group.rank(), group.size())
+    for value in rank_metrics.values():
+        values.extend(float(value) if each == rank else 0.0 for each in range(size))
+    if group is not None:
+        vector = torch.tensor(values, dtype=torch.float64, device=device)
+        group.allreduce([vector]).wait()
+        values = vector.tolist()
+    bits = values[2 : 2 + NUM_STOP_BITS]
+    sums = iter(values[2 + NUM_STOP_BITS :])
+    return NormReduction(
+        norm_squared=values[0],
+        num_overflows=values[1],
+        stop_requests=sum(1 << bit for bit, count in enumerate(bits) if count > 0),
+        losses={name: (next(sums), next(sums)) for name in loss_names},
+        layers_squared=tuple(itertools.islice(sums, len(layers_squared))),
+        rank_metrics={name: tuple(itertools.islice(sums, size)) for name in rank_metrics},
+    )
