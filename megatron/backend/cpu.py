@@ -1,16 +1,12 @@
-"""Stand-ins for the parts of torch.cuda that megatron.core needs on a machine without CUDA.
+"""Stand-ins for the parts of torch.cuda that megatron.core needs on a machine without CUDA, and optimizers on the host.
 
-Every entry below was left out in turn to see what breaks; its reason is stated where it is made. The factories are
-wrapped one by one instead of through a TorchFunctionMode: a mode is thread-local (the reduction chain runs on a
-thread of its own) and costs a fifth of a small model's step.
+Each stand-in was left out in turn to see what breaks; its reason stands where it is made. The factories are wrapped one
+by one instead of through a TorchFunctionMode: a mode is thread-local (the reduction chain runs on a thread of its own)
+and costs a fifth of a small model's step.
 
-megatron.core's optimizers, made of parameters that lie on the host while the device is another.
-
-Problem: on a GPU megatron.core steps with Apex's or Transformer Engine's kernels, where these are installed, which a
-host cannot run; and it makes masters of weights by the name of their type, and knows only names on CUDA.
-
-Solution: while such an optimizer is made, Adam and SGD are torch's, as where nothing else is installed, and types go by
-their names on CUDA.
+`optimizers_on_host`: on a GPU megatron.core steps with the kernels of Apex or Transformer Engine, where these are
+installed, which cannot run on the host; and it makes masters of weights by the name of their type, and knows only names
+on CUDA. While such an optimizer is made, Adam and SGD are torch's, and types have their names on CUDA.
 """
 
 import contextlib

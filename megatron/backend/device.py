@@ -1,12 +1,10 @@
-"""Questions about the device, answered alike for CPU and CUDA.
+"""Questions about the device, answered alike for CPU and CUDA, and the memory of the host.
 
-The host's memory: how much of it is to be had, and what the C library does with what a rank on a CPU frees.
-
-Problem: glibc gives freed memory back to the system where it can: large blocks, and the top of its heap when a few of
-the largest blocks' bytes are free there. A training step frees its activations and allocates as many again, so every
+Problem: glibc returns freed memory to the system where it can: large blocks, and the top of its heap when a few of the
+largest blocks' bytes are free there. A training step frees its activations and allocates as many again, so every
 microbatch pays for page faults and for zeroed pages; with small models that is a tenth of a backward.
 
-Solution: let it keep what is freed for what is allocated next, as torch's allocator does on a GPU.
+Solution: glibc keeps freed memory for the next allocation, as torch's allocator does on a GPU (`keep_freed_memory`).
 """
 
 import contextlib

@@ -1,8 +1,6 @@
-"""From Megatron-LM's arguments to the schedule of a run, and the batches that it has to take.
+"""The project's flags in Megatron-LM's parser, and the schedule and batches that its arguments ask for.
 
-Our flags, in a group of their own behind those of Megatron-LM, and what they say.
-
-All begin with `--pipeline-` or `--2bw-`, so that they meet no flag of a fork.
+All flags begin with `--pipeline-` or `--2bw-`, so that none equals a flag of a fork.
 """
 
 import argparse

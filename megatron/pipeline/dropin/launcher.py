@@ -1,18 +1,12 @@
 """Start a user's script with the schedules in place: `-m megatron.pipeline.dropin SCRIPT [its arguments]`.
 
-Problem: `python -m` puts the working directory first on the path and not the script's, so that another Megatron-LM may
-be found than `python SCRIPT` would find, in silence.
+Problem: `python -m` puts the working directory first on the path and not the script's folder, so that another
+Megatron-LM may be found than `python SCRIPT` would find, without a word. And scripts look at `__main__`: for their own
+functions when they pickle them, and for the module that processes which they spawn import again.
 
 Solution: the script's folder takes the working directory's place, then the schedules are installed, then the script
-runs (`main_module.py`).
-
-A script's code as the process's main module.
-
-Problem: what runs is the launcher's, but scripts look at `__main__`: for their own functions when they pickle them, and
-for what processes that they spawn import again.
-
-Solution: a module of its own, which is `__main__`, as `python SCRIPT` has it. Its spec is that of `spawned.py`, which
-children import in the script's stead.
+runs as a module `__main__`, as under `python SCRIPT`. The module's spec is that of `spawned.py`, which children import
+instead of the script.
 """
 
 import importlib.util

@@ -1,15 +1,13 @@
-"""One run of Megatron-LM's training under a schedule of ours: what its hooked functions call, in the order of a run.
+"""One run of Megatron-LM's training under a schedule: the calls of its hooked functions, in the order of a run.
 
 Megatron-LM builds model and optimizer and loads a checkpoint; then its loop calls its schedule once a batch, evaluates
 and saves in between, and ends. Here a batch runs through the engine, and before anything reads weights, or the loop
 ends, the pipeline is drained. All ranks come to the same calls in the same order, so all drain after the same batch.
 
-Both weight versions of 2bw in Megatron-LM's checkpoints.
-
-Between two batches two versions are alive, and the next batch uses the older one, or the predicted one. Megatron-LM's
-state of a checkpoint gets two entries more, in this project's own format (`older_versions`, `predicted_version`): that
-version, tensor by tensor like the model, and 'pipeline', what the update keeps beside the optimizer. So a resumed run
-goes on exactly, here and under this project's own programs; and Megatron-LM, which asks for neither, loads the
+Checkpoints: between two batches of 2bw two versions are alive, and the next batch uses the older one, or the predicted
+one. Megatron-LM's state of a checkpoint gets two more entries, in this project's own format (`checkpointed_versions`):
+that version, tensor by tensor like the model, and 'pipeline', the update's state beside the optimizer. So a resumed run
+continues exactly, here and under this project's own programs; Megatron-LM, which asks for neither entry, loads the
 checkpoint as any other.
 """
 

@@ -1,7 +1,7 @@
-"""From a user's modules to what the runtime runs: their parameters, their device, the stages around them.
+"""From a user's modules to the runtime's objects: parameters, device, stages, and the schedule of all ranks.
 
-Which schedule all ranks run, and which modules each brings to it. The user means a schedule by a name, as a
-`Schedule`, or by the file of a program.
+A user names a schedule, gives a `Schedule`, or gives the file of a program. All ranks agree on it, and on which modules
+each rank brings.
 """
 
 from __future__ import annotations

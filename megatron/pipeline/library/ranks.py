@@ -1,12 +1,10 @@
-"""Where a rank stands in a job of one or more pipelines, and the groups that it is in.
+"""The place of a rank in a job of one or more pipelines, its groups, and the counts of losses that ranks exchange.
 
-What the losses of a microbatch count, said to stages that step before their batch's norm.
+Problem: where losses are sums, a step divides by the count of its batch. Only the last stage learns the count, and
+under `ftpipe` and `pipedream` the other stages step without having taken part in a reduction.
 
-Problem: where losses are sums, a step divides by what its batch counts. Only the last stage finds that out, and under
-`ftpipe` and `pipedream` the others step without having joined a reduction.
-
-Solution: the last stage's rank writes the count of each microbatch into the store, with its forward. A stage steps
-behind the backwards of the batch, which come after these forwards, so it finds all counts there.
+Solution: the last stage's rank writes the count of each microbatch into the store at its forward. A stage steps after
+the backwards of the batch, which come after these forwards, so it finds all counts there.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""A user's module as a stage: called with tensors, not with the runtime's tables.
+"""A user's module as a stage, called with tensors, and the shapes of the tensors that stages exchange.
 
 The first stage's module is called with the inputs of a microbatch: a tensor as it is, a tuple or list as arguments, a
-dict as keywords. Every other module gets what the stages before it hand to it, in their order, and hands on a tensor,
-a tuple or list of tensors, or, where several stages take something of it, a dict from the stage to either.
+dict as keywords. Every other module gets the tensors of the stages before it, in the order of the stages. It returns a
+tensor, a tuple or list of tensors, or, where several stages take something of it, a dict from the stage to either.
 
-Which tensors travel between the stages: found by running the first microbatch.
-
-Each stage computes it once more, in turn, without a graph and without leaving a trace in its buffers or the random
-state, and hands on what it makes. So any module may be a stage, also one whose shapes depend on values.
+Shapes are found by running the first microbatch: each stage computes it once more, in turn, without a graph, and
+restores its buffers and the random state. So any module may be a stage, also one whose shapes depend on values.
 """
 
 from __future__ import annotations

@@ -1,24 +1,19 @@
-"""The executor where stages are a graph: a stage gets tensors of several others, and hands tensors to several.
+"""The executors of stages that form a graph: a stage takes tensors of several stages, and hands tensors to several.
 
-The instructions and their meaning are the same. What differs is what a stage takes and makes: for each stage that it
-has an edge with a tuple of tensors, which cross to another rank in one transfer. Shared parameters are not among them
-each time (see `shared_parameters`), so a transfer may be of nothing, and is none.
+`GraphExecutor` has the instructions of a chain. A stage exchanges a tuple of tensors over each edge, which crosses to
+another rank in one transfer. `StagewiseExecutor` lets each stage step by itself, with one version of its weights
+(FTPipe, Table 1).
 
-The executor where each stage steps by itself, and keeps one version of its weights (FTPipe, Table 1).
-
-When a shared parameter moves: once for each version of its weights, and its gradient once for each batch.
-
-Problem: a parameter that several stages use, such as an embedding that is also the head, lives in the stage that steps
-it, its owner; the others get its value over an edge, and their gradients go back. With every microbatch that would be
-the whole matrix, twice (131 MB for T5-3B), although its value changes only when the owner steps.
-
-Solution: it goes along with the first microbatch whose forward at the owner uses that value, and the others take what
-they got last. Each user adds up the gradients of a batch's microbatches, and they go back with the last. Which
-microbatches these are follows from the weight policy, the owner's depth and the sizes of the batches, as the versions
-themselves do (`weights`), so both ends know it and nothing has to be said. Forwards and backwards of a stage are in
-the order of their microbatches. What moves is what the owner's forward uses. Where that is ahead of its version, by a
-prediction or a provisional step, it is another value wherever it is another step; so with provisional ones it moves
-up to min(m, k + 1) times for a batch of m microbatches and an owner of depth k.
+`SharedParameters`: a parameter that several stages use, such as an embedding that is also the head, lives in its owner,
+the stage that steps it; the other stages get its value over an edge and send their gradients back. Sending the whole
+matrix twice with every microbatch (131 MB for T5-3B) would be waste, since its value changes only when the owner steps.
+So the value goes with the first microbatch whose forward at the owner uses it, and the other stages keep it. Each user
+adds up the gradients of a batch, which go back with its last microbatch. Which microbatches these are follows from the
+weight policy, the owner's depth and the sizes of the batches, as the versions do (`weights`), so both ends know it
+without a message. Forwards and backwards of a stage are in the order of their microbatches. The value that moves is the
+one that the owner's forward uses. Where it is ahead of its version, by a prediction or a provisional step, every
+further step is another value: with provisional ones it moves up to min(m, k + 1) times for a batch of m microbatches
+and an owner of depth k.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Late and predicted weights, in every program that has them: what their flags go together with, and what is said.
-
-The Transformer Engine that is installed: whether batches with gradient buffers of their own may use its fusion.
-"""
+"""Late and predicted weights: their flags, their description, and the Transformer Engine that they need."""
 
 import argparse
 import importlib.metadata

@@ -1,15 +1,13 @@
-"""A stage's saved activations, microbatch by microbatch, ready to leave and to come back.
+"""What a stage saves between the forward and the backward of a microbatch, ready to be evicted and loaded again.
 
-A stage owns one of two objects with the same methods: `CapturedActivations`, or `NotCaptured`, which costs nothing and
-refuses to evict. What a forward saves moves with it, but for
+A stage owns a `CapturedActivations`, or a `NotCaptured`, which has the same methods, costs nothing and refuses to
+evict. All tensors that a forward saves move with its microbatch, except
 
 - parameters, of whichever weight version they show, and buffers;
 - arguments of the model's forward other than the stage's input (tokens, masks): they are data;
-- what two microbatches have saved, one after the other: cached masks and rotary tables, weights that no module knows.
+- tensors that two microbatches in a row have saved: cached masks and rotary tables, weights that no module knows.
 
-So the first microbatch cannot leave before the second one has run.
-
-What a stage keeps of a microbatch between its forward and its backward.
+Hence the first microbatch cannot be evicted before the second one has run.
 """
 
 from __future__ import annotations

@@ -1,30 +1,29 @@
-"""Moves of saved activations: what EVICT, ACCEPT, RETURN and LOAD do on one rank.
+"""Moves of saved activations between the two ranks of a pair: EVICT, ACCEPT, RETURN and LOAD on one rank.
 
-Problem: a microbatch's saved activations go from a stage to its pair and back while both compute (BPipe, section 3.2).
-Neither rank may hold more than the bound at any moment, whichever of them is faster, and the evictor's backward must
+Problem: a microbatch's saved activations go from a stage to its pair and back while both ranks compute (BPipe, section
+3.2). Neither rank may hold more than the bound at any moment, whichever rank is faster, and the evictor's backward must
 not read its activations before they are back.
 
-Solution: the meaning that `program.move_order` gives them. All four request; a queue carries them out one after
-another on a thread of its own (`MoveQueue`), over one connection with the pair (`MoveLink`):
+Solution: the instructions mean what `program.move_order` defines. All four only request a move; a thread carries the
+moves out in order (`MoveQueue`), over one connection with the pair (`MoveLink`):
 
-    EVICT    packs what the graph saves into a buffer, frees it, sends the buffer
+    EVICT    packs the saved tensors into a buffer, frees them, sends the buffer
     ACCEPT   receives into a buffer
     RETURN   sends that buffer
     LOAD     receives into a buffer, from which the backward then reads
 
-Computations wait for as many moves as `MoveOrder` says, and nothing else does. Packing, too, runs on the thread of the
-moves, beside the computation. That is safe: from the request on until the load the graph refuses to give out what is
-moved (`SavedTensors`), nothing writes to a saved tensor, and what a later forward turns out to share stays as it is.
+Computations wait for as many moves as `MoveOrder` says, and nothing else waits. Packing runs on the thread of the
+moves, too, beside the computation. That is safe: from the request until the load the graph refuses to give out the
+moved tensors (`SavedTensors`), nothing writes to a saved tensor, and a tensor that a later forward turns out to share
+stays in place.
 
-The size of a stage's buffers is the evictor's to say: it tells it ahead of its first eviction. Buffers are made when
-the row could need them at the worst timing, so their number depends on the program and not on who was faster.
+The evictor chooses the size of a stage's buffers and sends it ahead of its first eviction. Buffers are made when the
+row could need them at the worst timing, so their number depends on the program and not on which rank was faster.
 
-How many microbatches a rank saves at once, counted where it happens.
-
-The compute thread counts forwards and backwards, the thread of the moves what is posted and complete, as
-`program.move_order` says. The checker proves the most that this can ever reach. A microbatch whose backward is split is
-saved until the end of its W. From the end of its I on, when the stage keeps only what its weight gradients need, it is
-deferred, which is counted beside that, with the bytes.
+`SavedMicrobatches` counts the microbatches that a rank saves at once. The compute thread counts forwards and backwards,
+the thread of the moves counts moves when they are posted and complete. The checker proves the highest possible count. A
+microbatch with a split backward is saved until the end of its W. From the end of its I on, the stage keeps only what
+the weight gradients need: the microbatch then counts as deferred as well, with its bytes.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
-"""What rooms of the runtime have to agree on about tensors: shapes, dtypes, alignment, who holds a storage.
+"""The runtime's agreements on tensors: shapes, dtypes, alignment, holders of a storage, and the tensors of an edge.
 
-What travels over an edge of a graph of stages: several tensors, in one transfer.
+Problem: a stage of a graph may hand several tensors to another one (hidden states, a mask, a tied weight), and only
+some of them have gradients. One transfer for each tensor would cost one message each.
 
-Problem: a stage may hand several tensors to another (hidden states, a mask, the position of a tied weight), of which
-only some have gradients. Each in a transfer of its own would cost a message each, and links that one has to wait for in
-turn.
-
-Solution: they are packed into one flat piece of bytes, aligned as torch's own memory is, and unpacked as views of it. A
-single tensor goes as it is. Some may be left out of a transfer, which both ends know: a shared parameter moves once for
-each version (see `shared_parameters`).
+Solution: the tensors of an edge are packed into one flat tensor of bytes, aligned as torch's own memory is, and
+unpacked as views of it. A single tensor is sent as it is. Both ends know which tensors a transfer leaves out: a shared
+parameter moves once for each weight version (`SharedParameters`).
 """
 
 from __future__ import annotations

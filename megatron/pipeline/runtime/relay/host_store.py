@@ -1,27 +1,25 @@
-"""The host's copy of a rank's stages: their weights, and where their gradients arrive.
+"""The host's copy of a rank's stages: their weights, and the gradients that arrive from the device.
 
-Problem: where weights live on the host, the device has those of a few stages, and the host's optimizer steps what it
-has itself. Copies have to be one call a stage, and on CUDA of memory from which the device copies while the host goes
-on.
+Problem: where weights live on the host, the device has the weights of a few stages only, and the optimizer steps
+tensors of the host. A copy should be one call for each stage, and on CUDA it needs memory from which the device copies
+while the host goes on.
 
-Solution: for each stage flat weights and flat gradients in such memory (`Streams.kept_host_buffer`: pinned on CUDA; a
-CPU's "device" is the process's private memory, and the host a shared mapping, so that from outside the two can be told
-apart). `parameters` are the host's own, which an optimizer steps. They are views of the weights, or, with masters, FP32
-tensors in such memory beside weights of lower precision, which are written from them behind each step. What an
-optimizer keeps of each element comes to lie there, too (`HostMoments`).
+Solution: each stage has flat weights and flat gradients in such memory (`Streams.kept_host_buffer`: pinned on CUDA; on
+a CPU the "device" is the process's private memory and the host a shared mapping, so that the two can be told apart from
+outside). `parameters` belong to the host, and an optimizer steps them. They are views of the weights, or, with masters,
+FP32 tensors beside weights of lower precision, which are written from the masters behind each step. The optimizer's
+state lies in such memory, too (`HostMoments`).
 
-Replicas on a node have one store in memory that all have mapped (`node_replicas`). Each brings its share of a stage's
-elements to the host's gradients and steps them (`share_of`), so weights and moments are made together, and no replica
-keeps anything that the others have, too.
+Replicas on a node have one store, in memory that all of them have mapped (`node_replicas`). Each replica brings its
+share of a stage's elements to the host's gradients and steps that share (`share_of`), so no weight or moment is kept
+twice.
 
-A stage has one place for gradients. It is free again when its update is complete, and that is before the stage can be
-fetched for its next batch.
+A stage has one place for gradients. It is free again when the stage's update is complete, which is before the stage can
+be fetched for its next batch.
 
-Where the tensors of a stage lie in flat memory: one flat tensor for each dtype, and a view of it for each name.
-
-A copy between host and device, or a reduction, is then one call. Every view begins at a multiple of `ALIGNMENT` bytes,
-as torch's own memory does: a kernel may add in another order where its operands begin elsewhere, and what is computed
-with a copy shall equal, bit for bit, what is computed without.
+`FlatLayout` places the tensors of a stage in one flat tensor for each dtype. Every view begins at a multiple of
+`ALIGNMENT` bytes, as torch's own memory does: a kernel may add in another order where its operands begin elsewhere, and
+results have to be equal, bit for bit, to those without the host.
 """
 
 from __future__ import annotations

@@ -1,18 +1,12 @@
-"""What the steps of torch's Adam, AdamW and SGD do to each element, with results in tensors of their own.
+"""The steps of torch's Adam, AdamW and SGD in one pass that leaves parameters, moments and gradients unchanged.
 
-The operations of `torch.optim` in their order, so that results are the same bit for bit: for a block of one parameter,
-which is what the optimizers do on a CPU to each parameter, and for many parameters at once by `torch._foreach_*`, which
-is what they do on a CUDA device. Neither changes a parameter, a moment or a gradient. Everything is FP32.
+Problem: an optimizer's own `step` writes into its operands, so a prediction would have to copy all of them first. It
+needs the stepped weights alone.
 
-The steps of torch's Adam, AdamW and SGD in one pass that leaves parameters, moments and gradients as they are.
-
-Problem: where `step` itself has to be called, its operands are copied first, since it writes into them. A prediction
-wants the stepped weights alone.
-
-Solution: the same operations in the same order, so the same bits, into other tensors. On a CPU block by block, so small
-that what lies between the operations stays in the cache: memory is read for the parameter, the moments and the gradient
-and written for the result. On a CUDA device launches are what to save, so `torch._foreach_*` takes many parameters at
-once, as the optimizer does there. The rule of any other optimizer, and most options of these, are not known here.
+Solution: the operations of `torch.optim` in the same order, so with the same bits, into other tensors. On a CPU the
+pass goes block by block, as the optimizers go parameter by parameter; the blocks are so small that intermediate results
+stay in the cache. On a CUDA device `torch._foreach_*` takes many parameters at once, as the optimizers do there, to
+save launches. Everything is FP32. Other optimizers, and most options of these, are not supported.
 """
 
 from __future__ import annotations

@@ -1,21 +1,16 @@
-"""Gradient buffers: where the gradients of a batch are summed up.
+"""Gradient buffers of a batch, their squared norm, and the one small all-reduce on which all ranks agree before a step.
 
 Problem: without flushes the first backwards of batch j+1 run while the gradients of batch j are still being reduced and
 clipped, so the two must not share memory.
 
 Solution: flat buffers, one tensor per dtype, with a view per parameter. ``param.grad`` is pointed at the views of a
-free buffer before a batch's first backward; autograd adds into them in place. The flat tensor is what the replicas
-all-reduce.
-
-The squared norm of gradients, where they are.
-
-The one small all-reduce per batch: what all ranks of the job must agree on before a step.
+free buffer before a batch's first backward; autograd adds into them in place. Replicas all-reduce the flat tensor.
 
 Norm, overflow, losses and stop requests (to stop, save or evaluate) travel in one float64 vector, over all ranks of the
-job: stages and replicas alike, so that all decide alike. A stop request is a bit; each bit has an element of its own,
-and the sum of an element over the ranks is positive where any rank asks for it. What ranks measure of themselves
-(rank_metrics) travels along: every rank has an element of its own for each, which the others leave 0. So do the squared
-norms of layers, of which each rank gives what it counts.
+job, stages and replicas alike, so that all ranks decide alike. A stop request is a bit; each bit has its own element,
+and the sum of the element over the ranks is positive where any rank asks for it. Measurements of single ranks
+(rank_metrics) travel along: every rank has its own element for each, which is 0 on the others. So do the squared norms
+of layers, to which each rank adds its part.
 """
 
 from __future__ import annotations

@@ -1,28 +1,23 @@
-"""A stand-in for an optimizer, which has other parameters, or some of them: it computes what the optimizer's own `step`
-computes, and neither hooks nor learning-rate schedules see it.
+"""Optimizers around a torch optimizer: a stand-in with other parameters, gap-aware steps, FP32 masters.
 
-Gap-aware steps: a gradient counts the less, the further the weights have moved since its loss (Barkai et al., 2020).
+`stand_in` makes an optimizer with other groups or state. Its step computes what the optimizer's own `step` computes,
+and neither hooks nor learning-rate schedules see it.
 
-Problem: a stale gradient is right for weights that are no more. To shrink it by the number of steps in between shrinks
-too much where the steps were small.
-
-Solution: element by element, a gradient is divided by
+`GapAware` (Barkai et al., 2020). A stale gradient belongs to weights that no longer exist. Dividing it by the number of
+steps in between shrinks it too much where the steps were small. So each element of a gradient is divided by
 
     1 + |w - w_F| / C
 
 w are the weights that the step changes, w_F those of the forward, predicted or not, and C is a running average of the
-size of that element's steps. So the gap is counted in steps of usual size; of complex weights, the real and the
-imaginary parts are elements. A batch of several microbatches has that of its first one, whose forward was the furthest
-behind. A batch whose forward has the weights of its backward is stepped as the optimizer steps it, bit for bit.
+size of that element's steps: the gap is counted in steps of usual size. Of complex weights, the real and the imaginary
+parts are elements. A batch of several microbatches has the gap of its first one, whose forward was the furthest behind.
+A batch whose forward has the weights of its backward is stepped as the optimizer steps it, bit for bit.
 
-FP32 masters of weights in less: the optimizer steps the masters, and the weights are what they round to.
-
-Problem: BF16 keeps 8 bits of a number, so a step below 1/512 of a weight is rounded away, and so is what a moment with
-a decay of 0.999 should gain.
-
-Solution (Micikevicius et al., 2018): gradients in the weights' dtype are brought to FP32, a torch optimizer over the
-masters, with its state in FP32, steps these, and they are copied into the weights. Nothing is ever read back from the
-weights, so masters are to be saved. FP16 would need a loss scale besides, which is not here.
+`GapAwareMasters` and the other masters (Micikevicius et al., 2018). BF16 keeps 8 bits of a number, so a step below
+1/512 of a weight is rounded away, and so are small gains of a moment with a decay of 0.999. Hence gradients are
+converted to FP32, a torch optimizer steps FP32 masters, with its state in FP32, and the masters are copied into the
+weights. Nothing is ever read back from the weights, so masters have to be saved. FP16, which would need a loss scale,
+is not supported.
 """
 
 from __future__ import annotations

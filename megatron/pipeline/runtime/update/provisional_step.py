@@ -1,20 +1,15 @@
-"""The step of an optimizer, taken provisionally: where it would lead, while its parameters and its state stay as they
-are.
+"""An optimizer's step taken provisionally: the weights that it would give, without changing parameters or state.
 
-Where the rule of the optimizer is known it is taken in one pass (`elementwise_step`). Otherwise the rule is whatever
-the optimizer's own `step` computes, called on copies of the parameters and of their state with another gradient:
-right for any optimizer whose state belongs to its parameters or is a value of their group. Parameters are copied some
-at a time, so that the copies take little memory. Either way a prediction equals the step to come bit for bit where the
-gradient does, and hooks and learning-rate schedules do not see it.
+Where the optimizer's rule is known the step is one pass (`elementwise_step`). Otherwise the optimizer's own `step` runs
+on copies of the parameters and of their state with another gradient: right for any optimizer whose state belongs to its
+parameters or is a value of their group. A few parameters are copied at a time, so that the copies take little memory.
+Either way a prediction equals the coming step bit for bit where the gradient does, and hooks and learning-rate
+schedules do not see it.
 
-The step that a part of a batch's gradients lead to, for forwards that come before the batch is complete.
-
-Problem: a forward at stale weights finds gradients that no step has taken yet, since the batch that they belong to is
-not complete at its stage.
-
-Solution: their sum holds 1 / size of each microbatch's gradient, so size / number of them times as much stands for the
-whole batch. `ProvisionalStep` takes the optimizer's next step with that, at the learning rate that it has now, and
-changes nothing. Masters (`master_weights`) are stepped where there are any, and what that makes is rounded.
+`PartialStep`: a forward at stale weights finds gradients that no step has taken yet, since their batch is not complete
+at its stage. Their sum holds 1 / size of each microbatch's gradient, so size / number times the sum stands for the
+whole batch. `ProvisionalStep` takes the optimizer's next step with it, at the current learning rate, and changes
+nothing. Where there are masters, they are stepped and the result is rounded.
 """
 
 from __future__ import annotations

@@ -10,11 +10,9 @@ is an alias: a second name for the slot of the version before. A slot is written
 so what autograd saved is never changed. Versions retire by a window: when version v is made, v - window is forgotten
 (1: flush; 2: 2bw; p - s at stage s: PipeDream's stashing), see PipeDream-2BW (Narayanan et al. 2021), section 3.1.
 
-One weight version, and weights that are ahead of it, for forwards.
-
-These are a set of weights of its own. It is made when a forward first asks for it, and serves until one that is
-further, or behind another version, is asked for. Nobody computes a gradient at it. How it is made, by a prediction or
-by a provisional step, the update says whose optimizer makes the versions.
+`AheadVersions` has one version, and for forwards a second set of weights ahead of it, at which no gradient is computed.
+The set is made when a forward first asks for it, and serves until a forward asks for weights further ahead or for
+another version. The update whose optimizer makes the versions decides how: by a prediction or by a provisional step.
 """
 
 from __future__ import annotations

@@ -1,36 +1,31 @@
-"""Where an optimizer will have taken its weights some steps ahead, judged by its state.
+"""Predictions of the weights that an optimizer will have some steps ahead, their versions, and their clipping.
 
 Problem: a forward at stale weights has a loss that the weights of its backward do not have. The gradients in between
 are not known yet.
 
-Solution: each step to come goes where the last one went. With direction d, learning rates l_1 ... l_h to come and
-decoupled weight decay c, the steps w <- (1 - l_j c) w - l_j d come to
+Solution: each coming step is assumed to have the direction of the last one. With direction d, learning rates
+l_1 ... l_h to come and decoupled weight decay c, the steps w <- (1 - l_j c) w - l_j d give
 
     w^ = w prod_j (1 - l_j c) - d sum_j l_j prod_{i>j} (1 - l_i c)
 
     SGD with momentum   d = v                             SpecTrain (Chen et al., 2018)
     Adam, AdamW         d = m^ / (sqrt(v^) + eps)         XPipe (Guan et al., 2019)
 
-v is torch's momentum buffer: gradients that keep it as it is make steps of v with Nesterov's momentum, too, and
-dampening and coupled weight decay are in it. m^ and v^ are Adam's moments, corrected for their bias; with amsgrad v^ is
-the largest so far. What has no state yet stays where it is.
+v is torch's momentum buffer: gradients that keep it constant make steps of v with Nesterov's momentum, too, and it
+includes dampening and coupled weight decay. m^ and v^ are Adam's moments, corrected for their bias; with amsgrad v^ is
+the largest so far. A parameter without state is predicted to stay.
 
-Weight versions under a policy that predicts: two predicted ones, and the true weights.
+`PredictedVersions`: computations use predictions alone, so no graph refers to the true weights, and a step changes them
+in place: one set of tensors serves. An optimizer with FP32 masters has it already. For parameters that the optimizer
+steps themselves it is a slot of its own, which no computation loads.
 
-Computations use predictions alone, so no graph refers to the true weights, and a step changes them in place: they need
-one set of tensors, never a new one. An optimizer with FP32 masters keeps them already. For parameters that it steps
-themselves they are a slot of their own, which nobody loads for a computation.
-
-By which factor a prediction clips the gradients that it reads.
-
-Problem: a step clips by the norm of all gradients of its batch, which nobody knows when the step is predicted: some
-microbatches are to come, and other ranks hold the rest of the model. The factor of the step before is a guess; where
-the norm jumps, it lets the jump through whole.
-
-Solution: that factor, or less where a stage's own gradients ask for less. Their norm is a part of the global one, so no
-step multiplies them by more than the largest norm over theirs. What a part f of a batch adds up to, times 1/f, is an
-estimate of them whose norm is too large: with signal S and noise N its square is S^2 + N^2/f, where that of the whole
-batch is S^2 + N^2. The root of f times it is at most the latter, and equal where all is noise: so that is taken.
+Clipping: a step clips by the norm of all gradients of its batch, which is unknown when the step is predicted: some
+microbatches are to come, and other ranks hold the rest of the model. The factor of the step before is a guess, which
+would not clip a sudden jump of the norm. So a prediction uses that factor, or a smaller one that a stage's own
+gradients demand. Their norm is a part of the global one, so no step multiplies them by more than the largest norm
+divided by theirs. The sum over a part f of a batch, times 1/f, is an estimate of these gradients whose norm is too
+large: with signal S and noise N its square is S^2 + N^2/f, where that of the whole batch is S^2 + N^2. The norm times
+the root of f is at most the latter, and equal to it where all is noise: so that is taken.
 """
 
 from __future__ import annotations

@@ -1,18 +1,11 @@
-"""A stage that sleeps instead of computing, and really sends what a stage would send.
+"""A stage and a host update that sleep instead of computing, and really transfer what they should.
 
-Problem: on two cores nobody can measure how well a schedule of sixteen stages overlaps; the processors would be the
-limit.
+Problem: two cores cannot show how well a schedule of sixteen stages overlaps, nor whether lanes overlap as a program
+promises: the processors and their memory would be the limit.
 
 Solution: forward and backward sleep until a deadline, so many stages run on few cores, while transfers and reductions
-move real bytes between real processes. What is measured is the schedule and the runtime.
-
-A weight update on the host that sleeps instead of copying and stepping.
-
-Problem: whether lanes overlap as a program promises cannot be seen on two cores with real copies and a real optimizer:
-they take the cores and the memory from the computation.
-
-Solution: fetch, store, update and reduction sleep for their times on the threads on which the real ones work, in the
-real lanes. What is measured is the program, the executor and the lanes.
+move real bytes between real processes. The host update sleeps for the times of fetch, store, update and reduction, in
+the real lanes and threads. The measurement is of the schedule, the executor and the lanes.
 """
 
 from __future__ import annotations

@@ -1,16 +1,14 @@
-"""The older weight versions of a run, in its checkpoints.
+"""The older and the predicted weight versions of a run, in its checkpoints.
 
 Where batches use weights that are k batches old, k versions beside the newest are alive between two batches, and the
 next batches still use them. Each is an entry of its own, named by its age: 'previous_version' is one batch older than
-the model, 'previous_version_2' two, and so on. A version that a checkpoint lacks is the same weights as the one after
-it: its step was skipped, or the checkpoint is of a policy that needs fewer.
+the model, 'previous_version_2' two, and so on. A version that a checkpoint lacks equals the one after it: its step was
+skipped, or the checkpoint comes from a policy that needs fewer versions.
 
-The predicted weights of a run, in its checkpoints.
-
-Where batches are computed at predicted weights, the next batch's are alive between two batches, beside the true ones,
-which are the model's. They are an entry of their own, 'provisional_version', stored tensor by tensor like the model.
-Replicas that predict from their own gradients have each its own. A checkpoint without them (of another policy) goes on
-with the true weights in their place, and so does a run of another policy with a checkpoint that has them.
+Where batches are computed at predicted weights, those of the next batch are alive between two batches, beside the true
+weights, which are the model's. They are an entry of their own, 'provisional_version', stored tensor by tensor like the
+model. Replicas that predict from their own gradients have one entry each. A run that finds no such entry (a checkpoint
+of another policy) starts from the true weights, and a run of another policy ignores the entry.
 """
 
 from __future__ import annotations

@@ -1,19 +1,14 @@
-"""megatron.core's optimizers, as far as a weight update that takes their step apart has to know them.
+"""What a weight update takes from megatron.core's DDP and optimizers: masters, gradient buffers and weight versions.
 
-Gradient buffers: while the chain reduces one batch's gradients, the next batch accumulates into another buffer.
+Gradient buffers: the next batch accumulates into another buffer while the chain reduces the gradients of one batch.
+DDP gives every parameter a `main_grad`, a view of one flat buffer, and adds each gradient to it. A slot is one such set
+of flat buffers; slot 0 is DDP's own, a second one is made when a batch begins its backwards while the first is still
+needed. Switching repoints every reference that megatron.core keeps: the buffer, its buckets, the bucket groups' cached
+shards and the parameters.
 
-megatron.core's DDP gives every parameter a `main_grad`, a view of one flat buffer, and adds each backward's gradient to
-it. A slot here is one such set of flat buffers; slot 0 is DDP's own, a second is made when a batch begins its
-backwards while the first is still needed. Switching repoints every place in which megatron.core keeps a reference:
-the buffer, its buckets, the bucket groups' cached shards and the parameters.
-
-The gradient norms of layers: which layer of the model each parameter of a rank's chunks belongs to.
-
-Weight versions of megatron.core's chunks: slots that its buffers and optimizers follow.
-
-Two things differ from any other module's. With the distributed optimizer the parameters are views of one flat buffer
-per dtype, which the parameter all-gather fills, so a slot is a set of flat buffers. And its FP32 shards are views of
-that buffer: stepping them would change weights that forwards in flight still use, so they become masters of their own.
+Weight versions: with the distributed optimizer the parameters are views of one flat buffer per dtype, which the
+parameter all-gather fills, so a slot of weights is a set of flat buffers. Its FP32 shards are views of that buffer,
+too: stepping them would change weights that forwards in flight still use, so they become masters of their own.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,14 +1,13 @@
-"""Where in the pipeline megatron.core believes to be: at a stage, whichever rank holds it.
+"""The pipeline position that megatron.core sees: that of a stage, whichever rank holds the stage.
 
-Problem: megatron.core derives a stage from the rank: stage = chunk x ranks + rank. With it come layer numbers, and so
-weights' names in checkpoints, who embeds, who has the loss, and which two copies of a tied embedding belong together.
-A schedule may put its stages anywhere.
+Problem: megatron.core derives a stage from the rank: stage = chunk x ranks + rank. The stage decides layer numbers, and
+so weights' names in checkpoints, which chunk embeds, which has the loss, and which two copies of a tied embedding
+belong together. A schedule may put its stages anywhere.
 
-Solution: each chunk is shown a pipeline with a rank for every stage, and itself on the rank that has its stage's
-number. `config_of_stage` says so in the configuration, `at_stage` in `parallel_state`, while the chunk is built and
-while it computes. Every chunk then is what it would be there; the groups with which ranks communicate are untouched.
-
-The last layers of a chunk alone, for a first stage of which the others' output is known.
+Solution: each chunk is shown a pipeline with one rank for every stage, and itself on the rank that has its stage's
+number. `config_of_stage` does so in the configuration, `at_stage` in `parallel_state`, while the chunk is built and
+while it computes. The groups with which ranks communicate are untouched. `without_first_layers` lets the first stage
+begin behind layers whose output is known.
 """
 
 from collections.abc import Iterator, Sequence

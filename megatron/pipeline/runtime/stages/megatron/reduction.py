@@ -1,18 +1,15 @@
-"""What the chain reduces: one batch's gradients, over replicas, tensor ranks and tied embeddings, and their norm.
+"""The reductions of one batch's gradients over replicas, tensor ranks and tied embeddings, their norm, and a warm-up.
 
-megatron.core does the same in `finalize_model_grads` and in its optimizers' `prepare_grads`, but on the buffers that
-backwards write to, on its own groups and with two or three collectives for norm and overflow. Here every function
-takes the gradient slot of one finished batch, so the next batch's backwards may run meanwhile.
+megatron.core reduces in `finalize_model_grads` and in its optimizers' `prepare_grads`, but on the buffers that
+backwards write to, on its own groups, and with two or three collectives for norm and overflow. Here every function
+takes the gradient slot of one finished batch, so the backwards of the next batch may run meanwhile.
 
-Every collective of training, once, before the first batch.
-
-Problem: NCCL connects a group with its first collective, and again with the first one that takes another algorithm,
-which the operation and the size decide. Connecting allocates and waits for the whole device. In the middle of training
-receives spin there, posted ahead for what the peer may send only after that very collective: nobody goes on.
-
-Solution: use each group as training will while nothing else runs: the chain's on gradients of a batch that are zero,
-the optimizer's on the weights, which are equal on all replicas, the tensor ranks' in small, in the middle and in large.
-All ranks go through the groups in one order.
+NCCL connects a group at its first collective, and again at the first collective whose operation or size asks for
+another algorithm. Connecting allocates memory and waits for the whole device. In the middle of training the device may
+run receives that were posted ahead, for data which the peer sends only after that very collective: a deadlock. So each
+group is used once before the first batch, while nothing else runs (`warm_up`): the chain's groups with zero gradients,
+the optimizer's groups with the weights, which are equal on all replicas, the tensor group with small, medium and large
+tensors. All ranks take the groups in one order.
 """
 
 from __future__ import annotations

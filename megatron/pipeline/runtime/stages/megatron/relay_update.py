@@ -1,25 +1,22 @@
 """Weights on the host for megatron.core's chunks and optimizers: the relay of L2L (Pudipeddi et al., 2020).
 
 Problem: megatron.core's optimizers own masters and moments, and with them the formats of all checkpoints; in FP32 they
-own the model's parameters themselves, which show what is on the device: a slot, or NaN.
+own the model's parameters themselves, which show the device's memory: a slot, or NaN.
 
-Solution: the optimizer is made of the chunks' parameters as ever, and nobody steps it. The host's optimizer steps
-tensors of its own, stage by stage, with the optimizer's state of the parameters for which they stand: the host's
-weights in FP32, else the optimizer's masters, behind which the low-precision weights are written. Drained, parameters
-show the host's weights, and then chunks and optimizer are what they are where weights live on the device: checkpoints
-are written and read by the same code.
+Solution: megatron.core's optimizer is made of the chunks' parameters as usual, and its `step` is never called. The
+host's optimizer steps other tensors, stage by stage, with the state of the parameters for which they stand: the host's
+weights in FP32, else the optimizer's masters, from which the low-precision weights are then written. When the pipeline
+is drained, parameters show the host's weights, so the same code writes and reads checkpoints as where weights live on
+the device.
 
-A stage's gradients are averaged and summed over ranks before they leave, and give their norms: one FP32 norm of each
-parameter, as everywhere, so that the norm of a rank is, in one order of its parameters, that of other schedules to the
-last bit. Tied embeddings, of which both gradients have left by then, come back for a moment to be added up.
+A stage's gradients are averaged and summed over ranks before they leave the device. Each parameter gives one FP32 norm,
+and the norms are added in the same order as under other schedules, so that the norm of a rank is equal to the last bit.
+Both gradients of a tied embedding have left by then: they are copied back for a moment to be added up.
 
-A model chunk whose weights and gradients come and go, where megatron.core's DDP would keep all of them.
-
-Problem: DDP gives every parameter a `main_grad` in one flat buffer, for as long as it lives. Where weights live on the
-host, a stage has gradients on the device from its first backward of a batch until they have left.
-
-Solution: a wrapper that megatron.core takes for its DDP, but without buffers. A hook on each parameter adds what a
-backward gives to the `main_grad` that the parameter has then, as DDP's does, and drops it.
+megatron.core's DDP gives every parameter a `main_grad` in one flat buffer for as long as it lives. Here a stage has
+gradients on the device only from its first backward of a batch until they have left. So `RelayChunk` stands in for DDP
+without buffers: a hook on each parameter adds each gradient to the parameter's current `main_grad`, as DDP's does, and
+drops it.
 """
 
 from collections.abc import Callable, Mapping, Sequence

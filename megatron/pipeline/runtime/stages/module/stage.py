@@ -1,22 +1,18 @@
-"""Any ``nn.Module`` as a pipeline stage.
+"""Any ``nn.Module`` as a pipeline stage, with its losses and its split backward.
 
-The first stage draws its inputs from a callable, the last one turns its outputs into a loss. The gradient of a batch
-is the mean over its microbatches, or over what its losses count (`losses`). Backward starts from an edge of the
-autograd graph and not from the output tensor, so once an output has been sent nothing here holds its storage. Under
-recompute the forward runs without a graph and only the input and the random state are kept.
+The first stage draws its inputs from a callable, the last one turns its outputs into a loss. The gradient of a batch is
+the mean over its microbatches, or over the counts of its losses. Backward starts from an edge of the autograd graph and
+not from the output tensor, so once an output has been sent nothing here holds its storage. Under recompute the forward
+runs without a graph and only the input and the random state are kept.
 
-``nn.Linear`` in a backward of two halves.
+Losses: a microbatch's loss is a mean, or a sum with its count. A batch's gradient is the mean over all counts, on all
+replicas. Their total is known only after the last microbatch, so backwards divide a sum, like a mean, by the number of
+microbatches. The update divides the gradients by the mean count of a microbatch (`ModuleUpdate`).
 
-The module's linears get a forward of their own, with the values of torch's, whose backward puts its weight product off
-while an I runs (`weight_products`) and computes it otherwise, with the kernels of torch's. All else stays torch's own,
-and has its weight gradients computed in I: biases, other layers, subclasses of ``nn.Linear``, weights that are frozen
-or computed from others, and linears under autocast, which cast their weight.
-
-The loss of a microbatch, a mean or a sum with its count, and what the losses of a batch add up to.
-
-A batch's gradient is the mean over all that its sums count, on all replicas. Their total is known when the last
-microbatch is through, so backwards begin with sums, as with means that count 1: divided by the number of microbatches.
-Whoever steps with the gradients divides them by the mean count of a microbatch (`ModuleUpdate`).
+Split backward: the module's plain ``nn.Linear`` layers get a forward with torch's values, whose backward postpones the
+weight product while an I runs (`weight_products`), and computes it with torch's kernels otherwise. Everything else has
+its weight gradients computed in I: biases, other layers, subclasses of ``nn.Linear``, weights that are frozen or
+computed from others, and linears under autocast, which cast their weight.
 """
 
 from __future__ import annotations

@@ -1,19 +1,17 @@
-"""A torch optimizer as the weight update of a stage.
+"""A torch optimizer as the weight update of a stage, and the update of a rank whose stages are all frozen.
 
-The gradients of a batch are averaged over replicas, those of tied parameters added up, and the exact global norm is
-taken over all ranks of the job on the chain thread; the step clips with it and writes the next weight version. Where
-a gradient is not finite anywhere, no rank steps: the new version is an alias of the one before and the learning rate
+The gradients of a batch are averaged over replicas, those of tied parameters are added up, and the exact global norm is
+taken over all ranks of the job on the chain thread; the step clips with it and writes the next weight version. Where a
+gradient is not finite on any rank, no rank steps: the new version is an alias of the one before, and the learning rate
 stays.
 
-Where losses are sums, the gradients are those of sums until the step. What a batch counts, over all replicas, comes
-with its norm. The step divides the norm and the gradients by it, and clips then. A batch that counts nothing makes no
-step. A prediction comes before its batch's norm: it divides by the newest count that there is, that of the batch
+Where losses are sums, the gradients are sums until the step. The batch's count over all replicas comes with its norm.
+The step divides the norm and the gradients by the count, and then clips. A batch with count 0 makes no step. A
+prediction comes before the norm of its batch, so it divides by the count of the batch before.
+
+`FrozenUpdate` leaves the weights as they are. Its rank takes part in the norm, to which it adds nothing, because the
+norm brings the reports. It does not wait for the norm: the step comes first and makes a version equal to the one
 before.
-
-The update of a rank whose stages are all frozen: its weights stay as they are, and batches pass through.
-
-The rank takes part in the norm, which brings it the reports, and adds nothing to it. It does not wait for that: the
-step of a batch comes first and makes a version that is the one before.
 """
 
 from __future__ import annotations
