@@ -34,7 +34,7 @@ from megatron.pipeline.runtime.executor import Executor
 
 
 class SharedParameters:
-    """Which microbatches take shared parameters, or their gradients, along."""
+    """Decides which microbatches carry shared parameters, or their gradients."""
 
     def __init__(self, graph: StageGraph, weights: WeightPolicy) -> None:
         self._graph, self._weights = graph, weights
@@ -43,11 +43,11 @@ class SharedParameters:
         self._batches: deque[tuple[int, range]] = deque(maxlen=2 * deepest + 2)
 
     def begin_batch(self, batch: int, microbatches: range) -> None:
-        """The next batch of the run."""
+        """Note the next batch of the run."""
         self._batches.append((batch, microbatches))
 
     def settle(self) -> None:
-        """Nothing is in flight any more."""
+        """Forget the batches; called when nothing is in flight any more."""
         self._batches.clear()
 
     def moves_value(self, owner: int, microbatch: Microbatch) -> bool:
@@ -116,7 +116,7 @@ class GraphExecutor(Executor):
         return inputs
 
     def _with_values(self, source: int, index: int, tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
-        """The tensors, with shared parameters that have not moved as they came last."""
+        """The tensors; a shared parameter that has not moved has its last value."""
         for place, owner in enumerate(self._stages[index].edges[source].activations.owners):
             if owner is not None and tensors[place] is not None:
                 self._values[source, index, place] = tensors[place]
@@ -135,7 +135,7 @@ class GraphExecutor(Executor):
     def _shared_as_of_now(
         self, stage: int, microbatch: int, travelling: TravellingTensors, tensors: tuple[Tensor, ...]
     ) -> tuple[Tensor | None, ...]:
-        """The tensors; of the stage's own parameters copies, which must not change when it steps."""
+        """The tensors; the stage's own parameters are copied, since their values must not change when it steps."""
         moves = self._present(Kind.SEND_F, travelling, microbatch)
         return tuple(
             None if not here else tensor.clone() if owner == stage else tensor
@@ -185,7 +185,7 @@ class GraphExecutor(Executor):
             self._channels.post_receive(kind, stage, microbatch, instruction.peer, spec)
 
     def _received(self, kind: Kind, instruction: Instruction, peer: int) -> tuple[Tensor | None, ...]:
-        """What was posted to be received from stage `peer`, for a computation."""
+        """The tensors from stage `peer`, for a computation; waits for the posted receive."""
         stage, microbatch = instruction.stage, instruction.microbatch
         travelling, present = self._travelling(kind, stage, peer), None
         if travelling.has_shared:
@@ -203,7 +203,7 @@ class GraphExecutor(Executor):
         return edge.activations if kind is Kind.RECV_F else edge.gradients
 
     def _present(self, kind: Kind, travelling: TravellingTensors, microbatch: int) -> tuple[bool, ...]:
-        """Which of the tensors move with this microbatch."""
+        """For each tensor, whether it moves with this microbatch."""
         about = self._microbatches[microbatch]
         is_value = Travelling.ACTIVATION in (kind.row.sends, kind.row.receives)
         return tuple(
@@ -220,7 +220,7 @@ class StagewiseExecutor(GraphExecutor):
         super().__init__(*arguments, **options)
         self._begun: dict[int, int] = {}  # stage -> the batch of its last backward
         self._with_gradients: set[tuple[int, int]] = set()  # stages and batches whose gradients have begun
-        self._begun_forward: dict[int, int] = {}  # the same of its last forward
+        self._begun_forward: dict[int, int] = {}  # stage -> the batch of its last forward
         self._num_stepped: Counter[int] = Counter()  # version -> stages
 
     def _show_weights(self, stage: GraphStage, instruction: Instruction) -> None:

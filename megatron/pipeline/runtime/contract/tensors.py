@@ -45,19 +45,19 @@ def as_real(tensor: Tensor) -> Tensor:
 
 
 def as_memory(tensor: Tensor) -> Tensor:
-    """The tensor as its bytes say: contiguous, and with no conjugation or negation that is still to be computed."""
+    """The tensor, contiguous and with every lazy conjugation or negation computed, so that its bytes are its values."""
     return tensor.resolve_conj().resolve_neg().contiguous()
 
 
 def num_holders(tensor: Tensor) -> int:
-    """Tensors that share the storage of `tensor`, itself included."""
+    """The number of tensors that share the storage of `tensor`, itself included."""
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) - 1  # `storage` counts too
 
 
 class TravellingTensors:
-    """The tensors of a microbatch that go one way. `specs`: of each. `owners`: of a shared parameter, or its gradient,
-    the stage that steps it; None of what is the microbatch's own.
+    """The tensors of a microbatch that cross an edge in one direction. `specs`: one for each tensor. `owners`: for each
+    shared parameter, or its gradient, the stage that steps it; None for the microbatch's own tensors.
     """
 
     def __init__(self, specs: Sequence[TensorSpec], owners: Sequence[int | None]) -> None:
@@ -68,23 +68,23 @@ class TravellingTensors:
 
     @cached_property
     def whole(self) -> TensorSpec | None:
-        """What a transfer of all of them carries; None where there are none."""
+        """The packed tensor of a transfer of all tensors; None if there are none."""
         return self.spec_of((True,) * len(self.specs))
 
     def spec_of(self, present: tuple[bool, ...]) -> TensorSpec | None:
-        """What a transfer of these carries; None: there is none."""
+        """The packed tensor of a transfer of the present tensors; None if no tensor is present."""
         if present not in self._packed:
             specs = self._present(present)
             self._packed[present] = _packed_spec(specs) if specs else None
         return self._packed[present]
 
     def pack(self, tensors: Sequence[Tensor | None]) -> Tensor | None:
-        """Those that are there as one tensor, contiguous; a single one is itself."""
+        """One contiguous tensor of all tensors that are not None; a single one is returned as it is."""
         specs = self._present(tuple(tensor is not None for tensor in tensors))
         return _pack([tensor for tensor in tensors if tensor is not None], specs) if specs else None
 
     def unpack(self, packed: Tensor | None, present: tuple[bool, ...] | None = None) -> tuple[Tensor | None, ...]:
-        """What was packed, as views; None in the place of what was not. `present`: all, unless it is given."""
+        """The packed tensors as views, None for those not packed. `present`: which are; default: all."""
         present = present or (True,) * len(self.specs)
         found = iter(_unpack(packed, self._present(present)) if packed is not None else ())
         return tuple(next(found) if here else None for here in present)
@@ -97,11 +97,12 @@ class EdgeTensors:
     """The tensors of one microbatch on an edge.
 
     Args:
-        specs: of the activations; those of a floating or complex dtype have gradients.
-        owners: of a shared parameter, the stage that owns it; None of an activation. None: all are activations.
+        specs: one for each activation; tensors of a floating or complex dtype have gradients.
+        owners: for each tensor the stage that owns the shared parameter, None for an activation. None: all are
+            activations.
 
     Attributes:
-        activations, gradients: what goes from the edge's source to its target, and what comes back.
+        activations, gradients: the tensors from the edge's source to its target, and those back.
     """
 
     def __init__(self, specs: Sequence[TensorSpec], owners: Sequence[int | None] | None = None) -> None:
@@ -114,7 +115,7 @@ class EdgeTensors:
 
 
 def _starts(specs: Sequence[TensorSpec]) -> list[int]:
-    """Where each begins, and one past the last; bytes."""
+    """The offset of each tensor in the packed bytes, and their number."""
     return list(accumulate((-(-spec.num_bytes // ALIGNMENT) * ALIGNMENT for spec in specs), initial=0))
 
 

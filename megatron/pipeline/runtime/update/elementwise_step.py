@@ -24,16 +24,16 @@ block of each, flat and of one size. The result may be the first of the scratch.
 
 
 class Rule(Protocol):
-    """How an optimizer steps one of its groups, whose learning rate and other numbers are those of the making.
+    """An optimizer's step of one of its groups, with the group's learning rate and options at construction.
 
-    `moments`: names of what it keeps for a parameter, each of the parameter's shape.
+    `moments`: names of the state tensors of a parameter, each of the parameter's shape.
     """
 
     moments: tuple[str, ...]
 
     @staticmethod
     def covers(group: dict[str, Any]) -> bool:
-        """Whether the options of the group are known here."""
+        """Whether this rule supports the options of the group."""
 
     def block_step(self, state: dict[str, Any], factor: float | Tensor) -> BlockStep:
         """The next step of the parameter that has this state, with `factor` times the gradient."""
@@ -43,7 +43,7 @@ class Rule(Protocol):
 
 
 class AdamRule:
-    """Adam and AdamW, which differ by whether weight decay is `decoupled` where the group does not say."""
+    """Adam and AdamW. `decoupled`: whether weight decay is, where the group does not say."""
 
     moments = ("exp_avg", "exp_avg_sq")
 
@@ -150,7 +150,7 @@ def _are_numbers(*values: Any) -> bool:
 
 
 def _scalar(value: float | Tensor) -> Tensor:
-    """The value in a tensor: a number is wrapped anew in each call, which takes about as long as the call itself."""
+    """The value as a tensor: torch wraps a number anew in each call, which takes about as long as the call itself."""
     return value.float() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32)
 
 
@@ -162,9 +162,8 @@ BLOCK = 2**16
 class Operands:
     """One parameter to step; all tensors have its number of elements.
 
-    `parameter`: one of the optimizer's, and `state` what that keeps for it. `gradient`: of any floating dtype; the step
-    is taken with `factor` times it, a number or a scalar on the device. `target`: receives the stepped values, of
-    any floating dtype.
+    `parameter`: one of the optimizer's, with its `state` there. `gradient`: of any floating dtype; the step uses
+    `factor` times it, a number or a scalar on the device. `target`: receives the stepped values, of any floating dtype.
     """
 
     parameter: Tensor
@@ -179,11 +178,11 @@ RULES: dict[type[torch.optim.Optimizer], tuple[type[Rule], dict[str, Any]]] = {
     torch.optim.AdamW: (AdamRule, {"decoupled": True}),
     torch.optim.SGD: (SgdRule, {}),
 }
-"""By the exact type of an optimizer, since a subclass may step as it likes: its rule, and what that is made with."""
+"""Exact type of an optimizer (a subclass may step differently) -> its rule and the rule's arguments."""
 
 
 class ElementwiseStep:
-    """Takes the next step of one group of an optimizer, whose learning rate and other numbers are as they are now."""
+    """Takes the next step of one group of an optimizer, with the group's present learning rate and options."""
 
     def __init__(self, rule: Rule, *, on_cpu: bool) -> None:
         self._rule = rule
@@ -191,7 +190,7 @@ class ElementwiseStep:
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> ElementwiseStep | None:
-        """None: the optimizer's rule is not known, or an option of the group, or a kind of its parameters."""
+        """The step of a group; None if its optimizer, an option or a kind of parameter is not supported."""
         rule, options = RULES.get(type(optimizer), (None, {}))
         if rule is None or not rule.covers(group):
             return None
@@ -203,7 +202,7 @@ class ElementwiseStep:
         return None
 
     def can_take(self, each: Operands) -> bool:
-        """Whether the state is there, which the first step makes, and tensors are laid out as for all others."""
+        """Whether the state exists (the first step makes it) and the tensors have the usual memory layout."""
         moments = [each.state.get(name) for name in self._rule.moments]
         return all(
             isinstance(moment, Tensor) and moment.dtype is torch.float32 and moment.shape == each.parameter.shape
@@ -246,7 +245,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def _multiplied(gradients: list[Tensor], factors: list[float | Tensor]) -> list[Tensor]:
-    """Each times its factor, in one launch for all that share one."""
+    """Each tensor times its factor, in one launch for all tensors of one factor."""
     result = list(gradients)
     for factor in {id(factor): factor for factor in factors}.values():
         places = [place for place, each in enumerate(factors) if each is factor]
@@ -262,5 +261,5 @@ def _block_size() -> int:
 
 
 def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The tensors block by block, flat."""
+    """Flat blocks of the tensors, one block of each at a time."""
     return zip(*(tensor.view(-1).split(_block_size()) for tensor in tensors), strict=True)

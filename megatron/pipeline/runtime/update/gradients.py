@@ -34,7 +34,7 @@ class GradientBuffer:
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         self.flat: list[Tensor] = []
         self.views: dict[str, Tensor] = {}
-        self.written: set[str] = set()  # those that a backward has added to, where that is noted
+        self.written: set[str] = set()  # gradients that a backward has added to, where this is recorded
         by_dtype: dict[torch.dtype, list[str]] = {}
         for name, parameter in parameters.items():
             by_dtype.setdefault(parameter.dtype, []).append(name)
@@ -51,12 +51,12 @@ class GradientBuffer:
             flat.zero_()
 
     def untouched(self) -> list[str]:
-        """The names of those that no backward was seen to write, and that hold nothing."""
+        """The names of gradients that no backward has written and that are all 0."""
         rest = (name for name in self.views if name not in self.written)
         return [name for name in rest if not self.views[name].count_nonzero()]
 
     def norm_squared(self, *, leave_out: frozenset[str] = frozenset()) -> Tensor:
-        """Sum of squares in float64, a scalar on the device: nobody has waited for it."""
+        """Sum of squares: a float64 scalar on the device, possibly still being computed."""
         norms = [norm_of(view) for name, view in self.views.items() if name not in leave_out]
         return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
 
@@ -70,7 +70,7 @@ class GradientBuffer:
 
 
 class GradientBuffers:
-    """A fixed number of buffers that are taken and given back. `notes_writes`: note which gradients are `written`."""
+    """A fixed number of buffers, taken and given back. `notes_writes`: record which gradients are `written`."""
 
     def __init__(
         self, parameters: Mapping[str, torch.nn.Parameter], *, num_buffers: int, notes_writes: bool = False
@@ -96,7 +96,7 @@ class GradientBuffers:
         return buffer
 
     def show(self, buffer: GradientBuffer | None, *, without: Collection[str] = ()) -> None:
-        """Point every parameter's ``grad`` at a buffer. `without`: of these there is none."""
+        """Point every parameter's ``grad`` at a buffer. `without`: names whose ``grad`` is None instead."""
         self._shown = buffer
         for name, parameter in self._parameters.items():
             parameter.grad = None if buffer is None or name in without else buffer.views[name]
@@ -105,34 +105,34 @@ class GradientBuffers:
         self._free.append(buffer)
 
     def close(self) -> None:
-        """Nothing is noted any more, and no parameter has a gradient."""
+        """Stop recording writes, and remove the gradients of all parameters."""
         self.show(None)
         while self._hooks:
             self._hooks.pop().remove()
 
 
 def norm_squared(gradients: Iterable[Tensor], *, device: torch.device) -> Tensor:
-    """Sum of squares of all elements: a scalar in float64 on `device`, for which nobody has waited.
+    """Sum of squares of all elements: a float64 scalar on `device`, possibly still being computed.
 
-    One norm per tensor, as of `norms_of`. Not finite if any element is not; 0 of nothing.
+    Uses one norm per tensor (`norms_of`). Not finite if any element is not; 0 without tensors.
     """
     return sum_of_squares(norms_of(gradients), device=device)
 
 
 def norms_of(gradients: Iterable[Tensor]) -> Sequence[Tensor]:
-    """The norm of each: scalars where they are, in FP32, or in float64 where one of the tensors is as wide."""
+    """The norm of each tensor: scalars on its device, in FP32, or in float64 if any tensor is float64."""
     tensors = [as_real(each) for each in gradients]
     is_wide = any(each.dtype is torch.float64 for each in tensors)
     return torch._foreach_norm(tensors, 2, dtype=torch.float64 if is_wide else torch.float32) if tensors else []
 
 
 def norm_of(gradient: Tensor) -> Tensor:
-    """The norm of one: a scalar in float64 where it is."""
+    """The norm of a tensor: a float64 scalar on its device."""
     return torch.linalg.vector_norm(as_real(gradient), dtype=torch.float64)
 
 
 def sum_of_squares(norms: Sequence[Tensor], *, device: torch.device) -> Tensor:
-    """The squared norm of what has these norms: a scalar in float64 on `device`."""
+    """The squared norm of tensors with these norms: a float64 scalar on `device`."""
     if not norms:
         return torch.zeros((), dtype=torch.float64, device=device)
     return torch.stack(list(norms)).double().square().sum()
@@ -143,8 +143,8 @@ NUM_STOP_BITS = 8
 
 @dataclass(frozen=True)
 class NormReduction:
-    """Sums over the job: squared gradient norm, ranks that overflowed, stop requests (bits), losses as numerator and
-    denominator; squared gradient norms of layers. And each rank_metric of each rank: name -> values in rank order.
+    """Sums over the job: squared gradient norm, number of ranks that overflowed, stop requests (bits), losses as
+    numerator and denominator, squared gradient norms of layers. `rank_metrics`: name -> values in rank order.
     """
 
     norm_squared: float
@@ -175,11 +175,11 @@ def all_reduce_norm(
     layers_squared: Sequence[float] = (),
     rank_metrics: Mapping[str, float] | None = None,
 ) -> NormReduction:
-    """Sum what every rank contributes.
+    """Sum the contributions of all ranks.
 
-    `group`: all ranks of the job, used for nothing else, one of torch.distributed or a bare backend; None with a single
-    rank. `device`: where the group can reach the vector. `layers_squared`: of as many layers on all ranks.
-    `rank_metrics`: of the same names on all ranks. Raises ValueError for more than `NUM_STOP_BITS` stop requests.
+    `group`: all ranks of the job, used for nothing else, a torch.distributed group or a bare backend; None with a
+    single rank. `device`: one on which the group communicates. `layers_squared`: as many layers on all ranks.
+    `rank_metrics`: the same names on all ranks. Raises ValueError for more than `NUM_STOP_BITS` stop requests.
     """
     if not 0 <= stop_requests < 1 << NUM_STOP_BITS:
         raise ValueError(

@@ -34,7 +34,7 @@ from megatron.pipeline.runtime.contract.tensors import as_real
 
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _OF_THE_INSTANCE = ("step", "state", "param_groups", *HOOKS)
-"""What a stand-in does not share; a learning-rate schedule replaces `step` of the one optimizer that it is for."""
+"""Attributes that a stand-in does not share; a learning-rate schedule replaces `step` of its optimizer."""
 
 
 def stand_in(
@@ -44,9 +44,9 @@ def stand_in(
     *,
     shares_tables: bool,
 ) -> torch.optim.Optimizer:
-    """An optimizer of the same kind with these groups and this state.
+    """An optimizer of the same type with these groups and this state.
 
-    `shares_tables`: what the optimizer keeps beside its state is its own, too, and not a copy.
+    `shares_tables`: its other dicts and lists are the optimizer's own, not copies.
     """
     made = object.__new__(type(optimizer))
     for key, value in vars(optimizer).items():
@@ -61,7 +61,7 @@ def stand_in(
 
 
 def take_step(optimizer: torch.optim.Optimizer) -> None:
-    """The own step of a stand-in."""
+    """Run a stand-in's step, without hooks."""
     step = type(optimizer).step
     if hasattr(step, "hooked"):  # torch's wrapper, which calls the hooks of all optimizers
         step = step.__wrapped__
@@ -69,9 +69,9 @@ def take_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of what a group says beside its parameters."""
-    said = list(group.items())  # at once: another thread's step may add a counter meanwhile
-    return {key: copied(value) for key, value in said if key != "params"}
+    """A copy of a group's options, without its parameters."""
+    options = list(group.items())  # at once: another thread's step may add a counter meanwhile
+    return {key: copied(value) for key, value in options if key != "params"}
 
 
 def copied(value: Any) -> Any:
@@ -85,10 +85,10 @@ _AVERAGE = "step_average"
 
 
 class GapAware:
-    """Steps `optimizer` so. A scheduler or a predictor is for `optimizer` itself.
+    """Gap-aware steps of `optimizer`. A scheduler or a predictor takes `optimizer` itself.
 
-    The average lies in the optimizer's state, so that a checkpoint has it. Besides, there is a copy of the parameters
-    for each batch between its forward and its step, and one more while a step is taken.
+    The average lies in the optimizer's state, so that a checkpoint has it. It also keeps a copy of the parameters for
+    each batch between its forward and its step, and one more during a step.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -97,12 +97,12 @@ class GapAware:
 
     @torch.no_grad()
     def remember(self, batch: int) -> None:
-        """The parameters show the weights with which the forward of `batch` begins, which are not those of its step."""
+        """Keep the shown weights as those of the forward of `batch`, where its step changes other weights."""
         self._weights_of_forward[batch] = {each: each.detach().clone() for each in self._parameters()}
 
     @torch.no_grad()
     def step_of(self, batch: int) -> None:
-        """Step with the gradients of `batch`, which are changed by that."""
+        """Step with the gradients of `batch`; changes the gradients."""
         for parameter, before in self._weights_of_forward.pop(batch, {}).items():
             average = self.optimizer.state.get(parameter, {}).get(_AVERAGE)
             if parameter.grad is not None and average is not None:
@@ -136,12 +136,12 @@ class GapAware:
 
 
 class MasterWeights:
-    """Steps `optimizer`, which is over masters; a scheduler is for `optimizer` itself.
+    """Steps `optimizer`, whose parameters are masters; a scheduler takes `optimizer` itself.
 
-    `weight_of`: master -> the weight that it stands for, of its shape, whose `grad` a step reads. Weights are written
-    with each step, and begin as their masters round; whoever restores a checkpoint restores both.
+    `weight_of`: master -> its weight, of the same shape, whose `grad` a step reads. Each step writes the weights, which
+    begin as the rounded masters; a checkpoint has to restore both.
 
-    Besides masters, a step takes another FP32 number an element, the gradient.
+    A step needs one more FP32 number an element, for the gradient.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, weight_of: Mapping[Tensor, Tensor]) -> None:
@@ -158,13 +158,13 @@ class MasterWeights:
 
     @torch.no_grad()
     def take_gradients(self) -> None:
-        """Have the weights' gradients at the masters, in FP32; a weight without one is not stepped."""
+        """Copy the weights' gradients to the masters, in FP32; a weight without a gradient is not stepped."""
         for master, weight in self.weight_of.items():
             master.grad = None if weight.grad is None else weight.grad.to(master.dtype, copy=True)
 
     @torch.no_grad()
     def write(self) -> None:
-        """The masters, rounded, into the weights; the masters' gradients are done with."""
+        """Write the rounded masters into the weights, and drop the masters' gradients."""
         for master, weight in self.weight_of.items():
             weight.copy_(master)
             master.grad = None
@@ -179,12 +179,12 @@ class MasterWeights:
         return self.optimizer.param_groups
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's, and the masters in its order."""
+        """The optimizer's state, and the masters in its order."""
         return {"optimizer": self.optimizer.state_dict(), "masters": [each.detach() for each in self._masters()]}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ValueError for other masters than these."""
+        """Restore `state_dict`. Raises ValueError for masters of other number or shapes."""
         own, given = list(self._masters()), state.get("masters", ())
         if [each.shape for each in own] != [each.shape for each in given]:
             raise ValueError(
@@ -197,10 +197,9 @@ class MasterWeights:
 
 
 class GapAwareMasters(GapAware):
-    """`GapAware` over masters: how far they have moved since the forward is counted in their own steps, which the
-    weights are too coarse to tell.
+    """`GapAware` over masters: the gap is the masters' distance since the forward, for which the weights are too coarse.
 
-    For weights that are not predicted: what a forward used is what its masters rounded to.
+    For weights that are not predicted: a forward used the rounded masters.
     """
 
     def __init__(self, masters: MasterWeights) -> None:
@@ -208,7 +207,7 @@ class GapAwareMasters(GapAware):
         self._masters = masters
 
     def step_of(self, batch: int) -> None:
-        """Step with the weights' gradients of `batch`, which stay as they are."""
+        """Step with the weights' gradients of `batch`, which are not changed."""
         self._masters.take_gradients()
         super().step_of(batch)
         self._masters.write()

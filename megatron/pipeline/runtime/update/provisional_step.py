@@ -32,7 +32,7 @@ from megatron.pipeline.runtime.update.optimizer_wrappers import (
 )
 
 CHUNK_BYTES = 64 * 2**20
-"""Bytes of parameters that are stepped at once; with copies of Adam's moments and the gradients it is four times."""
+"""Bytes of parameters stepped at once; copies of Adam's moments and gradients make it four times as much."""
 
 
 class ProvisionalStep:
@@ -99,7 +99,7 @@ class ProvisionalStep:
 
 
 def _chunks(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Some of the parameters at a time."""
+    """Chunks of a few parameters."""
     chunk: list[Tensor] = []
     num_bytes = 0
     for parameter in parameters:
@@ -117,12 +117,12 @@ def _write(target: Tensor, value: Tensor) -> None:
 
 
 def is_scale_invariant(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a gradient many times as large would lead to about the same step: Adam's rule."""
+    """Whether scaling the gradient would hardly change the step, as under Adam's rule."""
     return isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW) or "adam" in type(optimizer).__name__.lower()
 
 
 class PartialStep:
-    """`optimizer`: what steps `parameters` (by name), which show their weights while such a step is taken.
+    """Provisional steps of `optimizer` with a part of a batch; `parameters` (by name) show their weights meanwhile.
 
     Raises:
         ValueError: gap-aware steps, whose gap is known when a batch is complete.
@@ -146,12 +146,12 @@ class PartialStep:
 
     @torch.no_grad()
     def take(self, gradients: Mapping[str, Tensor], factor: float, targets: Mapping[str, Tensor]) -> None:
-        """Write where the step leads.
+        """Write the stepped weights.
 
         Args:
-            gradients: by name, as they were added up so far; they stay as they are.
-            factor: on them.
-            targets: by name, of the parameters' shapes and dtypes, and in no parameter.
+            gradients: name -> the sum so far; not changed.
+            factor: multiplies the gradients.
+            targets: name -> receives the weights, of the parameter's shape and dtype; no parameter's own memory.
         """
         for name, parameter in self._fixed.items():
             targets[name].copy_(parameter)

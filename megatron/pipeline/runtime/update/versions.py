@@ -195,7 +195,7 @@ class WeightVersions:
             tensor.copy_(value)
 
     def _outside_of_slots(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The same values, cloned where they lie in one of the slots, which restoring is about to overwrite."""
+        """The weights, cloned where they lie in a slot, which restoring is about to overwrite."""
         inside = {tensor.data_ptr() for slot in self._slots for tensor in slot.values()}
         return {name: value.clone() if value.data_ptr() in inside else value for name, value in weights.items()}
 
@@ -222,9 +222,9 @@ Make = Callable[[int, int, Mapping[str, Tensor], Mapping[str, Tensor]], None]
 
 
 class AheadVersions(WeightVersions):
-    """As `WeightVersions` with a window of 1, and `load_ahead`, before which `make_with` says how.
+    """`WeightVersions` with a window of 1, and `load_ahead`, which needs a function set by `make_with`.
 
-    `ahead`: the policy's.
+    `ahead`: that of the weight policy.
     """
 
     def __init__(
@@ -239,12 +239,12 @@ class AheadVersions(WeightVersions):
         super().__init__(parameters, window=1, first_version=first_version, make_slot=make_slot, on_switch=on_switch)
         self.ahead = ahead
         self._make: Make | None = None
-        self._made: tuple[int, int] | None = None  # of the weights that there are: version, and how far ahead
+        self._made: tuple[int, int] | None = None  # of the weights in the slot ahead: version, and how far ahead
         self.num_made = 0
 
     def make_with(self, make: Make) -> None:
-        """`make(version, how far ahead, weights, targets)`, with both by name, writes the targets; the parameters show
-        the weights.
+        """Set the function `make(version, how far ahead, weights, targets)`, which writes the targets. Weights, which the
+        parameters show, and targets are by name.
         """
         self._make = make
 
@@ -278,4 +278,4 @@ class AheadVersions(WeightVersions):
 
 
 _AHEAD = 1
-"""The slot of what is ahead: the weights live in the first one, where optimizers step in place."""
+"""The slot of the weights ahead; the true weights live in slot 0, where optimizers step in place."""

@@ -47,10 +47,10 @@ _Rule = Callable[[Mapping[str, Any], Mapping[str, Any], Tensor], bool]
 
 
 class WeightPredictor:
-    """Predicts the weights of `optimizer`, whose learning rates `scheduler` sets; None: they stay.
+    """Predicts the weights of `optimizer`, whose learning rates `scheduler` sets; None: rates are constant.
 
     Raises:
-        ValueError: an optimizer whose state does not say where its steps go.
+        ValueError: an optimizer whose state does not tell the direction of its steps.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, scheduler: Any = None) -> None:
@@ -70,11 +70,11 @@ class WeightPredictor:
 
     @torch.no_grad()
     def predict(self, horizon: int, tensors: Iterable[tuple[Tensor, Tensor, Tensor]]) -> None:
-        """Write where the next `horizon` steps lead.
+        """Write the weights after the next `horizon` steps.
 
         Args:
             horizon: steps, 1 and more.
-            tensors: (a parameter, its weights now, what receives the prediction), of one shape and dtype.
+            tensors: (a parameter, its present weights, the target of the prediction), of one shape and dtype.
         """
         rates = learning_rates_to_come(self._optimizer, self._scheduler, horizon)
         group_of = {
@@ -92,7 +92,7 @@ class WeightPredictor:
 
 
 def _factors(group: Mapping[str, Any], rates: Iterable[float], kind: type) -> tuple[float, float]:
-    """(of the weights, of the direction) in the formula above."""
+    """The factors (of the weights, of the direction) in the formula above."""
     decoupled = group.get("decoupled_weight_decay", kind is torch.optim.AdamW)
     decay = float(group["weight_decay"]) if decoupled else 0.0
     kept, moved = 1.0, 0.0
@@ -102,7 +102,7 @@ def _factors(group: Mapping[str, Any], rates: Iterable[float], kind: type) -> tu
 
 
 def _momentum(group: Mapping[str, Any], state: Mapping[str, Any], target: Tensor) -> bool:
-    """Write the direction; False where there is none yet. So for Adam, too."""
+    """Write the direction into `target`; returns False if the optimizer has no state yet. As `_moments`."""
     buffer = state.get("momentum_buffer")
     if buffer is None:
         return False
@@ -140,8 +140,8 @@ def learning_rates_to_come(
     """For each group of `optimizer`, the learning rates of its next `horizon` steps, the next one first.
 
     `scheduler`: a torch learning-rate scheduler over `optimizer` that steps behind each of its steps, or None. A copy
-    of it steps ahead, over copies of what the groups say; so whatever it depends on but its own state and the groups
-    has to be a function of the step.
+    of it steps ahead, over copies of the groups' options; so it may depend only on its own state, the groups and the
+    step.
     """
     rates = [_rates(optimizer.param_groups)]
     if scheduler is None:
@@ -168,7 +168,7 @@ _no_step._wrapped_by_lr_sched = True
 
 
 class PredictedVersions(WeightVersions):
-    """As `WeightVersions`, of predicted weights; the parameters' values now are both the true weights and the first
+    """`WeightVersions` of predicted weights; the parameters' present values are both the true weights and the first
     prediction.
 
     `stepped`: names of the parameters that the optimizer changes itself (default: all); the others have masters.
@@ -209,14 +209,14 @@ class PredictedVersions(WeightVersions):
 
     @contextmanager
     def predicting(self, version: int) -> Iterator[dict[str, Tensor]]:
-        """A block in which the predicted weights of `version`, the tensors that it is given, are written."""
+        """A block that gets the tensors of the predicted weights of `version` and writes them."""
         tensors = self.prepare(version, copy=False)
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(self._parameters.values())):
             yield tensors
 
     def show_newest(self) -> None:
-        """Show the true weights, for an evaluation or a checkpoint. Only drained: it writes into the slot that no
-        version lives in then.
+        """Show the true weights, for an evaluation or a checkpoint. Only while drained: it writes into the slot that
+        is then free.
         """
         if self._shown_slot == _TRUE:
             return
@@ -239,8 +239,8 @@ class PredictedVersions(WeightVersions):
         super().load(version)
 
     def restart(self, version: int, predicted: Mapping[str, Tensor] | None = None) -> None:
-        """Take what a checkpoint holds: the parameters show the true weights of `version`, which stay shown, and
-        `predicted` is its prediction. None: the true weights are.
+        """Restart from a checkpoint: the parameters show the true weights of `version`, which stay shown, and
+        `predicted` is the prediction; None: the prediction equals the true weights.
         """
         slot = 1 if self._true_slot == 0 else 0
         while slot >= len(self._slots):
@@ -258,7 +258,7 @@ class PredictedVersions(WeightVersions):
 
 
 _TRUE = -1
-"""Stands in place of a slot's number where true weights are shown."""
+"""The slot number that stands for the true weights."""
 
 
 def prediction_factor(
@@ -268,16 +268,16 @@ def prediction_factor(
     """The factor that makes a part of a batch's gradients an estimate of all of them, clipped.
 
     Args:
-        part: of a replica's microbatches, above 0 and at most 1.
-        squares: squared norm of what the part adds up to, a scalar in float64 on its device.
-        last: by which the last step multiplied the gradients of its batch, at most 1.
-        largest: norm that gradients are clipped to.
-        num_unread: replicas that share the batch, beside the one that reads; 0 where the mean of all is read.
-        loss_scale: of the batch.
-        dtype: of the factor.
+        part: share of a replica's microbatches, above 0 and at most 1.
+        squares: squared norm of the part's sum, a float64 scalar on its device.
+        last: factor by which the last step multiplied its gradients, at most 1.
+        largest: norm to which gradients are clipped.
+        num_unread: replicas whose gradients are not read; 0 where the mean over all is.
+        loss_scale: that of the batch.
+        dtype: that of the factor.
 
     Returns:
-        A scalar of `dtype` on the device of `squares`, for which nobody has waited.
+        A scalar of `dtype` on the device of `squares`, possibly still being computed.
     """
     part_of_batch = part / (1 + num_unread)
     norm = squares.sqrt() * (part_of_batch**0.5 / (part * loss_scale))
