@@ -17,10 +17,12 @@ from importlib.util import find_spec
 import torch
 
 from megatron.backend.device import (
+    available_host_bytes,
     device,
     device_bytes,
     device_rng_state,
     is_cuda,
+    keep_freed_memory,
     manual_seed,
     peak_memory_bytes,
     process_group_backend,
@@ -28,7 +30,6 @@ from megatron.backend.device import (
     set_device_rng_state,
     synchronize,
 )
-from megatron.backend.host_memory import available_host_bytes, keep_freed_memory
 
 __all__ = [
     "available_host_bytes",

@@ -1,19 +1,24 @@
-"""Stand-ins for the parts of torch.cuda that megatron.core needs on a machine without CUDA.
+"""Stand-ins for the parts of torch.cuda that megatron.core needs on a machine without CUDA, and optimizers on the host.
 
-Every entry below was left out in turn to see what breaks; its reason is stated where it is made. The factories are
-wrapped one by one instead of through a TorchFunctionMode: a mode is thread-local (the reduction chain runs on a
-thread of its own) and costs a fifth of a small model's step.
+Each stand-in was left out in turn to see what breaks; its reason stands where it is made. The factories are wrapped one
+by one instead of through a TorchFunctionMode: a mode is thread-local (the reduction chain runs on a thread of its own)
+and costs a fifth of a small model's step.
+
+`optimizers_on_host`: on a GPU megatron.core steps with the kernels of Apex or Transformer Engine, where these are
+installed, which cannot run on the host; and it makes masters of weights by the name of their type, and knows only names
+on CUDA. While such an optimizer is made, Adam and SGD are torch's, and types have their names on CUDA.
 """
 
 import contextlib
 import functools
 import logging
+import sys
 import warnings
+from collections.abc import Callable, Iterator
+from unittest import mock
 
 import torch
 from torch.utils import _device as torch_device
-
-from megatron.backend.host_optimizers import type_with_cuda_names
 
 _CPU = torch.device("cpu")
 
@@ -185,3 +190,31 @@ class _Event:
 
     def synchronize(self):
         pass
+
+
+@contextlib.contextmanager
+def optimizers_on_host() -> Iterator[None]:
+    """In this context `get_megatron_optimizer` takes parameters of the host, for steps on the host."""
+    from megatron.core import optimizer
+
+    with (
+        mock.patch.object(optimizer, "Adam", torch.optim.AdamW),
+        mock.patch.object(optimizer, "SGD", torch.optim.SGD),
+        mock.patch.object(optimizer, "USING_PYTORCH_OPTIMIZER", True),
+        mock.patch.object(torch.Tensor, "type", type_with_cuda_names(torch.Tensor.type)),
+    ):
+        yield
+
+
+def type_with_cuda_names(tensor_type: Callable) -> Callable:
+    """`torch.Tensor.type` that tells megatron.core of the host's tensors what it would be told on CUDA."""
+
+    @functools.wraps(tensor_type)
+    def named_type(self, dtype=None, *args, **kwargs):
+        result = tensor_type(self, dtype, *args, **kwargs)
+        asks = dtype is None and sys._getframe(1).f_globals.get("__name__", "").startswith("megatron.core")
+        if asks and not result.startswith("torch.cuda."):
+            return result.replace("torch.", "torch.cuda.", 1)
+        return result
+
+    return named_type

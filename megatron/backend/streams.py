@@ -1,12 +1,16 @@
-"""Streams and events: what the runtime asks of a device that works through what it is given.
+"""Streams and events of a device that works asynchronously, and its NCCL process groups.
 
-Problem: on CUDA a call returns before its work is done. Work of one stream that needs what another stream writes has to
-be told to wait, and memory may be given away only when nobody works on it any more. On a CPU nothing of that exists.
-Asked for at every place anew, one of the two is soon forgotten, and nobody without a GPU can see it.
+Problem: on CUDA a call returns before its work is done. A stream that needs what another stream writes has to be told
+to wait, and memory may be reused only when no stream works on it any more. On a CPU nothing of that exists. If every
+place asked for the device anew, one of the two cases would soon be forgotten, and nobody without a GPU could see it.
 
-Solution: one face, with a side for each kind of device. The runtime speaks of events and streams always; on a CPU they
-are None, and nobody waits. The tests have a third side, which runs on a CPU and keeps account of what is ordered before
-what (`tests/pipeline/runtime/cuda/recording`). `streams_of` chooses by data (`SIDES`).
+Solution: one interface, with an implementation for each kind of device. The runtime always uses events and streams; on
+a CPU they are None, and nothing waits. The tests have a third implementation, which runs on a CPU and records what is
+ordered before what (`tests/pipeline/runtime/cuda/recording`). `streams_of` chooses from a table (`SIDES`).
+
+Every NCCL communicator has device buffers for each of its blocks (CTAs), and a transfer that waits for its peer keeps
+these blocks from computing. A pipeline has many communicators, whose transfers mostly wait. So `nccl_communicator`
+bounds the number of blocks and gives their kernels priority: they are few, and other work waits for them.
 """
 
 from __future__ import annotations
@@ -21,8 +25,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from megatron.backend.communicators import nccl_communicator
-from megatron.backend.host_memory import host_mapping
+from megatron.backend.device import host_mapping
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all contexts
 
@@ -227,3 +230,21 @@ class Milestone:
             return False
         self._streams.wait(self._event)
         return True
+
+
+def nccl_communicator(store: Store, rank: int, size: int, *, max_ctas: int, timeout: timedelta) -> Any:
+    """A ProcessGroupNCCL of `size` ranks that meet at `store`."""
+    options = torch.distributed.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout
+    options.config.max_ctas = max_ctas
+    return torch.distributed.ProcessGroupNCCL(store, rank, size, options)
+
+
+def shut_down(group: Any) -> None:
+    """End a group whose work is done. All its ranks do so, in the same order as their other groups.
+
+    A communicator that is only forgotten is torn down when the process exits, in no order, which may hang.
+    """
+    end = getattr(group, "shutdown", None) or getattr(group, "_shutdown", None)  # underscored in older torch
+    if end is not None:
+        end()

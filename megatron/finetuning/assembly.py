@@ -27,16 +27,14 @@ from megatron.capture.tensors import load_stage
 from megatron.finetuning.data.batches import Feed
 from megatron.finetuning.plan import RunPlan
 from megatron.finetuning.pretrained import Pretrained
-from megatron.pipeline.runtime.contract.tensors import TensorSpec
+from megatron.pipeline.runtime.contract.tensors import EdgeTensors, TensorSpec
 from megatron.pipeline.runtime.contract.trace import Tracer
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.failure.agreement import agreed
 from megatron.pipeline.runtime.stages.module.graph_stage import GraphModuleStage
 from megatron.pipeline.runtime.stages.module.rank_update import make_updates, make_versions, steps_of
 from megatron.pipeline.runtime.stages.module.update import ModuleUpdate
-from megatron.pipeline.runtime.transport.edge_tensors import EdgeTensors
-from megatron.pipeline.runtime.update.gap_aware import GapAware
-from megatron.pipeline.runtime.update.master_weights import GapAwareMasters, MasterWeights
+from megatron.pipeline.runtime.update.optimizer_wrappers import GapAware, GapAwareMasters, MasterWeights
 from megatron.pipeline.runtime.update.versions import WeightVersions
 
 Summary = Callable[[str, Tensor, Mapping[str, Tensor]], Tensor]

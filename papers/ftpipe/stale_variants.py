@@ -36,9 +36,8 @@ from torch import Tensor, nn
 
 from benchmarks.common.results import parser_of, write
 from benchmarks.common.tables import terminal
-from megatron.pipeline.runtime.update.gap_aware import GapAware
-from megatron.pipeline.runtime.update.optimizer_stand_in import copied
-from megatron.pipeline.runtime.update.weight_predictor import WeightPredictor, learning_rates_to_come
+from megatron.pipeline.runtime.update.optimizer_wrappers import GapAware, copied
+from megatron.pipeline.runtime.update.weight_prediction import WeightPredictor, learning_rates_to_come
 from papers.ftpipe.stale_models import task_of
 
 RULES = ("stale", "predicted", "gap-aware", "provisional", "provisional, predicted")

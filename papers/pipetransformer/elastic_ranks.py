@@ -29,8 +29,8 @@ from megatron.pipeline.runtime.stages.emulated.stage import (
     EmulatedUpdate,
     sleep_for,
 )
-from megatron.pipeline.runtime.stages.module.frozen_update import FrozenUpdate
 from megatron.pipeline.runtime.stages.module.reduction import ModuleReduction
+from megatron.pipeline.runtime.stages.module.update import FrozenUpdate
 from megatron.pipeline.runtime.transport.links import LINKS, GlooLink
 from papers.pipetransformer.elastic_plan import Phase
 

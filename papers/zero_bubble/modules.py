@@ -12,7 +12,7 @@ from torch.distributed.pipelining import _backward as of_torch
 
 from megatron import backend
 from megatron.pipeline.runtime.activations.weight_products import WeightProducts
-from megatron.pipeline.runtime.stages.module.split_linears import split_linears
+from megatron.pipeline.runtime.stages.module.stage import split_linears
 
 _WARM_UP = 2
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron import backend
-from megatron.backend import host_memory
+from megatron.backend import device as host_memory
 
 _IS_GLIBC = "glibc" in (os.confstr("CS_GNU_LIBC_VERSION") or "") if "CS_GNU_LIBC_VERSION" in os.confstr_names else False
 pytestmark = pytest.mark.skipif(not _IS_GLIBC or torch.cuda.is_available(), reason="changes nothing but glibc on a CPU")

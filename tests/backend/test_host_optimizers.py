@@ -4,7 +4,7 @@ import types
 
 import torch
 
-from megatron.backend.host_optimizers import type_with_cuda_names
+from megatron.backend.cpu import type_with_cuda_names
 
 
 def asked_by(module: str, tensor: torch.Tensor, *args):

@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from megatron.backend import communicators
+from megatron.backend import streams as communicators
 from megatron.backend.streams import CpuStreams, CudaStreams, Milestone, streams_of
 
 CPU = torch.device("cpu")

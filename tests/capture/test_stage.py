@@ -10,9 +10,8 @@ from megatron.capture.randomness import Draw
 from megatron.capture.stage import StageData
 from megatron.pipeline.program.edges import Edge, StageGraph
 from megatron.pipeline.runtime.contract.stage import Microbatch
-from megatron.pipeline.runtime.contract.tensors import TensorSpec
+from megatron.pipeline.runtime.contract.tensors import EdgeTensors, TensorSpec
 from megatron.pipeline.runtime.stages.module.graph_stage import GraphModuleStage
-from megatron.pipeline.runtime.transport.edge_tensors import EdgeTensors
 from tests.capture.cuts import contiguous
 from tests.capture.models import KINDS, captured, equal, gradients
 

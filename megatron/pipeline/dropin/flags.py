@@ -1,13 +1,151 @@
-"""Our flags, in a group of their own behind those of Megatron-LM, and what they say.
+"""The project's flags in Megatron-LM's parser, and the schedule and batches that its arguments ask for.
 
-All begin with `--pipeline-` or `--2bw-`, so that they meet no flag of a fork.
+All flags begin with `--pipeline-` or `--2bw-`, so that none equals a flag of a fork.
 """
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
-from megatron.pipeline.dropin.choice import flag_of, name_of, runnable
+from megatron.pipeline.program.weight_policies import FLUSH, WeightPolicy
+from megatron.pipeline.schedules import PRESETS, ProgramSchedule, Schedule, TooManyRead, read_schedule
+
+_NOT_HERE = {
+    "zbv": "places two stages on each rank, there and back again, and Megatron-LM's model providers deal them out in "
+    "turn; use zb-h1",
+    "pipedream": "keeps a version of the weights for each microbatch in flight, which Megatron-LM's optimizers and "
+    "checkpoints do not; use 2bw",
+    "l2l": "keeps weights on the host, and Megatron-LM's optimizers have theirs on the device; use this project's own "
+    "pretrain_gpt.py",
+}
+
+
+def reason_against(name: str) -> str | None:
+    """Why the preset of that name cannot run in Megatron-LM's training, with what to use; None: it can."""
+    preset = PRESETS[name]
+    if name in _NOT_HERE:
+        return _NOT_HERE[name]
+    if preset.residency is not None or preset.placement != "round-robin":
+        return "is not for Megatron-LM's models; use flush, gpipe, bpipe, interleaved, zb-h1 or 2bw"
+    return _reason_against_weights(preset.policy)
+
+
+def _reason_against_weights(weights: WeightPolicy) -> str | None:
+    if weights.refreshes or weights.delay is None:
+        return "has each stage step by itself, and Megatron-LM's optimizers step all together; use 2bw"
+    return None
+
+
+def runnable() -> tuple[str, ...]:
+    """The presets that can run here."""
+    return tuple(name for name in PRESETS if reason_against(name) is None)
+
+
+def name_of(args: argparse.Namespace) -> str:
+    """What the run calls its schedule: the preset's name, or the file's path."""
+    return args.pipeline_schedule if args.pipeline_program is None else args.pipeline_program
+
+
+def flag_of(args: argparse.Namespace) -> str:
+    """The flag that chooses the schedule, with its value."""
+    flag = "--pipeline-schedule" if args.pipeline_program is None else "--pipeline-program"
+    return f"{flag} {name_of(args)}"
+
+
+def weights_of(args: argparse.Namespace) -> WeightPolicy:
+    """Which weights a batch of the run uses, without predictions. Raises ValueError where the file is no schedule."""
+    if args.pipeline_program is None:
+        return PRESETS[args.pipeline_schedule].policy
+    return _read(args.pipeline_program).weights
+
+
+def schedule_of(args: argparse.Namespace, *, tied_embeddings: bool) -> Schedule | ProgramSchedule:
+    """The schedule that `args` name, for the stages of `args`.
+
+    Where Megatron-LM updates the weights, a preset's program has no reductions, and those of a file do nothing.
+
+    Raises:
+        ValueError: it does not take these stages.
+    """
+    tied_embeddings = tied_embeddings and args.pipeline_model_parallel_size > 1
+    if args.pipeline_program is not None:
+        return _schedule_of_file(args, tied_embeddings=tied_embeddings)
+    name, num_virtual_stages = args.pipeline_schedule, args.virtual_pipeline_model_parallel_size or 1
+    preset = PRESETS[name]
+    choices = {}
+    if preset.weights != FLUSH.name:
+        choices = {
+            "data_parallel": args.data_parallel_size > 1,
+            "tied_embeddings": tied_embeddings,
+            "norm_decides": args.clip_grad > 0.0 or getattr(args, "fp16", False),
+            "predict": args.pipeline_2bw_provisional != "off",
+            "provisional_microbatches": args.pipeline_2bw_provisional_microbatches,
+            "reduce_partial": args.pipeline_2bw_provisional_reduce,
+        }
+    if preset.interleaves:
+        choices["microbatch_group_size"] = getattr(args, "microbatch_group_size_per_vp_stage", None)
+    return Schedule.preset(
+        name, num_stages=args.pipeline_model_parallel_size * num_virtual_stages,
+        num_virtual_stages=num_virtual_stages, **choices,
+    )  # fmt: skip
+
+
+def _schedule_of_file(args: argparse.Namespace, *, tied_embeddings: bool) -> ProgramSchedule:
+    facts = {"tensor": args.tensor_model_parallel_size, "data": args.data_parallel_size, "recompute": False}
+    if not weights_of(args).drains:
+        facts |= {"tied_embeddings": tied_embeddings, "data_parallel": args.data_parallel_size > 1}
+    schedule, named = _read(args.pipeline_program, **facts), flag_of(args)
+    if reason := _reason_against_weights(schedule.weights):
+        raise ValueError(f"{named} {reason}")
+    ranks, stages = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1
+    dealt_out = tuple(stage % ranks for stage in range(ranks * stages))
+    if not schedule.graph.is_chain or schedule.rank_of_stage != dealt_out:
+        raise ValueError(
+            f"{named} has {schedule.num_stages} stages on the ranks {', '.join(map(str, schedule.rank_of_stage))}, and "
+            f"this job's model is a chain of {ranks * stages}, dealt out in turn to {ranks}: write the program for "
+            "these, or change --pipeline-model-parallel-size or --num-virtual-stages-per-pipeline-rank"
+        )
+    return schedule
+
+
+@cache
+def _read(path: str, **facts: bool | int) -> ProgramSchedule:
+    try:
+        return read_schedule(path, **facts)
+    except ValueError as error:
+        raise ValueError(f"--pipeline-program {error}") from error
+
+
+def batches_of(args: argparse.Namespace) -> Sequence[int]:
+    """How many microbatches of a pipeline the batches of the run have, in the order in which they come."""
+    per_microbatch = args.micro_batch_size * args.data_parallel_size
+    sizes = [args.global_batch_size]
+    if getattr(args, "rampup_batch_size", None) is not None:
+        start, increment = (int(each) for each in args.rampup_batch_size[:2])
+        sizes = [*range(start, args.global_batch_size, increment), args.global_batch_size]
+    return [size // per_microbatch for size in sizes]
+
+
+def prove(schedule: Schedule | ProgramSchedule, batches: Sequence[int]) -> None:
+    """Build and prove what the run will execute: every batch size, from each to the next, and the drain.
+
+    The engine proves each batch again as it comes, from what this has kept.
+
+    Raises:
+        ValueError: the schedule does not take a batch.
+    """
+    stream = schedule.stream()
+    for size in dict.fromkeys(batches):
+        try:
+            schedule.validate(size)
+        except TooManyRead as error:
+            raise error.under("--2bw-provisional-microbatches") from error
+        for _ in range(schedule.settling_batches + 1):
+            stream.start_batch(size)
+    stream.drain()
+
 
 STANDARD, PAIR_ADJACENT = "standard", "pair-adjacent"
 

@@ -143,7 +143,7 @@ def _with_our_schedule(original: Callable) -> Callable:
     return get_forward_backward_func
 
 
-def _with_our_update(original: Callable) -> Callable:
+def _with_engine_update(original: Callable) -> Callable:
     def setup_model_and_optimizer(*args: Any, **named: Any):
         built = original(*args, **named)
         if _session is not None:
@@ -280,7 +280,7 @@ NEEDED = {
     },
     "training.py": {
         "get_forward_backward_func": _with_our_schedule,
-        "setup_model_and_optimizer": _with_our_update,
+        "setup_model_and_optimizer": _with_engine_update,
         "load_checkpoint": _with_both_versions_loaded,
         "save_checkpoint": _drained_and_saved,
         "train": _to_the_end,

@@ -1,17 +1,22 @@
 """Start a user's script with the schedules in place: `-m megatron.pipeline.dropin SCRIPT [its arguments]`.
 
-Problem: `python -m` puts the working directory first on the path and not the script's, so that another Megatron-LM may
-be found than `python SCRIPT` would find, in silence.
+Problem: `python -m` puts the working directory first on the path and not the script's folder, so that another
+Megatron-LM may be found than `python SCRIPT` would find, without a word. And scripts look at `__main__`: for their own
+functions when they pickle them, and for the module that processes which they spawn import again.
 
 Solution: the script's folder takes the working directory's place, then the schedules are installed, then the script
-runs (`main_module.py`).
+runs as a module `__main__`, as under `python SCRIPT`. The module's spec is that of `spawned.py`, which children import
+instead of the script.
 """
 
+import importlib.util
+import os
 import sys
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import ModuleType
 
 from megatron.pipeline import dropin
-from megatron.pipeline.dropin.main_module import run
 from megatron.pipeline.dropin.sentences import errors_end_the_job
 
 USAGE = """\
@@ -66,3 +71,26 @@ def path_for(script: Path, path: list[str], working_directory: Path) -> list[str
     if OUR_ROOT not in (Path(entry).resolve() for entry in rest if entry):
         rest.append(str(OUR_ROOT))
     return [str(script.resolve().parent), *rest]
+
+
+SPAWNED = "megatron.pipeline.dropin.spawned"
+SCRIPT_VARIABLE = "MEGATRON_PIPELINE_DROPIN_SCRIPT"
+"""Tells children which script it is."""
+
+
+def run(script: Path) -> None:
+    """Run the script's code as this process's main module."""
+    module = ModuleType("__main__")
+    module.__file__ = os.path.abspath(script)
+    module.__loader__ = SourceFileLoader("__main__", module.__file__)
+    module.__spec__ = importlib.util.find_spec(SPAWNED)
+    os.environ[SCRIPT_VARIABLE] = module.__file__
+    sys.modules["__main__"] = module
+    sys.modules["__mp_main__"] = module  # what children call it when they send something of it back
+    execute(script, vars(module))
+
+
+def execute(script: Path, namespace: dict) -> None:
+    """Run the script's code in `namespace`. Not by runpy: it takes the module away again that children would import."""
+    code = compile(script.read_bytes(), os.path.abspath(script), "exec", dont_inherit=True)
+    exec(code, namespace)

@@ -9,10 +9,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.pipeline.dropin.choice import flag_of, name_of, reason_against, runnable, weights_of
-from megatron.pipeline.dropin.flags import STANDARD, asks_for_schedule
+from megatron.pipeline.dropin.flags import (
+    STANDARD,
+    asks_for_schedule,
+    flag_of,
+    name_of,
+    reason_against,
+    runnable,
+    weights_of,
+)
 from megatron.pipeline.schedules import PRESETS
-from megatron.pipeline.start_up.provisional import require_predictions
+from megatron.pipeline.start_up.late_weights import require_predictions
 
 
 def _is_set(value: Any) -> bool:

@@ -1,37 +1,49 @@
-"""One run of Megatron-LM's training under a schedule of ours: what its hooked functions call, in the order of a run.
+"""One run of Megatron-LM's training under a schedule: the calls of its hooked functions, in the order of a run.
 
 Megatron-LM builds model and optimizer and loads a checkpoint; then its loop calls its schedule once a batch, evaluates
 and saves in between, and ends. Here a batch runs through the engine, and before anything reads weights, or the loop
 ends, the pipeline is drained. All ranks come to the same calls in the same order, so all drain after the same batch.
+
+Checkpoints: between two batches of 2bw two versions are alive, and the next batch uses the older one, or the predicted
+one. Megatron-LM's state of a checkpoint gets two more entries, in this project's own format (`checkpointed_versions`):
+that version, tensor by tensor like the model, and 'pipeline', the update's state beside the optimizer. So a resumed run
+continues exactly, here and under this project's own programs; Megatron-LM, which asks for neither entry, loads the
+checkpoint as any other.
 """
 
 import argparse
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
 
 from megatron.backend.fixes import follow_shown_gradients
-from megatron.core import parallel_state
-from megatron.core.utils import get_model_config
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.utils import get_model_config, unwrap_model
 from megatron.documents import counted
-from megatron.pipeline.dropin.checkpoints import VersionsInCheckpoints
-from megatron.pipeline.dropin.choice import batches_of, prove, schedule_of
-from megatron.pipeline.dropin.flags import Options
+from megatron.pipeline.dropin.flags import Options, batches_of, prove, schedule_of
 from megatron.pipeline.dropin.refusals import require_supported_model
 from megatron.pipeline.dropin.sentences import errors_end_the_job, say
 from megatron.pipeline.dropin.stages import RankStages, build_stages, require_ordinary_call
 from megatron.pipeline.dropin.start import overlaps_off
 from megatron.pipeline.dropin.updates import EngineUpdate, MegatronUpdate
 from megatron.pipeline.runtime.contract.stage import BatchReport
+from megatron.pipeline.runtime.stages.megatron.checkpointed_versions import (
+    OLDER_VERSIONS,
+    PREDICTED_VERSION,
+    OlderVersions,
+    PredictedVersion,
+)
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import tied_embeddings
 from megatron.pipeline.runtime.stages.megatron.split_linears import require_splits
+from megatron.pipeline.runtime.stages.megatron.update import MegatronWeightUpdate
 from megatron.pipeline.runtime.timeline_files import write_timeline
 from megatron.pipeline.schedules.pipeline_schedule import PipelineSchedule
-from megatron.pipeline.start_up import provisional
+from megatron.pipeline.start_up import late_weights as provisional
 
 
 class Session:
@@ -268,3 +280,103 @@ def _outcome(report: BatchReport) -> str:
     if report.skipped:
         return f"skipped, the loss scale {report.loss_scale:g} overflowed"
     return f"gradient norm {report.grad_norm:.6g}, learning rate {report.learning_rate:.6g}"
+
+
+PIPELINE = "pipeline"
+_VERSIONS = (OLDER_VERSIONS, PREDICTED_VERSION)
+
+
+@dataclass
+class _Found:
+    """What is known of the checkpoint that is being loaded. `common`: what it has beside tensors. `loaded`: our
+    tensors, for which `versions` asked."""
+
+    folder: str = ""
+    common: dict[str, Any] = field(default_factory=dict)
+    loaded: dict[str, Any] = field(default_factory=dict)
+    versions: OlderVersions | None = None
+
+
+class VersionsInCheckpoints:
+    """Those of one rank.
+
+    Args:
+        chunks: as Megatron-LM wraps them.
+        update: which holds the versions.
+        name: what the run calls its schedule.
+    """
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], update: MegatronWeightUpdate, *, name: str) -> None:
+        self._chunks = [unwrap_model(chunk) for chunk in chunks]
+        self._update = update
+        self._name = name
+        self._found = _Found()
+
+    # Saving.
+
+    def add_to(self, state: dict[str, Any], *, num_batches: int) -> None:
+        """Add the entries to the state that Megatron-LM saves. Drained, after so many batches of the whole run."""
+        state[PIPELINE] = {"update": self._update.state_dict()}
+        older = self._older(num_batches)
+        state.update(older.to_save(self._models(state)))
+
+    # Loading: the common state, then the tensors, then what follows from both.
+
+    def note_common(self, folder: str, state: dict[str, Any] | None) -> None:
+        """What the checkpoint in `folder` has beside its tensors, as Megatron-LM reads it first."""
+        self._found = _Found(str(folder), dict(state or {}))
+
+    def ask_for(self, state: dict[str, Any], *, starts_anew: bool) -> None:
+        """Add the versions that the checkpoint has to the state that Megatron-LM asks of it.
+
+        `starts_anew`: weights are taken alone, and batches are counted from 0.
+        """
+        keys = dist_checkpointing.load_tensors_metadata(self._found.folder)
+        self._found.versions = self._older(0 if starts_anew else int(self._found.common.get("iteration", 0)))
+        entries = self._found.versions.to_load(
+            self._models(state), lambda prefix: any(key.startswith(prefix) for key in keys)
+        )
+        state.update(entries)
+
+    def note_loaded(self, state: dict[str, Any]) -> None:
+        """Take our entries out of what was loaded."""
+        self._found.loaded = {key: state.pop(key) for key in list(state) if key.startswith(_VERSIONS)}
+        if PIPELINE in state:
+            self._found.common[PIPELINE] = state.pop(PIPELINE)
+
+    def complete(self, iteration: int, *, takes_state: bool) -> None:
+        """Megatron-LM has loaded weights, of so many batches: the older version and the rest follow.
+
+        Args:
+            iteration: 0 also where it found no checkpoint, or took its weights alone.
+            takes_state: it has loaded the optimizer, too.
+        """
+        found, self._found = self._found, _Found()
+        older = found.versions.counted_from(iteration) if found.versions else self._older(iteration)
+        older.restore(found.loaded if iteration else {})
+        state = found.common.get(PIPELINE) or {}
+        self._update.load_state_dict(state.get("update") if takes_state else None)
+        saved = found.common.get("args")
+        saved_under = getattr(saved, "pipeline_program", None) or getattr(saved, "pipeline_schedule", None)
+        is_due = self._update.weights.predicts or saved_under != self._name  # a skipped step leaves one version, too
+        if iteration and not found.loaded and is_due:
+            other = "the predicted one" if self._update.weights.predicts else "the one before"
+            say(
+                f"warning: the checkpoint of iteration {iteration} was saved under "
+                f"{saved_under or 'a schedule of Megatron-LM'} and has one weight version: iteration {iteration + 1} "
+                f"computes with it, and not with {other} as in a run that had used {self._update.weights.name} "
+                "all along"
+            )
+
+    def _older(self, num_batches: int) -> OlderVersions:
+        if self._update.weights.predicts:
+            return PredictedVersion(
+                self._chunks, self._update.versions, self._update.weights, num_batches,
+                apart=self._update.replicas_predict_apart,
+            )  # fmt: skip
+        return OlderVersions(self._chunks, self._update.versions, self._update.weights, num_batches)
+
+    def _models(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The chunks' entries of a state."""
+        names = ["model"] if len(self._chunks) == 1 else [f"model{index}" for index in range(len(self._chunks))]
+        return {name: state[name] for name in names}

@@ -13,7 +13,7 @@ if __name__ == "__mp_main__":
     from pathlib import Path
 
     from megatron.pipeline import dropin
-    from megatron.pipeline.dropin.main_module import SCRIPT_VARIABLE, execute
+    from megatron.pipeline.dropin.launcher import SCRIPT_VARIABLE, execute
 
     dropin.install(quiet=True)
     __file__ = os.environ[SCRIPT_VARIABLE]

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from megatron import backend
 from megatron.core import parallel_state
-from megatron.pipeline.dropin.choice import batches_of
-from megatron.pipeline.dropin.flags import Options
+from megatron.pipeline.dropin.flags import Options, batches_of
 from megatron.pipeline.dropin.updates import ForwardStep, MegatronUpdate
 from megatron.pipeline.runtime.activations.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.contract.stage import Microbatch

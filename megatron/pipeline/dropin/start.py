@@ -10,20 +10,19 @@ from torch.distributed import PrefixStore, TCPStore
 from megatron import backend
 from megatron.documents import counted
 from megatron.pipeline.check.queue_environment import require_hardware_queues
-from megatron.pipeline.dropin.choice import batches_of, prove, schedule_of
-from megatron.pipeline.dropin.flags import PAIR_ADJACENT, STANDARD, Options
+from megatron.pipeline.dropin.flags import PAIR_ADJACENT, STANDARD, Options, batches_of, prove, schedule_of
 from megatron.pipeline.dropin.sentences import say
 from megatron.pipeline.placement.cost import describe_crossing
 from megatron.pipeline.placement.mapping import Degrees, load_mapping, pair_adjacent
 from megatron.pipeline.placement.topology import Process, find_slots, this_process
 from megatron.pipeline.runtime.failure.errors import OnThisRank, SameEverywhere
 from megatron.pipeline.schedules.pipeline_schedule import PipelineSchedule
-from megatron.pipeline.start_up.rank_exchange import exchange_ranks
-from megatron.pipeline.start_up.transformer_engine import (
+from megatron.pipeline.start_up.late_weights import (
     LOOKS_UP_GRADIENTS,
     engine_keeps_main_grad,
     installed_version,
 )
+from megatron.pipeline.start_up.rank_exchange import exchange_ranks
 
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 """torchrun says `True` here where its agent hosts the job's store, which stays wherever ranks go."""

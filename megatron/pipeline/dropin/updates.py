@@ -170,7 +170,7 @@ class EngineUpdate:
 
 
 def _warm_up() -> None:
-    """Use the groups that Megatron-LM's loop uses between batches, while nothing else runs (`warm_up.py` says why)."""
+    """Use the groups that Megatron-LM's loop uses between batches, while nothing else runs (see `reduction.py`)."""
     number = torch.zeros(2, device=backend.device())
     torch.distributed.all_reduce(number, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
     torch.distributed.all_reduce(number, group=parallel_state.get_pipeline_model_parallel_group())

@@ -21,12 +21,9 @@ from torch import nn
 
 from megatron.pipeline.library import at_exit
 from megatron.pipeline.library.batches import Announcement, Announcements, BatchData, MicrobatchFeed, split_batch
-from megatron.pipeline.library.building import Tie, build_stage, stage_module, trained
-from megatron.pipeline.library.counts import LossCounts
-from megatron.pipeline.library.placing import place
-from megatron.pipeline.library.ranks import Groups, find_ranks
-from megatron.pipeline.library.shapes import Specs, edges_of, find_specs
-from megatron.pipeline.library.stages import LossFunction
+from megatron.pipeline.library.building import Tie, build_stage, place, stage_module, trained
+from megatron.pipeline.library.ranks import Groups, LossCounts, find_ranks
+from megatron.pipeline.library.stages import LossFunction, Specs, edges_of, find_specs
 from megatron.pipeline.library.state import load_state, require_loadable, state_of
 from megatron.pipeline.runtime.activations.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.contract.stage import EVALUATION_BATCH, BatchReport

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from megatron.pipeline.runtime.activations.kept import RandomState
+from megatron.pipeline.runtime.activations.captured import RandomState
 from megatron.pipeline.runtime.contract.stage import BatchReport
 from megatron.pipeline.runtime.stages.module.update import ModuleUpdate
-from megatron.pipeline.runtime.update.predicted_versions import PredictedVersions
+from megatron.pipeline.runtime.update.weight_prediction import PredictedVersions
 
 _FORMAT = 1
 

@@ -19,8 +19,7 @@ from megatron.pipeline.program.instruction import AWAITS_REDUCTIONS, Instruction
 from megatron.pipeline.program.lane_order import LaneOrder, Residency
 from megatron.pipeline.program.move_order import MoveOrder
 from megatron.pipeline.runtime.activations.activation_memory import ActivationMemory
-from megatron.pipeline.runtime.activations.saved_microbatches import DeferredBytes, SavedMicrobatches
-from megatron.pipeline.runtime.activations.transfers import ActivationTransfers
+from megatron.pipeline.runtime.activations.transfers import ActivationTransfers, DeferredBytes, SavedMicrobatches
 from megatron.pipeline.runtime.contract.stage import (
     EVALUATION_BATCH,
     BatchInfo,
@@ -35,34 +34,33 @@ from megatron.pipeline.runtime.contract.trace import BatchExtent, RankTrace, Tra
 from megatron.pipeline.runtime.executor import Executor
 from megatron.pipeline.runtime.failure import failure_guard
 from megatron.pipeline.runtime.failure.errors import annotate
-from megatron.pipeline.runtime.graph_executor import GraphExecutor
+from megatron.pipeline.runtime.graph_executor import GraphExecutor, StagewiseExecutor
 from megatron.pipeline.runtime.relay.input_stash import InputStash
 from megatron.pipeline.runtime.relay.lanes import Lanes
 from megatron.pipeline.runtime.relay.ledger import RelayLedger
-from megatron.pipeline.runtime.stagewise_executor import StagewiseExecutor
 from megatron.pipeline.runtime.transport.channels import Channels
 from megatron.pipeline.runtime.transport.lane import MoveQueue
 from megatron.pipeline.runtime.update.chain import Chain
 from megatron.pipeline.schedules import PipelineSchedule
 
 if TYPE_CHECKING:
-    from megatron.pipeline.runtime.transport.edge_tensors import EdgeTensors
+    from megatron.pipeline.runtime.contract.tensors import EdgeTensors
 
 
 class PipelineEngine:
     """Runs `schedule` on this rank's stage (or stages).
 
-    `stage`: what the schedule puts on this rank, in ascending order where it is several. `ranks`: global ranks of this
-    pipeline in pipeline order (default: all ranks). `backend`: "gloo" or "nccl", for the transfers between stages.
-    `store`: where the ranks of the pipeline meet (default: the default group's). `metrics_group`: the group over which
-    evaluation sums losses (default: all ranks of the job); used from the main thread only. `first_batch` and
-    `first_microbatch`: where the run goes on after a checkpoint, else 0. `activation_memory`: the one that this rank's
-    stages were built with, if their activations are to be counted and moved between pairs. `ledger`: the update's,
-    where weights live on the host and bytes are counted. `deferred_bytes`: where others read what is kept between I and
-    W.
+    `stage`: the rank's stage, or a list of its stages in ascending order. `ranks`: global ranks of this
+        pipeline in pipeline order (default: all ranks). `backend`: "gloo" or "nccl", for the transfers between stages.
+        `store`: where the ranks of the pipeline meet (default: the default group's). `metrics_group`: the group over which
+        evaluation sums losses (default: all ranks of the job); used from the main thread only. `first_batch` and
+        `first_microbatch`: where the run goes on after a checkpoint, else 0. `activation_memory`: the one with which this
+        rank's stages were built, if their activations are to be counted and moved between pairs. `ledger`: that of the
+        update, where weights live on the host and bytes are counted. `deferred_bytes`: receives the bytes saved between I
+        and W, for other readers.
 
-    Read `next_batch` and `next_microbatch` for a checkpoint (drained). Set `stop_requests` (bits) to have them travel
-    with the next norm reduction; `BatchReport.stop_requests` is their union over all ranks.
+        Read `next_batch` and `next_microbatch` for a checkpoint (drained). Set `stop_requests` (bits) to have them travel
+        with the next norm reduction; `BatchReport.stop_requests` is their union over all ranks.
     """
 
     def __init__(
@@ -226,32 +224,32 @@ class PipelineEngine:
 
     @property
     def saved_microbatches_peak(self) -> dict[int, int]:
-        """stage -> the most microbatches that were saved at once, over the run so far."""
+        """stage -> the most microbatches saved at once, over the run so far."""
         return dict(self._saved.peaks)
 
     @property
     def saved_microbatches_peak_on_rank(self) -> int:
-        """The same over all stages of this rank together; a microbatch counts once at each of them."""
+        """The most microbatches saved at once over all stages of this rank; one counts once at each stage."""
         return self._saved.peak_on_rank
 
     @property
     def deferred_microbatches_peak(self) -> dict[int, int]:
-        """stage -> the most microbatches that were between I and W at once; they are among the saved ones."""
+        """stage -> the most microbatches between I and W at once; `saved_microbatches_peak` includes them."""
         return dict(self._saved.deferred_peaks)
 
     @property
     def deferred_bytes_peak(self) -> int:
-        """The most bytes that this rank kept at once between I and W, over all of its stages."""
+        """The most bytes saved at once between I and W, over all stages of this rank."""
         return self._saved.deferred_bytes.peak
 
     @property
     def saved_activation_bytes_peak(self) -> int | None:
-        """The most bytes of activations that this rank saved at once; None where they are not counted."""
+        """The most bytes of activations saved at once on this rank; None where they are not counted."""
         return None if self._activation_memory is None else self._activation_memory.peak_bytes
 
     @property
     def input_stash(self) -> InputStash | None:
-        """Where inputs wait on the host, and how many have; None where they wait on the device."""
+        """The stash of inputs on the host; None where inputs stay on the device."""
         return self._stash
 
     @property
@@ -264,11 +262,11 @@ class PipelineEngine:
         return self._channels.bytes_sent
 
     def num_unread_sends(self) -> int:
-        """Transfers that are not complete: sends that were not read, and moves."""
+        """The number of incomplete transfers: unread sends, and moves."""
         return self._channels.num_unread_sends() + (self._transfers.num_incomplete if self._transfers else 0)
 
     def run_batch(self, num_microbatches: int, num_samples: int) -> list[BatchReport]:
-        """Start the next batch and execute its segment. Returns the reports that all have by now, oldest first."""
+        """Start the next batch and execute its segment. Returns the reports complete on all ranks, oldest first."""
         batch = self._stream.next_batch
         first_microbatch = self._stream.next_microbatch
         rows = self._stream.start_batch(num_microbatches)
@@ -293,7 +291,7 @@ class PipelineEngine:
         return self._take_reports(self._stream.next_batch - 1)
 
     def evaluate(self, num_microbatches: int) -> dict[str, tuple[float, float]]:
-        """Forward only, with the newest weights, of `num_microbatches` per pipeline; only when drained.
+        """Run `num_microbatches` forwards per pipeline with the newest weights; only while drained.
 
         Returns name -> (numerator, denominator), summed over all ranks of the metrics group, the same on all of them.
         """
@@ -307,8 +305,8 @@ class PipelineEngine:
         return self._sum_losses(losses)
 
     def change_edges(self, edges: Mapping[int, Mapping[int, EdgeTensors]]) -> None:
-        """Have other tensors travel from here on: of each stage of this rank, which is one of a graph, the other stage
-        -> what goes between them. Only drained, at the same batch on all ranks.
+        """Change the tensors of the edges: for each stage of this rank, in a graph, the other stage -> the tensors
+        between them. Only while drained, at the same batch on all ranks.
         """
         assert self._drained, "what is in flight has the shapes of before"
         for stage in self._stages:
@@ -316,7 +314,7 @@ class PipelineEngine:
         self._channels.change_specs(self._stages)
 
     def trace(self) -> RankTrace:
-        """What this rank traced of the last batches (needs a tracer); see `trace.gather_traces`, `trace.timeline`."""
+        """The trace of the last batches on this rank (needs a tracer); see `trace.gather_traces`, `trace.timeline`."""
         if self.tracer is None:
             raise ValueError("nothing was traced; give the engine a Tracer")
         return RankTrace(
@@ -381,7 +379,7 @@ class PipelineEngine:
 
 
 def _require_same(schedule: Residency, update: Residency) -> None:
-    """What the update does depends on when it is called, and how many stages it has room for."""
+    """Raises ValueError if the update was made for another residency than the schedule's."""
     if (schedule.stages, schedule.update) != (update.stages, update.update):
         raise ValueError(
             f"the schedule's residency is {schedule}, and its update was made for {update}; make it with "

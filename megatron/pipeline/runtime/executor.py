@@ -17,8 +17,7 @@ from types import MappingProxyType
 from torch import Tensor
 
 from megatron.pipeline.program.instruction import HALVES, Instruction, Kind
-from megatron.pipeline.runtime.activations.saved_microbatches import SavedMicrobatches
-from megatron.pipeline.runtime.activations.transfers import ActivationTransfers
+from megatron.pipeline.runtime.activations.transfers import ActivationTransfers, SavedMicrobatches
 from megatron.pipeline.runtime.contract.stage import (
     EVALUATION_BATCH,
     BatchInfo,
@@ -41,11 +40,12 @@ from megatron.pipeline.runtime.update.chain import Chain
 class Executor:
     """Executes rows on the stages of one rank.
 
-    After a row: `reports` holds the reports of the batches stepped so far (the caller removes them). `saved` counts the
-    microbatches that are saved; `transfers`, which counts there, too, moves them, and None refuses to. `lanes` carry
-    weights and gradients between device and host, for an update that is a `RelayUpdate`, and what is in the `stash`;
-    None refuses to. `on_boundary` is told each tensor that stages exchange when it is there, or None where none is.
-    `most_unread`: the stages that are frozen, of which nothing is saved, and how many outputs each may have unread.
+    After a row, `reports` holds the reports of the batches stepped so far (the caller removes them). `saved` counts the
+    saved microbatches. `transfers` moves them, and counts in `saved`, too; None: the rows have no moves. `lanes` carry
+    weights and gradients between device and host, for an update that is a `RelayUpdate`, and the inputs in the `stash`;
+    None: the rows have no such instructions. `on_boundary` is called with each tensor that stages exchange, or None
+    where an exchange has no tensor. `most_unread`: frozen stage, for which nothing is saved -> how many unread outputs
+    it may have.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Executor:
         self._with_forwards: set[int] = set()  # batches that have begun
         self._with_backwards: set[int] = set()  # batches whose gradients have begun to be added up
         self._num_backwards: Counter[int] = Counter()  # of each batch, those that have ended
-        self._splitting: set[int] = set()  # stages that know that backwards come in halves
+        self._splitting: set[int] = set()  # stages prepared for split backwards
         self._accumulating: int | None = None  # the batch that the last backward belonged to
         self._outputs: dict[tuple[int, int], Tensor] = {}
         self._input_grads: dict[tuple[int, int], Tensor] = {}
@@ -131,7 +131,7 @@ class Executor:
     # -- rows ---------------------------------------------------------------------------------------------------------
 
     def add_batch(self, info: BatchInfo, first_microbatch: int) -> None:
-        """Announce a batch whose microbatches the following rows contain."""
+        """Announce a batch whose microbatches are in the following rows."""
         if info.index != EVALUATION_BATCH:
             self._batches[info.index] = info
         for position in range(info.num_microbatches):
@@ -139,16 +139,16 @@ class Executor:
             self._microbatches[index] = Microbatch(index, info.index, position, info.num_microbatches)
 
     def run(self, row: Sequence[Instruction]) -> None:
-        """Execute a row of a training program. What an instruction raises carries that instruction (`annotate`).
+        """Execute a row of a training program. An error carries the instruction that raised it (`annotate`).
 
-        Raises:
-            ValueError: before anything of the row is executed, where a backward is split and its stage cannot.
+                Raises:
+        ValueError: a backward is split and its stage cannot split it; nothing of the row has been executed.
         """
         self._announce_halves(row)
         self._run(self._resolve(row, self._training), tracer=self._tracer)
 
     def run_evaluation(self, row: Sequence[Instruction]) -> None:
-        """Execute a row of forwards only; nothing is saved. Only between drained rows."""
+        """Execute a row of forwards, which save nothing; only while the pipeline is drained."""
         self._update.begin_evaluation()
         training_microbatches, self._microbatches = self._microbatches, {}
         try:
@@ -158,7 +158,7 @@ class Executor:
             self._microbatches = training_microbatches
 
     def _announce_halves(self, row: Sequence[Instruction]) -> None:
-        """Tell the stages of the row whose backwards it splits, before their forwards, once."""
+        """Prepare the stages whose backwards the row splits, before their forwards, once for each stage."""
         for index in {each.stage for each in row if each.kind in HALVES} - self._splitting:
             stage = self._stages[index]
             if not hasattr(stage, "split_backward"):
@@ -170,7 +170,7 @@ class Executor:
             self._splitting.add(index)
 
     def settle(self) -> None:
-        """Nothing is in flight any more: let go of what was kept for later microbatches."""
+        """Drop what was kept for later microbatches; called when nothing is in flight any more."""
 
     @staticmethod
     def _count_forwards(row: Sequence[Instruction]) -> int:
@@ -216,14 +216,14 @@ class Executor:
             record((instruction, start, self._ready, now()))
 
     def _waited(self) -> None:
-        """What an instruction waited for has come: the rest of its time is its own."""
+        """Note that the wait of the running instruction is over."""
         if self._tracer is not None:
             self._ready = self._tracer.now()
 
     # -- computation --------------------------------------------------------------------------------------------------
 
     def _input_of(self, stage: Stage, instruction: Instruction) -> Tensor | None:
-        """What a forward needs, of the stage before."""
+        """The output of the stage before, which is the input of a forward."""
         if stage.input_spec is None:
             return None
         if instruction.stage - 1 in self._stages:
@@ -251,7 +251,7 @@ class Executor:
         self._hand_on(instruction, stage.forward(microbatch, input))
 
     def _show_weights(self, stage: Stage, instruction: Instruction) -> None:
-        """Those of a forward."""
+        """Show the weights of a forward in the stage's parameters."""
         stage.load_version(instruction.version)
 
     def _forward_only(self, instruction: Instruction) -> None:
@@ -261,7 +261,7 @@ class Executor:
         self._hand_on(instruction, stage.forward_only(microbatch, self._input_of(stage, instruction)))
 
     def _hand_on(self, instruction: Instruction, output: Tensor | None) -> None:
-        """What a forward made, to be sent or taken by the next stage."""
+        """Keep a forward's output for its SEND, or for the next stage on this rank."""
         self._on_boundary(output)
         if output is not None:
             self._outputs[instruction.stage, instruction.microbatch] = output
@@ -300,7 +300,7 @@ class Executor:
         self._end_backward(stage.index, microbatch)
 
     def _begin_backward(self, instruction: Instruction) -> tuple[Stage | SplittingStage, Microbatch]:
-        """The stage and the microbatch of a backward, whole or half, whose gradients and weights are shown now."""
+        """The stage and the microbatch of a backward, whole or half; shows their weights and gradients."""
         stage, microbatch = self._stages[instruction.stage], self._microbatches[instruction.microbatch]
         self._accumulate_for(stage.index, microbatch.batch)
         if self._lanes is not None:
@@ -314,17 +314,17 @@ class Executor:
             self._tracer.record_deferred(self._saved.deferred_bytes.now)
 
     def _end_graph(self, instruction: Instruction) -> None:
-        """What was saved in full is read no longer."""
+        """Tell the moves that no computation reads the microbatch's saved graph any more."""
         if self._transfers is not None:
             self._transfers.end_backward(instruction.stage, instruction.microbatch)
 
     def _end_backward(self, stage: int, microbatch: Microbatch) -> None:
-        """A whole one, or both halves."""
+        """Count a backward, whole or both halves, as done."""
         self._saved.remove(stage)
         self._num_backwards[microbatch.batch] += 1
 
     def _output_grad_of(self, stage: Stage, instruction: Instruction) -> Tensor | None:
-        """What a backward needs, of the next stage."""
+        """The gradient of the output, from the next stage, which is the input of a backward."""
         index = instruction.stage
         if index + 1 in self._stages:
             return self._input_grads.pop((index + 1, instruction.microbatch))
@@ -336,13 +336,13 @@ class Executor:
         return output_grad
 
     def _hand_back(self, instruction: Instruction, input_grad: Tensor | None) -> None:
-        """What a backward made, to be sent or taken by the stage before."""
+        """Keep a backward's gradient for its SEND, or for the stage before on this rank."""
         self._on_boundary(input_grad)
         if input_grad is not None:
             self._input_grads[instruction.stage, instruction.microbatch] = input_grad
 
     def _accumulate_for(self, stage: int, batch: int) -> None:
-        """Have the backwards that follow add to the gradients of `batch`, which others may have interrupted."""
+        """Make the following backwards add to the gradients of `batch`, which other batches may have interrupted."""
         if batch == self._accumulating:
             return
         if batch in self._with_backwards:
@@ -361,7 +361,7 @@ class Executor:
         self._stages[stage].free_output(self._microbatches[microbatch])
 
     def _wait_until_read(self, instruction: Instruction) -> None:
-        """Where the stage gets no gradient: until few of the outputs that it has sent are unread."""
+        """Wait until few of a frozen stage's sent outputs are unread; no gradient holds such a stage back."""
         if instruction.stage in self._most_unread:
             self._channels.wait_until_read(instruction, self._most_unread[instruction.stage] - 1)
             self._waited()
@@ -449,12 +449,12 @@ class Executor:
     # -- predictions --------------------------------------------------------------------------------------------------
 
     def _num_done(self, instruction: Instruction) -> int:
-        """How many backwards are done of the batch that leads to the instruction's version."""
+        """How many backwards are done in the batch that makes the instruction's version."""
         self._require_whole(instruction, instruction.version - 1)
         return self._num_backwards[instruction.version - 1]
 
     def _require_whole(self, instruction: Instruction, batch: int) -> None:
-        """Gradients are read that some microbatches of the batch may have been added to in part."""
+        """Raises ValueError if a microbatch of the batch has had its I but not its W: gradients are about to be read."""
         halfway = self._saved.deferred_of(instruction.stage)
         halfway = [index for index in halfway if self._microbatches[index].batch == batch]
         if halfway:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from megatron.pipeline.check import queue_environment
-from megatron.pipeline.start_up.transformer_engine import LOOKS_UP_GRADIENTS
+from megatron.pipeline.start_up.late_weights import LOOKS_UP_GRADIENTS
 from megatron.trainer.arguments.flags.values import choice_of
 
 

@@ -22,8 +22,7 @@ from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from megatron.pipeline.runtime.failure.agreement import agree, agreed, control_group
 from megatron.pipeline.runtime.failure.errors import CheckpointError
-from megatron.pipeline.runtime.stages.megatron.older_versions import OLDER_VERSIONS
-from megatron.pipeline.runtime.stages.megatron.predicted_version import PREDICTED_VERSION
+from megatron.pipeline.runtime.stages.megatron.checkpointed_versions import OLDER_VERSIONS, PREDICTED_VERSION
 from megatron.trainer.checkpoint import unpickling
 from megatron.trainer.checkpoint.directory import (
     MANIFEST,

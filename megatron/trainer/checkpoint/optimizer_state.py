@@ -37,7 +37,7 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_f
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.pipeline.runtime.failure.errors import CheckpointError
-from megatron.pipeline.runtime.stages.megatron.older_versions import OLDER_VERSIONS
+from megatron.pipeline.runtime.stages.megatron.checkpointed_versions import OLDER_VERSIONS
 
 # --- the elements that a rank owns ------------------------------------------------------------------------------------
 

@@ -17,8 +17,11 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import unwrap_model
 from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.pipeline.runtime.failure.errors import CheckpointError
-from megatron.pipeline.runtime.stages.megatron.older_versions import OlderVersions, SavedVersions
-from megatron.pipeline.runtime.stages.megatron.predicted_version import PredictedVersion
+from megatron.pipeline.runtime.stages.megatron.checkpointed_versions import (
+    OlderVersions,
+    PredictedVersion,
+    SavedVersions,
+)
 from megatron.trainer.checkpoint.optimizer_state import (
     Anew,
     convert_loaded,

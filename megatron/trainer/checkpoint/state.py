@@ -7,7 +7,7 @@ other: 'args', 'checkpoint_version', 'iteration', 'model', 'optimizer', 'opt_par
 - 'previous_version': under the 2bw policy two weight versions are alive between two batches, and the next batch still
   uses the older one. It is stored tensor by tensor like the model, every key prefixed with 'previous_version.'.
   Policies with longer delays have more of them (see
-  `megatron.pipeline.runtime.stages.megatron.older_versions`).
+  `megatron.pipeline.runtime.stages.megatron.checkpointed_versions`).
 - 'pipeline': what the weight update keeps beyond the optimizer (the table of loss scales).
 - 'changes': what has become of the pipeline where it changes while it trains: frozen layers, ranks, what decided.
 

@@ -8,7 +8,7 @@ from megatron.documents import counted
 from megatron.documents.tables import console
 from megatron.pipeline.check import CheckReport
 from megatron.pipeline.placement.placement_report import PlacementReport, tables
-from megatron.pipeline.start_up import provisional
+from megatron.pipeline.start_up import late_weights as provisional
 from megatron.planner import GIB, RankMemory, Verdict, device_gib
 from megatron.planner.memory_table import memory_as_dict, memory_table
 from megatron.trainer.arguments.flags.values import choice_of, schedule_text

@@ -32,7 +32,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, get_tr
 from megatron.core.utils import get_pg_rank
 from megatron.pipeline.runtime.relay.host_store import to_host_memory
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import at_stage, config_of_stage, copy_tied_embeddings
-from megatron.pipeline.runtime.stages.megatron.relay_chunk import RelayChunk
+from megatron.pipeline.runtime.stages.megatron.relay_update import RelayChunk
 from megatron.trainer.ranks import set_seeds
 
 _STREAM = 1_000_003  # distance of the seeds of neighbouring layers: beyond what tensor ranks and offsets add

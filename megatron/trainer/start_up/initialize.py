@@ -18,7 +18,7 @@ from megatron.core import parallel_state
 from megatron.pipeline.runtime.failure import agreement
 from megatron.pipeline.runtime.failure.errors import environment_ranks
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import embedding_ranks
-from megatron.pipeline.start_up.transformer_engine import engine_keeps_main_grad, installed_version
+from megatron.pipeline.start_up.late_weights import engine_keeps_main_grad, installed_version
 from megatron.trainer.arguments import Platform
 from megatron.trainer.checkpoint.checkpoint import recorded_changes
 from megatron.trainer.plan.arrangement import arrange, arrangement_to_begin_with, first_arrangement

@@ -22,12 +22,12 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.pipeline.placement.topology import this_process
 from megatron.pipeline.runtime.activations.activation_memory import ActivationMemory
-from megatron.pipeline.runtime.activations.saved_microbatches import DeferredBytes
+from megatron.pipeline.runtime.activations.transfers import DeferredBytes
 from megatron.pipeline.runtime.contract.trace import CudaClock, HostClock, Tracer
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.failure.errors import AgreedError
 from megatron.pipeline.runtime.stages.megatron.frozen_update import MegatronFrozenUpdate
-from megatron.pipeline.runtime.stages.megatron.layers import LayersOfParameters
+from megatron.pipeline.runtime.stages.megatron.optimizers import LayersOfParameters
 from megatron.pipeline.runtime.stages.megatron.relay_update import MegatronRelayUpdate
 from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
 from megatron.pipeline.runtime.stages.megatron.update import MegatronWeightUpdate

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.backend.host_optimizers import optimizers_on_host
+from megatron.backend.cpu import optimizers_on_host
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer, get_standard_config_overrides
 from megatron.trainer.models import core_config
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.pipeline.dropin.choice import batches_of, prove, runnable, schedule_of, weights_of
+from megatron.pipeline.dropin.flags import batches_of, prove, runnable, schedule_of, weights_of
 from megatron.pipeline.schedules import Schedule
 from tests.pipeline.dropin.arguments import arguments
 

@@ -18,17 +18,15 @@ from torch import nn
 from megatron.pipeline.program.edges import Edge, StageGraph
 from megatron.pipeline.program.instruction import Tensor as Travelling
 from megatron.pipeline.runtime.contract.stage import BatchReport, Microbatch
-from megatron.pipeline.runtime.contract.tensors import TensorSpec
+from megatron.pipeline.runtime.contract.tensors import EdgeTensors, TensorSpec
 from megatron.pipeline.runtime.contract.trace import RankTrace, Tracer, gather_traces
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.stages.module.graph_stage import GraphModuleStage
 from megatron.pipeline.runtime.stages.module.rank_update import StageUpdates
 from megatron.pipeline.runtime.stages.module.update import ModuleUpdate
-from megatron.pipeline.runtime.transport.edge_tensors import EdgeTensors
-from megatron.pipeline.runtime.update.ahead_versions import AheadVersions
-from megatron.pipeline.runtime.update.gap_aware import GapAware
-from megatron.pipeline.runtime.update.versions import WeightVersions
-from megatron.pipeline.runtime.update.weight_predictor import WeightPredictor
+from megatron.pipeline.runtime.update.optimizer_wrappers import GapAware
+from megatron.pipeline.runtime.update.versions import AheadVersions, WeightVersions
+from megatron.pipeline.runtime.update.weight_prediction import WeightPredictor
 from megatron.pipeline.schedules import Schedule
 
 WIDTH, SAMPLES = 8, 3

@@ -8,10 +8,9 @@ import torch
 from megatron.pipeline.program.edges import Edge, StageGraph
 from megatron.pipeline.runtime.contract import trace
 from megatron.pipeline.runtime.contract.stage import Microbatch
-from megatron.pipeline.runtime.contract.tensors import TensorSpec
+from megatron.pipeline.runtime.contract.tensors import EdgeTensors, TensorSpec
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.stages.module.graph_stage import GraphModuleStage
-from megatron.pipeline.runtime.transport.edge_tensors import EdgeTensors
 from megatron.pipeline.schedules import Schedule
 from tests import workers
 from tests.pipeline.runtime import graph_cases

@@ -5,7 +5,7 @@ import torch
 
 from megatron.pipeline.program.weight_policies import Ahead
 from megatron.pipeline.runtime.stages.module.graph_stage import GraphModuleStage
-from megatron.pipeline.runtime.update.ahead_versions import AheadVersions
+from megatron.pipeline.runtime.update.versions import AheadVersions
 from megatron.pipeline.schedules import Schedule
 from tests.pipeline.runtime import graph_cases
 from tests.pipeline.runtime.graph_cases import Shape, random_shape

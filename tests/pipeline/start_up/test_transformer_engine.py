@@ -1,6 +1,6 @@
 """Which Transformer Engines may fuse."""
 
-from megatron.pipeline.start_up.transformer_engine import engine_keeps_main_grad
+from megatron.pipeline.start_up.late_weights import engine_keeps_main_grad
 
 
 def test_versions_of_transformer_engine_that_keep_their_gradient_buffer():

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import torch
 
-from megatron.pipeline.runtime.stages.megatron.gradients import CoreGradientBuffers
 from megatron.pipeline.runtime.stages.megatron.groups import ChainGroups
+from megatron.pipeline.runtime.stages.megatron.optimizers import CoreGradientBuffers
 from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
 from megatron.trainer.changes.transition import change
 from megatron.trainer.start_up import model_and_optimizer

@@ -10,7 +10,7 @@ from megatron import backend
 
 backend.install()
 
-from megatron.pipeline.start_up import provisional
+from megatron.pipeline.start_up import late_weights as provisional
 from megatron.trainer.arguments.flags.values import choice_of
 from tests.trainer.arguments.command_line import arguments
 from tests.trainer.run.run_case import train

@@ -1,18 +1,19 @@
-"""A stage's saved activations, microbatch by microbatch, ready to leave and to come back.
+"""What a stage saves between the forward and the backward of a microbatch, ready to be evicted and loaded again.
 
-A stage owns one of two objects with the same methods: `CapturedActivations`, or `NotCaptured`, which costs nothing and
-refuses to evict. What a forward saves moves with it, but for
+A stage owns a `CapturedActivations`, or a `NotCaptured`, which has the same methods, costs nothing and refuses to
+evict. All tensors that a forward saves move with its microbatch, except
 
 - parameters, of whichever weight version they show, and buffers;
 - arguments of the model's forward other than the stage's input (tokens, masks): they are data;
-- what two microbatches have saved, one after the other: cached masks and rotary tables, weights that no module knows.
+- tensors that two microbatches in a row have saved: cached masks and rotary tables, weights that no module knows.
 
-So the first microbatch cannot leave before the second one has run.
+Hence the first microbatch cannot be evicted before the second one has run.
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +24,61 @@ from megatron.backend.streams import streams_of
 from megatron.pipeline.runtime.activations.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.activations.saved_tensors import ActivationLayout, SavedTensors, storages_of
 from megatron.pipeline.runtime.contract.stage import Eviction
+
+
+@dataclass(slots=True)
+class RandomState:
+    """The random generators' states at one moment, to run a forward again with the same random numbers."""
+
+    cpu: Tensor
+    cuda: Tensor | None
+
+    @classmethod
+    def capture(cls, device: torch.device) -> RandomState:
+        return cls(torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None)
+
+    def restore(self, device: torch.device) -> None:
+        torch.set_rng_state(self.cpu)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda, device)
+
+
+@dataclass(slots=True)
+class SavedActivations:
+    """A microbatch in flight at one stage.
+
+    `input`: the leaf that the input's gradient lands in (None on the first stage). `root`: where the backward starts:
+    an edge of the graph, which does not hold the output's storage; None until a recompute where that is due.
+    `context`: whatever else the stage needs to recompute. `random_state`: set where a recompute is due.
+    """
+
+    input: Tensor | None = None
+    root: Any = None
+    context: Any = None
+    random_state: RandomState | None = None
+
+
+class ActivationStore:
+    """microbatch -> what is saved of it; counts the most that were saved at once."""
+
+    def __init__(self) -> None:
+        self._saved: dict[int, SavedActivations] = {}
+        self.peak = 0
+
+    def __len__(self) -> int:
+        return len(self._saved)
+
+    def put(self, microbatch: int, saved: SavedActivations) -> None:
+        assert microbatch not in self._saved, f"microbatch {microbatch} is saved already"
+        self._saved[microbatch] = saved
+        self.peak = max(self.peak, len(self._saved))
+
+    def get(self, microbatch: int) -> SavedActivations:
+        return self._saved[microbatch]
+
+    def take(self, microbatch: int) -> SavedActivations:
+        """Remove and return; what it held is freed with it."""
+        return self._saved.pop(microbatch)
 
 
 class NotCaptured:

@@ -1,29 +1,36 @@
-"""Moves of saved activations: what EVICT, ACCEPT, RETURN and LOAD do on one rank.
+"""Moves of saved activations between the two ranks of a pair: EVICT, ACCEPT, RETURN and LOAD on one rank.
 
-Problem: a microbatch's saved activations go from a stage to its pair and back while both compute (BPipe, section 3.2).
-Neither rank may hold more than the bound at any moment, whichever of them is faster, and the evictor's backward must
+Problem: a microbatch's saved activations go from a stage to its pair and back while both ranks compute (BPipe, section
+3.2). Neither rank may hold more than the bound at any moment, whichever rank is faster, and the evictor's backward must
 not read its activations before they are back.
 
-Solution: the meaning that `program.move_order` gives them. All four request; a queue carries them out one after
-another on a thread of its own (`MoveQueue`), over one connection with the pair (`MoveLink`):
+Solution: the instructions mean what `program.move_order` defines. All four only request a move; a thread carries the
+moves out in order (`MoveQueue`), over one connection with the pair (`MoveLink`):
 
-    EVICT    packs what the graph saves into a buffer, frees it, sends the buffer
+    EVICT    packs the saved tensors into a buffer, frees them, sends the buffer
     ACCEPT   receives into a buffer
     RETURN   sends that buffer
     LOAD     receives into a buffer, from which the backward then reads
 
-Computations wait for as many moves as `MoveOrder` says, and nothing else does. Packing, too, runs on the thread of the
-moves, beside the computation. That is safe: from the request on until the load the graph refuses to give out what is
-moved (`SavedTensors`), nothing writes to a saved tensor, and what a later forward turns out to share stays as it is.
+Computations wait for as many moves as `MoveOrder` says, and nothing else waits. Packing runs on the thread of the
+moves, too, beside the computation. That is safe: from the request until the load the graph refuses to give out the
+moved tensors (`SavedTensors`), nothing writes to a saved tensor, and a tensor that a later forward turns out to share
+stays in place.
 
-The size of a stage's buffers is the evictor's to say: it tells it ahead of its first eviction. Buffers are made when
-the row could need them at the worst timing, so their number depends on the program and not on who was faster.
+The evictor chooses the size of a stage's buffers and sends it ahead of its first eviction. Buffers are made when the
+row could need them at the worst timing, so their number depends on the program and not on which rank was faster.
+
+`SavedMicrobatches` counts the microbatches that a rank saves at once. The compute thread counts forwards and backwards,
+the thread of the moves counts moves when they are posted and complete. The checker proves the highest possible count. A
+microbatch with a split backward is saved until the end of its W. From the end of its I on, the stage keeps only what
+the weight gradients need: the microbatch then counts as deferred as well, with its bytes.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -32,10 +39,81 @@ from torch import Tensor
 from megatron.pipeline.program.instruction import Instruction, Kind
 from megatron.pipeline.program.move_order import MoveOrder, Pairs
 from megatron.pipeline.runtime.activations.activation_memory import ActivationMemory
-from megatron.pipeline.runtime.activations.saved_microbatches import SavedMicrobatches
 from megatron.pipeline.runtime.contract.stage import Microbatch, Stage
 from megatron.pipeline.runtime.transport.channels import Channels, TransferError
 from megatron.pipeline.runtime.transport.lane import MoveQueue
+
+
+class DeferredBytes:
+    """Bytes that the stages of a rank keep together between I and W.
+
+    Attributes:
+        now, peak: at present, and the most so far.
+    """
+
+    def __init__(self) -> None:
+        self.now = self.peak = self._recent_peak = 0
+
+    def add(self, num_bytes: int) -> None:
+        """So many more, or fewer, are kept from now on."""
+        self.now += num_bytes
+        self.peak = max(self.peak, self.now)
+        self._recent_peak = max(self._recent_peak, self.now)
+
+    def take_recent_peak(self) -> int:
+        """The most since the last call, or since the start."""
+        peak, self._recent_peak = self._recent_peak, self.now
+        return peak
+
+
+class SavedMicrobatches:
+    """Per stage, and over all stages of the rank.
+
+    Attributes:
+        peaks: stage -> the most that were saved at once; `peak_on_rank`: the most together.
+        deferred_peaks: stage -> the most of them that were between I and W at once.
+        deferred_bytes: what they keep for it.
+    """
+
+    def __init__(self, stages: Iterable[int], deferred_bytes: DeferredBytes | None = None) -> None:
+        self.peaks = dict.fromkeys(stages, 0)
+        self.peak_on_rank = 0
+        self.deferred_peaks = dict.fromkeys(self.peaks, 0)
+        self.deferred_bytes = deferred_bytes or DeferredBytes()
+        self._counts = dict.fromkeys(self.peaks, 0)
+        self._deferred: dict[tuple[int, int], int] = {}  # (stage, microbatch) -> bytes
+        self._lock = threading.Lock()
+
+    def add(self, stage: int) -> None:
+        """A forward starts, or a LOAD or ACCEPT is posted."""
+        with self._lock:
+            self._counts[stage] += 1
+            self.peaks[stage] = max(self.peaks[stage], self._counts[stage])
+            self.peak_on_rank = max(self.peak_on_rank, sum(self._counts.values()))
+
+    def remove(self, stage: int) -> None:
+        """A backward has ended (of a split one, W), or an EVICT or RETURN is complete."""
+        with self._lock:
+            self._counts[stage] -= 1
+            assert self._counts[stage] >= 0
+
+    def defer(self, stage: int, microbatch: int, num_bytes: int) -> None:
+        """An I has ended, and so many bytes are kept for the W."""
+        with self._lock:
+            self._deferred[stage, microbatch] = num_bytes
+            self.deferred_bytes.add(num_bytes)
+            count = sum(each == stage for each, _ in self._deferred)
+            self.deferred_peaks[stage] = max(self.deferred_peaks[stage], count)
+
+    def end_deferred(self, stage: int, microbatch: int) -> None:
+        """Its W has ended, and keeps nothing."""
+        with self._lock:
+            self.deferred_bytes.add(-self._deferred.pop((stage, microbatch)))
+
+    def deferred_of(self, stage: int) -> list[int]:
+        """The microbatches that are between I and W at a stage, ascending."""
+        return sorted(microbatch for at, microbatch in self._deferred if at == stage)
+
 
 _Key = tuple[int, int]  # stage, microbatch
 

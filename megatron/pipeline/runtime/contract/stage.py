@@ -49,7 +49,7 @@ from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.runtime.contract.tensors import TensorSpec
 
 if TYPE_CHECKING:
-    from megatron.pipeline.runtime.transport.edge_tensors import EdgeTensors
+    from megatron.pipeline.runtime.contract.tensors import EdgeTensors
 
 EVALUATION_BATCH = -1
 """Batch number of the microbatches of an evaluation: ``take_losses(EVALUATION_BATCH)`` returns their sums."""
@@ -76,7 +76,7 @@ class BatchInfo:
 
 @dataclass
 class BatchReport:
-    """What became of one batch; equal on every rank of the job except `learning_rate` where groups differ."""
+    """The result of one batch; equal on every rank of the job except `learning_rate` where groups differ."""
 
     batch: int
     losses: dict[str, float] = field(default_factory=dict)
@@ -103,9 +103,10 @@ class BatchReport:
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """A microbatch that leaves its stage. `pack`, called once, on any thread and beside other computations, copies what
-    is saved of it into a buffer of the rank's pool, uint8 [num_bytes], and frees it. All microbatches of a stage have
-    one size. `held`: filled by `pack` with what the device may still copy from; it is free once nobody holds the list.
+    """A microbatch whose saved activations leave their stage. `pack`, called once, on any thread and beside other
+    computations, copies them into a buffer of the rank's pool, uint8 [num_bytes], and frees them. All microbatches of a
+    stage have one size. `held`: `pack` fills it with tensors from which the device may still copy; they are free once
+    nobody holds the list.
     """
 
     num_bytes: int
@@ -142,12 +143,10 @@ class Stage(Protocol):
         """
 
     def free_output(self, microbatch: Microbatch) -> None:
-        """The output is on its way (the channel keeps the storage alive until it is read): drop the stage's hold on
-        it.
-        """
+        """Drop the stage's reference to an output that is being sent; the channel keeps its storage until it is read."""
 
     def saved_bytes(self, microbatch: Microbatch) -> int:
-        """Bytes that are saved for the backward of `microbatch` on this stage now; 0 while they are evicted.
+        """The bytes saved now for the backward of `microbatch` on this stage; 0 while they are evicted.
 
         This, `evict` and `load` raise RuntimeError on a stage that was built without an `ActivationMemory`.
         """
@@ -156,19 +155,19 @@ class Stage(Protocol):
         """Begin to move what is saved of `microbatch`: nothing may read it from now on, until `load` has ended."""
 
     def load(self, microbatch: Microbatch, buffer: Tensor) -> None:
-        """Take back what was packed. The backward reads from `buffer`; nobody may write to it before that ended."""
+        """Restore the packed activations from `buffer`, to which nobody may write before the backward has ended."""
 
     def release_input(self, microbatch: Microbatch) -> Tensor:
-        """Between a forward that is to be recomputed and its recompute: give up the input that is kept, detached."""
+        """Give up the saved input, detached; called between a forward and its recompute."""
 
     def restore_input(self, microbatch: Microbatch, input: Tensor) -> None:
-        """Before the recompute: keep this as the input, with the same values, shape and dtype."""
+        """Save this input, with the same values, shape and dtype; called before the recompute."""
 
     def load_version(self, version: int) -> None:
         """Show weight `version` in the parameters; called before every forward, recompute and backward."""
 
     def forward_only(self, microbatch: Microbatch, input: Tensor | None) -> Tensor | None:
-        """Forward for evaluation, with the weights that are shown: nothing is saved."""
+        """Forward for evaluation with the shown weights; saves nothing."""
 
     def take_losses(self, batch: int) -> Mapping[str, tuple[float, float]]:
         """Remove and return the loss sums of `batch`, name -> (numerator, denominator); {} but on the last stage.
@@ -178,32 +177,32 @@ class Stage(Protocol):
 
 
 class SplittingStage(Protocol):
-    """A stage, of a chain or of a graph, whose backward can be computed in two halves: I, which the stage before waits
-    for, and W, which nobody waits for but the update. Which weight gradients I computes and which are left for W is the
-    stage's choice; after W all are added to those of the microbatch's batch. Some microbatches may have a whole
-    backward, and others I and then W.
+    """A stage, of a chain or of a graph, whose backward can be computed in two halves: I, for which the stage before
+    waits, and W, for which only the update waits. The stage chooses which weight gradients I computes and which W
+    computes; after W all of them are added to the gradients of the microbatch's batch. Some microbatches may have a
+    whole backward, and others I and then W.
     """
 
     def split_backward(self) -> None:
-        """Backwards come in halves: called once, before the first row that has one. Of a microbatch whose forward came
-        before that, I may compute all.
+        """Prepare for backwards in two halves; called once, before the first row that has one. If a microbatch's forward
+        came before this call, its I may compute all gradients.
         """
 
     def backward_input(self, microbatch: Microbatch, output_grad: Any) -> Any:
-        """As `backward`, but for what is left for `backward_weights`, which keeps what it needs and nothing more."""
+        """As `backward`, but leave weight gradients to `backward_weights`; saves only what that call needs."""
 
     def backward_weights(self, microbatch: Microbatch) -> None:
-        """Accumulate the weight gradients that `backward_input` has left, and drop what they were kept for."""
+        """Accumulate the weight gradients that `backward_input` has left, and drop the tensors saved for them."""
 
     def deferred_bytes(self, microbatch: Microbatch) -> int:
-        """Bytes that are kept of `microbatch` between its two halves; 0 before and behind."""
+        """The bytes saved of `microbatch` between its two halves; 0 before and after."""
 
 
 @runtime_checkable
 class GraphStage(Protocol):
-    """A stage of a graph: what it gets and hands on are several tensors for each stage that it has an edge with. The
-    rest is as for `Stage`; nothing of it moves. Gradients are those of the tensors of floating dtype, in their order;
-    None for a shared parameter but with the last microbatch of a batch, in and out.
+    """A stage of a graph: it exchanges several tensors with each stage to which it has an edge. Otherwise it is as
+    `Stage`, but its activations are never moved. Gradients belong to the tensors of floating dtype, in their order; the
+    gradient of a shared parameter, in and out, is None except with the last microbatch of a batch.
     """
 
     index: int
@@ -215,23 +214,23 @@ class GraphStage(Protocol):
     def forward(
         self, microbatch: Microbatch, inputs: Mapping[int, tuple[Tensor, ...]]
     ) -> Mapping[int, tuple[Tensor, ...]]:
-        """Forward with what backward needs saved; stage -> tensors, in and out. What leaves is detached."""
+        """Forward that saves what backward needs; stage -> tensors, in and out. The outputs are detached."""
 
     def recompute(self, microbatch: Microbatch) -> None: ...
 
     def backward(
         self, microbatch: Microbatch, output_grads: Mapping[int, tuple[Tensor | None, ...]]
     ) -> Mapping[int, tuple[Tensor | None, ...]]:
-        """Accumulate weight gradients; return those of the inputs, for the stages that want them."""
+        """Accumulate weight gradients; return the gradients of the inputs, for the stages that need them."""
 
     def load_version(self, version: int) -> None: ...
 
     def load_ahead(self, version: int, horizon: int) -> None:
-        """Before a forward: show weight `version`, the newest, predicted so many steps ahead."""
+        """Show weight `version`, the newest, predicted this many steps ahead; called before a forward."""
 
     def load_provisional(self, version: int, unstepped: int) -> None:
-        """Before a forward: show where weight `version`, the newest, is led by a step with the gradients of the so many
-        microbatches whose backwards no step has taken.
+        """Show the weights that a step from `version`, the newest, would give, with the gradients of this many
+        microbatches, which no step has taken yet; called before a forward.
         """
 
     def forward_only(
@@ -246,18 +245,19 @@ class WeightUpdate(Protocol):
     """The path from a batch's gradients to the next weight version, one per rank."""
 
     def begin_batch(self, info: BatchInfo) -> None:
-        """The first forward of the batch on this rank follows."""
+        """Called before the first forward of the batch on this rank."""
 
     def begin_backward(self, info: BatchInfo) -> None:
-        """The first backward of the batch on this rank follows: its gradients go to a buffer of their own."""
+        """Called before the first backward of the batch on this rank: takes a gradient buffer for the batch."""
 
     def resume_backward(self, info: BatchInfo) -> None:
-        """Another backward of the batch follows, after one of another batch: its gradients go to the same buffer."""
+        """Called before a backward that follows one of another batch: gradients go to the batch's buffer again."""
 
     def reduce_grad(self, version: int, stage: int) -> None:
         """Chain thread: reduce the gradients that make `version` over the data-parallel replicas; return when done.
 
-        `stage`: whose. Where weights live on the device it is the rank's lowest, and stands for all of them.
+        `stage`: the one with these gradients. Where weights live on the device it is the rank's lowest stage, and
+        stands for all of them.
         """
 
     def reduce_embed(self, version: int) -> None:
@@ -270,26 +270,26 @@ class WeightUpdate(Protocol):
         """
 
     def step(self, version: int) -> BatchReport:
-        """Make weight `version` from the gradients of batch ``version - 1``; the chain has been waited for.
+        """Make weight `version` from the gradients of batch ``version - 1``; called after waiting for the chain.
 
         The report may be completed later, by a `reduce_norm` that the program places after the step.
         """
 
     def begin_evaluation(self) -> None:
-        """Drained: forwards with the newest weights follow."""
+        """Prepare for forwards with the newest weights; the pipeline is drained."""
 
     def show_newest(self) -> None:
-        """Drained: show the newest weights in the parameters, for a checkpoint."""
+        """Show the newest weights in the parameters, for a checkpoint; the pipeline is drained."""
 
 
 @runtime_checkable
 class StagewiseUpdate(Protocol):
-    """The weight update of a rank whose stages step each by itself; the rest is as for `WeightUpdate`."""
+    """The weight update of a rank whose stages step separately; otherwise as `WeightUpdate`."""
 
     def begin_batch(self, info: BatchInfo) -> None: ...
 
     def step(self, version: int) -> BatchReport:
-        """All stages have made `version`."""
+        """Complete the step of `version`, which all stages have made."""
 
     def reduce_norm(self, version: int, stop_requests: int, losses: Mapping[str, tuple[float, float]]) -> None: ...
 
@@ -302,10 +302,10 @@ class StagewiseUpdate(Protocol):
 
 
 class StageUpdate(Protocol):
-    """The weight update of a stage that steps by itself, as far as it is called stage by stage."""
+    """The calls for a single stage in the weight update of a rank whose stages step separately."""
 
     def begin_forward(self, info: BatchInfo, version: int) -> None:
-        """The first forward of the batch at the stage follows, with `version`: the parameters show its weights."""
+        """Called before the batch's first forward at the stage; parameters show the weights of `version`."""
 
     def begin_backward(self, info: BatchInfo) -> None: ...
 
@@ -316,52 +316,52 @@ class StageUpdate(Protocol):
 
 @runtime_checkable
 class PredictingUpdate(WeightUpdate, Protocol):
-    """A weight update that also predicts. The gradients of the first n of m microbatches, whose backwards are done,
-    stand for the whole batch: what was added up, times m/n.
+    """A weight update that also predicts. The sum of the gradients of the first n of m microbatches, whose backwards are
+    done, times m/n stands for the gradients of the whole batch.
     """
 
     def hold(self, version: int, num_microbatches: int) -> None:
-        """Keep the gradients of the batch before `version` as they are after so many of its backwards."""
+        """Keep a copy of the gradients of batch ``version - 1`` after this many of its backwards."""
 
     def hold_embed(self, version: int, num_microbatches: int) -> None:
-        """The same for the tied embeddings of the first and the last stage alone."""
+        """Keep a copy of the gradients of the tied embeddings of the first and the last stage alone; see `hold`."""
 
     def reduce_partial(self, version: int) -> None:
-        """Chain thread: average what is kept over the data-parallel replicas."""
+        """Chain thread: average the kept gradients over the data-parallel replicas."""
 
     def reduce_partial_embed(self, version: int) -> None:
-        """Chain thread: add up what is kept of the tied embeddings."""
+        """Chain thread: add up the kept gradients of the tied embeddings."""
 
     def predict(self, version: int, num_microbatches: int) -> None:
-        """Make the predicted weights of `version` from what is kept, else from the gradients of so many microbatches.
+        """Make the predicted weights of `version` from the kept gradients, else from those of this many microbatches.
 
-        They are a copy of the true weights where that part of the gradients is not finite.
+        They are a copy of the true weights where these gradients are not finite.
         """
 
 
 @runtime_checkable
 class RelayUpdate(WeightUpdate, Protocol):
-    """A weight update on the host, which brings the device the weights of few stages. `begin_backward` and
-    `resume_backward` say nothing to it, `accumulate` does. `residency`: the schedule's for which it is made; None: any.
+    """A weight update on the host, which keeps the weights of a few stages on the device. It ignores `begin_backward`
+    and `resume_backward` and uses `accumulate`. `residency`: that of the schedule for which it is made; None: any.
     """
 
     residency: Residency | None
 
     def fetch(self, stage: int, version: int) -> Callable[[], None]:
-        """Have `version` of the stage on the device. Returns what copies it, in the lane to the device."""
+        """Bring `version` of the stage to the device. Returns the copy, to be called in the lane to the device."""
 
     def free(self, stage: int) -> Callable[[], None]:
-        """The stage's weights on the device are not used any more. Returns what that lane does where their room is
-        free.
+        """Give up the stage's weights on the device. Returns the call for the lane to the device at which their memory
+        becomes free.
         """
 
     def accumulate(self, stage: int) -> None:
-        """A backward of the stage follows: its gradients go to the stage's buffer, or to a free one for a new batch."""
+        """Called before a backward of the stage: gradients go to its buffer, or to a free one for a new batch."""
 
     def store_grad(self, stage: int, version: int) -> Callable[[], None]:
-        """The gradients of the stage that lead to `version` are complete, or will be when the chain has reduced them.
-        Returns what copies them to the host, in the lane from the device.
+        """Store the stage's gradients for `version`, which are complete, or will be when the chain has reduced them.
+        Returns the copy to the host, to be called in the lane from the device.
         """
 
     def update(self, stage: int, version: int) -> Callable[[], None]:
-        """Returns what makes `version` of the stage on the host, in the lane of the host's optimizer."""
+        """Returns the step that makes `version` of the stage, to be called in the lane of the host's optimizer."""

@@ -1,8 +1,19 @@
-"""What rooms of the runtime have to agree on about tensors: shapes, dtypes, alignment, who holds a storage."""
+"""The runtime's agreements on tensors: shapes, dtypes, alignment, holders of a storage, and the tensors of an edge.
+
+Problem: a stage of a graph may hand several tensors to another one (hidden states, a mask, a tied weight), and only
+some of them have gradients. One transfer for each tensor would cost one message each.
+
+Solution: the tensors of an edge are packed into one flat tensor of bytes, aligned as torch's own memory is, and
+unpacked as views of it. A single tensor is sent as it is. Both ends know which tensors a transfer leaves out: a shared
+parameter moves once for each weight version (`SharedParameters`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -34,11 +45,107 @@ def as_real(tensor: Tensor) -> Tensor:
 
 
 def as_memory(tensor: Tensor) -> Tensor:
-    """The tensor as its bytes say: contiguous, and with no conjugation or negation that is still to be computed."""
+    """The tensor, contiguous and with every lazy conjugation or negation computed, so that its bytes are its values."""
     return tensor.resolve_conj().resolve_neg().contiguous()
 
 
 def num_holders(tensor: Tensor) -> int:
-    """Tensors that share the storage of `tensor`, itself included."""
+    """The number of tensors that share the storage of `tensor`, itself included."""
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) - 1  # `storage` counts too
+
+
+class TravellingTensors:
+    """The tensors of a microbatch that cross an edge in one direction. `specs`: one for each tensor. `owners`: for each
+    shared parameter, or its gradient, the stage that steps it; None for the microbatch's own tensors.
+    """
+
+    def __init__(self, specs: Sequence[TensorSpec], owners: Sequence[int | None]) -> None:
+        self.specs = tuple(specs)
+        self.owners = tuple(owners)
+        self.has_shared = any(owner is not None for owner in owners)
+        self._packed: dict[tuple[bool, ...], TensorSpec | None] = {}
+
+    @cached_property
+    def whole(self) -> TensorSpec | None:
+        """The packed tensor of a transfer of all tensors; None if there are none."""
+        return self.spec_of((True,) * len(self.specs))
+
+    def spec_of(self, present: tuple[bool, ...]) -> TensorSpec | None:
+        """The packed tensor of a transfer of the present tensors; None if no tensor is present."""
+        if present not in self._packed:
+            specs = self._present(present)
+            self._packed[present] = _packed_spec(specs) if specs else None
+        return self._packed[present]
+
+    def pack(self, tensors: Sequence[Tensor | None]) -> Tensor | None:
+        """One contiguous tensor of all tensors that are not None; a single one is returned as it is."""
+        specs = self._present(tuple(tensor is not None for tensor in tensors))
+        return _pack([tensor for tensor in tensors if tensor is not None], specs) if specs else None
+
+    def unpack(self, packed: Tensor | None, present: tuple[bool, ...] | None = None) -> tuple[Tensor | None, ...]:
+        """The packed tensors as views, None for those not packed. `present`: which are; default: all."""
+        present = present or (True,) * len(self.specs)
+        found = iter(_unpack(packed, self._present(present)) if packed is not None else ())
+        return tuple(next(found) if here else None for here in present)
+
+    def _present(self, present: tuple[bool, ...]) -> tuple[TensorSpec, ...]:
+        return tuple(spec for spec, here in zip(self.specs, present, strict=True) if here)
+
+
+class EdgeTensors:
+    """The tensors of one microbatch on an edge.
+
+    Args:
+        specs: one for each activation; tensors of a floating or complex dtype have gradients.
+        owners: for each tensor the stage that owns the shared parameter, None for an activation. None: all are
+            activations.
+
+    Attributes:
+        activations, gradients: the tensors from the edge's source to its target, and those back.
+    """
+
+    def __init__(self, specs: Sequence[TensorSpec], owners: Sequence[int | None] | None = None) -> None:
+        if not specs:
+            raise ValueError("an edge carries no tensor; leave it out")
+        owners = (None,) * len(specs) if owners is None else owners
+        with_gradients = [(spec, owner) for spec, owner in zip(specs, owners, strict=True) if has_gradients(spec.dtype)]
+        self.activations = TravellingTensors(specs, owners)
+        self.gradients = TravellingTensors(*zip(*with_gradients, strict=True)) if with_gradients else _NOTHING
+
+
+def _starts(specs: Sequence[TensorSpec]) -> list[int]:
+    """The offset of each tensor in the packed bytes, and their number."""
+    return list(accumulate((-(-spec.num_bytes // ALIGNMENT) * ALIGNMENT for spec in specs), initial=0))
+
+
+def _packed_spec(specs: Sequence[TensorSpec]) -> TensorSpec:
+    return specs[0] if len(specs) == 1 else TensorSpec((_starts(specs)[-1],), torch.uint8)
+
+
+def _pack(tensors: Sequence[Tensor], specs: Sequence[TensorSpec]) -> Tensor:
+    for tensor, spec in zip(tensors, specs, strict=True):
+        if tensor.shape != spec.shape or tensor.dtype != spec.dtype:
+            raise ValueError(
+                f"an edge gets {tuple(tensor.shape)} {tensor.dtype} where its specification says {spec.shape} "
+                f"{spec.dtype}; every microbatch must have the same shapes"
+            )
+    if len(tensors) == 1:
+        return as_memory(tensors[0])
+    starts = _starts(specs)
+    packed = torch.empty(starts[-1], dtype=torch.uint8, device=tensors[0].device)
+    for tensor, spec, start in zip(tensors, specs, starts, strict=False):
+        packed[start : start + spec.num_bytes].view(spec.dtype).view(spec.shape).copy_(tensor)
+    return packed
+
+
+def _unpack(packed: Tensor, specs: Sequence[TensorSpec]) -> tuple[Tensor, ...]:
+    if len(specs) == 1:
+        return (packed,)
+    return tuple(
+        packed[start : start + spec.num_bytes].view(spec.dtype).view(spec.shape)
+        for spec, start in zip(specs, _starts(specs), strict=False)
+    )
+
+
+_NOTHING = TravellingTensors((), ())

@@ -50,9 +50,9 @@ class TraceSpan:
 
 @dataclass(frozen=True)
 class RankTrace:
-    """What one rank traced: its global rank, the global ranks of its pipeline, of which batches every span is there,
-    the edges between stages (none: a chain), and (seconds since the epoch, bytes) whenever what it keeps between I and
-    W has changed.
+    """The trace of one rank: its global rank, the global ranks of its pipeline, the batches that are traced completely,
+    the edges between stages (none: a chain), and (seconds since the epoch, bytes) at every change of the bytes saved
+    between I and W.
     """
 
     rank: int
@@ -70,7 +70,7 @@ class HostClock:
     now = staticmethod(time.perf_counter)
 
     def reader(self) -> Callable[[float], float]:
-        """What tells the seconds of a mark."""
+        """The function from a mark to seconds."""
         return float
 
 
@@ -78,8 +78,8 @@ class CudaClock:
     """Marks are CUDA events on the current stream, so spans show when the device did the work, not when it was
     queued.
 
-    CUDA tells the time between two events in milliseconds with 24 bits: after a day, in steps of 8 ms. So marks are
-    told from an event that is recorded when they are read, and not from one at the beginning of the run.
+    CUDA gives the time between two events in milliseconds with 24 bits: after a day, in steps of 8 ms. So marks are
+    measured from an event that is recorded when they are read, and not from one at the beginning of the run.
     """
 
     def now(self) -> torch.cuda.Event:
@@ -88,7 +88,7 @@ class CudaClock:
         return event
 
     def reader(self) -> Callable[[torch.cuda.Event], float]:
-        """What tells the seconds of a mark that was made before; waits until the device has come to all of them."""
+        """The function from an earlier mark to seconds; waits until the device has reached all marks."""
         torch.cuda.synchronize()
         end = self.now()
         end.synchronize()
@@ -107,7 +107,7 @@ class Tracer:
         self._deferred: deque[list[tuple[Any, int]]] = deque(maxlen=num_batches)
 
     def begin_batch(self, extent: BatchExtent) -> None:
-        """What follows belongs to the segment of this batch; the oldest batch beyond the bound is forgotten."""
+        """Begin the segment of this batch; forget the oldest batch beyond the bound."""
         segment: list[tuple[Instruction, Any, Any, Any]] = []
         self._segments.append((extent, segment))
         self._background.append([])
@@ -115,15 +115,15 @@ class Tracer:
         self.record = segment.append  # the hot loop calls this with (instruction, start, ready, end)
 
     def record_background(self, track: str, instruction: Instruction, start: Any, end: Any) -> None:
-        """What another thread has done; it belongs to the segment that the rank is in by then."""
+        """Record a span of another thread, in the rank's current segment."""
         self._background[-1].append((track, instruction, start, end))
 
     def record_deferred(self, num_bytes: int) -> None:
-        """So much is kept between I and W from now on."""
+        """Record the bytes saved between I and W from now on."""
         self._deferred[-1].append((self.now(), num_bytes))
 
     def deferred_bytes(self) -> tuple[tuple[float, int], ...]:
-        """What was recorded so; times as those of the spans."""
+        """The records of `record_deferred`; times as in the spans."""
         seconds, offset = self._clock.reader(), time.time() - time.perf_counter()
         return tuple((offset + seconds(mark), num_bytes) for noted in self._deferred for mark, num_bytes in noted)
 
@@ -159,10 +159,11 @@ def gather_traces(trace: RankTrace, *, group: Any = None) -> list[RankTrace] | N
 
 
 def timeline(traces: Iterable[RankTrace], *, name: str = "measured") -> Timeline:
-    """The first pipeline's traces as a Timeline of the batches that are wholly there, in seconds from their first span.
+    """The first pipeline's traces as a Timeline of the completely traced batches, in seconds from their first span.
 
-    The span of what another thread carries out is that thread's. A transfer for which a computation had to wait lasts
-    until that could go on, at both ends; the span of any other is its posting, for nobody knows when it arrived.
+    An instruction that another thread carries out has the span of that thread. A transfer for which a computation had
+    to wait lasts, at both ends, until the computation could continue; the span of any other transfer is its posting,
+    because its arrival is unknown.
     Raises ValueError when nothing was traced or ranks of the pipeline are missing.
     """
     traces = list(traces)
@@ -201,9 +202,9 @@ def timeline(traces: Iterable[RankTrace], *, name: str = "measured") -> Timeline
 
 
 def _by_posting(spans: Sequence[TraceSpan]) -> dict[int, TraceSpan]:
-    """What the background thread made of what a rank posted, by the identity of the posting's span.
+    """id(the span of a posted instruction) -> the background thread's span of it.
 
-    A stage is fetched twice a batch. The last of both lists belong together, since the first ones may be forgotten.
+    A stage is fetched twice a batch. Spans are matched from the end, since the first ones may be forgotten.
     """
     posted: dict[Instruction, list[TraceSpan]] = defaultdict(list)
     done: dict[Instruction, list[TraceSpan]] = defaultdict(list)
@@ -217,7 +218,7 @@ def _by_posting(spans: Sequence[TraceSpan]) -> dict[int, TraceSpan]:
     }
 
 
-_Brought = tuple[Tensor, int, int]  # what a transfer brings: the stage that needs it, the microbatch
+_Brought = tuple[Tensor, int, int]  # a received tensor: its kind, the stage that needs it, the microbatch
 
 
 def _tensor(instruction: Instruction, graph: StageGraph) -> _Brought | None:
@@ -228,7 +229,7 @@ def _tensor(instruction: Instruction, graph: StageGraph) -> _Brought | None:
 
 
 def _exposed_transfers(traces: Sequence[RankTrace], graph: StageGraph) -> dict[_Brought | None, tuple[float, float]]:
-    """Start and end of the transfers that a computation waited for: posted by both ends, until it could go on."""
+    """Start (posted by both ends) and end (the computation could continue) of transfers that a computation awaited."""
     posted: dict[_Brought, float] = {}
     waited: dict[_Brought, float] = {}
     for span in (span for trace in traces for span in trace.spans):

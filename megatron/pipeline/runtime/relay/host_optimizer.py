@@ -27,10 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.pipeline.runtime.relay.flat_layout import FlatLayout
-from megatron.pipeline.runtime.relay.host_store import HostStage, HostStore
+from megatron.pipeline.runtime.relay.host_store import FlatLayout, HostStage, HostStore
 from megatron.pipeline.runtime.update.elementwise_step import RULES
-from megatron.pipeline.runtime.update.optimizer_stand_in import HOOKS, copied, settings_of, stand_in, take_step
+from megatron.pipeline.runtime.update.optimizer_wrappers import HOOKS, copied, settings_of, stand_in, take_step
 
 Settings = list[dict[str, Any]]
 """What each group says beside its parameters."""

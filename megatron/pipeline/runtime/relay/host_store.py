@@ -1,21 +1,25 @@
-"""The host's copy of a rank's stages: their weights, and where their gradients arrive.
+"""The host's copy of a rank's stages: their weights, and the gradients that arrive from the device.
 
-Problem: where weights live on the host, the device has those of a few stages, and the host's optimizer steps what it
-has itself. Copies have to be one call a stage, and on CUDA of memory from which the device copies while the host goes
-on.
+Problem: where weights live on the host, the device has the weights of a few stages only, and the optimizer steps
+tensors of the host. A copy should be one call for each stage, and on CUDA it needs memory from which the device copies
+while the host goes on.
 
-Solution: for each stage flat weights and flat gradients in such memory (`Streams.kept_host_buffer`: pinned on CUDA; a
-CPU's "device" is the process's private memory, and the host a shared mapping, so that from outside the two can be told
-apart). `parameters` are the host's own, which an optimizer steps. They are views of the weights, or, with masters, FP32
-tensors in such memory beside weights of lower precision, which are written from them behind each step. What an
-optimizer keeps of each element comes to lie there, too (`HostMoments`).
+Solution: each stage has flat weights and flat gradients in such memory (`Streams.kept_host_buffer`: pinned on CUDA; on
+a CPU the "device" is the process's private memory and the host a shared mapping, so that the two can be told apart from
+outside). `parameters` belong to the host, and an optimizer steps them. They are views of the weights, or, with masters,
+FP32 tensors beside weights of lower precision, which are written from the masters behind each step. The optimizer's
+state lies in such memory, too (`HostMoments`).
 
-Replicas on a node have one store in memory that all have mapped (`node_replicas`). Each brings its share of a stage's
-elements to the host's gradients and steps them (`share_of`), so weights and moments are made together, and no replica
-keeps anything that the others have, too.
+Replicas on a node have one store, in memory that all of them have mapped (`node_replicas`). Each replica brings its
+share of a stage's elements to the host's gradients and steps that share (`share_of`), so no weight or moment is kept
+twice.
 
-A stage has one place for gradients. It is free again when its update is complete, and that is before the stage can be
-fetched for its next batch.
+A stage has one place for gradients. It is free again when the stage's update is complete, which is before the stage can
+be fetched for its next batch.
+
+`FlatLayout` places the tensors of a stage in one flat tensor for each dtype. Every view begins at a multiple of
+`ALIGNMENT` bytes, as torch's own memory does: a kernel may add in another order where its operands begin elsewhere, and
+results have to be equal, bit for bit, to those without the host.
 """
 
 from __future__ import annotations
@@ -26,10 +30,60 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.backend.host_memory import host_mapping
+from megatron.backend.device import host_mapping
 from megatron.backend.streams import streams_of
-from megatron.pipeline.runtime.relay.flat_layout import FlatLayout
+from megatron.pipeline.runtime.contract.tensors import ALIGNMENT
 from megatron.pipeline.runtime.relay.node_replicas import NodeReplicas
+
+Flat = Mapping[torch.dtype, Tensor]
+
+
+class FlatLayout:
+    """The places of tensors of these names and shapes. `dtype`: of all of them; None: each one's own. `parts`: into how
+    many equal, aligned parts each flat tensor can be cut; it is padded to that.
+
+    Attributes:
+        num_elements: dtype -> length of the flat tensor.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], *, dtype: torch.dtype | None = None, parts: int = 1) -> None:
+        self.num_elements: dict[torch.dtype, int] = {}
+        self._places: dict[str, tuple[torch.dtype, int, torch.Size]] = {}
+        for name, tensor in tensors.items():
+            its = dtype or tensor.dtype
+            start = self.num_elements.get(its, 0)
+            self._places[name] = its, start, tensor.shape
+            step = ALIGNMENT // its.itemsize
+            self.num_elements[its] = start + -(-tensor.numel() // step) * step
+        for its, count in self.num_elements.items():
+            step = parts * ALIGNMENT // its.itemsize
+            self.num_elements[its] = -(-count // step) * step
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(count * dtype.itemsize for dtype, count in self.num_elements.items())
+
+    def allocate(self, make: Callable[[tuple[int, ...], torch.dtype], Tensor]) -> dict[torch.dtype, Tensor]:
+        """Flat tensors, which `make(shape, dtype)` makes."""
+        return {dtype: make((count,), dtype) for dtype, count in self.num_elements.items()}
+
+    def spans(self, parts: Mapping[str, slice]) -> dict[torch.dtype, slice]:
+        """dtype -> from the first to the last of these elements of the tensors, in the flat tensor."""
+        found: dict[torch.dtype, slice] = {}
+        for name, part in parts.items():
+            dtype, start, _ = self._places[name]
+            if part.stop > part.start:
+                first = found[dtype].start if dtype in found else start + part.start
+                found[dtype] = slice(first, start + part.stop)
+        return {dtype: found.get(dtype, slice(0, 0)) for dtype in self.num_elements}
+
+    def views(self, flat: Flat) -> dict[str, Tensor]:
+        """name -> its part of the flat tensors, in its shape."""
+        return {
+            name: flat[dtype][start : start + shape.numel()].view(shape)
+            for name, (dtype, start, shape) in self._places.items()
+        }
+
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 

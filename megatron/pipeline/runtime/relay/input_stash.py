@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron.backend.streams import streams_of
 from megatron.pipeline.program.instruction import STASH_WORDS, Instruction
-from megatron.pipeline.runtime.activations.saved_microbatches import SavedMicrobatches
+from megatron.pipeline.runtime.activations.transfers import SavedMicrobatches
 from megatron.pipeline.runtime.contract.stage import Microbatch, Stage
 from megatron.pipeline.runtime.relay.ledger import RelayLedger
 

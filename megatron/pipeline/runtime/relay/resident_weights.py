@@ -1,20 +1,20 @@
-"""The weights of a few stages on the device: where FETCH brings them, and what is there once FREE has taken them away.
+"""The weights of a few stages on the device: FETCH brings them, FREE takes them away.
 
-Problem: parameters have to be the weights of their stage while it computes, and to take no memory otherwise. A use of
-weights that are away must not go unseen: a slot that is overwritten while a graph still refers to it gives wrong
-gradients without any error.
+Problem: parameters have to show the weights of their stage while it computes, and to take no memory otherwise. A use of
+absent weights must not go unseen: a slot that is overwritten while a graph still refers to it gives wrong gradients
+without any error.
 
-Solution: an arena on the device. Every stage has a fixed place in it, such that the K stages that follow one another in
-the order of the rank lie apart; for K = 2 the arena is filled from both ends, and is as large as the largest pair of
-neighbours. A FETCH copies the host's flat weights to that place and points ``param.data`` there. Between FREE and FETCH
+Solution: an arena on the device. Every stage has a fixed place in it, such that any K stages in a row, in the order of
+the rank, lie apart; for K = 2 the arena is filled from both ends, and is as large as the largest pair of neighbours. A
+FETCH copies the host's flat weights to the stage's place and points ``param.data`` there. Between FREE and FETCH
 ``param.data`` is a single NaN, expanded to the shape of the parameter. Buffers of the modules stay on the device.
 
-FREE takes effect at two moments. For the row it does at once: what comes after it in the row finds NaN. For the lane it
-does when the computations before it are done, and only then may another FETCH write to the place.
+FREE takes effect at two moments. In the row it does so at once: later instructions of the row find NaN. In the lane it
+does so when the computations before it are done; only then may another FETCH write to the place.
 
-Replicas on a node that share a store would all read the same bytes of the host's memory, and GPUs that share a way to
-it wait for one another there. So each may fetch 1/d of a stage, and an all-gather in place brings the rest over what
-joins the devices (L2L's eager parallelism; Pudipeddi et al., 2020, section 3).
+Replicas on a node that share a store would all read the same bytes of the host's memory, and GPUs on one host link wait
+for one another. So each replica may fetch 1/d of a stage, and an all-gather in place brings the rest over the link
+between the devices (L2L's eager parallelism; Pudipeddi et al., 2020, section 3).
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from megatron.backend.communicators import shut_down
-from megatron.backend.streams import streams_of
+from megatron.backend.streams import shut_down, streams_of
 from megatron.pipeline.communicators import COMMUNICATOR_CTAS
 from megatron.pipeline.program.lane_order import places
 from megatron.pipeline.runtime.relay.host_store import HostStore
@@ -231,3 +230,29 @@ class _WeightGather:
         """End the communicator, when nothing is left for it."""
         if self._communicator is not None:
             shut_down(self._communicator)
+
+
+class HostVersions:
+    """What a drained run asks of its weight versions, over a `HostStore` and what is resident of it."""
+
+    def __init__(self, store: HostStore, weights: ResidentWeights) -> None:
+        self._store = store
+        self._weights = weights
+
+    @property
+    def newest(self) -> int:
+        """The version of all stages."""
+        (version,) = set(self._store.versions.values())
+        return version
+
+    def show_newest(self) -> None:
+        """Point the parameters at the host's weights, until the next FETCH."""
+        self._weights.show_on_host()
+
+    def newest_tensors(self) -> dict[str, Tensor]:
+        """name -> weight: the host's own, not a copy."""
+        return self._store.newest_tensors()
+
+    def reset(self, version: int) -> None:
+        """The host's weights, which were written meanwhile, are this version."""
+        self._store.versions = dict.fromkeys(self._store.versions, version)

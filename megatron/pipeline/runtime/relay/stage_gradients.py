@@ -21,10 +21,9 @@ from torch import Tensor
 
 from megatron.backend.streams import streams_of
 from megatron.pipeline.program.lane_order import GRADIENT_BUFFERS
-from megatron.pipeline.runtime.relay.flat_layout import Flat
-from megatron.pipeline.runtime.relay.host_store import HostStage
+from megatron.pipeline.runtime.relay.host_store import Flat, HostStage
 from megatron.pipeline.runtime.relay.node_replicas import NodeReplicas
-from megatron.pipeline.runtime.update.gradient_norm import norm_of
+from megatron.pipeline.runtime.update.gradients import norm_of
 
 # --- norms of gradients that have left the device ---------------------------------------------------------------------
 

@@ -50,7 +50,7 @@ class TransferError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class _Arrival:
-    """A tensor that a stream waits for: when the host came there, and what for."""
+    """A tensor for which a stream waits: the host's time of the wait, and the instruction."""
 
     event: Event
     since: float
@@ -59,7 +59,7 @@ class _Arrival:
 
 
 def edges_in_order(rank_of_stage: Sequence[int], edges: Sequence[Edge] = ()) -> Iterator[tuple[str, int, int]]:
-    """(letter, sending stage, receiving stage) of every channel, in the one order in which all ranks make their links.
+    """(letter, sending stage, receiving stage) of every channel, in the order in which all ranks make their links.
     Without `edges` the stages are a chain.
 
     Edges between the same colour of rank pairs touch disjoint ranks: with one stage per rank, first the pairs (0, 1),
@@ -80,11 +80,11 @@ def edges_in_order(rank_of_stage: Sequence[int], edges: Sequence[Edge] = ()) -> 
             yield "B", edge.target, edge.source
 
 
-_Key = tuple[Kind, int, int | None]  # of a link: the kind, the rank's own stage, and the other where it has several
+_Key = tuple[Kind, int, int | None]  # of a link: kind, own stage, and the other stage where there are several
 
 
 def _spec_of(stage: Stage | GraphStage, peer: int, letter: str) -> TensorSpec:
-    """What one transfer between a stage and its peer carries: activations (F) or gradients (B)."""
+    """The tensor of one transfer between a stage and its peer: activations (F) or gradients (B)."""
     if isinstance(stage, GraphStage):
         tensors = stage.edges[peer]
         return (tensors.activations if letter == "F" else tensors.gradients).whole
@@ -121,9 +121,9 @@ class Channels:
         self._graph = StageGraph.of(len(self._rank_of_stage), edges)
         self._posted: dict[tuple[Kind, int, int | None, int], Receive] = {}
         self._streams = streams_of(device)
-        self._arrivals = self._streams.make()  # waits for receives alone, in the order of the row
+        self._arrivals = self._streams.make()  # waits for receives only, in the order of the row
         self._arriving: deque[_Arrival] = deque()
-        self._watcher: int | None = None  # the thread that asks what is overdue
+        self._watcher: int | None = None  # the thread that asks for overdue receives
         self._report = on_error
         self._error: TransferError | None = None
         self.bytes_sent = 0
@@ -165,7 +165,7 @@ class Channels:
         self._peers[key] = peer
 
     def change_specs(self, stages: Sequence[GraphStage]) -> None:
-        """What this rank's stages say now of what a transfer carries. Only while none is under way."""
+        """Change the tensors that this rank's transfers carry; only while no transfer is under way."""
         own = {stage.index: stage for stage in stages}
         for key, (link, _) in self._links.items():
             kind, stage, _ = key
@@ -173,7 +173,7 @@ class Channels:
 
     @property
     def waiting(self) -> Instruction | None:
-        """The receive that this rank waits for, or the send that too much unread stands before."""
+        """The receive for which this rank waits, or the send that waits for unread ones before it."""
         waiting = self._waiting
         return None if waiting is None else Instruction(*waiting)
 
@@ -197,8 +197,8 @@ class Channels:
         peer: int | None = None,
         spec: TensorSpec | None = None,
     ) -> None:
-        """Start sending; returns at once. `tensor` may be freed by its owner, but not written. `peer`: the other stage,
-        where there are several. `spec`: of this transfer, where it is not the edge's usual one.
+        """Start sending; returns at once. The owner may free `tensor`, but not write to it. `peer`: the other stage,
+        where there are several. `spec`: that of this transfer, where it is not the edge's usual one.
         """
         if self._error is not None:
             raise self._error
@@ -217,7 +217,7 @@ class Channels:
                                        error) from None  # fmt: skip
 
     def wait_until_read(self, send: Instruction, most: int) -> None:
-        """Wait until at most so many of the tensors that were sent before `send`, over its channel, are unread.
+        """Wait until at most this many of the tensors sent before `send`, over its channel, are unread.
 
         Raises TransferError when they are not read in time or the peer is gone.
         """
@@ -250,7 +250,7 @@ class Channels:
                                        error) from None  # fmt: skip
 
     def wait(self, kind: Kind, stage: int, microbatch: int, during: Instruction, peer: int | None = None) -> Tensor:
-        """The tensor of a posted receive. Raises TransferError when it does not come in time or the peer is gone."""
+        """The tensor of a posted receive. Raises TransferError when it is late or the peer is gone."""
         receive = self._posted.pop((kind, stage, peer, microbatch), None)
         awaited = kind, stage, microbatch, None, peer
         if receive is None:
@@ -269,7 +269,7 @@ class Channels:
         return tensor
 
     def _follow(self, receive: Receive, awaited: _Awaited, during: Instruction) -> Tensor:
-        """The current stream waits for the tensor, and what has not arrived is known without holding it."""
+        """Make the current stream wait for the tensor; a late arrival can be seen without holding the tensor."""
         while self._arriving and self._streams.is_done(self._arriving[0].event):
             self._arriving.popleft()
         with self._streams.on(self._arrivals):
@@ -280,7 +280,7 @@ class Channels:
         return tensor
 
     def _meet_at_the_end(self, timeout: float) -> None:
-        """Until all ranks are done with their transfers: a group that one end has left may fail the other."""
+        """Wait until all ranks have ended their transfers: if one end leaves a group, the other end may fail."""
         deadline = time.monotonic() + timeout
         num_here = self._store.add(self._end, 1)
         while num_here < len(self._ranks) and time.monotonic() < deadline:
@@ -301,14 +301,14 @@ class Channels:
         return TransferError(message, peer_rank=self.global_rank_of(peer), timed_out=False)
 
     def _broken(self, key: _Key, error: Exception) -> None:
-        """A send could not be finished: seen on the link's thread, raised by the next send."""
+        """Note a failed send, seen on the link's thread; the next send raises it."""
         self._error = self._transfer_error(key, f"a {key[0].value} of stage {key[1]} that was not read", error)
         self._report(self._error)
 
     def check_overdue(self) -> TransferError | None:
-        """Where waiting blocks a stream and not the host (NCCL): the first receive that is overdue, else None.
+        """The first overdue receive, else None. For links whose waits block a stream and not the host (NCCL).
 
-        For the guard's thread, which only looks.
+        The guard's thread calls it and changes nothing.
         """
         if self._watcher != threading.get_ident():
             self._watcher = threading.get_ident()
@@ -316,7 +316,7 @@ class Channels:
         for each in list(self._arriving):
             try:
                 is_here = self._streams.is_done(each.event)
-            except RuntimeError:  # the device has failed, which the thread that computes will tell
+            except RuntimeError:  # the device has failed; the compute thread will raise it
                 return None
             if not is_here:
                 if time.monotonic() - each.since <= self._timeout.total_seconds():

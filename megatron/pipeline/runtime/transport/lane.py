@@ -33,9 +33,9 @@ _Call = Callable[[], Any]
 
 
 class LaneThread:
-    """Calls in order on one thread, which starts with the first one.
+    """Runs calls in order on one thread, which starts with the first call.
 
-    `track`: what traces call it. `annotate(error, instruction)`: told which instruction raised what.
+    `track`: the thread's name in traces. `annotate(error, instruction)`: called for an error and its instruction.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class LaneThread:
 
     @property
     def current(self) -> Instruction | None:
-        """What is called, or is about to be."""
+        """The instruction that runs or is next."""
         incomplete = self._incomplete
         try:
             return incomplete[0]
@@ -75,7 +75,7 @@ class LaneThread:
     def request(
         self, instruction: Instruction, call: _Call, *, ready: _Call | None = None, traced: bool = True
     ) -> None:
-        """Have `call` called when those before it have returned and then `ready` has; it is complete when it returns.
+        """Queue `ready` and then `call`, behind the calls before; the request is complete when `call` has returned.
 
         In a trace it begins when `ready` has returned.
         """
@@ -88,9 +88,9 @@ class LaneThread:
         self._calls.put((instruction, call, ready, traced))
 
     def wait(self, count: int, timeout: float) -> bool:
-        """Until the first `count` calls are complete, at most `timeout` seconds. Whether they are.
+        """Wait until the first `count` calls are complete, at most `timeout` seconds; returns whether they are.
 
-        Raises what a call raised.
+        Raises the error of a call.
         """
         with self._progress:
             self._progress.wait_for(lambda: self.num_complete >= count or self.error is not None, timeout)
@@ -99,7 +99,7 @@ class LaneThread:
             return self.num_complete >= count
 
     def close(self, timeout: float) -> None:
-        """Stop the thread once what was requested is done, on the device too."""
+        """Stop the thread when all requests are done, on the device too."""
         if self._thread is not None:
             self._calls.put(None)
             self._thread.join(timeout)
@@ -139,7 +139,7 @@ class LaneThread:
         return result
 
     def _note_complete(self, result: Any) -> None:
-        """The call has returned, with `result`."""
+        """Note that the call has returned `result`."""
         with self._progress:
             self._incomplete.popleft()
             self.num_complete += 1
@@ -151,7 +151,7 @@ class LaneThread:
 
 @dataclass(slots=True)
 class _Given:
-    """A move that the device was given: the how manieth, when it is done, and what it reads until then."""
+    """A move that the device works on: its number, its end, and the tensors that it reads until then."""
 
     count: int
     event: Event
@@ -159,8 +159,8 @@ class _Given:
 
 
 class MoveQueue(LaneThread):
-    """Moves in order on one thread. What a call returns is held, on CUDA, until the device is done or a stream
-    follows.
+    """Runs moves in order on one thread. On CUDA a call's result is held until the device is done or a stream waits
+    for it.
     """
 
     def __init__(
@@ -172,17 +172,17 @@ class MoveQueue(LaneThread):
         annotate: Callable[[Exception, Instruction], None] = lambda error, instruction: None,
     ) -> None:
         super().__init__(MOVES, device=device, tracer=tracer, on_error=on_error, annotate=annotate)
-        self._given: deque[_Given] = deque()  # what the device may still be at; empty on a CPU
+        self._given: deque[_Given] = deque()  # moves that the device may still work on; empty on a CPU
 
     def incomplete_move(self, count: int) -> Instruction | None:
-        """The last of the first `count` moves; None if it is complete."""
+        """The last of the first `count` moves if it is incomplete, else None."""
         with self._progress:
             return self._incomplete[count - self.num_complete - 1] if count > self.num_complete else None
 
     def follow(self, count: int) -> None:
-        """The current stream goes on when the device is done with the first `count` moves, which are complete.
+        """Make the current stream wait until the device is done with the first `count` moves, which are complete.
 
-        What they held is let go: whoever is given its memory now comes after them on that stream.
+        Their tensors are dropped: later users of the memory come after them on that stream.
         """
         if not self._given:
             return

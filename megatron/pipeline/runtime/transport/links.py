@@ -30,8 +30,7 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
-from megatron.backend.communicators import shut_down
-from megatron.backend.streams import streams_of
+from megatron.backend.streams import shut_down, streams_of
 from megatron.pipeline.communicators import COMMUNICATOR_CTAS
 from megatron.pipeline.runtime.contract.tensors import TensorSpec, as_real, num_holders
 
@@ -41,7 +40,7 @@ _SENDER, _RECEIVER = 0, 1
 
 
 class Receive(Protocol):
-    """A posted receive; afterwards it holds nothing."""
+    """A posted receive; after `wait` it holds no tensor."""
 
     def wait(self, timeout: timedelta) -> Tensor:
         """The received tensor; RuntimeError when `timeout` has passed or the connection broke."""
@@ -58,18 +57,18 @@ class Link(Protocol):
     def receive(self, spec: TensorSpec, tag: int) -> Receive: ...
 
     def drop_read(self) -> None:
-        """Let go of what has been read, on the thread that sends."""
+        """Drop the tensors that have been read; called on the thread that sends."""
 
     def num_unread(self) -> int:
-        """Sends whose storage is still held."""
+        """The number of sends whose storage is still held."""
 
     def close(self, timeout: float) -> None:
-        """Wait until all sends were read, then end the link's thread, and what else forgetting it does not end."""
+        """Wait until all sends are read, then end the link's thread and its groups."""
 
 
 @lru_cache(maxsize=4)
 def _gloo_devices(interfaces: str) -> list[Any]:
-    """Those of the process, on the interfaces that GLOO_SOCKET_IFNAME lists, or else the host's own.
+    """The process's gloo devices, on the interfaces of GLOO_SOCKET_IFNAME, or else the host's own.
 
     Shared by all links, since each device has a thread that wakes a hundred times a second.
     """
@@ -83,7 +82,7 @@ def gloo_pair(name: str, store: Store, *, member: int, timeout: timedelta) -> Pr
 
     Built directly and not through ``new_group(use_local_synchronization=True)``: that derives the name from the
     number of groups the process belongs to, which differs between neighbours in a pipeline, so that they would never
-    meet.
+    connect.
     """
     options = ProcessGroupGloo._Options()
     options._timeout = timeout
@@ -93,7 +92,7 @@ def gloo_pair(name: str, store: Store, *, member: int, timeout: timedelta) -> Pr
 
 
 class _Worker:
-    """A thread that finishes what it is given, in order, and then drops it."""
+    """A thread that finishes transfers in order and then drops them."""
 
     def __init__(
         self,
@@ -134,7 +133,7 @@ class _Worker:
 
 
 class GlooReceive:
-    """A receive that the link's thread posts; `make` makes the memory that it fills."""
+    """A receive that the link's thread posts; `make` allocates its memory."""
 
     __slots__ = ("_error", "_group", "_make", "_posted", "_tag", "_tensor", "_work")
 
@@ -192,10 +191,10 @@ class _GlooEnd(abc.ABC):
 
     @abc.abstractmethod
     def _finish_send(self, item: Any) -> None:
-        """On the link's thread: send what `send` has put there, and return when it has been read."""
+        """Send a tensor that `send` has queued, on the link's thread; returns when it has been read."""
 
     def drop_read(self) -> None:
-        """The link's thread does."""
+        """Nothing to do: the link's thread drops them."""
         return
 
     def num_unread(self) -> int:
@@ -252,7 +251,7 @@ class HostStagedLink(_GlooEnd):
 
 
 class _HostStagedReceive(GlooReceive):
-    """Arrives in pinned memory; waiting copies it to the device."""
+    """A receive into pinned memory; `wait` copies it to the device."""
 
     __slots__ = ("device",)
 
@@ -283,7 +282,7 @@ class NcclLink:
         self._meet(sends)
 
     def _meet(self, sends: bool) -> None:
-        """NCCL connects at the first use and blocks there; do it now, while both ends are known to come."""
+        """Connect now, while both ends are known to come: NCCL connects at the first use and blocks until then."""
         probe = torch.zeros(1, device=self._device)
         work = self._group.send([probe], _RECEIVER, 0) if sends else self._group.recv([probe], _SENDER, 0)
         work.wait()
@@ -299,10 +298,10 @@ class NcclLink:
         return _NcclReceive(self._group.recv([as_real(tensor)], _SENDER, 0), tensor)
 
     def _free_buffer(self, spec: TensorSpec) -> Tensor:
-        """Memory to receive in, which stays with the link: the allocator would give none of it away again before all
-        that the group's stream has been given since is done, and receives are posted far ahead.
+        """A free receive buffer, which stays with the link. The allocator would not reuse its memory before all later
+        work of the group's stream is done, and receives are posted far ahead.
 
-        Who dropped it has given the current stream its last work on it, and NCCL waits for that stream.
+        The last user has queued its work on the current stream, and NCCL waits for that stream.
         """
         for buffer in self._buffers:
             if num_holders(buffer) == 1 and buffer.shape == spec.shape and buffer.dtype == spec.dtype:
@@ -314,7 +313,7 @@ class NcclLink:
         while self._unread and self._unread[0][0].is_completed():
             work, _ = self._unread.popleft()
             try:
-                work.wait()  # at once, or it raises why it has ended
+                work.wait()  # returns at once, or raises why it has ended
             except RuntimeError as error:
                 self._on_error(error)
 

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
-from megatron.backend.communicators import shut_down
-from megatron.backend.streams import streams_of
+from megatron.backend.streams import shut_down, streams_of
 from megatron.pipeline.communicators import COMMUNICATOR_CTAS
 from megatron.pipeline.runtime.transport.links import FOREVER, NUM_TAGS, gloo_pair
 
@@ -31,7 +30,7 @@ _SIZE_TAG = NUM_TAGS  # no microbatch has it
 
 
 class MoveLink(Protocol):
-    """One end. Both ends call in the same order, one its `send` where the other calls `receive`."""
+    """One end of a link for moves. Both ends call in the same order: one sends where the other receives."""
 
     def send(self, buffer: Tensor, tag: int) -> None:
         """Send uint8 [bytes]; afterwards the current stream may write to the buffer."""
@@ -40,12 +39,12 @@ class MoveLink(Protocol):
         """Fill uint8 [bytes]."""
 
     def send_size(self, num_bytes: int) -> None:
-        """Tell how large the buffers of a stage are."""
+        """Send the size of a stage's buffers, in bytes."""
 
     def receive_size(self) -> int: ...
 
     def close(self) -> None:
-        """When all moves are done: end what forgetting the link does not end."""
+        """End the link's groups; called when all moves are done."""
 
 
 class GlooMoveLink:

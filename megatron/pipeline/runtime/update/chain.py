@@ -52,7 +52,7 @@ class Chain:
         self._thread: threading.Thread | None = None
 
     def post(self, instruction: Instruction, call: Callable[[], None]) -> None:
-        """Run `call` after what was posted before it."""
+        """Run `call` after all calls posted before it."""
         self.raise_error()
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="pipeline chain", daemon=True)
@@ -62,7 +62,7 @@ class Chain:
         self._queue.put((instruction, call, self._streams.record()))
 
     def wait(self, version: int) -> None:
-        """Until everything posted so far for `version` is done; on CUDA the current stream waits for it as well.
+        """Wait until everything posted so far for `version` is done; on CUDA the current stream waits as well.
 
         Raises the error that a call raised, or TimeoutError naming the call that does not end.
         """
@@ -79,14 +79,14 @@ class Chain:
             self._streams.wait(self._done)
 
     def close(self) -> None:
-        """Stop the thread once it has run what was posted."""
+        """Stop the thread when it has run all posted calls."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join(self._timeout)
             self._thread = None
 
     def raise_error(self) -> None:
-        """Raise what a call raised, if one did."""
+        """Raise the error of a call, if one failed."""
         if self.error is not None:
             raise self.error
 

@@ -1,24 +1,158 @@
-"""The steps of torch's Adam, AdamW and SGD in one pass that leaves parameters, moments and gradients as they are.
+"""The steps of torch's Adam, AdamW and SGD in one pass that leaves parameters, moments and gradients unchanged.
 
-Problem: where `step` itself has to be called, its operands are copied first, since it writes into them. A prediction
-wants the stepped weights alone.
+Problem: an optimizer's own `step` writes into its operands, so a prediction would have to copy all of them first. It
+needs the stepped weights alone.
 
-Solution: the same operations in the same order, so the same bits, into other tensors. On a CPU block by block, so small
-that what lies between the operations stays in the cache: memory is read for the parameter, the moments and the gradient
-and written for the result. On a CUDA device launches are what to save, so `torch._foreach_*` takes many parameters at
-once, as the optimizer does there. The rule of any other optimizer, and most options of these, are not known here.
+Solution: the operations of `torch.optim` in the same order, so with the same bits, into other tensors. On a CPU the
+pass goes block by block, as the optimizers go parameter by parameter; the blocks are so small that intermediate results
+stay in the cache. On a CUDA device `torch._foreach_*` takes many parameters at once, as the optimizers do there, to
+save launches. Everything is FP32. Other optimizers, and most options of these, are not supported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from megatron.pipeline.runtime.update.elementwise_rules import AdamRule, Rule, SgdRule
+BlockStep = Callable[..., None]
+"""Called with three tensors of scratch, the tensor for the result, the parameter, its gradient and its moments: one
+block of each, flat and of one size. The result may be the first of the scratch."""
+
+
+class Rule(Protocol):
+    """An optimizer's step of one of its groups, with the group's learning rate and options at construction.
+
+    `moments`: names of the state tensors of a parameter, each of the parameter's shape.
+    """
+
+    moments: tuple[str, ...]
+
+    @staticmethod
+    def covers(group: dict[str, Any]) -> bool:
+        """Whether this rule supports the options of the group."""
+
+    def block_step(self, state: dict[str, Any], factor: float | Tensor) -> BlockStep:
+        """The next step of the parameter that has this state, with `factor` times the gradient."""
+
+    def steps(self, parameters: list[Tensor], gradients: list[Tensor], states: list[dict[str, Any]]) -> list[Tensor]:
+        """The next values of the parameters; `gradients` are scratch afterwards."""
+
+
+class AdamRule:
+    """Adam and AdamW. `decoupled`: whether weight decay is, where the group does not say."""
+
+    moments = ("exp_avg", "exp_avg_sq")
+
+    def __init__(self, group: dict[str, Any], *, decoupled: bool) -> None:
+        self._lr, self._eps, self._weight_decay = group["lr"], group["eps"], group["weight_decay"]
+        self._beta1, self._beta2 = group["betas"]
+        decoupled = group.get("decoupled_weight_decay", decoupled)  # AdamW has had the key since torch 2.7
+        self._shrink = 1 - self._lr * self._weight_decay if decoupled and self._weight_decay else None
+        self._penalty = None if decoupled or not self._weight_decay else self._weight_decay
+
+    @staticmethod
+    def covers(group: dict[str, Any]) -> bool:
+        others = ("amsgrad", "maximize", "capturable", "differentiable", "fused")
+        return _are_numbers(group["lr"], *group["betas"], group["eps"], group["weight_decay"]) and not any(
+            group[option] for option in others
+        )
+
+    def _sizes(self, state: dict[str, Any]) -> tuple[float, float]:
+        """The length of a parameter's next step, and the root of the bias of the second moment."""
+        count = float(state["step"] + 1)
+        return self._lr / (1 - self._beta1**count), (1 - self._beta2**count) ** 0.5
+
+    def block_step(self, state: dict[str, Any], factor: float | Tensor) -> BlockStep:
+        length, correction = self._sizes(state)
+        scale, beta2, bias, eps = map(_scalar, (factor, self._beta2, correction, self._eps))
+        shrink = None if self._shrink is None else _scalar(self._shrink)
+
+        def step(scratch: list[Tensor], result: Tensor, p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> None:
+            gradient, mean, size = scratch
+            torch.mul(g, scale, out=gradient)
+            if self._penalty is not None:
+                gradient.add_(p, alpha=self._penalty)
+            torch.lerp(m, gradient, 1 - self._beta1, out=mean)
+            torch.mul(v, beta2, out=size).addcmul_(gradient, gradient, value=1 - self._beta2)
+            size.sqrt_().div_(bias).add_(eps)
+            start = p if shrink is None else torch.mul(p, shrink, out=result)
+            torch.addcdiv(start, mean, size, value=-length, out=result)
+
+        return step
+
+    def steps(self, parameters: list[Tensor], gradients: list[Tensor], states: list[dict[str, Any]]) -> list[Tensor]:
+        lengths, corrections = zip(*map(self._sizes, states), strict=True)
+        if self._penalty is not None:
+            torch._foreach_add_(gradients, parameters, alpha=self._penalty)
+        means = torch._foreach_lerp([state["exp_avg"] for state in states], gradients, 1 - self._beta1)
+        sizes = torch._foreach_mul([state["exp_avg_sq"] for state in states], self._beta2)
+        torch._foreach_addcmul_(sizes, gradients, gradients, 1 - self._beta2)
+        torch._foreach_sqrt_(sizes)
+        torch._foreach_div_(sizes, list(corrections))
+        torch._foreach_add_(sizes, self._eps)
+        factors = [-length for length in lengths]
+        if self._shrink is None:
+            return torch._foreach_addcdiv(parameters, means, sizes, factors)
+        values = torch._foreach_mul(parameters, self._shrink)
+        torch._foreach_addcdiv_(values, means, sizes, factors)
+        return values
+
+
+class SgdRule:
+    """SGD, with momentum or without."""
+
+    def __init__(self, group: dict[str, Any]) -> None:
+        self._lr, self._weight_decay = group["lr"], group["weight_decay"]
+        self._momentum, self._nesterov = group["momentum"], group["nesterov"]
+        self._taken = 1 - group["dampening"]
+        self.moments = ("momentum_buffer",) if self._momentum else ()
+
+    @staticmethod
+    def covers(group: dict[str, Any]) -> bool:
+        numbers = (group["lr"], group["momentum"], group["dampening"], group["weight_decay"])
+        return _are_numbers(*numbers) and not (group["maximize"] or group["differentiable"] or group["fused"])
+
+    def block_step(self, state: dict[str, Any], factor: float | Tensor) -> BlockStep:
+        scale, momentum = _scalar(factor), _scalar(self._momentum)
+
+        def step(scratch: list[Tensor], result: Tensor, p: Tensor, g: Tensor, *moments: Tensor) -> None:
+            gradient, mean, _ = scratch
+            direction = torch.mul(g, scale, out=gradient)
+            if self._weight_decay:
+                gradient.add_(p, alpha=self._weight_decay)
+            for moment in moments:
+                torch.mul(moment, momentum, out=mean).add_(gradient, alpha=self._taken)
+                direction = gradient.add_(mean, alpha=self._momentum) if self._nesterov else mean
+            torch.add(p, direction, alpha=-self._lr, out=result)
+
+        return step
+
+    def steps(self, parameters: list[Tensor], gradients: list[Tensor], states: list[dict[str, Any]]) -> list[Tensor]:
+        directions = gradients
+        if self._weight_decay:
+            torch._foreach_add_(gradients, parameters, alpha=self._weight_decay)
+        for moment in self.moments:
+            means = torch._foreach_mul([state[moment] for state in states], self._momentum)
+            torch._foreach_add_(means, gradients, alpha=self._taken)
+            if self._nesterov:
+                torch._foreach_add_(gradients, means, alpha=self._momentum)
+            else:
+                directions = means
+        return torch._foreach_add(parameters, directions, alpha=-self._lr)
+
+
+def _are_numbers(*values: Any) -> bool:
+    return all(isinstance(value, int | float) for value in values)
+
+
+def _scalar(value: float | Tensor) -> Tensor:
+    """The value as a tensor: torch wraps a number anew in each call, which takes about as long as the call itself."""
+    return value.float() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32)
+
 
 BLOCK = 2**16
 """Elements of a block, of each thread: three blocks of FP32 scratch and the operands fit into 2 MiB of cache."""
@@ -28,9 +162,8 @@ BLOCK = 2**16
 class Operands:
     """One parameter to step; all tensors have its number of elements.
 
-    `parameter`: one of the optimizer's, and `state` what that keeps for it. `gradient`: of any floating dtype; the step
-    is taken with `factor` times it, a number or a scalar on the device. `target`: receives the stepped values, of
-    any floating dtype.
+    `parameter`: one of the optimizer's, with its `state` there. `gradient`: of any floating dtype; the step uses
+    `factor` times it, a number or a scalar on the device. `target`: receives the stepped values, of any floating dtype.
     """
 
     parameter: Tensor
@@ -45,11 +178,11 @@ RULES: dict[type[torch.optim.Optimizer], tuple[type[Rule], dict[str, Any]]] = {
     torch.optim.AdamW: (AdamRule, {"decoupled": True}),
     torch.optim.SGD: (SgdRule, {}),
 }
-"""By the exact type of an optimizer, since a subclass may step as it likes: its rule, and what that is made with."""
+"""Exact type of an optimizer (a subclass may step differently) -> its rule and the rule's arguments."""
 
 
 class ElementwiseStep:
-    """Takes the next step of one group of an optimizer, whose learning rate and other numbers are as they are now."""
+    """Takes the next step of one group of an optimizer, with the group's present learning rate and options."""
 
     def __init__(self, rule: Rule, *, on_cpu: bool) -> None:
         self._rule = rule
@@ -57,7 +190,7 @@ class ElementwiseStep:
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> ElementwiseStep | None:
-        """None: the optimizer's rule is not known, or an option of the group, or a kind of its parameters."""
+        """The step of a group; None if its optimizer, an option or a kind of parameter is not supported."""
         rule, options = RULES.get(type(optimizer), (None, {}))
         if rule is None or not rule.covers(group):
             return None
@@ -69,7 +202,7 @@ class ElementwiseStep:
         return None
 
     def can_take(self, each: Operands) -> bool:
-        """Whether the state is there, which the first step makes, and tensors are laid out as for all others."""
+        """Whether the state exists (the first step makes it) and the tensors have the usual memory layout."""
         moments = [each.state.get(name) for name in self._rule.moments]
         return all(
             isinstance(moment, Tensor) and moment.dtype is torch.float32 and moment.shape == each.parameter.shape
@@ -112,7 +245,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def _multiplied(gradients: list[Tensor], factors: list[float | Tensor]) -> list[Tensor]:
-    """Each times its factor, in one launch for all that share one."""
+    """Each tensor times its factor, in one launch for all tensors of one factor."""
     result = list(gradients)
     for factor in {id(factor): factor for factor in factors}.values():
         places = [place for place, each in enumerate(factors) if each is factor]
@@ -128,5 +261,5 @@ def _block_size() -> int:
 
 
 def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The tensors block by block, flat."""
+    """Flat blocks of the tensors, one block of each at a time."""
     return zip(*(tensor.view(-1).split(_block_size()) for tensor in tensors), strict=True)

@@ -1,22 +1,31 @@
-"""Gradient buffers: where the gradients of a batch are summed up.
+"""Gradient buffers of a batch, their squared norm, and the one small all-reduce on which all ranks agree before a step.
 
 Problem: without flushes the first backwards of batch j+1 run while the gradients of batch j are still being reduced and
 clipped, so the two must not share memory.
 
 Solution: flat buffers, one tensor per dtype, with a view per parameter. ``param.grad`` is pointed at the views of a
-free buffer before a batch's first backward; autograd adds into them in place. The flat tensor is what the replicas
-all-reduce.
+free buffer before a batch's first backward; autograd adds into them in place. Replicas all-reduce the flat tensor.
+
+Norm, overflow, losses and stop requests (to stop, save or evaluate) travel in one float64 vector, over all ranks of the
+job, stages and replicas alike, so that all ranks decide alike. A stop request is a bit; each bit has its own element,
+and the sum of the element over the ranks is positive where any rank asks for it. Measurements of single ranks
+(rank_metrics) travel along: every rank has its own element for each, which is 0 on the others. So do the squared norms
+of layers, to which each rank adds its part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import itertools
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.pipeline.runtime.update.gradient_norm import norm_of
+from megatron.pipeline.runtime.contract.tensors import as_real
 
 
 class GradientBuffer:
@@ -25,7 +34,7 @@ class GradientBuffer:
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         self.flat: list[Tensor] = []
         self.views: dict[str, Tensor] = {}
-        self.written: set[str] = set()  # those that a backward has added to, where that is noted
+        self.written: set[str] = set()  # gradients that a backward has added to, where this is recorded
         by_dtype: dict[torch.dtype, list[str]] = {}
         for name, parameter in parameters.items():
             by_dtype.setdefault(parameter.dtype, []).append(name)
@@ -42,12 +51,12 @@ class GradientBuffer:
             flat.zero_()
 
     def untouched(self) -> list[str]:
-        """The names of those that no backward was seen to write, and that hold nothing."""
+        """The names of gradients that no backward has written and that are all 0."""
         rest = (name for name in self.views if name not in self.written)
         return [name for name in rest if not self.views[name].count_nonzero()]
 
     def norm_squared(self, *, leave_out: frozenset[str] = frozenset()) -> Tensor:
-        """Sum of squares in float64, a scalar on the device: nobody has waited for it."""
+        """Sum of squares: a float64 scalar on the device, possibly still being computed."""
         norms = [norm_of(view) for name, view in self.views.items() if name not in leave_out]
         return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
 
@@ -61,7 +70,7 @@ class GradientBuffer:
 
 
 class GradientBuffers:
-    """A fixed number of buffers that are taken and given back. `notes_writes`: note which gradients are `written`."""
+    """A fixed number of buffers, taken and given back. `notes_writes`: record which gradients are `written`."""
 
     def __init__(
         self, parameters: Mapping[str, torch.nn.Parameter], *, num_buffers: int, notes_writes: bool = False
@@ -87,7 +96,7 @@ class GradientBuffers:
         return buffer
 
     def show(self, buffer: GradientBuffer | None, *, without: Collection[str] = ()) -> None:
-        """Point every parameter's ``grad`` at a buffer. `without`: of these there is none."""
+        """Point every parameter's ``grad`` at a buffer. `without`: names whose ``grad`` is None instead."""
         self._shown = buffer
         for name, parameter in self._parameters.items():
             parameter.grad = None if buffer is None or name in without else buffer.views[name]
@@ -96,7 +105,105 @@ class GradientBuffers:
         self._free.append(buffer)
 
     def close(self) -> None:
-        """Nothing is noted any more, and no parameter has a gradient."""
+        """Stop recording writes, and remove the gradients of all parameters."""
         self.show(None)
         while self._hooks:
             self._hooks.pop().remove()
+
+
+def norm_squared(gradients: Iterable[Tensor], *, device: torch.device) -> Tensor:
+    """Sum of squares of all elements: a float64 scalar on `device`, possibly still being computed.
+
+    Uses one norm per tensor (`norms_of`). Not finite if any element is not; 0 without tensors.
+    """
+    return sum_of_squares(norms_of(gradients), device=device)
+
+
+def norms_of(gradients: Iterable[Tensor]) -> Sequence[Tensor]:
+    """The norm of each tensor: scalars on its device, in FP32, or in float64 if any tensor is float64."""
+    tensors = [as_real(each) for each in gradients]
+    is_wide = any(each.dtype is torch.float64 for each in tensors)
+    return torch._foreach_norm(tensors, 2, dtype=torch.float64 if is_wide else torch.float32) if tensors else []
+
+
+def norm_of(gradient: Tensor) -> Tensor:
+    """The norm of a tensor: a float64 scalar on its device."""
+    return torch.linalg.vector_norm(as_real(gradient), dtype=torch.float64)
+
+
+def sum_of_squares(norms: Sequence[Tensor], *, device: torch.device) -> Tensor:
+    """The squared norm of tensors with these norms: a float64 scalar on `device`."""
+    if not norms:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack(list(norms)).double().square().sum()
+
+
+NUM_STOP_BITS = 8
+
+
+@dataclass(frozen=True)
+class NormReduction:
+    """Sums over the job: squared gradient norm, number of ranks that overflowed, stop requests (bits), losses as
+    numerator and denominator, squared gradient norms of layers. `rank_metrics`: name -> values in rank order.
+    """
+
+    norm_squared: float
+    num_overflows: float
+    stop_requests: int
+    losses: dict[str, tuple[float, float]]
+    layers_squared: tuple[float, ...] = ()
+    rank_metrics: dict[str, tuple[float, ...]] = field(default_factory=dict)
+
+    @property
+    def norm(self) -> float:
+        return math.sqrt(self.norm_squared)
+
+    @property
+    def mean_losses(self) -> dict[str, float]:
+        return {name: numerator / denominator for name, (numerator, denominator) in self.losses.items() if denominator}
+
+
+def all_reduce_norm(
+    *,
+    norm_squared: float,
+    overflow: bool,
+    stop_requests: int,
+    losses: Mapping[str, tuple[float, float]],
+    loss_names: Sequence[str],
+    group: Any,
+    device: torch.device,
+    layers_squared: Sequence[float] = (),
+    rank_metrics: Mapping[str, float] | None = None,
+) -> NormReduction:
+    """Sum the contributions of all ranks.
+
+    `group`: all ranks of the job, used for nothing else, a torch.distributed group or a bare backend; None with a
+    single rank. `device`: one on which the group communicates. `layers_squared`: as many layers on all ranks.
+    `rank_metrics`: the same names on all ranks. Raises ValueError for more than `NUM_STOP_BITS` stop requests.
+    """
+    if not 0 <= stop_requests < 1 << NUM_STOP_BITS:
+        raise ValueError(
+            f"stop requests are {stop_requests}; they are {NUM_STOP_BITS} bits, 0 to {(1 << NUM_STOP_BITS) - 1}"
+        )
+    values = [norm_squared, float(overflow), *(float(stop_requests >> bit & 1) for bit in range(NUM_STOP_BITS))]
+    for name in loss_names:
+        values.extend(losses.get(name, (0.0, 0.0)))
+    values.extend(layers_squared)
+    rank_metrics = rank_metrics or {}
+    rank, size = (0, 1) if group is None else (group.rank(), group.size())
+    for value in rank_metrics.values():
+        values.extend(float(value) if each == rank else 0.0 for each in range(size))
+    if group is not None:
+        vector = torch.tensor(values, dtype=torch.float64, device=device)
+        group.allreduce([vector]).wait()
+        values = vector.tolist()
+    bits = values[2 : 2 + NUM_STOP_BITS]
+    sums = iter(values[2 + NUM_STOP_BITS :])
+    return NormReduction(
+        norm_squared=values[0],
+        num_overflows=values[1],
+        stop_requests=sum(1 << bit for bit, count in enumerate(bits) if count > 0),
+        losses={name: (next(sums), next(sums)) for name in loss_names},
+        layers_squared=tuple(itertools.islice(sums, len(layers_squared))),
+        rank_metrics={name: tuple(itertools.islice(sums, size)) for name in rank_metrics},
+    )

@@ -1,27 +1,38 @@
-"""The step of an optimizer, taken provisionally: where it would lead, while its parameters and its state stay as they
-are.
+"""An optimizer's step taken provisionally: the weights that it would give, without changing parameters or state.
 
-Where the rule of the optimizer is known it is taken in one pass (`elementwise_step`). Otherwise the rule is whatever
-the optimizer's own `step` computes, called on copies of the parameters and of their state with another gradient:
-right for any optimizer whose state belongs to its parameters or is a value of their group. Parameters are copied some
-at a time, so that the copies take little memory. Either way a prediction equals the step to come bit for bit where the
-gradient does, and hooks and learning-rate schedules do not see it.
+Where the optimizer's rule is known the step is one pass (`elementwise_step`). Otherwise the optimizer's own `step` runs
+on copies of the parameters and of their state with another gradient: right for any optimizer whose state belongs to its
+parameters or is a value of their group. A few parameters are copied at a time, so that the copies take little memory.
+Either way a prediction equals the coming step bit for bit where the gradient does, and hooks and learning-rate
+schedules do not see it.
+
+`PartialStep`: a forward at stale weights finds gradients that no step has taken yet, since their batch is not complete
+at its stage. Their sum holds 1 / size of each microbatch's gradient, so size / number times the sum stands for the
+whole batch. `ProvisionalStep` takes the optimizer's next step with it, at the current learning rate, and changes
+nothing. Where there are masters, they are stepped and the result is rounded.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.pipeline.runtime.update.elementwise_step import ElementwiseStep, Operands
-from megatron.pipeline.runtime.update.optimizer_stand_in import copied, settings_of, stand_in, take_step
+from megatron.pipeline.runtime.update.optimizer_wrappers import (
+    GapAware,
+    MasterWeights,
+    copied,
+    settings_of,
+    stand_in,
+    take_step,
+)
 
 CHUNK_BYTES = 64 * 2**20
-"""Bytes of parameters that are stepped at once; with copies of Adam's moments and the gradients it is four times."""
+"""Bytes of parameters stepped at once; copies of Adam's moments and gradients make it four times as much."""
 
 
 class ProvisionalStep:
@@ -88,7 +99,7 @@ class ProvisionalStep:
 
 
 def _chunks(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Some of the parameters at a time."""
+    """Chunks of a few parameters."""
     chunk: list[Tensor] = []
     num_bytes = 0
     for parameter in parameters:
@@ -106,5 +117,45 @@ def _write(target: Tensor, value: Tensor) -> None:
 
 
 def is_scale_invariant(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a gradient many times as large would lead to about the same step: Adam's rule."""
+    """Whether scaling the gradient would hardly change the step, as under Adam's rule."""
     return isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW) or "adam" in type(optimizer).__name__.lower()
+
+
+class PartialStep:
+    """Provisional steps of `optimizer` with a part of a batch; `parameters` (by name) show their weights meanwhile.
+
+    Raises:
+        ValueError: gap-aware steps, whose gap is known when a batch is complete.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer | MasterWeights | GapAware, parameters: Mapping[str, Tensor]
+    ) -> None:
+        if isinstance(optimizer, GapAware):
+            raise ValueError(
+                "gap-aware steps are not taken provisionally: how far weights have moved is known when a batch is "
+                "complete; use the plain optimizer, or weights stale"
+            )
+        self._name_of = {parameter: name for name, parameter in parameters.items()}
+        if isinstance(optimizer, MasterWeights):
+            self._name_of = {master: self._name_of[weight] for master, weight in optimizer.weight_of.items()}
+            optimizer = optimizer.optimizer
+        self._provisional = ProvisionalStep(optimizer)
+        stepped = {self._name_of[each] for group in optimizer.param_groups for each in group["params"]}
+        self._fixed = {name: parameter for name, parameter in parameters.items() if name not in stepped}
+
+    @torch.no_grad()
+    def take(self, gradients: Mapping[str, Tensor], factor: float, targets: Mapping[str, Tensor]) -> None:
+        """Write the stepped weights.
+
+        Args:
+            gradients: name -> the sum so far; not changed.
+            factor: multiplies the gradients.
+            targets: name -> receives the weights, of the parameter's shape and dtype; no parameter's own memory.
+        """
+        for name, parameter in self._fixed.items():
+            targets[name].copy_(parameter)
+        self._provisional.take(
+            lambda parameter: (gradients[self._name_of[parameter]], factor),
+            lambda parameter: targets[self._name_of[parameter]],
+        )

@@ -9,6 +9,10 @@ parameter at the slot of a version, before every forward, recompute and backward
 is an alias: a second name for the slot of the version before. A slot is written only while no live version names it,
 so what autograd saved is never changed. Versions retire by a window: when version v is made, v - window is forgotten
 (1: flush; 2: 2bw; p - s at stage s: PipeDream's stashing), see PipeDream-2BW (Narayanan et al. 2021), section 3.1.
+
+`AheadVersions` has one version, and for forwards a second set of weights ahead of it, at which no gradient is computed.
+The set is made when a forward first asks for it, and serves until a forward asks for weights further ahead or for
+another version. The update whose optimizer makes the versions decides how: by a prediction or by a provisional step.
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+
+from megatron.pipeline.program.weight_policies import Ahead
 
 Slot = Mapping[str, Tensor]
 
@@ -189,7 +195,7 @@ class WeightVersions:
             tensor.copy_(value)
 
     def _outside_of_slots(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The same values, cloned where they lie in one of the slots, which restoring is about to overwrite."""
+        """The weights, cloned where they lie in a slot, which restoring is about to overwrite."""
         inside = {tensor.data_ptr() for slot in self._slots for tensor in slot.values()}
         return {name: value.clone() if value.data_ptr() in inside else value for name, value in weights.items()}
 
@@ -210,3 +216,66 @@ class WeightVersions:
                 return slot
         self._slots.append(self._make_slot())
         return len(self._slots) - 1
+
+
+Make = Callable[[int, int, Mapping[str, Tensor], Mapping[str, Tensor]], None]
+
+
+class AheadVersions(WeightVersions):
+    """`WeightVersions` with a window of 1, and `load_ahead`, which needs a function set by `make_with`.
+
+    `ahead`: that of the weight policy.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        *,
+        ahead: Ahead = Ahead.PREDICTION,
+        first_version: int = 0,
+        make_slot: Callable[[], Slot] | None = None,
+        on_switch: Callable[[int], None] | None = None,
+    ) -> None:
+        super().__init__(parameters, window=1, first_version=first_version, make_slot=make_slot, on_switch=on_switch)
+        self.ahead = ahead
+        self._make: Make | None = None
+        self._made: tuple[int, int] | None = None  # of the weights in the slot ahead: version, and how far ahead
+        self.num_made = 0
+
+    def make_with(self, make: Make) -> None:
+        """Set the function `make(version, how far ahead, weights, targets)`, which writes the targets. Weights, which the
+        parameters show, and targets are by name.
+        """
+        self._make = make
+
+    def load_ahead(self, version: int, far: int) -> None:
+        """Show weights ahead of `version`, the newest: predicted `far` steps, or stepped with the gradients of `far`
+        microbatches (1 and more).
+
+        Raises ValueError where `version` is not alive.
+        """
+        assert self._make is not None, "an update says how"
+        slot = self.slot_of(version)
+        if self._made != (version, far):
+            if len(self._slots) == 1:
+                self._slots.append(self._make_slot())
+            if self._shown_slot != slot:
+                self._show(slot)
+            self._make(version, far, self._slots[slot], self._slots[_AHEAD])
+            self._made = version, far
+            self.num_made += 1
+        if self._shown_slot != _AHEAD:
+            self._show(_AHEAD)
+
+    def restore(self, mapping: Mapping[int, Mapping[str, Tensor]]) -> None:
+        self._made = None
+        super().restore(mapping)
+
+    def reset(self, *versions: int) -> None:
+        assert self._shown_slot != _AHEAD, "what is shown are no weights"
+        self._made = None
+        super().reset(*versions)
+
+
+_AHEAD = 1
+"""The slot of the weights ahead; the true weights live in slot 0, where optimizers step in place."""

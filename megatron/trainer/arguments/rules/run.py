@@ -7,7 +7,7 @@ from functools import lru_cache
 from megatron.elastic.stages import Stages
 from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.pipeline.schedules import ProgramSchedule, Schedule, TooManyRead
-from megatron.pipeline.start_up.provisional import require_predictions
+from megatron.pipeline.start_up.late_weights import require_predictions
 from megatron.planner.job.devices import device_gib
 from megatron.planner.memory.schedule_demand import representative_sizes
 from megatron.trainer.arguments.flags.model import CLASSIFIERS

@@ -26,7 +26,7 @@ from megatron.pipeline.program.csv_text import to_csv
 from megatron.pipeline.runtime.failure import failure_guard
 from megatron.pipeline.runtime.failure.agreement import agreed, control_group
 from megatron.pipeline.runtime.failure.errors import AgreedError, CheckpointError
-from megatron.pipeline.runtime.stages.megatron.gradients import CoreGradientBuffers
+from megatron.pipeline.runtime.stages.megatron.optimizers import CoreGradientBuffers
 from megatron.pipeline.schedules import Schedule
 from megatron.trainer.changes.transition import parallel_groups
 from megatron.trainer.changes.transition.memory import Moved, hand_over, hold_run

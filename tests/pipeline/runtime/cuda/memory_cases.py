@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron.backend.communicators import nccl_communicator, shut_down
+from megatron.backend.streams import nccl_communicator, shut_down
 from megatron.pipeline.communicators import COMMUNICATOR_CTAS
 from tests.pipeline.runtime.activations import balance_cases
 from tests.pipeline.runtime.activations.transfer_cases import wait_until

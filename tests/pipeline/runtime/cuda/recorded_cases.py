@@ -17,8 +17,7 @@ from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.runtime.activations.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.contract.stage import BatchReport
 from megatron.pipeline.runtime.engine import PipelineEngine
-from megatron.pipeline.runtime.stages.megatron.relay_chunk import RelayChunk
-from megatron.pipeline.runtime.stages.megatron.relay_update import MegatronRelayUpdate
+from megatron.pipeline.runtime.stages.megatron.relay_update import MegatronRelayUpdate, RelayChunk
 from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
 from megatron.pipeline.runtime.stages.megatron.update import MegatronWeightUpdate
 from megatron.pipeline.runtime.transport.links import NcclLink

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.pipeline.runtime.contract import trace
-from megatron.pipeline.start_up.transformer_engine import engine_keeps_main_grad
+from megatron.pipeline.start_up.late_weights import engine_keeps_main_grad
 from tests import workers
 from tests.pipeline.runtime.stages.module import reference
 from tests.pipeline.runtime.stages.module.reference import Training

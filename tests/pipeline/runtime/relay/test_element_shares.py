@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from megatron.pipeline.runtime.relay.flat_layout import FlatLayout
-from megatron.pipeline.runtime.relay.host_store import GRAIN, share_of
+from megatron.pipeline.runtime.relay.host_store import GRAIN, FlatLayout, share_of
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])

@@ -3,7 +3,7 @@
 import torch
 
 from megatron.pipeline.runtime.contract.tensors import ALIGNMENT
-from megatron.pipeline.runtime.relay.flat_layout import FlatLayout
+from megatron.pipeline.runtime.relay.host_store import FlatLayout
 
 TENSORS = {
     "a": torch.randn(3, 5),

@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from megatron.pipeline.runtime.relay.host_store import HostStore
-from megatron.pipeline.runtime.relay.host_versions import HostVersions
-from megatron.pipeline.runtime.relay.resident_weights import ResidentWeights
+from megatron.pipeline.runtime.relay.resident_weights import HostVersions, ResidentWeights
 
 
 def test_what_is_loaded_into_the_shown_weights_is_the_version_that_is_fetched():

@@ -14,8 +14,7 @@ from megatron.pipeline.runtime.activations.activation_memory import ActivationMe
 from megatron.pipeline.runtime.contract import trace
 from megatron.pipeline.runtime.contract.tensors import ALIGNMENT
 from megatron.pipeline.runtime.engine import PipelineEngine
-from megatron.pipeline.runtime.relay.flat_layout import FlatLayout
-from megatron.pipeline.runtime.relay.host_store import HostStore
+from megatron.pipeline.runtime.relay.host_store import FlatLayout, HostStore
 from megatron.pipeline.runtime.stages.emulated.stage import EmulatedUpdate
 from megatron.pipeline.runtime.stages.module.relay_update import ModuleRelayUpdate
 from megatron.pipeline.schedules import Schedule

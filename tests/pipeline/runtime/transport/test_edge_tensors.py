@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from megatron.pipeline.runtime.contract.tensors import TensorSpec
-from megatron.pipeline.runtime.transport.edge_tensors import EdgeTensors
+from megatron.pipeline.runtime.contract.tensors import EdgeTensors, TensorSpec
 
 
 def test_tensors_of_an_edge_are_packed_and_aligned():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.pipeline.program.instruction import Instruction
-from megatron.pipeline.runtime.activations.saved_microbatches import SavedMicrobatches
+from megatron.pipeline.runtime.activations.transfers import SavedMicrobatches
 from megatron.pipeline.runtime.transport.lane import MoveQueue
 
 CPU = torch.device("cpu")

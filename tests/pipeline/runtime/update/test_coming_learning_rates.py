@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.optim import SGD, lr_scheduler
 
-from megatron.pipeline.runtime.update.weight_predictor import learning_rates_to_come
+from megatron.pipeline.runtime.update.weight_prediction import learning_rates_to_come
 
 SCHEDULES = {
     "none": lambda optimizer: None,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.optim import SGD, Adam, AdamW
 
-from megatron.pipeline.runtime.update.gap_aware import SMOOTHING, GapAware
+from megatron.pipeline.runtime.update.optimizer_wrappers import SMOOTHING, GapAware
 
 MAKERS = {
     "sgd": lambda weights: SGD(weights, lr=0.1),

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.optim import SGD, AdamW
 
-from megatron.pipeline.runtime.update.gap_aware import GapAware
-from megatron.pipeline.runtime.update.master_weights import GapAwareMasters, MasterWeights
+from megatron.pipeline.runtime.update.optimizer_wrappers import GapAware, GapAwareMasters, MasterWeights
 
 MAKERS = {
     "momentum": lambda weights: SGD(weights, lr=0.1, momentum=0.9),

@@ -9,10 +9,9 @@ from torch.optim import SGD, Adafactor, AdamW
 from megatron.pipeline.program.weight_policies import Ahead
 from megatron.pipeline.runtime.contract.stage import BatchInfo
 from megatron.pipeline.runtime.stages.module.update import ModuleUpdate
-from megatron.pipeline.runtime.update.ahead_versions import AheadVersions
-from megatron.pipeline.runtime.update.gap_aware import GapAware
-from megatron.pipeline.runtime.update.master_weights import GapAwareMasters, MasterWeights
-from megatron.pipeline.runtime.update.partial_step import PartialStep
+from megatron.pipeline.runtime.update.optimizer_wrappers import GapAware, GapAwareMasters, MasterWeights
+from megatron.pipeline.runtime.update.provisional_step import PartialStep
+from megatron.pipeline.runtime.update.versions import AheadVersions
 
 MAKERS = {
     "plain": lambda weights: SGD(weights, lr=0.1),

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megatron.pipeline.runtime.update.gradient_norm import norm_squared
-from megatron.pipeline.runtime.update.prediction_clip import prediction_factor
+from megatron.pipeline.runtime.update.gradients import norm_squared
+from megatron.pipeline.runtime.update.weight_prediction import prediction_factor
 
 CPU = torch.device("cpu")
 

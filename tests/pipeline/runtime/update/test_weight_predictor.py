@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.optim import SGD, Adafactor, Adam, AdamW
 
-from megatron.pipeline.runtime.update.ahead_versions import AheadVersions
-from megatron.pipeline.runtime.update.weight_predictor import WeightPredictor, learning_rates_to_come
+from megatron.pipeline.runtime.update.versions import AheadVersions
+from megatron.pipeline.runtime.update.weight_prediction import WeightPredictor, learning_rates_to_come
 from tests.pipeline.runtime.update.test_coming_learning_rates import SCHEDULES
 
 MAKERS = {

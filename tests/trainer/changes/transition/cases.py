@@ -11,7 +11,7 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
-from megatron.pipeline.runtime.stages.megatron.weights import named_parameters
+from megatron.pipeline.runtime.stages.megatron.optimizers import named_parameters
 from megatron.trainer.arguments import parse_args
 from megatron.trainer.changes.transition import plan as planning
 from megatron.trainer.changes.transition.memory import hand_over, hold_run

@@ -10,9 +10,8 @@ from torch import Tensor
 from megatron.pipeline.program.edges import StageGraph
 from megatron.pipeline.program.instruction import Tensor as Travelling
 from megatron.pipeline.runtime.contract.stage import BatchInfo, BatchReport, Microbatch
-from megatron.pipeline.runtime.contract.tensors import TensorSpec
+from megatron.pipeline.runtime.contract.tensors import EdgeTensors, TensorSpec
 from megatron.pipeline.runtime.stages.emulated.stage import EmulatedTimes, EmulatedUpdate, sharpen_sleep, sleep_for
-from megatron.pipeline.runtime.transport.edge_tensors import EdgeTensors
 
 _Tensors = Mapping[int, tuple[Tensor, ...]]
 

@@ -1,27 +1,30 @@
-"""A stage that sleeps instead of computing, and really sends what a stage would send.
+"""A stage and a host update that sleep instead of computing, and really transfer what they should.
 
-Problem: on two cores nobody can measure how well a schedule of sixteen stages overlaps; the processors would be the
-limit.
+Problem: two cores cannot show how well a schedule of sixteen stages overlaps, nor whether lanes overlap as a program
+promises: the processors and their memory would be the limit.
 
 Solution: forward and backward sleep until a deadline, so many stages run on few cores, while transfers and reductions
-move real bytes between real processes. What is measured is the schedule and the runtime.
+move real bytes between real processes. The host update sleeps for the times of fetch, store, update and reduction, in
+the real lanes and threads. The measurement is of the schedule, the executor and the lanes.
 """
 
 from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.runtime.activations.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.contract.stage import BatchInfo, BatchReport, Eviction, Microbatch
 from megatron.pipeline.runtime.contract.tensors import TensorSpec
-from megatron.pipeline.runtime.update.norm_reduction import all_reduce_norm
+from megatron.pipeline.runtime.update.gradients import all_reduce_norm
 
 _PR_SET_TIMERSLACK = 29
 
@@ -307,3 +310,40 @@ class EmulatedUpdate:
             return self._reports[version]
         del self._unfinished[version]
         return self._reports.pop(version)
+
+
+class EmulatedRelayUpdate(EmulatedUpdate):
+    """Each stage's words take the seconds that `seconds[kind][stage]` says, as `Costs.seconds` gives them, for FETCH,
+    STORE_GRAD, UPDATE and REDUCE_GRAD. A STEP takes those of all `stages` of this rank.
+
+    `job_group`: all ranks of the job, for the norm reduction; None skips it.
+    """
+
+    residency = None
+
+    def __init__(
+        self, seconds: Mapping[Kind, Sequence[float]], *, stages: Sequence[int], job_group: Any = None
+    ) -> None:
+        super().__init__(job_group=job_group, step_seconds=sum(seconds[Kind.STEP][stage] for stage in stages))
+        self._seconds = seconds
+
+    def reduce_grad(self, version: int, stage: int) -> None:
+        sleep_for(self._seconds[Kind.REDUCE_GRAD][stage])
+
+    def fetch(self, stage: int, version: int) -> Callable[[], None]:
+        return self._sleep(Kind.FETCH, stage)
+
+    def free(self, stage: int) -> Callable[[], None]:
+        return self._sleep(Kind.FREE, stage)
+
+    def accumulate(self, stage: int) -> None:
+        """No gradients."""
+
+    def store_grad(self, stage: int, version: int) -> Callable[[], None]:
+        return self._sleep(Kind.STORE_GRAD, stage)
+
+    def update(self, stage: int, version: int) -> Callable[[], None]:
+        return self._sleep(Kind.UPDATE, stage)
+
+    def _sleep(self, kind: Kind, stage: int) -> Callable[[], None]:
+        return partial(sleep_for, self._seconds[kind][stage])

@@ -17,7 +17,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.pipeline.runtime.contract.stage import BatchInfo, BatchReport
 from megatron.pipeline.runtime.stages.megatron.groups import ChainGroup
 from megatron.pipeline.runtime.stages.megatron.optimizers import single_optimizer
-from megatron.pipeline.runtime.update.norm_reduction import all_reduce_norm
+from megatron.pipeline.runtime.update.gradients import all_reduce_norm
 
 
 class Decisions:

@@ -20,7 +20,7 @@ from megatron.pipeline.program.weight_policies import FLUSH, WeightPolicy, weigh
 from megatron.pipeline.runtime.contract.stage import BatchInfo, BatchReport
 from megatron.pipeline.runtime.stages.megatron.decisions import Decisions
 from megatron.pipeline.runtime.stages.megatron.groups import DEFAULT_TIMEOUT, ChainGroups
-from megatron.pipeline.runtime.stages.megatron.warm_up import warm_up_common
+from megatron.pipeline.runtime.stages.megatron.reduction import warm_up_common
 
 
 class _NoVersions:

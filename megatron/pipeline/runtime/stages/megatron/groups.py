@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron import backend
-from megatron.backend.communicators import shut_down
-from megatron.backend.streams import streams_of
+from megatron.backend.streams import shut_down, streams_of
 from megatron.core import parallel_state
 from megatron.pipeline.communicators import COMMUNICATOR_CTAS
 

@@ -1,12 +1,13 @@
-"""Where in the pipeline megatron.core believes to be: at a stage, whichever rank holds it.
+"""The pipeline position that megatron.core sees: that of a stage, whichever rank holds the stage.
 
-Problem: megatron.core derives a stage from the rank: stage = chunk x ranks + rank. With it come layer numbers, and so
-weights' names in checkpoints, who embeds, who has the loss, and which two copies of a tied embedding belong together.
-A schedule may put its stages anywhere.
+Problem: megatron.core derives a stage from the rank: stage = chunk x ranks + rank. The stage decides layer numbers, and
+so weights' names in checkpoints, which chunk embeds, which has the loss, and which two copies of a tied embedding
+belong together. A schedule may put its stages anywhere.
 
-Solution: each chunk is shown a pipeline with a rank for every stage, and itself on the rank that has its stage's
-number. `config_of_stage` says so in the configuration, `at_stage` in `parallel_state`, while the chunk is built and
-while it computes. Every chunk then is what it would be there; the groups with which ranks communicate are untouched.
+Solution: each chunk is shown a pipeline with one rank for every stage, and itself on the rank that has its stage's
+number. `config_of_stage` does so in the configuration, `at_stage` in `parallel_state`, while the chunk is built and
+while it computes. The groups with which ranks communicate are untouched. `without_first_layers` lets the first stage
+begin behind layers whose output is known.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,10 +16,12 @@ from copy import copy
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from megatron.core import parallel_state
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
 
@@ -118,3 +121,21 @@ def copy_tied_embeddings(chunks: Sequence[torch.nn.Module]) -> None:
         copies[1].copy_(copies[0])
     elif copies and group is not None and group.size() > 1:
         dist.all_reduce(copies[0].data, group=group)
+
+
+@contextmanager
+def without_first_layers(model: nn.Module, num_layers: int) -> Iterator[None]:
+    """Within, a forward of the chunk of a first stage begins behind its first `num_layers` layers, with what was given
+    to `set_input_tensor`: it neither embeds nor runs them. All that follows has the bits of a whole forward.
+    """
+    chunk = unwrap_model(model)
+    (block,) = (module for module in chunk.modules() if isinstance(module, TransformerBlock))
+    layers, first = block.layers, (chunk.pre_process, block.pre_process)
+    assert 0 < num_layers < len(layers), f"a chunk of {len(layers)} layers cannot begin behind {num_layers} of them"
+    block.layers = nn.ModuleList(list(layers)[num_layers:])
+    chunk.pre_process = block.pre_process = False
+    try:
+        yield
+    finally:
+        block.layers = layers
+        chunk.pre_process, block.pre_process = first

@@ -25,14 +25,17 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
-from megatron.pipeline.runtime.stages.megatron.gradients import GradientSlot
-from megatron.pipeline.runtime.stages.megatron.optimizers import MegatronCoreOptimizer
+from megatron.pipeline.runtime.stages.megatron.optimizers import (
+    DistributedSlots,
+    GradientSlot,
+    MegatronCoreOptimizer,
+    named_parameters,
+    separate_masters,
+)
 from megatron.pipeline.runtime.stages.megatron.reduction import GradientReduction, tensor_parallel_parameters
-from megatron.pipeline.runtime.stages.megatron.weights import DistributedSlots, named_parameters, separate_masters
-from megatron.pipeline.runtime.update.gradient_norm import norm_squared
-from megatron.pipeline.runtime.update.predicted_versions import PredictedVersions
-from megatron.pipeline.runtime.update.prediction_clip import prediction_factor
+from megatron.pipeline.runtime.update.gradients import norm_squared
 from megatron.pipeline.runtime.update.provisional_step import ProvisionalStep, is_scale_invariant
+from megatron.pipeline.runtime.update.weight_prediction import PredictedVersions, prediction_factor
 
 
 @dataclass

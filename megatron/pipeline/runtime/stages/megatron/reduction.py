@@ -1,9 +1,18 @@
-"""What the chain reduces: one batch's gradients, over replicas, tensor ranks and tied embeddings, and their norm.
+"""The reductions of one batch's gradients over replicas, tensor ranks and tied embeddings, their norm, and a warm-up.
 
-megatron.core does the same in `finalize_model_grads` and in its optimizers' `prepare_grads`, but on the buffers that
-backwards write to, on its own groups and with two or three collectives for norm and overflow. Here every function
-takes the gradient slot of one finished batch, so the next batch's backwards may run meanwhile.
+megatron.core reduces in `finalize_model_grads` and in its optimizers' `prepare_grads`, but on the buffers that
+backwards write to, on its own groups, and with two or three collectives for norm and overflow. Here every function
+takes the gradient slot of one finished batch, so the backwards of the next batch may run meanwhile.
+
+NCCL connects a group at its first collective, and again at the first collective whose operation or size asks for
+another algorithm. Connecting allocates memory and waits for the whole device. In the middle of training the device may
+run receives that were posted ahead, for data which the peer sends only after that very collective: a deadlock. So each
+group is used once before the first batch, while nothing else runs (`warm_up`): the chain's groups with zero gradients,
+the optimizer's groups with the weights, which are equal on all replicas, the tensor group with small, medium and large
+tensors. All ranks take the groups in one order.
 """
+
+from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,17 +23,22 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron import backend
+from megatron.backend.streams import streams_of
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from megatron.core.utils import unwrap_model
-from megatron.pipeline.runtime.stages.megatron.gradients import GradientSlot, bucket_of
-from megatron.pipeline.runtime.stages.megatron.groups import ChainGroups
-from megatron.pipeline.runtime.stages.megatron.optimizers import MegatronCoreOptimizer
+from megatron.pipeline.runtime.stages.megatron.groups import ChainGroup, ChainGroups, uses_nccl
+from megatron.pipeline.runtime.stages.megatron.optimizers import (
+    GradientSlot,
+    MegatronCoreOptimizer,
+    bucket_of,
+    named_parameters,
+)
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import tied_embeddings
-from megatron.pipeline.runtime.stages.megatron.weights import named_parameters
-from megatron.pipeline.runtime.update.gradient_norm import norms_of, sum_of_squares
+from megatron.pipeline.runtime.update.gradients import norms_of, sum_of_squares
 
 
 class GradientReduction:
@@ -178,3 +192,64 @@ def tensor_parallel_parameters(chunks: list[DistributedDataParallel]) -> tuple[l
             ):
                 summed.append(param)
     return summed, averaged
+
+
+_BYTES = (8, 1 << 20, 1 << 26)
+"""Below, between and above where NCCL changes its algorithm within a node."""
+
+
+@torch.no_grad()
+def warm_up(
+    chunks: list[DistributedDataParallel],
+    reduction: GradientReduction,
+    zeros: GradientSlot,
+    world: ChainGroup | None,
+    *,
+    distributed_optimizer: bool,
+    reduces_partial: bool = False,
+) -> None:
+    """Use the chain's groups, and those of megatron.core's that forwards, backwards and steps use. Collective.
+
+    `zeros`: gradients that no batch has begun to add to. `reduces_partial`: predictions read the mean over the
+    replicas, of tied embeddings too, and with the distributed optimizer its norm.
+    """
+    reduction.over_data(zeros)
+    reduction.over_embedding(zeros)
+    reduction.over_tensor(zeros)
+    if reduces_partial:
+        reduction.over_partial_embedding(zeros, over_data=True)
+    for chunk in chunks if distributed_optimizer else ():
+        chunk.start_param_sync()  # what a step ends with
+        if reduces_partial:
+            dist.all_reduce(_probe(_BYTES[0], 1), group=chunk.intra_dp_cp_group)
+    warm_up_common(chunks, world)
+
+
+@torch.no_grad()
+def warm_up_common(chunks: Sequence[DistributedDataParallel], world: ChainGroup | None) -> None:
+    """Use the groups that every update's batches use, and wait until all is done. Collective."""
+    if world is not None:
+        world.all_reduce(_probe(_BYTES[0], 1))  # the norm's is small
+    _warm_up_tensor_group(sequence_parallel=chunks[0].config.sequence_parallel)
+    dist.all_reduce(_probe(_BYTES[0], 1))  # evaluations, and stop requests between stretches
+    streams = streams_of(backend.device())
+    streams.finish(streams.record())
+
+
+def _warm_up_tensor_group(*, sequence_parallel: bool) -> None:
+    group = parallel_state.get_tensor_model_parallel_group()  # of one rank, too: its losses go through it
+    for num_bytes in _BYTES if uses_nccl() else _BYTES[:1]:
+        for operation in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
+            dist.all_reduce(_probe(num_bytes, 1), operation, group=group)
+        dist.broadcast(_probe(num_bytes, 1), dist.get_process_group_ranks(group)[0], group=group)
+        if sequence_parallel:
+            whole = _probe(num_bytes, group.size())
+            share = whole.chunk(group.size())[group.rank()].clone()
+            dist.all_gather_into_tensor(whole, share, group=group)
+            dist.reduce_scatter_tensor(share, whole, group=group)
+
+
+def _probe(num_bytes: int, parts: int) -> Tensor:
+    """Zeros of at least so many bytes, in equal parts."""
+    length = -(-num_bytes // (4 * parts)) * parts
+    return torch.zeros(length, device=backend.device())

@@ -1,17 +1,22 @@
 """Weights on the host for megatron.core's chunks and optimizers: the relay of L2L (Pudipeddi et al., 2020).
 
 Problem: megatron.core's optimizers own masters and moments, and with them the formats of all checkpoints; in FP32 they
-own the model's parameters themselves, which show what is on the device: a slot, or NaN.
+own the model's parameters themselves, which show the device's memory: a slot, or NaN.
 
-Solution: the optimizer is made of the chunks' parameters as ever, and nobody steps it. The host's optimizer steps
-tensors of its own, stage by stage, with the optimizer's state of the parameters for which they stand: the host's
-weights in FP32, else the optimizer's masters, behind which the low-precision weights are written. Drained, parameters
-show the host's weights, and then chunks and optimizer are what they are where weights live on the device: checkpoints
-are written and read by the same code.
+Solution: megatron.core's optimizer is made of the chunks' parameters as usual, and its `step` is never called. The
+host's optimizer steps other tensors, stage by stage, with the state of the parameters for which they stand: the host's
+weights in FP32, else the optimizer's masters, from which the low-precision weights are then written. When the pipeline
+is drained, parameters show the host's weights, so the same code writes and reads checkpoints as where weights live on
+the device.
 
-A stage's gradients are averaged and summed over ranks before they leave, and give their norms: one FP32 norm of each
-parameter, as everywhere, so that the norm of a rank is, in one order of its parameters, that of other schedules to the
-last bit. Tied embeddings, of which both gradients have left by then, come back for a moment to be added up.
+A stage's gradients are averaged and summed over ranks before they leave the device. Each parameter gives one FP32 norm,
+and the norms are added in the same order as under other schedules, so that the norm of a rank is equal to the last bit.
+Both gradients of a tied embedding have left by then: they are copied back for a moment to be added up.
+
+megatron.core's DDP gives every parameter a `main_grad` in one flat buffer for as long as it lives. Here a stage has
+gradients on the device only from its first backward of a batch until they have left. So `RelayChunk` stands in for DDP
+without buffers: a hook on each parameter adds each gradient to the parameter's current `main_grad`, as DDP's does, and
+drops it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,31 +25,57 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron import backend
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
 from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.program.weight_policies import FLUSH, weight_policy
 from megatron.pipeline.runtime.contract.stage import BatchInfo, BatchReport
 from megatron.pipeline.runtime.relay.host_optimizer import HostOptimizer, Settings
 from megatron.pipeline.runtime.relay.host_store import HostStore
-from megatron.pipeline.runtime.relay.host_versions import HostVersions
 from megatron.pipeline.runtime.relay.ledger import RelayLedger
 from megatron.pipeline.runtime.relay.node_replicas import NodeReplicas
-from megatron.pipeline.runtime.relay.resident_weights import ResidentWeights, StageWeights
+from megatron.pipeline.runtime.relay.resident_weights import HostVersions, ResidentWeights, StageWeights
 from megatron.pipeline.runtime.relay.stage_gradients import NormsOnHost, StageGradients, copied_back
 from megatron.pipeline.runtime.stages.megatron.decisions import Decisions
-from megatron.pipeline.runtime.stages.megatron.gradients import GradientSlot
 from megatron.pipeline.runtime.stages.megatron.groups import DEFAULT_TIMEOUT, ChainGroups, uses_nccl
-from megatron.pipeline.runtime.stages.megatron.optimizers import masters_of, single_optimizer
+from megatron.pipeline.runtime.stages.megatron.optimizers import GradientSlot, masters_of, single_optimizer
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import tied_embeddings
-from megatron.pipeline.runtime.stages.megatron.reduction import GradientReduction
-from megatron.pipeline.runtime.stages.megatron.relay_chunk import RelayChunk, show_as_main_grad
-from megatron.pipeline.runtime.stages.megatron.warm_up import warm_up_common
+from megatron.pipeline.runtime.stages.megatron.reduction import GradientReduction, warm_up_common
+
+
+class RelayChunk(DistributedDataParallel):
+    """`module` under the face of DDP. All that DDP does with its buffers is done with none."""
+
+    def __init__(
+        self, config: TransformerConfig, ddp_config: DistributedDataParallelConfig, module: torch.nn.Module
+    ) -> None:
+        super(DistributedDataParallel, self).__init__(config, module)
+        self.ddp_config = ddp_config
+        self.buffers: list = []
+        self.expert_parallel_buffers: list = []
+        self.bucket_groups: list = []
+        self.expert_parallel_bucket_groups: list = []
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
+
+
+def show_as_main_grad(parameter: torch.nn.Parameter, view: Tensor | None) -> None:
+    """Backwards add to `view`, in its dtype; None: no backward follows."""
+    parameter.main_grad = view
+
+
+def _add_to_main_grad(parameter: torch.nn.Parameter) -> None:
+    parameter.main_grad.add_(parameter.grad)
+    parameter.grad = None
 
 
 @dataclass

@@ -33,8 +33,7 @@ from megatron.pipeline.runtime.contract.stage import EVALUATION_BATCH, Eviction,
 from megatron.pipeline.runtime.contract.tensors import TensorSpec
 from megatron.pipeline.runtime.stages.megatron.drawn_data import DrawnData, Recorder
 from megatron.pipeline.runtime.stages.megatron.frozen_update import MegatronFrozenUpdate
-from megatron.pipeline.runtime.stages.megatron.pipeline_position import at_stage
-from megatron.pipeline.runtime.stages.megatron.prefix import without_first_layers
+from megatron.pipeline.runtime.stages.megatron.pipeline_position import at_stage, without_first_layers
 from megatron.pipeline.runtime.stages.megatron.relay_update import MegatronRelayUpdate
 from megatron.pipeline.runtime.stages.megatron.split_linears import (
     putting_off,

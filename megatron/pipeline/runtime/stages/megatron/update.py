@@ -28,19 +28,18 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.pipeline.program.weight_policies import FLUSH, WeightPolicy, weight_policy
 from megatron.pipeline.runtime.contract.stage import BatchInfo, BatchReport
 from megatron.pipeline.runtime.stages.megatron.decisions import Decisions
-from megatron.pipeline.runtime.stages.megatron.gradients import CoreGradientBuffers
 from megatron.pipeline.runtime.stages.megatron.groups import DEFAULT_TIMEOUT, ChainGroups
-from megatron.pipeline.runtime.stages.megatron.layers import LayersOfParameters
 from megatron.pipeline.runtime.stages.megatron.optimizers import (
+    CoreGradientBuffers,
+    LayersOfParameters,
     copy_gradients,
     gradients_of,
     single_optimizer,
     steps_parameters_in_place,
+    weight_versions,
 )
 from megatron.pipeline.runtime.stages.megatron.prediction import MegatronPrediction, PartialEmbedding, PartialGradients
-from megatron.pipeline.runtime.stages.megatron.reduction import GradientReduction
-from megatron.pipeline.runtime.stages.megatron.warm_up import warm_up
-from megatron.pipeline.runtime.stages.megatron.weights import weight_versions
+from megatron.pipeline.runtime.stages.megatron.reduction import GradientReduction, warm_up
 from megatron.pipeline.runtime.update.versions import WeightVersions
 
 

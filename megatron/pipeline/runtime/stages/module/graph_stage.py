@@ -16,15 +16,12 @@ from torch.autograd.graph import get_gradient_edge
 from megatron.pipeline.program.edges import StageGraph
 from megatron.pipeline.program.instruction import Tensor as Travelling
 from megatron.pipeline.program.weight_policies import Ahead
-from megatron.pipeline.runtime.activations.kept import ActivationStore, RandomState
+from megatron.pipeline.runtime.activations.captured import ActivationStore, RandomState
 from megatron.pipeline.runtime.activations.weight_products import DeferredProducts
 from megatron.pipeline.runtime.contract.stage import Microbatch
-from megatron.pipeline.runtime.contract.tensors import has_gradients
-from megatron.pipeline.runtime.stages.module.losses import BatchLosses, Loss, sum_and_count
-from megatron.pipeline.runtime.stages.module.split_linears import split_linears
-from megatron.pipeline.runtime.transport.edge_tensors import EdgeTensors
-from megatron.pipeline.runtime.update.ahead_versions import AheadVersions
-from megatron.pipeline.runtime.update.versions import WeightVersions
+from megatron.pipeline.runtime.contract.tensors import EdgeTensors, has_gradients
+from megatron.pipeline.runtime.stages.module.stage import BatchLosses, Loss, split_linears, sum_and_count
+from megatron.pipeline.runtime.update.versions import AheadVersions, WeightVersions
 
 _Tensors = dict[int, tuple[Tensor, ...]]  # by the other stage
 

@@ -13,12 +13,11 @@ from torch import nn
 
 from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.pipeline.runtime.contract.stage import BatchInfo, BatchReport
-from megatron.pipeline.runtime.stages.module.losses import Counts, by_microbatches
 from megatron.pipeline.runtime.stages.module.reduction import ModuleReduction
+from megatron.pipeline.runtime.stages.module.stage import Counts, by_microbatches
 from megatron.pipeline.runtime.stages.module.update import ModuleUpdate
-from megatron.pipeline.runtime.update.ahead_versions import AheadVersions
-from megatron.pipeline.runtime.update.predicted_versions import PredictedVersions
-from megatron.pipeline.runtime.update.versions import WeightVersions
+from megatron.pipeline.runtime.update.versions import AheadVersions, WeightVersions
+from megatron.pipeline.runtime.update.weight_prediction import PredictedVersions
 
 TOGETHER = -1
 """The key of the update of a rank whose stages step together."""

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from megatron.backend.streams import streams_of
 from megatron.pipeline.runtime.contract.stage import BatchReport
-from megatron.pipeline.runtime.update.gradients import GradientBuffer
-from megatron.pipeline.runtime.update.norm_reduction import all_reduce_norm
+from megatron.pipeline.runtime.update.gradients import GradientBuffer, all_reduce_norm
 
 
 @dataclass(frozen=True)

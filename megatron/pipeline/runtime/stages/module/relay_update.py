@@ -27,7 +27,7 @@ from megatron.pipeline.runtime.relay.host_store import HostStore
 from megatron.pipeline.runtime.relay.resident_weights import ResidentWeights
 from megatron.pipeline.runtime.relay.stage_gradients import NormsOnHost, StageGradients, copied_back
 from megatron.pipeline.runtime.stages.module.reduction import ModuleReduction, TiedParameter, clip_factor
-from megatron.pipeline.runtime.update.gradient_norm import norm_of
+from megatron.pipeline.runtime.update.gradients import norm_of
 
 
 @dataclass

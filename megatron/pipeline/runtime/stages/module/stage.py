@@ -1,28 +1,42 @@
-"""Any ``nn.Module`` as a pipeline stage.
+"""Any ``nn.Module`` as a pipeline stage, with its losses and its split backward.
 
-The first stage draws its inputs from a callable, the last one turns its outputs into a loss. The gradient of a batch
-is the mean over its microbatches, or over what its losses count (`losses`). Backward starts from an edge of the
-autograd graph and not from the output tensor, so once an output has been sent nothing here holds its storage. Under
-recompute the forward runs without a graph and only the input and the random state are kept.
+The first stage draws its inputs from a callable, the last one turns its outputs into a loss. The gradient of a batch is
+the mean over its microbatches, or over the counts of its losses. Backward starts from an edge of the autograd graph and
+not from the output tensor, so once an output has been sent nothing here holds its storage. Under recompute the forward
+runs without a graph and only the input and the random state are kept.
+
+Losses: a microbatch's loss is a mean, or a sum with its count. A batch's gradient is the mean over all counts, on all
+replicas. Their total is known only after the last microbatch, so backwards divide a sum, like a mean, by the number of
+microbatches. The update divides the gradients by the mean count of a microbatch (`ModuleUpdate`).
+
+Split backward: the module's plain ``nn.Linear`` layers get a forward with torch's values, whose backward postpones the
+weight product while an I runs (`weight_products`), and computes it with torch's kernels otherwise. Everything else has
+its weight gradients computed in I: biases, other layers, subclasses of ``nn.Linear``, weights that are frozen or
+computed from others, and linears under autocast, which cast their weight.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from megatron.pipeline.runtime.activations.activation_memory import ActivationMemory
-from megatron.pipeline.runtime.activations.captured import CapturedActivations, NotCaptured
-from megatron.pipeline.runtime.activations.kept import ActivationStore, RandomState, SavedActivations
-from megatron.pipeline.runtime.activations.weight_products import DeferredProducts
+from megatron.pipeline.runtime.activations.captured import (
+    ActivationStore,
+    CapturedActivations,
+    NotCaptured,
+    RandomState,
+    SavedActivations,
+)
+from megatron.pipeline.runtime.activations.weight_products import DeferredProducts, collecting
 from megatron.pipeline.runtime.contract.stage import Eviction, Microbatch
 from megatron.pipeline.runtime.contract.tensors import TensorSpec
 from megatron.pipeline.runtime.relay.resident_weights import StageWeights
-from megatron.pipeline.runtime.stages.module.losses import BatchLosses, Loss, sum_and_count
-from megatron.pipeline.runtime.stages.module.split_linears import split_linears
 from megatron.pipeline.runtime.update.versions import WeightVersions
 
 
@@ -180,3 +194,86 @@ class ModuleStage:
         if self._loss is None:
             return get_gradient_edge(output)
         return sum_and_count(output)[0] / microbatch.num_microbatches
+
+
+def split_linears(module: nn.Module) -> None:
+    """Give the plain linears of `module` that forward; again is free."""
+    for each in module.modules():
+        if type(each) is nn.Linear and "forward" not in vars(each):
+            each.__class__ = _SplitLinear
+
+
+class _SplitLinear(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        weight = self.weight
+        is_plain = type(weight) is nn.Parameter and weight.requires_grad and input.dim() > 1
+        if not is_plain or not torch.is_grad_enabled() or torch.is_autocast_enabled(input.device.type):
+            return F.linear(input, weight, self.bias)
+        # What a function returns may be changed in place only where it is no view, as the output of more dimensions is.
+        output = _Linear.apply(input.reshape(-1, input.shape[-1]), weight, self.bias)
+        return output.view(*input.shape[:-1], self.out_features)
+
+
+class _Linear(torch.autograd.Function):
+    """``F.linear`` of two dimensions."""
+
+    @staticmethod
+    def forward(ctx, input: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
+        ctx.save_for_backward(input, weight)
+        ctx.parameter = weight
+        return F.linear(input, weight, bias)
+
+    @staticmethod
+    def backward(ctx, output_grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        input, weight = ctx.saved_tensors
+        needs_input, _, needs_bias = ctx.needs_input_grad
+        input_grad = output_grad @ weight.conj() if needs_input else None
+        bias_grad = output_grad.sum(0) if needs_bias else None
+        products = collecting()
+        if products is None:
+            return input_grad, _product(input, output_grad), bias_grad
+        products.put_off(ctx.parameter, input, output_grad, _product)
+        return input_grad, None, bias_grad
+
+
+def _product(input: Tensor, output_grad: Tensor) -> Tensor:
+    return output_grad.t() @ input.conj()
+
+
+Loss = Tensor | tuple[Tensor, Tensor | float]
+"""A scalar: the mean over a microbatch; or (the sum, how many it counts)."""
+
+Counts = Callable[[int, int], float]
+"""(batch, n) -> what the losses of its first n microbatches count, the mean over the replicas."""
+
+
+def by_microbatches(batch: int, num_microbatches: int) -> float:
+    """The `Counts` of means."""
+    return float(num_microbatches)
+
+
+def sum_and_count(loss: Loss) -> tuple[Tensor, Tensor | float]:
+    """A mean is a sum that counts 1."""
+    return loss if isinstance(loss, tuple) else (loss, 1.0)
+
+
+class BatchLosses:
+    """Sums by batch, in float64 where the losses are: nobody waits for them until they are taken."""
+
+    def __init__(self) -> None:
+        self._sums: dict[int, tuple[Tensor, Tensor | float]] = {}
+
+    def add(self, batch: int, loss: Loss) -> None:
+        total, count = sum_and_count(loss)
+        sums = self._sums.get(batch) or (torch.zeros((), dtype=torch.float64, device=total.device), 0.0)
+        counted = count.detach().double() if isinstance(count, Tensor) else count
+        self._sums[batch] = sums[0] + total.detach(), sums[1] + counted
+
+    def take(self, batch: int) -> tuple[float, float]:
+        """(the sum, the count) of all microbatches, which are forgotten. Raises ValueError for what is no count."""
+        total, count = self._sums.pop(batch)
+        if not 0 <= (number := float(count)) < math.inf:
+            raise ValueError(
+                f"the losses of batch {batch} count {number:g}; return (sum, count) with a count from 0 on"
+            )
+        return total.item(), number

@@ -1,13 +1,16 @@
-"""A torch optimizer as the weight update of a stage.
+"""A torch optimizer as the weight update of a stage, and the update of a rank whose stages are all frozen.
 
-The gradients of a batch are averaged over replicas, those of tied parameters added up, and the exact global norm is
-taken over all ranks of the job on the chain thread; the step clips with it and writes the next weight version. Where
-a gradient is not finite anywhere, no rank steps: the new version is an alias of the one before and the learning rate
+The gradients of a batch are averaged over replicas, those of tied parameters are added up, and the exact global norm is
+taken over all ranks of the job on the chain thread; the step clips with it and writes the next weight version. Where a
+gradient is not finite on any rank, no rank steps: the new version is an alias of the one before, and the learning rate
 stays.
 
-Where losses are sums, the gradients are those of sums until the step. What a batch counts, over all replicas, comes
-with its norm. The step divides the norm and the gradients by it, and clips then. A batch that counts nothing makes no
-step. A prediction comes before its batch's norm: it divides by the newest count that there is, that of the batch
+Where losses are sums, the gradients are sums until the step. The batch's count over all replicas comes with its norm.
+The step divides the norm and the gradients by the count, and then clips. A batch with count 0 makes no step. A
+prediction comes before the norm of its batch, so it divides by the count of the batch before.
+
+`FrozenUpdate` leaves the weights as they are. Its rank takes part in the norm, to which it adds nothing, because the
+norm brings the reports. It does not wait for the norm: the step comes first and makes a version equal to the one
 before.
 """
 
@@ -23,18 +26,13 @@ from torch import Tensor
 
 from megatron.pipeline.program.weight_policies import Ahead
 from megatron.pipeline.runtime.contract.stage import BatchInfo, BatchReport
-from megatron.pipeline.runtime.stages.module.losses import Counts, by_microbatches
 from megatron.pipeline.runtime.stages.module.reduction import ModuleReduction, TiedParameter, clip_factor
-from megatron.pipeline.runtime.update.ahead_versions import AheadVersions, Make
-from megatron.pipeline.runtime.update.gap_aware import GapAware
-from megatron.pipeline.runtime.update.gradient_norm import norm_squared
-from megatron.pipeline.runtime.update.gradients import GradientBuffer, GradientBuffers
-from megatron.pipeline.runtime.update.partial_step import PartialStep
-from megatron.pipeline.runtime.update.predicted_versions import PredictedVersions
-from megatron.pipeline.runtime.update.prediction_clip import prediction_factor
-from megatron.pipeline.runtime.update.provisional_step import ProvisionalStep, is_scale_invariant
-from megatron.pipeline.runtime.update.versions import Slot, WeightVersions
-from megatron.pipeline.runtime.update.weight_predictor import WeightPredictor
+from megatron.pipeline.runtime.stages.module.stage import Counts, by_microbatches
+from megatron.pipeline.runtime.update.gradients import GradientBuffer, GradientBuffers, norm_squared
+from megatron.pipeline.runtime.update.optimizer_wrappers import GapAware
+from megatron.pipeline.runtime.update.provisional_step import PartialStep, ProvisionalStep, is_scale_invariant
+from megatron.pipeline.runtime.update.versions import AheadVersions, Make, Slot, WeightVersions
+from megatron.pipeline.runtime.update.weight_prediction import PredictedVersions, WeightPredictor, prediction_factor
 
 
 @dataclass
@@ -321,3 +319,28 @@ class ModuleUpdate:
 
     def _norm_squared(self, buffer: GradientBuffer) -> Tensor:
         return buffer.norm_squared(leave_out=self._reduction.uncounted)
+
+
+class FrozenUpdate:
+    """`job_group`: all ranks of the job, None for a single one; nobody else may use it. Its reports have a learning
+    rate of 0.
+    """
+
+    def __init__(
+        self, *, job_group: Any = None, loss_names: tuple[str, ...] = ("loss",), device: torch.device | str = "cpu"
+    ) -> None:
+        self._reduction = ModuleReduction(job_group=job_group, loss_names=loss_names, device=torch.device(device))
+        self._reports: dict[int, BatchReport] = {}  # by the version that the batch leads to
+        self._reduction.warm_up()
+
+    def begin_batch(self, info: BatchInfo) -> None:
+        self._reports[info.index + 1] = BatchReport(batch=info.index, num_samples=info.num_samples)
+
+    def step(self, version: int) -> BatchReport:
+        return self._reports[version]
+
+    def reduce_norm(self, version: int, stop_requests: int, losses: Mapping[str, tuple[float, float]]) -> None:
+        self._reduction.reduce_norm(self._reports.pop(version), 0.0, stop_requests, losses)
+
+    def begin_evaluation(self) -> None:
+        """Its weights are always the newest."""

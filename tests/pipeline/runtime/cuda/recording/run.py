@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 from megatron.backend import streams
-from megatron.pipeline.runtime.stages.megatron import groups, warm_up
+from megatron.pipeline.runtime.stages.megatron import groups, reduction
 from megatron.pipeline.runtime.transport import lane, links, move_links
 from megatron.pipeline.runtime.update import chain
 from tests.pipeline.runtime.cuda.recording.device import Recorder
@@ -26,9 +26,9 @@ def recording(*, seed: int = 0, backend: str = "nccl"):
         stack.enter_context(mock.patch.dict(streams.SIDES, {"cpu": lambda device: recorder}))
         stack.enter_context(mock.patch.dict(links.LINKS, {(backend, "cpu"): link}))
         stack.enter_context(mock.patch.dict(move_links.MOVE_LINKS, {(backend, "cpu"): move_link}))
-        for module in (groups, warm_up):
+        for module in (groups, reduction):
             stack.enter_context(mock.patch.object(module, "uses_nccl", lambda: backend == "nccl"))
-        stack.enter_context(mock.patch.object(warm_up, "_BYTES", (8, 4096)))
+        stack.enter_context(mock.patch.object(reduction, "_BYTES", (8, 4096)))
         stack.enter_context(watched_threads(recorder, (chain, lane, links)))
         watched_pair = _watched(recorder, links.gloo_pair)
         for module in (links, move_links):

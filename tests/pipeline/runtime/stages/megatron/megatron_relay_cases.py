@@ -16,8 +16,7 @@ from megatron.pipeline.check import check
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.runtime.engine import PipelineEngine
-from megatron.pipeline.runtime.stages.megatron.relay_chunk import RelayChunk, show_as_main_grad
-from megatron.pipeline.runtime.stages.megatron.relay_update import MegatronRelayUpdate
+from megatron.pipeline.runtime.stages.megatron.relay_update import MegatronRelayUpdate, RelayChunk, show_as_main_grad
 from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
 from megatron.pipeline.schedules import Schedule
 from tests.pipeline.runtime.relay.device_meter import DeviceMeter

@@ -7,8 +7,8 @@ import torch
 
 from megatron.pipeline.runtime.stages.megatron.update import MegatronWeightUpdate
 from megatron.pipeline.runtime.update.elementwise_step import RULES
-from megatron.pipeline.runtime.update.predicted_versions import PredictedVersions
 from megatron.pipeline.runtime.update.versions import WeightVersions
+from megatron.pipeline.runtime.update.weight_prediction import PredictedVersions
 from tests.pipeline.runtime.stages.megatron import megatron_cases as cases
 from tests.pipeline.runtime.stages.megatron.megatron_model import parallel
 

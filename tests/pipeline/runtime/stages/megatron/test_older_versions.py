@@ -10,7 +10,7 @@ backend.install()
 
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.pipeline.program.weight_policies import TWO_BW, WeightPolicy
-from megatron.pipeline.runtime.stages.megatron.older_versions import OlderVersions
+from megatron.pipeline.runtime.stages.megatron.checkpointed_versions import OlderVersions
 from megatron.pipeline.runtime.update.versions import WeightVersions
 
 THREE = WeightPolicy("three", delay=2)

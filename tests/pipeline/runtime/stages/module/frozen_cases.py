@@ -14,9 +14,8 @@ from megatron.pipeline.runtime.contract.stage import BatchReport
 from megatron.pipeline.runtime.contract.tensors import TensorSpec
 from megatron.pipeline.runtime.contract.trace import MOVES, Tracer
 from megatron.pipeline.runtime.engine import PipelineEngine
-from megatron.pipeline.runtime.stages.module.frozen_update import FrozenUpdate
 from megatron.pipeline.runtime.stages.module.stage import ModuleStage
-from megatron.pipeline.runtime.stages.module.update import ModuleUpdate
+from megatron.pipeline.runtime.stages.module.update import FrozenUpdate, ModuleUpdate
 from megatron.pipeline.runtime.update.versions import WeightVersions
 from megatron.pipeline.schedules import Schedule
 from tests.pipeline.runtime.stages.module import reference

@@ -21,8 +21,8 @@ from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.relay.resident_weights import StageWeights
 from megatron.pipeline.runtime.stages.module.stage import ModuleStage
 from megatron.pipeline.runtime.stages.module.update import ModuleUpdate, TiedParameter
-from megatron.pipeline.runtime.update.predicted_versions import PredictedVersions
 from megatron.pipeline.runtime.update.versions import WeightVersions
+from megatron.pipeline.runtime.update.weight_prediction import PredictedVersions
 from megatron.pipeline.schedules import Schedule
 from tests.pipeline.runtime.stages.module import provisional_reference, reference
 from tests.pipeline.runtime.stages.module.reference import Training

@@ -5,7 +5,7 @@ import torch
 
 from megatron.pipeline.runtime.contract.stage import BatchInfo
 from megatron.pipeline.runtime.stages.module.update import ModuleUpdate
-from megatron.pipeline.runtime.update.predicted_versions import PredictedVersions
+from megatron.pipeline.runtime.update.weight_prediction import PredictedVersions
 from tests import workers
 from tests.pipeline.runtime.stages.module import provisional_reference, reference
 from tests.pipeline.runtime.stages.module.reference import Training

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.pipeline.runtime.activations.weight_products import WeightProducts
-from megatron.pipeline.runtime.stages.module.split_linears import split_linears
+from megatron.pipeline.runtime.stages.module.stage import split_linears
 
 
 class Checkpointed(nn.Module):

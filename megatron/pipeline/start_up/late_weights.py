@@ -1,6 +1,9 @@
-"""Late and predicted weights, in every program that has them: what their flags go together with, and what is said."""
+"""Late and predicted weights: their flags, their description, and the Transformer Engine that they need."""
 
 import argparse
+import importlib.metadata
+
+from packaging.version import Version
 
 from megatron.documents import counted
 from megatron.pipeline.program.weight_policies import TWO_BW, WeightPolicy
@@ -60,3 +63,22 @@ def description(schedule: PipelineSchedule, name: str, num_microbatches: int) ->
     else:
         replicas = ""
     return f"{name} with provisional weights: {stages} {numbers} of {counted(num_microbatches, 'microbatch')}{replicas}"
+
+
+LOOKS_UP_GRADIENTS = "2.6.0"
+"""The first Transformer Engine whose linear layers (`Linear`, `LayerNormLinear`, `LayerNormMLP`) look up a weight's
+`main_grad` in the backward. Older ones take it in the forward (2.0 to 2.5), or from the weight that the graph has
+saved, which need not be the parameter (1.x)."""
+
+
+def installed_version() -> str:
+    """Of Transformer Engine; one that never was where it is not installed, or cannot say (built from source)."""
+    try:
+        return importlib.metadata.version("transformer_engine")
+    except importlib.metadata.PackageNotFoundError:
+        return "0.0"
+
+
+def engine_keeps_main_grad(version: str) -> bool:
+    """Whether this version of Transformer Engine ("2.5.0+a1b2c3") adds to the gradient buffer of its forward's time."""
+    return Version(version) < Version(LOOKS_UP_GRADIENTS)
