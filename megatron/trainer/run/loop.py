@@ -23,10 +23,9 @@ from megatron.trainer.checkpoint.checkpoint import save_checkpoint
 from megatron.trainer.data.microbatches import MicrobatchIterator
 from megatron.trainer.plan.arrangement import iterations_to_the_end
 from megatron.trainer.ranks import StopSignal
-from megatron.trainer.report.by_products import ByProduct
 from megatron.trainer.report.log import Progress, main_loss
+from megatron.trainer.report.metrics import ByProduct, flops_per_sample
 from megatron.trainer.report.profiler import Profiler
-from megatron.trainer.report.throughput import flops_per_sample
 from megatron.trainer.run.evaluation import evaluate, evaluation_samples
 from megatron.trainer.start_up.run import Run
 

@@ -44,12 +44,16 @@ from megatron.trainer.plan.arrangement import iterations_to_the_end
 from megatron.trainer.plan.rank_mapping import RankAssignment, assign_rank
 from megatron.trainer.ranks import StopSignal
 from megatron.trainer.report.log import Reporter, configure_logging
-from megatron.trainer.report.throughput import flops_per_sample
+from megatron.trainer.report.metrics import flops_per_sample
 from megatron.trainer.run.evaluation import without_data
 from megatron.trainer.run.loop import run_to_the_end
 from megatron.trainer.start_up import initialize
-from megatron.trainer.start_up.model_and_optimizer import ModelAndOptimizer, build_engine, setup_model_and_optimizer
-from megatron.trainer.start_up.optimizer import choose_kernel
+from megatron.trainer.start_up.model_and_optimizer import (
+    ModelAndOptimizer,
+    build_engine,
+    choose_kernel,
+    setup_model_and_optimizer,
+)
 from megatron.trainer.start_up.program import TrainingProgram
 from megatron.trainer.start_up.room import prepare_outputs
 from megatron.trainer.start_up.run import Run
