@@ -23,8 +23,8 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.pipeline.runtime.failure.agreement import control_group
 from megatron.trainer.arguments import parse_args
-from megatron.trainer.changes.transition.change import destroy_groups, restore_groups, set_groups_aside
-from megatron.trainer.changes.transition.memory import hand_over, hold_run
+from megatron.trainer.changes.change import destroy_groups, restore_groups, set_groups_aside
+from megatron.trainer.changes.state_in_memory import hand_over, hold_run
 from megatron.trainer.checkpoint.checkpoint import (
     CheckpointPosition,
     CheckpointWriter,

@@ -1,4 +1,4 @@
-"""What the methods cut: the graph's computing nodes as units in whole numbers, and a partition that changes by one unit.
+"""What the methods cut: a graph as units in whole numbers, and a partition that changes by one unit at a time.
 
 Units are in an order of computation. Inputs are left out, nodes that must stay in one stage are one unit, and
 coarsening merges units further. Times are picoseconds and memory is bytes, so that adding and subtracting is exact and

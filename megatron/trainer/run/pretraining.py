@@ -29,7 +29,7 @@ from megatron.trainer.arguments.flags.parser import destinations
 from megatron.trainer.arguments.flags.specification import Role
 from megatron.trainer.arguments.flags.values import choice_of, schedule_text
 from megatron.trainer.arguments.platform import require_attention_environment, require_hardware_queues
-from megatron.trainer.changes.elasticity import Elasticity
+from megatron.trainer.changes.decisions import ChangeDecisions
 from megatron.trainer.changes.prefix_cache import PrefixCache, require_cache
 from megatron.trainer.checkpoint.checkpoint import (
     CheckpointPosition,
@@ -95,9 +95,9 @@ def _build(args: argparse.Namespace, program: TrainingProgram, owner_mark: Owner
     built = setup_model_and_optimizer(args, program)
     seconds_of_setup = time.perf_counter() - began
     position = _load(args, built, reporter) or CheckpointPosition()
-    elasticity = Elasticity(args) if args.changes else None
-    if elasticity is not None and args.recorded_changes is not None:
-        elasticity.load_state_dict(args.recorded_changes)
+    decisions = ChangeDecisions(args) if args.changes else None
+    if decisions is not None and args.recorded_changes is not None:
+        decisions.load_state_dict(args.recorded_changes)
     choose_kernel(built.optimizer, args.optimizer_kernel)  # what was loaded has the kernel that it was saved with
     args.batch_sizes.check_from(position.consumed_train_samples)
     args.train_iters = iterations_to_the_end(
@@ -105,8 +105,8 @@ def _build(args: argparse.Namespace, program: TrainingProgram, owner_mark: Owner
     )
     began = time.perf_counter()
     engine = build_engine(args, built, position)
-    if elasticity is not None:  # a change does the same again
-        elasticity.expect_change(seconds_of_setup + time.perf_counter() - began)
+    if decisions is not None:  # a change does the same again
+        decisions.expect_change(seconds_of_setup + time.perf_counter() - began)
     _describe(args, reporter, built.stages, position)
     cache = None
     if args.activation_cache is not None:
@@ -116,7 +116,7 @@ def _build(args: argparse.Namespace, program: TrainingProgram, owner_mark: Owner
     return Run(
         args, program, built, engine, reporter,
         CheckpointWriter(args.save, owner_mark=owner_mark) if args.save is not None else None,
-        datasets, 0 if tokenizer is None else vocab_size(args, tokenizer), elasticity, cache,
+        datasets, 0 if tokenizer is None else vocab_size(args, tokenizer), decisions, cache,
         iteration=position.iteration, consumed_samples=position.consumed_train_samples,
         consumed_valid_samples=position.consumed_valid_samples,
         flops=position.num_floating_point_operations_so_far,

@@ -7,9 +7,9 @@ import torch.distributed as dist
 
 from megatron.core import parallel_state, tensor_parallel
 from megatron.pipeline.runtime.failure.agreement import control_group
-from megatron.trainer.changes.transition.change import destroy_groups, restore_groups, set_groups_aside
+from megatron.trainer.changes.change import destroy_groups, restore_groups, set_groups_aside
 from megatron.trainer.start_up import initialize
-from tests.trainer.changes.transition.cases import arguments, rebuilt
+from tests.trainer.changes.cases import arguments, rebuilt
 
 
 def _state():

@@ -48,7 +48,7 @@ from megatron.pipeline.runtime.failure.errors import AgreedError, CheckpointErro
 from megatron.pipeline.runtime.stages.megatron import groups
 from megatron.pipeline.runtime.stages.megatron.gradients import CoreGradientBuffers
 from megatron.pipeline.schedules import Schedule
-from megatron.trainer.changes.transition.memory import Moved, hand_over, hold_run
+from megatron.trainer.changes.state_in_memory import Moved, hand_over, hold_run
 from megatron.trainer.checkpoint.state import random_state, restore_random_state
 from megatron.trainer.plan.arrangement import Arrangement, Change, arrange
 from megatron.trainer.start_up.initialize import make_groups

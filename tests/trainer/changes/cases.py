@@ -13,9 +13,9 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
 from megatron.pipeline.runtime.stages.megatron.weights import named_parameters
 from megatron.trainer.arguments import parse_args
-from megatron.trainer.changes.transition import plan as planning
-from megatron.trainer.changes.transition.change import destroy_groups, set_groups_aside
-from megatron.trainer.changes.transition.memory import hand_over, hold_run
+from megatron.trainer.changes import transfer_plan as planning
+from megatron.trainer.changes.change import destroy_groups, set_groups_aside
+from megatron.trainer.changes.state_in_memory import hand_over, hold_run
 from megatron.trainer.checkpoint.state import complete_state
 from megatron.trainer.programs import pretrain_gpt
 from megatron.trainer.ranks import StopSignal
