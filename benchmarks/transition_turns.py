@@ -23,8 +23,8 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.pipeline.runtime.failure.agreement import control_group
 from megatron.trainer.arguments import parse_args
-from megatron.trainer.changes.transition.memory import hand_over, hold_run
-from megatron.trainer.changes.transition.parallel_groups import destroy, restore, set_aside
+from megatron.trainer.changes.change import destroy_groups, restore_groups, set_groups_aside
+from megatron.trainer.changes.state_in_memory import hand_over, hold_run
 from megatron.trainer.checkpoint.checkpoint import (
     CheckpointPosition,
     CheckpointWriter,
@@ -105,7 +105,7 @@ def turn(job: Job, args: Namespace, parts: RunParts, *, through_memory: bool) ->
         writer = CheckpointWriter(path)
         clock("save", lambda: save_checkpoint(writer, parts, args=args, position=CheckpointPosition(ITERATION)))
         writer.close()
-    before = set_aside()
+    before = set_groups_aside()
     new_args = arguments(job, job.stages[1])
     clock("groups", lambda: initialize.set_up(new_args))
     new = clock("build", lambda: setup_model_and_optimizer(new_args, program()))
@@ -119,8 +119,8 @@ def turn(job: Job, args: Namespace, parts: RunParts, *, through_memory: bool) ->
     new.update.close()
     new = None
     gc.collect()
-    destroy(set_aside())
-    restore(before)
+    destroy_groups(set_groups_aside())
+    restore_groups(before)
     if dist.get_rank() == 0:
         shutil.rmtree(path, ignore_errors=True)
     dist.barrier(group=control_group())

@@ -12,10 +12,9 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import fx
 
-from megatron.capture.blocks import written_groups
-from megatron.capture.edges import Crossings, crossings
+from megatron.capture.blocks import Crossings, crossings, written_groups
 from megatron.capture.export import Captured
-from megatron.capture.paths import attribute, without_model
+from megatron.capture.nodes import attribute, without_model
 from megatron.capture.randomness import DRAW
 from megatron.capture.stage import CapturedStage, EdgeTensor
 

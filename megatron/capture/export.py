@@ -1,8 +1,18 @@
-"""A model with a loss as one graph of operators, whose parameters are the model's own."""
+"""A model with a loss as one graph of operators, whose parameters are the model's own.
+
+A size in a captured graph is an operator that reads the size of some tensor, often of an activation; another stage
+would have to receive that number. Where the size equals a dimension of the batch, it is read from the batch's tensor
+instead. It then depends on data only, and every stage computes it for itself.
+
+A signature identifies a graph. Each rank captures the model for itself, and a partition file names the operators of a
+stage by number. Both are right only if the operators are the same, which depends on the model and on the versions of
+torch and transformers.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -12,11 +22,9 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from megatron.capture.differentiable import differentiable
-from megatron.capture.paths import attribute, without_model
+from megatron.capture.nodes import attribute, differentiable, parts_of, without_model
 from megatron.capture.randomness import DRAW, Draw, seed_randomness
 from megatron.capture.refusals import refuse_what_cannot_be_cut, sentence_of
-from megatron.capture.symbols import ask_batch_for_sizes
 from megatron.capture.wrapper import LossOnly
 
 aten = torch.ops.aten
@@ -201,3 +209,95 @@ def _described(model, graph_module, inputs, keep, names, num_random) -> Captured
         loss=loss,
         kept=dict(zip(keep, kept, strict=True)),
     )
+
+
+def ask_batch_for_sizes(graph: fx.Graph) -> None:
+    """Replace every size that equals a dimension of an input by that dimension, asked at the start of the graph."""
+    inputs = [
+        node for node in graph.nodes if node.op == "placeholder" and isinstance(node.meta.get("val"), torch.Tensor)
+    ]
+    dimensions = {}
+    for node in reversed(inputs):
+        for dimension, size in reversed(list(enumerate(node.meta["val"].shape))):
+            if isinstance(size, torch.SymInt):
+                dimensions[str(size.node.expr)] = node, dimension
+    asked: dict[str, fx.Node] = {}
+    last_input = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    for node in list(graph.nodes):
+        value = node.meta.get("val")
+        if node.op != "call_function" or not isinstance(value, torch.SymInt):
+            continue
+        size = str(value.node.expr)
+        if size not in dimensions:
+            continue
+        if size not in asked:
+            tensor, dimension = dimensions[size]
+            with graph.inserting_after(last_input):
+                asked[size] = graph.call_function(aten.sym_size.int, (tensor, dimension))
+            asked[size].meta = {"val": value}
+        if node is not asked[size]:
+            node.replace_all_uses_with(asked[size])
+            graph.erase_node(node)
+
+
+def is_size(node: fx.Node) -> bool:
+    """Whether the node's value is a number that depends on the batch's shape."""
+    return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def signature(captured: Captured) -> str:
+    """SHA-256, 64 hexadecimal digits, of the operators in their order, what each takes, and the parameters' shapes and
+    dtypes. Values of parameters, and the batch of the capture, have no part in it.
+    """
+    digest = hashlib.sha256()
+    for line in _lines(captured.graph_module):
+        digest.update(line.encode())
+        digest.update(b"\n")
+    return digest.hexdigest()
+
+
+def check_signature(captured: Captured, expected: str, file: str) -> None:
+    """Raises ValueError where a file was made for another graph."""
+    found = signature(captured)
+    if found != expected:
+        raise ValueError(
+            f"{file} was made for another graph ({expected[:12]}) than that of {captured.model_name} here "
+            f"({found[:12]}): another model, batch, or version of torch or transformers; make the file again"
+        )
+
+
+def _lines(graph_module: fx.GraphModule) -> list[str]:
+    number = {node: place for place, node in enumerate(graph_module.graph.nodes)}
+    lines = []
+    for node, place in number.items():
+        words = [str(place), node.op]
+        if node.op == "get_attr":
+            value = attribute(graph_module, node.target)
+            words.append(without_model(node.target))
+            if isinstance(value, torch.Tensor):
+                words.append(f"{tuple(value.shape)} {value.dtype}")
+        else:
+            target = node.target
+            named = not isinstance(target, str) and hasattr(target, "__qualname__")
+            words.append(f"{target.__module__}.{target.__qualname__}" if named else str(target))
+            words.append(word(node.args, number))
+            words.append(word(dict(sorted(node.kwargs.items())), number))
+        lines.append(" ".join(words))
+        for part in parts_of(node) if node.op == "call_function" else ():
+            lines += _lines(graph_module.get_submodule(part.target))
+    return lines
+
+
+def word(value: object, number: dict[fx.Node, int]) -> str:
+    """An argument of an operator in words, where `number` names the operators."""
+    if isinstance(value, fx.Node):
+        return f"%{number[value]}"
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(word(each, number) for each in value)})"
+    if isinstance(value, dict):
+        return f"({', '.join(f'{name}={word(each, number)}' for name, each in value.items())})"
+    if isinstance(value, slice):
+        return word(("slice", value.start, value.stop, value.step), number)
+    known = (str, int, float, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+    assert isinstance(value, known), f"an argument of type {type(value).__name__}"
+    return repr(value)

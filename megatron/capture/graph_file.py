@@ -6,10 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from megatron.capture.blocks import blocks_of, free_nodes
-from megatron.capture.export import Captured
-from megatron.capture.paths import modules_of
+from megatron.capture.export import Captured, signature
+from megatron.capture.nodes import modules_of
 from megatron.capture.profile import BlockCost, parameters_of
-from megatron.capture.signature import signature
 
 
 def graph_file(

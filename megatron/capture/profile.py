@@ -16,12 +16,10 @@ import torch
 from torch import Tensor, fx
 
 from megatron.capture.blocks import blocks_of, free_nodes
-from megatron.capture.differentiable import differentiable
-from megatron.capture.export import Captured
-from megatron.capture.fake import is_fake
-from megatron.capture.paths import attribute, without_model
+from megatron.capture.export import Captured, word
+from megatron.capture.nodes import attribute, differentiable, without_model
 from megatron.capture.randomness import DRAW, Draw
-from megatron.capture.signature import word
+from megatron.capture.tensors import is_fake
 
 _REPEATS = 3
 

@@ -12,8 +12,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from megatron.capture.aliases import aliased_by, graph_modules_of, written_by
-from megatron.capture.paths import place_of, without_model
+from megatron.capture.nodes import aliased_by, graph_modules_of, place_of, without_model, written_by
 from megatron.capture.randomness import is_random
 from megatron.capture.wrapper import NoLossError
 

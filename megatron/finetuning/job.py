@@ -28,8 +28,8 @@ from megatron.pipeline.runtime.failure.agreement import agree_to_start, guarded
 from megatron.pipeline.runtime.failure.errors import OnThisRank
 from megatron.pipeline.runtime.timeline_files import write_pictures
 from megatron.trainer.ranks import StopSignal
-from megatron.trainer.report.by_products import ByProduct
 from megatron.trainer.report.log import configure_logging
+from megatron.trainer.report.metrics import ByProduct
 from megatron.trainer.start_up import initialize
 
 KEPT = (

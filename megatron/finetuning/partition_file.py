@@ -17,10 +17,9 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 from torch import fx
 
-from megatron.capture.edges import Crossings
-from megatron.capture.export import Captured
+from megatron.capture.blocks import Crossings
+from megatron.capture.export import Captured, check_signature
 from megatron.capture.graph_file import stage_of_operators
-from megatron.capture.signature import check_signature
 from megatron.documents.files import write_whole
 from megatron.pipeline.program.edges import Edge, StageGraph
 from megatron.pipeline.program.weight_policies import Ahead, WeightPolicy

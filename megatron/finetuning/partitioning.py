@@ -18,12 +18,10 @@ import torch
 from torch import Tensor
 
 from megatron import backend
-from megatron.capture.blocks import blocks_of
-from megatron.capture.edges import crossings
-from megatron.capture.export import Captured
+from megatron.capture.blocks import blocks_of, crossings
+from megatron.capture.export import Captured, signature
 from megatron.capture.graph_file import graph_file, stage_of_operators
 from megatron.capture.profile import BlockCost, parameters_of, profile
-from megatron.capture.signature import signature
 from megatron.finetuning.partition_file import (
     FORM,
     EdgeBytes,

@@ -17,7 +17,7 @@ import sympy
 import torch
 from rich.table import Table
 
-from megatron.capture.edges import crossings
+from megatron.capture.blocks import crossings
 from megatron.capture.export import Captured
 from megatron.documents import counted
 from megatron.documents.tables import console

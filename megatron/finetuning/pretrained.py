@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron.capture.export import Captured, capture
-from megatron.capture.fake import fake_parameters
-from megatron.capture.tensors import FolderTensors, Wanted, tensor_files
+from megatron.capture.tensors import FolderTensors, Wanted, fake_parameters, tensor_files
 
 OPTIONAL = "pooler", "add_pooling_layer"
 """A module of the inner model that counts as a part of the head, and the argument that builds the model without it."""

@@ -25,8 +25,7 @@ from megatron.finetuning.checkpoint import CheckpointOrigin, SavedProgress
 from megatron.finetuning.data.batches import Rows
 from megatron.pipeline.runtime.contract.stage import BatchReport
 from megatron.trainer.ranks import StopSignal
-from megatron.trainer.report.by_products import ByProduct
-from megatron.trainer.report.metrics import MetricsFile
+from megatron.trainer.report.metrics import ByProduct, MetricsFile
 
 STOP = 1
 """Stop request: save and end the run."""

@@ -15,15 +15,13 @@ from dataclasses import dataclass, replace
 
 import networkx
 
-from megatron.partition.balance import merge_stages, stages_of_devices
 from megatron.partition.graph import Graph
 from megatron.partition.milp import improve
-from megatron.partition.mixed import Found, mix
+from megatron.partition.mixed import Found, merge_stages, mix, stages_of_devices
 from megatron.partition.objective import Partition, Valuation, evaluate, stage_edges
 from megatron.partition.refine import Budget, refine
 from megatron.partition.sequential import cut_sequentially
-from megatron.partition.state import PartitionState
-from megatron.partition.units import Units, compiled, partition_of
+from megatron.partition.units import PartitionState, Units, compiled, partition_of
 
 # --- METIS ------------------------------------------------------------------------------------------------------------
 

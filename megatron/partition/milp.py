@@ -10,8 +10,7 @@ import numpy
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
-from megatron.partition.state import Placed
-from megatron.partition.units import Units
+from megatron.partition.units import Placed, Units
 
 REACH = 3
 """Stages that a unit may go either way."""

@@ -10,7 +10,7 @@ import random
 import time
 from collections.abc import Iterator
 
-from megatron.partition.state import PartitionState, Score
+from megatron.partition.units import PartitionState, Score
 
 CHAIN = 16
 """Moves of a chain."""

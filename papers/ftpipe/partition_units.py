@@ -27,11 +27,10 @@ from rich.table import Table
 from benchmarks.common.results import parser_of, write
 from benchmarks.common.tables import terminal
 from megatron.partition import CompeteResult, Graph, Partition, compete, evaluate
-from megatron.partition.balance import merge_stages
+from megatron.partition.mixed import merge_stages
 from megatron.partition.objective import stage_edges
 from megatron.partition.refine import Budget, refine
-from megatron.partition.state import PartitionState
-from megatron.partition.units import compiled, partition_of
+from megatron.partition.units import PartitionState, compiled, partition_of
 from papers.ftpipe.partition_units_graphs import (
     CASES,
     COMPUTE,

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from megatron.capture.blocks import blocks_of
 from megatron.capture.estimate import Roofline, estimate
 from megatron.capture.export import Captured, capture
-from megatron.capture.fake import fake_parameters
 from megatron.capture.graph_file import graph_file
-from megatron.capture.paths import modules_of
+from megatron.capture.nodes import modules_of
+from megatron.capture.tensors import fake_parameters
 from megatron.partition import Graph, parse_graph
 
 GIB = 2**30

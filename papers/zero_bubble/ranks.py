@@ -53,7 +53,7 @@ def measure_halves(args: dict) -> list[dict]:
 
 def _row(args: dict, place: str, dtype: str, scope: RecomputeScope) -> dict:
     from megatron.core import parallel_state
-    from megatron.trainer.profile.lone_stage import build_lone_stage
+    from megatron.trainer.profile.measurements import build_lone_stage
     from megatron.trainer.profile.tasks import prepare, training_program
 
     plan = _plan(args, place, dtype, scope)

@@ -2,9 +2,8 @@
 
 import pytest
 
-from megatron.capture.blocks import blocks_of
+from megatron.capture.blocks import blocks_of, crossings
 from megatron.capture.cut import cut
-from megatron.capture.edges import crossings
 from tests.capture.cuts import spread
 from tests.capture.models import captured
 

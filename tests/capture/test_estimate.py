@@ -10,8 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron.capture.blocks import blocks_of
 from megatron.capture.estimate import Roofline, estimate
 from megatron.capture.export import capture
-from megatron.capture.fake import fake_parameters
 from megatron.capture.profile import profile
+from megatron.capture.tensors import fake_parameters
 from tests.capture.models import KINDS, captured
 
 ONLY_FLOPS = Roofline(teraflops=1.0, gigabytes_per_second=1e30)

@@ -9,10 +9,9 @@ from torch import nn
 
 from megatron.capture.blocks import blocks_of
 from megatron.capture.cut import cut
-from megatron.capture.export import capture
-from megatron.capture.fake import fake_parameters, give_values, is_fake
-from megatron.capture.signature import signature
+from megatron.capture.export import capture, signature
 from megatron.capture.stage import StageData
+from megatron.capture.tensors import fake_parameters, give_values, is_fake
 from tests.capture.cuts import spread
 from tests.capture.in_turn import train_in_turn
 from tests.capture.models import KINDS, captured, eager_loss, gradients
@@ -71,7 +70,7 @@ T5_3B = """
 import resource, time, torch
 from transformers import T5Config, T5ForConditionalGeneration
 from megatron.capture.export import capture
-from megatron.capture.fake import fake_parameters
+from megatron.capture.tensors import fake_parameters
 before = time.process_time()
 with fake_parameters():
     model = T5ForConditionalGeneration(T5Config(

@@ -9,9 +9,9 @@ from torch import nn
 
 from megatron.capture.blocks import blocks_of
 from megatron.capture.export import capture
-from megatron.capture.fake import fake_parameters
 from megatron.capture.profile import parameters_of, profile
 from megatron.capture.randomness import Draw
+from megatron.capture.tensors import fake_parameters
 from tests.capture.models import KINDS, captured
 
 
@@ -97,7 +97,7 @@ T5_3B = """
 import resource, time, torch
 from transformers import T5Config, T5ForConditionalGeneration
 from megatron.capture.export import capture
-from megatron.capture.fake import fake_parameters
+from megatron.capture.tensors import fake_parameters
 from megatron.capture.profile import profile
 with fake_parameters():
     model = T5ForConditionalGeneration(T5Config(

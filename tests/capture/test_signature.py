@@ -5,12 +5,11 @@ import sys
 
 import pytest
 
-from megatron.capture.export import capture
-from megatron.capture.signature import check_signature, signature
+from megatron.capture.export import capture, check_signature, signature
 from tests.capture.models import KINDS, captured, cross_entropy
 
 IN_ANOTHER_PROCESS = """
-from megatron.capture.signature import signature
+from megatron.capture.export import signature
 from tests.capture.models import captured
 print(signature(captured("plain")[1]))
 """

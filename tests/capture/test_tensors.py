@@ -11,9 +11,8 @@ from safetensors.torch import load_file, save_file
 from megatron.capture import tensors
 from megatron.capture.cut import cut
 from megatron.capture.export import capture
-from megatron.capture.fake import fake_parameters, is_fake
 from megatron.capture.stage import StageData
-from megatron.capture.tensors import load_stage, tensor_files
+from megatron.capture.tensors import fake_parameters, is_fake, load_stage, tensor_files
 from tests.capture.cuts import contiguous
 from tests.capture.in_turn import train_in_turn
 from tests.capture.models import gpt2, tokens

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import transformers
 
 from megatron.capture.blocks import blocks_of
-from megatron.capture.signature import signature
+from megatron.capture.export import signature
 from megatron.finetuning import job
 from megatron.finetuning.arguments import parse_args
 from megatron.finetuning.assembly import make_optimizer, make_scheduler

@@ -8,8 +8,7 @@ from megatron.partition import compete, evaluate, parse_graph
 from megatron.partition.coarsen import COARSENINGS
 from megatron.partition.compete import adjacency
 from megatron.partition.refine import Budget, refine
-from megatron.partition.state import PartitionState
-from megatron.partition.units import compiled
+from megatron.partition.units import PartitionState, compiled
 from tests.partition import graphs
 
 

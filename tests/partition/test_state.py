@@ -5,8 +5,7 @@ import random
 import pytest
 
 from megatron.partition import Partition, evaluate, parse_graph
-from megatron.partition.state import PartitionState, Score
-from megatron.partition.units import PICOSECONDS, compiled, partition_of
+from megatron.partition.units import PICOSECONDS, PartitionState, Score, compiled, partition_of
 from tests.partition import graphs
 
 

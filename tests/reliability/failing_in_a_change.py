@@ -17,7 +17,7 @@ WENT_WRONG = "goes wrong at"
 
 def fail_in_groups() -> None:
     """From now on."""
-    from megatron.trainer.changes.transition import change
+    from megatron.trainer.changes import change
 
     change.PATIENCE = timedelta(seconds=PATIENCE)
 

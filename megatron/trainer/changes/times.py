@@ -28,7 +28,7 @@ from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.runtime.contract.trace import COMPUTE
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.failure.agreement import control_group
-from megatron.trainer.report.throughput import flops_of_output_layer, flops_per_sample
+from megatron.trainer.report.metrics import flops_of_output_layer, flops_per_sample
 
 # --- layers -----------------------------------------------------------------------------------------------------------
 

@@ -1,16 +1,21 @@
-"""Which job may write into a `--save` directory: the mark of its owner.
+"""Which job may write into a `--save` directory: the mark of its owner, and the owner's sign of life.
 
-Problem: a requeued job may start while the one before it is not quite dead. Two jobs that write into one directory
-remove and mix each other's files.
+Problem: a requeued job may start while the job before it still runs. Two jobs that write into one directory remove and
+mix each other's files.
 
-Solution: rank 0 of a job leaves a mark there, the file `.owner_N`, which says who it is. The highest N counts. A job
-that finds the mark of a live owner is refused. One that finds the mark of a dead owner makes the mark N + 1, which the
-file system lets only one do, and then removes the older. Every save asks first whether its mark still counts.
+Solution: rank 0 of a job leaves a mark there, the file `.owner_N`, which names the job. The highest N counts. A job
+that finds the mark of a live owner is refused. A job that finds the mark of a dead owner makes the mark N + 1, which
+the file system lets only one job do, and then removes the older mark. Every save asks first whether its mark counts.
 
-Who is alive: a process of this machine (the same boot, the same namespace of process ids) is looked up by its id and
-the time of its start. Of any other process only the file tells: its owner changes it every `PERIOD` seconds
-(heartbeat.py), and one that stays as it is for `PATIENCE` seconds on the watcher's own clock belongs to a dead one.
-Clocks of different hosts are never compared.
+Who is alive: a process of this machine (the same boot, the same namespace of process ids) is found by its id and the
+time of its start. Of any other process only the file tells: its owner changes it every `PERIOD` seconds, and a file
+that stays as it is for `PATIENCE` seconds on the watcher's own clock belongs to a dead owner. Clocks of different hosts
+are never compared.
+
+A process beside the job (`Heartbeat`) changes the file. A thread of the job cannot: megatron.core's C++ holds Python's
+lock while it builds the index of the samples, most of a minute for a large data set, and no other thread runs then.
+The process ends when the job does, however the job ends: its input closes, and its parent changes. It writes only into
+a mark that begins as it should, and never makes one.
 """
 
 import atexit
@@ -20,6 +25,9 @@ import logging
 import os
 import re
 import socket
+import subprocess
+import sys
+import threading
 import time
 import uuid
 from contextlib import suppress
@@ -27,7 +35,84 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron.pipeline.runtime.failure.errors import CheckpointError
-from megatron.trainer.checkpoint.heartbeat import DIGITS, Heartbeat
+
+DIGITS = 12
+"""Width of the count, which is overwritten in its place: a reader finds a whole mark at any moment."""
+_CODE = """
+import os, select, sys
+path, begins, digits, period, parent = sys.argv[1:]
+begins, count, failed = os.fsencode(begins), 0, False
+while not select.select([0], [], [], float(period))[0] and os.getppid() == int(parent):
+    count += 1
+    try:
+        mark = os.open(path, os.O_RDWR)
+        try:
+            if os.pread(mark, len(begins), 0) == begins:
+                os.pwrite(mark, str(count).zfill(int(digits)).encode(), len(begins))
+        finally:
+            os.close(mark)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        if not failed:
+            print(error.strerror, flush=True)
+            failed = True
+"""
+logger = logging.getLogger(__name__)
+
+
+class Heartbeat:
+    """Counts in the file `path`, which starts with `begins`, every `period` seconds; from `start` to `stop`."""
+
+    def __init__(self, path: Path, begins: str, period: float) -> None:
+        self._path, self._begins, self._period = path, begins, period
+        self._child: subprocess.Popen | None = None
+        self._leaving = threading.Event()
+
+    def start(self) -> None:
+        """Start the process, and a thread that hears what it says and replaces it where somebody ends it."""
+        self._begin()
+        threading.Thread(target=self._attend, name="heartbeat", daemon=True).start()
+
+    def stop(self) -> None:
+        """Does not wait for the process to end; the thread takes leave of it."""
+        self._leaving.set()
+        self._close()
+
+    def _begin(self) -> None:
+        argv = [str(self._path.absolute()), self._begins, str(DIGITS), str(self._period), str(os.getpid())]
+        try:
+            self._child = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _CODE, *argv], start_new_session=True, cwd="/",
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
+            )  # fmt: skip
+        except OSError as error:
+            self._child = None
+            logger.warning("no process can give the sign of life in %s: %s; another host may take this job for dead",
+                           self._path, error.strerror)  # fmt: skip
+        if self._leaving.is_set():
+            self._close()
+
+    def _close(self) -> None:
+        if self._child is not None:
+            with suppress(OSError):
+                self._child.stdin.close()
+                self._child.terminate()  # a process that the job has forked may have its input open, too
+
+    def _attend(self) -> None:
+        while self._child is not None:
+            with self._child.stdout as said:
+                for line in said:
+                    logger.warning("the sign of life cannot be written into %s: %s; another host may take this job for "
+                                   "dead", self._path, line.decode().strip())  # fmt: skip
+            status = self._child.wait()
+            self._close()
+            if self._leaving.wait(min(self._period, 1.0)):
+                return
+            logger.warning("the process that gives the sign of life in %s has ended (status %d); another takes "
+                           "its place", self._path, status)  # fmt: skip
+            self._begin()
+
 
 PERIOD = 10.0
 """Seconds between two signs of life in a mark."""
@@ -37,7 +122,6 @@ BETWEEN_LOOKS = 1.0
 """Seconds until a mark of another job is looked at again: one that a taker gives up is soon gone."""
 _NAME = re.compile(r"\.owner_(\d+)")
 _COUNT = "beat"
-logger = logging.getLogger(__name__)
 _held: list["OwnerMark"] = []
 
 

@@ -21,8 +21,8 @@ from megatron.planner.job.estimate import judge_fullest, waiting_gib
 from megatron.planner.memory.parameters import embedding_parameters, head_parameters, layer_parameters
 from megatron.trainer.arguments.rules.freezing import make_rule
 from megatron.trainer.arguments.rules.programs import data_paths
-from megatron.trainer.changes.shaping import Shaping, memory_of_ranks
-from megatron.trainer.changes.shaping import bytes_in_change as within_change
+from megatron.trainer.changes.arrangement_choice import ArrangementChoice, memory_of_ranks
+from megatron.trainer.changes.arrangement_choice import bytes_in_change as within_change
 from megatron.trainer.plan import from_flags
 from megatron.trainer.plan.arrangement import Arrangement, Outlook, arrange, iterations_to_the_end
 from megatron.trainer.plan.rank_mapping import degrees_of
@@ -120,7 +120,7 @@ class _Decisions:
     def __init__(self, args: argparse.Namespace, processes: Sequence[Process]) -> None:
         self._args, self.outlook = args, None
         self._rule = make_rule(args) if args.freeze_training else None
-        self._shaping = _shaping(args, processes)
+        self._choice = _choice(args, processes)
         self._norms = tuple(float(layer) for layer in range(args.num_layers, 0, -1))  # least at the end
         self._num_by_hand = max(len(args.elastic_schedule or ()), len(args.elastic_micro_batch_size or ()))
         self._num_intervals, self._is_settled = 0, False
@@ -132,8 +132,8 @@ class _Decisions:
         if self._rule is not None:
             wanted = now.with_frozen(max(now.num_frozen, self._rule.decide(self._norms)))
         is_new = wanted != now or self._num_intervals <= self._num_by_hand or not self._is_settled
-        if self._shaping is not None and is_new:
-            wanted, self.outlook = self._shaping.decide(wanted, batches_left=self._args.train_iters - iteration)
+        if self._choice is not None and is_new:
+            wanted, self.outlook = self._choice.decide(wanted, batches_left=self._args.train_iters - iteration)
         self._is_settled = wanted == now
         return wanted
 
@@ -149,14 +149,14 @@ class _Decisions:
         return rule is None or is_used_up or self._args.arrangement.num_frozen == self._args.num_layers - 1
 
 
-def _shaping(args: argparse.Namespace, processes: Sequence[Process]) -> Shaping | None:
+def _choice(args: argparse.Namespace, processes: Sequence[Process]) -> ArrangementChoice | None:
     """What decides as in the run, under the same flags; it measures no disk."""
     if not args.elastic_pipeline and args.activation_cache is None:
         return None
     args.activation_cache_use = "always"
     device_bytes = math.inf if args.dry_run_gpu is None else device_gib(args.dry_run_gpu) * GIB
     is_here = args.activation_cache is None or all(map(os.path.exists, data_paths(args)["train"]))
-    return Shaping(
+    return ArrangementChoice(
         args, processes, device_bytes=device_bytes, disk=CacheSeconds(0.0, 0.0, 0.0),
         epoch=None if is_here else 1,  # of a length that is not known here
     )  # fmt: skip

@@ -16,7 +16,7 @@ from megatron.trainer.dry_run import hosted
 from megatron.trainer.dry_run.changes import PlannedChange
 from megatron.trainer.dry_run.hosted import HostedRun
 from megatron.trainer.plan import from_flags
-from megatron.trainer.report.throughput import flops_per_sample
+from megatron.trainer.report.metrics import flops_per_sample
 
 _MOST_NODES = 16  # that are shown
 

@@ -1,49 +1,136 @@
 """What the processes of a profile measure: a stage, transfers and all-reduces, the host, and which machine this is.
 
-A stage alone: forward and backward of microbatches, whole or in halves, and what a batch's update takes. The calls are
-those of the executor, in the order of its instructions (contract/stage.py), batch by batch, so a forward meets caches
-that a backward and an optimizer step have left. A batch counts with the mean over its microbatches: an iteration takes
-their sum, and where some are interrupted now and then, the median of single ones falls short of it. On CUDA marks are
-events on the compute stream: what is timed is the device's work in the order in which training gives it, without a wait
-between.
+The costs of a layer, the embedding and the head can be measured without the other stages of a pipeline, if the stage
+runs as in training: megatron.core's chunk in DDP, its seeded dropout, its data, its gradients and its optimizer's step.
+So a job of tensor ranks alone builds the model, optimizer and data iterator of a training run for one `StagePosition`.
+A stage without an embedding receives a constant activation, one without a head a constant gradient. The last stage's
+output layer is untied from the embedding, which this stage does not have; that costs the same.
 
-Between ranks: on the links and groups that training uses.
+A stage alone: forward and backward of microbatches, whole or in halves, and the update of a batch. The calls are those
+of the executor, in the order of its instructions (contract/stage.py), batch by batch, so a forward meets the caches
+that a backward and an optimizer step have left. A batch counts with the mean over its microbatches: an iteration takes
+their sum, and where some are interrupted now and then, the median of single ones is less than that. On CUDA marks are
+events on the compute stream: they time the device's work in the order of training, without a wait in between.
+
+Between ranks: the links and groups that training uses.
 
 The host, which may hold the weights: copies go between the runtime's own buffers. On CUDA these are pinned memory and
-the GPU's; on a CPU the host is a shared mapping and the device the process's private memory, so they are copies in
-memory. The optimizer is the runtime's, on a stage of its own: AdamW by both kernels, with FP32 masters where weights
-have 16 bits, and gradients in FP32, as they arrive.
+the GPU's memory; on a CPU the host is a shared mapping and the device the process's private memory, so the copies are
+copies in memory. The optimizer is the runtime's, on a stage of its own: AdamW by both kernels, with FP32 masters where
+weights have 16 bits, and gradients in FP32, as they arrive.
 """
 
 import argparse
+import copy
+import dataclasses
 import os
 import platform
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from statistics import fmean
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import megatron.core
 from megatron import backend
 from megatron.backend.streams import streams_of
+from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.pipeline.runtime.contract.stage import BatchInfo, Microbatch
 from megatron.pipeline.runtime.contract.tensors import TensorSpec
 from megatron.pipeline.runtime.contract.trace import CudaClock, HostClock
 from megatron.pipeline.runtime.relay.host_optimizer import HostOptimizer
 from megatron.pipeline.runtime.relay.host_store import LOW_PRECISION, HostStore
 from megatron.pipeline.runtime.stages.megatron.groups import ChainGroup
+from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
 from megatron.pipeline.runtime.transport.links import LINKS
+from megatron.pipeline.schedules import Schedule
 from megatron.planner.memory.architecture import Architecture
-from megatron.planner.time.profile import Machine
-from megatron.trainer.data.tokenizer import build_tokenizer, padded_vocab_size
+from megatron.planner.time.profile import Machine, StagePosition
+from megatron.trainer.data.microbatches import MicrobatchIterator
+from megatron.trainer.data.tokenizer import build_tokenizer, padded_vocab_size, vocab_size
 from megatron.trainer.models.core_config import params_dtype
+from megatron.trainer.models.gpt import num_parameters
 from megatron.trainer.plan import from_flags
-from megatron.trainer.profile.lone_stage import LoneStage
-from megatron.trainer.start_up.optimizer import KERNELS
+from megatron.trainer.start_up.model_and_optimizer import KERNELS, Update, choose_kernel, setup_model_and_optimizer
+from megatron.trainer.start_up.program import TrainingProgram
+
+_NUM_STAGES = 3
+_STAGE_OF_POSITION = {
+    StagePosition.ONLY: (0, 1),
+    StagePosition.FIRST: (0, _NUM_STAGES),
+    StagePosition.MIDDLE: (1, _NUM_STAGES),
+    StagePosition.LAST: (_NUM_STAGES - 1, _NUM_STAGES),
+}
+
+
+@dataclass
+class LoneStage:
+    """A stage, with what it is fed. `deferred_bytes`: what a microbatch keeps between I and W, once it is measured."""
+
+    stage: MegatronStage
+    update: Update
+    iterator: MicrobatchIterator
+    input: Tensor | None
+    output_grad: Tensor | None
+    num_parameters: int
+    deferred_bytes: int = 0
+
+    def close(self) -> None:
+        """End the processes that load samples."""
+        self.iterator.close()
+
+
+def build_lone_stage(
+    args: argparse.Namespace, program: TrainingProgram, position: StagePosition, weights: WeightPolicy
+) -> LoneStage:
+    """Build `args.num_layers` layers at `position`. Collective over the tensor ranks, which are the whole job.
+
+    Raises ValueError for what a training run would refuse.
+    """
+    args = copy.copy(args)
+    if position is StagePosition.LAST:
+        args.untie_embeddings_and_output_weights = True
+    tokenizer = build_tokenizer(args)
+    args.padded_vocab_size = padded_vocab_size(args, tokenizer)
+    datasets = program.datasets_provider(args, tokenizer)
+    index, num_stages = _STAGE_OF_POSITION[position]
+    args.schedule = Schedule(order="1f1b", weights=weights, num_stages=num_stages)
+    layers = [args.num_layers if stage == index else 0 for stage in range(num_stages)]
+    built = setup_model_and_optimizer(args, program, rank=index, layers=layers)
+    choose_kernel(built.optimizer, args.optimizer_kernel)
+    [stage] = built.stages
+    iterator = MicrobatchIterator(
+        args, datasets[0], fields=_fields(program.fields_provider(args), position), name="training", consumed_samples=0,
+        vocab_size=vocab_size(args, tokenizer), repeats=True,
+    )  # fmt: skip
+    stage.data_iterator = iterator
+    return LoneStage(
+        stage=stage,
+        update=built.update,
+        iterator=iterator,
+        input=_constant(stage.input_spec, 1.0),
+        output_grad=_constant(stage.output_spec, 1e-4),
+        num_parameters=num_parameters(built.chunks),
+    )
+
+
+def _fields(fields: tuple, position: StagePosition) -> tuple:
+    """Those that a stage at `position` reads; the job's only stage reads what is wanted by all."""
+    here = {"all"} | ({"first"} if position in (StagePosition.ONLY, StagePosition.FIRST) else set())
+    here |= {"last"} if position in (StagePosition.ONLY, StagePosition.LAST) else set()
+    return tuple(dataclasses.replace(field, stages="all") for field in fields if field.stages in here)
+
+
+def _constant(spec, scale: float) -> Tensor | None:
+    if spec is None:
+        return None
+    return scale * torch.randn(spec.shape, device=backend.device()).to(spec.dtype)
+
 
 # --- a stage alone ----------------------------------------------------------------------------------------------------
 

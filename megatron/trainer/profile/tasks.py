@@ -59,8 +59,7 @@ class StagePlan:
         """Run by each rank: seconds of each thing that was timed, how many parameters the rank has, and how many bytes
         a microbatch keeps between the halves of its backward. Layers of Transformer Engine have no halves.
         """
-        from megatron.trainer.profile.lone_stage import build_lone_stage
-        from megatron.trainer.profile.measurements import time_stage
+        from megatron.trainer.profile.measurements import build_lone_stage, time_stage
 
         args = self.arguments()
         prepare(args, store)

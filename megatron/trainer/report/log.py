@@ -20,9 +20,15 @@ from typing import TYPE_CHECKING
 from megatron import backend
 from megatron.pipeline.runtime.contract.stage import BatchReport
 from megatron.pipeline.runtime.relay.ledger import DEVICE_PEAK, HOST_PEAK
-from megatron.trainer.report.by_products import ByProduct
-from megatron.trainer.report.metrics import CLASS_LOSS, DEFERRED, LOSS, SAVED_ACTIVATIONS, MetricsFile
-from megatron.trainer.report.throughput import flops_per_sample
+from megatron.trainer.report.metrics import (
+    CLASS_LOSS,
+    DEFERRED,
+    LOSS,
+    SAVED_ACTIVATIONS,
+    ByProduct,
+    MetricsFile,
+    flops_per_sample,
+)
 
 if TYPE_CHECKING:
     from megatron.trainer.plan.arrangement import Arrangement, Change, Outlook

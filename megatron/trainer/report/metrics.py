@@ -1,21 +1,80 @@
-"""`--metrics-file`: what a run did, as JSON lines with full precision.
+"""What a run measures and writes: `--metrics-file`, by-products that may fail, and the arithmetic of a model.
 
-One object per iteration, one per evaluation, and for a pipeline that may change one at the start (`initial_...`) and
-one per change, written by one rank and given to the system at once, so that a killed run leaves whole lines. A line
-that cannot be written, as on a full disk, is kept and written before the next. A resumed run appends; where it repeats
-iterations, the last line of an iteration counts.
+`--metrics-file` holds JSON lines with full precision: one object per iteration, one per evaluation, and for a pipeline
+that may change one at the start (`initial_...`) and one per change. One rank writes them, and gives each to the system
+at once, so that a killed run leaves whole lines. A line that cannot be written, as on a full disk, is kept and written
+before the next. A resumed run appends; where it repeats iterations, the last line of an iteration counts.
+
+A full disk must not end training because a line of the log cannot be written. A by-product that cannot be written is
+reported once, with the reason, and again when it can be written. Nothing here imports torch.
 """
 
+import argparse
 import json
 import logging
 import math
 import os
 from collections import deque
-from contextlib import suppress
-
-from megatron.trainer.report.by_products import ByProduct
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 logger = logging.getLogger(__name__)
+
+
+class ByProduct:
+    """One thing that is written: `name` is for the user, `consequence` what its failure means to him. `failures` are
+    what it may raise; a library that talks to a service raises more than OSError."""
+
+    def __init__(self, name: str, *, consequence: str, failures: tuple[type[Exception], ...] = (OSError,)) -> None:
+        self.name, self.consequence, self._failures = name, consequence, failures
+        self.fails = False
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """The block writes it. A failure is a warning, unless the attempt before failed, too."""
+        try:
+            yield
+        except self._failures as error:
+            if not self.fails:
+                logger.warning("%s cannot be written: %s; training goes on, %s", self.name, _reason(error),
+                               self.consequence)  # fmt: skip
+            self.fails = True
+        else:
+            if self.fails:
+                logger.warning("%s is written again", self.name)
+            self.fails = False
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+def flops_per_sample(args: argparse.Namespace) -> float:
+    """Floating-point operations of forward and backward of one sequence, recomputation not counted.
+
+    A multiplication by a weight matrix of n elements costs 2n per token forward and 4n backward. Attention adds two
+    products of [s, s] per head and layer; the causal half is not subtracted (as Megatron-LM counts it; Korthikanti et
+    al. 2022, appendix A). A BERT's dense layer before its output layer, a twelfth of a transformer layer, is
+    left out; so is what a model that tells classes computes of a single token.
+    """
+    query_width = args.kv_channels * args.num_attention_heads
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    projections = args.hidden_size * (2 * query_width + 2 * args.kv_channels * groups)
+    mlp = args.hidden_size * args.ffn_hidden_size * (3 if args.swiglu or args.quick_geglu else 2)
+    ends = args.hidden_size * args.padded_vocab_size
+    if args.architecture == "vit":
+        ends = args.hidden_size * args.patch_dim**2 * args.num_channels
+    elif args.architecture == "bert-classify":
+        ends = 0
+    weights = args.num_layers * (projections + mlp) + ends
+    attention = args.num_layers * 2 * args.seq_length * query_width
+    return 6.0 * args.seq_length * (weights + attention)
+
+
+def flops_of_output_layer(args: argparse.Namespace) -> float:
+    """The output layer's part of these."""
+    return 6.0 * args.seq_length * args.hidden_size * args.padded_vocab_size
+
 
 LOSS = "lm loss"
 """The loss that every language model has; BERT's sentence order adds "sop loss"."""

@@ -18,15 +18,14 @@ from megatron import backend
 from megatron.pipeline.runtime.contract.stage import BatchReport
 from megatron.pipeline.runtime.failure.errors import CheckpointError
 from megatron.pipeline.runtime.timeline_files import write_timeline
-from megatron.trainer.changes.transition.change import change_arrangement
+from megatron.trainer.changes.change import change_arrangement
 from megatron.trainer.checkpoint.checkpoint import save_checkpoint
 from megatron.trainer.data.microbatches import MicrobatchIterator
 from megatron.trainer.plan.arrangement import iterations_to_the_end
 from megatron.trainer.ranks import StopSignal
-from megatron.trainer.report.by_products import ByProduct
 from megatron.trainer.report.log import Progress, main_loss
+from megatron.trainer.report.metrics import ByProduct, flops_per_sample
 from megatron.trainer.report.profiler import Profiler
-from megatron.trainer.report.throughput import flops_per_sample
 from megatron.trainer.run.evaluation import evaluate, evaluation_samples
 from megatron.trainer.start_up.run import Run
 
@@ -155,8 +154,8 @@ class Loop:
             assert progress.iteration == report.batch + 1, (progress, report)
             self._stop_requests |= report.stop_requests
             self.run.reporter.iteration(report, progress)
-            if self.run.elasticity is not None:
-                self.run.elasticity.note(report)
+            if self.run.decisions is not None:
+                self.run.decisions.note(report)
             if report.nan and self.args.check_for_nan_in_loss_and_grad:
                 name = main_loss(report.losses)
                 raise TrainingError(
@@ -179,7 +178,7 @@ class Loop:
         return self.args.save is not None and self._due(self.args.save_interval)
 
     def _decides(self) -> bool:
-        return self.run.elasticity is not None and self.run.elasticity.is_due(self.run.iteration)
+        return self.run.decisions is not None and self.run.decisions.is_due(self.run.iteration)
 
     def _ends_stretch(self) -> bool:
         """Whether the pipeline has to be drained here; the same on every rank."""
@@ -192,11 +191,11 @@ class Loop:
         args = self.args
         self._drain()
         if self._decides():  # also where the run ends: a resumed one goes on as one that was never stopped
-            self._decide(self.run.elasticity.decide)
+            self._decide(self.run.decisions.decide)
         if self._evaluates() and not self._stop_requests and not self.validate():
             self._stop_requests |= STOP
-        if self.run.elasticity is not None and self.run.elasticity.is_to_thaw:
-            self._decide(self.run.elasticity.thaw)
+        if self.run.decisions is not None and self.run.decisions.is_to_thaw:
+            self._decide(self.run.decisions.thaw)
         ends = bool(self._stop_requests) or self._due(args.exit_interval)
         if self._saves() or (ends and args.save is not None):
             self.save()
@@ -218,10 +217,10 @@ class Loop:
         try:
             decide(run)
         except CheckpointError as error:
-            run.elasticity.take_back()
+            run.decisions.take_back()
             run.reporter.say(f"warning: nothing is decided at iteration {run.iteration}: {error}")
         else:
-            outlook = run.elasticity.outlook
+            outlook = run.decisions.outlook
             if outlook is not None and outlook.missed is not None:
                 run.reporter.say(f"warning: at iteration {run.iteration} {outlook.missed}; the pipeline stays as it is")
 
@@ -232,25 +231,25 @@ class Loop:
             run.cache.serve(run.stages)
 
     def _wants_to_change(self) -> bool:
-        return self.run.elasticity is not None and self.run.elasticity.wanted != self.args.arrangement
+        return self.run.decisions is not None and self.run.decisions.wanted != self.args.arrangement
 
     def _change_arrangement(self) -> None:
         """Go on as was decided; as before, with a warning, where that fails."""
-        run, elasticity = self.run, self.run.elasticity
+        run, decisions = self.run, self.run.decisions
         self._finish_writing()
         self.close_data()
         try:
-            change = change_arrangement(run, elasticity.wanted)
+            change = change_arrangement(run, decisions.wanted)
         except CheckpointError as error:
-            elasticity.note_failure()
+            decisions.note_failure()
             run.reporter.say(f"warning: nothing changes at iteration {run.iteration}: {error}")
         else:
-            elasticity.note_change(change.seconds)
+            decisions.note_change(change.seconds)
             self.args.train_iters = iterations_to_the_end(
                 self.args, iteration=run.iteration, consumed_samples=run.consumed_samples
             )
             self._serve_from_cache()
-            run.reporter.change(run.iteration, change, elasticity.outlook)
+            run.reporter.change(run.iteration, change, decisions.outlook)
         self._feed()
 
     def _finish_writing(self) -> None:
@@ -291,8 +290,8 @@ class Loop:
         if losses is None:
             return False
         run.reporter.evaluation(name, run.iteration, losses, seconds=time.perf_counter() - start)
-        if name == "validation" and run.elasticity is not None:
-            warning = run.elasticity.note_validation(losses, iteration=run.iteration)
+        if name == "validation" and run.decisions is not None:
+            warning = run.decisions.note_validation(losses, iteration=run.iteration)
             if warning is not None and run.iteration < args.train_iters:  # at the end all is said
                 run.reporter.say(f"warning: {warning}")
         return True
@@ -307,7 +306,7 @@ class Loop:
 
         save_checkpoint(
             run.writer, run.model_and_optimizer, args=self.args, position=run.position(), on_saved=saved,
-            changes=run.elasticity.state_dict() if run.elasticity is not None else None,
+            changes=run.decisions.state_dict() if run.decisions is not None else None,
         )  # fmt: skip
         run.saved_iteration = iteration
         how = "is being written" if self.args.async_save else f"took {time.perf_counter() - start:.1f} s"
@@ -324,7 +323,7 @@ class Loop:
         """Wait for checkpoints that are still being written, write the timeline, close what is open."""
         run = self.run
         self.close_data()
-        if run.elasticity is not None and (cost := run.elasticity.cost_of_freezing()) is not None:
+        if run.decisions is not None and (cost := run.decisions.cost_of_freezing()) is not None:
             run.reporter.say(cost)
         if run.cache is not None:
             run.reporter.say(run.cache.describe())

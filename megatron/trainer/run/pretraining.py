@@ -29,7 +29,7 @@ from megatron.trainer.arguments.flags.parser import destinations
 from megatron.trainer.arguments.flags.specification import Role
 from megatron.trainer.arguments.flags.values import choice_of, schedule_text
 from megatron.trainer.arguments.platform import require_attention_environment, require_hardware_queues
-from megatron.trainer.changes.elasticity import Elasticity
+from megatron.trainer.changes.decisions import ChangeDecisions
 from megatron.trainer.changes.prefix_cache import PrefixCache, require_cache
 from megatron.trainer.checkpoint.checkpoint import (
     CheckpointPosition,
@@ -44,12 +44,16 @@ from megatron.trainer.plan.arrangement import iterations_to_the_end
 from megatron.trainer.plan.rank_mapping import RankAssignment, assign_rank
 from megatron.trainer.ranks import StopSignal
 from megatron.trainer.report.log import Reporter, configure_logging
-from megatron.trainer.report.throughput import flops_per_sample
+from megatron.trainer.report.metrics import flops_per_sample
 from megatron.trainer.run.evaluation import without_data
 from megatron.trainer.run.loop import run_to_the_end
 from megatron.trainer.start_up import initialize
-from megatron.trainer.start_up.model_and_optimizer import ModelAndOptimizer, build_engine, setup_model_and_optimizer
-from megatron.trainer.start_up.optimizer import choose_kernel
+from megatron.trainer.start_up.model_and_optimizer import (
+    ModelAndOptimizer,
+    build_engine,
+    choose_kernel,
+    setup_model_and_optimizer,
+)
 from megatron.trainer.start_up.program import TrainingProgram
 from megatron.trainer.start_up.room import prepare_outputs
 from megatron.trainer.start_up.run import Run
@@ -91,9 +95,9 @@ def _build(args: argparse.Namespace, program: TrainingProgram, owner_mark: Owner
     built = setup_model_and_optimizer(args, program)
     seconds_of_setup = time.perf_counter() - began
     position = _load(args, built, reporter) or CheckpointPosition()
-    elasticity = Elasticity(args) if args.changes else None
-    if elasticity is not None and args.recorded_changes is not None:
-        elasticity.load_state_dict(args.recorded_changes)
+    decisions = ChangeDecisions(args) if args.changes else None
+    if decisions is not None and args.recorded_changes is not None:
+        decisions.load_state_dict(args.recorded_changes)
     choose_kernel(built.optimizer, args.optimizer_kernel)  # what was loaded has the kernel that it was saved with
     args.batch_sizes.check_from(position.consumed_train_samples)
     args.train_iters = iterations_to_the_end(
@@ -101,8 +105,8 @@ def _build(args: argparse.Namespace, program: TrainingProgram, owner_mark: Owner
     )
     began = time.perf_counter()
     engine = build_engine(args, built, position)
-    if elasticity is not None:  # a change does the same again
-        elasticity.expect_change(seconds_of_setup + time.perf_counter() - began)
+    if decisions is not None:  # a change does the same again
+        decisions.expect_change(seconds_of_setup + time.perf_counter() - began)
     _describe(args, reporter, built.stages, position)
     cache = None
     if args.activation_cache is not None:
@@ -112,7 +116,7 @@ def _build(args: argparse.Namespace, program: TrainingProgram, owner_mark: Owner
     return Run(
         args, program, built, engine, reporter,
         CheckpointWriter(args.save, owner_mark=owner_mark) if args.save is not None else None,
-        datasets, 0 if tokenizer is None else vocab_size(args, tokenizer), elasticity, cache,
+        datasets, 0 if tokenizer is None else vocab_size(args, tokenizer), decisions, cache,
         iteration=position.iteration, consumed_samples=position.consumed_train_samples,
         consumed_valid_samples=position.consumed_valid_samples,
         flops=position.num_floating_point_operations_so_far,

@@ -19,7 +19,7 @@ from megatron.trainer.start_up.model_and_optimizer import ModelAndOptimizer, Upd
 from megatron.trainer.start_up.program import TrainingProgram
 
 if TYPE_CHECKING:
-    from megatron.trainer.changes.elasticity import Elasticity
+    from megatron.trainer.changes.decisions import ChangeDecisions
     from megatron.trainer.changes.prefix_cache import PrefixCache
 
 
@@ -35,7 +35,7 @@ class Run:
     writer: CheckpointWriter | None
     datasets: list
     vocab_size: int
-    elasticity: Elasticity | None = None
+    decisions: ChangeDecisions | None = None
     cache: PrefixCache | None = None
     iteration: int = 0
     consumed_samples: int = 0

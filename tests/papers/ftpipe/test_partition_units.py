@@ -70,7 +70,7 @@ def test_an_encoder_layer_outweighs_a_decoder_layer_as_published():
 
 def test_the_models_have_the_published_shapes():
     """1.5, 2.85 and 11.3 billion parameters, in no memory."""
-    from megatron.capture.fake import fake_parameters
+    from megatron.capture.tensors import fake_parameters
 
     counts = {}
     for name, case in CASES.items():

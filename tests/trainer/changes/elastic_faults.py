@@ -11,7 +11,7 @@ import torch
 from megatron.pipeline.runtime.stages.megatron.groups import ChainGroups
 from megatron.pipeline.runtime.stages.megatron.optimizers import CoreGradientBuffers
 from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
-from megatron.trainer.changes.transition import change
+from megatron.trainer.changes import change
 from megatron.trainer.start_up import model_and_optimizer
 from megatron.trainer.start_up.run import Run
 
@@ -145,6 +145,6 @@ def _bytes_of_gradients(update: object) -> int:
 
 def a_rule_that_fails(run: Run) -> Callable[[], None]:
     """Rank 0, which decides, has a rule of a user's own that is wrong."""
-    rule = run.elasticity._freezing._rule
+    rule = run.decisions._freezing._rule
     rule.decide = _once(run, 0, rule.decide, ZeroDivisionError("division by zero"))
     return lambda: None

@@ -13,7 +13,7 @@ from megatron import backend
 
 backend.install()
 
-from megatron.trainer.changes.transition import change
+from megatron.trainer.changes import change
 from tests import workers
 from tests.trainer.run.run_case import BASE, joined_weights, train
 

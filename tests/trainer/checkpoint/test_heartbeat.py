@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron.trainer.checkpoint.heartbeat import DIGITS, Heartbeat
+from megatron.trainer.checkpoint.ownership import DIGITS, Heartbeat
 
 BEGINS = '{"of": "this", "beat": "'
 OWNER = """
 import sys
 from pathlib import Path
-from megatron.trainer.checkpoint.heartbeat import Heartbeat
+from megatron.trainer.checkpoint.ownership import Heartbeat
 beat = Heartbeat(Path(sys.argv[1]), sys.argv[2], 0.05)
 beat.start()
 print(beat._child.pid, flush=True)

@@ -11,7 +11,7 @@ from megatron import backend
 backend.install()
 
 from megatron.trainer.checkpoint.optimizer_state import convert_step_counters
-from megatron.trainer.start_up.optimizer import Lamb
+from megatron.trainer.start_up.model_and_optimizer import Lamb
 
 MOMENTS = {0: {"exp_avg": torch.zeros(2)}, 1: {"exp_avg": torch.zeros(2)}}
 OF_TORCH = {"state": {**MOMENTS, "common_step": torch.tensor(7.0)}, "param_groups": [{"lr": 0.1}, {"lr": 0.2}]}

@@ -13,7 +13,7 @@ backend.install()
 from megatron.planner import GIB
 from megatron.planner.job.estimate import FEWEST, LOST, OPERANDS_OF_LAYER
 from megatron.trainer.arguments import parse_args
-from megatron.trainer.changes.shaping import Shaping
+from megatron.trainer.changes.arrangement_choice import ArrangementChoice
 from megatron.trainer.dry_run import changes as room
 from megatron.trainer.dry_run.changes import PlannedChange, planned_changes
 from megatron.trainer.dry_run.dry_run import run_dry
@@ -180,13 +180,13 @@ def test_what_cannot_differ_is_not_decided_anew(flags, monkeypatch):
 
 def test_a_run_of_many_intervals(monkeypatch):
     """A decision for each depth and each number of a list, and one that finds nothing better; the rest is skipped."""
-    asked, decide = [], Shaping.decide
+    asked, decide = [], ArrangementChoice.decide
 
     def counted(self, *args, **options):
         asked.append(options["batches_left"])
         return decide(self, *args, **options)
 
-    monkeypatch.setattr(Shaping, "decide", counted)
+    monkeypatch.setattr(ArrangementChoice, "decide", counted)
     found = changes("--freeze-interval 1 --train-iters 1000000000 --elastic-pipeline")
     assert found[-1].arrangement.num_frozen == 7 and len(asked) <= 2 * len(found)
     asked.clear()

@@ -30,8 +30,7 @@ def time_case(plans: list[StagePlan], halves: bool = False) -> list[dict]:
     """What each plan yields on this rank, which is one of a job of tensor ranks."""
     from megatron.core import parallel_state
     from megatron.trainer.plan import from_flags as planner_records
-    from megatron.trainer.profile.lone_stage import build_lone_stage
-    from megatron.trainer.profile.measurements import time_stage
+    from megatron.trainer.profile.measurements import build_lone_stage, time_stage
     from megatron.trainer.profile.tasks import prepare, training_program
 
     found = []

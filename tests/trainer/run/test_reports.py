@@ -21,8 +21,7 @@ backend.install()
 from megatron.pipeline.runtime.contract.stage import BatchReport
 from megatron.trainer.plan.arrangement import Arrangement, Change, Outlook
 from megatron.trainer.report.log import Interval, Progress, Reporter, log_line
-from megatron.trainer.report.metrics import MetricsFile, read_metrics
-from megatron.trainer.report.throughput import flops_per_sample
+from megatron.trainer.report.metrics import MetricsFile, flops_per_sample, read_metrics
 from tests.trainer.arguments.command_line import arguments
 
 

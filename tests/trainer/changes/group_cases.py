@@ -7,9 +7,9 @@ import torch.distributed as dist
 
 from megatron.core import parallel_state, tensor_parallel
 from megatron.pipeline.runtime.failure.agreement import control_group
-from megatron.trainer.changes.transition.parallel_groups import destroy, restore, set_aside
+from megatron.trainer.changes.change import destroy_groups, restore_groups, set_groups_aside
 from megatron.trainer.start_up import initialize
-from tests.trainer.changes.transition.cases import arguments, rebuilt
+from tests.trainer.changes.cases import arguments, rebuilt
 
 
 def _state():
@@ -37,18 +37,18 @@ def roll_back_and_commit(flags):
     initialize.set_up(arguments(flags, 4))
     control_group()
     state, sums, known = _state(), [_works()], len(dist.distributed_c10d._world.pg_map)
-    before = set_aside()
+    before = set_groups_aside()
     assert not parallel_state.model_parallel_is_initialized()
     initialize.set_up(arguments(flags, 2))
     sums.append(_works())
-    destroy(set_aside())
-    restore(before)
+    destroy_groups(set_groups_aside())
+    restore_groups(before)
     same = _state() == state and len(dist.distributed_c10d._world.pg_map) == known
     sums.append(_works())
-    before = set_aside()
+    before = set_groups_aside()
     initialize.set_up(arguments(flags, 2))
     generators = str(tensor_parallel.get_cuda_rng_tracker().get_states())
-    destroy(before)
+    destroy_groups(before)
     assert str(tensor_parallel.get_cuda_rng_tracker().get_states()) == generators
     sums.append(_works())
     dist.barrier(group=control_group())
@@ -60,19 +60,19 @@ def shared_with_new_ones():
     import torch
 
     parallel_state.initialize_model_parallel(1, 2)
-    before = set_aside()
+    before = set_groups_aside()
     parallel_state.initialize_model_parallel(1, 1)
     shared = before.values["_PIPELINE_MODEL_PARALLEL_GROUP"]
     parallel_state._GROUP_OF_ANOTHER_VERSION = {"any": [shared, dist.group.WORLD]}
     before.values["_WORLD"] = (dist.group.WORLD, control_group())
-    destroy(before)
+    destroy_groups(before)
     tensor = torch.ones(1)
     dist.all_reduce(tensor, group=shared)
     dist.all_reduce(tensor)
     dist.barrier(group=control_group())
-    record = set_aside()
+    record = set_groups_aside()
     assert not hasattr(parallel_state, "_GROUP_OF_ANOTHER_VERSION") and shared in record.groups()
-    destroy(record)
+    destroy_groups(record)
     return tensor.item(), len(dist.distributed_c10d._world.pg_map)
 
 
@@ -85,7 +85,7 @@ def change_often(flags, cycles):
     initialize.set_up(args)
     parts, looks = rebuilt(args, args), []
     for cycle in range(cycles):
-        before = set_aside()
+        before = set_groups_aside()
         new_args = choices[(cycle + 1) % 3]
         initialize.set_up(new_args)
         new = rebuilt(new_args, args)
@@ -93,14 +93,14 @@ def change_often(flags, cycles):
             new.update.close()
             del new
             gc.collect()
-            destroy(set_aside())
-            restore(before)
+            destroy_groups(set_groups_aside())
+            restore_groups(before)
         else:
             parts.update.close()
             parts = new
             del new
             gc.collect()
-            destroy(before)
+            destroy_groups(before)
         looks.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
     parts.update.close()
     return looks

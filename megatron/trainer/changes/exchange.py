@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.trainer.changes.transition.plan import (
+from megatron.trainer.changes.transfer_plan import (
     Box,
     Message,
     Move,

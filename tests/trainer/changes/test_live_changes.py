@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from tests.trainer.changes.transition.whole_model import joined
+from tests.trainer.changes.whole_model import joined
 from tests.trainer.run.run_case import BASE, train
 
 FULL = pytest.mark.full
-WATCH = "tests.trainer.changes.transition.live_changes:states"
+WATCH = "tests.trainer.changes.live_changes:states"
 FREEZES = (
     f"{BASE} --train-iters 7 --untie-embeddings-and-output-weights --hidden-dropout 0.1 --attention-dropout 0.1 "
     "--lr 1e-3 --freeze-training --freeze-interval 2 --elastic-pipeline --elastic-schedule 4,2,1"

@@ -13,9 +13,9 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
 from megatron.pipeline.runtime.stages.megatron.optimizers import named_parameters
 from megatron.trainer.arguments import parse_args
-from megatron.trainer.changes.transition import plan as planning
-from megatron.trainer.changes.transition.memory import hand_over, hold_run
-from megatron.trainer.changes.transition.parallel_groups import destroy, set_aside
+from megatron.trainer.changes import transfer_plan as planning
+from megatron.trainer.changes.change import destroy_groups, set_groups_aside
+from megatron.trainer.changes.state_in_memory import hand_over, hold_run
 from megatron.trainer.checkpoint.state import complete_state
 from megatron.trainer.programs import pretrain_gpt
 from megatron.trainer.ranks import StopSignal
@@ -70,7 +70,7 @@ def change_degrees(flags, stages):
     for num_stages in stages[1:]:
         before = whole_state(parts)
         state = hold_run(parts, iteration=ITERATIONS)
-        old_groups = set_aside()
+        old_groups = set_groups_aside()
         args, old_args = arguments(f"{flags} --train-iters {ITERATIONS}", num_stages), args
         initialize.set_up(args)
         new = rebuilt(args, old_args)
@@ -79,7 +79,7 @@ def change_degrees(flags, stages):
         assert_unchanged(parts, before)
         changes.append((before, whole_state(new), asdict(moved)))
         new.update.close()
-        destroy(old_groups)
+        destroy_groups(old_groups)
         parts = new
     return changes
 
@@ -105,14 +105,14 @@ def freeze_deeper(flags, stages, frozen):
     parts.update.versions.reset(ITERATIONS)
     before = whole_state(parts), _weights(parts.chunks)
     state = hold_run(parts, iteration=ITERATIONS)
-    old_groups = set_aside()
+    old_groups = set_groups_aside()
     new_args = arguments(flags, stages[1])
     initialize.set_up(new_args)
     new = rebuilt(new_args, args, num_frozen=frozen[1])
     hand_over(state, new, iteration=ITERATIONS)
     after = whole_state(new), _weights(new.chunks)
     new.update.close()
-    destroy(old_groups)
+    destroy_groups(old_groups)
     return before, after
 
 

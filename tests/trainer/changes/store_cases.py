@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
-from megatron.trainer.changes.transition import exchange, plan
-from megatron.trainer.changes.transition.memory import MemoryStore
+from megatron.trainer.changes import exchange
+from megatron.trainer.changes import transfer_plan as plan
+from megatron.trainer.changes.state_in_memory import MemoryStore
 
 ROWS = 8
 

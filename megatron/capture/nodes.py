@@ -1,8 +1,8 @@
-"""Which operators share memory, and which of them write into it.
+"""What a node of a captured graph is: its place in the model, the memory that it shares, and whether gradients pass it.
 
-An operator may return a view of what it was given, and another may write through it. What schemas say of that is
-taken, and what they do not say of a few operators is a table here. Operators of higher order (a part of the model under
-``torch.no_grad`` or ``torch.autocast``) have no schema: they are looked into.
+An operator may return a view of its input, and another operator may write through that view. The operators' schemas
+say most of this; a table here says what the schemas of a few operators leave out. Operators of higher order (a part of
+the model under ``torch.no_grad`` or ``torch.autocast``) have no schema: their own graphs are searched.
 """
 
 from __future__ import annotations
@@ -14,8 +14,73 @@ import torch
 from torch import fx
 
 from megatron.capture import randomness
+from megatron.capture.wrapper import MODEL
+from megatron.pipeline.runtime.contract.tensors import has_gradients
+
+
+def without_model(name: str) -> str:
+    """A name in the captured graph as the model itself has it: ``model.encoder.embed`` is ``encoder.embed``."""
+    return name.removeprefix(f"{MODEL}.")
+
+
+def modules_of(node: fx.Node) -> list[tuple[str, str]]:
+    """The modules in which the operator lies, from the outermost: (path in the model, name of its class). The model
+    itself has the path ``""``.
+    """
+    found = []
+    for path, kind in node.meta.get("nn_module_stack", {}).values():
+        path = path.removeprefix("L['self'].").removeprefix("L['self']")
+        if path == MODEL or path.startswith(f"{MODEL}."):
+            name = kind if isinstance(kind, str) else kind.__name__
+            found.append((without_model(path) if path != MODEL else "", name.rpartition(".")[2]))
+    return found
+
+
+def place_of(node: fx.Node) -> str:
+    """The innermost of them in words, such as ``encoder.bn1 (BatchNorm2d)``."""
+    modules = modules_of(node)
+    if not modules:
+        return "the loss"
+    path, kind = modules[-1]
+    return f"{path} ({kind})" if path else kind
+
+
+def attribute(root: torch.nn.Module, name: str) -> object:
+    """What `root` has under a name with dots."""
+    value: object = root
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
 
 aten = torch.ops.aten
+
+_SET_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
+_WITHOUT_GRADIENT = {
+    aten.detach.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
+    aten.empty_like.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
+    aten.new_empty.default,
+}  # fmt: skip
+
+
+def differentiable(graph_module: fx.GraphModule) -> frozenset[fx.Node]:
+    """The nodes whose results need a gradient: parameters that are trained, and operators of a floating or complex
+    dtype that depend on one, unless gradients are switched off there.
+    """
+    found: set[fx.Node] = set()
+    for node in graph_module.graph.nodes:
+        if node.op == "get_attr":
+            value = attribute(graph_module, node.target)
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                found.add(node)
+        elif node.op == "call_function" and not found.isdisjoint(node.all_input_nodes):
+            if node.target in _WITHOUT_GRADIENT or (node.target is _SET_GRAD and not node.args[0]):
+                continue
+            values = torch.utils._pytree.tree_leaves(node.meta.get("val"))
+            if any(isinstance(value, torch.Tensor) and has_gradients(value.dtype) for value in values):
+                found.add(node)
+    return frozenset(found)
+
 
 _RETURNS_ITS_INPUT = {  # in some cases, and schemas do not say so
     aten.broadcast_tensors.default,

@@ -11,8 +11,8 @@ from megatron.core.utils import unwrap_model
 from megatron.trainer.plan.arrangement import Arrangement, Change
 from megatron.trainer.run import loop
 from megatron.trainer.start_up.run import Run
+from tests.trainer.changes.cases import whole_state
 from tests.trainer.changes.elastic_faults import a_late_fault, a_stage_that_cannot_be
-from tests.trainer.changes.transition.cases import whole_state
 from tests.trainer.run.run_case import numbered_names
 
 

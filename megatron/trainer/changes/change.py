@@ -1,40 +1,63 @@
-"""A run takes another arrangement while it trains: drained, without a file, and back if that fails.
+"""A run changes its arrangement while it trains: drained, without a file, and back if the change fails.
 
-The state goes the way it goes through a checkpoint, from the old chunks to new ones. Until all ranks agree that it has
-arrived, and that they are about to run the same program, the old chunks are as they were, and so are their process
-groups; an error until then leaves the run there.
+The state moves as it does through a checkpoint, from the old chunks to new ones. Until all ranks agree that the state
+has arrived and that they are about to run the same program, the old chunks and their process groups stay as they were;
+an error until then leaves the run in the old arrangement.
 
 Between two batches nobody reads a gradient: a batch begins with zeros. So while the new chunks are built, which have
-buffers of their own, those of the old ones need not take memory, and if the run stays with these they are made anew.
-Whatever refers to a buffer (views of parameters, buckets, shards) refers to its storage, which stays the same and is
-empty meanwhile.
+buffers of their own, the gradient buffers of the old chunks need no memory; if the run keeps the old chunks, the
+buffers are filled with zeros. What refers to a buffer (views of parameters, buckets, shards) refers to its storage,
+which stays the same and is empty meanwhile.
+
+Where the degrees change, the old process groups are kept beside the new ones:
+
+    before = set_groups_aside()                           # megatron.core is as if it had never been initialised
+    parallel_state.initialize_model_parallel(...)
+    destroy_groups(before)                                # the new groups hold: the old ones end
+    destroy_groups(set_groups_aside()); restore_groups(before)  # or the old groups come back
+
+megatron.core forgets its groups without ending them. Each has sockets and threads, hundreds after a few changes, and a
+forgotten group lives as long as torch's registry, which is as long as the process. So the groups are ended one by one.
+What `parallel_state` has set since it was imported is found by comparing it with a second instance of the module, which
+was never initialised: nothing here depends on the names of one version. What other modules keep (generators of tensor
+parallel dropout, timeouts) stays as it is.
 """
 
 from __future__ import annotations
 
 import gc
 import hashlib
+import importlib.util
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cache
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
 
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.pipeline.check import check
 from megatron.pipeline.program.csv_text import to_csv
 from megatron.pipeline.runtime.failure import failure_guard
 from megatron.pipeline.runtime.failure.agreement import agreed, control_group
 from megatron.pipeline.runtime.failure.errors import AgreedError, CheckpointError
+from megatron.pipeline.runtime.stages.megatron import groups
 from megatron.pipeline.runtime.stages.megatron.optimizers import CoreGradientBuffers
 from megatron.pipeline.schedules import Schedule
-from megatron.trainer.changes.transition import parallel_groups
-from megatron.trainer.changes.transition.memory import Moved, hand_over, hold_run
+from megatron.trainer.changes.state_in_memory import Moved, hand_over, hold_run
 from megatron.trainer.checkpoint.state import random_state, restore_random_state
 from megatron.trainer.plan.arrangement import Arrangement, Change, arrange
 from megatron.trainer.start_up.initialize import make_groups
-from megatron.trainer.start_up.model_and_optimizer import ModelAndOptimizer, build_engine, setup_model_and_optimizer
-from megatron.trainer.start_up.optimizer import choose_kernel
+from megatron.trainer.start_up.model_and_optimizer import (
+    ModelAndOptimizer,
+    build_engine,
+    choose_kernel,
+    setup_model_and_optimizer,
+)
 from megatron.trainer.start_up.run import Run
 
 # --- gradient buffers, given up meanwhile -----------------------------------------------------------------------------
@@ -98,7 +121,7 @@ def change_arrangement(run: Run, wanted: Arrangement) -> Change:
     del way_back, state
     _collect(run)
     if groups is not None:
-        parallel_groups.destroy(groups)
+        destroy_groups(groups)
     run.engine = build_engine(run.args, built, run.position())
     return _summary(run, before, moved, time.perf_counter() - start)
 
@@ -114,16 +137,16 @@ class _WayBack:
     def __init__(self, run: Run) -> None:
         self.arrangement, self.model_and_optimizer = run.args.arrangement, run.model_and_optimizer
         self.gradients = _GradientMemory(run.update)
-        self.groups: parallel_groups.ParallelState | None = None
+        self.groups: ParallelState | None = None
         self._random_state = random_state()  # building draws
 
     def go(self, run: Run) -> None:
         """Let the run go on. Collective; what was built is forgotten."""
         _collect(run)
         if self.groups is not None:
-            parallel_groups.destroy(parallel_groups.set_aside())
-            parallel_groups.restore(self.groups)
-            parallel_groups.align_names()
+            destroy_groups(set_groups_aside())
+            restore_groups(self.groups)
+            align_names()
         arrange(run.args, self.arrangement)
         restore_random_state([self._random_state])
         self.gradients.take_again()
@@ -140,7 +163,7 @@ def _leave(run: Run, wanted: Arrangement, way_back: _WayBack) -> ShardedStateDic
         state = hold_run(way_back.model_and_optimizer, iteration=run.iteration)
         way_back.gradients.release()
     if wanted.ranks != way_back.arrangement.ranks:
-        way_back.groups = parallel_groups.set_aside()
+        way_back.groups = set_groups_aside()
         make_groups(run.args)
     return state
 
@@ -195,3 +218,103 @@ def _collect(run: Run) -> None:
     gc.unfreeze()
     gc.collect()
     gc.freeze()
+
+
+_VALUES = (type(None), bool, int, float, str, list, tuple, dict, set)  # what a module's variables begin as
+
+
+@dataclass
+class ParallelState:
+    """What `parallel_state` held: name -> value. Spent once it has been restored or destroyed."""
+
+    values: dict[str, object] = field(repr=False)
+
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The groups among the values that torch knows, each once, in the order in which they were made."""
+        found = set(_groups_in(list(self.values.values())))
+        return [group for group in dist.distributed_c10d._world.pg_map if group in found]
+
+
+def set_groups_aside() -> ParallelState:
+    """Take everything out of `parallel_state`. Not collective; the groups go on."""
+    module, begins = vars(parallel_state), _as_imported()
+    record = ParallelState({name: module[name] for name in _names()})
+    for name in record.values:
+        del module[name]
+    module.update(begins)
+    return record
+
+
+def restore_groups(record: ParallelState) -> None:
+    """Put back what was set aside. Not collective. What is there now is forgotten: `destroy` its groups first."""
+    module = vars(parallel_state)
+    for name in _names():
+        del module[name]
+    module.update(record.values)
+    record.values = {}
+
+
+def destroy_groups(record: ParallelState) -> None:
+    """End the groups that were set aside, but for the job's own and those in use now. Collective over the job.
+
+    Every other reference to them (of chunks, optimizers, gradient buffers) has to be dropped for their threads to end.
+    """
+    control = control_group()
+    dist.barrier(group=control)  # a group that one member has left may fail another that still works with it
+    in_use = {
+        dist.group.WORLD,
+        control,
+        *ParallelState({name: vars(parallel_state)[name] for name in _names()}).groups(),
+    }
+    for group in record.groups():
+        if group not in in_use:
+            dist.destroy_process_group(group)
+    record.values = {}
+
+
+def align_names() -> None:
+    """Let ranks agree on how the next groups are called, where some have made more of them than others. Collective.
+
+    torch and the chain's groups are named by counts of those that a process has made or tried to make.
+    """
+    world, chains = dist.distributed_c10d._world, groups._num_created
+    found: list = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (world.group_count, chains), group=control_group())
+    world.group_count = max(count for count, _ in found)
+    for _, theirs in found:
+        chains |= theirs
+
+
+def _names() -> list[str]:
+    """The module's variables: those that it begins with, and what it has added since."""
+    begins, module = _as_imported(), vars(parallel_state)
+    known = vars(_untouched())
+    return [name for name in module if name in begins or name not in known]
+
+
+def _as_imported() -> dict[str, object]:
+    """How the module's variables begin, containers of their own."""
+    return {
+        name: type(value)(value) if isinstance(value, (list, dict, set)) else value
+        for name, value in vars(_untouched()).items()
+        if isinstance(value, _VALUES) and not name.startswith("__")
+    }
+
+
+@cache
+def _untouched() -> ModuleType:
+    """A second instance of `parallel_state`, which nobody initialises."""
+    spec = importlib.util.spec_from_file_location(f"{parallel_state.__name__}_untouched", parallel_state.__file__)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _groups_in(value: object) -> Iterator[dist.ProcessGroup]:
+    if isinstance(value, dist.ProcessGroup):
+        yield value
+    elif isinstance(value, dict):
+        yield from _groups_in([*value, *value.values()])
+    elif isinstance(value, (list, tuple, set)):
+        for each in value:
+            yield from _groups_in(each)

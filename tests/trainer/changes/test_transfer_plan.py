@@ -14,9 +14,9 @@ from megatron import backend
 backend.install()
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.trainer.changes.transition import plan as planning
-from megatron.trainer.changes.transition.exchange import pieces_of, share_memory, within
-from megatron.trainer.changes.transition.plan import (
+from megatron.trainer.changes import transfer_plan as planning
+from megatron.trainer.changes.exchange import pieces_of, share_memory, within
+from megatron.trainer.changes.transfer_plan import (
     ALIGNMENT,
     Box,
     TensorPart,

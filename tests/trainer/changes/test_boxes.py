@@ -6,7 +6,7 @@ from math import prod
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.trainer.changes.transition.plan import Box, boxes_of_range, is_run, overlap, split, without
+from megatron.trainer.changes.transfer_plan import Box, boxes_of_range, is_run, overlap, split, without
 
 SHAPES = st.lists(st.integers(1, 4), max_size=4).map(tuple)
 

@@ -38,8 +38,8 @@ from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.utils import extract_nonpersistent, extract_sharded_base
 from megatron.pipeline.runtime.failure.agreement import agree, agreed, control_group
 from megatron.pipeline.runtime.failure.errors import CheckpointError
-from megatron.trainer.changes.transition.exchange import Exchange, Piece, dtype_name, pieces_of, share_memory
-from megatron.trainer.changes.transition.plan import Box, Shape, TensorPart, plan_moves
+from megatron.trainer.changes.exchange import Exchange, Piece, dtype_name, pieces_of, share_memory
+from megatron.trainer.changes.transfer_plan import Box, Shape, TensorPart, plan_moves
 from megatron.trainer.checkpoint.loader import is_extra_state
 from megatron.trainer.checkpoint.optimizer_state import ELEMENT_RANGES, ElementRange, stays
 from megatron.trainer.checkpoint.run_state import Restoration, RunParts, run_state

@@ -6,7 +6,7 @@ import pytest
 
 from tests import workers
 
-LOADS = "tests.trainer.changes.transition.store_cases:loads"
+LOADS = "tests.trainer.changes.store_cases:loads"
 
 
 def test_what_is_asked_for_comes():

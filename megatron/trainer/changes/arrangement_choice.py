@@ -65,7 +65,7 @@ def bytes_in_change(before: RankMemory, after: RankMemory) -> float:
     return state_bytes(before) - before.parts.gradients + state_bytes(after)
 
 
-class Shaping:
+class ArrangementChoice:
     """The shape of one run's pipeline.
 
     Args:

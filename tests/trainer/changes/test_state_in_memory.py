@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from tests import workers
-from tests.trainer.changes.transition.whole_model import joined
+from tests.trainer.changes.whole_model import joined
 from tests.trainer.run.run_case import data_flags
 
-CASES = "tests.trainer.changes.transition.cases:"
+CASES = "tests.trainer.changes.cases:"
 FULL = pytest.mark.full
 DISTRIBUTED = "--use-distributed-optimizer"
 FP16 = "--fp16 --initial-loss-scale 1024"

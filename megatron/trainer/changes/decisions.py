@@ -21,8 +21,8 @@ from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.failure.agreement import on_rank_zero
 from megatron.pipeline.runtime.failure.errors import CheckpointError
 from megatron.trainer.arguments.rules.freezing import make_rule
+from megatron.trainer.changes.arrangement_choice import ArrangementChoice
 from megatron.trainer.changes.prefix_cache import PrefixCache
-from megatron.trainer.changes.shaping import Shaping
 from megatron.trainer.models.classifiers import ACCURACY
 from megatron.trainer.plan.arrangement import Arrangement, Outlook, reading_changes
 from megatron.trainer.report.log import main_loss
@@ -106,7 +106,7 @@ class RunSoFar(Protocol):
     iteration: int
 
 
-class Elasticity:
+class ChangeDecisions:
     """What one run changes, and when.
 
     Attributes:
@@ -117,9 +117,9 @@ class Elasticity:
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
         self._freezing = _Freezing(args) if args.freeze_training else None
-        self._shaping = None
+        self._choice = None
         if args.elastic_pipeline or args.activation_cache is not None:
-            self._shaping = Shaping(args, device_bytes=_device_bytes(args))
+            self._choice = ArrangementChoice(args, device_bytes=_device_bytes(args))
         self.wanted: Arrangement = args.arrangement
         self.outlook: Outlook | None = None
         self._num_failed = self._num_paused = 0  # changes in a row; decisions that nothing comes of
@@ -136,8 +136,8 @@ class Elasticity:
 
     def decide(self, run: RunSoFar) -> None:
         """End an interval: fill `wanted`. Collective, drained."""
-        if self._shaping is not None:
-            self._shaping.measure(run.engine, run.cache)
+        if self._choice is not None:
+            self._choice.measure(run.engine, run.cache)
         state, outlook = on_rank_zero(lambda: self._decide(run.iteration))
         self._load(state)
         self.outlook = outlook
@@ -164,8 +164,8 @@ class Elasticity:
 
     def thaw(self, run: RunSoFar) -> None:
         """Freeze nothing from now on: fill `wanted`. Collective, drained."""
-        if self._shaping is not None:
-            self._shaping.measure(run.engine, run.cache)
+        if self._choice is not None:
+            self._choice.measure(run.engine, run.cache)
         self._freezing.has_ended = True
         state, outlook = on_rank_zero(lambda: self._decide(run.iteration, is_interval=False))
         self._load(state)
@@ -192,8 +192,8 @@ class Elasticity:
             self._freezing.decide()
             wanted = wanted.with_frozen(self._freezing.num_frozen)
             wanted.stages  # noqa: B018 - raises ValueError where a rule freezes what cannot be frozen
-        if self._shaping is not None:
-            wanted, outlook = self._shaping.decide(
+        if self._choice is not None:
+            wanted, outlook = self._choice.decide(
                 wanted, batches_left=self._args.train_iters - iteration, is_interval=is_interval
             )
         self.wanted = wanted
@@ -202,13 +202,13 @@ class Elasticity:
     def note_change(self, seconds: float) -> None:
         """A change has taken so long."""
         self._num_failed = 0
-        if self._shaping is not None:
-            self._shaping.seconds_of_change = seconds
+        if self._choice is not None:
+            self._choice.seconds_of_change = seconds
 
     def expect_change(self, seconds: float) -> None:
         """One will take so long, where there was none yet that could say."""
-        if self._shaping is not None and not self._shaping.seconds_of_change:
-            self._shaping.seconds_of_change = seconds
+        if self._choice is not None and not self._choice.seconds_of_change:
+            self._choice.seconds_of_change = seconds
 
     def note_failure(self) -> None:
         """A change did not come about. Behind one that fails again nothing is tried for 1, 3, 7 ... decisions."""
@@ -231,15 +231,15 @@ class Elasticity:
             "wanted": (self._args.arrangement if thaws else self.wanted).state_dict(),
             "thawed": self.wanted.state_dict() if thaws else None,
             "freezing": None if self._freezing is None else self._freezing.state_dict(),
-            "shaping": None if self._shaping is None else self._shaping.state_dict(),
+            "shaping": None if self._choice is None else self._choice.state_dict(),
         }
 
     def _load(self, state: dict[str, Any]) -> None:
         self.wanted = Arrangement.from_state(state.get("thawed") or state["wanted"])
         if self._freezing is not None and state["freezing"] is not None:
             self._freezing.load_state_dict(state["freezing"])
-        if self._shaping is not None and state["shaping"] is not None:
-            self._shaping.load_state_dict(state["shaping"])
+        if self._choice is not None and state["shaping"] is not None:
+            self._choice.load_state_dict(state["shaping"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint. Raises CheckpointError where another rule has decided, or the record is damaged."""

@@ -5,7 +5,7 @@ import pytest
 from tests import workers
 from tests.trainer.run.run_case import data_flags
 
-CASES = "tests.trainer.changes.transition.group_cases:"
+CASES = "tests.trainer.changes.group_cases:"
 
 
 def test_either_the_new_groups_hold_or_the_old_ones_are_back():
