@@ -92,7 +92,7 @@ def device_bytes() -> int:
 
 
 def reset_peak_memory() -> None:
-    """Start the measurement of `peak_memory_bytes` anew (on a CPU only where Linux permits it)."""
+    """Restart the measurement of `peak_memory_bytes` (on a CPU only where Linux permits it)."""
     if is_cuda():
         torch.cuda.reset_peak_memory_stats()
         return
@@ -158,8 +158,8 @@ def keep_freed_memory() -> bool:
 
 
 class _Mapping(mmap.mmap):
-    """Zeroed memory of the process that a meter of its private memory, or a limit on that (`ulimit -d`), does not
-    count. Calls `at_end` while it is still there.
+    """Zeroed memory of the process that does not count as its private memory, neither in measurements nor for
+    `ulimit -d`. Calls `at_end` before it is freed.
     """
 
     at_end: Callable[[], None] | None = None
@@ -173,8 +173,8 @@ class _Mapping(mmap.mmap):
 def host_mapping(
     shape: tuple[int, ...], dtype: torch.dtype, *, prepare: Callable[[Tensor], Callable[[], None]] | None = None
 ) -> Tensor:
-    """A tensor of exactly its bytes, zeroed, outside of the private memory. `prepare`: is given it, and returns what is
-    to be called before the memory goes.
+    """A zeroed tensor outside of the process's private memory, without padding. `prepare`: called with it, returns a
+    function to be called before the memory is freed.
     """
     count = torch.Size(shape).numel()
     if not count:
@@ -187,8 +187,8 @@ def host_mapping(
 
 
 def available_host_bytes() -> int:
-    """What new allocations on this host can have without swapping, by the kernel's estimate; in a container at most
-    what its limit leaves.
+    """The bytes that this host can still allocate without swapping, by the kernel's estimate, at most the rest of a
+    container's limit.
     """
     available = psutil.virtual_memory().available
     for limit, current, statistics, reclaimable in _CGROUP_FILES:

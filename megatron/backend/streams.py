@@ -41,37 +41,37 @@ class Streams(Protocol):
     """Whether calls return before their work is done."""
 
     def enter_thread(self) -> None:
-        """Once at the start of a thread that gives the device work."""
+        """Prepare a thread that gives the device work; called once, at its start."""
 
     def make(self) -> Stream:
-        """Another stream."""
+        """A new stream."""
 
     def on(self, stream: Stream) -> AbstractContextManager:
         """In this context `stream` is the thread's current one."""
 
     def record(self) -> Event:
-        """What the current stream has been given until now; happens when that is done."""
+        """An event that happens when all present work of the current stream is done."""
 
     def wait(self, event: Event) -> None:
-        """What the current stream is given from now on begins after `event`. The host goes on at once."""
+        """Make later work of the current stream wait for `event`. The host does not wait."""
 
     def is_done(self, event: Event) -> bool:
         """Whether `event` has happened. The host does not wait."""
 
     def finish(self, event: Event) -> None:
-        """The host sleeps until `event` has happened. Not on a thread that computes."""
+        """Make the host sleep until `event` has happened; not for the compute thread."""
 
     def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Host memory that the device can copy from and to while the host goes on."""
 
     def kept_host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The same, zeroed, for what stays: it takes longer to make, and not a byte more than it holds."""
+        """A zeroed `host_buffer` that is kept: it takes longer to allocate, and wastes no memory."""
 
     def pin_mapping(self, tensor: Tensor) -> Tensor:
-        """Have the same of memory that this process has mapped and others may have, too, until the process ends."""
+        """Pin memory that this process, and perhaps others, have mapped, until the process ends."""
 
     def communicator(self, store: Store, rank: int, size: int, *, max_ctas: int, timeout: timedelta) -> Any:
-        """A process group that works on a stream of its own, with at most `max_ctas` blocks: see `communicators`."""
+        """A process group that works on a stream of its own, with at most `max_ctas` blocks (`nccl_communicator`)."""
 
 
 class CpuStreams:
@@ -196,7 +196,7 @@ def _not_pinned(num_bytes: int, whose: str, why: object) -> str:
 
 
 SIDES: dict[str, Callable[[torch.device], Streams]] = {"cpu": CpuStreams, "cuda": CudaStreams}
-"""device type -> its side of the face."""
+"""device type -> its `Streams`."""
 
 
 def streams_of(device: torch.device) -> Streams:
@@ -214,17 +214,17 @@ class Milestone:
 
     @property
     def is_reached(self) -> bool:
-        """Whether the host has come there; what its stream was given may still be at work."""
+        """Whether the host has reached the milestone; work of its stream may still be running."""
         return self._reached.is_set()
 
     def reach(self) -> None:
-        """What the current stream was given until now is what the others wait for."""
+        """Mark the milestone as reached: others wait for the present work of the current stream."""
         self._event = self._streams.record()
         self._reached.set()
 
     def wait(self, timeout: float) -> bool:
-        """The host waits until the other thread has come there, at most `timeout` seconds, and the current stream until
-        the work is done. False: nobody has come.
+        """Make the host wait until the other thread reaches the milestone, at most `timeout` seconds, and the current
+        stream until the work is done. Returns False after the timeout.
         """
         if not self._reached.wait(timeout):
             return False

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 
 class Running(Protocol):
-    """`has_failed`: nothing is known of what is under way, so it cannot be closed."""
+    """A running pipeline. `has_failed`: the state of its work is unknown, so it cannot be closed."""
 
     has_failed: bool
 
@@ -26,19 +26,19 @@ _running: dict[Running, bool] = {}  # whether it needs the process group
 
 
 def watch(pipeline: Running, *, needs_group: bool) -> None:
-    """From now on its threads run."""
+    """Close `pipeline`, whose threads run, when the script ends."""
     _running[pipeline] = needs_group
 
 
 def forget(pipeline: Running) -> None:
-    """It is closed, or a failure ends the process."""
+    """Forget a pipeline that is closed, or whose failure ends the process."""
     _running.pop(pipeline, None)
 
 
 @atexit.register
 def _close_all() -> None:
-    """Behind an uncaught exception others may not come here, and threads of what has failed would abort the process,
-    behind what the exception says.
+    """Close all pipelines. After an uncaught exception other ranks may not come here, and the threads of a failed
+    pipeline would abort the process after the exception's message; then the process ends without closing.
     """
     if getattr(sys, "last_value", None) is not None:
         if any(each.has_failed for each in _running):

@@ -26,8 +26,8 @@ _NAMES = frozenset({"inputs", "targets"})
 
 @dataclass(frozen=True)
 class MicrobatchData:
-    """What the first and the last stage take of a microbatch, each where this rank has it: tensors, or tuples, lists
-    and dicts of them.
+    """The microbatch's data for the first and for the last stage, where this rank has the stage: tensors, or tuples,
+    lists and dicts of them.
     """
 
     inputs: Any = None
@@ -107,8 +107,8 @@ def _signature(inputs: Any) -> tuple:
 
 
 class MicrobatchFeed:
-    """Called with a microbatch, returns what a stage takes of it. It is kept until its batch is through: a recompute
-    asks for it again.
+    """Called with a microbatch, returns a stage's data for it. Data are kept until their batch has ended, since a
+    recompute asks for them again.
     """
 
     def __init__(self) -> None:
@@ -125,7 +125,7 @@ class MicrobatchFeed:
             del self._training[index]
 
     def evaluate(self, data: BatchData | None) -> None:
-        """An evaluation of this batch follows; None: it is over."""
+        """Begin an evaluation of this batch; None: end it."""
         self._evaluated = () if data is None else data.microbatches
 
     def __call__(self, microbatch: Microbatch) -> MicrobatchData | None:
@@ -179,6 +179,6 @@ class Announcements:
         return Announcement(number, num_samples)
 
     def confirm(self) -> None:
-        """The shapes announced last are known from now on."""
+        """Note that the shapes announced last are known."""
         if self._is_source:
             self._numbers[self._new] = len(self._numbers)

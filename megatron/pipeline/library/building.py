@@ -105,7 +105,7 @@ class Tie:
         return Tie(names[0] if names else None, of_pipelines, ranks.own == ends[0])
 
     def parameter(self, groups: Groups) -> TiedParameter | None:
-        """As an update wants it; None where this rank has no copy. Collective."""
+        """The tied parameter for an update; None where this rank has no copy. Collective."""
         group = groups.of(self.ends)
         return None if self.name is None else TiedParameter((self.name,), group, counts_in_norm=self.is_first)
 
@@ -114,7 +114,7 @@ def stage_module(
     module: nn.Module, index: int, schedule: Any, *, loss: LossFunction | None, autocast: torch.dtype | None,
     device: torch.device,
 ) -> StageModule:  # fmt: skip
-    """The module as a stage of the schedule's graph."""
+    """The module, wrapped as a stage of the schedule's graph."""
     graph = schedule.graph
     return StageModule(
         module, index=index, targets=graph.takers(Travelling.ACTIVATION, index),
@@ -126,7 +126,7 @@ def build_stage(
     module: StageModule, index: int, schedule: Any, *, versions: WeightVersions, specs: Specs, feed: MicrobatchFeed,
     counts: LossCounts, memory: ActivationMemory | None, device: torch.device,
 ) -> Stage | GraphStage:  # fmt: skip
-    """What the executor runs. Where activations move it is a stage of a chain, with one tensor in and one out.
+    """The stage for the executor. Where activations move it is a stage of a chain, with one tensor in and one out.
 
     Raises:
         ValueError: several tensors, where activations move.
@@ -160,7 +160,7 @@ def build_stage(
 
 @dataclass(frozen=True, kw_only=True)
 class _Choices:
-    """What a run says besides the schedule; see `Pipeline`. `modules_of_rank`: how many each rank brings."""
+    """The choices of a run besides the schedule; see `Pipeline`. `modules_of_rank`: number of modules of each rank."""
 
     modules_of_rank: Sequence[int]
     num_microbatches: int | None
@@ -188,7 +188,7 @@ def _choose_schedule(schedule: str | Path | Any, choices: _Choices) -> Any:
 
 
 def _microbatches_of(schedule: Any, choices: _Choices) -> int:
-    """How many microbatches a batch has: as the run says, else as the program of a file does."""
+    """The number of microbatches of a batch: the run's choice, else that of the file's program."""
     num_microbatches = choices.num_microbatches
     if num_microbatches is None:
         num_microbatches = getattr(schedule, "num_microbatches", None)
@@ -274,7 +274,7 @@ def _validate(schedule: Any, choices: _Choices) -> None:
 
 @dataclass(frozen=True)
 class Placed:
-    """What a rank has of a pipeline. `modules`: of its stages, ascending. `is_tied`: some rank gives a tied
+    """A rank's part of a pipeline. `modules`: those of its stages, ascending. `is_tied`: some rank gives a tied
     parameter.
     """
 

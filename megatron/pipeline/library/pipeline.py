@@ -181,7 +181,7 @@ class Pipeline:
         return self._reports.popleft() if is_due else None
 
     def drain(self) -> list[BatchReport]:
-        """Finish what is under way. Returns the reports that no call has returned, oldest first; the modules then hold
+        """Finish all batches. Returns the reports that no call has returned yet, oldest first; the modules then hold
         the newest weights.
         """
         self._settle()
@@ -190,8 +190,8 @@ class Pipeline:
         return reports
 
     def evaluate(self, batch: Any = None) -> BatchReport:
-        """Forwards alone, of one batch, with the newest weights and all modules in evaluation mode; `batch` as in
-        `step`. The pipeline is drained before. Returns a report with the mean loss over all replicas.
+        """Run forwards of one batch, with the newest weights and all modules in evaluation mode; `batch` as in `step`.
+        The pipeline is drained before. Returns a report with the mean loss over all replicas.
         """
         self._settle()
         data, head = self._receive(batch, evaluates=True)
@@ -213,7 +213,7 @@ class Pipeline:
         return self._start[0] if self._engine is None else self._engine.next_batch
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank needs to go on exactly here: a copy, on the CPU, for ``torch.save`` in a file of its own.
+        """This rank's state, to continue exactly here: a copy on the CPU, for ``torch.save`` in a file of its own.
 
         The pipeline is drained before. `state["modules"][stage]` is the state dict of a stage's module.
         """
@@ -240,7 +240,7 @@ class Pipeline:
     # --- what it did
 
     def trace(self) -> RankTrace:
-        """What this rank traced of the last batches."""
+        """This rank's trace of the last batches."""
         if self._engine is None or self._tracer is None:
             raise ValueError("nothing was traced; give traced_batches, and run a batch")
         return self._engine.trace()
@@ -298,7 +298,7 @@ class Pipeline:
     # --- parts
 
     def _receive(self, batch: Any, *, evaluates: bool) -> tuple[BatchData | None, Announcement]:
-        """A batch, with what its first stage says of it; tensors of its shapes can travel."""
+        """A batch, after the first stage's announcement; tensors of its shapes can then be exchanged."""
         if self._is_closed or self.has_failed:
             raise RuntimeError("the pipeline is closed, or has failed; make another")
         data, problem = None, None
@@ -322,7 +322,7 @@ class Pipeline:
         return data, head
 
     def _change_shapes(self, number: int, data: BatchData | None, *, evaluates: bool) -> None:
-        """Have tensors of other shapes travel; they are found where they are new."""
+        """Change the shapes of the exchanged tensors; new shapes are found by running the microbatch."""
         self._settle()
         if number == len(self._specs):
             first = None if data is None else data.microbatches[0]
@@ -387,7 +387,7 @@ class Pipeline:
             self._engine = None
 
     def _description(self) -> dict[str, Any]:
-        """What has to be alike where a run goes on."""
+        """The properties that have to be equal where a run goes on."""
         schedule = self.schedule
         return {
             "weights": schedule.weights.name, "rank_of_stage": tuple(schedule.rank_of_stage), "stages": self.stages,
@@ -397,8 +397,8 @@ class Pipeline:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """A block behind whose failure nothing is known of what is under way. Outside of a ``with`` block a launcher
-        gets to know what failed first.
+        """A block whose failure leaves the state of the pipeline's work unknown. Outside of a ``with`` block the
+        launcher is told the first failure.
         """
         try:
             yield

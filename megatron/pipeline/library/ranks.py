@@ -26,7 +26,7 @@ from megatron.pipeline.runtime.stages.module.update import ModuleUpdate
 
 @dataclass(frozen=True)
 class Ranks:
-    """Global ranks. `pipelines`: of each replica's pipeline, in its order. `own`: this one."""
+    """The global ranks of a job. `pipelines`: those of each replica's pipeline, in its order. `own`: this rank."""
 
     pipelines: tuple[tuple[int, ...], ...]
     own: int
@@ -37,22 +37,22 @@ class Ranks:
 
     @property
     def pipeline(self) -> tuple[int, ...]:
-        """This rank's."""
+        """The ranks of this rank's pipeline."""
         return self.pipelines[self.replica]
 
     @property
     def rank(self) -> int:
-        """In the pipeline."""
+        """This rank's place in its pipeline."""
         return self.pipeline.index(self.own)
 
     @property
     def columns(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks that have the same stages."""
+        """The groups of ranks with the same stages."""
         return tuple(zip(*self.pipelines, strict=True))
 
     @property
     def job(self) -> tuple[int, ...]:
-        """Those of all pipelines, ascending."""
+        """The ranks of all pipelines, ascending."""
         return tuple(sorted(rank for pipeline in self.pipelines for rank in pipeline))
 
     @property
@@ -61,7 +61,7 @@ class Ranks:
 
 
 def find_ranks(group: Any, data_parallel_group: Any, replicas: int) -> Ranks:
-    """Where this rank stands; collective where groups of replicas are given.
+    """The rank's place in the job; collective where groups of replicas are given.
 
     Raises:
         ValueError: groups without a process group, or that do not go together.
@@ -156,7 +156,7 @@ _num_made: Counter[tuple[int, ...]] = Counter()  # by the ranks of the job, whic
 
 
 class LossCounts:
-    """Of one rank; called with a batch and n, gives what its first n microbatches count, the mean over the replicas.
+    """Called with a batch and n, returns the count of its first n microbatches, the mean over the replicas.
 
     Nothing is written, and a microbatch counts 1, where losses are means, or the norm comes before the steps.
     """
@@ -171,8 +171,9 @@ class LossCounts:
         self._are_said = False
 
     def expect(self, counts: Sequence[float | None], weights: WeightPolicy, updates: Iterable[ModuleUpdate]) -> None:
-        """Before the first batch, on all ranks: what the loss of the first microbatch counts, as each rank knows it of
-        its pipeline; None: losses are means. `updates`: those that have not stepped, whose predictions divide by it.
+        """Set the expected count, before the first batch, on all ranks. `counts`: for each rank, the count of its
+        pipeline's first loss; None: losses are means. `updates`: those that have not stepped, whose predictions divide
+        by it.
 
         Raises ValueError where losses are of two kinds.
         """
@@ -184,7 +185,7 @@ class LossCounts:
             raise ValueError("the loss returns means in some replicas and (sum, count) in others; give all the same")
 
     def say(self, microbatch: Microbatch, loss: Loss) -> None:
-        """On the rank of the last stage: a forward has ended."""
+        """Write the count of a microbatch into the store; called on the rank of the last stage, after its forward."""
         if self._are_said:
             _, count = sum_and_count(loss)
             key = self._key(microbatch.batch, microbatch.position, self._ranks.replica)
@@ -202,7 +203,7 @@ class LossCounts:
         return sum(self._read[batch, position] for position in range(num_microbatches)) / len(replicas)
 
     def forget(self, batch: int) -> None:
-        """All ranks have stepped with it."""
+        """Remove the counts of a batch with which all ranks have stepped."""
         for key in self._written.pop(batch, ()):
             self._store.delete_key(key)
         for each in [each for each in self._read if each[0] <= batch]:

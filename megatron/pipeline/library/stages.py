@@ -34,7 +34,7 @@ LossFunction = Callable[[Any, Any], Loss]
 
 
 class StageModule(nn.Module):
-    """`module` as `GraphModuleStage` calls it.
+    """`module` with the interface that `GraphModuleStage` calls.
 
     Args:
         index: of the stage.
@@ -70,7 +70,7 @@ class StageModule(nn.Module):
         return (self._handed_on(output), None) if self._targets else ({}, self.loss_of(output, data.targets))
 
     def output_of(self, inputs: Any) -> Any:
-        """What the module makes of inputs."""
+        """The module's output for these inputs."""
         with self._precision():
             if isinstance(inputs, Mapping):
                 return self.module(**inputs)
@@ -158,8 +158,8 @@ def spare_buffers(module: nn.Module) -> Iterator[None]:
 
 
 class LibraryStage(GraphModuleStage):
-    """As `GraphModuleStage`; a recompute changes no buffer, which the forward has changed before. `counts`: of the
-    losses, for other ranks.
+    """A `GraphModuleStage` whose recompute changes no buffers, since the forward has changed them. `counts`: publishes
+    the counts of losses to other ranks.
     """
 
     def __init__(self, module: StageModule, *, counts: LossCounts, **options: Any) -> None:
@@ -176,7 +176,7 @@ class LibraryStage(GraphModuleStage):
 
 
 class ChainModule(nn.Module):
-    """A `StageModule` of a chain as `ModuleStage` calls it."""
+    """A `StageModule` of a chain with the interface that `ModuleStage` calls."""
 
     def __init__(self, stage: StageModule) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ Specs = dict[tuple[int, int], tuple[TensorSpec, ...]]
 
 @dataclass(frozen=True)
 class Found:
-    """What a microbatch is like. `count`: what its loss counts, where that is a sum; None: it is a mean."""
+    """The specifications found from a microbatch. `count`: that of its loss if it is a sum; None: it is a mean."""
 
     specs: Specs
     count: float | None
@@ -264,7 +264,7 @@ def find_specs(
 
 
 def edges_of(specs: Specs, stages: Iterable[int]) -> dict[int, dict[int, EdgeTensors]]:
-    """Of some stages, the other stage -> what travels between them."""
+    """For each of some stages, the other stage -> the tensors between them."""
     edges = {pair: EdgeTensors(each) for pair, each in specs.items()}
     return {
         stage: {(set(pair) - {stage}).pop(): each for pair, each in edges.items() if stage in pair} for stage in stages

@@ -1,4 +1,4 @@
-"""What a rank needs to go on exactly where a run stood, as a dict of tensors and plain values."""
+"""The state of a rank from which a run continues exactly, as a dict of tensors and plain values."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def state_of(
 ) -> dict[str, Any]:
     """The state of a drained rank whose modules show the newest weights. Tensors are copies on the CPU.
 
-    Args:
-        description: what has to be alike where the run goes on.
-        progress: batches and microbatches begun.
-        reports: that no call has returned yet.
+        Args:
+            description: properties that have to be equal where the run goes on.
+            progress: batches and microbatches begun.
+    reports: those that no call has returned yet.
     """
     random_state = RandomState.capture(device)
     return {

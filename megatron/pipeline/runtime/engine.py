@@ -51,16 +51,16 @@ class PipelineEngine:
     """Runs `schedule` on this rank's stage (or stages).
 
     `stage`: the rank's stage, or a list of its stages in ascending order. `ranks`: global ranks of this
-        pipeline in pipeline order (default: all ranks). `backend`: "gloo" or "nccl", for the transfers between stages.
-        `store`: where the ranks of the pipeline meet (default: the default group's). `metrics_group`: the group over which
-        evaluation sums losses (default: all ranks of the job); used from the main thread only. `first_batch` and
-        `first_microbatch`: where the run goes on after a checkpoint, else 0. `activation_memory`: the one with which this
-        rank's stages were built, if their activations are to be counted and moved between pairs. `ledger`: that of the
-        update, where weights live on the host and bytes are counted. `deferred_bytes`: receives the bytes saved between I
-        and W, for other readers.
+    pipeline in pipeline order (default: all ranks). `backend`: "gloo" or "nccl", for the transfers between stages.
+    `store`: where the ranks of the pipeline meet (default: the default group's). `metrics_group`: the group over which
+    evaluation sums losses (default: all ranks of the job); used from the main thread only. `first_batch` and
+    `first_microbatch`: where the run goes on after a checkpoint, else 0. `activation_memory`: the one with which this
+    rank's stages were built, if their activations are to be counted and moved between pairs. `ledger`: that of the
+    update, where weights live on the host and bytes are counted. `deferred_bytes`: receives the bytes saved between I
+    and W, for other readers.
 
-        Read `next_batch` and `next_microbatch` for a checkpoint (drained). Set `stop_requests` (bits) to have them travel
-        with the next norm reduction; `BatchReport.stop_requests` is their union over all ranks.
+    Read `next_batch` and `next_microbatch` for a checkpoint (drained). Set `stop_requests` (bits) to have them travel
+    with the next norm reduction; `BatchReport.stop_requests` is their union over all ranks.
     """
 
     def __init__(

@@ -454,7 +454,7 @@ class Executor:
         return self._num_backwards[instruction.version - 1]
 
     def _require_whole(self, instruction: Instruction, batch: int) -> None:
-        """Raises ValueError if a microbatch of the batch has had its I but not its W: gradients are about to be read."""
+        """Raises ValueError if a microbatch of the batch has had its I but not its W: its gradients are needed now."""
         halfway = self._saved.deferred_of(instruction.stage)
         halfway = [index for index in halfway if self._microbatches[index].batch == batch]
         if halfway:

@@ -80,7 +80,7 @@ def write_timeline(engine: PipelineEngine, folder: Path, *, drains: Collection[i
 def write_pictures(
     schedule: PipelineSchedule, traces: Sequence[RankTrace] | None, folder: Path, *, drains: Collection[int], most: int
 ) -> None:
-    """The same from the traces of a pipeline's ranks; None, as on all ranks but one: nothing is written."""
+    """Write the files of `write_timeline` from the traces of a pipeline's ranks; None (all ranks but one): no files."""
     if traces is None or not traces[0].batches:
         return
     folder.mkdir(parents=True, exist_ok=True)

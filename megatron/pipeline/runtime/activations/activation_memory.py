@@ -24,7 +24,7 @@ from megatron.pipeline.runtime.contract.tensors import num_holders
 @dataclass(slots=True)
 class _Buffer:
     memory: Tensor
-    last_use: Event  # whoever takes it waits for that
+    last_use: Event  # the next user's stream waits for it
 
     @property
     def is_free(self) -> bool:
@@ -32,7 +32,7 @@ class _Buffer:
 
 
 class BufferPool:
-    """Byte buffers on `device`, made when none of the size is free and then kept. Safe to use from several threads."""
+    """Byte buffers on `device`, made when no buffer of the size is free, and kept. Safe from several threads."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -41,13 +41,13 @@ class BufferPool:
         self._lock = threading.Lock()
 
     def reserve(self, count: int, num_bytes: int) -> None:
-        """Have at least `count` buffers of this size."""
+        """Make buffers until there are at least `count` of this size."""
         with self._lock:
             for _ in range(count - sum(len(buffer.memory) == num_bytes for buffer in self._buffers)):
                 self._make(num_bytes)
 
     def take(self, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes], with any content. It is free again once nothing refers to its storage."""
+        """A buffer, uint8 [num_bytes] with any content, which is free again when nothing refers to its storage."""
         with self._lock:
             buffers = (buffer for buffer in self._buffers if len(buffer.memory) == num_bytes and buffer.is_free)
             buffer = next(buffers, None) or self._make(num_bytes)
@@ -60,9 +60,9 @@ class BufferPool:
         return buffer
 
     def mark_used(self, taken: Tensor) -> None:
-        """What `take` returned is read by what the current stream has been given until now, and no longer.
+        """Note that the buffer's last reader has been queued on the current stream.
 
-        To be called by one who still holds it: as soon as nobody does, the next may take it.
+        To be called while the buffer is still held: otherwise another `take` may get it first.
         """
         with self._lock:
             address = taken.data_ptr()
@@ -80,16 +80,16 @@ class BufferPool:
 
     @property
     def used_bytes(self) -> int:
-        """The bytes of the buffers that somebody holds now."""
+        """The bytes of the buffers in use."""
         with self._lock:
             return sum(len(buffer.memory) for buffer in self._buffers if not buffer.is_free)
 
 
 class ActivationMemory:
-    """What one rank saves, over all of its stages, in bytes: in graphs, and in buffers that are in use.
+    """The bytes that one rank saves over all of its stages, in graphs and in used buffers.
 
-    `peak_bytes` is the most over the run so far, looked at when a forward has ended or a buffer is taken, the only
-    moments at which it grows. What is kept between I and W is beside these (`DeferredBytes`).
+    `peak_bytes` is the maximum over the run so far, updated when a forward has ended or a buffer is taken, the only
+    moments at which it grows. Bytes saved between I and W are not included (`DeferredBytes`).
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -107,19 +107,19 @@ class ActivationMemory:
             return self._count()
 
     def take_recent_peak(self) -> int:
-        """The most bytes since the last call, or since the start."""
+        """The maximum of bytes since the last call, or since the start."""
         with self._lock:
             peak, self._recent_peak_bytes = self._recent_peak_bytes, self._count()
         return peak
 
     def hold(self, stage: int, microbatch: int, num_bytes: int) -> None:
-        """A graph saves these bytes from now on."""
+        """Count the bytes that a graph saves from now on."""
         with self._lock:
             self._in_graphs[stage, microbatch] = num_bytes
             self._note()
 
     def drop(self, stage: int, microbatch: int) -> None:
-        """It does no longer: its backward has ended."""
+        """Forget the bytes of a graph whose backward has ended."""
         with self._lock:
             self._in_graphs.pop((stage, microbatch), None)
 

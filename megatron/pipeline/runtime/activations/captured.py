@@ -59,7 +59,7 @@ class SavedActivations:
 
 
 class ActivationStore:
-    """microbatch -> what is saved of it; counts the most that were saved at once."""
+    """microbatch -> its saved activations; counts the most that were saved at once."""
 
     def __init__(self) -> None:
         self._saved: dict[int, SavedActivations] = {}
@@ -77,12 +77,12 @@ class ActivationStore:
         return self._saved[microbatch]
 
     def take(self, microbatch: int) -> SavedActivations:
-        """Remove and return; what it held is freed with it."""
+        """Remove and return the saved activations of a microbatch."""
         return self._saved.pop(microbatch)
 
 
 class NotCaptured:
-    """Activations stay where autograd puts them."""
+    """The interface of `CapturedActivations` where activations stay in the graph and are never evicted."""
 
     def __init__(self, stage: int) -> None:
         self._stage = stage
@@ -150,15 +150,15 @@ class CapturedActivations:
             self._data += [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
 
     def keep(self, microbatch: int, tensor: Tensor | None) -> Any:
-        """Save a tensor that no graph saves (a recomputed forward's input): what `kept` turns back into it."""
+        """Save a tensor that no graph saves (a recomputed forward's input); returns the handle for `kept`."""
         return None if tensor is None else self._saved[microbatch].pack(tensor)
 
     def kept(self, handle: Any) -> Tensor | None:
-        """The tensor behind `keep`'s answer; RuntimeError while it is evicted."""
+        """The tensor of a handle from `keep`. Raises RuntimeError while it is evicted."""
         return None if handle is None else handle.get()
 
     def seal(self, microbatch: int, *, input: Tensor | None, output: Tensor | None) -> None:
-        """The forward has ended. The values of `input`, a leaf, are dropped: what needs them has saved them."""
+        """End the forward's capture. Drops the values of `input`, a leaf: the graph has saved what it needs."""
         saved = self._saved[microbatch]
         stay = storages_of(self._data) - storages_of((input, output)) | storages_of(self._own) | self._shared.keys()
         self._data = None
@@ -170,7 +170,7 @@ class CapturedActivations:
         self._memory.hold(self._stage, microbatch, saved.layout.saved_bytes)
 
     def _learn_shared(self, moving: dict[int, StorageWeakRef]) -> None:
-        """What the microbatch before has saved too does not move, neither with this one nor with those still here."""
+        """Exclude from moves what the microbatch before has saved, too, for this microbatch and those still here."""
         shared = moving.keys() & self._last.keys()
         self._last = moving
         if shared:
@@ -181,12 +181,12 @@ class CapturedActivations:
                     self._memory.hold(self._stage, microbatch, saved.layout.saved_bytes)
 
     def drop(self, microbatch: int) -> None:
-        """The backward has ended."""
+        """Forget the saved tensors of a microbatch whose backward has ended."""
         del self._saved[microbatch]
         self._memory.drop(self._stage, microbatch)
 
     def saved_bytes(self, microbatch: int) -> int:
-        """Bytes that the graph of `microbatch` saves now: 0 while they are elsewhere."""
+        """Bytes that the graph of `microbatch` saves now; 0 while it is evicted."""
         saved = self._saved[microbatch]
         return 0 if saved.is_evicted else saved.layout.saved_bytes
 

@@ -61,7 +61,7 @@ class ActivationLayout:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of a buffer that holds them."""
+        """Bytes of a buffer for all spans."""
         return sum(self.spans[-1]) if self.spans else 0
 
     def require_equal(self, other: ActivationLayout, what: str) -> None:
@@ -93,7 +93,7 @@ def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def storages_of(tensors: Iterable[Tensor | None]) -> set[int]:
-    """Identities of their storages; valid while somebody holds them, be it weakly."""
+    """The identities of the tensors' storages, valid while these are referenced, even weakly."""
     return {tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None}
 
 
@@ -191,7 +191,7 @@ class SavedTensors:
         return moving
 
     def exclude(self, storages: set[int]) -> None:
-        """These stay too, it has turned out; only before an eviction."""
+        """Let these storages stay, too; only before an eviction."""
         assert not self._is_evicted
         self._spans = [span for span in self._spans if span.storage not in storages]
         self.layout = ActivationLayout.of((span.start, span.end) for span in self._spans)
@@ -287,6 +287,6 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def _can_move(tensor: Tensor) -> bool:
-    """Whether its bytes in its storage and its strides say all there is to know of it."""
+    """Whether the tensor is given by the bytes of its storage and its strides alone."""
     is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
     return is_plain and tensor.numel() > 0 and not tensor.is_conj() and not tensor.is_neg()

@@ -55,24 +55,24 @@ class DeferredBytes:
         self.now = self.peak = self._recent_peak = 0
 
     def add(self, num_bytes: int) -> None:
-        """So many more, or fewer, are kept from now on."""
+        """Add to the present bytes, or subtract."""
         self.now += num_bytes
         self.peak = max(self.peak, self.now)
         self._recent_peak = max(self._recent_peak, self.now)
 
     def take_recent_peak(self) -> int:
-        """The most since the last call, or since the start."""
+        """The maximum since the last call, or since the start."""
         peak, self._recent_peak = self._recent_peak, self.now
         return peak
 
 
 class SavedMicrobatches:
-    """Per stage, and over all stages of the rank.
+    """Counts of saved microbatches, per stage and over all stages of the rank.
 
     Attributes:
-        peaks: stage -> the most that were saved at once; `peak_on_rank`: the most together.
-        deferred_peaks: stage -> the most of them that were between I and W at once.
-        deferred_bytes: what they keep for it.
+        peaks: stage -> the most microbatches saved at once; `peak_on_rank`: the most over all stages.
+        deferred_peaks: stage -> the most microbatches between I and W at once.
+        deferred_bytes: the bytes saved between I and W.
     """
 
     def __init__(self, stages: Iterable[int], deferred_bytes: DeferredBytes | None = None) -> None:
@@ -85,20 +85,20 @@ class SavedMicrobatches:
         self._lock = threading.Lock()
 
     def add(self, stage: int) -> None:
-        """A forward starts, or a LOAD or ACCEPT is posted."""
+        """Count one more microbatch: a forward starts, or a LOAD or ACCEPT is posted."""
         with self._lock:
             self._counts[stage] += 1
             self.peaks[stage] = max(self.peaks[stage], self._counts[stage])
             self.peak_on_rank = max(self.peak_on_rank, sum(self._counts.values()))
 
     def remove(self, stage: int) -> None:
-        """A backward has ended (of a split one, W), or an EVICT or RETURN is complete."""
+        """Count one microbatch less: a backward (if split, its W) has ended, or an EVICT or RETURN is complete."""
         with self._lock:
             self._counts[stage] -= 1
             assert self._counts[stage] >= 0
 
     def defer(self, stage: int, microbatch: int, num_bytes: int) -> None:
-        """An I has ended, and so many bytes are kept for the W."""
+        """Note the end of an I, and the bytes saved for its W."""
         with self._lock:
             self._deferred[stage, microbatch] = num_bytes
             self.deferred_bytes.add(num_bytes)
@@ -106,12 +106,12 @@ class SavedMicrobatches:
             self.deferred_peaks[stage] = max(self.deferred_peaks[stage], count)
 
     def end_deferred(self, stage: int, microbatch: int) -> None:
-        """Its W has ended, and keeps nothing."""
+        """Note the end of the microbatch's W."""
         with self._lock:
             self.deferred_bytes.add(-self._deferred.pop((stage, microbatch)))
 
     def deferred_of(self, stage: int) -> list[int]:
-        """The microbatches that are between I and W at a stage, ascending."""
+        """The microbatches between I and W at a stage, ascending."""
         return sorted(microbatch for at, microbatch in self._deferred if at == stage)
 
 
@@ -120,7 +120,7 @@ _Key = tuple[int, int]  # stage, microbatch
 
 @dataclass(slots=True)
 class _Arrival:
-    """Where the activations of a microbatch arrive; the buffer is taken when the move is posted."""
+    """The arriving activations of a microbatch; the buffer is taken when the move is posted."""
 
     buffer: Tensor | None = None
 
@@ -166,7 +166,7 @@ class ActivationTransfers:
 
     @property
     def current(self) -> Instruction | None:
-        """The move that this rank's queue is at."""
+        """The move that this rank's queue executes now."""
         return self._queue.current
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ class ActivationTransfers:
         self._queue.request(instruction, move)
 
     def _transfer(self, instruction: Instruction, call: Callable[[], int | None]) -> int | None:
-        """Call the link, on the thread of the moves; what it raises is a lost peer."""
+        """Call the link, on the thread of the moves; its errors mean a lost peer."""
         try:
             return call()
         except RuntimeError as error:
@@ -246,7 +246,7 @@ class ActivationTransfers:
     # -- computations -------------------------------------------------------------------------------------------------
 
     def wait_for(self, computation: Instruction) -> bool:
-        """Wait until the moves that `computation` needs are complete. Whether there was anything to wait for.
+        """Wait until the moves that `computation` needs are complete; returns whether there were any.
 
         On CUDA the host waits until they have been given to the device, and the current stream until they are done.
         Raises TransferError when that takes too long, or what a move raised.
@@ -265,7 +265,7 @@ class ActivationTransfers:
         return True
 
     def finish_load(self, stage: Stage, microbatch: Microbatch) -> None:
-        """After `wait_for`, ahead of a recompute or a backward: hand over what was loaded, if it was."""
+        """Give loaded activations, if any, to the stage; called after `wait_for`, before a recompute or a backward."""
         key = stage.index, microbatch.index
         arrival = self._loading.pop(key, None)
         if arrival is not None:
@@ -273,14 +273,14 @@ class ActivationTransfers:
             stage.load(microbatch, arrival.buffer)
 
     def end_backward(self, stage: int, microbatch: int) -> None:
-        """What was loaded for the backward is needed no longer."""
+        """Drop the buffer that was loaded for the backward."""
         buffer = self._loaded.pop((stage, microbatch), None)
         if buffer is not None:
             self._num_loaded[self._sizes[stage]] -= 1
             self._memory.pool.mark_used(buffer)
 
     def settle(self) -> None:
-        """When drained: the current stream comes after all moves, and nothing is held for them any more."""
+        """Make the current stream wait for all moves, and drop their tensors; called while drained."""
         self._queue.follow(self._queue.num_complete)
 
     def close(self, timeout: float = 5.0) -> None:

@@ -31,7 +31,7 @@ _collecting: WeightProducts | None = None  # of the I that runs; not of a thread
 
 
 def collecting() -> WeightProducts | None:
-    """Where a linear's backward puts off its weight product; None: it computes it, as the backward is a whole one."""
+    """The products to which a linear's backward postpones its own; None: it computes it, in a whole backward."""
     return _collecting
 
 
@@ -50,7 +50,7 @@ class WeightProducts:
 
     @contextmanager
     def collect(self) -> Iterator[None]:
-        """Backwards in this context put their products off to here."""
+        """In this context backwards postpone their products to this object."""
         global _collecting
         before, _collecting = _collecting, self
         try:
@@ -59,7 +59,7 @@ class WeightProducts:
             _collecting = before
 
     def put_off(self, parameter: Parameter, input: Tensor, output_grad: Tensor, product: Product) -> None:
-        """The gradient of `parameter` is to have ``product(input, output_grad)``, in its shape, added to it."""
+        """Postpone the addition of ``product(input, output_grad)`` to the gradient of `parameter`, in its shape."""
         self._of.setdefault(parameter, []).append(_Factors(input.detach(), output_grad.detach(), product))
 
     @property
@@ -68,7 +68,7 @@ class WeightProducts:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the storages that are kept for the products."""
+        """Bytes of the storages saved for the products."""
         storages = {
             storage._cdata: storage.nbytes()
             for factors in self._of.values()
@@ -95,16 +95,16 @@ class DeferredProducts:
         self._of: dict[int, WeightProducts] = {}
 
     def begin(self, microbatch: int) -> WeightProducts:
-        """For the I of a microbatch."""
+        """The products to collect during the I of a microbatch."""
         products = self._of[microbatch] = WeightProducts()
         return products
 
     def compute(self, microbatch: int) -> None:
-        """Its W."""
+        """Compute the products of a microbatch: its W."""
         self._of.pop(microbatch).compute()
 
     def num_bytes(self, microbatch: int) -> int:
-        """What is kept for its W; 0 before its I and behind its W."""
+        """Bytes saved for the microbatch's W; 0 before its I and after its W."""
         return self._of[microbatch].num_bytes if microbatch in self._of else 0
 
 

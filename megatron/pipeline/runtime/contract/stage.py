@@ -143,10 +143,10 @@ class Stage(Protocol):
         """
 
     def free_output(self, microbatch: Microbatch) -> None:
-        """Drop the stage's reference to an output that is being sent; the channel keeps its storage until it is read."""
+        """Drop the stage's reference to an output that is being sent; the channel keeps its storage until then."""
 
     def saved_bytes(self, microbatch: Microbatch) -> int:
-        """The bytes saved now for the backward of `microbatch` on this stage; 0 while they are evicted.
+        """The bytes saved for the backward of `microbatch` on this stage; 0 while they are evicted.
 
         This, `evict` and `load` raise RuntimeError on a stage that was built without an `ActivationMemory`.
         """
@@ -184,12 +184,12 @@ class SplittingStage(Protocol):
     """
 
     def split_backward(self) -> None:
-        """Prepare for backwards in two halves; called once, before the first row that has one. If a microbatch's forward
-        came before this call, its I may compute all gradients.
+        """Prepare for backwards in two halves; called once, before the first row that has one. If a microbatch's
+        forward came before this call, its I may compute all gradients.
         """
 
     def backward_input(self, microbatch: Microbatch, output_grad: Any) -> Any:
-        """As `backward`, but leave weight gradients to `backward_weights`; saves only what that call needs."""
+        """As `backward`, but leave weight gradients to `backward_weights`; saves only what it needs."""
 
     def backward_weights(self, microbatch: Microbatch) -> None:
         """Accumulate the weight gradients that `backward_input` has left, and drop the tensors saved for them."""
@@ -305,7 +305,7 @@ class StageUpdate(Protocol):
     """The calls for a single stage in the weight update of a rank whose stages step separately."""
 
     def begin_forward(self, info: BatchInfo, version: int) -> None:
-        """Called before the batch's first forward at the stage; parameters show the weights of `version`."""
+        """Called before the batch's first forward at the stage; parameters show `version`."""
 
     def begin_backward(self, info: BatchInfo) -> None: ...
 
@@ -316,8 +316,8 @@ class StageUpdate(Protocol):
 
 @runtime_checkable
 class PredictingUpdate(WeightUpdate, Protocol):
-    """A weight update that also predicts. The sum of the gradients of the first n of m microbatches, whose backwards are
-    done, times m/n stands for the gradients of the whole batch.
+    """A weight update that also predicts. The sum of the gradients of the first n of m microbatches, whose backwards
+    are done, times m/n stands for the gradients of the whole batch.
     """
 
     def hold(self, version: int, num_microbatches: int) -> None:

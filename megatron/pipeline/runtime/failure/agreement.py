@@ -53,7 +53,7 @@ def agree_to_start(store: dist.Store, *, rank: int, world_size: int, problem: st
 
 
 def wait_for_readers(store: dist.Store, rank: int, world_size: int) -> None:
-    """Rank 0 may host the store, so it leaves last. Collective over `store`, once."""
+    """Make rank 0, which may host the store, leave last. Collective over `store`, once."""
     count = store.add("start/read", 1)
     deadline = time.monotonic() + PATIENCE
     while rank == 0 and count < world_size and time.monotonic() < deadline:
@@ -159,11 +159,11 @@ class Agreement:
         self.refusal: Exception | None = None
 
     def gathered(self, value: Any) -> list[Any]:
-        """Collective: what every rank of the job has, in the order of their global ranks."""
+        """Collective: the values of all ranks of the job, in the order of their global ranks."""
         return [value] if self._group is None else _gathered(value, self._group)
 
     def on(self, function: Callable[[], Any]) -> Any:
-        """Collective: what a function without collectives returns.
+        """Collective: the result of a function without collectives.
 
         Raises:
             ValueError: on all ranks, where it raises on one. That one raises its own error.
@@ -192,7 +192,7 @@ class Agreement:
 
 
 def _gathered(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Collective: what every rank of `group` has, which can be pickled, in the order of the ranks."""
+    """Collective: the picklable values of all ranks of `group`, in the order of the ranks."""
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, value, group=group)
     return found

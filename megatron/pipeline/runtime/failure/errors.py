@@ -41,7 +41,7 @@ class CheckpointError(ValueError):
 
 
 class AgreedError(CheckpointError):
-    """What every rank raises, since at least one has failed."""
+    """The error that every rank raises where at least one has failed."""
 
 
 def annotate(error: BaseException, instruction: Instruction, where: str) -> None:

@@ -32,7 +32,7 @@ from megatron.pipeline.runtime.update.elementwise_step import RULES
 from megatron.pipeline.runtime.update.optimizer_wrappers import HOOKS, copied, settings_of, stand_in, take_step
 
 Settings = list[dict[str, Any]]
-"""What each group says beside its parameters."""
+"""The options of each group, without its parameters."""
 
 
 class HostOptimizer:
@@ -80,11 +80,11 @@ class HostOptimizer:
                 groups.append([each for each in group["params"] if stage_of[self._on_host(each)] == stage])
 
     def settings(self) -> Settings:
-        """What the groups say now, for the updates of a batch that begins."""
+        """The groups' present options, for the updates of a batch that begins."""
         return [settings_of(group) for group in self.optimizer.param_groups]
 
     def note_step(self) -> None:
-        """A batch is stepped: learning-rate schedules ask whether their optimizer was, before they advance."""
+        """Mark the optimizer as stepped, which learning-rate schedules check before they advance."""
         self.optimizer._opt_called = True
 
     @torch.no_grad()
@@ -181,12 +181,12 @@ class HostOptimizer:
         return self._name_of[self._on_host(parameter)]
 
     def _on_host(self, parameter: Tensor) -> Tensor:
-        """The store's parameter that one of the optimizer's stands for."""
+        """The store's parameter for which one of the optimizer's stands."""
         return self._stands_for.get(parameter, parameter)
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """What a step has changed in a group."""
+    """The options of a group that a step has changed."""
     return {
         key: value for key, value in after.items() if key != "params" and not _equal(before.get(key, _NOTHING), value)
     }
@@ -230,7 +230,7 @@ class HostMoments:
         }
 
     def places(self, dtypes: Mapping[_Key, torch.dtype]) -> dict[_Key, Tensor]:
-        """The place of each, in the shape of its parameter; zeroed where it is new."""
+        """The place of each tensor, in the shape of its parameter; zeroed where it is new."""
         new = {
             key: torch.empty(key[0].shape, dtype=dtype, device="meta")
             for key, dtype in dtypes.items()

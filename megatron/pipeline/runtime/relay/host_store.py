@@ -39,8 +39,8 @@ Flat = Mapping[torch.dtype, Tensor]
 
 
 class FlatLayout:
-    """The places of tensors of these names and shapes. `dtype`: of all of them; None: each one's own. `parts`: into how
-    many equal, aligned parts each flat tensor can be cut; it is padded to that.
+    """The places of tensors of these names and shapes. `dtype`: that of all tensors; None: each keeps its own. `parts`:
+    each flat tensor is padded so that it can be cut into this many equal, aligned parts.
 
     Attributes:
         num_elements: dtype -> length of the flat tensor.
@@ -64,11 +64,11 @@ class FlatLayout:
         return sum(count * dtype.itemsize for dtype, count in self.num_elements.items())
 
     def allocate(self, make: Callable[[tuple[int, ...], torch.dtype], Tensor]) -> dict[torch.dtype, Tensor]:
-        """Flat tensors, which `make(shape, dtype)` makes."""
+        """One flat tensor for each dtype, made by `make(shape, dtype)`."""
         return {dtype: make((count,), dtype) for dtype, count in self.num_elements.items()}
 
     def spans(self, parts: Mapping[str, slice]) -> dict[torch.dtype, slice]:
-        """dtype -> from the first to the last of these elements of the tensors, in the flat tensor."""
+        """dtype -> the slice of the flat tensor from the first to the last of these elements of the tensors."""
         found: dict[torch.dtype, slice] = {}
         for name, part in parts.items():
             dtype, start, _ = self._places[name]
@@ -200,7 +200,7 @@ class HostStore:
 
     @torch.no_grad()
     def write_weights(self, stage: int) -> None:
-        """Behind a step: bring weights of lower precision up to their masters, this process's share of them."""
+        """Write this process's share of the low-precision weights from their masters; called after a step."""
         place = self.stages[stage]
         for name, weight in place.weights.items():
             parameter = self.parameters[name]
@@ -248,7 +248,7 @@ def to_host_memory(module: torch.nn.Module) -> None:
 
 
 def _require_own(stages: Mapping[int, Mapping[str, torch.nn.Parameter]]) -> None:
-    """Stages come and go by themselves, so none has a parameter of another one."""
+    """Raises ValueError if two stages share a parameter: each stage is fetched and freed alone."""
     name_of: dict[torch.nn.Parameter, str] = {}
     names: set[str] = set()
     for stage, parameters in stages.items():
@@ -286,5 +286,5 @@ def share_of(parameters: Mapping[str, Tensor], index: int, size: int) -> dict[st
 
 
 def _cut(at: int, count: int) -> int:
-    """The cut nearest below `at` in a parameter of `count` elements; its end where it ends before."""
+    """The nearest cut at or below `at` in a parameter of `count` elements, at most its end."""
     return count if at >= count else max(0, at) // GRAIN * GRAIN

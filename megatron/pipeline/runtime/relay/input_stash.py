@@ -29,12 +29,12 @@ _Key = tuple[int, int]  # stage, microbatch
 
 
 class InputStash:
-    """The stash of one rank. All calls come from the thread that computes, but for what `offload` and `reload` return,
-    which the lanes call. `saved` counts what is on the device, `ledger` its bytes and those of the buffers.
+    """The stash of one rank. All calls come from the compute thread; the lanes call the functions that `offload` and
+    `reload` return. `saved` counts the inputs on the device, `ledger` their bytes and those of the buffers.
 
     Attributes:
-        num_offloaded, num_bytes_offloaded: how many inputs have left, and what that has copied; as much comes back.
-        num_buffers: of host memory, each for one input.
+        num_offloaded, num_bytes_offloaded: the inputs that have left the device, and their bytes.
+        num_buffers: buffers of host memory, each for one input.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class InputStash:
         self._coming: dict[_Key, list[Tensor]] = {}
 
     def offload(self, stage: Stage, microbatch: Microbatch) -> Callable[[], None]:
-        """The stage gives up the input of a microbatch. Returns what copies it."""
+        """Take the input of a microbatch from the stage. Returns the copy to the host, to be called in its lane."""
         key, input = (stage.index, microbatch.index), stage.release_input(microbatch)
         buffer = self._away[key] = self._take(input)
         place = [input]
@@ -63,7 +63,7 @@ class InputStash:
         return lambda: _copy(place[0], buffer)
 
     def reload(self, stage: Stage, microbatch: Microbatch) -> Callable[[], None]:
-        """The input shall be on the device again. Returns what copies it."""
+        """Allocate the input on the device again. Returns the copy from the host, to be called in its lane."""
         key = stage.index, microbatch.index
         assert key in self._away, f"the input of microbatch {key[1]} has never left stage {key[0]}"
         buffer = self._away[key]
@@ -74,7 +74,7 @@ class InputStash:
         return lambda: _copy(buffer, place[0])
 
     def note_awaited(self, word: Instruction) -> None:
-        """A computation has waited for a word: of an OFFLOAD, or a RELOAD, which has waited for its OFFLOAD."""
+        """Free the inputs whose OFFLOAD is done: a computation has waited for it, or for its RELOAD."""
         key = word.stage, word.microbatch
         if word.kind in STASH_WORDS and any(each == key for each, _ in self._leaving):
             left = None
@@ -84,7 +84,7 @@ class InputStash:
                 self._saved.remove(left[0])
 
     def restore(self, stage: Stage, microbatch: Microbatch) -> None:
-        """A recompute follows, which has waited for the RELOAD, if there is one: hand over what it has brought."""
+        """Give the reloaded input, if there is one, to the stage; called before its recompute, after the RELOAD."""
         key = stage.index, microbatch.index
         place = self._coming.pop(key, None)
         if place is not None:
@@ -93,7 +93,7 @@ class InputStash:
             stage.restore_input(microbatch, place.pop())
 
     def require_empty(self) -> None:
-        """Drained: every input has come back."""
+        """Assert that every input is back; called while drained."""
         assert not (self._away or self._leaving or self._coming), f"inputs {list(self._away)} are still away"
 
     def _take(self, input: Tensor) -> Tensor:

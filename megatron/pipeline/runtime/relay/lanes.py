@@ -33,7 +33,7 @@ _LANES = (LaneName.H2D, LaneName.D2H, LaneName.HOST)
 
 @dataclass(eq=False, slots=True)
 class _Posted:
-    """A word that others may wait for."""
+    """A posted instruction for which others may wait."""
 
     instruction: Instruction
     is_complete: bool = False
@@ -43,9 +43,9 @@ class _Posted:
 class Lanes:
     """The three lanes of one rank.
 
-    `order`: what waits for what; all instructions of the rank that wait, or are waited for, are told here, in the order
-    of its row. `timeout`: seconds that a computation waits. `on_awaited`: told each word that a computation has waited
-    for, on the computation's thread.
+    `order`: the dependencies; all instructions of the rank that wait, or for which others wait, pass through here, in
+    the order of its row. `timeout`: seconds that a computation waits. `on_awaited`: called with each instruction for
+    which a computation has waited, on the computation's thread.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Lanes:
         return sum(lane.num_incomplete for lane in self._lanes.values())
 
     def request(self, instruction: Instruction, call: Callable[[], Any]) -> None:
-        """Have the instruction's lane call `call`; it is complete when that has returned, on the device too."""
+        """Queue `call` in the instruction's lane; the instruction is complete when it is done, on the device too."""
         self._raise_error()
         name = instruction.kind.row.lane
         posted, awaited = self._tell(instruction)
@@ -103,7 +103,7 @@ class Lanes:
         self._lanes[name].request(instruction, carry_out, ready=ready, traced=self.traced)
 
     def in_chain(self, instruction: Instruction, call: Callable[[], None]) -> Callable[[], None]:
-        """What the chain shall call for a reduction that waits for lanes, or for which they wait."""
+        """The call for the chain of a reduction that waits for lanes, or for which lanes wait."""
         posted, awaited = self._tell(instruction)
 
         def reduce() -> None:
@@ -114,13 +114,13 @@ class Lanes:
         return reduce
 
     def wait_for(self, computation: Instruction) -> bool:
-        """Wait until what `computation` awaits is complete. Whether there was anything to wait for.
+        """Wait until the dependencies of `computation` are complete; returns whether there were any.
 
-        On CUDA the host waits until it has been given to the device, and the current stream until that is done.
+        On CUDA the host waits until the work is queued on the device, and the current stream until it is done.
 
-        Raises:
-            TimeoutError: that takes too long; names what is awaited, and what is in its way.
-            Exception: what a lane or a reduction raised.
+                Raises:
+                    TimeoutError: the wait takes too long; names the awaited instruction and the one that runs.
+                    Exception: the error of a lane or a reduction.
         """
         _, awaited = self._tell(computation)
         waits = any(not each.is_complete for each in awaited)
@@ -133,14 +133,14 @@ class Lanes:
         return waits
 
     def settle(self) -> None:
-        """When drained: wait until all that was requested is complete, and the lanes hold and note nothing more."""
+        """Wait until all requests are complete, and forget them; called while drained."""
         self._join(list(self._last.values()), timeout=self._timeout, on_host=True)
         self._last.clear()
         for lane in self._lanes.values():
             lane.wait(lane.num_requested, self._timeout)
 
     def fail(self, error: Exception) -> None:
-        """What a lane or the chain raised ends all waits; the first is told."""
+        """Note an error of a lane or the chain, which ends all waits; the first error is kept."""
         with self._progress:
             if self._error is not None:
                 return
@@ -149,14 +149,14 @@ class Lanes:
         self._on_error(error)
 
     def close(self, timeout: float = 5.0) -> None:
-        """Stop the threads once what was requested is done."""
+        """Stop the threads when all requests are done."""
         for lane in self._lanes.values():
             lane.close(timeout)
 
     # -- words --------------------------------------------------------------------------------------------------------
 
     def _tell(self, instruction: Instruction) -> tuple[_Posted, list[_Posted]]:
-        """The instruction as others will wait for it, and what it waits for itself."""
+        """The posted instruction, for later waits, and the instructions for which it waits."""
         awaited = [self._posted[number] for number in self._order.awaited(instruction)]
         posted = _Posted(instruction)
         if instruction.kind in AWAITED:
@@ -182,8 +182,8 @@ class Lanes:
         timeout: float | None = None,
         waiting: Instruction | None = None,
     ) -> None:
-        """Until all of these are complete: on the host, and then on the device for the current stream, or `on_host` for
-        the host, too.
+        """Wait until all of these are complete: on the host, and then on the device for the current stream, or
+        `on_host` for the host, too.
         """
         if not awaited:
             return

@@ -1,14 +1,14 @@
-"""What a rank's relay holds on the device and on the host, in bytes, for the report of each batch.
+"""The bytes of a rank's relay on the device and on the host, for the report of each batch.
 
-Problem: where weights live on the host, it is for the device's memory, so a user wants to see it. On CUDA torch's
-allocator knows its peak. On a CPU the device is the process's private memory, in which nothing tells the relay's bytes
-from all others.
+Problem: weights live on the host to save device memory, so a user wants to see how much is used. On CUDA torch's
+allocator knows its peak. On a CPU the device is the process's private memory, in which the relay's bytes cannot be told
+from others.
 
-Solution: on a CPU they are counted where the relay makes them: the arena of weights and the gradient buffers, which are
-there always, and each tensor that stages exchange, from when it is made until its storage is gone, whoever held it
-last. What a computation takes while it runs (a microbatch's recompute) is not the relay's and does not count. On the
-host count the store (weights, gradients, masters), the moments that steps have made, and the buffers of inputs; a store
-that replicas share counts whole in each of them.
+Solution: on a CPU the relay counts its own bytes: the arena of weights and the gradient buffers, which always exist,
+and each tensor that stages exchange, from its creation until its storage is freed. Memory of a running computation (a
+microbatch's recompute) is not the relay's and does not count. On the host the ledger counts the store (weights,
+gradients, masters), the moments that steps have made, and the buffers of inputs; a store that replicas share counts in
+full on each of them.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ DEVICE_PEAK, HOST_PEAK = "device_peak_bytes", "host_peak_bytes"
 class RelayLedger:
     """The account of one rank. Safe to use from several threads.
 
-    `always_on_device`: bytes that are there from the start to the end. `on_host`: says how many bytes the host's store
-    has now.
+    `always_on_device`: bytes on the device for the whole run. `on_host`: returns the present bytes of the host's store.
     """
 
     def __init__(self, *, always_on_device: int, on_host: Callable[[], int]) -> None:
@@ -40,17 +39,17 @@ class RelayLedger:
 
     @property
     def rank_metrics(self) -> dict[str, Callable[[], float]]:
-        """The ledger's part of `BatchReport.rank_metrics`: name -> what is read once a batch."""
+        """The ledger's part of `BatchReport.rank_metrics`: name -> function that is called once a batch."""
         return {DEVICE_PEAK: self.take_device_peak, HOST_PEAK: lambda: self.host_bytes}
 
     @property
     def device_bytes(self) -> int:
-        """Counted on the device now."""
+        """Bytes counted on the device now."""
         return self._device_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Bytes on the host now; they never become fewer."""
+        """Bytes on the host now; the number never shrinks."""
         return self._store_bytes() + self._buffer_bytes
 
     def take_device_peak(self) -> int:
@@ -64,7 +63,7 @@ class RelayLedger:
         return peak
 
     def note_on_device(self, tensor: Tensor | None) -> None:
-        """The tensor's storage is on the device until nobody holds it; once is enough."""
+        """Count the tensor's storage on the device until it is freed; a storage is counted once."""
         if tensor is None:
             return
         storage = tensor.untyped_storage()
@@ -78,7 +77,7 @@ class RelayLedger:
         weakref.finalize(storage, self._forget, address, num_bytes).atexit = False
 
     def note_on_host(self, buffer: Tensor) -> None:
-        """A buffer on the host that is kept."""
+        """Count a buffer on the host, which is kept for the whole run."""
         with self._lock:
             self._buffer_bytes += buffer.nbytes
 

@@ -34,18 +34,18 @@ _STEP = 8  # int64s from one replica's counter to the next one's: a cache line
 
 
 class NodeReplicas:
-    """This replica and those beside it on its host.
+    """This replica and the other replicas on its host.
 
-    `ranks`: the global ranks that hold the same part of the model, on any hosts; each of them makes this, in the same
-    order as any others of these ranks. `host`: what to call this host; None: its host name. `device`: on CUDA, shared
-    memory is pinned for it.
+        `ranks`: the global ranks that hold the same part of the model, on any hosts; each of them makes this, in the same
+        order as any others of these ranks. `host`: what to call this host; None: its host name. `device`: on CUDA, shared
+        memory is pinned for it.
 
-    Attributes:
-        ranks: those on this host, ascending; `index`: of this one among them.
-        group: of these, over gloo; None where there is one. timeout: how long one waits for all.
+        Attributes:
+            ranks: those on this host, ascending; `index`: of this one among them.
+    group: that of these ranks, over gloo; None for a single one. timeout: how long a rank waits for the others.
 
-    Raises:
-        ValueError: processes that say they are on one host cannot map each other's memory.
+        Raises:
+            ValueError: processes that say they are on one host cannot map each other's memory.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class NodeReplicas:
             self.together(lambda: self.group.barrier().wait())
 
     def together(self, collective: Callable[[], object]) -> None:
-        """Have `collective` called, which all replicas join, in the same order as any others. Raises as `barrier`."""
+        """Call `collective` on all replicas, in the same order as other collectives. Raises as `barrier`."""
         self._entered[self.index] += 1
         try:
             collective()
@@ -169,7 +169,7 @@ def _on_one_host(ranks: list[int], host: str, timeout: timedelta) -> list[int]:
 
 
 def meeting_of(what: str, ranks: Sequence[int]) -> dist.PrefixStore:
-    """Where these ranks meet, for this purpose, this time: each asks for it as often as the others."""
+    """A fresh store for these ranks and this purpose; each rank has to call it equally often."""
     key = (what, *ranks)
     _num_made[key] += 1
     prefix = f"node_replicas/{what}/{'-'.join(map(str, ranks))}/{_num_made[key]}"

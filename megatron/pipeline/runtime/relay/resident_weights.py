@@ -176,7 +176,7 @@ class ResidentWeights:
 
 
 class StageWeights:
-    """One stage's weights, as the stage sees them."""
+    """The interface of a stage to its weights, in the place of weight versions."""
 
     def __init__(self, weights: ResidentWeights, stage: int) -> None:
         self._weights = weights
@@ -233,7 +233,7 @@ class _WeightGather:
 
 
 class HostVersions:
-    """What a drained run asks of its weight versions, over a `HostStore` and what is resident of it."""
+    """The one version of weights on the host, with the interface of weight versions for evaluations and checkpoints."""
 
     def __init__(self, store: HostStore, weights: ResidentWeights) -> None:
         self._store = store

@@ -197,7 +197,7 @@ class MasterWeights:
 
 
 class GapAwareMasters(GapAware):
-    """`GapAware` over masters: the gap is the masters' distance since the forward, for which the weights are too coarse.
+    """`GapAware` over masters: the gap is that of the masters since the forward, since the weights are too coarse.
 
     For weights that are not predicted: a forward used the rounded masters.
     """

@@ -243,8 +243,8 @@ class AheadVersions(WeightVersions):
         self.num_made = 0
 
     def make_with(self, make: Make) -> None:
-        """Set the function `make(version, how far ahead, weights, targets)`, which writes the targets. Weights, which the
-        parameters show, and targets are by name.
+        """Set the function `make(version, how far ahead, weights, targets)`, which writes the targets. Weights and
+        targets are by name; the parameters show the weights.
         """
         self._make = make
 

@@ -102,7 +102,7 @@ def _factors(group: Mapping[str, Any], rates: Iterable[float], kind: type) -> tu
 
 
 def _momentum(group: Mapping[str, Any], state: Mapping[str, Any], target: Tensor) -> bool:
-    """Write the direction into `target`; returns False if the optimizer has no state yet. As `_moments`."""
+    """Write SGD's direction into `target`; returns False if the parameter has no state yet."""
     buffer = state.get("momentum_buffer")
     if buffer is None:
         return False
@@ -111,6 +111,7 @@ def _momentum(group: Mapping[str, Any], state: Mapping[str, Any], target: Tensor
 
 
 def _moments(group: Mapping[str, Any], state: Mapping[str, Any], target: Tensor) -> bool:
+    """Write Adam's direction into `target`; returns False if the parameter has no state yet."""
     if not state:
         return False
     num_steps = float(state["step"])

@@ -25,11 +25,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTe
 from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.pipeline.runtime.update.weight_prediction import PredictedVersions
 
-OLDER_VERSIONS = "previous_version"  # how all their keys begin
+OLDER_VERSIONS = "previous_version"  # prefix of all their keys
 
 
 class SavedVersions(Protocol):
-    """What is asked of the pipeline's weight versions (see megatron.pipeline.runtime.update.versions)."""
+    """The interface of the pipeline's weight versions (see megatron.pipeline.runtime.update.versions)."""
 
     newest: int
 
@@ -54,12 +54,12 @@ _Model = dict[str, ShardedStateDict]
 def version_state(
     model: dict[str, ShardedStateDict], tensors: dict[int, torch.Tensor], *, prefix: str
 ) -> dict[str, ShardedStateDict]:
-    """The model's entries with the data of another weight version.
+    """The model's checkpoint entries with the data of another weight version.
 
-    Args:
-        model: name of an entry -> sharded state of a chunk, whose data are the parameters themselves.
-        tensors: id of a parameter -> its data in that version, of the parameter's shape.
-        prefix: of every key.
+        Args:
+            model: name of an entry -> sharded state of a chunk, whose data are the parameters themselves.
+            tensors: id of a parameter -> its data in that version, of the parameter's shape.
+    prefix: precedes every key.
     """
     result: dict[str, ShardedStateDict] = {}
     for entry, chunk_state in model.items():
@@ -76,7 +76,7 @@ def version_state(
 
 
 class OlderVersions:
-    """Those that a drained run needs besides the newest to go on after `iteration` batches; the policy says which.
+    """The versions besides the newest that a drained run needs to continue after `iteration` batches, by its policy.
 
     Args:
         chunks: this rank's model chunks, which show the newest version.
@@ -103,7 +103,7 @@ class OlderVersions:
         return entries
 
     def to_load(self, model: _Model, holds_prefix: Callable[[str], bool]) -> dict[str, _Model]:
-        """The entries to ask of a checkpoint, which `holds_prefix` of keys or not; before `model` is filled."""
+        """The entries to ask of a checkpoint, before `model` is filled. `holds_prefix`: whether it has such keys."""
         self._names_in_entries = self._find_names(model)
         entries = {}
         for age, _ in self._by_age():
@@ -113,7 +113,7 @@ class OlderVersions:
         return entries
 
     def counted_from(self, iteration: int) -> OlderVersions:
-        """The same of a run that counts so many batches before it."""
+        """These versions for a run that counts this many batches before it."""
         other = copy(self)
         other._entry = self._weights.entry_versions(iteration)
         return other
@@ -135,7 +135,7 @@ class OlderVersions:
         self._versions.restore(restored)
 
     def _by_age(self) -> Iterator[tuple[int, int]]:
-        """(age, version) of each, from the youngest on."""
+        """(age, version) of each, the youngest first."""
         return enumerate(reversed(self._entry[:-1]), start=1)
 
     def _names_of_parameters(self) -> dict[int, str]:
@@ -162,19 +162,19 @@ def _entry(age: int) -> str:
 
 
 def _prefix(age: int) -> str:
-    """What the keys of an entry's tensors begin with."""
+    """The prefix of the keys of an entry's tensors."""
     return f"{_entry(age)}."
 
 
 PREDICTED_VERSION = "provisional_version"
-"""How the keys of all of them begin."""
+"""Prefix of the keys of all predictions."""
 
 
 class PredictedVersion(OlderVersions):
     """The predicted version of a drained run after `iteration` batches.
 
-    Args:
-        apart: whether each replica has its own.
+        Args:
+    apart: whether each replica has a prediction of its own.
     """
 
     def __init__(
@@ -199,9 +199,9 @@ class PredictedVersion(OlderVersions):
         return {PREDICTED_VERSION: self._state(model, data, self._replica)}
 
     def to_load(self, model: dict, holds_prefix: Callable[[str], bool]) -> dict:
-        """The entry to ask of a checkpoint; one that was saved with fewer replicas has the first one's.
+        """The entry to ask of a checkpoint; if that has fewer replicas, the entry of its first one.
 
-        None for a run that starts anew: its first batch is computed at the weights themselves.
+        Empty for a new run: its first batch is computed at the true weights.
         """
         self._names_in_entries = self._find_names(model)
         if self._iteration == 0:
@@ -228,7 +228,7 @@ class PredictedVersion(OlderVersions):
 
     def _state(self, model: dict, data: dict[int, torch.Tensor], replica: int) -> dict:
         state = version_state(model, data, prefix=_predicted_prefix(replica))
-        if replica == 0:  # the first one's, for all that read it
+        if replica == 0:  # the first replica writes it for all that read it
             return state
         return {
             entry: {name: _of_own_replica(sharded) for name, sharded in chunk_state.items()}
@@ -237,11 +237,11 @@ class PredictedVersion(OlderVersions):
 
 
 def _predicted_prefix(replica: int) -> str:
-    """What the keys of a replica's tensors begin with."""
+    """The prefix of the keys of a replica's tensors."""
     return f"{PREDICTED_VERSION}.{replica}."
 
 
 def _of_own_replica(sharded):
-    """The same tensor, which no other replica has, so this one writes it."""
+    """The tensor, marked as held by this replica alone, so that this replica writes it."""
     assert isinstance(sharded.replica_id, tuple), "megatron.core numbers replicas by (pipeline, tensor, data)"
     return replace(sharded, replica_id=(*sharded.replica_id[:-1], 0))

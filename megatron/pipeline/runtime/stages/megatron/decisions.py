@@ -1,8 +1,7 @@
-"""What is decided about a batch for all of the job alike: its loss scale, its report, how its gradients are scaled, and
-what follows for the next batch.
+"""The decisions about a batch that are equal on all ranks: loss scale, report, scaling of gradients, next loss scale.
 
 Wherever the weights live, one norm and one overflow decide about a batch, over one float64 all-reduce; the step divides
-by the loss scale and clips with one factor, and then learning rate and loss scale go on.
+by the loss scale and clips with one factor, and then learning rate and loss scale advance.
 """
 
 import math
@@ -21,16 +20,16 @@ from megatron.pipeline.runtime.update.gradients import all_reduce_norm
 
 
 class Decisions:
-    """Those of one rank.
+    """The decisions on one rank.
 
     Args:
         optimizer, scheduler, loss_names, rank_metrics: as for `MegatronWeightUpdate`.
-        delay: by how many batches the weights of a batch lie behind it.
+        delay: how many batches old the weights of a batch are.
         world: all ranks of the job, used on the chain's thread; None for a single one.
 
     Attributes:
         scales: the loss scales of the batches.
-        clip_grad: the norm to clip to; 0: none.
+        clip_grad: the largest norm; 0: no clipping.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class Decisions:
         self.scales = LossScales(self._scaler, delay=delay + 1)
 
     def begin(self, info: BatchInfo) -> BatchReport:
-        """The report of a batch that begins, which has its loss scale."""
+        """The new report of a batch that begins, with its loss scale."""
         scale = self.scales.of_batch(info.index)
         return BatchReport(batch=info.index, loss_scale=scale, num_samples=info.num_samples)
 
@@ -67,9 +66,10 @@ class Decisions:
         *,
         layers_squared: Sequence[float] = (),
     ) -> None:
-        """Fill in the batch's report from what all ranks say. Collective, on the chain's thread.
+        """Complete the batch's report with the sums over all ranks. Collective, on the chain's thread.
 
-        `norm_squared`: of this rank's gradients, with the loss scale in them; `layers_squared`: of each layer's.
+        `norm_squared`: that of this rank's gradients, which contain the loss scale; `layers_squared`: that of each
+        layer's gradients.
         """
         sums = all_reduce_norm(
             norm_squared=norm_squared,
@@ -94,7 +94,7 @@ class Decisions:
         )
 
     def coefficient(self, report: BatchReport, *, norm: float | None = None) -> float:
-        """The factor that unscales and clips a batch's gradients; by another norm than its own where one is given."""
+        """The factor that unscales and clips a batch's gradients. `norm`: used in place of the batch's own."""
         norm = report.grad_norm if norm is None else norm
         coefficient = 1.0 / report.loss_scale
         if self.clip_grad > 0.0:
@@ -104,25 +104,25 @@ class Decisions:
         return coefficient
 
     def note(self, report: BatchReport) -> None:
-        """The batch is to be stepped, unless it overflowed: with which learning rate."""
+        """Write into the report the learning rate, and whether the step is skipped for an overflow."""
         report.learning_rate = self.learning_rate
         report.skipped = report.overflow
 
     def advance(self, report: BatchReport) -> None:
-        """Learning rate and loss scale go on behind the batch."""
+        """Advance learning rate and loss scale after the batch."""
         if not report.skipped and self._scheduler is not None:
             self._scheduler.step(increment=report.num_samples)
         self.scales.step(report.batch, scale=report.loss_scale, overflow=report.overflow)
 
     @property
     def learning_rate(self) -> float:
-        """The rate of the next step, for the groups that follow the schedule."""
+        """The learning rate of the next step, for the groups that follow the schedule."""
         groups = self._optimizer.param_groups
         followers = [group for group in groups if group.get("default_config", True)] or groups
         return float(followers[0]["lr"]) if followers else 0.0
 
 
-# --- which loss scale a batch uses when the next batch has begun before it is stepped
+# --- the loss scale of a batch where the next batch begins before its step
 
 
 class LossScales:
@@ -146,7 +146,7 @@ class LossScales:
 
     @property
     def current(self) -> float:
-        """The scaler's scale now."""
+        """The scaler's present scale."""
         return 1.0 if self._scaler is None else float(self._scaler.scale.item())
 
     def of_batch(self, batch: int) -> float:
@@ -154,7 +154,7 @@ class LossScales:
         return self._after_step.get(batch - self._delay, self._before_first)
 
     def step(self, batch: int, *, scale: float, overflow: bool) -> None:
-        """Tell the scaler how `batch`, which used `scale`, fared; to be called in the order of the batches."""
+        """Update the scaler after `batch`, which used `scale`; to be called in the order of the batches."""
         if self._scaler is None:
             return
         if overflow and scale > self.current:
@@ -166,12 +166,13 @@ class LossScales:
             self._before_first = self._after_step.pop(old)
 
     def state_dict(self) -> dict:
-        """What megatron.core's scaler does not hold: the scales after the last steps."""
+        """The scales after the last steps, which megatron.core's scaler does not hold."""
         return {"after_step": dict(self._after_step), "before_first": self._before_first}
 
     def load_state_dict(self, state: dict | None) -> None:
-        """Restore; None (a checkpoint without, or of another schedule): go on with the scaler's present scale. To be
-        called whenever the scaler's own state was loaded, which puts it on the device.
+        """Restore the state; None (a checkpoint without it, or of another schedule): use the scaler's present scale.
+
+        To be called whenever the scaler's own state was loaded, which puts it on the device.
         """
         _to_host(self._scaler)
         self._after_step = dict(state["after_step"]) if state else {}

@@ -1,9 +1,9 @@
-"""What a stage draws from its data iterator, for each of its microbatches.
+"""The items that a stage draws from its data iterator for each microbatch.
 
-Problem: an iterator yields microbatches in order, and a program may have a stage compute them in another one: stages
-would take different samples for the same microbatch. A recompute, too, needs what its forward has drawn.
+Problem: an iterator yields microbatches in order, and a program may have a stage compute them in another order: stages
+would take different samples for the same microbatch. A recompute needs the items of its forward, too.
 
-Solution: what is passed over is drawn ahead, an item for each microbatch, and kept until its forward comes.
+Solution: items of skipped microbatches are drawn ahead, one for each microbatch, and kept until their forward comes.
 """
 
 from collections.abc import Iterator
@@ -11,14 +11,14 @@ from typing import Any
 
 
 class DrawnData:
-    """The training data of one stage. Every one of its microbatches is asked for once."""
+    """The training data of one stage. Each of its microbatches is requested once."""
 
     def __init__(self) -> None:
         self._next: int | None = None  # the microbatch that the iterator yields next
         self._ahead: dict[int, Any] = {}  # by microbatch
 
     def of(self, microbatch: int, source: Iterator | None, *, first: int) -> Iterator | None:
-        """What `source` has for a microbatch.
+        """An iterator over the items of a microbatch.
 
         Args:
             microbatch: its index over the whole run.

@@ -24,7 +24,7 @@ from megatron.pipeline.runtime.stages.megatron.reduction import warm_up_common
 
 
 class _NoVersions:
-    """Weight versions of no weights, as checkpoints ask for them."""
+    """Weight versions without weights, for checkpoints."""
 
     newest = 0
 
@@ -51,7 +51,7 @@ class _NoVersions:
 
 
 class MegatronFrozenUpdate:
-    """`WeightUpdate` of one rank that has nothing to update.
+    """`WeightUpdate` of a rank without trainable parameters.
 
     Args:
         chunks: the rank's, each wrapped in megatron.core's DDP.
@@ -96,11 +96,11 @@ class MegatronFrozenUpdate:
         self._reports[info.index + 1] = BatchReport(batch=info.index, num_samples=info.num_samples)
 
     def step(self, version: int) -> BatchReport:
-        """The report of the batch, which is completed later."""
+        """The report of the batch; `reduce_norm` completes it."""
         return self._reports[version]
 
     def reduce_norm(self, version: int, stop_requests: int, losses: Mapping[str, tuple[float, float]]) -> None:
-        """Complete the batch's report; learning rate and loss scale go on."""
+        """Complete the batch's report; advance learning rate and loss scale."""
         report = self._reports.pop(version)
         report.loss_scale = self._decisions.scales.of_batch(report.batch)
         self._decisions.complete(report, 0.0, stop_requests, losses, layers_squared=self._nothing)
@@ -109,14 +109,14 @@ class MegatronFrozenUpdate:
         self._last_norm = report.grad_norm
 
     def begin_evaluation(self) -> None:
-        """Its weights are always the newest."""
+        """Nothing to do: the weights are always the newest."""
 
     def show_newest(self) -> None:
         """They are shown."""
 
     @property
     def learning_rate(self) -> float:
-        """As `MegatronWeightUpdate`'s."""
+        """See `MegatronWeightUpdate.learning_rate`."""
         return self._decisions.learning_rate
 
     def close(self) -> None:
@@ -125,7 +125,7 @@ class MegatronFrozenUpdate:
         self._groups.close()
 
     def state_dict(self) -> dict:
-        """As `MegatronWeightUpdate`'s: what all ranks have alike."""
+        """The part of `MegatronWeightUpdate`'s state that is equal on all ranks."""
         return {"loss_scales": self._decisions.scales.state_dict(), "last_grad_norm": self._last_norm}
 
     def load_state_dict(self, state: dict | None) -> None:

@@ -41,7 +41,7 @@ class ChainGroup:
                 self.rank,
                 self.size,
                 max_ctas=COMMUNICATOR_CTAS["chain"],
-                timeout=2 * timeout,  # who waits for the chain speaks first, and names the reduction
+                timeout=2 * timeout,  # the wait for the chain times out first, and names the reduction
             )
         else:
             self.process_group = dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
@@ -62,14 +62,14 @@ class ChainGroup:
             self.process_group._reduce_scatter_base(share, staged, options).wait()
 
     def close(self) -> None:
-        """End the group, when nothing is left for it; all members do."""
+        """End the group when all its work is done. Collective over its members."""
         if self.uses_nccl:
             shut_down(self.process_group)
         self.process_group = None  # gloo's sockets and threads end with the last reference
 
 
 class _Staged:
-    """A tensor where its group can reach it: gloo works on host memory."""
+    """A tensor in memory on which its group works: for gloo that of the host."""
 
     def __init__(self, tensor: Tensor, uses_nccl: bool) -> None:
         self._tensor = tensor
@@ -110,7 +110,7 @@ class ChainGroups:
         )
 
     def close(self) -> None:
-        """End all groups, drained. Collective: every rank does."""
+        """End all groups while drained. Collective over all ranks."""
         for group in (self.data, self.tensor, self.embedding, self.world):
             if group is not None:
                 group.close()

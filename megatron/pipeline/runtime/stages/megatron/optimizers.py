@@ -41,7 +41,7 @@ def steps_parameters_in_place(optimizer: MegatronCoreOptimizer) -> bool:
 
 
 def single_optimizer(optimizer: MegatronOptimizer) -> MegatronCoreOptimizer:
-    """The one that owns all parameters of the rank's chunks. Raises ValueError where there are several."""
+    """The optimizer of all parameters of the rank's chunks. Raises ValueError where there are several."""
     if not isinstance(optimizer, ChainedOptimizer):
         return optimizer
     if len(optimizer.chained_optimizers) != 1:
@@ -69,7 +69,7 @@ def masters_of(optimizer: MegatronCoreOptimizer) -> dict[Tensor, Tensor]:
 
 
 def gradients_of(optimizer: MegatronCoreOptimizer) -> list[Tensor]:
-    """Those that its parameters have."""
+    """The gradients of the optimizer's parameters, without those that are None."""
     if optimizer.is_stub_optimizer:
         return []
     return [param.grad for param in optimizer.get_parameters() if param.grad is not None]
@@ -119,7 +119,7 @@ class CoreGradientBuffers:
         return slot
 
     def copy_of(self, slot: int) -> GradientSlot:
-        """What a slot holds now, in memory of its own."""
+        """A copy of a slot's present gradients."""
         return self._slot([flat.clone() for flat in self._slots[slot].flats])
 
     def release(self, slot: int) -> None:
@@ -165,7 +165,7 @@ def bucket_of(flat: Tensor, bucket) -> Tensor:
 class LayersOfParameters:
     """The transformer layer that each trainable parameter of `chunks` belongs to, in a model of `num_layers`.
 
-    What is in front of the layers or behind them (embeddings, heads) belongs to none.
+    Parameters in front of the layers or behind them (embeddings, heads) belong to none.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], num_layers: int) -> None:
@@ -181,8 +181,8 @@ class LayersOfParameters:
         assert all(0 <= number < num_layers for number in self._numbers.values()), "layers are numbered over the model"
 
     def squared_norms(self, norms: Mapping[Parameter, Tensor]) -> Tensor:
-        """From the norms of parameters' gradients, FP32 scalars, the squared norm of each layer: float64
-        [num_layers], 0 of layers without any.
+        """The squared norm of each layer, float64 [num_layers], from the FP32 norms of parameters' gradients; 0 for
+        layers without any.
         """
         result = torch.zeros(self.num_layers, dtype=torch.float64, device=backend.device())
         own = [(self._numbers[parameter], norm) for parameter, norm in norms.items() if parameter in self._numbers]

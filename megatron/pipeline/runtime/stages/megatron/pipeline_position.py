@@ -31,7 +31,7 @@ _GROUP, _EMBEDDING_GROUP = "_PIPELINE_MODEL_PARALLEL_GROUP", "_EMBEDDING_GROUP"
 
 
 class StageLayout(PipelineParallelLayerLayout):
-    """What the stages hold, one on each rank, asked on the part of one of them, whichever rank asks."""
+    """The layers of the stages, one stage on each rank, as seen by one stage, whichever rank asks."""
 
     def __init__(self, layers: Sequence[int], stage: int) -> None:
         held = [[LayerType.decoder] * count for count in layers]
@@ -52,7 +52,7 @@ class StageLayout(PipelineParallelLayerLayout):
 
 
 class _StageGroup:
-    """The pipeline's group as a chunk sees it: it is asked for the place alone, nobody communicates with it."""
+    """The pipeline's group as a chunk sees it: it tells rank and size, and nobody communicates with it."""
 
     def __init__(self, stage: int, num_stages: int) -> None:
         self._stage, self._num_stages = stage, num_stages
@@ -65,7 +65,7 @@ class _StageGroup:
 
 
 def config_of_stage(config: TransformerConfig, stage: int, layers: Sequence[int]) -> TransformerConfig:
-    """The configuration of one stage's chunk. `layers`: how many each stage of the pipeline has."""
+    """The configuration of one stage's chunk. `layers`: the number of layers of each stage."""
     own = copy(config)
     own.pipeline_model_parallel_size = len(layers)
     own.virtual_pipeline_model_parallel_size = None
@@ -77,9 +77,9 @@ def config_of_stage(config: TransformerConfig, stage: int, layers: Sequence[int]
 
 @contextmanager
 def at_stage(stage: int, num_stages: int, *, builds: bool = False) -> Iterator[None]:
-    """In this block `parallel_state` gives the stage for the pipeline's rank, and their number for its size.
+    """In this block `parallel_state` gives the stage as the pipeline's rank, and the number of stages as its size.
 
-    builds: a chunk is built, which keeps the place that it sees; a tied embedding is left to `copy_tied_embeddings`.
+    builds: a chunk is built, which keeps the position that it sees; `copy_tied_embeddings` handles a tied embedding.
     """
     shown = {_RANK: stage, _SIZE: num_stages, _NUM_VIRTUAL: None}
     if builds:
@@ -93,7 +93,7 @@ def at_stage(stage: int, num_stages: int, *, builds: bool = False) -> Iterator[N
 
 
 def embedding_ranks(ranks: Sequence[int], rank_of_stage: Sequence[int]) -> list[int]:
-    """Those of a pipeline's `ranks` that hold word embeddings, which are those of the first and the last stage. For
+    """The ranks of a pipeline with word embeddings, those of the first and the last stage, for
     `parallel_state.initialize_model_parallel`."""
     return sorted({ranks[rank_of_stage[0]], ranks[rank_of_stage[-1]]})
 
@@ -125,8 +125,8 @@ def copy_tied_embeddings(chunks: Sequence[torch.nn.Module]) -> None:
 
 @contextmanager
 def without_first_layers(model: nn.Module, num_layers: int) -> Iterator[None]:
-    """Within, a forward of the chunk of a first stage begins behind its first `num_layers` layers, with what was given
-    to `set_input_tensor`: it neither embeds nor runs them. All that follows has the bits of a whole forward.
+    """In this block a forward of a first stage's chunk begins behind its first `num_layers` layers, with the tensor of
+    `set_input_tensor`: it does not embed or run these layers. Its results equal a whole forward's bit for bit.
     """
     chunk = unwrap_model(model)
     (block,) = (module for module in chunk.modules() if isinstance(module, TransformerBlock))

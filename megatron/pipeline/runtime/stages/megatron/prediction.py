@@ -40,7 +40,7 @@ from megatron.pipeline.runtime.update.weight_prediction import PredictedVersions
 
 @dataclass
 class PartialGradients:
-    """What so many microbatches of a batch add up to."""
+    """The sum of the gradients of some microbatches of a batch."""
 
     slot: GradientSlot
     num_microbatches: int
@@ -48,7 +48,7 @@ class PartialGradients:
 
 @dataclass
 class PartialEmbedding:
-    """The same of a tied embedding alone."""
+    """The sum of a tied embedding's gradients of some microbatches."""
 
     gradient: Tensor
     num_microbatches: int
@@ -59,9 +59,9 @@ class MegatronPrediction:
 
     Attributes:
         versions: the predicted weights, and the true ones.
-        reduces: replicas read the mean of all.
-        uniform: predictions are to be equal over cuts into stages, so they clip by `clip_factor` alone.
-        clip_factor: of the last step that was not skipped; None: there was none yet, and it will clip.
+        reduces: replicas predict from the mean over all.
+        uniform: predictions do not depend on the cut into stages, so they clip by `clip_factor` alone.
+        clip_factor: that of the last step that was not skipped; None: there was none yet, and it will clip.
 
     Raises:
         ValueError: an optimizer that keeps no FP32 masters, or hides them.
@@ -107,7 +107,7 @@ class MegatronPrediction:
         self.clip_factor: float | None = None if optimizer.config.clip_grad > 0.0 else 1.0
 
     def _masters(self) -> Iterator[tuple[Tensor, tuple[Parameter, slice]]]:
-        """Each parameter of the optimizer, with the one of the model and the part of it that it is."""
+        """Each parameter of the optimizer, with the model's parameter and the part of it for which it stands."""
         optimizer = self._optimizer
         if optimizer.is_stub_optimizer:
             return
@@ -134,17 +134,17 @@ class MegatronPrediction:
     # Called on the chain thread.
 
     def reduce(self, partial: PartialGradients) -> None:
-        """Average what is kept over the replicas."""
+        """Average the kept gradients over the replicas."""
         self._reduction().over_data(partial.slot)
 
     def reduce_embedding(self, partial: PartialEmbedding) -> None:
-        """Add up what both stages keep of their embedding."""
+        """Add up the kept gradients of the tied embedding over its two stages."""
         self._reduction().over_partial_embedding(partial.gradient, over_data=self.reduces)
 
     # Called on the main thread.
 
     def hold_embedding(self, slot: GradientSlot, num_microbatches: int) -> PartialEmbedding:
-        """What the buffer has of the tied embedding."""
+        """Keep the buffer's gradient of the tied embedding."""
         embedding = self._reduction().tied_embedding
         return PartialEmbedding(slot.views[embedding].clone(), num_microbatches)
 
@@ -159,7 +159,7 @@ class MegatronPrediction:
         loss_scale: float,
         can_overflow: bool,
     ) -> None:
-        """Make the predicted weights of `version` from a part of the gradients of a batch of so many microbatches."""
+        """Make the predicted weights of `version` from a part of the gradients of a batch of `num_microbatches`."""
         gradients = {model: partial.slot.views[model] for model in self._names}
         tied = None
         if embedding is not None:
@@ -195,7 +195,7 @@ class MegatronPrediction:
             self._gather()
 
     def _partial_sums_over_tensor(self, gradients: dict[Parameter, Tensor]) -> list[tuple[Parameter, Tensor]]:
-        """Copies, added up over the tensor ranks, of gradients of which each of them has seen a part."""
+        """Copies of the gradients of which each tensor rank has a part, summed over the tensor ranks."""
         group = parallel_state.get_tensor_model_parallel_group()
         result = []
         for models, operation in self._over_tensor if group.size() > 1 else ():
@@ -212,8 +212,8 @@ class MegatronPrediction:
         return self._provisional is None or is_scale_invariant(self._optimizer.optimizer)
 
     def _norms_squared(self, gradients: dict[Parameter, Tensor], tied: Parameter | None) -> Tensor:
-        """Squared norms by which the parameters of the stage are judged, and the tied embedding, whose gradient both
-        its copies have: two scalars, equal on all ranks that have the same parameters, or parts, and read the same.
+        """The squared norms of the stage's gradients and of the tied embedding's, which both its copies have: two
+        scalars, equal on all ranks that have the same parameters, or parts, and read the same gradients.
         """
         of_stage = {model: each for model, each in gradients.items() if model is not tied and self._counts(model)}
         reads_shards = self._distributed and self.reduces  # of the rest there is no mean on this rank
@@ -235,7 +235,7 @@ class MegatronPrediction:
         return param_is_not_tensor_parallel_duplicate(model)
 
     def _factors(self, parts: list[float], squares: Tensor | None, *, loss_scale: float) -> list[float] | list[Tensor]:
-        """The factors of the stage's and the tied embedding's gradients, of which such parts of the batch are known."""
+        """The factors of the stage's and the tied embedding's gradients, given the known parts of the batch."""
         last = self.clip_factor or 1.0
         if squares is None:
             return [last / part / loss_scale for part in parts]
@@ -254,7 +254,7 @@ class MegatronPrediction:
                 self._optimizer.optimizer.step()
 
     def _write_true(self) -> None:
-        """Write what masters hold into the parameters that are shown."""
+        """Write the masters into the shown parameters."""
         if not self._optimizer.is_stub_optimizer:
             self._optimizer._copy_main_params_to_model_params()
         self._gather()

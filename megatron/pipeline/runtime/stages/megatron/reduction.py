@@ -44,9 +44,9 @@ from megatron.pipeline.runtime.update.gradients import norms_of, sum_of_squares
 class GradientReduction:
     """Reduces gradient slots of one rank's chunks on the chain's groups.
 
-    A slot may hold a part of the rank's parameters, as where gradients leave stage by stage; what is asked about others
-    is about none then. `buffers`: megatron.core's, which say how the slots' flat tensors are scaled and cut; none where
-    `over_data` is not asked.
+    A slot may hold a part of the rank's parameters, as where gradients leave stage by stage; the other parameters are
+    then ignored. `buffers`: megatron.core's, which define scaling and cuts of the slots' flat tensors; none where
+    `over_data` is not called.
     """
 
     def __init__(
@@ -95,9 +95,9 @@ class GradientReduction:
         return embedding
 
     def over_partial_embedding(self, partial: Tensor | GradientSlot, *, over_data: bool) -> None:
-        """Add up what both stages give of its gradient; `over_data`: and average it over the replicas before.
+        """Add up both stages' gradients of the embedding; `over_data`: average over the replicas before.
 
-        `partial`: the gradient, or a slot that has it, if this rank has a copy of the embedding.
+        `partial`: the gradient, or a slot with it, if this rank has a copy of the embedding.
         """
         if isinstance(partial, GradientSlot):
             if len(self._embeddings) != 1 or self._groups.embedding is None:
@@ -111,7 +111,7 @@ class GradientReduction:
             self._groups.embedding.all_reduce(gradient)
 
     def over_embedding_copies(self, slot: GradientSlot) -> None:
-        """The same where both stages are on this rank: no group, and no instruction."""
+        """Add up the gradients of both copies of the embedding, where both stages are on this rank."""
         if len(self._embeddings) < 2:
             return
         first, last = (self._owned(each, slot) for each in self._embeddings)  # shards of both are alike
@@ -120,7 +120,7 @@ class GradientReduction:
             last.copy_(first)
 
     def over_tensor(self, slot: GradientSlot) -> None:
-        """Add up the gradients of parameters of which each tensor rank has seen a part (sequence parallelism)."""
+        """Add up the gradients of parameters of which each tensor rank has a part (sequence parallelism)."""
         for all_params, operation in self._over_tensor:
             params = [param for param in all_params if param in slot.views]
             if params and self._groups.tensor is not None:
@@ -131,7 +131,7 @@ class GradientReduction:
                     view.copy_(reduced.view_as(view))
 
     def local_norm_squared(self, slot: GradientSlot) -> Tensor:
-        """Square of the norm of the gradients that this rank counts: every element of the model is counted once.
+        """Squared norm of the gradients that this rank counts; every element of the model is counted on one rank.
 
         One FP32 norm per parameter, their squares added in float64: so the sum depends on the cut into stages only in
         its last bits.
@@ -139,7 +139,7 @@ class GradientReduction:
         return self.norm_squared(self.local_norms(slot))
 
     def local_norms(self, slot: GradientSlot) -> dict[Parameter, Tensor]:
-        """The norms of the gradients that this rank counts, of those in the slot: FP32 scalars."""
+        """The norms of the slot's gradients that this rank counts: FP32 scalars."""
         held = [param for param in self._counted if param in slot.views]
         parts = {param: part for param in held if (part := self._owned(param, slot)) is not None}
         return dict(zip(parts, norms_of(parts.values()), strict=True))
@@ -150,7 +150,7 @@ class GradientReduction:
         return self._counted
 
     def norm_squared(self, norms: Mapping[Parameter, Tensor]) -> Tensor:
-        """The square of the rank's norm from `local_norms` of all its parameters, however these were come by."""
+        """The rank's squared norm from the `local_norms` of all its parameters."""
         ordered = [norms[param] for param in self._counted if param in norms]
         return sum_of_squares(ordered, device=backend.device())
 
@@ -208,10 +208,10 @@ def warm_up(
     distributed_optimizer: bool,
     reduces_partial: bool = False,
 ) -> None:
-    """Use the chain's groups, and those of megatron.core's that forwards, backwards and steps use. Collective.
+    """Use the chain's groups, and megatron.core's groups of forwards, backwards and steps, once. Collective.
 
-    `zeros`: gradients that no batch has begun to add to. `reduces_partial`: predictions read the mean over the
-    replicas, of tied embeddings too, and with the distributed optimizer its norm.
+    `zeros`: gradients to which no batch has added yet. `reduces_partial`: predictions read the mean over the replicas,
+    of tied embeddings too, and with the distributed optimizer its norm.
     """
     reduction.over_data(zeros)
     reduction.over_embedding(zeros)
@@ -219,7 +219,7 @@ def warm_up(
     if reduces_partial:
         reduction.over_partial_embedding(zeros, over_data=True)
     for chunk in chunks if distributed_optimizer else ():
-        chunk.start_param_sync()  # what a step ends with
+        chunk.start_param_sync()  # as at the end of a step
         if reduces_partial:
             dist.all_reduce(_probe(_BYTES[0], 1), group=chunk.intra_dp_cp_group)
     warm_up_common(chunks, world)
@@ -227,7 +227,7 @@ def warm_up(
 
 @torch.no_grad()
 def warm_up_common(chunks: Sequence[DistributedDataParallel], world: ChainGroup | None) -> None:
-    """Use the groups that every update's batches use, and wait until all is done. Collective."""
+    """Use the groups that batches of every update use, and wait until all work is done. Collective."""
     if world is not None:
         world.all_reduce(_probe(_BYTES[0], 1))  # the norm's is small
     _warm_up_tensor_group(sequence_parallel=chunks[0].config.sequence_parallel)
@@ -237,7 +237,7 @@ def warm_up_common(chunks: Sequence[DistributedDataParallel], world: ChainGroup 
 
 
 def _warm_up_tensor_group(*, sequence_parallel: bool) -> None:
-    group = parallel_state.get_tensor_model_parallel_group()  # of one rank, too: its losses go through it
+    group = parallel_state.get_tensor_model_parallel_group()  # a group of one rank, too: losses use it
     for num_bytes in _BYTES if uses_nccl() else _BYTES[:1]:
         for operation in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
             dist.all_reduce(_probe(num_bytes, 1), operation, group=group)
@@ -250,6 +250,6 @@ def _warm_up_tensor_group(*, sequence_parallel: bool) -> None:
 
 
 def _probe(num_bytes: int, parts: int) -> Tensor:
-    """Zeros of at least so many bytes, in equal parts."""
+    """Zeros of at least `num_bytes`, divisible into equal `parts`."""
     length = -(-num_bytes // (4 * parts)) * parts
     return torch.zeros(length, device=backend.device())

@@ -52,7 +52,7 @@ from megatron.pipeline.runtime.stages.megatron.reduction import GradientReductio
 
 
 class RelayChunk(DistributedDataParallel):
-    """`module` under the face of DDP. All that DDP does with its buffers is done with none."""
+    """`module` with the interface of megatron.core's DDP, without buffers."""
 
     def __init__(
         self, config: TransformerConfig, ddp_config: DistributedDataParallelConfig, module: torch.nn.Module
@@ -69,7 +69,7 @@ class RelayChunk(DistributedDataParallel):
 
 
 def show_as_main_grad(parameter: torch.nn.Parameter, view: Tensor | None) -> None:
-    """Backwards add to `view`, in its dtype; None: no backward follows."""
+    """Make backwards add to `view`, in its dtype; None: no backward follows."""
     parameter.main_grad = view
 
 
@@ -82,7 +82,7 @@ def _add_to_main_grad(parameter: torch.nn.Parameter) -> None:
 class _RelayBatch:
     """A batch between its first forward and the last of its updates.
 
-    `settings`: what the optimizer's groups said when it began. `coefficient`: what STEP decided to multiply them by.
+    `settings`: the options of the optimizer's groups when it began. `coefficient`: STEP's factor on its gradients.
     """
 
     report: BatchReport
@@ -100,9 +100,9 @@ class MegatronRelayUpdate:
         optimizer: what `get_megatron_optimizer` returned for them; not the distributed optimizer.
         scheduler, loss_names, timeout, rank_metrics: as for `MegatronWeightUpdate`; `ledger` adds its own.
         stages: those of the chunks.
-        residency: of the schedule.
-        host: what to call this host; replicas that say the same share one store. None: its host name.
-        gathers: they fetch shares of weights, of which their devices gather the whole.
+        residency: that of the schedule.
+        host: name of this host; replicas with the same name share one store. None: its host name.
+        gathers: replicas fetch shares of weights, which their devices gather.
 
     Raises:
         ValueError: an optimizer or chunks that this update cannot drive exactly.
@@ -177,7 +177,7 @@ class MegatronRelayUpdate:
 
     @torch.no_grad()
     def _warm_up(self, chunks: Sequence[RelayChunk]) -> None:
-        """Every collective of training, once, on gradients that are zero (see `warm_up`)."""
+        """Run every collective of training once, on zero gradients (see `warm_up`)."""
         for stage in self.store.stages:
             self.gradients.accumulate(stage)
             slot = self._slot(stage)
@@ -219,7 +219,7 @@ class MegatronRelayUpdate:
     # Called on the main thread while a batch runs.
 
     def begin_batch(self, info: BatchInfo) -> None:
-        """Choose the loss scale of a batch that begins, and note with which settings it is to be stepped."""
+        """Choose the loss scale of a batch that begins, and keep the optimizer's options for its step."""
         report = self._decisions.begin(info)
         self._batches[info.index + 1] = _RelayBatch(report, self._host.settings(), len(self.store.stages))
 
@@ -228,19 +228,19 @@ class MegatronRelayUpdate:
         return self._batches[batch + 1].report.loss_scale
 
     def versions_of(self, stage: int) -> StageWeights:
-        """What a stage of the rank asks for its weights."""
+        """The weight versions that a stage of the rank uses."""
         return self.resident.of_stage(stage)
 
     def begin_backward(self, info: BatchInfo) -> None:
-        """Each stage takes a buffer of its own: see `accumulate`."""
+        """Nothing to do: each stage takes its own buffer in `accumulate`."""
 
     def resume_backward(self, info: BatchInfo) -> None:
-        """Batches do not interrupt one another here."""
+        """Nothing to do: batches do not interrupt one another here."""
 
     # Called on the chain's thread.
 
     def reduce_grad(self, version: int, stage: int) -> None:
-        """Average a stage's gradients over the replicas, and sum up what tensor ranks have seen a part of."""
+        """Average a stage's gradients over the replicas, and sum those of which tensor ranks have parts."""
         slot = self._slot(stage)
         self._reduce(slot)
         self._norms.note(version, self._reduction.local_norms(slot))
@@ -280,7 +280,7 @@ class MegatronRelayUpdate:
         self._decisions.complete(report, self._reduction.norm_squared(norms).item(), stop_requests, losses)
 
     def _slot(self, stage: int) -> GradientSlot:
-        """What the stage has added up, on the device."""
+        """The stage's gradients on the device."""
         views = self.gradients.views(stage)
         flats = list(self.gradients.flat(stage).values())
         return GradientSlot(flats, {each: views[name] for name, each in self._parameters[stage].items()})
@@ -288,7 +288,7 @@ class MegatronRelayUpdate:
     # Called on the main thread, after the chain.
 
     def step(self, version: int) -> BatchReport:
-        """Decide for all updates of the batch. None is made where a loss scale overflowed."""
+        """Decide the factor for all updates of the batch; they are skipped if a loss scale overflowed."""
         batch = self._batches[version]
         report = batch.report
         self._decisions.note(report)
@@ -300,18 +300,18 @@ class MegatronRelayUpdate:
         self._forget(version)
         return report
 
-    # The words of the host: called on the main thread; what they return, on that of their lane.
+    # The words of the host are called on the main thread; the functions that they return, on their lane's.
 
     def fetch(self, stage: int, version: int) -> Callable[[], None]:
-        """Have `version` of the stage on the device."""
+        """Bring `version` of the stage to the device."""
         return self.resident.fetch(stage, version)
 
     def free(self, stage: int) -> Callable[[], None]:
-        """The stage's weights on the device are not used any more."""
+        """Give up the stage's weights on the device."""
         return self.resident.free(stage)
 
     def accumulate(self, stage: int) -> None:
-        """A backward of the stage follows."""
+        """Prepare the stage's gradients for a backward."""
         self.gradients.accumulate(stage)
 
     def store_grad(self, stage: int, version: int) -> Callable[[], None]:
@@ -348,7 +348,7 @@ class MegatronRelayUpdate:
     # Called between batches, drained.
 
     def begin_evaluation(self) -> None:
-        """Stages are fetched."""
+        """Nothing to do: stages are fetched."""
 
     def show_newest(self) -> None:
         """Show the host's weights in the parameters, for a checkpoint."""
@@ -366,10 +366,10 @@ class MegatronRelayUpdate:
         self.resident.close()
 
     def state_dict(self) -> dict:
-        """What is beyond megatron.core's optimizer, scheduler and the weights, in `MegatronWeightUpdate`'s form."""
+        """The state beside megatron.core's optimizer, scheduler and the weights, in `MegatronWeightUpdate`'s form."""
         return {"loss_scales": self._decisions.scales.state_dict(), "last_grad_norm": self._last_norm}
 
     def load_state_dict(self, state: dict | None) -> None:
-        """Restore `state_dict`, also another update's, after the optimizer's own; None where a checkpoint has none."""
+        """Restore `state_dict`, also another update's, after the optimizer's state; None: the checkpoint has none."""
         self._decisions.scales.load_state_dict(state and state["loss_scales"])
         self._last_norm = state["last_grad_norm"] if state else None

@@ -28,8 +28,8 @@ _LINEAR = layers.LinearWithGradAccumulationAndAsyncCommunication
 
 @contextmanager
 def putting_off(products: WeightProducts, *, but: Collection[torch.nn.Parameter] = ()) -> Iterator[None]:
-    """Backwards of linears in this context, on whichever thread, put their weight products off to `products`; those of
-    the weights in `but` compute them.
+    """In this context backwards of linears, on any thread, postpone their weight products to `products`, except for the
+    weights in `but`.
     """
     whole = _LINEAR.__dict__["backward"]
 
@@ -46,7 +46,7 @@ def putting_off(products: WeightProducts, *, but: Collection[torch.nn.Parameter]
 
 
 def weights_of_both_ends(model: torch.nn.Module) -> frozenset[torch.nn.Parameter]:
-    """The embedding that is also the output layer of one and the same stage, if `model` has that.
+    """The embedding that is also the output layer of the same stage, if `model` has one.
 
     A whole backward adds up its two parts before it adds them to the gradient of the batch, and so does an I that
     computes both: its sum is the same, to the last bit.
@@ -59,7 +59,7 @@ def weights_of_both_ends(model: torch.nn.Module) -> frozenset[torch.nn.Parameter
 
 
 def require_splits(model: torch.nn.Module, config: TransformerConfig) -> None:
-    """Raises ValueError where linears of `model` are others, or are made to do what cannot be split."""
+    """Raises ValueError if `model` has other linears than megatron.core's, or options that cannot be split."""
     _require_own_linears(unwrap_model(model).modules())
     if config.defer_embedding_wgrad_compute:
         raise ValueError(
@@ -74,7 +74,7 @@ def require_splits(model: torch.nn.Module, config: TransformerConfig) -> None:
 
 
 def _require_own_linears(modules: Iterable[torch.nn.Module]) -> None:
-    """Raises ValueError where one is a linear of Transformer Engine, or has some: its backward computes both halves."""
+    """Raises ValueError if a module is or has a linear of Transformer Engine, whose backward computes both halves."""
     foreign = sorted({type(each).__name__ for each in modules if any(map(_is_foreign, type(each).__mro__))})
     if foreign:
         raise ValueError(
@@ -90,7 +90,7 @@ def _is_foreign(kind: type) -> bool:
 
 
 def _input_half(ctx, grad_output: Tensor, products: WeightProducts) -> tuple[Tensor | None, ...]:
-    """As megatron.core's backward, but for the weight."""
+    """megatron.core's backward without the weight's gradient."""
     input, weight = ctx.saved_tensors
     grad_output = grad_output.to(input.dtype)  # newer versions of megatron.core have logits in another
     grad_input = grad_output.matmul(weight)
@@ -113,7 +113,7 @@ def _flat(grad_output: Tensor) -> Tensor:
 
 
 def _product_of(ctx) -> Product:
-    """What W does for a linear; it holds nothing of the graph."""
+    """The function with which W computes a linear's product; it holds nothing of the graph."""
     group = ctx.tp_group if ctx.sequence_parallel else None
     into = ctx.parameter if ctx.gradient_accumulation_fusion else None
     return functools.partial(_weight_half, group=group, into=into)

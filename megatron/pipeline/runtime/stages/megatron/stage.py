@@ -50,7 +50,7 @@ _HELD_BY_AUTOGRAD = frozenset({"layernorm", "mla_up_proj", "moe_act"})
 
 @dataclass
 class _SavedMicrobatch:
-    """What a microbatch keeps between its forward and its backward."""
+    """The data saved between a microbatch's forward and its backward."""
 
     input: Tensor | None
     output: Tensor | None = None  # with its graph; on the last stage the loss
@@ -58,59 +58,56 @@ class _SavedMicrobatch:
     data: list[Any] | None = None  # what the forward step drew from the data iterator, if it is to be recomputed
 
     def recorder(self, source: Iterator | None) -> Iterator | None:
-        """`source`, remembering what is drawn from it."""
+        """An iterator over `source` that records the drawn items."""
         if source is None:
             return None
         self.data = []
         return Recorder(source, self.data)
 
     def replay(self) -> Iterator | None:
-        """What the recorder remembers."""
+        """An iterator over the recorded items."""
         return None if self.data is None else iter(self.data)
 
 
 class OutputCache(Protocol):
-    """Keeps what the frozen first stage puts out."""
+    """Keeps the outputs of a frozen first stage."""
 
     def read(self, batch: dict[str, Tensor]) -> Tensor | None:
-        """The output for a microbatch as the data iterator yields it, [sequence, microbatch, hidden]; None where it has
-        to be computed.
-        """
+        """The cached output for the iterator's next microbatch, [sequence, microbatch, hidden]; None if there is none."""
 
     def read_older(self, batch: dict[str, Tensor]) -> tuple[Tensor, int] | None:
-        """The output of the first layers of the stage, and how many these are; None where all has to be computed."""
+        """The cached output of the stage's first layers, and their number; None if it is not cached."""
 
     def write(self, batch: dict[str, Tensor], output: Tensor) -> None: ...
 
     def read_ahead(self, data: Iterator) -> None:
-        """What `data` yields next will be asked for."""
+        """Begin to read the outputs for the next items of `data`."""
 
 
 class MegatronStage:
     """`Stage` over a DDP-wrapped model chunk.
 
-    Args:
-        model: the chunk, wrapped in megatron.core's DDP.
-        forward_step: see the module's docstring.
-        update: the rank's weight update, which holds weight versions and loss scales; a frozen stage asks nothing of
-            it.
-        index, num_stages: place in the pipeline; default: megatron.core's pipeline rank and size.
-        seq_length, micro_batch_size: of every microbatch; they give the shape of what travels between stages,
-            [sequence, microbatch, hidden] with the sequence divided by the tensor ranks under sequence parallelism.
-        data_iterator: training data, or None where this rank reads none; may be replaced between batches. It yields
-            microbatches in their order; where a program computes them in another, an item for each.
-        evaluation_iterator: the same for `forward_only`.
-        recompute: the schedule recomputes: forwards keep their input and data only, no graph.
-        seed: the run's seed, for dropout; None: random numbers go on as they come, so no forward is computed twice.
-        is_at_own_place: `parallel_state` gives the stage already, because a rank's place is its stage's, or because the
-            chunks were built by whoever places chunks themselves.
-        loss_names: names of the reported numbers, the same on all ranks.
-        activation_memory: the rank's, if activations are to be counted and moved; None: they stay in the graph.
-        first_trained: stages before this one are frozen. A stage that is frozen itself is asked for `forward_only`
-            alone, in training batches too, and the first one behind them hands back no gradient.
+        Args:
+            model: the chunk, wrapped in megatron.core's DDP.
+            forward_step: see the module's docstring.
+            update: the rank's weight update, which holds weight versions and loss scales; a frozen stage does not use it.
+    index, num_stages: place in the pipeline; default: megatron.core's pipeline rank and size.
+            seq_length, micro_batch_size: those of every microbatch; they give the shape of tensors between stages,
+                [sequence, microbatch, hidden] with the sequence divided by the tensor ranks under sequence parallelism.
+            data_iterator: training data, or None where this rank reads none; may be replaced between batches. It yields
+                microbatches in their order; where a program computes them in another, an item for each.
+            evaluation_iterator: the same for `forward_only`.
+            recompute: the schedule recomputes: forwards keep their input and data only, no graph.
+            seed: the run's seed, for dropout; None: random numbers go on as they come, so no forward is computed twice.
+            is_at_own_place: `parallel_state` gives the stage already, because a rank's place is its stage's, or because the
+                chunks were built by whoever places chunks themselves.
+            loss_names: names of the reported numbers, the same on all ranks.
+            activation_memory: the rank's, if activations are to be counted and moved; None: they stay in the graph.
+            first_trained: stages before this one are frozen. A stage that is frozen itself is asked for `forward_only`
+                alone, in training batches too, and the first one behind them hands back no gradient.
 
-    Raises:
-        ValueError: activations are to be moved, but some are recomputed in a way that keeps their memory.
+        Raises:
+            ValueError: activations are to be moved, but some are recomputed in a way that keeps their memory.
     """
 
     def __init__(
@@ -185,7 +182,7 @@ class MegatronStage:
 
     @property
     def num_saved(self) -> int:
-        """Microbatches between forward and backward now."""
+        """The number of microbatches between forward and backward."""
         return len(self._saved)
 
     def load_version(self, version: int) -> None:
@@ -233,24 +230,24 @@ class MegatronStage:
         return saved.input.grad if saved.input is not None and self._returns_gradient else None
 
     def split_backward(self) -> None:
-        """Backwards come in halves.
+        """Prepare for backwards in two halves.
 
         Raises:
-            ValueError: those of the model cannot.
+            ValueError: the model's backwards cannot be split.
         """
         require_splits(self.model, self._config)
 
     def backward_input(self, microbatch: Microbatch, output_grad: Tensor | None) -> Tensor | None:
-        """As `backward`, but for the weight products of linears, which are left for `backward_weights`."""
+        """As `backward`, but leave the weight products of linears to `backward_weights`."""
         with putting_off(self._products.begin(microbatch.index), but=self._not_put_off):
             return self.backward(microbatch, output_grad)
 
     def backward_weights(self, microbatch: Microbatch) -> None:
-        """The weight products of the microbatch, into the gradient buffer that is shown."""
+        """Add the weight products of the microbatch to the shown gradient buffer."""
         self._products.compute(microbatch.index)
 
     def deferred_bytes(self, microbatch: Microbatch) -> int:
-        """Bytes that are kept for the weight products of the microbatch."""
+        """Bytes saved for the weight products of the microbatch."""
         return self._products.num_bytes(microbatch.index)
 
     def free_output(self, microbatch: Microbatch) -> None:
@@ -269,17 +266,17 @@ class MegatronStage:
         self._captured.load(microbatch.index, buffer)
 
     def release_input(self, microbatch: Microbatch) -> Tensor:
-        """Give up the input that is kept for the recompute of `microbatch`."""
+        """Give up the input saved for the recompute of `microbatch`."""
         saved = self._saved[microbatch.index]
         input, saved.input, saved.kept_input = saved.input.detach(), None, None
         return input
 
     def restore_input(self, microbatch: Microbatch, input: Tensor) -> None:
-        """Take it back."""
+        """Save the input again for the recompute of `microbatch`."""
         self._saved[microbatch.index].kept_input = input
 
     def saved_bytes(self, microbatch: Microbatch) -> int:
-        """Bytes saved of `microbatch` in its graph now."""
+        """Bytes that the graph of `microbatch` saves now."""
         return self._captured.saved_bytes(microbatch.index)
 
     @torch.no_grad()
@@ -296,7 +293,7 @@ class MegatronStage:
         return None if self._is_last else output
 
     def _from_cache(self, microbatch: Microbatch) -> Tensor:
-        """The output of the first stage, which is frozen, read or else computed and written."""
+        """The output of the frozen first stage, read from the cache, or computed and written to it."""
         batch = next(self.data_iterator)
         output = self.output_cache.read(batch)
         if output is None:
@@ -332,8 +329,8 @@ class MegatronStage:
             self.model.train(training)
 
     def _require_input_grad(self, saved: _SavedMicrobatch) -> None:
-        """Behind a frozen stage nobody wants the gradient, but megatron.core's full recompute gives the weights none
-        where no input asks for one.
+        """Require a gradient of the input. Behind a frozen stage nobody needs it, but megatron.core's full recompute
+        gives the weights no gradients where no input requires one.
         """
         if saved.input is not None:
             wanted = self._returns_gradient or self._config.recompute_granularity == "full"
@@ -366,8 +363,8 @@ class MegatronStage:
         return loss / self._parts(microbatch)
 
     def _parts(self, microbatch: Microbatch) -> int:
-        """What a microbatch's loss is divided by; where all tokens of the batch count alike, whoever has them all
-        divides the gradients.
+        """The divisor of a microbatch's loss; where all tokens of the batch count alike, the gradients are divided by
+        the number of tokens later.
         """
         return 1 if self._config.calculate_per_token_loss else microbatch.num_microbatches
 

@@ -77,15 +77,15 @@ class MegatronWeightUpdate:
             next batch's first backward needs the buffer, clipped with the norm of the batch before (the very first
             batch waits for its own norm). So that first backward waits until the gradients of the batch before are
             reduced: the time of these reductions is not hidden, and the program does not show this wait.
-        reduce_partial: of the schedule, whose weights are predicted.
-        uniform: predictions are to be equal over cuts into stages: each clips as the step before did, and not by what
-            its stage's own gradients ask for.
-        timeout: of the chain's collectives; default: ten minutes.
-        rank_metrics: name -> what this rank measures of itself, read once a batch on the chain's thread; the values of
-            all ranks come with the batch's report. The same names on all ranks.
-        layers: whose gradient norms come with the batch's report; None: no layer's.
-        allocating: what surrounds the allocations, which lie before the first collective; a rank that fails there can
-            tell the others.
+        reduce_partial: that of the schedule, whose weights are predicted.
+        uniform: predictions do not depend on the cut into stages: each clips as the step before did, and not by its
+            stage's own gradients.
+        timeout: that of the chain's collectives; default: ten minutes.
+        rank_metrics: name -> a measurement of this rank, read once a batch on the chain's thread; the values of all
+            ranks come with the batch's report. The same names on all ranks.
+        layers: reports have the gradient norms of these layers; None: of no layer.
+        allocating: a context around the allocations, before the first collective, in which a rank that fails can tell
+            the others.
 
     Raises:
         ValueError: a configuration that this update cannot drive exactly.
@@ -232,7 +232,7 @@ class MegatronWeightUpdate:
             del self._batches[version - 1]
 
     def _prepare(self, batch: _BatchInFlight) -> None:
-        """The last reductions that gradients need, and their norm; on whichever thread needs it first."""
+        """Run the gradients' last reductions and their norm, on the thread that needs them first."""
         if batch.norm_squared is None:
             slot = self._gradients[batch.slot]
             self._reduction.over_embedding_copies(slot)
@@ -248,7 +248,7 @@ class MegatronWeightUpdate:
     # Called on the main thread, after the chain.
 
     def step(self, version: int) -> BatchReport:
-        """Make weight `version`; its gradients' buffer is free afterwards. Skipped where a loss scale overflowed."""
+        """Make weight `version` and free its gradient buffer; skipped where a loss scale overflowed."""
         batch = self._batches[version - 1]
         if not batch.applied:
             self._apply(batch, self._coefficient(batch))
@@ -303,25 +303,25 @@ class MegatronWeightUpdate:
     # Predictions.
 
     def hold(self, version: int, num_microbatches: int) -> None:
-        """Keep the gradients of the batch before `version` as they are after so many of its backwards."""
+        """Keep a copy of the gradients of batch ``version - 1`` after this many of its backwards."""
         batch = self._batches[version - 1]
         batch.partial = PartialGradients(self._gradients.copy_of(batch.slot), num_microbatches)
 
     def hold_embed(self, version: int, num_microbatches: int) -> None:
-        """The same for the tied embeddings of the first and the last stage alone."""
+        """Keep a copy of the gradients of the tied embeddings of the first and the last stage alone; see `hold`."""
         batch = self._batches[version - 1]
         batch.partial_embedding = self._prediction.hold_embedding(self._gradients[batch.slot], num_microbatches)
 
     def reduce_partial(self, version: int) -> None:
-        """Average what is kept over the data-parallel replicas."""
+        """Average the kept gradients over the data-parallel replicas."""
         self._prediction.reduce(self._batches[version - 1].partial)
 
     def reduce_partial_embed(self, version: int) -> None:
-        """Add up what is kept of the tied embeddings."""
+        """Add up the kept gradients of the tied embeddings."""
         self._prediction.reduce_embedding(self._batches[version - 1].partial_embedding)
 
     def predict(self, version: int, num_microbatches: int) -> None:
-        """Make the predicted weights of `version` from what is kept, else from so many microbatches' gradients."""
+        """Make the predicted weights of `version` from the kept gradients, else from `num_microbatches`' gradients."""
         batch = self._batches[version - 1]
         self._prediction.predict(
             version,
@@ -335,7 +335,7 @@ class MegatronWeightUpdate:
 
     @property
     def replicas_predict_apart(self) -> bool:
-        """Whether each replica predicts weights of its own."""
+        """Whether each replica predicts from its own gradients."""
         shards = isinstance(self._inner, DistributedOptimizer)
         return self._prediction is not None and not shards and not self._prediction.reduces
 
@@ -354,7 +354,7 @@ class MegatronWeightUpdate:
         return self._decisions.learning_rate
 
     def versions_of(self, stage: int) -> WeightVersions:
-        """What a stage of the rank asks for its weights."""
+        """The weight versions that a stage of the rank uses."""
         return self.versions
 
     def close(self) -> None:
@@ -365,12 +365,12 @@ class MegatronWeightUpdate:
     # Called between batches, drained. Weight versions are saved and restored through `versions`.
 
     def state_dict(self) -> dict:
-        """What is beyond megatron.core's optimizer, scheduler and the weights; plain numbers, the same on all ranks."""
+        """The state beside megatron.core's optimizer, scheduler and the weights; plain numbers, equal on all ranks."""
         state = {"loss_scales": self._scales.state_dict(), "last_grad_norm": self._last_norm}
         return state if self._prediction is None else {**state, "clip_factor": self._prediction.clip_factor}
 
     def load_state_dict(self, state: dict | None) -> None:
-        """Restore `state_dict`, after the optimizer's own; None where a checkpoint has none."""
+        """Restore `state_dict`, after the optimizer's state; None: the checkpoint has none."""
         self._scales.load_state_dict(state and state["loss_scales"])
         self._last_norm = state["last_grad_norm"] if state else None
         if self._prediction is not None and self._clip_grad > 0.0 and state and "clip_factor" in state:

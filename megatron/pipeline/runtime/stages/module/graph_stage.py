@@ -28,7 +28,7 @@ _Tensors = dict[int, tuple[Tensor, ...]]  # by the other stage
 
 @dataclass
 class _SavedInputs:
-    """What a microbatch keeps. `roots`: where its backward begins, (target, autograd edges of outputs with one)."""
+    """The saved inputs of a microbatch. `roots`: (target, autograd edges of its outputs), where backward starts."""
 
     inputs: _Tensors
     random_state: RandomState | None = None
@@ -151,7 +151,7 @@ class GraphModuleStage:
         split_linears(self.module)
 
     def backward_input(self, microbatch: Microbatch, output_grads: _Tensors) -> _Tensors:
-        """As `backward`, but for the weight products of the module's plain ``nn.Linear``."""
+        """As `backward`, without the weight products of the module's plain ``nn.Linear`` layers."""
         with self._products.begin(microbatch.index).collect():
             return self.backward(microbatch, output_grads)
 
@@ -224,16 +224,16 @@ class GraphModuleStage:
         return {target: tuple(tensor.detach() for tensor in outputs[target]) for target in self._targets}
 
     def _add_loss(self, microbatch: Microbatch, loss: Loss) -> None:
-        """Of a forward in training, once."""
+        """Add the loss of a training forward, once for each microbatch."""
         self._losses.add(microbatch.batch, loss)
 
 
 def _root(tensor: Tensor) -> object | None:
-    """Where backward starts; None where nothing behind the tensor has a gradient."""
+    """The autograd edge where backward starts; None if the tensor has no gradient."""
     return get_gradient_edge(tensor) if tensor.requires_grad else None
 
 
 def _gradients(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The gradients of the tensors that can have one; zeros where nothing came back."""
+    """The gradients of the differentiable tensors; zeros where backward gave none."""
     wanted = (tensor for tensor in tensors if has_gradients(tensor.dtype))
     return tuple(torch.zeros_like(each) if each.grad is None else each.grad for each in wanted)

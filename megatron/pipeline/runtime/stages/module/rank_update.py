@@ -39,7 +39,7 @@ def make_versions(weights: WeightPolicy, of_stage: OfStage, *, num_stages: int, 
 
 
 def steps_of(weights: WeightPolicy, of_stage: OfStage) -> dict[int, dict[str, nn.Parameter]]:
-    """What is stepped together: the parameters by the stage or, where the rank steps as one, under `TOGETHER`."""
+    """The parameters that are stepped together: by stage or, where the rank steps as one, under `TOGETHER`."""
     if weights.refreshes:
         return {index: dict(own) for index, own in of_stage.items()}
     return {TOGETHER: together(of_stage)}
@@ -57,13 +57,13 @@ def make_updates(
     skips_unused: bool = False,
     **options: Any,
 ) -> tuple[ModuleUpdate | StageUpdates, dict[int, ModuleUpdate]]:
-    """(what the engine takes, the updates that step, by the keys of `steps_of`). Collective over the job.
+    """(the engine's weight update, the updates that step, by the keys of `steps_of`). Collective over the job.
 
-    Args:
-        steps: of `steps_of`.
-        stepping: key -> `optimizer` and `scheduler` of an update.
-        counts, skips_unused: as `ModuleUpdate` takes them.
-        options: of `ModuleUpdate`, where the rank steps as one.
+        Args:
+    steps: the result of `steps_of`.
+            stepping: key -> `optimizer` and `scheduler` of an update.
+            counts, skips_unused: as `ModuleUpdate` takes them.
+            options: of `ModuleUpdate`, where the rank steps as one.
     """
     common = {
         "num_grad_buffers": weights.max_gradient_buffers, "device": device, "counts": counts,
@@ -82,7 +82,7 @@ def make_updates(
 
 
 def together(of_stage: OfStage) -> dict[str, nn.Parameter]:
-    """Those of all stages, each once."""
+    """The parameters of all stages, each once."""
     names = {parameter: name for own in reversed(of_stage.values()) for name, parameter in own.items()}
     return {name: parameter for own in of_stage.values() for name, parameter in own.items() if names[parameter] == name}
 
@@ -120,7 +120,7 @@ class StageUpdates:
             update.begin_batch(info)
 
     def step(self, version: int) -> BatchReport:
-        """All stages have stepped."""
+        """The report of the batch, after all stages have stepped."""
         return self._reports[version]
 
     def reduce_norm(self, version: int, stop_requests: int, losses: Mapping[str, tuple[float, float]]) -> None:

@@ -66,7 +66,7 @@ class ModuleReduction:
         streams.finish(streams.record())
 
     def average(self, gradients: Iterable[Tensor]) -> None:
-        """Over the replicas."""
+        """Average the gradients over the replicas."""
         for gradient in gradients if self.data_parallel_group is not None else ():
             torch.distributed.all_reduce(gradient, group=self.data_parallel_group)
             gradient.div_(self.num_replicas)
@@ -94,9 +94,9 @@ class ModuleReduction:
     def reduce_norm(
         self, report: BatchReport, norm_squared: float, stop_requests: int, losses: Mapping[str, tuple[float, float]]
     ) -> float:
-        """Complete the report with what all ranks of the job say; `norm_squared`: of this rank.
+        """Complete the report with the sums over all ranks of the job; `norm_squared`: that of this rank.
 
-        Returns what the batch's losses count, the mean over the replicas.
+        Returns the count of the batch's losses, the mean over the replicas.
         """
         sums = all_reduce_norm(
             norm_squared=norm_squared if self.counts_in_norm else 0.0,
@@ -116,5 +116,5 @@ class ModuleReduction:
 
 
 def clip_factor(largest: float, norm: float) -> float:
-    """By which a step multiplies gradients of this norm, at most 1; `largest`: the norm to clip to, 0 for none."""
+    """The factor of a step on gradients of this norm, at most 1. `largest`: the norm to clip to; 0: no clipping."""
     return min(1.0, largest / (norm + 1e-6)) if largest else 1.0

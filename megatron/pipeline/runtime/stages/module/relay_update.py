@@ -34,8 +34,8 @@ from megatron.pipeline.runtime.update.gradients import norm_of
 class _PendingUpdates:
     """A batch between its first forward and the last of its updates.
 
-    `mean_count`: what the losses of a microbatch count, on average; 1 where they are means. `factor`, `skipped`: what
-    STEP decided.
+    `mean_count`: the mean count of a microbatch's losses; 1 where they are means. `factor`, `skipped`: the decisions of
+    STEP.
     """
 
     report: BatchReport
@@ -119,10 +119,10 @@ class ModuleRelayUpdate:
         )
 
     def begin_backward(self, info: BatchInfo) -> None:
-        """Each stage takes a buffer of its own: see `accumulate`."""
+        """Nothing to do: each stage takes its own buffer in `accumulate`."""
 
     def resume_backward(self, info: BatchInfo) -> None:
-        """Batches do not interrupt one another here."""
+        """Nothing to do: batches do not interrupt one another here."""
 
     def reduce_grad(self, version: int, stage: int) -> None:
         self._reduction.average(self.gradients.flat(stage).values())
@@ -201,7 +201,7 @@ class ModuleRelayUpdate:
     # --- drained
 
     def begin_evaluation(self) -> None:
-        """Stages are fetched."""
+        """Nothing to do: stages are fetched."""
 
     def show_newest(self) -> None:
         self.weights.show_on_host()

@@ -136,7 +136,7 @@ class ModuleStage:
         split_linears(self.module)
 
     def backward_input(self, microbatch: Microbatch, output_grad: Tensor | None) -> Tensor | None:
-        """As `backward`, but for the weight products of the module's plain ``nn.Linear``."""
+        """As `backward`, without the weight products of the module's plain ``nn.Linear`` layers."""
         with self._products.begin(microbatch.index).collect():
             return self.backward(microbatch, output_grad)
 
@@ -197,7 +197,7 @@ class ModuleStage:
 
 
 def split_linears(module: nn.Module) -> None:
-    """Give the plain linears of `module` that forward; again is free."""
+    """Make the backwards of the plain linears of `module` splittable; a second call changes nothing."""
     for each in module.modules():
         if type(each) is nn.Linear and "forward" not in vars(each):
             each.__class__ = _SplitLinear
@@ -241,24 +241,24 @@ def _product(input: Tensor, output_grad: Tensor) -> Tensor:
 
 
 Loss = Tensor | tuple[Tensor, Tensor | float]
-"""A scalar: the mean over a microbatch; or (the sum, how many it counts)."""
+"""A scalar, the mean over a microbatch, or (sum, count)."""
 
 Counts = Callable[[int, int], float]
-"""(batch, n) -> what the losses of its first n microbatches count, the mean over the replicas."""
+"""(batch, n) -> the count of the losses of its first n microbatches, the mean over the replicas."""
 
 
 def by_microbatches(batch: int, num_microbatches: int) -> float:
-    """The `Counts` of means."""
+    """The count of losses that are means: one for each microbatch."""
     return float(num_microbatches)
 
 
 def sum_and_count(loss: Loss) -> tuple[Tensor, Tensor | float]:
-    """A mean is a sum that counts 1."""
+    """(sum, count) of a loss; a mean has count 1."""
     return loss if isinstance(loss, tuple) else (loss, 1.0)
 
 
 class BatchLosses:
-    """Sums by batch, in float64 where the losses are: nobody waits for them until they are taken."""
+    """Loss sums by batch, in float64 on the losses' device; only `take` waits for them."""
 
     def __init__(self) -> None:
         self._sums: dict[int, tuple[Tensor, Tensor | float]] = {}
@@ -270,7 +270,7 @@ class BatchLosses:
         self._sums[batch] = sums[0] + total.detach(), sums[1] + counted
 
     def take(self, batch: int) -> tuple[float, float]:
-        """(the sum, the count) of all microbatches, which are forgotten. Raises ValueError for what is no count."""
+        """Remove and return (sum, count) over all microbatches. Raises ValueError for a negative or infinite count."""
         total, count = self._sums.pop(batch)
         if not 0 <= (number := float(count)) < math.inf:
             raise ValueError(

@@ -37,7 +37,7 @@ from megatron.pipeline.runtime.update.weight_prediction import PredictedVersions
 
 @dataclass
 class _Partial:
-    """Gradients of a part of a batch: by name, what so many microbatches add up to."""
+    """Gradients of a part of a batch: name -> the sum over some microbatches."""
 
     gradients: dict[str, Tensor]
     num_microbatches: int
@@ -62,24 +62,23 @@ class _PendingReport:
 class ModuleUpdate:
     """The weight update of one rank.
 
-    `parameters`: name -> parameter, those of `versions` and of `optimizer`. `clip_grad`: largest global norm, 0 for
-    none. `num_grad_buffers`: 1 with flushes, 2 under 2bw, one more than the delay in batches.
-    `data_parallel_group`: the replicas of this stage, None for one replica. `counts_in_norm`: False on all replicas
-    but one. `job_group`: all ranks of the job, None for a single one. Groups are used from the chain thread, so
-    nobody else may use them; once they are used here, by all their ranks. `scheduler`: a torch learning-rate scheduler
-    over `optimizer`, or over what is in it where that is `GapAware`. `reduce_partial`: of the schedule, whose weights
-    are predicted; `versions` are `PredictedVersions` then. `uniform`: predictions are to be equal over cuts into
-    stages, so each clips as the step before did, and not by what its stage's own gradients ask for. `AheadVersions` get
-    what makes their weights here, of their kind. `skips_unused`: parameters that no microbatch of a batch has used, on
-    any replica, have no gradient when it steps, so that the optimizer passes over them, as it does in one process.
-    `counts`: asked where weights need that before it comes with a norm: by steps that come before it, and by
-    provisional ones.
+        `parameters`: name -> parameter, those of `versions` and of `optimizer`. `clip_grad`: largest global norm, 0 for
+        none. `num_grad_buffers`: 1 with flushes, 2 under 2bw, one more than the delay in batches.
+        `data_parallel_group`: the replicas of this stage, None for one replica. `counts_in_norm`: False on all replicas
+        but one. `job_group`: all ranks of the job, None for a single one. Groups are used from the chain thread, so
+        nobody else may use them; once they are used here, by all their ranks. `scheduler`: a torch learning-rate scheduler
+        over `optimizer`, or over what is in it where that is `GapAware`. `reduce_partial`: of the schedule, whose weights
+        are predicted; `versions` are `PredictedVersions` then. `uniform`: predictions are to be equal over cuts into
+    stages, so each clips as the step before did, and not by its stage's own gradients. `AheadVersions` get the
+        function that makes their weights here. `skips_unused`: parameters that no microbatch of a batch has used, on
+        any replica, have no gradient when it steps, so that the optimizer passes over them, as it does in one process.
+        `counts`: called by steps that come before the norm with its count, and by provisional steps.
 
-    `mean_count`: what a microbatch of the last batch with a STEP counted on average, by which predictions divide; set
-    it before the first one to what is expected, or to None: nothing has counted, and predictions are the newest weights
-    until a batch that counts has had its STEP.
+        `mean_count`: the mean count of a microbatch in the last batch with a STEP, by which predictions divide; set it
+        before the first batch to the expected value, or to None: predictions equal the newest weights until a batch with a
+        positive count has had its STEP.
 
-    Raises ValueError for `AheadVersions` with an optimizer that cannot make them.
+        Raises ValueError for `AheadVersions` with an optimizer that cannot make them.
     """
 
     def __init__(
@@ -132,7 +131,7 @@ class ModuleUpdate:
         self._reduction.warm_up()
 
     def _maker(self, ahead: Ahead, parameters: Mapping[str, torch.nn.Parameter]) -> Make:
-        """What writes weights that are ahead so; see `AheadVersions`."""
+        """The function that writes weights ahead of a version; see `AheadVersions`."""
         if ahead is Ahead.PREDICTION:
             inner = self.optimizer.optimizer if isinstance(self.optimizer, GapAware) else self.optimizer
             predictor = WeightPredictor(inner, scheduler=self.scheduler)
@@ -153,7 +152,7 @@ class ModuleUpdate:
         self._pending[info.index + 1] = _PendingReport(info, report)
 
     def begin_forward(self, info: BatchInfo, version: int) -> None:
-        """Where the stage steps by itself: its first forward of the batch has the weights that are shown."""
+        """Note the shown weights as those of the batch's first forward, where the stage steps by itself."""
         if isinstance(self.optimizer, GapAware) and version < info.index:
             self.optimizer.remember(info.index)
 
@@ -189,8 +188,8 @@ class ModuleUpdate:
         pending.report.grad_norm /= pending.mean_count or 1.0
 
     def take_stepped(self, version: int) -> tuple[float, float]:
-        """(squared norm of the gradients, learning rate) of a batch that is stepped, in place of `reduce_norm`, where
-        others add up norms.
+        """(squared norm of the gradients, learning rate) of a stepped batch; used instead of `reduce_norm` where the
+        norms of several updates are added up.
         """
         pending = self._pending.pop(version)
         return pending.norm_squared.item(), pending.report.learning_rate
@@ -244,7 +243,7 @@ class ModuleUpdate:
         self.versions.show_newest()
 
     def close(self) -> None:
-        """Drained: let go of the parameters, which show the newest weights."""
+        """Release the parameters, which show the newest weights; called while drained."""
         self.versions.show_newest()
         self._buffers.close()
 
@@ -301,7 +300,7 @@ class ModuleUpdate:
                 )
 
     def _factor(self, part: float, squares: Tensor) -> float | Tensor:
-        """The factor for gradients of which such a part of the batch is known."""
+        """The factor on the gradients of a part of the batch."""
         last = self.clip_factor or 1.0
         if not self._clip_grad or self._uniform:
             return last / part / self.mean_count
@@ -343,4 +342,4 @@ class FrozenUpdate:
         self._reduction.reduce_norm(self._reports.pop(version), 0.0, stop_requests, losses)
 
     def begin_evaluation(self) -> None:
-        """Its weights are always the newest."""
+        """Nothing to do: the weights are always the newest."""
