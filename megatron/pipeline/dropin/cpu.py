@@ -37,8 +37,8 @@ NAME = "megatron.core.datasets.helpers_cpp"
 
 
 def provide() -> None:
-    """Have the helpers importable on every rank. Collective. Where a host has to compile them and cannot, the job ends
-    with one sentence."""
+    """Make the helpers importable on every rank. Collective. If a host cannot compile them, the job ends with one
+    sentence."""
     problem = None
     if importlib.util.find_spec(NAME) is None and number_of("LOCAL_RANK", 0) == 0 and not cached().exists():
         try:
@@ -82,7 +82,7 @@ def compile_into(library: Path) -> None:
 
 
 def cached() -> Path:
-    """Where this host keeps what this Python and torch have compiled of this source."""
+    """This host's path of the compiled source, for this Python and torch."""
     version = f"{sys.version} {torch.__version__}".encode()
     digest = hashlib.sha256(source().read_bytes() + version).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -155,7 +155,7 @@ def _take_gloo() -> None:
 
 
 def _allow_no_cuda(initialize) -> None:
-    """Wherever the function is known by its name."""
+    """Replace the function in every module that has imported it by its name."""
     allowed = functools.partial(initialize, allow_no_cuda=True)
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.") and getattr(module, initialize.__name__, None) is initialize:
@@ -168,7 +168,7 @@ _TRITON = ("triton", "triton.language", "triton.language.extra", "triton.languag
 
 
 def stand_in_for_triton() -> None:
-    """Put a module in its place in which every name exists, unless there is a triton."""
+    """Put a module in the place of triton in which every name exists, unless triton is installed."""
     if "triton" in sys.modules or importlib.util.find_spec("triton") is not None:
         return
     assert not has_triton_package()  # which torch remembers: the stand-in would not do for its compiler
@@ -180,7 +180,7 @@ def stand_in_for_triton() -> None:
 
 
 class TritonStandIn(ModuleType):
-    """A module of triton in name."""
+    """A module named as one of triton's, in which every name exists."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -195,7 +195,7 @@ class TritonStandIn(ModuleType):
 
 
 class _Named:
-    """What stands for a function, a type or a decorator of triton."""
+    """A stand-in for a function, a type or a decorator of triton."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -23,7 +23,7 @@ _NOT_HERE = {
 
 
 def reason_against(name: str) -> str | None:
-    """Why the preset of that name cannot run in Megatron-LM's training, with what to use; None: it can."""
+    """Why the preset of that name cannot run in Megatron-LM's training, and what to use instead; None: it can."""
     preset = PRESETS[name]
     if name in _NOT_HERE:
         return _NOT_HERE[name]
@@ -39,12 +39,12 @@ def _reason_against_weights(weights: WeightPolicy) -> str | None:
 
 
 def runnable() -> tuple[str, ...]:
-    """The presets that can run here."""
+    """The names of the presets that can run in Megatron-LM's training."""
     return tuple(name for name in PRESETS if reason_against(name) is None)
 
 
 def name_of(args: argparse.Namespace) -> str:
-    """What the run calls its schedule: the preset's name, or the file's path."""
+    """The name of the run's schedule: the preset's name, or the file's path."""
     return args.pipeline_schedule if args.pipeline_program is None else args.pipeline_program
 
 
@@ -55,7 +55,7 @@ def flag_of(args: argparse.Namespace) -> str:
 
 
 def weights_of(args: argparse.Namespace) -> WeightPolicy:
-    """Which weights a batch of the run uses, without predictions. Raises ValueError where the file is no schedule."""
+    """The weight policy of the run without predictions. Raises ValueError where the file is no schedule."""
     if args.pipeline_program is None:
         return PRESETS[args.pipeline_schedule].policy
     return _read(args.pipeline_program).weights
@@ -119,7 +119,7 @@ def _read(path: str, **facts: bool | int) -> ProgramSchedule:
 
 
 def batches_of(args: argparse.Namespace) -> Sequence[int]:
-    """How many microbatches of a pipeline the batches of the run have, in the order in which they come."""
+    """The numbers of microbatches in the run's batches, per pipeline, in their order."""
     per_microbatch = args.micro_batch_size * args.data_parallel_size
     sizes = [args.global_batch_size]
     if getattr(args, "rampup_batch_size", None) is not None:
@@ -129,9 +129,9 @@ def batches_of(args: argparse.Namespace) -> Sequence[int]:
 
 
 def prove(schedule: Schedule | ProgramSchedule, batches: Sequence[int]) -> None:
-    """Build and prove what the run will execute: every batch size, from each to the next, and the drain.
+    """Build and prove the programs of the run: every batch size, each change to the next size, and the drain.
 
-    The engine proves each batch again as it comes, from what this has kept.
+    The engine proves each batch again when it comes, from the proofs kept here.
 
     Raises:
         ValueError: the schedule does not take a batch.
@@ -152,10 +152,10 @@ STANDARD, PAIR_ADJACENT = "standard", "pair-adjacent"
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What our flags say of a run.
+    """The values of our flags.
 
     Attributes:
-        schedule: what the run calls its schedule: a preset's name, or the path of a program.
+        schedule: the name of the schedule: a preset's name, or the path of a program.
         flag: the flag that chooses it, with its value.
         timeline: where the picture of the last iterations goes; None: nothing is traced.
         timeline_iterations: how many it shows at most.
@@ -245,7 +245,7 @@ def asks_for_schedule(args: argparse.Namespace) -> bool:
 
 
 def options_of(args: argparse.Namespace) -> Options | None:
-    """What the parsed `args` say; None where they ask for no schedule."""
+    """The options of the parsed `args`; None where they ask for no schedule."""
     if not asks_for_schedule(args):
         return None
     return Options(

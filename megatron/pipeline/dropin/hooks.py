@@ -20,7 +20,7 @@ _session = None  # of this process, if its arguments name a schedule
 
 
 def install_hooks() -> None:
-    """Import `megatron.training` and put our functions in place."""
+    """Import `megatron.training` and replace its functions by ours."""
     from megatron.training import arguments, checkpointing, training
 
     modules = {"arguments.py": arguments, "checkpointing.py": checkpointing, "training.py": training}
@@ -80,7 +80,7 @@ def _with_no_other_file(original: Callable) -> Callable:
 
 
 def _with_our_rules(original: Callable) -> Callable:
-    """What does not go together is refused here: the arguments are complete, and there is no process group yet."""
+    """Refuse arguments that do not go together; they are complete here, and there is no process group yet."""
 
     def validate_args(args, *further, **named):
         with _any_number_of_queues(original, args):
@@ -211,8 +211,8 @@ def _drained_and_saved(original: Callable) -> Callable:
 
 
 def _to_the_end(original: Callable) -> Callable:
-    """The loop ends by returning, or by SystemExit when it was asked to stop; either way the pipeline is drained. After
-    any other error it cannot be, and the guard ends all ranks."""
+    """Drain the pipeline when the loop returns, or raises SystemExit after a request to stop. After any other error it
+    cannot be drained, and the guard ends all ranks."""
 
     def train(*args: Any, **named: Any):
         session = _session
@@ -246,7 +246,7 @@ def _guarded(session):
 
 
 def _known_on_all_ranks(original: Callable) -> Callable:
-    """What the engine's report says is the same on all ranks, and to ask them would have them wait for each other."""
+    """Skip the question to all ranks: the engine's report is equal on all, and asking would make them wait."""
 
     def reduce(value, *args: Any, **named: Any):
         if _session is not None and _session.steps_itself:

@@ -27,7 +27,7 @@ RUN = ((0, 14), (0, 15), (0, 16), (0, 20))
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a job's Megatron-LM comes from."""
+    """The place of a job's Megatron-LM."""
 
     training: Path
     """The folder of `megatron.training`."""
@@ -46,7 +46,7 @@ class Origin:
 
 
 def find() -> Origin:
-    """The Megatron-LM that `sys.path` leads to. Imports nothing of it.
+    """The Megatron-LM on `sys.path`. Imports nothing of it.
 
     Raises:
         ValueError: there is no `megatron.training`, or no `megatron.core`.
@@ -88,7 +88,7 @@ def check(origin: Origin) -> None:
 
 
 def notes(origin: Origin) -> Iterator[str]:
-    """What is unusual about it, a sentence each."""
+    """The unusual properties of a Megatron-LM, one sentence each."""
     if origin.version is None or origin.version[:2] not in RUN:
         *others, last = map(_dotted, RUN)
         yield (
@@ -115,7 +115,7 @@ _PACKAGES = {"yaml": "pyyaml"}
 
 
 def _python_of(root: Path) -> str | None:
-    """What the checkout says of Python's version, as `>=3.12`."""
+    """The checkout's requirement on Python's version, such as `>=3.12`."""
     try:
         found = re.search(r'^requires-python *= *"(.+)"', (root / "pyproject.toml").read_text(), flags=re.MULTILINE)
     except OSError:
@@ -142,7 +142,7 @@ def _remedy() -> str:
 
 
 def _names_at_top(file: Path) -> set[str]:
-    """What a module defines, assigns or imports at its top, also within `if`, `try` and `with`."""
+    """The names that a module defines, assigns or imports at its top, also within `if`, `try` and `with`."""
     try:
         module = ast.parse(file.read_bytes())
     except OSError:
@@ -173,7 +173,7 @@ def _bound(statements: list[ast.stmt]) -> Iterator[str]:
 
 
 def _version(core: Path) -> tuple[int, ...] | None:
-    """Of megatron.core, read in its sources."""
+    """The version of megatron.core, read in its sources."""
     try:
         module = ast.parse((core / "package_info.py").read_bytes())
     except (OSError, SyntaxError):

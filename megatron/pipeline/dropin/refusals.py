@@ -165,7 +165,7 @@ OF_DELAYED_WEIGHTS = (
 
 
 def require_supported(args: argparse.Namespace) -> None:
-    """Raises ValueError where the validated `args` ask for what does not go together."""
+    """Raises ValueError where the validated `args` contain a combination that is not supported."""
     if not asks_for_schedule(args):
         _require_no_flag_without(args)
         return
@@ -187,10 +187,10 @@ def require_supported(args: argparse.Namespace) -> None:
 
 
 def require_supported_model(args: argparse.Namespace, config: Any) -> None:
-    """The same of what a model provider has set by itself: `config` is the built model's, and `args` may have changed.
+    """Check what a model provider has set by itself: `config` is the built model's, and `args` may have changed.
 
     Raises:
-        ValueError: as before.
+        ValueError: a combination that is not supported.
     """
     for settings in (args, config):
         _require_none_of(settings, args)
@@ -205,7 +205,7 @@ def _require_none_of(settings: Any, args: argparse.Namespace) -> None:
 
 
 def _require_no_flag_without(args: argparse.Namespace) -> None:
-    """Flags of ours that mean nothing without a schedule."""
+    """Raises ValueError for our flags that mean nothing without a schedule."""
     given = {
         f"--pipeline-timeline {args.pipeline_timeline}": args.pipeline_timeline is not None,
         "--pipeline-log-saved-activations": args.pipeline_log_saved_activations,

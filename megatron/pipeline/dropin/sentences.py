@@ -1,10 +1,9 @@
-"""What users read of this room: lines on rank 0, and errors that end the job with one sentence.
+"""The output of the drop-in for users: lines on rank 0, and errors that end the job with one sentence.
 
-Problem: their training has no place where an error of ours could be caught, and a traceback from every rank hides what
-is wrong.
+Problem: Megatron-LM's training does not catch our errors, and a traceback from every rank hides what is wrong.
 
-Solution: a block in which a ValueError is the user's to mend. Whether the launcher or one import has put the schedules
-in place, it ends every rank with status 2, and rank 0 prints the sentence.
+Solution: a block in which a ValueError is the user's to mend: it ends every rank with status 2, and rank 0 prints its
+sentence, whether the launcher or an import has installed the schedules.
 """
 
 import sys

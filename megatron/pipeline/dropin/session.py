@@ -51,11 +51,11 @@ class Session:
 
     Args:
         args: Megatron-LM's, validated.
-        options: what our flags say.
-        proved: the schedule of `args`, as far as they tell the model.
+        options: the values of our flags.
+        proved: the schedule of `args`, before the model is known.
 
     Attributes:
-        checkpoints: where they hold more than Megatron-LM saves; None where they don't, and before the model is built.
+        checkpoints: our entries in checkpoints; None where there are none, and before the model is built.
         is_saving: Megatron-LM makes the state of a checkpoint that it saves.
     """
 
@@ -81,7 +81,7 @@ class Session:
 
     @property
     def steps_itself(self) -> bool:
-        """The engine makes the optimizer's steps; then what Megatron-LM reduces over ranks behind its own is known."""
+        """Whether the engine makes the optimizer's steps; then the values that Megatron-LM reduces are known."""
         return self._ours is not None
 
     @property
@@ -92,7 +92,7 @@ class Session:
     # --- building
 
     def take_parts(self, chunks: Sequence[torch.nn.Module], optimizer: Any, scheduler: Any) -> None:
-        """Model and optimizer are built, and no checkpoint is loaded yet; again is free. Collective."""
+        """Take the built model and optimizer, before a checkpoint is loaded; later calls do nothing. Collective."""
         if self._schedule is not None or optimizer is None:
             return
         self._chunks = list(chunks)
@@ -119,13 +119,13 @@ class Session:
             self.checkpoints = VersionsInCheckpoints(self._chunks, self._ours.update, name=self._options.schedule)
 
     def loaded(self, iteration: int) -> None:
-        """A checkpoint of so many batches has been loaded, or none (0)."""
+        """Note that a checkpoint of this many batches has been loaded, or none (0)."""
         if self.checkpoints is not None:
             takes_state = iteration > 0 and not getattr(self._args, "no_load_optim", False)
             self.checkpoints.complete(iteration, takes_state=takes_state)
 
     def begin(self) -> None:
-        """Model and optimizer are as the run begins with them, after `args.iteration` batches; again is free."""
+        """Begin the run with the present model and optimizer, after `args.iteration` batches; later calls do nothing."""
         if self._began:
             return
         self._began = True
@@ -170,8 +170,8 @@ class Session:
         return rank.losses
 
     def drain(self) -> None:
-        """Have all batches stepped, and the newest weights shown. Whatever mode the model is in, what is left of the
-        batches is training.
+        """Step all batches, and show the newest weights. The rest of the batches is computed in training mode, whatever
+        the model's present mode.
         """
         if self._rank is None or self._rank.engine.is_drained:
             return
@@ -187,22 +187,22 @@ class Session:
         self._note(reports)
 
     def agrees_to_stop(self, is_asked: bool) -> bool:
-        """Whether some rank was asked to stop, the same on all; `is_asked`: whether this one was. Where the engine
-        steps.
+        """Whether any rank was asked to stop, equal on all ranks; `is_asked`: whether this one was. For runs in which
+        the engine steps.
         """
         if self._rank is not None and is_asked:
             self._rank.engine.stop_requests |= 1
         return self._ours.newest is not None and bool(self._ours.newest.stop_requests)
 
     def add_to_checkpoint(self, state: dict[str, Any]) -> None:
-        """Add to the state of a checkpoint what the run needs besides."""
+        """Add our entries to the state of a checkpoint."""
         if self.is_saving and self.checkpoints is not None:
             self.checkpoints.add_to(state, num_batches=self._num_batches or self._args.iteration)
 
     def finish(self) -> None:
-        """The loop has ended in order: drain, write the timeline, close what is open. Collective.
+        """Drain, write the timeline and close, after an orderly end of the loop. Collective.
 
-        Nothing of the loop is held any more: who loads its samples in other processes ends them when nobody has them.
+        Drops all references to the loop: data loaders end their processes when nothing refers to them.
         """
         if self._rank is None or self._is_refused:
             return
@@ -244,7 +244,7 @@ class Session:
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
-        """A ValueError in the block, which all ranks have alike, ends the job with one sentence, as it stands."""
+        """A block in which a ValueError, raised alike on all ranks, ends the job with its sentence."""
         with errors_end_the_job():
             try:
                 yield
@@ -257,7 +257,7 @@ class Session:
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        """As Megatron-LM's own schedules time themselves; where batches overlap, ranks do not wait for one another."""
+        """Time a batch as Megatron-LM's schedules do; where batches overlap, ranks do not wait for one another."""
         config = get_model_config(self._chunks[0])
         if config.timers is None:
             yield
@@ -288,8 +288,8 @@ _VERSIONS = (OLDER_VERSIONS, PREDICTED_VERSION)
 
 @dataclass
 class _Found:
-    """What is known of the checkpoint that is being loaded. `common`: what it has beside tensors. `loaded`: our
-    tensors, for which `versions` asked."""
+    """The checkpoint that is being loaded. `common`: its entries without tensors. `loaded`: our tensors, for which
+    `versions` asked."""
 
     folder: str = ""
     common: dict[str, Any] = field(default_factory=dict)
@@ -298,12 +298,12 @@ class _Found:
 
 
 class VersionsInCheckpoints:
-    """Those of one rank.
+    """The weight versions of one rank in checkpoints.
 
     Args:
         chunks: as Megatron-LM wraps them.
-        update: which holds the versions.
-        name: what the run calls its schedule.
+        update: the one that holds the versions.
+        name: that of the run's schedule.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], update: MegatronWeightUpdate, *, name: str) -> None:
@@ -315,7 +315,7 @@ class VersionsInCheckpoints:
     # Saving.
 
     def add_to(self, state: dict[str, Any], *, num_batches: int) -> None:
-        """Add the entries to the state that Megatron-LM saves. Drained, after so many batches of the whole run."""
+        """Add the entries to the state that Megatron-LM saves, drained, after this many batches of the whole run."""
         state[PIPELINE] = {"update": self._update.state_dict()}
         older = self._older(num_batches)
         state.update(older.to_save(self._models(state)))
@@ -323,7 +323,7 @@ class VersionsInCheckpoints:
     # Loading: the common state, then the tensors, then what follows from both.
 
     def note_common(self, folder: str, state: dict[str, Any] | None) -> None:
-        """What the checkpoint in `folder` has beside its tensors, as Megatron-LM reads it first."""
+        """Keep the entries without tensors of the checkpoint in `folder`, which Megatron-LM reads first."""
         self._found = _Found(str(folder), dict(state or {}))
 
     def ask_for(self, state: dict[str, Any], *, starts_anew: bool) -> None:
@@ -339,7 +339,7 @@ class VersionsInCheckpoints:
         state.update(entries)
 
     def note_loaded(self, state: dict[str, Any]) -> None:
-        """Take our entries out of what was loaded."""
+        """Remove our entries from the loaded state and keep them."""
         self._found.loaded = {key: state.pop(key) for key in list(state) if key.startswith(_VERSIONS)}
         if PIPELINE in state:
             self._found.common[PIPELINE] = state.pop(PIPELINE)

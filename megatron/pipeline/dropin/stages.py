@@ -28,7 +28,7 @@ from megatron.pipeline.schedules.pipeline_schedule import PipelineSchedule
 
 
 class OverlappedStage(MegatronStage):
-    """Of a chunk whose hooks begin to reduce gradients within backwards: they do so within the last one of a batch."""
+    """The stage of a chunk whose hooks begin to reduce gradients within the last backward of a batch."""
 
     _num_backwards = 0  # of the running batch
 
@@ -43,7 +43,7 @@ _TRACED_EXTRA = 8  # segments beyond those that a timeline shows: drains, and ba
 
 @dataclass
 class RankStages:
-    """What computes on one rank."""
+    """The stages of one rank."""
 
     engine: PipelineEngine
     stages: Sequence[MegatronStage]
@@ -51,7 +51,7 @@ class RankStages:
     memory: ActivationMemory | None
 
     def feed(self, call: Mapping[str, Any]) -> None:
-        """Have the next batch computed by what Megatron-LM called its schedule with."""
+        """Give the stages the arguments of Megatron-LM's call, for the next batch."""
         iterators = call["data_iterator"]
         if not isinstance(iterators, list):
             iterators = [iterators] * len(self.stages)
@@ -74,7 +74,7 @@ class RankStages:
 
 
 def require_ordinary_call(call: Mapping[str, Any]) -> None:
-    """Raises ValueError where Megatron-LM's schedule is called with what ours do not know."""
+    """Raises ValueError where Megatron-LM calls its schedule with arguments that ours do not support."""
     if call.get("adjust_tensor_shapes_fn") is not None:
         raise ValueError(
             "adjust_tensor_shapes_fn, which this program hands to its schedule, changes the shapes of what travels; "

@@ -57,15 +57,15 @@ class ForwardStep:
         self.num_tokens: Tensor | int = 0
 
     def begin_batch(self, user: UserForwardStep) -> None:
-        """The next batch's forwards follow, by the user's function."""
+        """Prepare for the forwards of the next batch, by the user's function."""
         self._user, self._count, self.losses, self.num_tokens = user, 0, [], 0
 
     def let_go(self) -> None:
-        """No batch follows."""
+        """Drop the user's function; no batch follows."""
         self._user, self.losses = None, []
 
     def __call__(self, data: Iterator | None, model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], tuple]]:
-        """As megatron.core's schedules call it."""
+        """Call the user's function as megatron.core's schedules do."""
         if self._count == 0 and self._mark_first is not None:
             self._mark_first()
         if _set_current_microbatch is not None:
@@ -141,7 +141,7 @@ class EngineUpdate:
 
     @contextmanager
     def engine_acts(self) -> Iterator[None]:
-        """In this block the engine calls, and methods are what they were."""
+        """In this block the engine calls the methods, which are the original ones."""
         self._engine_acts = True
         try:
             yield
@@ -194,7 +194,7 @@ class MegatronUpdate:
 
     Args:
         chunks: the rank's, as Megatron-LM wraps them.
-        config: the model's, which says how losses are scaled and what finishes gradients.
+        config: the model's, with the scaling of losses and the function that finishes gradients.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], config: TransformerConfig) -> None:
@@ -205,7 +205,7 @@ class MegatronUpdate:
     def finish_batch(self, forward_steps: Sequence[ForwardStep], call: Mapping[str, Any]) -> None:
         """Finish the gradients of a batch that is drained, as Megatron-LM's schedules do at their end.
 
-        `call`: what the schedule was called with.
+        `call`: the arguments of the schedule.
         """
         finish = self._config.finalize_model_grads_func
         if finish is None:
@@ -246,7 +246,7 @@ class MegatronUpdate:
         return BatchReport(batch=version - 1, loss_scale=self._loss_scale)
 
     def versions_of(self, stage: int) -> _OneVersion:
-        """What a stage asks for its weights."""
+        """The weight versions that a stage uses."""
         return _OneVersion()
 
     # In the programs of files: Megatron-LM reduces.

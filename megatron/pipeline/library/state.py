@@ -30,10 +30,10 @@ def state_of(
 ) -> dict[str, Any]:
     """The state of a drained rank whose modules show the newest weights. Tensors are copies on the CPU.
 
-        Args:
-            description: properties that have to be equal where the run goes on.
-            progress: batches and microbatches begun.
-    reports: those that no call has returned yet.
+    Args:
+        description: properties that have to be equal where the run goes on.
+        progress: batches and microbatches begun.
+        reports: those that no call has returned yet.
     """
     random_state = RandomState.capture(device)
     return {

@@ -141,8 +141,8 @@ class Executor:
     def run(self, row: Sequence[Instruction]) -> None:
         """Execute a row of a training program. An error carries the instruction that raised it (`annotate`).
 
-                Raises:
-        ValueError: a backward is split and its stage cannot split it; nothing of the row has been executed.
+        Raises:
+            ValueError: a backward is split and its stage cannot split it; nothing of the row has been executed.
         """
         self._announce_halves(row)
         self._run(self._resolve(row, self._training), tracer=self._tracer)

@@ -118,9 +118,9 @@ class Lanes:
 
         On CUDA the host waits until the work is queued on the device, and the current stream until it is done.
 
-                Raises:
-                    TimeoutError: the wait takes too long; names the awaited instruction and the one that runs.
-                    Exception: the error of a lane or a reduction.
+        Raises:
+            TimeoutError: the wait takes too long; names the awaited instruction and the one that runs.
+            Exception: the error of a lane or a reduction.
         """
         _, awaited = self._tell(computation)
         waits = any(not each.is_complete for each in awaited)

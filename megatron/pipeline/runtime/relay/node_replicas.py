@@ -36,16 +36,16 @@ _STEP = 8  # int64s from one replica's counter to the next one's: a cache line
 class NodeReplicas:
     """This replica and the other replicas on its host.
 
-        `ranks`: the global ranks that hold the same part of the model, on any hosts; each of them makes this, in the same
-        order as any others of these ranks. `host`: what to call this host; None: its host name. `device`: on CUDA, shared
-        memory is pinned for it.
+    `ranks`: the global ranks that hold the same part of the model, on any hosts; each of them makes this, in the same
+    order as any others of these ranks. `host`: what to call this host; None: its host name. `device`: on CUDA, shared
+    memory is pinned for it.
 
-        Attributes:
-            ranks: those on this host, ascending; `index`: of this one among them.
-    group: that of these ranks, over gloo; None for a single one. timeout: how long a rank waits for the others.
+    Attributes:
+        ranks: those on this host, ascending; `index`: of this one among them.
+        group: that of these ranks, over gloo; None for a single one. timeout: how long a rank waits for the others.
 
-        Raises:
-            ValueError: processes that say they are on one host cannot map each other's memory.
+    Raises:
+        ValueError: processes that say they are on one host cannot map each other's memory.
     """
 
     def __init__(

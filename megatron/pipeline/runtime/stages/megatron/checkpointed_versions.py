@@ -56,10 +56,10 @@ def version_state(
 ) -> dict[str, ShardedStateDict]:
     """The model's checkpoint entries with the data of another weight version.
 
-        Args:
-            model: name of an entry -> sharded state of a chunk, whose data are the parameters themselves.
-            tensors: id of a parameter -> its data in that version, of the parameter's shape.
-    prefix: precedes every key.
+    Args:
+        model: name of an entry -> sharded state of a chunk, whose data are the parameters themselves.
+        tensors: id of a parameter -> its data in that version, of the parameter's shape.
+        prefix: precedes every key.
     """
     result: dict[str, ShardedStateDict] = {}
     for entry, chunk_state in model.items():
@@ -173,8 +173,8 @@ PREDICTED_VERSION = "provisional_version"
 class PredictedVersion(OlderVersions):
     """The predicted version of a drained run after `iteration` batches.
 
-        Args:
-    apart: whether each replica has a prediction of its own.
+    Args:
+        apart: whether each replica has a prediction of its own.
     """
 
     def __init__(

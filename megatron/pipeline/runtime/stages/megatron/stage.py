@@ -73,7 +73,7 @@ class OutputCache(Protocol):
     """Keeps the outputs of a frozen first stage."""
 
     def read(self, batch: dict[str, Tensor]) -> Tensor | None:
-        """The cached output for the iterator's next microbatch, [sequence, microbatch, hidden]; None if there is none."""
+        """The cached output for the iterator's next microbatch, [sequence, microbatch, hidden], or None."""
 
     def read_older(self, batch: dict[str, Tensor]) -> tuple[Tensor, int] | None:
         """The cached output of the stage's first layers, and their number; None if it is not cached."""
@@ -87,27 +87,27 @@ class OutputCache(Protocol):
 class MegatronStage:
     """`Stage` over a DDP-wrapped model chunk.
 
-        Args:
-            model: the chunk, wrapped in megatron.core's DDP.
-            forward_step: see the module's docstring.
-            update: the rank's weight update, which holds weight versions and loss scales; a frozen stage does not use it.
-    index, num_stages: place in the pipeline; default: megatron.core's pipeline rank and size.
-            seq_length, micro_batch_size: those of every microbatch; they give the shape of tensors between stages,
-                [sequence, microbatch, hidden] with the sequence divided by the tensor ranks under sequence parallelism.
-            data_iterator: training data, or None where this rank reads none; may be replaced between batches. It yields
-                microbatches in their order; where a program computes them in another, an item for each.
-            evaluation_iterator: the same for `forward_only`.
-            recompute: the schedule recomputes: forwards keep their input and data only, no graph.
-            seed: the run's seed, for dropout; None: random numbers go on as they come, so no forward is computed twice.
-            is_at_own_place: `parallel_state` gives the stage already, because a rank's place is its stage's, or because the
-                chunks were built by whoever places chunks themselves.
-            loss_names: names of the reported numbers, the same on all ranks.
-            activation_memory: the rank's, if activations are to be counted and moved; None: they stay in the graph.
-            first_trained: stages before this one are frozen. A stage that is frozen itself is asked for `forward_only`
-                alone, in training batches too, and the first one behind them hands back no gradient.
+    Args:
+        model: the chunk, wrapped in megatron.core's DDP.
+        forward_step: see the module's docstring.
+        update: the rank's weight update, which holds weight versions and loss scales; a frozen stage does not use it.
+        index, num_stages: place in the pipeline; default: megatron.core's pipeline rank and size.
+        seq_length, micro_batch_size: those of every microbatch; they give the shape of tensors between stages,
+            [sequence, microbatch, hidden] with the sequence divided by the tensor ranks under sequence parallelism.
+        data_iterator: training data, or None where this rank reads none; may be replaced between batches. It yields
+            microbatches in their order; where a program computes them in another, an item for each.
+        evaluation_iterator: the same for `forward_only`.
+        recompute: the schedule recomputes: forwards keep their input and data only, no graph.
+        seed: the run's seed, for dropout; None: random numbers go on as they come, so no forward is computed twice.
+        is_at_own_place: `parallel_state` gives the stage already, because a rank's place is its stage's, or because the
+            chunks were built by whoever places chunks themselves.
+        loss_names: names of the reported numbers, the same on all ranks.
+        activation_memory: the rank's, if activations are to be counted and moved; None: they stay in the graph.
+        first_trained: stages before this one are frozen. A stage that is frozen itself is asked for `forward_only`
+            alone, in training batches too, and the first one behind them hands back no gradient.
 
-        Raises:
-            ValueError: activations are to be moved, but some are recomputed in a way that keeps their memory.
+    Raises:
+        ValueError: activations are to be moved, but some are recomputed in a way that keeps their memory.
     """
 
     def __init__(

@@ -59,11 +59,11 @@ def make_updates(
 ) -> tuple[ModuleUpdate | StageUpdates, dict[int, ModuleUpdate]]:
     """(the engine's weight update, the updates that step, by the keys of `steps_of`). Collective over the job.
 
-        Args:
-    steps: the result of `steps_of`.
-            stepping: key -> `optimizer` and `scheduler` of an update.
-            counts, skips_unused: as `ModuleUpdate` takes them.
-            options: of `ModuleUpdate`, where the rank steps as one.
+    Args:
+        steps: the result of `steps_of`.
+        stepping: key -> `optimizer` and `scheduler` of an update.
+        counts, skips_unused: as `ModuleUpdate` takes them.
+        options: of `ModuleUpdate`, where the rank steps as one.
     """
     common = {
         "num_grad_buffers": weights.max_gradient_buffers, "device": device, "counts": counts,

@@ -62,23 +62,23 @@ class _PendingReport:
 class ModuleUpdate:
     """The weight update of one rank.
 
-        `parameters`: name -> parameter, those of `versions` and of `optimizer`. `clip_grad`: largest global norm, 0 for
-        none. `num_grad_buffers`: 1 with flushes, 2 under 2bw, one more than the delay in batches.
-        `data_parallel_group`: the replicas of this stage, None for one replica. `counts_in_norm`: False on all replicas
-        but one. `job_group`: all ranks of the job, None for a single one. Groups are used from the chain thread, so
-        nobody else may use them; once they are used here, by all their ranks. `scheduler`: a torch learning-rate scheduler
-        over `optimizer`, or over what is in it where that is `GapAware`. `reduce_partial`: of the schedule, whose weights
-        are predicted; `versions` are `PredictedVersions` then. `uniform`: predictions are to be equal over cuts into
+    `parameters`: name -> parameter, those of `versions` and of `optimizer`. `clip_grad`: largest global norm, 0 for
+    none. `num_grad_buffers`: 1 with flushes, 2 under 2bw, one more than the delay in batches.
+    `data_parallel_group`: the replicas of this stage, None for one replica. `counts_in_norm`: False on all replicas
+    but one. `job_group`: all ranks of the job, None for a single one. Groups are used from the chain thread, so
+    nobody else may use them; once they are used here, by all their ranks. `scheduler`: a torch learning-rate scheduler
+    over `optimizer`, or over what is in it where that is `GapAware`. `reduce_partial`: of the schedule, whose weights
+    are predicted; `versions` are `PredictedVersions` then. `uniform`: predictions are to be equal over cuts into
     stages, so each clips as the step before did, and not by its stage's own gradients. `AheadVersions` get the
-        function that makes their weights here. `skips_unused`: parameters that no microbatch of a batch has used, on
-        any replica, have no gradient when it steps, so that the optimizer passes over them, as it does in one process.
-        `counts`: called by steps that come before the norm with its count, and by provisional steps.
+    function that makes their weights here. `skips_unused`: parameters that no microbatch of a batch has used, on
+    any replica, have no gradient when it steps, so that the optimizer passes over them, as it does in one process.
+    `counts`: called by steps that come before the norm with its count, and by provisional steps.
 
-        `mean_count`: the mean count of a microbatch in the last batch with a STEP, by which predictions divide; set it
-        before the first batch to the expected value, or to None: predictions equal the newest weights until a batch with a
-        positive count has had its STEP.
+    `mean_count`: the mean count of a microbatch in the last batch with a STEP, by which predictions divide; set it
+    before the first batch to the expected value, or to None: predictions equal the newest weights until a batch with a
+    positive count has had its STEP.
 
-        Raises ValueError for `AheadVersions` with an optimizer that cannot make them.
+    Raises ValueError for `AheadVersions` with an optimizer that cannot make them.
     """
 
     def __init__(
