@@ -1,5 +1,6 @@
 """Freed memory on a CPU: kept for the next allocation, unless the user has said what is to happen to it."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -9,8 +10,8 @@ import pytest
 import torch
 
 from megatron import backend
-from megatron.backend import device as host_memory
 
+host_memory = importlib.import_module("megatron.backend.device")  # whose name is that of its function too
 _IS_GLIBC = "glibc" in (os.confstr("CS_GNU_LIBC_VERSION") or "") if "CS_GNU_LIBC_VERSION" in os.confstr_names else False
 pytestmark = pytest.mark.skipif(not _IS_GLIBC or torch.cuda.is_available(), reason="changes nothing but glibc on a CPU")
 MALLOC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")

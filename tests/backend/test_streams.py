@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from megatron.backend import streams as communicators
+from megatron.backend import streams
 from megatron.backend.streams import CpuStreams, CudaStreams, Milestone, streams_of
 
 CPU = torch.device("cpu")
@@ -129,9 +129,9 @@ def test_communicators_are_bounded_and_go_first():
 def test_groups_are_ended_under_either_name(name):
     """torch has called it both; a group that knows neither is left to be forgotten."""
     group = SimpleNamespace(**{name: mock.Mock()})
-    communicators.shut_down(group)
+    streams.shut_down(group)
     getattr(group, name).assert_called_once_with()
-    communicators.shut_down(SimpleNamespace())
+    streams.shut_down(SimpleNamespace())
 
 
 def test_a_milestone_is_reached_once_for_all():

@@ -43,7 +43,7 @@ from megatron.pipeline.runtime.stages.megatron.split_linears import require_spli
 from megatron.pipeline.runtime.stages.megatron.update import MegatronWeightUpdate
 from megatron.pipeline.runtime.timeline_files import write_timeline
 from megatron.pipeline.schedules.pipeline_schedule import PipelineSchedule
-from megatron.pipeline.start_up import late_weights as provisional
+from megatron.pipeline.start_up import late_weights
 
 
 class Session:
@@ -135,7 +135,7 @@ class Session:
             say("--skip-train: no schedule has anything to do")
             return
         say(self._description())
-        if delay := provisional.description(self._schedule, self._options.schedule, max(batches_of(self._args))):
+        if delay := late_weights.description(self._schedule, self._options.schedule, max(batches_of(self._args))):
             say(delay)
 
     def _description(self) -> str:

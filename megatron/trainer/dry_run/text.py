@@ -8,7 +8,7 @@ from megatron.documents import counted
 from megatron.documents.tables import console
 from megatron.pipeline.check import CheckReport
 from megatron.pipeline.placement.placement_report import PlacementReport, tables
-from megatron.pipeline.start_up import late_weights as provisional
+from megatron.pipeline.start_up import late_weights
 from megatron.planner import GIB, RankMemory, Verdict, device_gib
 from megatron.planner.memory_table import memory_as_dict, memory_table
 from megatron.trainer.arguments.flags.values import choice_of, schedule_text
@@ -135,7 +135,7 @@ def _program_lines(result: DryRun) -> list[str]:
         f"saved microbatches by rank: {', '.join(map(str, report.peak_saved_on_rank))}; live weight versions: "
         f"{', '.join(map(str, report.live_versions))}",
     ]
-    if predictions := provisional.description(result.args.schedule, choice_of(result.args).name, counts[0]):
+    if predictions := late_weights.description(result.args.schedule, choice_of(result.args).name, counts[0]):
         lines.append(predictions)
     if any(report.peak_deferred_microbatches):
         deferred = ", ".join(map(str, report.peak_deferred_microbatches))

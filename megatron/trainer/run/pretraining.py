@@ -22,7 +22,7 @@ from megatron.pipeline.runtime.failure import failure_guard
 from megatron.pipeline.runtime.failure.agreement import agree_to_start, agreed, guarded
 from megatron.pipeline.runtime.failure.errors import OnThisRank
 from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
-from megatron.pipeline.start_up import late_weights as provisional
+from megatron.pipeline.start_up import late_weights
 from megatron.trainer.arguments import notes_on_overridden, resolve_platform, validate_args
 from megatron.trainer.arguments.flags.model import CLASSIFIERS
 from megatron.trainer.arguments.flags.parser import destinations
@@ -170,7 +170,7 @@ def _describe(
         totals[index] = totals.get(index, 0) + count // args.data_parallel_size
     parts = ", ".join(f"{totals[index] / 1e6:.3g}" for index in sorted(totals))
     num_microbatches = args.batch_sizes.num_microbatches(position.consumed_train_samples)
-    predictions = provisional.description(args.schedule, choice_of(args).name, num_microbatches)
+    predictions = late_weights.description(args.schedule, choice_of(args).name, num_microbatches)
     reporter.say(
         f"{counted(args.world_size, 'rank')} on {backend.device().type} ({args.distributed_backend}): tensor "
         f"{args.tensor_model_parallel_size} x pipeline {args.pipeline_model_parallel_size} x data "

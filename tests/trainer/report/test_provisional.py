@@ -10,7 +10,7 @@ from megatron import backend
 
 backend.install()
 
-from megatron.pipeline.start_up import late_weights as provisional
+from megatron.pipeline.start_up import late_weights
 from megatron.trainer.arguments.flags.values import choice_of
 from tests.trainer.arguments.command_line import arguments
 from tests.trainer.run.run_case import train
@@ -132,7 +132,7 @@ def test_what_is_accepted_and_said(world_size, flags, said):
     """What each stage reads, in words."""
     args = arguments(flags, world_size=world_size)
     (size,) = set(args.batch_sizes.all_num_microbatches())
-    found = provisional.description(args.schedule, choice_of(args).name, size)
+    found = late_weights.description(args.schedule, choice_of(args).name, size)
     assert found is None if said is None else f"2bw with provisional weights: {said}" in found
 
 
