@@ -1,8 +1,8 @@
 """The engine: drives a training loop's batches through the executor.
 
-The loop says "the next batch has m microbatches" and learns what became of the batches that every rank has finished by
-then. Without flushes a batch's step is executed during the next batch's segment, so a report comes `report_lag` batches
-late, on all ranks alike. A drain executes what is pending; evaluation and checkpoints happen only when drained.
+The loop announces a batch of m microbatches and gets the reports of the batches that every rank has finished by then.
+Without flushes a batch's step is executed during the next batch's segment, so a report comes `report_lag` batches late,
+on all ranks alike. A drain executes everything pending; evaluation and checkpoints need a drained pipeline.
 """
 
 from __future__ import annotations

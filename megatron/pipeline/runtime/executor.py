@@ -1,11 +1,11 @@
-"""The executor: runs one rank's row of a program, whatever the schedule.
+"""The executor: runs one rank's row of a program under any schedule.
 
 A table gives the method of each instruction kind, and a loop calls them in the order of the row. Sends and receives
 are posted; the instruction that needs a tensor waits for it; the reductions go to the chain thread and STEP waits for
-them. A reduction that stands after its STEP, for which nobody waits but the report, has a thread of its own: in the
-chain it would hold up the next STEP until all ranks have come to it. A kind without a method is an error before
-anything of the row is executed. The executor knows no schedule: what it keeps between rows is what the instructions
-themselves leave behind (posted receives, outputs to send or to hand to the rank's next stage, saved microbatches).
+them. A reduction behind its STEP, for which only the report waits, has a thread of its own: in the chain it would hold
+up the next STEP until all ranks have reached it. A kind without a method is an error before anything of the row is
+executed. The executor knows no schedule: between rows it keeps only the results of instructions (posted receives,
+outputs to send or to give to the rank's next stage, saved microbatches).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What the executor asks of a stage and of its weight update.
+"""The interfaces through which the executor calls a stage and its weight update.
 
 A schedule must not know what it drives: a megatron.core chunk, any ``nn.Module`` or a stage that only sleeps. So the
-executor speaks two small protocols. A `Stage` computes: forward, recompute, backward (whole, or in two halves where it
-is a `SplittingStage`), and which weight version its parameters show. A `WeightUpdate` owns what lies between a batch's
-last backward and the weights made from it: the reductions, which run on a background thread, and the optimizer step.
+executor uses two small protocols. A `Stage` computes: forward, recompute, backward (whole, or in two halves where it
+is a `SplittingStage`), and shows a weight version in its parameters. A `WeightUpdate` owns the way from a batch's last
+backward to the next weights: the reductions, which run on a background thread, and the optimizer step.
 
 Order of the calls on one rank, for one batch::
 
@@ -16,7 +16,7 @@ Order of the calls on one rank, for one batch::
     reduce_norm(version, ..) chain thread
     step(version)            main thread, after what was posted before it: makes `version` = batch + 1
 
-Where the weights are predicted, these come between the batch's backwards and its reductions::
+Where the weights are predicted, these calls come between the batch's backwards and its reductions::
 
     hold(version, n)             main thread, after n of its backwards: keep their gradients
     hold_embed(version, n)       main thread: the same of tied embeddings, where their stages are on two ranks
@@ -25,8 +25,8 @@ Where the weights are predicted, these come between the batch's backwards and it
     predict(version, n)          main thread, after what was posted for it, and after step(version - 1): makes the
                                  weights that the next batch uses, from the n backwards that are done, or were kept
 
-Where weights live on the host, each stage's come and its gradients go by themselves. These are called where the row has
-come to the word, and return what its lane then carries out::
+Where weights live on the host, weights and gradients move stage by stage. These are called where the row has reached the
+word, and return the function that its lane then runs::
 
     fetch(stage, version)       before the stage's forwards, and again before its backwards
     free(stage)                 after them: from the call on, nothing uses the weights

@@ -1,21 +1,21 @@
 """The optimizer of the host, one stage at a time.
 
-Problem: UPDATE is of one stage, as soon as its gradients are there, and an optimizer steps all of its parameters. One
-optimizer for each stage would be another thing to a user, to learning-rate schedules and to checkpoints.
+Problem: UPDATE steps one stage as soon as its gradients are on the host, but an optimizer steps all of its parameters.
+One optimizer for each stage would look different to users, learning-rate schedules and checkpoints.
 
-Solution: one torch optimizer over all of the host's parameters, which nobody steps. A stand-in of the same kind steps
-those of one stage: it has the optimizer's own state of them, and its groups with these parameters alone. So after the
-updates of all stages the optimizer is as if it had stepped once.
+Solution: one torch optimizer over all of the host's parameters, whose `step` is never called. A stand-in of the same
+type steps the parameters of one stage: it has the optimizer's own state of them, and its groups with these parameters
+alone. So after the updates of all stages the optimizer is as if it had stepped once.
 
-What the groups say (learning rate, weight decay, ...) is taken when a batch begins (`settings`), since a schedule has
-advanced them by the time of a deferred update. A value that the step itself changes, such as a counter of steps, is
-written back to the optimizer's group. The next batch may begin before that, so it is read with the first update of the
-batch, which stands behind all updates of the one before. Torch makes moments in the process's own memory, where nobody
-else can see them, and which on a CPU is the "device"; `HostMoments` brings them to the store's.
+The options of the groups (learning rate, weight decay, ...) are read when a batch begins (`settings`), since a schedule
+has advanced them by the time of a deferred update. A value that the step itself changes, such as a counter of steps, is
+written back to the optimizer's group. The next batch may begin before that, so the value is read with the first update
+of the batch, which comes after all updates of the batch before. Torch allocates moments in the process's private
+memory, which other processes cannot map, and which on a CPU is the "device"; `HostMoments` moves them to the store's.
 
-Where replicas share the store, each steps its share of each parameter: a 1-d view of it, with views of the moments,
-as an optimizer that works element by element cannot tell. A share may have no elements; then the step counts, and
-states have the same entries everywhere. An update is complete when all replicas have made theirs.
+Replicas that share the store step their shares of each parameter: a 1-d view of it, with views of the moments, which an
+elementwise optimizer steps as any parameter. A share may have no elements; the step then only counts, so that states
+have the same entries everywhere. An update is complete when all replicas have made theirs.
 """
 
 from __future__ import annotations

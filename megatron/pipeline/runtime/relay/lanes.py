@@ -1,13 +1,13 @@
-"""The lanes of a rank whose weights live on the host: to the device, from it, and the host's optimizer.
+"""The lanes of a rank whose weights live on the host: to the device, from the device, and the host's optimizer.
 
 Problem: FETCH, FREE, STORE_GRAD and UPDATE take time beside the computation, each kind in an order of its own, and each
-waits for others: in its own lane, in another one, in the chain of reductions, in the row.
+waits for others: in its own lane, in another lane, in the chain of reductions, in the row.
 
-Solution: three `LaneThread`s, and the rules of `program.lane_order.LaneOrder`, which checker and simulator share. A
-word begins when the one before it in its lane is complete, when what it awaits is, and, on CUDA, when the device has
-done what the row gave it before. Computations wait for what they await, and so do reductions, in their own thread. A
-word is complete when its call has returned and the lane's stream has done it: other streams wait for that, and so does
-the host where it reads or writes the host's memory itself.
+Solution: three `LaneThread`s, and the rules of `program.lane_order.LaneOrder`, which checker and simulator share. An
+instruction begins when the one before it in its lane and its dependencies are complete, and, on CUDA, when the device
+has done the earlier work of the row. Computations, and reductions in their own thread, wait for their dependencies. An
+instruction is complete when its call has returned and the lane's stream has done the work: other streams wait for that,
+and so does the host where it accesses the host's memory itself.
 
 A failure on any of these threads ends all waits here at once.
 """

@@ -1,13 +1,13 @@
 """Gradients that leave stage by stage: a few flat buffers on the device, which the rank's stages take in turn.
 
 A stage takes a buffer with its first backward of a batch; autograd adds to views of it in place, as to any gradient.
-Its STORE_GRAD gives the buffer back once it has copied it to the host. Who takes one next is the row's order, and it
-takes the one that was given back first: a backward waits for just that copy (`lane_order.LaneOrder`), on CUDA with its
-stream, too. What the norm needs is taken on the device, before the gradients leave.
+Its STORE_GRAD gives the buffer back once it has copied it to the host. Stages take buffers in the order of the row, and
+always the buffer that was given back first: a backward waits for just that copy (`lane_order.LaneOrder`), on CUDA with
+its stream, too. The norms are computed on the device, before the gradients leave.
 
-A stage's norms wait for the other stages'. That is little, but it grows with the model's depth, and nothing else on the
-device does. So they go to the host, too, into one vector with a place for each, and come back in one piece to be added
-up: where, and in the order in which, they would have been without that. The host waits for nothing.
+A stage's norms wait for the other stages' norms. They are small, but their memory grows with the model's depth, unlike
+all other memory on the device. So they go to the host, into one vector with a place for each, and come back in one copy
+to be added up in the usual place and order. The host waits for nothing.
 """
 
 from __future__ import annotations

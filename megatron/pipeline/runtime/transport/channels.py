@@ -1,10 +1,10 @@
-"""Channels: where the transfers of a rank's stages go, and who is to blame when one does not come.
+"""Channels: the links of a rank's stages, and the errors of late or broken transfers.
 
 A channel is one link per edge of the pipeline and kind of traffic: activations from its source to its target, gradients
-back. Stages on the same rank need none: the executor hands tensors over. Two paired ranks have one more link,
-for saved activations (`move_link`), which the thread of the moves alone uses. Links are made in one order that every
-rank computes alike, so that start-up cannot deadlock, and edges that share no rank are made at the same time (an edge
-colouring), so that start-up does not grow with the pipeline.
+back. Stages on the same rank need none: the executor hands tensors over. Two paired ranks have one more link for saved
+activations (`move_link`), which only the thread of the moves uses. All ranks make their links in one order, so that
+start-up cannot deadlock, and edges that share no rank are made at the same time (an edge colouring), so that start-up
+does not grow with the pipeline.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 """A lane: calls in order on one thread, beside the computation.
 
-Problem: copies, moves of activations and updates on the host take time that a rank should spend computing, and each
-kind of them has an order of its own.
+Problem: copies, moves of activations and updates on the host take time in which a rank should compute, and each kind of
+them has an order of its own.
 
-Solution: one background thread (on CUDA with a stream of its own) calls what it is given, in order. Whoever requests a
-call goes on at once. A failure is handed to `on_error` at once, since the thread that computes may be blocked in a
-transfer, and raised by the next request or wait; what stands behind it is not called.
+Solution: one background thread (on CUDA with a stream of its own) runs the calls in order. A request returns at once. A
+failure is handed to `on_error` at once, since the compute thread may be blocked in a transfer, and raised by the next
+request or wait; later calls do not run.
 
-The queue of a rank's moves is such a lane: evictions and loads have to run while forwards and backwards do, and memory
+The queue of a rank's moves is such a lane: evictions and loads have to run beside forwards and backwards, and memory
 may only be taken when the move before has freed as much (see `program.move_order`). A call that has begun is *posted*,
-one that has returned is *complete*. The compute thread asks that the first n moves be complete. On CUDA that a call has
-returned says that both hosts have come to the move and that the device has been given it; the compute thread waits for
-no more, its stream waits for the rest (`follow`), and what the move still reads is held until then.
+a call that has returned is *complete*. The compute thread waits for the first n moves to be complete. On CUDA a call
+returns when both hosts have reached the move and the device has it in its queue; the compute thread waits for that
+only, its stream waits for the rest (`follow`), and the tensors that the move reads are held until then.
 """
 
 from __future__ import annotations

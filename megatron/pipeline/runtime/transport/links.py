@@ -1,16 +1,16 @@
 """One-directional links between two ranks: how a tensor gets from one process to another.
 
-Problem: the executor wants to post a send or a receive and go on computing; only the instruction that needs a tensor
-waits for it. How that is done depends on where tensors live and what carries them: gloo between CPUs, NCCL between
-GPUs, or gloo through pinned host memory where GPUs are not joined by NCCL (several ranks on one GPU, as in a test).
+Problem: the executor wants to post a send or a receive and to compute on; only the instruction that needs a tensor
+waits for it. The way depends on the device and the transport: gloo between CPUs, NCCL between GPUs, or gloo through
+pinned host memory where NCCL cannot join the GPUs (several ranks on one GPU, as in a test).
 
-Solution: a link class for each of them under one face, chosen by data (`LINKS`). Every link owns a process group of its
-two ranks, so that nothing queues behind what it does not depend on. A link keeps what it sends alive until it has been
-read: it holds an alias of the tensor, so the stage may drop its own hold as soon as the send is posted. With gloo,
-posting itself takes time (a send copies into the socket, a receive makes its memory), and a send counts as read only
-once ``wait()`` has returned, while ``is_completed()`` says nothing. So one thread per link posts in order, waits for
-the sends and drops the aliases; the compute thread does neither. With NCCL posting is quick and ``is_completed()``
-true, so there is no thread: the link looks what has been read whenever it is used (`drop_read`).
+Solution: a link class for each way, with one interface, chosen from a table (`LINKS`). Every link owns a process group
+of its two ranks, so that no transfer queues behind an independent one. A link keeps sent tensors alive until they have
+been read: it holds an alias of the tensor, so the stage may drop its own reference when the send is posted. With gloo,
+posting itself takes time (a send copies into the socket, a receive allocates its memory), and a send is known to be
+read only when ``wait()`` has returned; ``is_completed()`` does not tell. So one thread per link posts in order, waits
+for the sends and drops the aliases, and the compute thread does neither. With NCCL posting is quick and
+``is_completed()`` is right, so there is no thread: the link drops read tensors whenever it is used (`drop_read`).
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""The connection of two paired ranks on which saved activations move, one at a time, in either direction.
+"""The connection of two paired ranks for moves of saved activations, one at a time, in either direction.
 
-Problem: moves are large, happen all the time, and must not take memory of their own each time. A rank carries them out
-one after another on a thread (`MoveQueue`), so a transfer may block, and one connection serves both directions.
+Problem: moves are large and frequent, and must not allocate memory each time. A rank runs them one after another on a
+thread (`MoveQueue`), so a transfer may block, and one connection serves both directions.
 
-Solution: a link class per backend under one face, chosen by data (`MOVE_LINKS`). Both methods return when the transfer
-is complete, which takes that both ends have come to it. They wait without a limit: an acceptor may come to a move long
-before the evictor does. Who needs the result waits with one (`ActivationTransfers.wait_for`). A peer that is gone is a
-RuntimeError at once.
+Solution: a link class per backend with one interface, chosen from a table (`MOVE_LINKS`). Send and receive return when
+the transfer is complete, so both ends have to reach it. They wait without a limit: an acceptor may reach a move long
+before the evictor does. The computation that needs the result waits with a limit (`ActivationTransfers.wait_for`). A
+lost peer is a RuntimeError at once.
 
 The CUDA classes work on the current stream, which is the move thread's own. Through host memory they return when the
-device has done the work; over NCCL when it has been given it, and the current stream waits for it. There the two hosts
-meet first, so that no kernel waits on a device for a host that comes minutes later.
+device has done the work; over NCCL when the work is queued on the device, and the current stream waits for it. Over
+NCCL the two hosts synchronise first, so that no kernel on a device waits for a host that comes minutes later.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""The update of a rank whose megatron.core chunks are all frozen: its weights stay as they are, and batches pass
-through.
+"""The update of a rank whose megatron.core chunks are all frozen: weights do not change, and batches pass through.
 
-The rank takes part in the norm, which brings it the reports, and adds nothing to it; it does not wait for that, so the
-step of a batch comes before its norm. Learning rate and loss scale go on with the reports, as on every other rank: the
-rank may be asked for them, and its part of a checkpoint says them.
+The rank takes part in the norm, to which it adds nothing, because the norm brings the reports; it does not wait for it,
+so the step of a batch comes before its norm. Learning rate and loss scale advance with the reports, as on every other
+rank, since callers may ask the rank for them and its part of a checkpoint contains them.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,7 +1,7 @@
-"""Any module as a stage of a graph: what comes from several stages goes in, and what goes to several comes out.
+"""Any module as a stage of a graph: it takes tensors of several stages, and gives tensors to several.
 
-It does what `ModuleStage` does. A tensor that several stages take gets the sum of their gradients, added from the last
-stage down, which is the order in which autograd adds up the uses of a tensor in one process.
+Otherwise as `ModuleStage`. A tensor that several stages take gets the sum of their gradients, added from the last stage
+down, the order in which autograd adds up the uses of a tensor in one process.
 """
 
 from __future__ import annotations

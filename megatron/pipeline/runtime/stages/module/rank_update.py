@@ -1,6 +1,4 @@
-"""Weight versions and updates of a rank's modules, as the weights of a schedule want them: one for all of its stages,
-or, where each stage steps by itself, one for each.
-"""
+"""Weight versions and updates of a rank's modules: one for all of its stages, or one for each where stages step alone."""
 
 from __future__ import annotations
 

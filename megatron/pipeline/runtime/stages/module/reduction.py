@@ -1,4 +1,4 @@
-"""What the ranks and the replicas of plain modules tell each other about a batch: sums of gradients, and its report."""
+"""The reductions of a batch over the ranks and replicas of plain modules: sums of gradients, and the batch's report."""
 
 from __future__ import annotations
 
