@@ -125,7 +125,7 @@ class Session:
             self.checkpoints.complete(iteration, takes_state=takes_state)
 
     def begin(self) -> None:
-        """Begin the run with the present model and optimizer, after `args.iteration` batches; later calls do nothing."""
+        """Begin the run with the present model and optimizer, after `args.iteration` batches; repeats do nothing."""
         if self._began:
             return
         self._began = True

@@ -25,8 +25,8 @@ Where the weights are predicted, these calls come between the batch's backwards 
     predict(version, n)          main thread, after what was posted for it, and after step(version - 1): makes the
                                  weights that the next batch uses, from the n backwards that are done, or were kept
 
-Where weights live on the host, weights and gradients move stage by stage. These are called where the row has reached the
-word, and return the function that its lane then runs::
+Where weights live on the host, weights and gradients move stage by stage. These are called where the row has reached
+the word, and return the function that its lane then runs::
 
     fetch(stage, version)       before the stage's forwards, and again before its backwards
     free(stage)                 after them: from the call on, nothing uses the weights

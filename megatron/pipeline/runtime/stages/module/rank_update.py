@@ -1,4 +1,4 @@
-"""Weight versions and updates of a rank's modules: one for all of its stages, or one for each where stages step alone."""
+"""Weight versions and updates of a rank: one for all of its stages, or one for each where stages step alone."""
 
 from __future__ import annotations
 
