@@ -58,7 +58,7 @@ def choose_device(args: argparse.Namespace) -> None:
 
 
 def set_up(args: argparse.Namespace) -> None:
-    """megatron.core's process groups, timeouts, and random states. Collective.
+    """Make megatron.core's process groups, set timeouts, and seed the generators. Collective.
 
     Where the pipeline changes while it trains, `args` take over what a checkpoint says of it. Raises CheckpointError
     where they cannot.
@@ -73,7 +73,7 @@ def set_up(args: argparse.Namespace) -> None:
 
 
 def make_groups(args: argparse.Namespace) -> None:
-    """megatron.core's process groups. Collective.
+    """Make megatron.core's process groups. Collective.
 
     Several stages on a rank are not megatron.core's affair (`pipeline.runtime.stages.megatron.pipeline_position`).
     """
@@ -127,8 +127,9 @@ def shut_down() -> None:
 
 @contextmanager
 def left_in_order() -> Iterator[None]:
-    """Leave the job after the block, however it ends: the threads of gloo's groups end with them. One that is still
-    there while the interpreter ends may abort the process (pytorch/pytorch#190489), and its exit status is lost."""
+    """Leave the job after the block, however the block ends, so that the threads of gloo's groups end. A thread that
+    still runs while the interpreter ends may abort the process (pytorch/pytorch#190489), and its exit status is lost.
+    """
     try:
         yield
     finally:
