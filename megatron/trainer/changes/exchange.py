@@ -54,7 +54,7 @@ class Piece(NamedTuple):
         return TensorPart(self.key, self.box, self.data.element_size(), in_order)
 
     def view(self, box: Box) -> Tensor:
-        """The data of `box`, which lies in the piece's."""
+        """The view of `box` in the piece's data."""
         return self.data[box.within(self.box)]
 
 
@@ -87,7 +87,7 @@ def _piece(sharded: ShardedTensor, box: Box, data: Tensor) -> Piece:
 
 
 def share_memory(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
-    """Whether a byte of one of these tensors is one of those, too."""
+    """Whether two lists of tensors have a byte of memory in common."""
     spans = sorted([(*_span(each), 0) for each in some if each.numel()] + [(*_span(each), 1) for each in others
                                                                           if each.numel()])  # fmt: skip
     ends: dict[int, tuple] = {}
@@ -99,13 +99,13 @@ def share_memory(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
 
 
 def _span(tensor: Tensor) -> tuple[str, int, int]:
-    """Device, and the addresses that a tensor reaches over."""
+    """The device of a tensor, and its first and last address."""
     elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size()
 
 
 def dtype_name(tensor: Tensor) -> str:
-    """The dtype as users write it: "bfloat16"."""
+    """The name of a dtype as users write it: "bfloat16"."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
@@ -208,7 +208,7 @@ class Exchange:
                     self._unpack(arrives[number], buffer, source)
 
     def _others(self, step: int) -> list[int]:
-        """The other ranks, from the next in this direction on."""
+        """The other ranks, starting with the next one in this direction."""
         return [(self._rank + step * distance) % self._num_ranks for distance in range(1, self._num_ranks)]
 
     def _packed(self, message: Message, buffer: Tensor) -> Tensor:
@@ -241,10 +241,10 @@ def checksum(data: Tensor) -> int:
 
 
 def within(buffer: Tensor, first: int, like: Tensor) -> Tensor:
-    """A tensor like this one in the bytes of a message from `first` on."""
+    """A tensor of this dtype and shape in the bytes of a message, from `first` on."""
     return buffer[first : first + like.numel() * like.element_size()].view(like.dtype).view(like.shape)
 
 
 def _bytes_of(data: Tensor) -> Tensor:
-    """The memory of a run."""
+    """The bytes of a contiguous run."""
     return data.view(-1).view(torch.uint8)

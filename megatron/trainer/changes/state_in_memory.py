@@ -59,13 +59,13 @@ class Moved:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all that this rank has now."""
+        """The bytes of all state of this rank."""
         return self.bytes_received + self.bytes_kept
 
 
 @dataclass(frozen=True)
 class _HeldState:
-    """What one rank tells the others that it has."""
+    """One rank's announcement of the state that it has."""
 
     parts: list[TensorPart]
     kinds: dict[str, tuple[Shape, str]]  # key of a tensor -> whole shape and dtype
@@ -74,7 +74,8 @@ class _HeldState:
 
 
 def hold_run(parts: RunParts, *, iteration: int) -> ShardedStateDict:
-    """What this rank has of a run, drained after `iteration` batches, under the current degrees. Needs no other rank.
+    """The state that this rank has of a run, drained after `iteration` batches, under the current degrees. Needs no
+    other rank.
 
     The tensors are the run's own, so nothing may change them until they are handed over.
     """
@@ -179,7 +180,7 @@ class MemoryStore:
         return apply_factory_merges(result, factories)
 
     def _require(self, pieces: list[Piece], objects: dict[str, ShardedObject]) -> None:
-        """Raise CheckpointError for what nobody holds as it is wanted here."""
+        """Raise CheckpointError for a tensor that no rank holds as wanted."""
         missing = {piece.key for piece in pieces if piece.key not in self._kinds}
         missing |= {each.key for each in objects.values() if not self.holds(each)}
         if missing:
@@ -238,7 +239,7 @@ class MemoryStore:
 
 
 def _gathered(own: object) -> list:
-    """What every rank has given, in rank order. Collective."""
+    """The values of every rank, in rank order. Collective."""
     found: list = [None] * dist.get_world_size()
     dist.all_gather_object(found, own, group=control_group())
     return found

@@ -134,7 +134,7 @@ def measure_links(num_bytes: float) -> LinkTimes:
 
 
 def _seconds(num_bytes: int) -> float:
-    """The median; the first one is not counted."""
+    """The median of the times; the first call is not counted."""
     values, found = torch.zeros(num_bytes // 4, dtype=torch.float32, device=backend.device()), []
     for _ in range(1 + _REPEATS):
         dist.barrier()

@@ -9,6 +9,8 @@ file. The layout is that of megatron.core's IndexedDataset: a header (magic, ver
 number of document borders), then lengths (int32), byte offsets (int64) and document borders (int64, from 0).
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import math
@@ -16,11 +18,13 @@ import os
 import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
-import numpy
 
 from megatron.documents import counted
+
+if TYPE_CHECKING:
+    import numpy
 
 # --- which files, by which weights ------------------------------------------------------------------------------------
 
@@ -213,6 +217,8 @@ class BinReader:
 
     def read(self, dtype: type[numpy.number], count: int, offset: int) -> numpy.ndarray:
         """`count` numbers from byte `offset` on. Raises ValueError where the file has no so many."""
+        import numpy  # not at the top: the flags' rules, which read no array, start without it
+
         numbers = numpy.empty(count, dtype)
         left = numbers.view(numpy.uint8)
         try:
@@ -244,7 +250,8 @@ def damaged_index_cache(folders: Iterable[str]) -> str | None:
 
 def _bytes_of_array(path: Path) -> int | None:
     """How long numpy's file has to be, by its header; None where it has none."""
-    layout = numpy.lib.format
+    from numpy.lib import format as layout
+
     with open(path, "rb") as stream:
         try:
             is_short = layout.read_magic(stream) == (1, 0)
@@ -260,6 +267,8 @@ def document_lengths(prefix: str, part: tuple[float, float] = (0.0, 1.0)) -> Ite
 
     `part`: from which to which share of the documents, rounded as megatron.core splits them.
     """
+    import numpy
+
     index = f"{prefix}.idx"
     with open(index, "rb") as stream:
         _, _, num_sequences, num_borders = struct.unpack("<QBQQ", stream.read(_HEADER_SIZE)[len(_MAGIC) :])
