@@ -17,7 +17,7 @@ from megatron.trainer.arguments.flags.parser import FLAGS, shown
 
 @dataclass(frozen=True)
 class Idle:
-    """`names`: destinations of flags without effect where `holds` is true of the arguments; `reason`: when that is so."""
+    """`names`: destinations of flags that have no effect where `holds` of the arguments; `reason`: when that is so."""
 
     names: str
     holds: Callable[[argparse.Namespace], bool]
