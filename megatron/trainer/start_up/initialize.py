@@ -1,7 +1,8 @@
 """Start-up of a rank: machine, process groups, seeds.
 
-Ranks are found through torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT); between `meet`
-and `join` plan/rank_mapping.py may give them anew. A single process needs no launcher and opens no port.
+Ranks are found through torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT). Between
+`rendezvous` and `join_process_group` plan/rank_mapping.py may assign them anew. A single process needs no launcher and
+opens no port.
 """
 
 import argparse
@@ -45,7 +46,7 @@ def initialize(args: argparse.Namespace) -> None:
     """
     choose_device(args)
     if not torch.distributed.is_initialized():
-        join(args, meet())
+        join_process_group(args, rendezvous())
     set_up(args)
 
 
@@ -88,8 +89,8 @@ def make_groups(args: argparse.Namespace) -> None:
     )
 
 
-def meet() -> torch.distributed.Store:
-    """The store where the ranks of the job meet. Raises ValueError where there is none."""
+def rendezvous() -> torch.distributed.Store:
+    """The store through which the ranks of the job find each other. Raises ValueError where there is none."""
     _, world_size, _ = environment_ranks()
     if world_size == 1:
         return torch.distributed.HashStore()
@@ -107,7 +108,7 @@ def meet() -> torch.distributed.Store:
         ) from error
 
 
-def join(args: argparse.Namespace, store: torch.distributed.Store) -> None:
+def join_process_group(args: argparse.Namespace, store: torch.distributed.Store) -> None:
     """Become a rank of the job's process group. Collective."""
     rank, world_size, _ = environment_ranks()
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
