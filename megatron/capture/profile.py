@@ -1,9 +1,9 @@
-"""What each block of a captured model costs: milliseconds, and bytes that it saves and puts out.
+"""The cost of each block of a captured model: milliseconds, and the bytes that it saves and sends.
 
-Blocks run one after another on the data of a batch, each on the results of those before it. Parameters without memory
-get some for the block that is being measured, and lose it again, so a model is profiled that fits nowhere whole. A
-block that does what another did on tensors of the same shapes, as those of later layers do, is not measured again: it
-costs the same, and the first one's results stand for its own (times do not depend on values).
+Blocks run one after another on the data of a batch, each on the results of the blocks before it. Parameters without
+memory receive memory for the block that is measured, and lose it afterwards, so a model can be profiled that fits on no
+device. A block that does what an earlier block did on tensors of the same shapes, as in later layers, is not measured
+again: it costs the same, and the earlier block's results stand for its own (times do not depend on values).
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Moves tensors from rank to rank: one message per pair of ranks, in pieces of bounded size, each with a checksum.
+"""Moves tensors between ranks: one message for each pair of ranks, in pieces of bounded size, each with a checksum.
 
-Large runs go from the tensors where they are held into those where they are wanted, without a buffer; all are posted at
-once. What is small, scattered, or on a device is packed, in rounds: in round k every rank sends to the rank k places on
-and receives from the one k places back, both at once, until that message is through. So each rank has one buffer to
-send from and one to receive into, and no rank waits for one that waits for it: whoever is in the earliest round has a
-partner in that round. Checksums are CRC-32; those of large runs follow them, that of a packed piece is its end.
+Large contiguous runs go from the tensors that hold them directly into the tensors that want them; all are posted at
+once. Runs that are small, scattered or on a device are packed, and sent in rounds: in round k every rank sends to the
+rank k places ahead and receives from the rank k places behind, both at once, until both messages are through. So each
+rank has one buffer to send from and one to receive into, and ranks never wait in a circle: a rank in the earliest round
+has a partner in that round. Checksums are CRC-32. The checksum of a large run follows it; a packed piece ends with its
+own.
 
-A rank that finds a fault remembers it and goes on, since the others count on its part; what to make of it is for all
-of them to decide afterwards.
+A rank that finds a fault records it and continues, since the other ranks depend on its messages; afterwards all ranks
+decide together what follows from it.
 
-What is moved are pieces: what a sharded state dict holds, as parts of whole tensors, with where each lies and a view of
-its data.
+A piece is a part of a whole tensor of a sharded state dict, with its place there and a view of its data.
 """
 
 import zlib

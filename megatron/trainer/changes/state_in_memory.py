@@ -1,15 +1,15 @@
-"""State that goes from rank to rank without a file, behind the code that saves and loads checkpoints.
+"""Moves a run's state between ranks without a file, through the code that saves and loads checkpoints.
 
     state = hold_run(parts, iteration=...)              # under the old degrees: what each rank has, no copies
     ...                                                 # new groups, chunks, optimizer, update
-    moved = hand_over(state, new_parts, iteration=...)  # under the new ones: they are in the old ones' state
+    moved = hand_over(state, new_parts, iteration=...)  # under the new degrees: they have the old state
 
-Nothing of the old state is written to, so whoever still has it can go on with it where this fails. Memory beyond the
-old state and the new one: on each rank two pieces of a message, for what is small or scattered (at most 64 MiB each);
+The old state is never written to, so a run that still holds it can continue with it where this fails. Memory beyond
+the old and the new state: two pieces of a message on each rank, for what is small or scattered (at most 64 MiB each),
 and older versions of the weights once more, until they are restored.
 
-The state goes through the job's control group, on the host, from the thread that calls; a checkpoint that is being
-written in the background uses that group, too, and has to be finished before.
+The state goes through the job's control group, on the host, from the calling thread. A checkpoint that is being written
+in the background uses that group, too, and must be finished before.
 """
 
 import pickle

@@ -1,11 +1,11 @@
-"""Which rank sends which part of which tensor to which: the same answer on every rank, without asking. No torch.
+"""Which rank sends which part of which tensor to which rank: the same plan on every rank, without communication. No torch.
 
 Problem: before and after a change of degrees, tensors are cut differently, and several ranks hold the same part. If
-every rank fetched from the first that has it, that one would send everything.
+every rank fetched from the first holder, that rank would send everything.
 
-Solution: all ranks know what each holds and wants, and compute one plan. What a rank has itself it takes from itself;
-the rest comes from the holders that have been given the fewest bytes to send so far. What one rank sends another is
-cut into messages of bounded size; what is small, or scattered at one end, is packed, several parts into one.
+Solution: all ranks know what each holds and wants, and compute one plan. A rank takes from itself what it has; the rest
+comes from the holder with the fewest bytes to send so far. What one rank sends to another is cut into messages of
+bounded size; parts that are small, or scattered at one end, are packed several into one message.
 
 A part is a box in the coordinates of the whole tensor: `start` inclusive, `stop` exclusive, one number an axis. A
 scalar has no axes and one box.
