@@ -1,4 +1,4 @@
-"""Which rank sends which part of which tensor to which rank: the same plan on every rank, without communication. No torch.
+"""Which rank sends which part of which tensor where: the same plan on every rank, without communication. No torch.
 
 Problem: before and after a change of degrees, tensors are cut differently, and several ranks hold the same part. If
 every rank fetched from the first holder, that rank would send everything.
