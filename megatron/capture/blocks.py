@@ -144,7 +144,7 @@ class Crossings:
     differentiable: frozenset[fx.Node]
 
     def sent(self, source: int, target: int) -> list[fx.Node | str]:
-        """What goes from one stage to the other: parameters first, then in the order of the operators."""
+        """The values that one stage sends to another: parameters first, then in the order of the operators."""
         return [key for key, route in self.routes.items() if (source, target) in route]
 
 
@@ -201,7 +201,7 @@ def crossings(captured: Captured, stage_of_node: Mapping[int, int], *, relay: bo
 def _owners(
     captured: Captured, stage_of: Mapping[fx.Node, int], users: dict[fx.Node | str, set[int]]
 ) -> dict[str, int]:
-    """The first stage that uses a parameter owns it; the others are put down as its users."""
+    """The owner of each parameter, the first stage that uses it; the other stages are recorded as users."""
     found: dict[str, set[int]] = {}
     for node in captured.graph_module.graph.nodes:
         if node.op == "get_attr" and isinstance(attribute(captured.graph_module, node.target), torch.nn.Parameter):

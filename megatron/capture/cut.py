@@ -106,7 +106,7 @@ class _Cutter:
         )
 
     def _copied(self, node: fx.Node) -> fx.Node:
-        """An input of an operator, in this stage's graph."""
+        """The copy of an operator's input in this stage's graph."""
         if node.op != "get_attr":
             return self._made[node]
         name = without_model(node.target)
@@ -123,7 +123,7 @@ class _Cutter:
         return self._graph.get_attr(name)
 
     def _moved(self, node: fx.Node) -> fx.Node:
-        """The operator, with the devices that it names replaced."""
+        """The operator with the devices in its arguments replaced."""
         if self._device is not None:
             node.args = fx.node.map_aggregate(node.args, self._on_device)
             node.kwargs = fx.node.map_aggregate(node.kwargs, self._on_device)
@@ -143,7 +143,7 @@ class _Cutter:
         return EdgeTensor(key.name, sizes, value.dtype, key in self._plan.differentiable)
 
     def _to_wire(self, key: fx.Node | str) -> fx.Node:
-        """What travels is contiguous, so a tensor that is laid out in another order travels in that order."""
+        """A tensor to be sent, made contiguous: a tensor in another layout is sent in the order of that layout."""
         if isinstance(key, str):
             return self._made[key]
         made = self._made[key]
@@ -161,9 +161,8 @@ class _Cutter:
 
 
 def _members(captured: Captured, plan: Crossings, groups, stage: int) -> list[fx.Node]:
-    """The stage's operators, and all free ones that they need, in the captured order. Whoever needs a written memory
-    needs its writers.
-    """
+    """The stage's operators, and all free operators that they need, in the captured order. An operator that needs a
+    written memory needs its writers."""
     found: set[fx.Node] = set()
     wanted = [node for node, at in plan.stage_of.items() if at == stage]
     while wanted:

@@ -36,7 +36,7 @@ _MAKES_NOTHING = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empt
 
 @dataclass(frozen=True)
 class Roofline:
-    """What kernels reach on a device, not what it has on paper.
+    """The rates that kernels reach on a device, not its nominal ones.
 
     Attributes:
         teraflops: 10^12 floating-point operations a second in matrix products; a multiplication and an addition are
@@ -58,7 +58,7 @@ class Roofline:
                 raise ValueError(f"{each.name} is {value:g}; give what the device reaches, a number above 0")
 
     def milliseconds(self, flops: float, num_bytes: float) -> float:
-        """The time of one kernel."""
+        """The estimated time of one kernel."""
         return max(flops / (self.teraflops * 1e9), num_bytes / (self.gigabytes_per_second * 1e6)) + (
             self.launch_microseconds / 1e3
         )
@@ -92,7 +92,7 @@ class _Estimator(GraphProfiler):
 
 
 class _Meter(TorchDispatchMode):
-    """Adds up what the kernels within it would take."""
+    """Adds up the estimated times of the kernels that run within the block."""
 
     def __init__(self, roofline: Roofline) -> None:
         super().__init__()

@@ -63,17 +63,17 @@ class Captured:
 
     @property
     def all_names(self) -> frozenset[str]:
-        """Of all parameters that operators read, and of the buffers that checkpoints have."""
+        """The names of all parameters that operators read, and of the buffers that checkpoints have."""
         return self.persistent.union(*self.names.values())
 
     def run(self, batch: Mapping[str, Tensor], draw: Draw | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-        """The whole model in one go: its loss, and what was to be kept. `draw`: needed where something is random."""
+        """Compute the whole model: its loss, and the kept results. `draw`: needed where something is random."""
         first = (draw,) if self.num_random else ()
         loss, *kept = self.graph_module(*first, *(batch[name] for name in self.inputs))
         return loss, dict(zip(self.kept, kept, strict=True))
 
     def sizes_of(self, batch: Mapping[str, Tensor]) -> dict[sympy.Symbol, int]:
-        """What decides the shapes of a batch -> its value for this one; for `EdgeTensor.shape_at`."""
+        """The sizes that decide the shapes of a batch, with their values for this one; for `EdgeTensor.shape_at`."""
         found = {}
         for node in self.graph_module.graph.nodes:
             if node.op == "placeholder" and node.target in batch:

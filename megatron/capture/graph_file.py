@@ -121,7 +121,7 @@ def _edges(captured: Captured, block_of: Mapping) -> list[list[int]]:
 
 
 def _scope(captured: Captured, block: Sequence[int]) -> str:
-    """Module path, and the operator that weighs most in the block's name: its first."""
+    """The block's module path and the name of its first operator, which weighs most."""
     node = captured.nodes[block[0]]
     modules = modules_of(node)
     path = modules[-1][0].replace(".", "/") if modules else "loss"

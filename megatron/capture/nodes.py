@@ -37,7 +37,7 @@ def modules_of(node: fx.Node) -> list[tuple[str, str]]:
 
 
 def place_of(node: fx.Node) -> str:
-    """The innermost of them in words, such as ``encoder.bn1 (BatchNorm2d)``."""
+    """The innermost module of the operator in words, such as ``encoder.bn1 (BatchNorm2d)``."""
     modules = modules_of(node)
     if not modules:
         return "the loss"
@@ -46,7 +46,7 @@ def place_of(node: fx.Node) -> str:
 
 
 def attribute(root: torch.nn.Module, name: str) -> object:
-    """What `root` has under a name with dots."""
+    """The value that `root` has under a name with dots."""
     value: object = root
     for part in name.split("."):
         value = getattr(value, part)

@@ -1,9 +1,9 @@
-"""What each block of a captured model costs: milliseconds, and bytes that it saves and puts out.
+"""The cost of each block of a captured model: milliseconds, and the bytes that it saves and sends.
 
-Blocks run one after another on the data of a batch, each on the results of those before it. Parameters without memory
-get some for the block that is being measured, and lose it again, so a model is profiled that fits nowhere whole. A
-block that does what another did on tensors of the same shapes, as those of later layers do, is not measured again: it
-costs the same, and the first one's results stand for its own (times do not depend on values).
+Blocks run one after another on the data of a batch, each on the results of the blocks before it. Parameters without
+memory receive memory for the block that is measured, and lose it afterwards, so a model can be profiled that fits on no
+device. A block that does what an earlier block did on tensors of the same shapes, as in later layers, is not measured
+again: it costs the same, and the earlier block's results stand for its own (times do not depend on values).
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class BlockCost:
 
 @dataclass(slots=True)
 class _Measured:
-    """`saved`: what is saved, each as ("input", place), ("result", place) or ("own", bytes)."""
+    """The measurements of a block. `saved`: saved memory, each as ("input", place), ("result", place) or ("own",
+    bytes)."""
 
     forward_ms: float
     recorded_forward_ms: float
@@ -68,7 +69,7 @@ def profile(
 
 
 class GraphProfiler:
-    """Runs the blocks of a capture in turn. `estimate.py` has another `timed` and `apply`."""
+    """Runs the blocks of a capture in turn. `estimate.py` overrides `timed` and `apply`."""
 
     def __init__(self, captured: Captured, batch: Mapping[str, Tensor], repeats: int) -> None:
         self._captured = captured
@@ -200,7 +201,7 @@ class GraphProfiler:
         return [values[node] for node in results]
 
     def _leaves(self, inputs: Sequence[fx.Node]) -> dict[fx.Node, object]:
-        """The inputs of a block, cut off from what made them."""
+        """The inputs of a block, detached from what made them."""
         return {
             node: value.detach().requires_grad_(node in self._trained) if isinstance(value, Tensor) else value
             for node, value in ((node, self._values[node]) for node in inputs)
@@ -227,7 +228,7 @@ class GraphProfiler:
         return target(*args, **kwargs)
 
     def _parameters(self, nodes: Sequence[fx.Node]) -> dict[str, Tensor]:
-        """The block's own, with memory, by their names in the graph."""
+        """The block's own parameters, with memory, by their names in the graph."""
         found = {}
         for source in (source for node in nodes for source in node.all_input_nodes if source.op == "get_attr"):
             value = attribute(self._captured.graph_module, source.target)
@@ -241,7 +242,7 @@ class GraphProfiler:
         return found
 
     def timed(self, work: Callable[[], object]) -> tuple[float, object]:
-        """Milliseconds of some work, and its result."""
+        """The milliseconds of a piece of work, and its result."""
         self._wait()
         begin = time.perf_counter()
         result = work()

@@ -23,9 +23,8 @@ DRAW = "draw"
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Who draws. `seed`: the run's. `sample`: the microbatch's number, counted over the whole run and over replicas.
-    `training`: False in an evaluation, where nothing is dropped.
-    """
+    """The source of random numbers. `seed`: the run's. `sample`: the microbatch's number, counted over the whole run
+    and over replicas. `training`: False in an evaluation, where nothing is dropped."""
 
     seed: int
     sample: int
@@ -38,12 +37,12 @@ def seeded_dropout(draw: Draw, node: int, input: Tensor, p: float) -> Tensor:
 
 
 def seeded_dropout_(draw: Draw, node: int, input: Tensor, p: float) -> Tensor:
-    """The same in place."""
+    """``dropout_`` of operator `node`, in place; in an evaluation `input` as it is."""
     return _dropped(torch.dropout_, draw, node, input, p)
 
 
 def seeded_feature_dropout(draw: Draw, node: int, input: Tensor, p: float) -> Tensor:
-    """The same of whole channels."""
+    """``feature_dropout`` of operator `node`, which drops whole channels."""
     return _dropped(torch.feature_dropout, draw, node, input, p)
 
 

@@ -21,7 +21,7 @@ _OF_VMAP = {"_add_batch_dim", "_remove_batch_dim", "_vmap_increment_nesting", "_
 
 
 def refuse_what_cannot_be_cut(graph: fx.Graph) -> None:
-    """Look through a captured graph whose dropout is seeded already.
+    """Raise ValueError for what cannot be cut in a captured graph, whose dropout is seeded already.
 
     Raises ValueError for an operator that writes into a parameter, a buffer, a constant or a tensor of the batch, that
     draws numbers of its own, or whose shape depends on values.
@@ -75,7 +75,7 @@ def _at(line: str) -> str:
 
 
 def _class(place: str) -> str:
-    """That of a place in words, ``blocks.0 (Block)`` or ``Block``."""
+    """The class in a place's words, ``blocks.0 (Block)`` or ``Block``."""
     return place.rpartition("(")[2].rstrip(")")
 
 
@@ -135,7 +135,7 @@ def _line_of_node(node: fx.Node) -> str:
 
 
 def _line_of_error(error: BaseException) -> str:
-    """The same of what was running when an error was raised; empty where that was torch alone."""
+    """``FILE:12: code`` of what ran when an error was raised; empty where only torch's own code ran."""
     return _innermost([(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)])
 
 
@@ -191,6 +191,7 @@ _REMEDIES = (
 
 
 def remedy_of(*clues: str, otherwise: str) -> str:
-    """What to do. `clues`: the module's class, its line of source, the reason. `otherwise`: for an unknown cause."""
+    """The remedy for an error. `clues`: the module's class, its line of source, the reason. `otherwise`: for an unknown
+    cause."""
     text = " ".join(f"{clue} " for clue in clues)
     return next((each.remedy for each in _REMEDIES if re.search(each.found_in, text)), otherwise)

@@ -33,7 +33,7 @@ class EdgeTensor:
         return tuple(size if isinstance(size, int) else None for size in self.sizes)
 
     def shape_at(self, sizes: Mapping[sympy.Symbol, int]) -> tuple[int, ...]:
-        """Its shape for a batch, whose `sizes_of` these are."""
+        """The tensor's shape for a batch whose `sizes_of` are given."""
         return tuple(size if isinstance(size, int) else int(size.subs(sizes)) for size in self.sizes)
 
 
@@ -126,7 +126,7 @@ class CapturedStage(torch.nn.Module):
 
 
 def _place(root: torch.nn.Module, name: str, value: object, *, persistent: bool) -> None:
-    """Give `root` a value under a name with dots."""
+    """Set the value of a name with dots in `root`."""
     *path, last = name.split(".")
     for part in path:
         if part not in root._modules:

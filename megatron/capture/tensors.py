@@ -102,7 +102,7 @@ Read = Callable[[FolderTensors, Mapping[str, Wanted]], Iterator[tuple[str, Tenso
 
 
 def read_by_name(files: FolderTensors, wanted: Mapping[str, Wanted]) -> Iterator[tuple[str, Tensor]]:
-    """For files whose tensors have the names of the model's."""
+    """Reads tensors from files that use the model's names."""
     for own, each in wanted.items():
         name = next((name for name in each.names if name in files.places), None)
         if name is not None:
@@ -179,7 +179,7 @@ def _opened(path: Path):
 
 @contextlib.contextmanager
 def fake_parameters(dtype: torch.dtype | None = None) -> Iterator[None]:
-    """Models that are built in the block have fake parameters, real buffers, and are otherwise as without it.
+    """A block in which models are built with fake parameters and real buffers; otherwise they are the same.
 
     `dtype`: of the parameters of floating dtype, such as bfloat16; None: as the model says. (A model's ``to`` cannot
     convert fake ones.)
@@ -210,7 +210,7 @@ def fake_parameters(dtype: torch.dtype | None = None) -> Iterator[None]:
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether it has a shape and no values."""
+    """Whether a tensor has a shape and no values."""
     return isinstance(tensor, FakeTensor)
 
 

@@ -62,12 +62,12 @@ def join_job(args: argparse.Namespace) -> None:
     except ValueError as error:
         problem = str(error)
     try:
-        store = initialize.meet()
+        store = initialize.rendezvous()
     except ValueError as error:
         raise OnThisRank(problem or str(error)) from error
     timeout = max(timedelta(minutes=args.distributed_timeout_minutes), initialize.RENDEZVOUS_TIMEOUT)
     agree_to_start(store, rank=args.rank, world_size=args.world_size, problem=problem, timeout=timeout)
-    initialize.join(args, store)
+    initialize.join_process_group(args, store)
     agreement.set_timeout(timedelta(minutes=args.distributed_timeout_minutes))
 
 

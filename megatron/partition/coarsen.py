@@ -108,7 +108,7 @@ def by_type(units: Units, count: int) -> Stages:
 
 
 def by_type_and_time(units: Units, count: int) -> Stages:
-    """The same, where a run has pieces by its time."""
+    """As `by_type`, but a run has pieces in proportion to its time."""
     return _by_type(units, count, evenly=False)
 
 

@@ -90,7 +90,7 @@ SHARE = 0.1
 
 @dataclass(frozen=True)
 class CompeteResult:
-    """`note`: where it came from, in words."""
+    """A method's partition. `note`: where it came from, in words."""
 
     method: str
     partition: Partition
@@ -101,7 +101,7 @@ class CompeteResult:
 
 @dataclass(frozen=True)
 class Competition:
-    """`failures`: why a method has no result, by its name. `choice` is one of `results`."""
+    """The results of all methods. `failures`: why a method has no result, by its name. `choice` is one of `results`."""
 
     results: tuple[CompeteResult, ...]
     failures: dict[str, str]
@@ -284,7 +284,7 @@ class _Mixed:
 
 
 def _seconds_of_a_price(graph: Graph) -> float:
-    """About what a core takes, so that a budget is the same on every machine."""
+    """About the seconds of one price on a core: computed, so that a budget is the same on every machine."""
     return 2e-5 + 2e-7 * len(graph.nodes)
 
 

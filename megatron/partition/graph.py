@@ -59,7 +59,7 @@ class GraphNode:
         return self.fwd_plain_ms is not None
 
     def milliseconds(self, *, plain: bool) -> float:
-        """Forward and backward of one microbatch at speed 1; of an input 0."""
+        """The milliseconds of forward and backward of one microbatch at speed 1; 0 for an input."""
         if self.input:
             return 0.0
         return self.fwd_plain_ms + self.bwd_plain_ms if plain and self.has_plain else self.fwd_ms + self.bwd_ms
@@ -166,7 +166,7 @@ class Graph:
         return self.devices[device].speed if self.devices else 1.0
 
     def milliseconds_of(self, num_bytes: float) -> float:
-        """The time to move so many bytes between two devices."""
+        """The milliseconds in which two devices move so many bytes."""
         return num_bytes / (self.bandwidth_gigabytes_per_second * 1e6)
 
     @cached_property
@@ -202,7 +202,7 @@ class Graph:
 
 
 def crowded(times: Sequence[float], speeds: Sequence[float]) -> float:
-    """The least that some device takes: of the longest kP + 1 on P devices, one has k + 1."""
+    """The least time of the busiest device by number of nodes: of the longest kP + 1 on P devices, one has k + 1."""
     longest, size = sorted(times, reverse=True), len(speeds)
     return max(sum(longest[k * size - k : k * size + 1]) for k in range((len(longest) - 1) // size + 1)) / max(speeds)
 
@@ -234,7 +234,7 @@ def parse_graph(content: Any) -> Graph:
 
 
 def read_graph(path: Path) -> Graph:
-    """Raises OSError where the file cannot be opened, ValueError where it is wrong."""
+    """The graph of a file. Raises OSError where it cannot be opened, ValueError where it is invalid."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:

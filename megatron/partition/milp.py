@@ -17,7 +17,7 @@ REACH = 3
 
 
 def improve(units: Units, placed: Placed, seconds: float) -> Placed | None:
-    """The best in reach after at most so many seconds; None where nothing was found in them."""
+    """The best partition in reach after at most so many seconds; None where none was found."""
     num_stages = len(placed.device_of)
     held = {unit for group in units.on_one_device for unit in group}
     number: dict[tuple[int, int], int] = {}

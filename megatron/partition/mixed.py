@@ -171,7 +171,7 @@ KEPT = 3
 
 @dataclass(frozen=True)
 class Found:
-    """`start`: the coarsening and the order of assignment that it came from."""
+    """A partition that was found. `start`: the coarsening and the order of assignment that it came from."""
 
     score: Score
     placed: Placed
@@ -225,7 +225,7 @@ def _starts(
     purse: Budget | None,
     progress: Callable[[str], None],
 ) -> list[tuple[Placed, str]]:
-    """The best stages of coarse units as those of fine ones, and where each comes from."""
+    """The best stages of coarse units, expressed in fine units, and where each comes from."""
     seen: set[Placed] = set()
     found: list[tuple[Score, Placed, str]] = []
     coarse_of = without_trifles(units)
@@ -264,7 +264,7 @@ def _kicked(units: Units, start: Found, rng: random.Random, budget: Budget, pati
 
 
 def _trimmed(stages: list[int], num_stages: int) -> list[int]:
-    """Where coarsening left more stages, the last ones in the row are one; refinement evens that out."""
+    """The stages with those beyond `num_stages` merged into the last; refinement evens that out."""
     return [min(stage, num_stages - 1) for stage in stages]
 
 

@@ -56,7 +56,7 @@ class Valuation:
 
 
 def evaluate(graph: Graph, partition: Partition) -> Valuation:
-    """Price a partition; raises ValueError with the first reason for which it is none."""
+    """The price of a partition; raises ValueError with the first reason why it is invalid."""
     stages, devices = partition.stage_of_node, partition.device_of_stage
     _check_form(graph, partition)
     edges = stage_edges(graph, partition)
@@ -118,7 +118,7 @@ def tensors(graph: Graph) -> list[tuple[int, float, tuple[int, ...]]]:
 
 
 def stage_edges(graph: Graph, partition: Partition) -> set[tuple[int, int]]:
-    """Which stage waits for which; inputs do not count."""
+    """The stages that wait for each other, as (before, after); inputs do not count."""
     of = partition.stage_of_node
     pairs = {(of[source], of[node]) for source, _, consumers in tensors(graph) for node in consumers}
     return {(source, target) for source, target in pairs if source != target}

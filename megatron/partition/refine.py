@@ -20,7 +20,7 @@ MOST_SWAPS = 300
 
 
 class Budget:
-    """How often a search may price a partition: a count, so that the result does not depend on the machine.
+    """The number of times that a search may price a partition: a count does not depend on the machine's speed.
 
     `of`: the budget of all searches, from which this one's prices are taken, too. `ends_at`: of `time.monotonic`, where
     the user limits seconds.
@@ -60,7 +60,7 @@ def refine(state: PartitionState, budget: Budget, *, enough: float = 0.0) -> Sco
 
 
 def _busiest(state: PartitionState) -> int:
-    """The device that has too much memory in use, or the one that takes longest."""
+    """The device with too much memory in use, or else the one that takes longest."""
     over = [used - limit for used, limit in zip(state.memory, state.units.limits, strict=True)]
     if max(over) > 0:
         return over.index(max(over))
@@ -170,7 +170,7 @@ def _swap_devices(state: PartitionState, score: Score, budget: Budget) -> Score 
 
 
 def _promises(state: PartitionState, one: int, other: int, score: Score) -> bool:
-    """Compute alone would not already be worse than now."""
+    """Whether compute alone would not already be worse than the present score."""
     if score.excess:
         return True
     units = state.units
@@ -329,7 +329,7 @@ def _least_bad(state: PartitionState, locked: set[int], budget: Budget) -> tuple
 
 
 def kick(state: PartitionState, rng: random.Random) -> None:
-    """Disturb: exchange the devices of two stages, or slide some units of a stage to one beside it."""
+    """Disturb a partition: exchange the devices of two stages, or slide some units of a stage to one beside it."""
     num_stages = len(state.device_of)
     for _ in range(rng.randint(1, 3)):
         one, other = rng.randrange(num_stages), rng.randrange(num_stages)

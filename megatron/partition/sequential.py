@@ -68,7 +68,7 @@ class _Tables:
         self._fill(size)
 
     def _sent(self, size: int) -> numpy.ndarray:
-        """[i, j]: bytes that units i to j-1 send behind j, each tensor once."""
+        """The matrix of sent bytes: [i, j] counts what units i to j-1 send behind j, each tensor once."""
         starts = numpy.zeros((size + 1, size + 1))
         for tensor in self.units.tensors:  # sent from the source on, as long as the last reader lies behind
             starts[tensor.source, tensor.source + 1 : max(tensor.consumers) + 1] += tensor.num_bytes
@@ -85,7 +85,7 @@ class _Tables:
         return memory
 
     def _split(self, size: int) -> numpy.ndarray:
-        """Where a stage has a part of what must stay on one device."""
+        """The stages that have only a part of what must stay on one device."""
         split = numpy.zeros((size + 1, size + 1), dtype=bool)
         place = numpy.arange(size + 1)
         for group in self.units.on_one_device:
@@ -94,7 +94,7 @@ class _Tables:
         return split
 
     def _steps(self, state: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], int]]:
-        """What comes before a state: with one device less, and of which kind that one is."""
+        """The states before a state: with one device less, and the kind of that device."""
         if self.in_order:
             if state[0]:
                 device = state[0] - 1
@@ -167,7 +167,7 @@ class _Tables:
         return False
 
     def _exact(self, begin: int, end: int, ends: tuple[int, ...], bound: float, kind: int) -> float:
-        """T of a stage, now that all cuts behind it are known."""
+        """The time of a stage, now that all cuts behind it are known."""
         units, num_bytes = self.units, 0
         for tensor in units.tensors:
             if begin <= tensor.source < end:

@@ -84,7 +84,7 @@ class Units:
 
     @cached_property
     def bound(self) -> float:
-        """Picoseconds: no partition of these units is faster."""
+        """A lower bound of the objective of any partition of these units, in picoseconds."""
         return max(sum(self.time) / sum(self.speeds), crowded(self.time, self.speeds))
 
     @cached_property
@@ -96,7 +96,7 @@ class Units:
         return self.graph.milliseconds_of(1) * PICOSECONDS
 
     def reordered(self, order: Sequence[int]) -> "Units":
-        """The same, numbered in another order of computation."""
+        """These units, numbered in another order of computation."""
         number = {unit: index for index, unit in enumerate(order)}
         return self.merged([number[unit] for unit in range(len(self))])
 
@@ -204,7 +204,7 @@ class Score(NamedTuple):
     uneven: float
 
     def better_than(self, other: "Score") -> bool:
-        """By more than rounding: so a search that only takes what is better comes to an end."""
+        """Whether a score is less by more than rounding: a search that takes only such scores ends."""
         if self.excess != other.excess:
             return self.excess < other.excess
         if abs(self.worst - other.worst) > 1e-9 * other.worst:
@@ -214,7 +214,7 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True)
 class Placed:
-    """A copy of what a State holds."""
+    """A copy of the stages and devices of a `PartitionState`."""
 
     stage_of: tuple[int, ...]
     device_of: tuple[int, ...]
@@ -244,7 +244,7 @@ class PartitionState:
         self.restore(Placed(tuple(stage_of), tuple(device_of)))
 
     def restore(self, placed: Placed) -> None:
-        """Count everything anew."""
+        """Set stages and devices, and count all sums anew."""
         units = self.units
         self.stage_of, self.device_of = list(placed.stage_of), list(placed.device_of)
         self.time, self.memory = [0] * units.num_devices, [0] * units.num_devices
@@ -297,7 +297,7 @@ class PartitionState:
         return self._held.isdisjoint(self.members[stage])
 
     def move(self, unit: int, stage: int) -> None:
-        """Costs as much as the unit has tensors; the caller has asked `may_move`."""
+        """Move a unit to a stage. The cost grows with the unit's tensors; the caller has asked `may_move`."""
         units, devices, before = self.units, self.device_of, self.stage_of[unit]
         old, new = devices[before], devices[stage]
         for number in self._made[unit]:

@@ -125,7 +125,7 @@ def train(name: str, depth: str, result: str, *flags: str) -> None:
     """One rank of a job; the last stage's writes the seconds of each batch and the first loss to `result`."""
     args = parse_args(list(flags), defaults=door.DEFAULTS)
     complete(args)
-    initialize.join(args, initialize.meet())
+    initialize.join_process_group(args, initialize.rendezvous())
     with initialize.left_in_order():
         initialize.set_up(args)
         run = assemble(args, door.program())

@@ -1,9 +1,8 @@
 """The command line of the training programs: Megatron-LM's flags, as data, with rules. No torch in here.
 
-Rules say which values fit together. Each is small, and may also fill in a value that follows from others. It takes the
-namespace and raises ValueError with one sentence: value, reason, remedy. What is worth a word and no error it returns
-as notes. The order matters only where a rule uses what an earlier one has filled in (degrees before stages and batches,
-these before schedules).
+A rule says which values fit together, and may fill in a value that follows from others. It takes the namespace, returns
+notes for the log, and raises ValueError with one sentence: value, reason, remedy. The order of the rules matters only
+where a rule uses what an earlier rule has filled in (degrees before stages and batches, these before schedules).
 """
 
 import argparse

@@ -15,7 +15,7 @@ from megatron.trainer.arguments.flags.values import choice_of
 
 @dataclass(frozen=True, kw_only=True)
 class Platform:
-    """What is there.
+    """What a machine offers.
 
     Attributes:
         engine_keeps_main_grad: Transformer Engine's backward adds to the gradient buffer of its forward's time.

@@ -45,7 +45,7 @@ _REMEDY = "write the model's flags into a file and give @FILE in place of the sc
 
 @dataclass(frozen=True)
 class ScriptCommand:
-    """A program (the file's name, as `pretrain_gpt.py`), the words after it, and what was not read."""
+    """A program (the file's name, as `pretrain_gpt.py`), the words after it, and notes on what was not read."""
 
     program: str
     argv: tuple[str, ...]
@@ -80,7 +80,7 @@ class _Reader:
     array: tuple[str, list[str], int] | None = None  # that is being read: name, words so far, where it begins
 
     def take(self, token: re.Match) -> None:
-        """Go on with an operator, or with a word of a command."""
+        """Read one more operator, or one more word of a command."""
         word, only_assigns = token["word"], all(each in _PREFIXES or each.startswith("-") for each in self.command)
         note = None
         if token["open"] or (token["open"] is not None and self.array):
@@ -119,7 +119,8 @@ class _Reader:
         return f"{self.source}: '{line}' (line {len(before)}) {what}"
 
     def _words(self, text: str, *, splits: bool = True) -> list[str]:
-        """A word's words: an unquoted variable is split at spaces, and a quoted array gives each of its own."""
+        """The words that a word stands for: an unquoted variable is split at spaces, a quoted array gives one word for
+        each element."""
 
         def quoted(piece: re.Match) -> str:
             if piece.lastgroup is None:
@@ -135,7 +136,7 @@ class _Reader:
         return shlex.split(_PIECE.sub(quoted, text))
 
     def _replaced(self, match: re.Match) -> str:
-        """What stands in the place of a variable, a sum or an escaped letter; what is not known stays as written."""
+        """The text that a variable, a sum or an escaped letter stands for; an unknown one stays as written."""
         if match["escaped"]:
             return match["escaped"].strip("\r\n")
         if match["command"]:  # a sum, perhaps: of numbers and of names that hold one

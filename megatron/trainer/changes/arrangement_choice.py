@@ -1,9 +1,10 @@
-"""Which pipeline a run goes on with: how many ranks in it, and how many layers each has.
+"""Which arrangement a run continues in: how many ranks a pipeline has, and how many layers each rank has.
 
-Candidates are the divisors of the ranks up to as many as the pipeline had at first, the rest being replicas. The batch
-stays, so each replica takes fewer microbatches, or it grows with them (`--elastic-batch`). Each is cut by measured
-times, simulated with measured links, and weighed by the planner with the most memory that a rank had at first as its
-limit. The fastest is taken if it repays what a change costs in what is left of the run.
+The candidates are the divisors of the number of ranks, at most as many as the pipeline had at first; the other ranks
+are replicas. The batch stays, so each replica takes fewer microbatches, or it grows with the replicas
+(`--elastic-batch`). Each candidate is cut by measured times, simulated with measured links, and priced by the planner
+with the most memory that a rank had at first as its limit. The fastest one is taken if it repays the cost of the change
+in the rest of the run.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 
 
 def memory_of_ranks(args: argparse.Namespace, *, counts_communicators: bool = False) -> tuple[RankMemory, ...]:
-    """By rank of a pipeline of a job arranged as `args` say, as the planner counts."""
+    """The planner's memory of each rank of a pipeline of a job arranged as `args` say."""
     _, demand = prove(args)
     return estimate_memory(
         from_flags.architecture(args), from_flags.activation_setting(args), from_flags.training_state(args), demand,
@@ -61,12 +62,12 @@ def state_bytes(memory: RankMemory) -> float:
 
 
 def bytes_in_change(before: RankMemory, after: RankMemory) -> float:
-    """The bytes of a process in a change: all state of before and after, but for the gradients of before."""
+    """The bytes of a process during a change: the state of both arrangements, without the gradients of the old one."""
     return state_bytes(before) - before.parts.gradients + state_bytes(after)
 
 
 class ArrangementChoice:
-    """The shape of one run's pipeline.
+    """Chooses the arrangement of one run.
 
     Args:
         processes: by rank; none: they are asked when they measure.
@@ -94,7 +95,7 @@ class ArrangementChoice:
         self.seconds_of_change = 0.0
 
     def measure(self, engine: PipelineEngine, cache: PrefixCache | None = None) -> None:
-        """Learn what layers take from what the engine traced, who sits where, and how far apart. Collective, drained.
+        """Measure the times of layers (from what the engine traced), hosts and links. Collective, drained.
 
         `cache`: what the run's reading and writing have taken.
         """
@@ -115,8 +116,8 @@ class ArrangementChoice:
             self._disk = replace(self._disk, read=taken[0], write=taken[1])
 
     def decide(self, now: Arrangement, *, batches_left: int, is_interval: bool = True) -> tuple[Arrangement, Outlook]:
-        """From `now`, the present arrangement with the layers frozen that are to be, to the one to go on with.
-        `is_interval`: an interval ends here, for what is listed by hand."""
+        """The arrangement to continue in, from `now`: the present one with the layers frozen that shall be frozen.
+        `is_interval`: an interval ends here, which advances the lists that were given by hand."""
         self._num_intervals += is_interval
         present = self._as_it_is(now)
         before = self._expected(present, batches_left) or 0.0
@@ -151,20 +152,21 @@ class ArrangementChoice:
         return self._ordered(wanted, present), Outlook(before, after)
 
     def _cost_of_another_cut(self, present: Arrangement) -> float:
-        """Seconds. Where layers freeze the run changes anyway, and only its state goes further."""
+        """Seconds. Where layers freeze the run changes anyway, so another cut costs only the way of its state."""
         if present == self._args.arrangement:
             return self.seconds_of_change
         links = self._links or LinkTimes()
         return links.of_transfer(max(map(state_bytes, self._memory(self._args.arrangement))))
 
     def _has_room(self, wanted: Arrangement) -> bool:
-        """Whether no rank takes more than one did at first, with activations, and devices have room for the change."""
+        """Whether no rank takes more memory than one did at first, with activations, and devices have room for the
+        change."""
         if self._bytes(wanted) > self._limit():
             return False
         return self._bytes_within(wanted) <= self._device_bytes
 
     def _bytes_within(self, wanted: Arrangement) -> float:
-        """The most that a process has while it changes."""
+        """The most bytes of a process during the change."""
         before, after = map(self._memory_of_processes, (self._args.arrangement, wanted))
         return max(map(bytes_in_change, before, after))
 
@@ -173,7 +175,7 @@ class ArrangementChoice:
         return [ranks[degrees.coordinates(each).stage] for each in range(degrees.world_size)]
 
     def _ordered(self, wanted: Arrangement, present: Arrangement) -> Arrangement:
-        """The same with the rank mapping decided anew, where there are other groups of ranks."""
+        """`wanted` with its rank mapping decided anew, where its groups of ranks differ from the present ones."""
         if (wanted.pipeline, wanted.data) == (present.pipeline, present.data):
             return wanted
         wanted = replace(wanted, pipelines_in_a_row=False)
@@ -183,11 +185,12 @@ class ArrangementChoice:
         return replace(wanted, pipelines_in_a_row=is_better)
 
     def _as_it_is(self, now: Arrangement) -> Arrangement:
-        """No other cut. A cache goes on if it can: what froze since has to lie on the first rank, too."""
+        """`now` in its present cut. A cache stays in use if it can: newly frozen layers must lie on the first rank,
+        too."""
         return replace(now, cached=now.cached and 0 < now.num_frozen < now.layers_of_rank[0])
 
     def _is_to_be_cached(self, now: Arrangement) -> bool:
-        """Whether what the frozen layers put out is to be read: always, or where that is sooner."""
+        """Whether to read the output of the frozen layers from the cache: always, or where that is faster."""
         args = self._args
         if args.activation_cache is None or not now.num_frozen:
             return False
@@ -199,7 +202,7 @@ class ArrangementChoice:
         return reading_pays(self._disk_seconds().read, computing)
 
     def _disk_seconds(self) -> CacheSeconds:
-        """The times of a sample, as measured on the cache's disk."""
+        """The seconds of a sample on the cache's disk, measured once."""
         if self._disk is None:
             self._disk = measure(self._args.activation_cache, self._output_bytes())
         return self._disk
@@ -237,7 +240,7 @@ class ArrangementChoice:
         return missing * (first or reading) + (1 - missing) * reading
 
     def _begins_anew_when_more_freeze(self) -> bool:
-        """Whether what a cache has is of no use to a deeper freeze (`PrefixCache.read_older`)."""
+        """Whether a deeper freeze makes the cache's content useless (`PrefixCache.read_older`)."""
         return self._args.freeze_training and (self._args.fp32_residual_connection or self._microbatches is not None)
 
     def _share_that_is_read(self, arrangement: Arrangement, batches: int) -> float:
@@ -255,7 +258,7 @@ class ArrangementChoice:
         return read / max(1, batches)
 
     def _hosts_of_prefix(self, arrangement: Arrangement) -> int:
-        """How many nodes have a first stage."""
+        """The number of nodes that have a first stage."""
         if not self._processes:
             return 1
         degrees = degrees_of(self._arranged(arrangement))
@@ -263,7 +266,7 @@ class ArrangementChoice:
         return len({self._processes[each].host for each in first})
 
     def _candidates(self, now: Arrangement) -> list[Arrangement]:
-        """One for each number of ranks that the job can be arranged in."""
+        """An arrangement for each number of ranks in which the job can be arranged."""
         world = now.pipeline * now.data
         sizes = range(self._args.first_arrangement.pipeline, 0, -1) if self._args.elastic_pipeline else [now.pipeline]
         times = self._times if self._by_hand is None else self._counted  # by hand a run is the same every time
@@ -284,7 +287,7 @@ class ArrangementChoice:
         return found
 
     def _cut(self, work: list[float], shape: Arrangement) -> tuple[int, ...]:
-        """The most even cut where all ranks have room; by hand, or where no cut has room, the most even one."""
+        """The most even cut in which all ranks have room; by hand, or where no cut has room, the most even one."""
         size, num_layers = shape.pipeline, self._args.num_layers
         if self._args.elastic_cut == "greedy":
             return cut_greedily(work, size)
@@ -318,7 +321,7 @@ class ArrangementChoice:
         return cut_that_fits(work, size, fits) or cut_exactly(work, size)
 
     def _arranged(self, arrangement: Arrangement) -> argparse.Namespace | None:
-        """The arguments of a job that is arranged so; None where it cannot be."""
+        """The arguments of a job in this arrangement; None where the arrangement is impossible."""
         args = argparse.Namespace(**vars(self._args))
         try:
             arrange(args, arrangement)
@@ -327,7 +330,7 @@ class ArrangementChoice:
         return args
 
     def _seconds(self, arrangement: Arrangement, *, num_stored: int | None = None) -> float | None:
-        """Simulated, of as many samples as a batch has now; None where the job cannot be arranged so.
+        """Simulated seconds of as many samples as a batch has now; None where the arrangement is impossible.
 
         `num_stored`: as of `pipelines`, where the arrangement is cached.
         """

@@ -64,7 +64,7 @@ from megatron.trainer.start_up.run import Run
 
 
 class _GradientMemory:
-    """The gradient memory of a drained `update`; nothing where it has no gradients, as on a rank that is frozen."""
+    """The gradient memory of a drained `update`; empty where the update has no gradients, as on a frozen rank."""
 
     def __init__(self, update: object) -> None:
         buffers: CoreGradientBuffers | None = getattr(update, "_gradients", None)
@@ -91,7 +91,7 @@ PATIENCE = timedelta(minutes=1)
 
 
 def change_arrangement(run: Run, wanted: Arrangement) -> Change:
-    """Go on in the arrangement `wanted`. Collective, drained.
+    """Change the run to the arrangement `wanted`. Collective, drained.
 
     Raises:
         CheckpointError: on every rank: that cannot be, something failed, or the state did not arrive. The run goes on
@@ -127,8 +127,7 @@ def change_arrangement(run: Run, wanted: Arrangement) -> Change:
 
 
 class _WayBack:
-    """What a run needs to go on as it was: its model and optimizer, what says and gives the ranks their parts, and the
-    generators.
+    """What a run needs to continue as before the change: model and optimizer, arrangement, gradients and generators.
 
     Attributes:
         groups: those of before, once they have been set aside.
@@ -141,7 +140,7 @@ class _WayBack:
         self._random_state = random_state()  # building draws
 
     def go(self, run: Run) -> None:
-        """Let the run go on. Collective; what was built is forgotten."""
+        """Restore the run as before the change. Collective; what was built is dropped."""
         _collect(run)
         if self.groups is not None:
             destroy_groups(set_groups_aside())
@@ -155,7 +154,7 @@ class _WayBack:
 
 
 def _leave(run: Run, wanted: Arrangement, way_back: _WayBack) -> ShardedStateDict:
-    """Let `args` and process groups be those of `wanted`; returns what this rank holds of the run. Collective."""
+    """Set `args` and process groups to `wanted`; returns the state that this rank holds. Collective."""
     with agreed():
         arrange(run.args, wanted)
     _end_engine(run)
@@ -169,7 +168,7 @@ def _leave(run: Run, wanted: Arrangement, way_back: _WayBack) -> ShardedStateDic
 
 
 def _move_in(run: Run, built: ModelAndOptimizer, state: ShardedStateDict, before: Arrangement) -> Moved:
-    """Put what has been built into the state that the ranks hold. Collective."""
+    """Load the state that the ranks hold into what has been built. Collective."""
     _require_same_program(built.schedule, run.args.batch_sizes.num_microbatches(run.consumed_samples))
     thaws = run.args.arrangement.num_frozen < before.num_frozen
     moved = hand_over(state, built, iteration=run.iteration, anew=thaws)
@@ -246,7 +245,8 @@ def set_groups_aside() -> ParallelState:
 
 
 def restore_groups(record: ParallelState) -> None:
-    """Put back what was set aside. Not collective. What is there now is forgotten: `destroy` its groups first."""
+    """Put back what was set aside. Not collective. The present groups are forgotten: call `destroy_groups` on them
+    first."""
     module = vars(parallel_state)
     for name in _names():
         del module[name]
@@ -273,7 +273,7 @@ def destroy_groups(record: ParallelState) -> None:
 
 
 def align_names() -> None:
-    """Let ranks agree on how the next groups are called, where some have made more of them than others. Collective.
+    """Let ranks agree on the name of the next groups, where some ranks have made more groups than others. Collective.
 
     torch and the chain's groups are named by counts of those that a process has made or tried to make.
     """
@@ -286,14 +286,14 @@ def align_names() -> None:
 
 
 def _names() -> list[str]:
-    """The module's variables: those that it begins with, and what it has added since."""
+    """The variables of the module: those of its import, and those that were added since."""
     begins, module = _as_imported(), vars(parallel_state)
     known = vars(_untouched())
     return [name for name in module if name in begins or name not in known]
 
 
 def _as_imported() -> dict[str, object]:
-    """How the module's variables begin, containers of their own."""
+    """The variables of the module as its import sets them, in containers of their own."""
     return {
         name: type(value)(value) if isinstance(value, (list, dict, set)) else value
         for name, value in vars(_untouched()).items()

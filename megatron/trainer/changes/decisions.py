@@ -1,8 +1,8 @@
-"""What a run changes while it trains: which layers are frozen, and how its ranks share the others.
+"""When a run freezes layers and changes its arrangement.
 
-At the end of an interval the pipeline is drained, rank 0 decides, and all ranks hear the same: times differ from rank
-to rank, and last bits of norms from layout to layout. What was decided stands in checkpoints, whether or not the run
-has got round to it.
+At the end of an interval the pipeline is drained, rank 0 decides, and all ranks receive its decision: measured times
+differ from rank to rank, and the last bits of norms from layout to layout. A checkpoint holds the decision, whether or
+not the run has carried it out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatron.trainer.report.log import main_loss
 
 
 class _Freezing:
-    """How many layers of a run are to be frozen.
+    """Decides how many layers of a run are frozen.
 
     Attributes:
         num_frozen: layers, by the last decision.
@@ -107,7 +107,7 @@ class RunSoFar(Protocol):
 
 
 class ChangeDecisions:
-    """What one run changes, and when.
+    """Decides what one run changes, and when.
 
     Attributes:
         wanted: the arrangement that was decided last.
@@ -130,7 +130,7 @@ class ChangeDecisions:
             self._freezing.note(report)
 
     def is_due(self, iteration: int) -> bool:
-        """Whether an interval ends behind so many batches."""
+        """Whether an interval ends after this many batches."""
         since = iteration - self._args.freeze_start
         return since > 0 and since % self._args.freeze_interval == 0
 
@@ -200,24 +200,24 @@ class ChangeDecisions:
         return self.state_dict(), outlook
 
     def note_change(self, seconds: float) -> None:
-        """A change has taken so long."""
+        """Record the seconds that a change took."""
         self._num_failed = 0
         if self._choice is not None:
             self._choice.seconds_of_change = seconds
 
     def expect_change(self, seconds: float) -> None:
-        """One will take so long, where there was none yet that could say."""
+        """Record the seconds that a change is expected to take, unless a change has been measured."""
         if self._choice is not None and not self._choice.seconds_of_change:
             self._choice.seconds_of_change = seconds
 
     def note_failure(self) -> None:
-        """A change did not come about. Behind one that fails again nothing is tried for 1, 3, 7 ... decisions."""
+        """Record that a change failed. After repeated failures the next 1, 3, 7 ... decisions change nothing."""
         self._num_paused = 2**self._num_failed - 1
         self._num_failed += 1
         self.take_back()
 
     def take_back(self) -> None:
-        """What was decided did not come about."""
+        """Drop the decision, which was not carried out."""
         self.wanted, self.outlook = self._args.arrangement, None
         if self._freezing is not None:
             self._freezing.num_frozen = self.wanted.num_frozen

@@ -1,16 +1,16 @@
-"""Moves tensors from rank to rank: one message per pair of ranks, in pieces of bounded size, each with a checksum.
+"""Moves tensors between ranks: one message for each pair of ranks, in pieces of bounded size, each with a checksum.
 
-Large runs go from the tensors where they are held into those where they are wanted, without a buffer; all are posted at
-once. What is small, scattered, or on a device is packed, in rounds: in round k every rank sends to the rank k places on
-and receives from the one k places back, both at once, until that message is through. So each rank has one buffer to
-send from and one to receive into, and no rank waits for one that waits for it: whoever is in the earliest round has a
-partner in that round. Checksums are CRC-32; those of large runs follow them, that of a packed piece is its end.
+Large contiguous runs go from the tensors that hold them directly into the tensors that want them; all are posted at
+once. Runs that are small, scattered or on a device are packed, and sent in rounds: in round k every rank sends to the
+rank k places ahead and receives from the rank k places behind, both at once, until both messages are through. So each
+rank has one buffer to send from and one to receive into, and ranks never wait in a circle: a rank in the earliest round
+has a partner in that round. Checksums are CRC-32. The checksum of a large run follows it; a packed piece ends with its
+own.
 
-A rank that finds a fault remembers it and goes on, since the others count on its part; what to make of it is for all
-of them to decide afterwards.
+A rank that finds a fault records it and continues, since the other ranks depend on its messages; afterwards all ranks
+decide together what follows from it.
 
-What is moved are pieces: what a sharded state dict holds, as parts of whole tensors, with where each lies and a view of
-its data.
+A piece is a part of a whole tensor of a sharded state dict, with its place there and a view of its data.
 """
 
 import zlib
@@ -54,7 +54,7 @@ class Piece(NamedTuple):
         return TensorPart(self.key, self.box, self.data.element_size(), in_order)
 
     def view(self, box: Box) -> Tensor:
-        """The data of `box`, which lies in the piece's."""
+        """The view of `box` in the piece's data."""
         return self.data[box.within(self.box)]
 
 
@@ -87,7 +87,7 @@ def _piece(sharded: ShardedTensor, box: Box, data: Tensor) -> Piece:
 
 
 def share_memory(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
-    """Whether a byte of one of these tensors is one of those, too."""
+    """Whether two lists of tensors have a byte of memory in common."""
     spans = sorted([(*_span(each), 0) for each in some if each.numel()] + [(*_span(each), 1) for each in others
                                                                           if each.numel()])  # fmt: skip
     ends: dict[int, tuple] = {}
@@ -99,13 +99,13 @@ def share_memory(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
 
 
 def _span(tensor: Tensor) -> tuple[str, int, int]:
-    """Device, and the addresses that a tensor reaches over."""
+    """The device of a tensor, and its first and last address."""
     elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size()
 
 
 def dtype_name(tensor: Tensor) -> str:
-    """The dtype as users write it: "bfloat16"."""
+    """The name of a dtype as users write it: "bfloat16"."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
@@ -208,7 +208,7 @@ class Exchange:
                     self._unpack(arrives[number], buffer, source)
 
     def _others(self, step: int) -> list[int]:
-        """The other ranks, from the next in this direction on."""
+        """The other ranks, starting with the next one in this direction."""
         return [(self._rank + step * distance) % self._num_ranks for distance in range(1, self._num_ranks)]
 
     def _packed(self, message: Message, buffer: Tensor) -> Tensor:
@@ -241,10 +241,10 @@ def checksum(data: Tensor) -> int:
 
 
 def within(buffer: Tensor, first: int, like: Tensor) -> Tensor:
-    """A tensor like this one in the bytes of a message from `first` on."""
+    """A tensor of this dtype and shape in the bytes of a message, from `first` on."""
     return buffer[first : first + like.numel() * like.element_size()].view(like.dtype).view(like.shape)
 
 
 def _bytes_of(data: Tensor) -> Tensor:
-    """The memory of a run."""
+    """The bytes of a contiguous run."""
     return data.view(-1).view(torch.uint8)

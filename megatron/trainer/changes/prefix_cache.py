@@ -38,7 +38,7 @@ _ABOUT_STAGES = ("pipeline", "timers", "microbatch")
 
 
 class PrefixCache:
-    """One rank's, for as long as the run; `OutputCache` of its first stage while that is frozen and cached.
+    """The activation cache of one rank, for the whole run: the `OutputCache` of its first stage while that is frozen.
 
     Args:
         dataset: of training, which says what its samples are; None where this rank reads none.
@@ -60,7 +60,7 @@ class PrefixCache:
         self._depth = 0  # at which outputs are kept now; on all ranks, as any may come to have the first stage
 
     def serve(self, stages: list[MegatronStage]) -> None:
-        """The run goes on with these stages: read and write for the first, if that is asked for, from now on."""
+        """Use the cache for these stages from now on: the first one reads and writes, if the arrangement is cached."""
         arrangement, first = self._args.arrangement, stages[0]
         before, self._depth = self._depth, arrangement.num_frozen if arrangement.cached else 0
         if not (arrangement.cached and first.is_frozen and first.index == 0):
@@ -151,7 +151,7 @@ class PrefixCache:
         return max(read for read, _ in known), max(write for _, write in known)
 
     def describe(self) -> str:
-        """One line about all ranks, since they were asked last; empty where none has a cache. Collective."""
+        """One line about all ranks since the last call; empty where none has a cache. Collective."""
         own = None if self._cache is None else self._take_counts()
         gathered: list = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, own, group=control_group())
@@ -191,7 +191,7 @@ def require_cache(args: argparse.Namespace) -> None:
 
 
 def missing_cache(args: argparse.Namespace) -> list[str]:
-    """A line where --activation-cache names a folder that this machine does not have. Makes no file.
+    """A note where --activation-cache names a folder that this machine does not have. Makes no file.
 
     Raises ValueError as `require_cache`, for what would be no folder on another machine either.
     """
@@ -215,7 +215,7 @@ def missing_cache(args: argparse.Namespace) -> list[str]:
 
 
 def digest_of_config(args: argparse.Namespace) -> str:
-    """A digest of all that megatron.core's configuration of the model says, but for how it is cut into stages."""
+    """A digest of megatron.core's configuration of the model, without its cut into stages."""
     said = {}
     for each in fields(model_config(args)):
         value = getattr(model_config(args), each.name)

@@ -1,15 +1,15 @@
-"""State that goes from rank to rank without a file, behind the code that saves and loads checkpoints.
+"""Moves a run's state between ranks without a file, through the code that saves and loads checkpoints.
 
     state = hold_run(parts, iteration=...)              # under the old degrees: what each rank has, no copies
     ...                                                 # new groups, chunks, optimizer, update
-    moved = hand_over(state, new_parts, iteration=...)  # under the new ones: they are in the old ones' state
+    moved = hand_over(state, new_parts, iteration=...)  # under the new degrees: they have the old state
 
-Nothing of the old state is written to, so whoever still has it can go on with it where this fails. Memory beyond the
-old state and the new one: on each rank two pieces of a message, for what is small or scattered (at most 64 MiB each);
+The old state is never written to, so a run that still holds it can continue with it where this fails. Memory beyond
+the old and the new state: two pieces of a message on each rank, for what is small or scattered (at most 64 MiB each),
 and older versions of the weights once more, until they are restored.
 
-The state goes through the job's control group, on the host, from the thread that calls; a checkpoint that is being
-written in the background uses that group, too, and has to be finished before.
+The state goes through the job's control group, on the host, from the calling thread. A checkpoint that is being written
+in the background uses that group, too, and must be finished before.
 """
 
 import pickle
@@ -59,13 +59,13 @@ class Moved:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all that this rank has now."""
+        """The bytes of all state of this rank."""
         return self.bytes_received + self.bytes_kept
 
 
 @dataclass(frozen=True)
 class _HeldState:
-    """What one rank tells the others that it has."""
+    """One rank's announcement of the state that it has."""
 
     parts: list[TensorPart]
     kinds: dict[str, tuple[Shape, str]]  # key of a tensor -> whole shape and dtype
@@ -74,7 +74,8 @@ class _HeldState:
 
 
 def hold_run(parts: RunParts, *, iteration: int) -> ShardedStateDict:
-    """What this rank has of a run, drained after `iteration` batches, under the current degrees. Needs no other rank.
+    """The state that this rank has of a run, drained after `iteration` batches, under the current degrees. Needs no
+    other rank.
 
     The tensors are the run's own, so nothing may change them until they are handed over.
     """
@@ -179,7 +180,7 @@ class MemoryStore:
         return apply_factory_merges(result, factories)
 
     def _require(self, pieces: list[Piece], objects: dict[str, ShardedObject]) -> None:
-        """Raise CheckpointError for what nobody holds as it is wanted here."""
+        """Raise CheckpointError for a tensor that no rank holds as wanted."""
         missing = {piece.key for piece in pieces if piece.key not in self._kinds}
         missing |= {each.key for each in objects.values() if not self.holds(each)}
         if missing:
@@ -238,7 +239,7 @@ class MemoryStore:
 
 
 def _gathered(own: object) -> list:
-    """What every rank has given, in rank order. Collective."""
+    """The values of every rank, in rank order. Collective."""
     found: list = [None] * dist.get_world_size()
     dist.all_gather_object(found, own, group=control_group())
     return found

@@ -1,12 +1,12 @@
 """Measured times for decisions about a run's pipeline: seconds of each layer, and of links between ranks.
 
-Layers: a stage's time is shared out to its layers by their arithmetic: all layers of a model are alike, and the output
-layer of the last stage is as much as some of them. The embedding's, a copy, is not counted apart. What a layer took is
-kept until it is measured again, also while it is frozen and has no backward.
+Layers: a stage's time is divided among its layers by their arithmetic. All layers of a model are alike, and the output
+layer of the last stage counts as some number of them. The embedding, a copy, is not counted. The time of a layer is
+kept until it is measured again, also while the layer is frozen and has no backward.
 
-Links: what ranks take to reduce gradients and to send to each other, for decisions about degrees. It is measured by an
-all-reduce over all ranks of the job, of nothing much and of a layer's gradients: a group that exists, in which the
-slowest link of all decides. Replicas and stages that lie nearer to each other may be faster.
+Links: the time of reducing gradients and of sending, for decisions about degrees. It is measured by all-reduces over
+all ranks of the job, of a few bytes and of a layer's gradients: this group exists, and its slowest link decides.
+Replicas and stages that are nearer to each other may be faster.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def measure_links(num_bytes: float) -> LinkTimes:
 
 
 def _seconds(num_bytes: int) -> float:
-    """The median; the first one is not counted."""
+    """The median of the times; the first call is not counted."""
     values, found = torch.zeros(num_bytes // 4, dtype=torch.float32, device=backend.device()), []
     for _ in range(1 + _REPEATS):
         dist.barrier()

@@ -1,11 +1,11 @@
-"""Which rank sends which part of which tensor to which: the same answer on every rank, without asking. No torch.
+"""Which rank sends which part of which tensor where: the same plan on every rank, without communication. No torch.
 
 Problem: before and after a change of degrees, tensors are cut differently, and several ranks hold the same part. If
-every rank fetched from the first that has it, that one would send everything.
+every rank fetched from the first holder, that rank would send everything.
 
-Solution: all ranks know what each holds and wants, and compute one plan. What a rank has itself it takes from itself;
-the rest comes from the holders that have been given the fewest bytes to send so far. What one rank sends another is
-cut into messages of bounded size; what is small, or scattered at one end, is packed, several parts into one.
+Solution: all ranks know what each holds and wants, and compute one plan. A rank takes from itself what it has; the rest
+comes from the holder with the fewest bytes to send so far. What one rank sends to another is cut into messages of
+bounded size; parts that are small, or scattered at one end, are packed several into one message.
 
 A part is a box in the coordinates of the whole tensor: `start` inclusive, `stop` exclusive, one number an axis. A
 scalar has no axes and one box.
@@ -59,7 +59,7 @@ def is_run(box: Box, outer: Box) -> bool:
 
 
 def overlap(one: Box, other: Box) -> Box | None:
-    """What two boxes have in common; None where that is nothing."""
+    """The box that two boxes have in common; None where they have none."""
     start = tuple(map(max, one.start, other.start))
     stop = tuple(map(min, one.stop, other.stop))
     if any(first >= last for first, last in zip(start, stop, strict=True)):
@@ -68,7 +68,7 @@ def overlap(one: Box, other: Box) -> Box | None:
 
 
 def without(box: Box, hole: Box) -> Iterator[Box]:
-    """What is left of `box` when `hole`, which lies in it, is cut out: at most two boxes an axis."""
+    """`box` without `hole`, which lies in it, as at most two boxes an axis."""
     start, stop = list(box.start), list(box.stop)
     for axis, (first, last) in enumerate(zip(hole.start, hole.stop, strict=True)):
         if start[axis] < first:
@@ -186,7 +186,7 @@ def plan_moves(held: Sequence[Sequence[TensorPart]], wanted: Sequence[Sequence[T
 
 
 class _Holders:
-    """Who holds what of each tensor, found by place on the first axis."""
+    """The holders of each part of each tensor, found by place on the first axis."""
 
     def __init__(self, held: Sequence[Sequence[TensorPart]]) -> None:
         found: dict[str, list[tuple[int, int, int, Box]]] = defaultdict(list)
@@ -200,7 +200,7 @@ class _Holders:
         }
 
     def that_overlap(self, part: TensorPart) -> list[tuple[int, int, Box]]:
-        """(rank, number, box) of those that may hold something of `part`."""
+        """The (rank, number, box) of parts that may overlap `part`."""
         entries = self._by_key.get(part.key, [])
         if not entries:
             return []

@@ -90,7 +90,7 @@ _NOT_BUILT_HERE = {
 def _differences(
     here: argparse.Namespace, there: argparse.Namespace | None, *, body_only: bool = False
 ) -> Iterator[tuple[str, object, object]]:
-    """The facts in which two models differ, as (name, value here, value there). `body_only`: whatever their heads."""
+    """The facts in which two models differ, as (name, value here, value there). `body_only`: heads are not compared."""
     ours, theirs = _facts(here), _facts(there)
     architecture = getattr(here, "architecture", None)
     if body_only:
@@ -146,7 +146,7 @@ def _key_value_heads(args: argparse.Namespace | None) -> object:
 
 
 def _positions(args: argparse.Namespace | None) -> object:
-    """The kind, also by its old flags."""
+    """The kind of position embedding, also from its old flags."""
     kind = _value(args, "position_embedding_type")
     if _value(args, "use_rotary_position_embeddings"):
         return "rope"
@@ -251,7 +251,7 @@ def _check_can_be_built(
 
 
 def what_changes(args: argparse.Namespace, saved: argparse.Namespace | None) -> list[str]:
-    """What the log says of a run that goes on with other flags than it was saved with, where the weights fit."""
+    """Lines for the log of a run that continues with other flags than those of its save, where the weights fit."""
     return [line for line in (_other_program(args, saved), _other_samples(args, saved)) if line]
 
 

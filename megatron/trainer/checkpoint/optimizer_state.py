@@ -71,7 +71,7 @@ class ElementRange(ShardedBase):
         return replace(self, data=None)
 
     def overlaps(self) -> list[tuple[ShardedTensor, int, Tensor]]:
-        """(whole, first element within it, the data there) of each whole that the range reaches into."""
+        """The wholes that the range reaches into: (whole, first element within it, the data there)."""
         last, found = self.first + len(self.data), []
         for begin, whole in self.wholes:
             start, stop = max(self.first, begin), min(last, begin + whole.data.numel())
@@ -120,7 +120,7 @@ def _range_of(parameter: ShardedTensor | ShardedTensorFactory, prefix: str, tens
 
 
 def _wholes(parameter: ShardedTensor | ShardedTensorFactory, key: str) -> tuple[tuple[int, ShardedTensor], ...]:
-    """What the parameter's local tensor consists of, over a stand-in that tells places and takes no memory."""
+    """The sharded tensors of a parameter's local tensor, made for a stand-in that has places and no memory."""
     stand_in = torch.empty(parameter.data.shape, dtype=parameter.data.dtype, device="meta")
     if isinstance(parameter, ShardedTensor):
         return ((0, replace(parameter, key=key, data=stand_in)),)
@@ -261,8 +261,7 @@ _STATE = "optimizer.state."
 
 
 def stays(key: str, holds_key: Callable[[str], bool]) -> bool:
-    """Whether what is asked for under a key is not to be loaded: a moment, or a master or older version that is not
-    held."""
+    """Whether the value of a key is not loaded: a moment, or a master or older version that the store lacks."""
     comes_from_weights = _weight_of(key) is not None
     return not holds_key(key) if comes_from_weights else key.startswith(_STATE)
 
@@ -292,7 +291,7 @@ class Anew:
 
     @torch.no_grad()
     def complete(self, loaded: dict) -> None:
-        """The weights have been loaded: fill in what is theirs, and let the counter begin at 0."""
+        """Fill in what is copied from the weights, which have been loaded, and let the counter begin at 0."""
         for target, weights in self.from_weights:
             target.copy_(weights)
         _reset_counters(loaded.get("optimizer"))
@@ -308,7 +307,7 @@ def _weight_of(key: str) -> str | None:
 
 
 def _keys(value: ShardedBase) -> list[str]:
-    """Those under which a store has it."""
+    """The keys under which a store may hold the tensor."""
     if isinstance(value, ElementRange):
         return [whole.key for _, whole in value.wholes]
     if isinstance(value, ShardedTensorFactory):
@@ -317,7 +316,7 @@ def _keys(value: ShardedBase) -> list[str]:
 
 
 def _reset_counters(state: object) -> None:
-    """Of each optimizer of a chain, where its kind has it: in its groups, or beside its moments."""
+    """Set the step counter of each optimizer of a chain to 0, in its groups or beside its moments."""
     if isinstance(state, dict):
         for name, value in state.items():
             if name in ("step", "common_step") and value is not None:

@@ -70,12 +70,12 @@ class Heartbeat:
         self._leaving = threading.Event()
 
     def start(self) -> None:
-        """Start the process, and a thread that hears what it says and replaces it where somebody ends it."""
+        """Start the process, and a thread that logs its messages and replaces it if somebody ends it."""
         self._begin()
         threading.Thread(target=self._attend, name="heartbeat", daemon=True).start()
 
     def stop(self) -> None:
-        """Does not wait for the process to end; the thread takes leave of it."""
+        """End the process without waiting for it; the thread waits."""
         self._leaving.set()
         self._close()
 
@@ -127,7 +127,8 @@ _held: list["OwnerMark"] = []
 
 @dataclass(frozen=True)
 class Owner:
-    """What a mark says. `machine` tells where `process` and `started` mean something; None where no system says it."""
+    """The content of a mark. `machine` says on which machine `process` and `started` are valid; None where no system
+    tells it."""
 
     host: str
     process: int
@@ -154,7 +155,7 @@ class Owner:
 
     @property
     def is_running(self) -> bool:
-        """Whether an owner that `is_here` still runs. What this very process left there is not in its way."""
+        """Whether an owner that `is_here` still runs. A mark that this process itself left does not count."""
         return self.process != os.getpid() and self.started is not None and _start_of(self.process) == self.started
 
     def __str__(self) -> str:
@@ -163,8 +164,8 @@ class Owner:
 
 @dataclass(frozen=True)
 class _Sight:
-    """A mark as it was seen; `owner` is None where it says nothing yet, or nothing that can be read. `beat` changes
-    while that is alive."""
+    """A mark as it was read; `owner` is None where the mark is empty or unreadable. `beat` changes while the owner is
+    alive."""
 
     number: int
     owner: Owner | None
@@ -182,7 +183,7 @@ class OwnerMark:
         self._heartbeat: Heartbeat | None = None
 
     def try_to_take(self) -> bool:
-        """Take the directory. False: it is not known yet whether the owner before is alive; ask again in a second.
+        """Take the directory. False: it is not known yet whether the previous owner is alive; ask again in a second.
 
         Raises:
             CheckpointError: it belongs to a live job, or no mark can be made; the text says to which, or why, and what
@@ -207,7 +208,7 @@ class OwnerMark:
         return True
 
     def _follow(self, before: list[_Sight]) -> bool:
-        """Make the mark after those, which are all of dead owners; False where another has come meanwhile."""
+        """Make the mark after `marks`, whose owners are all dead; False where another job was first."""
         number = before[-1].number + 1 if before else 1
         if not self._make(number):
             return False
@@ -252,7 +253,7 @@ class OwnerMark:
         )
 
     def release(self) -> None:
-        """Let the next job have the directory."""
+        """Give the directory up to the next job."""
         if self._number is None or self._owner.process != os.getpid():  # a fork has it only by inheritance
             return
         number, self._number = self._number, None
@@ -266,7 +267,7 @@ class OwnerMark:
     # -- judging ------------------------------------------------------------------------------------------------------
 
     def _is_dead(self, mark: _Sight) -> bool:
-        """Raises CheckpointError where its owner is known to be alive; False where that is not known yet."""
+        """Whether a mark's owner is dead; False where it is not known yet. Raises CheckpointError where it is alive."""
         owner = mark.owner
         if owner is not None and owner.is_here:
             if owner.is_running:
@@ -301,7 +302,7 @@ class OwnerMark:
         return [mark for mark in map(self._see, numbers) if mark is not None]
 
     def _see(self, number: int) -> _Sight | None:
-        """Opened anew each time: a network file system asks its server then."""
+        """Read a mark. The file is opened anew each time, so that a network file system asks its server."""
         path = self._path(number)
         try:
             try:
@@ -319,11 +320,11 @@ class OwnerMark:
             return _Sight(number, None, (touched, text))
 
     def _text(self) -> str:
-        """How this process's mark begins; the count and `"}` come behind it."""
+        """The beginning of this process's mark; the count and `"}` follow it."""
         return json.dumps({**asdict(self._owner), _COUNT: ""})[: -len('"}')]
 
     def _make(self, number: int) -> bool:
-        """Make this process's mark; False where one of that number is there."""
+        """Make this process's mark; False if a mark of that number exists."""
         try:
             with open(self._path(number), "x", encoding="utf-8") as stream:
                 stream.write(f'{self._text()}{"0" * DIGITS}"}}')
@@ -341,7 +342,7 @@ class OwnerMark:
 
 @atexit.register
 def release_all() -> None:
-    """Release what this process holds; for an end that unwinds nothing."""
+    """Release every mark of this process; for an exit that runs no `finally`."""
     for mark in list(_held):
         mark.release()
 
@@ -350,7 +351,7 @@ def release_all() -> None:
 
 
 def _machine() -> str | None:
-    """What processes that can look each other up by their ids have in common."""
+    """An identity of the machine, shared by processes that can look each other up by id."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -359,7 +360,7 @@ def _machine() -> str | None:
 
 
 def _start_of(process: int) -> int | None:
-    """When a running process was started, in the machine's ticks; None where there is none, or only its remains."""
+    """The start time of a running process, in the machine's ticks; None where it does not run, or is a zombie."""
     try:
         state, *fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -70,7 +70,7 @@ class StateStore(Protocol):
 
 @dataclass(frozen=True)
 class RunParts:
-    """What of one rank has state: its model chunks, wrapped or not, and what trains them."""
+    """The parts of one rank that have state: its model chunks, wrapped or not, and what trains them."""
 
     chunks: Sequence[torch.nn.Module]
     optimizer: MegatronOptimizer | None = None
@@ -78,7 +78,7 @@ class RunParts:
     update: SavedUpdate | None = None
 
     def model_state(self, metadata: dict) -> dict[str, ShardedStateDict]:
-        """The chunks' weights, in the newest version, which they show from then on."""
+        """The chunks' weights in the newest version; from then on the chunks show that version."""
         if self.update is not None:
             self.update.versions.show_newest()
         return model_state(self.chunks, metadata)
@@ -191,7 +191,7 @@ class Restoration:
 
 
 def log_once(message: str) -> None:
-    """A warning, on rank 0."""
+    """Log a warning on rank 0."""
     if torch.distributed.get_rank() == 0:
         logger.warning(message)
 

@@ -77,7 +77,7 @@ def restore_random_state(states: list[dict]) -> None:
 
 
 def sharded_random_state() -> ShardedObject:
-    """The state as one object for each (pipeline, tensor) rank; data-parallel replicas share that of the first."""
+    """The random state as an object for each (pipeline, tensor) rank; data-parallel replicas share the first one's."""
     pipeline_size, tensor_size = (
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_tensor_model_parallel_world_size(),
@@ -92,7 +92,7 @@ def sharded_random_state() -> ShardedObject:
 
 
 def own_random_state() -> ShardedObject:
-    """The state as one object for each rank of the job, which the same rank takes back under other degrees."""
+    """The random state as one object for each rank of the job, which the same rank takes back under other degrees."""
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     return ShardedObject("rng_state", [random_state()], (size,), (rank,))
 
@@ -115,7 +115,7 @@ def _with_common_state(entry: ShardedStateDict, *, is_frozen: bool) -> ShardedSt
 
 
 def _common(value: object) -> object:
-    """The parts of a nested value that are no rank's own."""
+    """The parts of a nested value that all ranks share."""
     if isinstance(value, dict):
         return {key: _common(each) for key, each in value.items() if not _is_own(each)}
     if isinstance(value, list):
@@ -124,14 +124,14 @@ def _common(value: object) -> object:
 
 
 def _is_own(value: object) -> bool:
-    """Whether there is nothing in it but what is the rank's own."""
+    """Whether a nested value consists only of what is the rank's own."""
     if isinstance(value, (dict, list)) and value:
         return all(map(_is_own, value.values() if isinstance(value, dict) else value))
     return isinstance(value, _LOCAL)
 
 
 def _completed(own: object, common: object) -> object:
-    """`common`, with what is the rank's own of `own`."""
+    """`common`, completed with the rank's own parts of `own`."""
     if isinstance(own, dict) and isinstance(common, dict):
         kept = {key: _completed(each, common.get(key)) for key, each in own.items() if _has_own(each)}
         return {**common, **kept}
@@ -159,7 +159,7 @@ def with_what_is_empty(loaded: dict, optimizer: MegatronOptimizer) -> dict:
 
 
 def _over(own: object, loaded: object) -> object:
-    """`loaded`, and of `own` what it lacks."""
+    """`loaded`, completed with the parts of `own` that it lacks."""
     if isinstance(own, dict) and isinstance(loaded, dict):
         return {**own, **{key: _over(own.get(key), value) for key, value in loaded.items()}}
     if isinstance(own, list) and isinstance(loaded, list) and len(own) == len(loaded):
@@ -169,7 +169,7 @@ def _over(own: object, loaded: object) -> object:
 
 @contextmanager
 def _nothing_to_map() -> Iterator[None]:
-    """In this block megatron.core does not warn that an optimizer has none of the model's parameters."""
+    """A block in which megatron.core does not warn that an optimizer has none of the model's parameters."""
 
     def says_else(record: logging.LogRecord) -> bool:
         return "mapping is empty" not in record.getMessage()
@@ -235,7 +235,7 @@ def sharding_metadata(args: argparse.Namespace) -> dict:
 
 
 def loading_metadata(args: argparse.Namespace, saved: dict | None) -> dict:
-    """How to ask for what was saved with the metadata `saved`; None where a checkpoint does not say."""
+    """The metadata that loads what was saved with the metadata `saved`; None where a checkpoint has none."""
     metadata, saved = {**sharding_metadata(args), **(saved or {})}, saved or {}
     if not saved.get(_LAYERS_APART):
         metadata.pop(_LAYERS_APART, None)
@@ -243,8 +243,8 @@ def loading_metadata(args: argparse.Namespace, saved: dict | None) -> dict:
 
 
 def memory_metadata() -> dict:
-    """The same for state that goes from rank to rank and never to a file: layers under keys of their own, so that each
-    may have optimizer state or none, and the distributed optimizer's state as it lies."""
+    """The metadata for state that moves from rank to rank and never to a file: layers have keys of their own, so that
+    each may have optimizer state or none, and the distributed optimizer's state keeps its layout."""
     return {
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,
@@ -304,7 +304,8 @@ def optimizer_state(
 
 
 def complete_state(optimizer: MegatronOptimizer) -> None:
-    """Make what torch's optimizers make in their first step, so that saving and loading find the same tensors."""
+    """Make the state that torch's optimizers make in their first step, so that saving and loading find the same
+    tensors."""
     for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
         if inner.optimizer is not None:
             complete_optimizer_state(inner.optimizer)

@@ -45,7 +45,7 @@ _FACTORIES = {"dict": dict, "list": list, "set": set}
 
 
 class _Name(NamedTuple):
-    """What a file names, instead of the thing itself."""
+    """A name that a file gives, instead of the object of that name."""
 
     module: str
     name: str
@@ -105,7 +105,7 @@ class IndexUnpickler(pickle._Unpickler):
 
 
 def _only_on(kinds: tuple[type, ...], instruction: Callable, *, above: Callable) -> Callable:
-    """`instruction`, where what it changes is exactly of one of `kinds`; `above(unpickler)` is the stack with that."""
+    """`instruction`, restricted to objects exactly of one of `kinds`; `above(unpickler)`: the stack with the object."""
 
     def checked(self: IndexUnpickler) -> None:
         changed = above(self)
@@ -139,7 +139,7 @@ _replace_instructions()
 
 
 def _said(thing: Any) -> str:
-    """What a thing is called in a sentence; a half-made object is not asked."""
+    """The name of an object for a sentence; a half-made object is not asked for it."""
     return (
         str(thing) if type(thing) is _Name else repr(thing)[:80] if type(thing) in (str, int) else type(thing).__name__
     )
@@ -161,7 +161,7 @@ def _member(enumeration: type[Enum], value: Any) -> Enum:
 
 
 def _enum_member(enumeration: type[Enum], name: str) -> Enum:
-    """What `getattr` may do in a checkpoint: Python 3.11 writes a member of an enumeration that way."""
+    """The `getattr` that a checkpoint may call: Python 3.11 writes a member of an enumeration that way."""
     if not (isinstance(enumeration, type) and issubclass(enumeration, Enum) and name in enumeration.__members__):
         raise pickle.UnpicklingError(f"it asks for {name!r} of {enumeration!r}, which is no member of an enumeration")
     return enumeration[name]
@@ -221,7 +221,8 @@ _installed = False
 
 
 def install() -> None:
-    """From now on torch's and megatron.core's readers of checkpoints call nothing that a file names. Again is free."""
+    """Replace the readers of checkpoints in torch and megatron.core by ones that call nothing that a file names. May be
+    called again."""
     global _installed
     if _installed:
         return

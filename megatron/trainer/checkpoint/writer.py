@@ -155,7 +155,7 @@ class CheckpointWriter:
             raise failure
 
     def close(self) -> None:
-        """Wait as `finish`, and let the next job have the directory. Not collective."""
+        """Wait as `finish` does, and give the directory up. Not collective."""
         try:
             self.finish()
         finally:
@@ -193,7 +193,7 @@ class CheckpointWriter:
         return planning
 
     def _require_space(self, buckets: list) -> None:
-        """Fail before the disk is filled to the brim."""
+        """Raise CheckpointError before the disk is full."""
         needed = torch.tensor([_num_bytes(buckets)], dtype=torch.int64)
         dist.all_reduce(needed, group=control_group())
         with agreed():
@@ -250,7 +250,7 @@ class CheckpointWriter:
 
 
 def _without_arguments(common_state: dict) -> dict:
-    """What must be equal on all ranks; arguments name ranks and paths, and those of rank 0 are stored."""
+    """The state that must be equal on all ranks; arguments name ranks and paths, and those of rank 0 are stored."""
     return {name: value for name, value in common_state.items() if name != "args"}
 
 

@@ -34,7 +34,7 @@ _LOCAL_FILES = {  # those that are read by their flags, without a --tokenizer-mo
 
 
 class FastTokenizer(MegatronTokenizerBase):
-    """A `tokenizers.Tokenizer` with the face that megatron.core's datasets expect.
+    """A `tokenizers.Tokenizer` with the interface that megatron.core's datasets expect.
 
     Args:
         path: where it came from; part of the identity of sample indices.

@@ -55,7 +55,7 @@ class PlannedChange:
 
     @property
     def is_fullest_within(self) -> bool:
-        """Whether a rank needs more while it changes than any from then on."""
+        """Whether a rank needs more memory during the change than at any time after it."""
         return self.bytes_in_change > self.num_bytes + self.waiting_bytes
 
     @property
@@ -64,7 +64,7 @@ class PlannedChange:
 
     @property
     def speedup(self) -> float | None:
-        """Batches for each one that the pipeline would have got through without another cut."""
+        """The factor by which batches are faster than without another cut."""
         return self.outlook.before / self.outlook.after if self.outlook is not None and self.outlook.after else None
 
     def judge(self, gib: float) -> Verdict:
@@ -76,7 +76,7 @@ class PlannedChange:
 
 @dataclass(frozen=True)
 class _ProcessPart:
-    """What a process has of a pipeline."""
+    """The part of a pipeline that a process has."""
 
     memory: RankMemory
     layers: range
@@ -108,7 +108,7 @@ def planned_changes(
 
 
 class _Decisions:
-    """What the run of `args` decides at the ends of its intervals, in their order.
+    """The decisions of the run of `args` at the ends of its intervals, in their order.
 
     Shapes are weighed where something differs from the interval before: the depth, a number of a list by hand, or the
     pipeline. What is left of the run is no matter: here a change costs nothing, and a cache is read in any case.
@@ -126,7 +126,7 @@ class _Decisions:
         self._num_intervals, self._is_settled = 0, False
 
     def next(self, iteration: int) -> Arrangement:
-        """The arrangement behind the next interval, which ends at `iteration`."""
+        """The arrangement after the next interval, which ends at `iteration`."""
         self._num_intervals += 1
         wanted = now = self._args.arrangement
         if self._rule is not None:
@@ -139,18 +139,18 @@ class _Decisions:
 
     @property
     def are_final(self) -> bool:
-        """Whether all further ones are to stay."""
+        """Whether no later decision changes the arrangement."""
         return self._is_settled and self._num_intervals >= self._num_by_hand and self._has_all_layers()
 
     def _has_all_layers(self) -> bool:
-        """Whether no more freeze."""
+        """Whether no more layers can freeze."""
         rule = self._rule
         is_used_up = isinstance(rule, ByHand) and rule.num_intervals >= len(rule.counts)
         return rule is None or is_used_up or self._args.arrangement.num_frozen == self._args.num_layers - 1
 
 
 def _choice(args: argparse.Namespace, processes: Sequence[Process]) -> ArrangementChoice | None:
-    """What decides as in the run, under the same flags; it measures no disk."""
+    """The run's choice of arrangements, under the same flags; it measures no disk."""
     if not args.elastic_pipeline and args.activation_cache is None:
         return None
     args.activation_cache_use = "always"
@@ -165,7 +165,7 @@ def _choice(args: argparse.Namespace, processes: Sequence[Process]) -> Arrangeme
 def _change(
     args: argparse.Namespace, iteration: int, before: list[_ProcessPart], outlook: Outlook | None
 ) -> tuple[PlannedChange, list[_ProcessPart]]:
-    """The one to how `args` are arranged now, and what each process has behind it."""
+    """The change to the present arrangement of `args`, and the part that each process has after it."""
     after = _held(args)
     num_bytes, rank = max((each.memory.total, each.memory.rank) for each in after)
     bytes_in_change, rank_within = max(
@@ -180,7 +180,7 @@ def _change(
 
 
 def _held(args: argparse.Namespace) -> list[_ProcessPart]:
-    """What each process holds."""
+    """The part that each process holds."""
     ranks = memory_of_ranks(args, counts_communicators=from_flags.uses_nccl(args))
     degrees = degrees_of(args)
     ends = list(accumulate(args.arrangement.layers_of_rank, initial=0))

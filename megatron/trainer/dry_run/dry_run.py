@@ -119,7 +119,7 @@ def run_dry(args: argparse.Namespace, prog: str) -> int:
 
 
 def _refusal(result: DryRun) -> str | None:
-    """Why the job does not fit on --dry-run-gpu, at first or behind a change; None where it does."""
+    """The reason why the job does not fit on --dry-run-gpu, at first or after a change; None where it fits."""
     if result.verdict is None:
         return None
     gpu = result.args.dry_run_gpu
@@ -137,7 +137,7 @@ def _refusal(result: DryRun) -> str | None:
 
 
 def _misses(verdict: Verdict, gib: str) -> str:
-    """What is missing of a GPU's memory, of which the CUDA context, the allocator and collectives take a part."""
+    """The memory that is missing on a GPU, of which the CUDA context, the allocator and collectives take a part."""
     if verdict.free_gib < 0:
         return f"misses {-verdict.free_gib:.1f} GiB of {gib}"
     besides = verdict.free_gib - verdict.spare_gib
@@ -159,7 +159,7 @@ def _remedy(result: DryRun) -> str:
 
 
 def check_job(args: argparse.Namespace) -> DryRun:
-    """Everything that a dry run finds. Raises ValueError for what a run would refuse."""
+    """The findings of a dry run. Raises ValueError for what a run would refuse."""
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ValueError("--dry-run is one process for the whole job; start it without torchrun or srun")
     notes = _complete(args)
@@ -222,7 +222,7 @@ def _judge(args: argparse.Namespace, memory: tuple[RankMemory, ...]) -> Verdict 
 
 
 def place(args: argparse.Namespace) -> tuple[PlacementReport, list[str], list[Process]]:
-    """Who would sit where, lines about traffic between nodes, and the processes by rank. Raises ValueError."""
+    """The processes by rank, and lines about their places and the traffic between nodes. Raises ValueError."""
     given = load_topology(args.rank_topology) if args.rank_topology else None
     nodes = _nodes(args.world_size, given, args.dry_run_gpus_per_node)
     processes = [Process(node.name, slot) for node in nodes for slot in range(node.gpus)]

@@ -43,7 +43,7 @@ def hosted_run(
     layers: Sequence[int],
     placement: PlacementReport,
 ) -> HostedRun:
-    """Everything that there is to say."""
+    """The findings of a dry run about weights that live on the host."""
     nodes = crowds(placement.degrees, placement.mapping, placement.topology.node_of_slot)
     shape, state, given = from_flags.architecture(args), from_flags.training_state(args), args.dry_run_host_memory
     largest = None
@@ -109,7 +109,7 @@ def to_dict(run: HostedRun, memory: Sequence[RankMemory]) -> dict:
 
 
 def refusal(run: HostedRun, given: float) -> str | None:
-    """Why nodes with so many GiB cannot hold the job, in a sentence."""
+    """The reason why nodes with so many GiB cannot hold the job, in a sentence."""
     if run.verdict is None or run.verdict.fits:
         return None
     return (

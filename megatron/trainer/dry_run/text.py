@@ -40,18 +40,18 @@ class DryRun:
 
     @property
     def fullest_change(self) -> PlannedChange | None:
-        """The one of which a rank takes most."""
+        """The change during or after which a rank takes most memory."""
         return max(self.changes, key=lambda each: each.most_bytes, default=None)
 
     @property
     def verdict_of_changes(self) -> Verdict | None:
-        """The verdict on the fullest change; None where there is none, or no GPU was named."""
+        """The verdict on the fullest change; None where nothing changes, or no GPU was named."""
         if self.fullest_change is None or self.args.dry_run_gpu is None:
             return None
         return self.fullest_change.judge(device_gib(self.args.dry_run_gpu))
 
     def moment(self, change: PlannedChange) -> str:
-        """When a change takes most, in words."""
+        """The moment at which a change takes most memory, in words."""
         if change.is_fullest_within:
             return f"while the pipeline changes at iteration {change.iteration}"
         return f"from iteration {change.iteration} on"
@@ -201,7 +201,7 @@ def _size(num_bytes: float) -> str:
 
 
 def to_dict(result: DryRun) -> dict:
-    """Everything, for JSON: bytes, and GiB where the name says so."""
+    """The findings for JSON: bytes, and GiB where the name says so."""
     report = result.report
     return {
         "world_size": result.args.world_size,

@@ -23,12 +23,12 @@ class Images:
 
 
 def missing(paths: Sequence[str]) -> list[str]:
-    """Those that are not on this machine."""
+    """The paths that do not exist on this machine."""
     return [path for path in paths if not Path(path).exists()]
 
 
 def count(paths: Sequence[str]) -> int:
-    """Images in all of these files and folders. Raises ValueError where one cannot be read."""
+    """The number of images in these files and folders. Raises ValueError where one cannot be read."""
     return sum(len(_part(file, "labels")) for file in _files(paths))
 
 
@@ -52,7 +52,7 @@ def read(paths: Sequence[str]) -> Images:
 
 
 def as_float(pixels: numpy.ndarray) -> numpy.ndarray:
-    """Float32, bytes brought to -1 to 1."""
+    """Pixels as float32; bytes are scaled to -1 to 1."""
     if pixels.dtype == numpy.uint8:
         return pixels.astype(numpy.float32) / _MIDDLE - 1
     return pixels.astype(numpy.float32)

@@ -9,6 +9,8 @@ file. The layout is that of megatron.core's IndexedDataset: a header (magic, ver
 number of document borders), then lengths (int32), byte offsets (int64) and document borders (int64, from 0).
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import math
@@ -16,11 +18,12 @@ import os
 import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
-
-import numpy
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from megatron.documents import counted
+
+if TYPE_CHECKING:
+    import numpy
 
 # --- which files, by which weights ------------------------------------------------------------------------------------
 
@@ -62,8 +65,8 @@ def blends(args: argparse.Namespace) -> tuple[Blend | None, list[Blend | None] |
 
 
 def notes_on_weights(args: argparse.Namespace) -> list[str]:
-    """A note for each source of which weights of 0 leave prefixes out. Raises ValueError for weights that are none. A
-    file that is not here is another's business."""
+    """A note for each source whose weights of 0 leave prefixes out. Raises ValueError for invalid weights. Missing
+    files are reported elsewhere."""
     files = (args.data_args_path, args.per_split_data_args_path)
     notes: list[str] = []
     if any(path and not os.path.isfile(path) for path in files):
@@ -115,7 +118,7 @@ _HEADER_SIZE = 34
 
 
 class Contents(NamedTuple):
-    """What a pair holds. A document is one sequence, or with `--split-sentences` one for each of its sentences."""
+    """The content of a pair. A document is one sequence, or with `--split-sentences` one for each of its sentences."""
 
     num_sequences: int
     num_documents: int
@@ -171,7 +174,7 @@ def check_indexed_dataset(prefix: str) -> Contents:
 
 
 def _last_two(stream: BinaryIO, start: int, kind: str, count: int) -> tuple[int, ...]:
-    """The last two of `count` numbers that stand from `start` on, or the only one."""
+    """The last two of the `count` numbers that begin at `start`, or the only one."""
     layout = struct.Struct(f"<{min(count, 2)}{kind}")
     stream.seek(start + (count - min(count, 2)) * struct.calcsize(f"<{kind}"))
     return layout.unpack(stream.read(layout.size))
@@ -199,7 +202,7 @@ def _bytes_a_token(lengths: tuple[int, ...], offsets: tuple[int, ...], size: int
 
 
 class BinReader:
-    """What megatron.core's IndexedDataset reads a .bin by: through its open file, which processes may share.
+    """Reads a .bin file for megatron.core's IndexedDataset, through one open file that processes may share.
 
     Raises ValueError for a file that cannot be opened.
     """
@@ -213,6 +216,8 @@ class BinReader:
 
     def read(self, dtype: type[numpy.number], count: int, offset: int) -> numpy.ndarray:
         """`count` numbers from byte `offset` on. Raises ValueError where the file has no so many."""
+        import numpy  # not at the top: the flags' rules, which read no array, start without it
+
         numbers = numpy.empty(count, dtype)
         left = numbers.view(numpy.uint8)
         try:
@@ -243,8 +248,9 @@ def damaged_index_cache(folders: Iterable[str]) -> str | None:
 
 
 def _bytes_of_array(path: Path) -> int | None:
-    """How long numpy's file has to be, by its header; None where it has none."""
-    layout = numpy.lib.format
+    """The length that a .npy file must have by its header; None where it has no header."""
+    from numpy.lib import format as layout
+
     with open(path, "rb") as stream:
         try:
             is_short = layout.read_magic(stream) == (1, 0)
@@ -260,6 +266,8 @@ def document_lengths(prefix: str, part: tuple[float, float] = (0.0, 1.0)) -> Ite
 
     `part`: from which to which share of the documents, rounded as megatron.core splits them.
     """
+    import numpy
+
     index = f"{prefix}.idx"
     with open(index, "rb") as stream:
         _, _, num_sequences, num_borders = struct.unpack("<QBQQ", stream.read(_HEADER_SIZE)[len(_MAGIC) :])

@@ -16,7 +16,7 @@ Sample = tuple[str, str]
 
 
 def missing(paths: Sequence[str]) -> list[str]:
-    """Those that are not on this machine."""
+    """The paths that do not exist on this machine."""
     return [path for path in paths if not Path(path).exists()]
 
 
@@ -37,7 +37,7 @@ def read(paths: Sequence[str]) -> list[Sample]:
 
 
 def count(paths: Sequence[str]) -> int:
-    """Samples in all of these files. Raises ValueError as `read`."""
+    """The number of samples in these files. Raises ValueError as `read` does."""
     return len(read(paths))
 
 

@@ -26,7 +26,7 @@ def bert_model(
     pre_process: bool = True,
     post_process: bool = True,
 ) -> BertModel:
-    """Build the part of the BERT that a stage holds; which, `config` says.
+    """Build the part of the BERT that a stage, given by `config`, holds.
 
     `args.padded_vocab_size` gives the size of the embedding. Random states are left as `set_seeds(args.seed)` leaves
     them.
@@ -57,7 +57,7 @@ def bert_model(
 
 
 def bert_layer_spec(args: argparse.Namespace) -> ModuleSpec:
-    """What a layer is made of. A copy: megatron.core sets the kind of mask in it."""
+    """The modules of a layer. A copy: megatron.core sets the kind of mask in it."""
     if args.transformer_impl == "transformer_engine":
         spec = bert_layer_specs.get_bert_layer_with_transformer_engine_spec()
     else:

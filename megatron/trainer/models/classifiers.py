@@ -71,7 +71,7 @@ ACCURACY = "accuracy"
 
 
 def loss_names(args: argparse.Namespace) -> tuple[str, ...]:
-    """What `classification_loss` reports."""
+    """The names of what `classification_loss` reports."""
     return CLASS_LOSS, ACCURACY
 
 

@@ -52,7 +52,7 @@ class SeededTransformerLayer(TransformerLayer):
 
 
 def layer_spec(args: argparse.Namespace) -> ModuleSpec:
-    """What a transformer layer is made of, with the seeded layer class."""
+    """The modules of a transformer layer, with the seeded layer class."""
     if args.transformer_impl == "transformer_engine":
         spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=args.qk_layernorm)
     else:
@@ -78,7 +78,7 @@ def gpt_model(
     pre_process: bool = True,
     post_process: bool = True,
 ) -> GPTModel:
-    """Build the part of the GPT that a stage holds; which, `config` says.
+    """Build the part of the GPT that a stage, given by `config`, holds.
 
     `args.padded_vocab_size` gives the size of the embedding. Random states are left as `set_seeds(args.seed)` leaves
     them.
@@ -180,5 +180,5 @@ def wrap_for_training(
 
 
 def num_parameters(chunks: list[torch.nn.Module]) -> int:
-    """Elements of this rank's parameters."""
+    """The number of elements of this rank's parameters."""
     return sum(parameter.nelement() for chunk in chunks for parameter in chunk.parameters())

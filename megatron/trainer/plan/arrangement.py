@@ -1,8 +1,8 @@
-"""How a job's ranks share a model now: so many in a pipeline, so many pipelines, which layers on which rank, and which
-are frozen.
+"""How a job's ranks share a model: the ranks of a pipeline, the number of pipelines, the layers of each rank, and the
+frozen layers.
 
-A run begins as its flags say. Where it changes while it trains, `args` say what holds now, so whatever reads degrees
-and sizes from them goes on as in a run that began like that.
+A run begins in the arrangement that its flags give. Where the arrangement changes while the run trains, `args` hold the
+present one, so code that reads degrees and sizes from `args` works as in a run that began with them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron.trainer.plan import from_flags
 
 @dataclass(frozen=True)
 class Arrangement:
-    """One of a job's arrangements.
+    """One arrangement of a job.
 
     Attributes:
         pipeline, data: ranks of a pipeline, and how many pipelines there are.
@@ -47,11 +47,11 @@ class Arrangement:
 
     @property
     def ranks(self) -> tuple[int, int, bool]:
-        """All that process groups depend on."""
+        """What process groups depend on."""
         return self.pipeline, self.data, self.pipelines_in_a_row
 
     def with_frozen(self, num_frozen: int) -> Arrangement:
-        """The same with so many layers frozen."""
+        """This arrangement with so many frozen layers."""
         return replace(self, num_frozen=num_frozen)
 
     def __str__(self) -> str:
@@ -81,8 +81,8 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class Outlook:
-    """Simulated seconds of a batch: as it would go on, and as it was decided; `missed`: what was asked for by hand and
-    cannot be, or None."""
+    """Simulated seconds of a batch, without the decision and with it; `missed`: what was asked for by hand and is
+    impossible, or None."""
 
     before: float
     after: float
@@ -91,7 +91,7 @@ class Outlook:
 
 @dataclass(frozen=True)
 class Change:
-    """What a change of arrangement came to.
+    """The outcome of a change of arrangement.
 
     Attributes:
         before, after: how the job was arranged, and is.
@@ -125,21 +125,23 @@ class Change:
 
 
 def batch_size(args: argparse.Namespace, arrangement: Arrangement) -> int:
-    """Samples of a batch of training, behind any ramp-up. Evaluations have those of the flags."""
+    """The samples of a training batch after any ramp-up. The batches of an evaluation have the size that the flags
+    give."""
     if args.elastic_batch == "constant":
         return args.global_batch_size
     return args.global_batch_size * arrangement.data // args.first_arrangement.data
 
 
 def iterations_to_the_end(args: argparse.Namespace, *, iteration: int, consumed_samples: int) -> int:
-    """The last iteration of a run that has got so far: batches that grow use up `--train-samples` in fewer."""
+    """The last iteration of a run that is at this position: a grown batch uses up `--train-samples` in fewer
+    iterations."""
     if args.elastic_batch == "constant":
         return args.train_iters
     return iteration + (args.train_samples - consumed_samples) // args.batch_sizes.global_batch_size
 
 
 def arrange(args: argparse.Namespace, arrangement: Arrangement) -> None:
-    """Let `args` say that the job is arranged so.
+    """Set `args` to the arrangement.
 
     Raises:
         ValueError: a rank has no layer, batches cannot be shared out to so many replicas, or the schedule does not run
@@ -178,7 +180,7 @@ def as_at_first(args: argparse.Namespace) -> dict[str, int]:
 
 @contextmanager
 def reading_changes(args: argparse.Namespace) -> Iterator[None]:
-    """Within, a checkpoint's record of changes is read. Raises CheckpointError where it is none."""
+    """A block that reads a checkpoint's record of changes. Raises CheckpointError where the record is invalid."""
     try:
         yield
     except CheckpointError:
@@ -197,7 +199,7 @@ def first_arrangement(args: argparse.Namespace) -> Arrangement:
 
 
 def arrangement_to_begin_with(args: argparse.Namespace, recorded: dict[str, Any] | None) -> Arrangement:
-    """What a run that begins, or goes on from a checkpoint, is built as; `args.first_arrangement` is set.
+    """The arrangement in which a run is built, at its start or from a checkpoint; sets `args.first_arrangement`.
 
     A checkpoint's own arrangement, where the job has as many ranks as when it was decided and the flags ask for the
     same as then; else what the flags say. Frozen layers stay frozen, unless the optimizer's state is not loaded and

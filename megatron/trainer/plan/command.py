@@ -1,10 +1,10 @@
-"""A training command without what a search chooses, and with it.
+"""A training command without the flags that a search chooses, and with them.
 
 Problem: a user describes a model by the flags of a training program, often those of a whole script. Some of them
-(degrees, microbatch, schedule, recompute) are what the search is for; others (data, paths) do not matter yet.
+(degrees, microbatch, schedule, recompute) are what the search chooses; others (data, paths) do not matter to it.
 
-Solution: a `Job` keeps the flags that stay, in their groups, and gives for every configuration the namespace that the
-program's own rules make of it, and their refusal. No torch in here.
+Solution: a `Job` keeps the remaining flags, in their groups. For every configuration it gives the namespace that the
+program's own rules make of the flags, or the reason why they refuse it. No torch in here.
 """
 
 import argparse
@@ -35,7 +35,7 @@ SOURCES = frozenset(destinations(Role.SOURCE))
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is trained, and how, whatever the configuration.
+    """What is trained, and how, for any configuration.
 
     Attributes:
         architecture: "gpt" or "bert".
@@ -113,12 +113,12 @@ class Job:
         return argparse.Namespace(**{**vars(self._whole), **values, "given": given})
 
     def arguments(self, configuration: Configuration) -> argparse.Namespace:
-        """What the program's rules make of a configuration. Raises ValueError where they refuse it. They know no ranks
-        that share sequences, so one of these stands for all."""
+        """What the program's rules make of a configuration. Raises ValueError where they refuse it. The rules know no
+        ranks that share sequences, so one such rank stands for all."""
         return self._checked(self.namespace(configuration), world_size=configuration.num_gpus // configuration.context)
 
     def refusal(self, configuration: Configuration) -> str | None:
-        """Why the program refuses a configuration: the first clause of what it says."""
+        """The first clause of the program's reason to refuse a configuration."""
         try:
             self.arguments(configuration)
         except ValueError as error:
@@ -134,7 +134,8 @@ class Job:
 
     @cached_property
     def software(self) -> from_flags.RunSoftware:
-        """What trains; where schedules split backwards, with the layers that the program takes for them."""
+        """The software that trains; for schedules that split backwards, with the layers that the program takes for
+        them."""
         asked = {name: getattr(self.priced, name) for name in ("gathers_keys", "dispatcher", "overlaps_experts")}
         whole = replace(from_flags.software(self._alone), **asked)
         if self._given.transformer_impl is not None or self._alone.transformer_impl == "local":
@@ -181,7 +182,7 @@ class Job:
         ]
 
     def gives(self, name: str) -> bool:
-        """Whether the user gave this destination."""
+        """Whether the user gave the flag of this destination."""
         return name in self._given.given
 
     def located_argv_of(self, group: str, folder: Path) -> dict[str, tuple[str, ...]]:
@@ -235,7 +236,7 @@ class Job:
 
     @cached_property
     def _whole(self) -> argparse.Namespace:
-        """The flags that stay, with what a run needs and the user has not said."""
+        """The remaining flags, with what a run requires and the user has not given."""
         return self._parsed([*self.argv, *self._stand_ins])
 
     @cached_property

@@ -1,6 +1,5 @@
-"""From checked flags to what the planner judges: its records, what a search prices and the trainer refuses (context
-parallelism and experts), and a run's programs, proved. Without torch, so that a search starts at once.
-"""
+"""From checked flags to the planner's records, to what a search prices and the trainer refuses (context parallelism and
+experts), and to the run's programs, proved. Without torch, so that a search starts at once."""
 
 from __future__ import annotations
 
@@ -63,14 +62,14 @@ class PricedFlags:
     experts: Mapping[str, object] | None = None
 
     def experts_of(self, ffn_hidden_size: int) -> Experts | None:
-        """The experts of a model with such an MLP. Raises ValueError."""
+        """The experts of a model with this MLP. Raises ValueError."""
         if self.experts is None:
             return None
         return Experts(**{"ffn_hidden_size": ffn_hidden_size, **self.experts})
 
 
 def read_priced(given: argparse.Namespace, flags: Sequence[tuple[Flag, tuple[str, ...]]]) -> PricedFlags:
-    """From parsed flags, and those of them that are priced with how they were written.
+    """The priced flags among the parsed ones, with how the user wrote them.
 
     Raises:
         ValueError: a value that is none, flags of experts without experts, or what has no price.
@@ -155,7 +154,7 @@ _MOST_LAYERS = 10_000
 
 
 def _evaluated(node: ast.AST) -> int | list:
-    """Of numbers, lists, sums of lists and lists times numbers."""
+    """The value of an expression of numbers, lists, sums of lists and lists times numbers."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.List):
@@ -301,7 +300,7 @@ class RunSoftware(Software):
 
 
 def software(args: argparse.Namespace) -> RunSoftware:
-    """What trains; `args` are resolved for their platform."""
+    """The software that trains; `args` are resolved for their platform."""
     setting, state = activation_setting(args), training_state(args)
     return RunSoftware(
         setting=setting,
@@ -330,7 +329,8 @@ def hosting_of(args: argparse.Namespace) -> Hosting | None:
 
 
 def prove(args: argparse.Namespace) -> tuple[CheckReport, Demand]:
-    """Build and prove what the run would execute; returns the report of its largest batches, and what all demand.
+    """Build and prove what the run would execute; returns the report of its largest batches, and the most that any
+    batch demands.
 
     The runtime executes segments of a stream, whose programs are proved as they are built: here every batch size of the
     run, from each to the next, and the evaluation. The largest size is proved for any number of batches besides.

@@ -70,7 +70,7 @@ _STAGE_OF_POSITION = {
 
 @dataclass
 class LoneStage:
-    """A stage, with what it is fed. `deferred_bytes`: what a microbatch keeps between I and W, once it is measured."""
+    """A stage with its constant inputs. `deferred_bytes`: what a microbatch keeps between I and W, once measured."""
 
     stage: MegatronStage
     update: Update
@@ -120,7 +120,7 @@ def build_lone_stage(
 
 
 def _fields(fields: tuple, position: StagePosition) -> tuple:
-    """Those that a stage at `position` reads; the job's only stage reads what is wanted by all."""
+    """The fields that a stage at `position` reads; the job's only stage reads those that all stages read."""
     here = {"all"} | ({"first"} if position in (StagePosition.ONLY, StagePosition.FIRST) else set())
     here |= {"last"} if position in (StagePosition.ONLY, StagePosition.LAST) else set()
     return tuple(dataclasses.replace(field, stages="all") for field in fields if field.stages in here)
@@ -185,7 +185,7 @@ _HALVES = ("backward_input", "backward_weight")
 def _run_batch(
     lone: LoneStage, batch: int, num_microbatches: int, now: Callable, *, split: bool = False
 ) -> list[tuple]:
-    """What was done, and the clock's marks before and after."""
+    """The steps of a batch, and the clock's marks before and after each."""
     marks = []
     stage, update = lone.stage, lone.update
     info = BatchInfo(batch, num_microbatches, num_microbatches)
@@ -334,7 +334,7 @@ def time_updates(
 
 
 def shapes_of_layer(model: Architecture) -> list[tuple[int, ...]]:
-    """Those of a layer's matrices, with fewer rows where they are very large, and of as many vectors."""
+    """The shapes of a layer's matrices, with fewer rows where they are very large, and of as many vectors."""
     h, wide = model.hidden_size, model.ffn_hidden_size * (2 if model.gated else 1)
     matrices = [(model.query_width + 2 * model.key_width, h), (h, model.query_width), (wide, h),
                 (h, model.ffn_hidden_size)]  # fmt: skip

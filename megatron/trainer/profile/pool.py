@@ -36,7 +36,7 @@ class MeasuringError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuringTask:
-    """What `num_jobs` jobs of `num_ranks` ranks each do at the same time.
+    """A task that `num_jobs` jobs of `num_ranks` ranks each run at the same time.
 
     `run` is called in each process with the arguments and `start`, which it has to call once, when it is ready.
     """
@@ -144,7 +144,8 @@ class Pool:
 
 
 def _environment(values: dict[str, str]) -> ExitStack:
-    """Sets variables, for processes that are started meanwhile; puts back what was."""
+    """A block with these environment variables, for processes that are started in it; afterwards the old values are
+    back."""
     stack = ExitStack()
     for name, value in values.items():
         before = os.environ.get(name)
@@ -187,7 +188,7 @@ def _told(error: BaseException) -> str:
 
 
 def _end_with_parent() -> None:
-    """A parent that is killed cannot end its processes; they would go on measuring for nobody."""
+    """End this process when its parent ends: a killed parent cannot end it, and it would measure for nobody."""
     multiprocessing.parent_process().join()
     os._exit(1)
 
@@ -218,7 +219,7 @@ def _do(task: MeasuringTask, rank: int, store_path: str, connection: Connection)
 
 
 def working_counts(num_ranks: int, processes: int, *, shares_processor: bool) -> Sequence[int]:
-    """How many processes are to work at once: one job alone, two, four ... as many as there is room for.
+    """The numbers of processes that work at once: one job alone, two, four ... up to the available room.
 
     Where processes have a device each, all at once, as in training.
     """

@@ -36,7 +36,7 @@ _WARMUP = 10  # iterations, at least
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """What to measure.
+    """The measurements that a user asked for.
 
     Attributes:
         architecture: "gpt" or "bert".
@@ -117,7 +117,7 @@ class Session:
         )
 
     def _blocks(self, shares_processor: bool) -> Iterator[tuple[StagePlan, int]]:
-        """Stages, and how many processes work on them at once."""
+        """The stages, and how many processes work on them at once."""
         few, many = self.layers
         places = [
             (StagePosition.MIDDLE, few),
@@ -172,7 +172,7 @@ class Session:
         return transfers, tuple(all_reduces)
 
     def _time_host(self, pool: Pool, description: dict) -> tuple[tuple[CopyTime, ...], tuple[HostUpdateTime, ...]]:
-        """What weights on the host need, with one process at it and with several."""
+        """Measure copies and updates of weights on the host, with one process and with several."""
         copies, updates = [], []
         plan = HostPlan(
             sizes=COPY_SIZES, model=description["model"], dtype=description["dtype"],

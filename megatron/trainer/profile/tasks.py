@@ -145,7 +145,7 @@ class HostPlan:
 
 
 def training_program(architecture: str) -> TrainingProgram:
-    """What the training program of an architecture trains with."""
+    """The training program of an architecture."""
     name = PROGRAMS[architecture][0].removesuffix(".py")
     return importlib.import_module(f"megatron.trainer.programs.{name}").program()
 
@@ -157,5 +157,5 @@ def prepare(args: argparse.Namespace, store: object | None) -> None:
 
     complete(args)
     if store is not None:
-        initialize.join(args, store)
+        initialize.join_process_group(args, store)
     initialize.set_up(args)

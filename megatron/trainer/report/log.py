@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where the run stood after a batch, beside the batch's report."""
+    """The position of the run after a batch, beside the batch's report."""
 
     iteration: int
     consumed_samples: int
@@ -84,12 +84,12 @@ class Interval:
 
 
 def _larger(before: Sequence[int], now: Sequence[int]) -> list[int]:
-    """Of each rank; before the first count there is nothing to compare with."""
+    """The larger count of each rank; before the first count there is nothing to compare."""
     return [max(pair) for pair in zip(before or now, now, strict=True)]
 
 
 def main_loss(losses: Mapping[str, float]) -> str:
-    """The name of the one that is trained, or leads what is."""
+    """The name of the loss that is trained, or of the first of several."""
     return next((name for name in (LOSS, CLASS_LOSS) if name in losses), LOSS)
 
 
@@ -144,7 +144,7 @@ def log_line(
 
 
 class Reporter:
-    """Turns reports into everything that a run writes. On all ranks but the last it writes nothing.
+    """Writes everything that a run reports. On all ranks but the last it writes nothing.
 
     Raises ValueError where the metrics file or TensorBoard's directory cannot be written for another reason than a full
     disk.
@@ -264,13 +264,13 @@ class Reporter:
         self._publish(values, progress.iteration)
 
     def _publish(self, values: Mapping[str, float], iteration: int) -> None:
-        """Give them to Weights & Biases."""
+        """Send the values to Weights & Biases."""
         if self._wandb is not None:
             with self._published.attempt():
                 self._wandb.log(values, step=iteration)
 
     def _show(self, scalars: Sequence[tuple[str, float, int]]) -> None:
-        """Give TensorBoard (name, value, iteration or samples). Its writer does not outlive a write that failed."""
+        """Give TensorBoard (name, value, iteration or samples). The writer is given up after a failed write."""
         if self._board is None:
             return
         with self._shown.attempt():
@@ -335,7 +335,7 @@ class Reporter:
 
 
 def _shape(arrangement: Arrangement) -> dict[str, int]:
-    """What of it is a number."""
+    """The numbers among an arrangement's parts."""
     return {
         "frozen_layers": arrangement.num_frozen,
         "pipeline_ranks": arrangement.pipeline,
@@ -390,7 +390,7 @@ def _weights_and_biases(args: argparse.Namespace):
 
 
 def configure_logging(level: int | None) -> None:
-    """Python's logging: warnings, or what `--logging-level` says."""
+    """Set Python's logging to warnings, or to `--logging-level`."""
     # megatron.core wants 1 wherever there is tensor parallelism, which hangs a job whose reductions run beside
     # computations (pipeline/check/queue_environment.py); docs/gpu.md says who may set it.
     warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS")

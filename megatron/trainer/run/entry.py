@@ -1,12 +1,12 @@
 """From a command line to a running job, and from any error to one clear end.
 
-Errors in the command line are found before torch is imported, printed by rank 0 only, and end every rank with status
-2. What ranks find when they start (a checkpoint that a node does not see) they tell each other before they form a
-group; rank 0 prints it once, with the ranks named, and all end with status 2. What all ranks find alike later (a
-missing file, a damaged checkpoint, a loss that is no number) is printed once too. Whatever else goes wrong on one rank
-is the failure guard's business: it ends all ranks with status 1 and names rank, stage and cause. All of these
-sentences go to the launcher, too, whose summary is the last on the screen. Ctrl-C ends a program that was started
-without a launcher with one line and status 130; torchrun gets it too, and prints a traceback of its own.
+Errors in the command line are found before torch is imported. Rank 0 prints them, and every rank ends with status 2.
+Ranks exchange the problems that they find at the start (such as a checkpoint that a node does not see) before they form
+a group; rank 0 prints them once, with the names of the ranks, and all end with status 2. An error that all ranks find
+alike later (a missing file, a damaged checkpoint, a loss that is not finite) is printed once too. Any other error on
+one rank is handled by the failure guard: it ends all ranks with status 1 and names rank, stage and cause. The launcher
+receives all of these sentences, since its summary is the last text on the screen. Ctrl-C ends a program that was
+started without a launcher with one line and status 130; torchrun receives Ctrl-C as well, and prints its own traceback.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def run(prog: str, program: Callable[[], TrainingProgram], *, defaults: dict | None = None) -> int:
-    """Parse the command line, install the device layer, train what `program()` says; returns the exit status."""
+    """Parse the command line, install the device layer, and train what `program()` returns; returns the exit status."""
     started = time.time()
     stop = StopSignal().install()
     try:
@@ -58,7 +58,7 @@ def run(prog: str, program: Callable[[], TrainingProgram], *, defaults: dict | N
 
 
 def start(prog: str, main: Callable[[], None], stop: StopSignal) -> int:
-    """Install the device layer and run `main`, whose command line is right; returns the exit status."""
+    """Install the device layer and run `main`, whose command line has been checked; returns the exit status."""
     try:
         _require_torch(f"{prog} trains with it")
     except ValueError as error:
@@ -83,7 +83,7 @@ def start(prog: str, main: Callable[[], None], stop: StopSignal) -> int:
 
 
 def _require_torch(why: str) -> None:
-    """Does not import it. Raises ValueError where it is not installed."""
+    """Raise ValueError where torch is not installed, without importing it."""
     if find_spec("torch") is None:
         raise ValueError(
             f"torch is not installed, and {why}; pip install '.[core]' (a CPU is enough), or price the job without it "

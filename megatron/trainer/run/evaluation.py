@@ -59,7 +59,7 @@ def _remedy(args: argparse.Namespace) -> str:
 
 
 def evaluation_samples(args: argparse.Namespace) -> int:
-    """Samples over all replicas that one evaluation takes."""
+    """The samples that one evaluation takes, over all replicas."""
     return args.eval_iters * _num_microbatches(args) * args.batch_sizes.samples_per_microbatch
 
 

@@ -119,7 +119,7 @@ class Loop:
             self.run.engine.stop_requests |= STOP
 
     def _batch(self) -> None:
-        """One batch's segment; its time counts for the batch, whose report may come later."""
+        """Run one batch as a segment; its time counts for the batch, whose report may come later."""
         run, sizes = self.run, self.args.batch_sizes
         if self.stop.received or self._time_is_up():
             run.engine.stop_requests |= STOP
@@ -211,7 +211,7 @@ class Loop:
         return ends
 
     def _decide(self, decide: Callable[[Run], None]) -> None:
-        """Ask what is to change; nothing, with a warning, where that fails."""
+        """Decide what changes; where the decision fails, log a warning and change nothing."""
         run = self.run
         self._finish_writing()
         try:
@@ -234,7 +234,7 @@ class Loop:
         return self.run.decisions is not None and self.run.decisions.wanted != self.args.arrangement
 
     def _change_arrangement(self) -> None:
-        """Go on as was decided; as before, with a warning, where that fails."""
+        """Change to the decided arrangement; where that fails, log a warning and stay in the present one."""
         run, decisions = self.run, self.run.decisions
         self._finish_writing()
         self.close_data()
@@ -253,7 +253,7 @@ class Loop:
         self._feed()
 
     def _finish_writing(self) -> None:
-        """Wait for a checkpoint that is written beside training: it needs the group over which ranks agree."""
+        """Wait for a checkpoint that is written beside training: its writing needs the group over which ranks agree."""
         if self.run.writer is not None:
             self.run.writer.finish()
 

@@ -233,14 +233,14 @@ def _join_job(args: argparse.Namespace, notes: Sequence[str] | None) -> tuple[Ra
         problem = str(error)
     try:
         rank, world_size, _ = initialize.environment_ranks()
-        store = initialize.meet()
+        store = initialize.rendezvous()
     except ValueError as error:
         raise OnThisRank(problem or str(error)) from error
     # Hosts load their programs at different speeds, however soon a transfer is to be given up later.
     timeout = max(timedelta(minutes=args.distributed_timeout_minutes), initialize.RENDEZVOUS_TIMEOUT)
     agree_to_start(store, rank=rank, world_size=world_size, problem=problem, timeout=timeout)
     assignment = assign_rank(args, store, rank=rank, world_size=world_size, timeout=timeout)
-    initialize.join(args, store)
+    initialize.join_process_group(args, store)
     return assignment, notes
 
 

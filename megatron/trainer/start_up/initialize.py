@@ -1,7 +1,8 @@
 """Start-up of a rank: machine, process groups, seeds.
 
-Ranks are found through torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT); between `meet`
-and `join` plan/rank_mapping.py may give them anew. A single process needs no launcher and opens no port.
+Ranks are found through torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT). Between
+`rendezvous` and `join_process_group` plan/rank_mapping.py may assign them anew. A single process needs no launcher and
+opens no port.
 """
 
 import argparse
@@ -45,7 +46,7 @@ def initialize(args: argparse.Namespace) -> None:
     """
     choose_device(args)
     if not torch.distributed.is_initialized():
-        join(args, meet())
+        join_process_group(args, rendezvous())
     set_up(args)
 
 
@@ -58,7 +59,7 @@ def choose_device(args: argparse.Namespace) -> None:
 
 
 def set_up(args: argparse.Namespace) -> None:
-    """megatron.core's process groups, timeouts, and random states. Collective.
+    """Make megatron.core's process groups, set timeouts, and seed the generators. Collective.
 
     Where the pipeline changes while it trains, `args` take over what a checkpoint says of it. Raises CheckpointError
     where they cannot.
@@ -73,7 +74,7 @@ def set_up(args: argparse.Namespace) -> None:
 
 
 def make_groups(args: argparse.Namespace) -> None:
-    """megatron.core's process groups. Collective.
+    """Make megatron.core's process groups. Collective.
 
     Several stages on a rank are not megatron.core's affair (`pipeline.runtime.stages.megatron.pipeline_position`).
     """
@@ -88,8 +89,8 @@ def make_groups(args: argparse.Namespace) -> None:
     )
 
 
-def meet() -> torch.distributed.Store:
-    """The store where the ranks of the job meet. Raises ValueError where there is none."""
+def rendezvous() -> torch.distributed.Store:
+    """The store through which the ranks of the job find each other. Raises ValueError where there is none."""
     _, world_size, _ = environment_ranks()
     if world_size == 1:
         return torch.distributed.HashStore()
@@ -107,7 +108,7 @@ def meet() -> torch.distributed.Store:
         ) from error
 
 
-def join(args: argparse.Namespace, store: torch.distributed.Store) -> None:
+def join_process_group(args: argparse.Namespace, store: torch.distributed.Store) -> None:
     """Become a rank of the job's process group. Collective."""
     rank, world_size, _ = environment_ranks()
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
@@ -127,8 +128,9 @@ def shut_down() -> None:
 
 @contextmanager
 def left_in_order() -> Iterator[None]:
-    """Leave the job after the block, however it ends: the threads of gloo's groups end with them. One that is still
-    there while the interpreter ends may abort the process (pytorch/pytorch#190489), and its exit status is lost."""
+    """Leave the job after the block, however the block ends, so that the threads of gloo's groups end. A thread that
+    still runs while the interpreter ends may abort the process (pytorch/pytorch#190489), and its exit status is lost.
+    """
     try:
         yield
     finally:

@@ -67,8 +67,8 @@ Update = MegatronWeightUpdate | MegatronRelayUpdate | MegatronFrozenUpdate
 
 @dataclass(frozen=True, kw_only=True)
 class ModelAndOptimizer(RunParts):
-    """What one rank has built: what has state, and the stages that compute with it. `memory`: of its activations, where
-    they are counted or moved. `deferred_bytes`: what the engine counts between I and W."""
+    """What one rank has built: model, optimizer and update, and the stages that compute with them. `memory`: the store
+    of activations, where they are counted or moved. `deferred_bytes`: what the engine counts between I and W."""
 
     schedule: PipelineSchedule
     chunks: list[torch.nn.Module]
@@ -159,7 +159,7 @@ def setup_model_and_optimizer(
 
 
 def model_config(args: argparse.Namespace) -> TransformerConfig:
-    """The model's configuration, as of the pipeline that the flags ask for: they may say how that is cut."""
+    """The model's configuration for the pipeline that the flags ask for: the flags may say how the model is cut."""
     if args.arrangement is None:
         return core_config.transformer_config(args)
     first = {"pipeline_model_parallel_size": args.first_arrangement.pipeline}
@@ -179,7 +179,7 @@ def _make_update(
     stages: Sequence[int],
     **options: object,
 ) -> Update:
-    """The update of the chunks that are trained, for where the schedule has the weights."""
+    """The update of the trained chunks, for the place where the schedule keeps the weights."""
     schedule = args.schedule
     if schedule.residency is not None:
         return MegatronRelayUpdate(
@@ -299,7 +299,7 @@ OWN = {"lamb": Lamb}
 def build_optimizer(
     args: argparse.Namespace, chunks: Sequence[torch.nn.Module], *, on_host: bool = False
 ) -> MegatronOptimizer:
-    """The optimizer of `args` for a rank's chunks. `on_host`: their weights lie there, and steps are made there."""
+    """The optimizer of `args` for a rank's chunks. `on_host`: weights lie on the host, and steps are made there."""
     wanted = core_config.optimizer_config(args)
     own = OWN.get(wanted.optimizer)
     if own is not None:
@@ -314,7 +314,7 @@ def build_optimizer(
 
 
 def _in_place_of(adam: torch.optim.Optimizer, own: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
-    """An optimizer of the groups of `adam`, without what says only how Adam computes."""
+    """An optimizer of `adam`'s groups, without the settings that say only how Adam computes."""
     assert not adam.state, "an optimizer that has stepped cannot be replaced"
     made = own(adam.param_groups)
     for group in made.param_groups:
@@ -330,7 +330,8 @@ _WITH_KERNELS = (torch.optim.Adam, torch.optim.SGD)  # and AdamW, which is an Ad
 
 
 def choose_kernel(optimizer: MegatronOptimizer, kernel: str) -> None:
-    """Have `optimizer` step with a kernel of `KERNELS`. What is not torch's (Apex, Transformer Engine) has one only."""
+    """Set the kernel, one of `KERNELS`, that `optimizer` steps with. Optimizers that are not torch's (Apex, Transformer
+    Engine) have only one."""
     for each in getattr(optimizer, "chained_optimizers", [optimizer]):
         inner = getattr(each, "optimizer", None)
         if isinstance(inner, _WITH_KERNELS):

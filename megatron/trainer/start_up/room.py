@@ -79,7 +79,7 @@ def _own_need(args: argparse.Namespace, hosting: Hosting, layers: Sequence[int])
 
 
 def shortage(needs: Sequence[Need]) -> str | None:
-    """What to tell where a host has too little for its ranks; the one that lacks most."""
+    """The error for the host that lacks most memory for its ranks; None where all have enough."""
     lacking = []
     for host in dict.fromkeys(each.host for each in needs):
         own = [each for each in needs if each.host == host]

@@ -1,4 +1,4 @@
-"""Everything of a run on one rank, as one record."""
+"""The record of a run on one rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Run:
-    """Everything of a run on one rank, and where it stands (`position` counts over the whole run)."""
+    """The parts of a run on one rank, and its position (`position` counts over the whole run)."""
 
     args: argparse.Namespace
     program: TrainingProgram

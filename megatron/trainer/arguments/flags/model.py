@@ -1,6 +1,5 @@
-"""Flags that give the shape of the network, and those of single programs: of `pretrain_bert.py`, one of them of
-`finetune_bert.py`, too, and of `pretrain_vision_classify.py` and `finetune_bert.py`.
-"""
+"""Flags that give the shape of the network, and flags of single programs: BERTs, and models that classify texts or
+images."""
 
 from megatron.trainer.arguments.flags.specification import Group, Role, integer, negation, number, option, switch
 

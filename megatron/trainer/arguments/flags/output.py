@@ -1,4 +1,4 @@
-"""Flags of checkpoints, of everything that a run reports, and of a dry run: everything short of the cluster."""
+"""Flags of checkpoints, of what a run reports, and of a dry run."""
 
 from megatron.trainer.arguments.flags.specification import Group, Role, integer, negation, number, option, switch
 

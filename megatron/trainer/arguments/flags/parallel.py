@@ -1,4 +1,4 @@
-"""Flags that place the model on ranks, and the pipeline's own."""
+"""Flags that place the model on ranks, and flags of the pipeline."""
 
 from megatron.pipeline.program.lane_order import DEVICE, HOST
 from megatron.pipeline.schedules import PRESETS

@@ -1,10 +1,10 @@
-"""From the flag records to an argparse parser whose errors are one sentence.
+"""An argparse parser made from the flag records, whose errors are one sentence.
 
-A hint at the flag that was meant is given where a word is a slip of the pen. Similar letters are no similar meaning:
-the flag nearest to one of another program (`--data-impl`) is some other flag (`--data-path`), and a hint that names it
-sends the user astray. So a hint needs the same flag with a slip: other separators or capitals, a letter or two, or one
-word left out after the first. Of flags that are as near, one that works goes before one that is refused, and one that
-begins alike before others; where two are left, none is named.
+An error names the flag that was meant if the word is a misspelling of it. Similar letters do not make a similar
+meaning: the flag nearest to one of another program (`--data-impl`) is an unrelated flag (`--data-path`), and a hint
+that names it would mislead the user. So a hint requires the same flag with a slip: other separators or capitals, a
+wrong letter or two, or one word left out after the first. Of flags that are equally near, a flag that works goes before
+a refused one, and one with the same beginning before others; where two are left, none is named.
 """
 
 import argparse
@@ -58,7 +58,7 @@ class _FlagParser(FlagFileParser):
 
 
 def _sentence(mistake: str) -> str:
-    """argparse names a flag with all its aliases."""
+    """argparse's error in one sentence that names the flag as the user wrote it: argparse names all aliases."""
     return re.sub(r"^(--[\w-]+)(/--[\w-]+)+", r"\1", mistake.removeprefix("argument "))
 
 
@@ -108,7 +108,7 @@ def build_parser(prog: str = "pretrain_gpt.py", groups: Sequence[Group] = GROUPS
 
 @cache
 def _shared_parser(prog: str) -> FlagFileParser:
-    """A search parses thousands of command lines."""
+    """The parser, made once: a search parses thousands of command lines."""
     return build_parser(prog)
 
 
@@ -129,9 +129,9 @@ def fill_defaults(
 
 
 def refuse(namespace: argparse.Namespace, groups: Sequence[Group], accepts: Role = Role.NONE) -> None:
-    """Raise ValueError for what is wrong with single flags (`unknown`, of `parse_known`) and for the refused flags that
-    were given with a value that asks for something, all in one message; drop the refused ones. Those that have the role
-    `accepts` stay."""
+    """Raise ValueError, in one message, for what is wrong with single flags (`unknown`, of `parse_known`) and for
+    refused flags whose value asks for something. Refused flags are dropped from `args`, but for those whose role is in
+    `accepts`."""
     reasons = list(namespace.unknown)
     del namespace.unknown
     for group in groups:
@@ -154,8 +154,8 @@ def shown(flag: Flag, value: object) -> str:
 
 
 def parse_known(parser: FlagFileParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse all of `argv`. The namespace's `unknown` holds a sentence for each value that is none, for each flag that
-    is not known, with the known one that it is a slip of, and for a value without a flag."""
+    """Parse all of `argv`. The namespace's `unknown` holds a sentence for each invalid value, for each unknown flag
+    (with the known flag that it misspells), and for each value without a flag."""
     namespace, extra, mistakes = parser.parse_all(argv)
     names = list(dict.fromkeys(word.split("=")[0] for word in extra if word.startswith("--")))
     if extra and not names:
@@ -226,8 +226,9 @@ def _plain(name: str) -> str:
 
 
 def _lacks_a_word(typed: str, flag: str) -> bool:
-    """`pipeline-parallel-size` for `pipeline-model-parallel-size`. A flag that begins with another word says another
-    thing (`max-position-embeddings`), and so does one with a word that turns the meaning round."""
+    """Whether a name is a flag with one word left out, as `pipeline-parallel-size` for `pipeline-model-parallel-size`.
+    A different first word makes another flag (`max-position-embeddings`), and so does a missing word that reverses the
+    meaning."""
     words, there = typed.split("-"), flag.split("-")
     if len(words) < 2 or len(there) != len(words) + 1:
         return False
@@ -236,7 +237,7 @@ def _lacks_a_word(typed: str, flag: str) -> bool:
 
 
 def _distance(one: str, other: str, most: int) -> int:
-    """Letters to insert, leave out, replace, or swap with the next; above `most` only that it is more."""
+    """Letters to insert, leave out, replace, or swap with the next one; a distance above `most` is not exact."""
     if abs(len(one) - len(other)) > most:
         return most + 1
     before, row = [], list(range(len(other) + 1))

@@ -1,6 +1,5 @@
-"""Flags of Megatron-LM that do nothing here. Those that would change the training are refused by name, each with what
-to do instead; those that change neither the training nor what it leaves behind are accepted, and said once.
-"""
+"""Flags of Megatron-LM that do nothing here. A flag that would change the training is refused by name, with what to do
+instead; a flag that changes neither the training nor its outputs is accepted and noted once."""
 
 from megatron.trainer.arguments.flags.specification import Flag, Group, Role, ignored, integer, number, refused
 

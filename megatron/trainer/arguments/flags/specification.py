@@ -20,7 +20,7 @@ _PATHS = ("DIR", "FILE", "PATH", "PREFIX")
 
 
 class Role(enum.Flag):
-    """What a flag is to those that know no single flags.
+    """What code that treats flags in groups knows of a flag.
 
     CONFIGURATION: a configuration of a search decides it, or it only fits one.
     PREDICTION: how 2bw predicts its weights, which a search leaves as the user has it.
@@ -74,7 +74,7 @@ class Flag:
 
 @dataclass(frozen=True)
 class Group:
-    """Flags that belong together, in the order in which `--help` shows them. `roles`: of all that name none."""
+    """Flags that belong together, in the order in which `--help` shows them. `roles`: of every flag that names none."""
 
     title: str
     description: str
@@ -172,7 +172,7 @@ def ignored(
     choices: Collection[str] | None = None,
     neutral: tuple[Any, ...] = (),
 ) -> Flag:
-    """A flag of Megatron-LM that is accepted and then said to have no effect, with `reason`.
+    """A flag of Megatron-LM that is accepted and then reported as without effect, with `reason`.
 
     `takes` is 0 for a switch, None for one value. A value in `neutral` is not worth a word.
     """

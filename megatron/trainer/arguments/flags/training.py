@@ -1,4 +1,4 @@
-"""Flags of the training run: batches, length, regularization, recompute, learning rate, and what freezes on the way."""
+"""Flags of the training run: batches, length, regularization, recompute, learning rate, and freezing."""
 
 from megatron.elastic.freeze_rule import RULES
 from megatron.trainer.arguments.flags.specification import Group, Role, integer, negation, number, option, switch

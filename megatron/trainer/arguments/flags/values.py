@@ -1,25 +1,28 @@
-"""What several flags say together: batch sizes, the layout of layers, the pipeline's schedule, the vocabulary. No
-torch.
+"""Values that several flags give together: batch sizes, the layout of layers, the pipeline's schedule, the vocabulary.
+No torch.
 
-How many samples the next batch has: constant, growing (`--rampup-batch-size`), or by a list of steps
-(`--step-batch-size-schedule`).
-
-The arithmetic is Megatron's: over RAMPUP samples the batch grows from START to the global batch size in equal steps of
-INCREMENT samples, each held for the same number of samples; or each step holds from its number of tokens on. A pure
-function of the consumed samples, so that a resumed run goes on where it stopped. No torch in here.
+The size of the next batch is constant, growing (`--rampup-batch-size`), or from a list of steps
+(`--step-batch-size-schedule`). The arithmetic is Megatron's: over RAMPUP samples the batch grows from START to the
+global batch size in equal steps of INCREMENT samples, each held for the same number of samples; or each step holds from
+its number of tokens on. The size is a pure function of the consumed samples, so a resumed run continues where it
+stopped.
 """
+
+from __future__ import annotations
 
 import argparse
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from megatron.core.transformer.enums import LayerType
-from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.pipeline.program.edges import stages_of
 from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.pipeline.schedules import PLACEMENTS, PRESETS
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 # --- batch sizes ------------------------------------------------------------------------------------------------------
 
@@ -123,7 +126,7 @@ class BatchSizes:
                 self._check(size)
 
     def sizes_of_the_past(self) -> list[int]:
-        """Sizes of steps that do not divide, so that they have to be over when the run begins."""
+        """Sizes of steps that do not divide; such steps must be over when the run begins."""
         return list(dict.fromkeys(size for _, size in self.steps if not self._divides(size)))
 
     def all_sizes(self) -> list[int]:
@@ -203,6 +206,9 @@ def parse_layout(
         ValueError: a letter that it does not know, a number of stages that the ranks do not divide, or not exactly
             the embedding at the beginning, `num_layers` layers and the loss at the end; a rank with nothing at all.
     """
+    from megatron.core.transformer.enums import LayerType  # imports torch
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
     try:
         layout = PipelineParallelLayerLayout(text, num_ranks)
         layout.validate_layer_layout(num_layers=num_layers, mtp_num_layers=None)
@@ -259,7 +265,7 @@ class PipelineChoice:
 
 
 def choice_of(args: argparse.Namespace) -> PipelineChoice:
-    """The choice of `args`, of whose program file `program` is the schedule, or None."""
+    """The pipeline that `args` ask for; `program`: the schedule of their program file, or None."""
     schedule = args.program
     if schedule is None:
         preset = PRESETS[args.pipeline_schedule]
@@ -295,16 +301,16 @@ _OF_ONE_MODEL = {"Llama2Tokenizer": ("Llama 2's", 32000)}
 
 
 def usual_vocabulary(args: argparse.Namespace) -> tuple[str, int]:
-    """Whose vocabulary is taken where neither tokenizer nor --vocab-size can be asked, and its size."""
+    """The name and size of the vocabulary that is assumed where neither a tokenizer nor --vocab-size gives one."""
     return _OF_ONE_MODEL.get(args.tokenizer_type, USUAL[args.architecture])
 
 
 def assumed_vocabulary(args: argparse.Namespace) -> int:
-    """Token ids without asking a tokenizer: those of --vocab-size, or of the usual one."""
+    """The number of token ids without a tokenizer: that of --vocab-size, or of the usual vocabulary."""
     return (args.vocab_size or usual_vocabulary(args)[1]) + args.vocab_extra_ids
 
 
 def padded_vocabulary(args: argparse.Namespace, size: int) -> int:
-    """`size` up to a multiple of --make-vocab-size-divisible-by x tensor parallel size."""
+    """`size` rounded up to a multiple of --make-vocab-size-divisible-by x tensor parallel size."""
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     return -(-size // multiple) * multiple

@@ -8,7 +8,7 @@ from megatron.trainer.files.indexed_files import notes_on_weights
 
 
 def data(args: argparse.Namespace) -> list[str]:
-    """Notes prefixes that a weight leaves out."""
+    """Check the flags of the data; returns notes on prefixes that get a weight of 0."""
     if args.dataloader_type != "single":
         raise ValueError(
             f"--dataloader-type {args.dataloader_type} is not supported; use single, the dataset shuffles already"
@@ -54,7 +54,7 @@ def split_shares(text: str) -> tuple[float, ...]:
 
 
 def text(args: argparse.Namespace) -> None:
-    """Programs that read text have a tokenizer."""
+    """Require a tokenizer of programs that read text."""
     if args.architecture != "vit":
         tokenizer(args)
 

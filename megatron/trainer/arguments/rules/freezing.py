@@ -17,7 +17,7 @@ _OF_BOTH = ("freeze_interval", "freeze_start", "freeze_training", "elastic_pipel
 
 
 def flags(args: argparse.Namespace) -> None:
-    """The flags fit together.
+    """Check that the flags of freezing fit together.
 
     Fills `changes`: whether the pipeline may change while it trains; `arrangement`, and `frozen_stages`: the pipeline's
     once it has changed, None until then; `elastic_schedule` and `elastic_micro_batch_size`: numbers.
@@ -62,7 +62,7 @@ def flags(args: argparse.Namespace) -> None:
 
 
 def _without_effect(args: argparse.Namespace) -> None:
-    """Raises ValueError for a flag that nothing would read."""
+    """Raise ValueError for a flag that nothing would read."""
     if args.freeze_schedule is not None and args.freeze_rule == "gradients":
         raise ValueError(
             f"--freeze-schedule {args.freeze_schedule} has no say with --freeze-rule gradients; leave one of them out"
@@ -78,7 +78,7 @@ def _without_effect(args: argparse.Namespace) -> None:
 
 
 def _cache(args: argparse.Namespace) -> None:
-    """What cannot be cached."""
+    """Refuse what an activation cache cannot hold."""
     if args.architecture not in CLASSIFIERS:
         raise ValueError(
             f"--activation-cache {args.activation_cache}: the samples of this program do not come again (an index of "
@@ -121,7 +121,7 @@ def _micro_batch_sizes(args: argparse.Namespace) -> tuple[int, ...]:
 
 
 def _grows(args: argparse.Namespace) -> None:
-    """What a batch that grows needs."""
+    """Check what a growing batch requires."""
     if args.train_samples is None:
         raise ValueError(
             "--elastic-batch grow changes how many iterations a run has; say its end with --train-samples, not "
@@ -135,7 +135,7 @@ def _grows(args: argparse.Namespace) -> None:
 
 
 def _embeddings_and_weights(args: argparse.Namespace, asked: str) -> None:
-    """What cannot be combined, in the words of its flags."""
+    """Refuse what cannot be combined with freezing, in the words of its flags."""
     preset = choice_of(args)
     name = preset.flag
     v = args.virtual_pipeline_model_parallel_size
@@ -171,8 +171,8 @@ def make_rule(args: argparse.Namespace) -> FreezeRule:
 
 
 def schedules(args: argparse.Namespace) -> None:
-    """Wherever the frozen prefix ends, the schedule accepts every batch size of the run; and so many ranks and so large
-    microbatches as are listed divide each batch."""
+    """Check that the schedule accepts every batch size of the run wherever the frozen prefix ends, and that the listed
+    numbers of ranks and microbatch sizes divide each batch."""
     if args.elastic_pipeline and args.decrease_batch_size_if_needed:
         raise ValueError(
             "--elastic-pipeline: --decrease-batch-size-if-needed would let the batch shrink with the pipeline; leave "
@@ -191,7 +191,7 @@ def schedules(args: argparse.Namespace) -> None:
 
 
 def intervals(args: argparse.Namespace) -> list[str]:
-    """Notes a run that ends before anything can change."""
+    """Returns a note on a run that ends before anything can change."""
     if not args.changes or args.skip_train:
         return []
     first = args.freeze_start + args.freeze_interval
@@ -205,7 +205,7 @@ def intervals(args: argparse.Namespace) -> list[str]:
 
 
 def of_interval(numbers: tuple[int, ...], interval: int) -> int:
-    """The number of a list for the interval 1, 2, ...; the last stays."""
+    """The number that a list gives for interval 1, 2, ...; the last one holds from there on."""
     return numbers[min(interval, len(numbers)) - 1]
 
 

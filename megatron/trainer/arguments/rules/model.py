@@ -61,7 +61,7 @@ def heads(args: argparse.Namespace) -> None:
 
 
 def _groups_over_ranks(groups: int, channels: int, t: int) -> None:
-    """Ranks have several groups each, or several ranks compute one together and exchange what is of it."""
+    """Check that ranks have several query groups each, or that a whole number of ranks shares a group."""
     if groups % t and t % groups:
         raise ValueError(
             f"neither of --num-query-groups {groups} and --tensor-model-parallel-size {t} divides the other, so groups "

@@ -1,6 +1,7 @@
-"""Rules of single programs: which flag belongs to which, and what a BERT and a model that tells classes ask for.
+"""Rules of single programs: which flags belong to which program, and what a BERT and a classifier require.
 
-`args.architecture` is "gpt", "bert", "vit" or "bert-classify". What only another one has is refused by name.
+`args.architecture` is "gpt", "bert", "vit" or "bert-classify". A flag that only another architecture has is refused by
+name.
 """
 
 import argparse
@@ -31,7 +32,7 @@ ONLY_OF = {
 
 
 def owners(args: argparse.Namespace) -> None:
-    """Flags fit the architecture of the program."""
+    """Check that flags belong to the architecture of the program."""
     for group, _, programs in _OWNERS:
         for each in group.flags:
             if each.dest in args.given and args.architecture not in ONLY_OF[each.dest]:
@@ -74,7 +75,7 @@ _REFUSALS: _Refusals = {
 
 
 def bert(args: argparse.Namespace) -> None:
-    """Flags fit a BERT and its samples."""
+    """Check that flags fit a BERT and its samples."""
     if args.architecture != "bert":
         return
     _refuse_values(args, _REFUSALS)
@@ -137,7 +138,7 @@ def image_shape(args: argparse.Namespace) -> list[str]:
 
 
 def classifier(args: argparse.Namespace) -> None:
-    """Flags fit a program that tells classes. Its model has no output layer, so nothing is tied."""
+    """Check that flags fit a classifier. Its model has no output layer, so no weights are tied."""
     if args.architecture not in CLASSIFIERS:
         return
     _refuse_values(args, _REFUSALS_OF_CLASSIFIERS)
@@ -165,8 +166,7 @@ def data_paths(args: argparse.Namespace) -> dict[str, list[str]]:
 
 
 def sources(args: argparse.Namespace) -> None:
-    """The data are named once, and those of a classifier of texts say which classes there are: fills `class_names`,
-    and `num_classes`."""
+    """Check that the data are named once. Fills `class_names` and `num_classes` from a text classifier's data."""
     if args.architecture not in CLASSIFIERS:
         return
     per_split = [flag(f"{name}_data_path") for name in _SPLITS if getattr(args, f"{name}_data_path")]
@@ -210,8 +210,8 @@ def num_samples(args: argparse.Namespace, split: str) -> int:
 
 
 def evaluations(args: argparse.Namespace) -> None:
-    """Without --eval-iters an evaluation takes all samples once; with --epochs there is one behind each epoch, unless
-    --eval-interval says another."""
+    """Without --eval-iters an evaluation takes all samples once; with --epochs one follows each epoch, unless
+    --eval-interval is given."""
     if args.architecture not in CLASSIFIERS:
         return
     if "eval_iters" not in args.given:

@@ -15,7 +15,8 @@ _YEAR = 365 * 24 * 60  # minutes
 
 
 def flag(name: str) -> str:
-    """`num_layers` as the user wrote it: `--num-layers`; what begins with a digit has `pipeline_` before it."""
+    """`num_layers` as the user wrote it: `--num-layers`. A flag that begins with a digit has `pipeline_` before its
+    name."""
     short = name.removeprefix("pipeline_")
     return "--" + (short if short[0].isdigit() else name).replace("_", "-")
 
@@ -144,7 +145,7 @@ RANGES = (
 
 
 def ranges(args: argparse.Namespace) -> None:
-    """Every number is in its range."""
+    """Check that every number is in its range."""
     for allowed in RANGES:
         for name in allowed.names:
             given = getattr(args, name)

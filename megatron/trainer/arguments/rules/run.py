@@ -18,8 +18,7 @@ from megatron.trainer.arguments.rules.schedule import relay, residency_of
 
 
 def _whole_tensors(args: argparse.Namespace) -> None:
-    """What steps in shards: Adam. LAMB's step of a tensor is as long as the norm of its weights says, so it needs the
-    tensor whole."""
+    """Refuse shards for optimizers but Adam. The length of LAMB's step depends on the norm of the whole tensor."""
     if args.optimizer == "sgd" and args.use_distributed_optimizer:
         raise ValueError(
             "--use-distributed-optimizer does not go with --optimizer sgd: megatron.core shards the state of Adam "
@@ -54,7 +53,7 @@ _PATHS = ("save", "load", "pretrained_checkpoint", "pipeline_timeline", "metrics
 
 
 def paths(args: argparse.Namespace) -> None:
-    """An empty path (of a shell variable that is not set) neither names a place nor leaves the flag out."""
+    """Refuse an empty path (of an unset shell variable): it names no place, and does not leave the flag out."""
     for name in _PATHS:
         if getattr(args, name) == "":
             raise ValueError(f"--{name.replace('_', '-')} is empty; name a path or leave the flag out")
@@ -100,7 +99,7 @@ def batches(args: argparse.Namespace) -> list[str]:
 
 
 def _iterations_of_epochs(args: argparse.Namespace) -> int:
-    """Batches until every sample was in the last epoch; the last batch is filled up."""
+    """The number of batches until the last epoch has taken every sample; the last batch is filled up."""
     num_samples = args.epochs * num_classified(args, "train")
     whole = args.batch_sizes.iterations_for(num_samples)
     return whole + (args.batch_sizes.samples_after(whole) < num_samples)
@@ -126,9 +125,8 @@ def _batch_size_steps(args: argparse.Namespace) -> tuple[tuple[int, int], ...]:
 
 @lru_cache(maxsize=64)
 def _interleaves_batches(schedule: Schedule | ProgramSchedule, num_microbatches: int) -> bool:
-    """Whether a backward of a batch comes after one of a later batch. Of a known order, with as few microbatches
-    as show it, since a search asks of thousands.
-    """
+    """Whether a backward of a batch comes after a backward of a later batch. A known order is asked with the fewest
+    microbatches that show it, since a search asks thousands of times."""
     sizes: tuple[int, ...] = ()
     if isinstance(schedule, Schedule):
         schedule = replace(schedule, balance=False)
@@ -139,7 +137,8 @@ def _interleaves_batches(schedule: Schedule | ProgramSchedule, num_microbatches:
 
 
 def schedule(args: argparse.Namespace) -> list[str]:
-    """The schedule accepts every batch size of the run. Fills `schedule` (a `Schedule`) and `moves_activations`."""
+    """Check that the schedule accepts every batch size of the run. Fills `schedule` (a `Schedule`) and
+    `moves_activations`."""
     if args.program is None:
         _stages_of_ranks(args)
     weights = choice_of(args).policy
@@ -165,9 +164,8 @@ def schedule(args: argparse.Namespace) -> list[str]:
 
 
 def _stages_of_ranks(args: argparse.Namespace) -> None:
-    """Order and number of stages on a rank fit together. Several, and no schedule named, ask for `interleaved`, as in
-    Megatron-LM.
-    """
+    """Check that the order fits the number of stages on a rank. Several stages without a named schedule select
+    `interleaved`, as in Megatron-LM."""
     v, group = args.virtual_pipeline_model_parallel_size, args.microbatch_group_size_per_virtual_pipeline_stage
     if v is not None and "pipeline_schedule" not in args.given:
         args.pipeline_schedule = "interleaved"
@@ -191,8 +189,8 @@ def _stages_of_ranks(args: argparse.Namespace) -> None:
 
 
 def settle_schedule(args: argparse.Namespace) -> None:
-    """Fill `schedule`, behind the stages that are frozen by now, and whether it `moves_activations`. Raises ValueError
-    where it does not run a batch size of the run."""
+    """Fill `schedule`, for the layers that are frozen now, and whether it `moves_activations`. Raises ValueError where
+    the schedule does not accept a batch size of the run."""
     sizes = set(args.batch_sizes.all_num_microbatches())
     args.schedule = _schedule_of_flags(args) if args.frozen_stages is None else behind_frozen(args, args.frozen_stages)
     for num_microbatches in sorted(sizes):
@@ -241,7 +239,7 @@ def behind_frozen(args: argparse.Namespace, stages: Stages) -> Schedule:
 
 
 def _predictions(args: argparse.Namespace, weights: WeightPolicy) -> None:
-    """What predicted weights need, and what they cannot do together with."""
+    """Check what predicted weights require, and what they exclude."""
     require_predictions(args, weights, choice_of(args).name)
     mode = args.pipeline_2bw_provisional
     if mode != "off" and args.pipeline_2bw_single_gradient_buffer:
@@ -252,7 +250,7 @@ def _predictions(args: argparse.Namespace, weights: WeightPolicy) -> None:
 
 
 def _updates_alone(args: argparse.Namespace) -> None:
-    """What stages that update apart cannot do together."""
+    """Refuse what stages that update independently exclude."""
     if args.clip_grad > 0:
         raise ValueError(
             f"{choice_of(args).flag} updates each stage by itself, so there is no global norm to "

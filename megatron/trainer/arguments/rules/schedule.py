@@ -1,7 +1,5 @@
-"""Rules of schedules that bring their own: `--pipeline-program`, whose file is read, and what disagrees with the other
-flags is refused; and weights that live on the host (`--pipeline-schedule l2l`): how, and what does not go together with
-it.
-"""
+"""Rules of `--pipeline-program`, whose file is read and must agree with the other flags, and of weights that live on
+the host (`--pipeline-schedule l2l`): how they do, and what they exclude."""
 
 import argparse
 
@@ -101,7 +99,7 @@ def _require_ranks(args: argparse.Namespace, schedule: ProgramSchedule, named: s
 
 
 def _notes(args: argparse.Namespace, schedule: ProgramSchedule) -> list[str]:
-    """How the rows go on, which the user may have meant otherwise."""
+    """Notes on how the rows of a program continue, which the user may have meant otherwise."""
     fill, period = schedule.repetition.num_fill, schedule.repetition.num_period
     which = "all batches" if period == 1 else f"every {period} batches"
     behind = f" behind the first{f' {fill}' if fill > 1 else ''}" if fill else ""
@@ -116,7 +114,7 @@ RULES = (pipeline_program,)
 
 
 def residency_of(args: argparse.Namespace) -> Residency | None:
-    """Where the weights live that `args` ask for; None: on the device."""
+    """How the weights live on the host, as `args` ask; None where they live on the device."""
     if choice_of(args).residency is None:
         return None
     update = args.l2l_update
@@ -126,7 +124,7 @@ def residency_of(args: argparse.Namespace) -> Residency | None:
 
 
 def relay(args: argparse.Namespace) -> None:
-    """What the relay cannot do together, and its flags without it."""
+    """Refuse what the relay excludes, and its flags where there is no relay."""
     schedule = choice_of(args).flag
     if choice_of(args).residency is None:
         for name in ("l2l_update", "l2l_resident_stages", "l2l_stash", "l2l_fetch"):

@@ -1,4 +1,4 @@
-"""Rules about the cut of the layers into stages: how many stages a rank has, and how many layers each of them."""
+"""Rules about the cut of the layers into stages: how many stages a rank has, and how many layers each stage has."""
 
 import argparse
 
@@ -115,7 +115,7 @@ def num_stages(args: argparse.Namespace) -> int:
 
 
 def layers(args: argparse.Namespace) -> None:
-    """megatron.core's split of the layers over ranks, and of a rank's layers over its stages, comes out even."""
+    """Check that megatron.core's split of the layers over ranks, and of a rank's layers over its stages, is even."""
     first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
     sets_ends = first is not None or last is not None
     accounts = args.account_for_embedding_in_pipeline_split or args.account_for_loss_in_pipeline_split
@@ -166,7 +166,7 @@ def _equal_ranks(args: argparse.Namespace) -> None:
 
 
 def _counted_layers(args: argparse.Namespace) -> int:
-    """Layers, with what counts as one."""
+    """The number of layers, with the embedding and the loss where they count as layers."""
     return args.num_layers + args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
 
 
@@ -180,8 +180,8 @@ def _check_virtual(args: argparse.Namespace, count: int | None, where: str) -> N
 
 
 def recomputed_chunks(args: argparse.Namespace) -> None:
-    """megatron.core recomputes a stage in chunks of equal numbers of layers, and looks for layers that a last, shorter
-    chunk does not have."""
+    """Check that the chunks that megatron.core recomputes divide a stage: it takes every chunk as equally long, and
+    would look for layers that a shorter last chunk does not have."""
     if args.recompute_method != "uniform" or args.recompute_num_layers == 1:
         return
     size = args.recompute_num_layers

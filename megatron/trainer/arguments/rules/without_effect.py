@@ -1,12 +1,11 @@
 """Flags whose effect depends on other flags: where they have none, the run says so.
 
-Problem: a flag that asks for something, beside others under which nothing comes of it, is taken without a word by
-Megatron-LM, and the user believes in numbers, or waits for files, that there are not.
+Problem: Megatron-LM silently accepts a flag that has no effect beside the other flags, and the user relies on numbers
+or files that do not exist.
 
-Solution: one table of conditions. Where Megatron-LM takes the flag too, and computes the same, it is a note; what
-would compute other numbers than asked for is refused by other rules. A flag that says what holds without it, by its
-default or by asking for less (`--no-rope-fusion` without rope), is not worth a word. The table is a part of
-docs/flags.md.
+Solution: one table of conditions. Where Megatron-LM accepts the flag too and computes the same, the run writes a note;
+what would compute other numbers than asked for is refused by other rules. A flag that says what holds without it, by
+its default or by asking for less (`--no-rope-fusion` without rope), is not noted. The table is a part of docs/flags.md.
 """
 
 import argparse
@@ -18,7 +17,7 @@ from megatron.trainer.arguments.flags.parser import FLAGS, shown
 
 @dataclass(frozen=True)
 class Idle:
-    """`names`: destinations of flags that have no effect where `holds` of the arguments; `reason`: which words."""
+    """`names`: destinations of flags that have no effect where `holds` of the arguments; `reason`: when that is so."""
 
     names: str
     holds: Callable[[argparse.Namespace], bool]
@@ -26,7 +25,7 @@ class Idle:
 
 
 def _steps(args: argparse.Namespace) -> int:
-    """Iterations of the training."""
+    """The iterations of the training."""
     return 0 if args.skip_train else args.train_iters
 
 
