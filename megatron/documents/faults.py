@@ -1,7 +1,7 @@
-"""What is wrong in a file that a user wrote, as one sentence: the value, the reason, the remedy.
+"""Faults in users' files as one sentence: the value, the reason, the remedy.
 
-pydantic finds the faults. Its own text has several lines and names its types; here a fault becomes a sentence, and a
-key that nobody reads is answered with the nearest one that is known.
+pydantic finds the faults. Its own messages have several lines and name Python types; here each fault becomes a
+sentence, and an unknown key is answered with the nearest known one.
 """
 
 from collections.abc import Collection, Mapping
@@ -47,7 +47,7 @@ Name = Annotated[str, BeforeValidator(_name)]
 
 
 def shown(value: object) -> str:
-    """A value in a sentence, on one line and cut where it is long."""
+    """A value as text for a sentence: one line, shortened if it is long."""
     if isinstance(value, int) and value.bit_length() > 128:
         return "a number of more than 38 digits"
     text = ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
@@ -55,42 +55,42 @@ def shown(value: object) -> str:
 
 
 def shown_key(key: object) -> str:
-    """A key in a sentence; what is no plain word in quotes."""
+    """A key as text for a sentence, in quotes unless it is a plain word."""
     return key if isinstance(key, str) and key.replace("-", "_").isidentifier() else shown(key)
 
 
 def place(*parts: object) -> str:
-    """`config.micro_batch`; parts that are empty are left out."""
+    """The place of a value, such as `config.micro_batch`; empty parts are left out."""
     return ".".join(shown_key(part) for part in parts if part != "")
 
 
 def nearest(key: object, known: Collection[str]) -> str | None:
-    """The key that may have been meant, if one is near; case and hyphens do not matter."""
+    """The known key nearest to an unknown one, or None; case and hyphens do not matter."""
     plain = {name.lower().replace("-", "_"): name for name in known}
     found = get_close_matches(str(key).lower().replace("-", "_"), list(plain), n=1, cutoff=_NEAR)
     return plain[found[0]] if found else None
 
 
 def unknown_key(where: str, value: object, near: str | None, known: Collection[str]) -> str:
-    """The sentence on a key that is none. `near`: the one that may have been meant."""
+    """The sentence on an unknown key. `near`: the nearest known key."""
     remedy = f"the nearest that is known is {near}" if near else f"known are {', '.join(sorted(known))}"
     return f"{where} is {shown(value)}, and there is no such key; {remedy}"
 
 
 def refuse_unknown_keys(mapping: Mapping, known: Collection[str], *, within: str = "") -> None:
-    """Raises ValueError for the first key that is not known."""
+    """Raise ValueError for the first unknown key."""
     for key, value in mapping.items():
         if key not in known:
             raise ValueError(unknown_key(place(within, key), value, nearest(key, known), known))
 
 
 def sentence(fault: Mapping, known: Collection[str] = (), *, where: str | None = None) -> str:
-    """One fault of pydantic's as a sentence.
+    """A fault that pydantic found, as a sentence.
 
     Args:
-        fault: of `ValidationError.errors()`.
-        known: the keys beside one that is not known.
-        where: its place, unless pydantic's own.
+        fault: an item of `ValidationError.errors()`.
+        known: the known keys, for a fault of an unknown key.
+        where: the place of the fault; default: pydantic's.
     """
     kind, value = fault["type"], fault.get("input")
     if where is None:

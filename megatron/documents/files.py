@@ -26,21 +26,21 @@ _OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, "
 
 
 def is_compressed(path: str | Path) -> bool:
-    """By its ending."""
+    """Whether a file is compressed, by its suffix."""
     return Path(path).suffix.lower() in _OPENERS
 
 
 def ending(path: str | Path) -> str:
-    """`.jsonl` of `a.jsonl` and of `a.JSONL.gz`: what the text is, in lower case."""
+    """The suffix of the text in lower case: `.jsonl` for `a.jsonl` and for `a.JSONL.gz`."""
     return Path(Path(path).stem if is_compressed(path) else path).suffix.lower()
 
 
 @contextmanager
 def open_text(path: str | Path, *, newline: str | None = None) -> Iterator[TextIO]:
-    """The file's text. `newline`: as of `open`.
+    """Open the file's text, decompressed. `newline`: as of `open`.
 
-    Raises ValueError, also out of the block that reads: no such file, one that cannot be read, bytes that are no UTF-8,
-    compressed data that are damaged or cut short.
+    Raises ValueError, also from the block that reads: the file does not exist or cannot be read, is not UTF-8, or its
+    compressed data are damaged or truncated.
     """
     opener = _OPENERS.get(Path(path).suffix.lower(), open)
     try:
@@ -71,7 +71,7 @@ def _is_utf8(line: bytes) -> bool:
 
 
 def read_document(path: str | Path) -> object:
-    """What a YAML or JSON file holds. Raises ValueError, naming the file, where it cannot be read."""
+    """The content of a YAML or JSON file. Raises ValueError, naming the file, if it cannot be read."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -94,7 +94,7 @@ def read_document(path: str | Path) -> object:
 
 
 def read_json(text: str) -> object:
-    """What a JSON text holds. Raises ValueError with a clause on what is wrong, also where it is nested too deeply."""
+    """The content of a JSON text. Raises ValueError with a clause on the fault, also if it is nested too deeply."""
     try:
         return json.loads(text, object_pairs_hook=_without_repeats)
     except _RepeatedKey as error:
@@ -119,7 +119,7 @@ def require_characters(text: str, where: str) -> str:
 
 
 class _RepeatedKey(ValueError):
-    """Its text goes on after the file's name."""
+    """A key that is given twice. The message follows the file's name."""
 
 
 def _parsed(text: str) -> object:
@@ -141,7 +141,7 @@ def _without_repeats(pairs: list[tuple[str, object]]) -> dict:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """yaml.SafeLoader that refuses a key that stands twice in a mapping."""
+    """A yaml.SafeLoader that refuses a key that is given twice in a mapping."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen = set()
@@ -168,7 +168,7 @@ def problem_with_directory(flag: str, path: str) -> str | None:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file so that nobody sees a part of it: beside its place, then renamed."""
+    """Write a file atomically: to a temporary file in the same folder, then renamed."""
     data = content.encode() if isinstance(content, str) else content
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:

@@ -1,6 +1,6 @@
-"""Pictures that matplotlib draws, as files in the format that the end of their name says.
+"""Pictures drawn by matplotlib, written in the format of the file's suffix.
 
-matplotlib takes longer to import than all the rest of a command, so it is imported only when something is drawn.
+matplotlib takes longer to import than the rest of a command, so it is imported only to draw.
 """
 
 import io
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def new_figure(width: float, height: float, **options: object) -> "Figure":
-    """A white figure of so many inches, which needs no screen. `options`: matplotlib's."""
+    """A white figure of the given size in inches, which needs no screen. `options`: arguments for matplotlib."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -25,7 +25,7 @@ def new_figure(width: float, height: float, **options: object) -> "Figure":
 
 
 def require_picture(path: Path) -> None:
-    """Raises ValueError where the suffix is no format of a picture."""
+    """Raise ValueError if the suffix is no picture format."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     if path.suffix.lstrip(".").lower() not in FigureCanvasAgg.get_supported_filetypes():
@@ -33,9 +33,9 @@ def require_picture(path: Path) -> None:
 
 
 def save(figure: "Figure", path: Path, *, dpi: int = 150) -> None:
-    """Write a figure, in a folder that is made where it is missing. The same picture gives the same bytes.
+    """Write a figure, and make its folder if it is missing. The same picture gives the same bytes.
 
-    Raises ValueError where the suffix is no format of a picture.
+    Raises ValueError if the suffix is no picture format.
     """
     import matplotlib
 
@@ -47,7 +47,7 @@ def save(figure: "Figure", path: Path, *, dpi: int = 150) -> None:
 
 @contextmanager
 def one_panel(path: Path, width: float, height: float, *, title: str = "") -> "Iterator[Axes]":
-    """Axes for what the block draws, which then get a legend where they have none, and are written as `save` does."""
+    """Yield axes to draw on; afterwards add a legend if there is none, and write the picture as `save` does."""
     figure = new_figure(width, height, layout="constrained")
     axes = figure.add_subplot()
     yield axes
@@ -64,11 +64,11 @@ def as_png(figure: "Figure") -> bytes:
 
 
 def as_svg(figure: "Figure", *, salt: str, themed: bool = False) -> str:
-    """An element for a page: without a head, with text as text.
+    """The figure as an SVG element for a page, without an XML header and with text as text.
 
     Args:
-        salt: makes its ids its own among those of a page.
-        themed: on no ground, and black is the colour of the page's text; the page has to fill its texts so.
+        salt: makes the ids unique within a page.
+        themed: transparent, with the page's text colour in place of black; the page sets the fill of texts.
     """
     import matplotlib
 

@@ -1,4 +1,4 @@
-"""What is printed: tables with lines and colours for a terminal, and plain ones, where nothing is cut, for a pipe."""
+"""Printed tables: with lines and colours on a terminal; plain, with nothing cut off, in a pipe."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def console(width: int = 10_000, *, highlight: bool = False) -> Console:
-    """Standard output: the terminal, or where it goes elsewhere, lines without colours of so many characters."""
+    """A console for standard output. If it is no terminal: no colours, and lines of up to `width` characters."""
     from rich.console import Console
 
     plain = not sys.stdout.isatty()

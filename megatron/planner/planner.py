@@ -28,7 +28,7 @@ from megatron.planner.time.stage_times import StageTimes
 
 
 def slowed(costs: Costs, stages: Collection[int], efficiency: float) -> Costs:
-    """The costs where these stages keep this part of their speed. Forward and backward have a number for each stage."""
+    """The costs if `stages` compute with this fraction of their speed. `costs` has forward and backward by stage."""
     if not stages:
         return costs
     factor = [1 / efficiency if stage in stages else 1.0 for stage in range(len(costs.forward))]
@@ -42,10 +42,11 @@ def slowed(costs: Costs, stages: Collection[int], efficiency: float) -> Costs:
 def in_one_gradient_buffer(costs: Costs, schedule: Schedule) -> Costs:
     """2bw's costs without a second gradient buffer.
 
-    Between two batches' backwards a stage has one forward, and waits for the rate of the pipeline; beside both the
-    first one's gradients are reduced. What is longer, the next backward waits for: as a step that takes so much more,
-    and a reduction so much less. Tied embeddings are summed behind that, so the last stage waits for the first one's
-    last backward, too. The step comes before some backwards of the batch that was reduced, so this is an upper bound.
+    Between the backwards of two batches a stage computes one forward, and waits for the rate of the pipeline. During
+    both the gradients of the first batch are reduced. A longer reduction delays the next backward: the step takes so
+    much more, and the reduction so much less. Tied embeddings are summed after that, so the last stage also waits for
+    the last backward of the first stage. Some backwards of the reduced batch come after the step, so this is an upper
+    bound.
     """
     num_stages = len(costs.forward)
     step, reduce = spread("step", costs.step, num_stages), list(spread("reduce_grad", costs.reduce_grad, num_stages))
@@ -64,10 +65,10 @@ class Planner:
     """Estimates configurations of one model on one cluster.
 
     Args:
-        model: its shape.
-        cluster: its processors and links.
-        cost_model: predicts times; None: only memory is asked for.
-        software: what trains.
+        model: the shape of the model.
+        cluster: processors and links.
+        cost_model: predicts times; None: only memory is estimated.
+        software: the software that trains.
     """
 
     def __init__(
@@ -80,10 +81,10 @@ class Planner:
         self.model, self.cluster, self.cost_model, self.software = model, cluster, cost_model, software
 
     def layers(self, configuration: Configuration) -> tuple[int, ...]:
-        """How many layers each stage has: those that are configured, or equally many, as Megatron deals them out.
+        """The number of layers of each stage: as configured, or equal numbers, as in Megatron.
 
         Raises:
-            ValueError: what Megatron refuses: layers, heads or columns that cannot be divided; FP8 that cannot be.
+            ValueError: layers, heads or columns do not divide, or FP8 is impossible, as Megatron refuses.
         """
         model, t, num_stages = self.model, configuration.tensor, configuration.num_stages
         if self.software.fp8:
@@ -149,12 +150,11 @@ class Planner:
         """Time and memory of a configuration.
 
         Args:
-            simulate: prove and execute the very program that would run, on the table of costs; else closed forms, where
-                the schedule has some.
-            memory: what `memory` says of it, where that is known.
+            simulate: prove and simulate the program that would run; else use closed forms, if the schedule has any.
+            memory: the result of `memory` for this configuration, if it is known.
 
         Raises:
-            ValueError: what cannot run, with the reason; see `layers`.
+            ValueError: the configuration cannot run, with the reason; see `layers`.
         """
         layers = self.layers(configuration)
         memory = memory or self.memory(configuration, layers, proved=simulate)
@@ -183,7 +183,7 @@ class Planner:
         return (simulated if simulate else priced)(costs, configuration, schedule)
 
     def costs(self, configuration: Configuration, schedule: Schedule, layers: Sequence[int], verdict: Verdict) -> Costs:
-        """What instructions cost, where the allocator slows these ranks down."""
+        """The costs of instructions, with ranks that the allocator slows down (`verdict.slowed`)."""
         assert self.cost_model is not None
         costs = self.cost_model.costs(configuration, layers)
         if configuration.single_gradient_buffer:
@@ -192,13 +192,13 @@ class Planner:
         return slowed(costs, stages, self.cost_model.pressed_efficiency)
 
     def judge(self, configuration: Configuration, memory: Sequence[RankMemory]) -> Verdict:
-        """Whether GPUs have the memory, and which ranks are slowed for want of it."""
+        """Whether the memory fits the GPUs, and which ranks are slowed for want of memory."""
         software = self.software.of(configuration)
         setting = software.activation_setting(configuration) if software.operands_wait else None
         return judge(memory, self.cluster.device.memory_gib, self.model, setting)
 
     def judge_host(self, configuration: Configuration, memory: Sequence[RankMemory]) -> HostVerdict | None:
-        """Whether hosts have the memory; None: nothing lives there, or the cluster does not say what they have."""
+        """Whether the memory fits the hosts; None: weights are on devices, or the hosts' memory is not known."""
         if not configuration.is_hosted or self.cluster.host_memory_gib is None:
             return None
         host_of_slot = self.cluster.host_of_slot

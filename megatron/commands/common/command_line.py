@@ -44,10 +44,10 @@ def run(command: Callable[[argparse.Namespace], int], options: argparse.Namespac
 
 @contextmanager
 def unwinding(hint: str) -> Iterator[None]:
-    """While processes are at work: on a signal that asks for an end, leave through every `finally`, which ends them.
+    """While other processes work: on a signal to end, unwind through every `finally`, which ends those processes.
 
     Args:
-        hint: for the user, after the signal's name.
+        hint: text for the user, after the signal's name.
     """
 
     def end(number: int, frame: object) -> None:
@@ -87,13 +87,13 @@ def add_flags(group: argparse._ActionsContainer, *rows: tuple) -> None:
 
 
 def require_file(path: Path, flag: str = "--output") -> None:
-    """Raises ValueError where a file of this name cannot be written."""
+    """Raise ValueError if a file of this name cannot be written."""
     if path.is_dir() or not _may_be_made(path):
         raise ValueError(f"{flag} {path} cannot be written; name a file in a folder of yours")
 
 
 def require_folder(path: Path, flag: str = "--output") -> None:
-    """Raises ValueError where files cannot be created in the folder, or where it would be made."""
+    """Raise ValueError if files cannot be created in the folder, or the folder cannot be made."""
     if not _may_be_made(path / "file"):
         raise ValueError(f"{flag} {path} cannot be written; name a folder of yours")
 
@@ -109,7 +109,7 @@ _MOST_TOKENS = 1e18  # over 10,000 times what the longest trainings have; far be
 
 
 def count(text: str) -> int:
-    """A whole number of 1 and more."""
+    """A type for argparse: a whole number, at least 1."""
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number")
     return int(text)
@@ -120,7 +120,7 @@ def counts(text: str) -> tuple[int, ...]:
 
 
 def time(text: str) -> float:
-    """A finite number of 0 and more."""
+    """A type for argparse: a finite number, at least 0."""
     try:
         value = float(text)
     except ValueError:
@@ -136,7 +136,7 @@ def times(text: str) -> float | tuple[float, ...]:
 
 
 def tokens(text: str) -> float:
-    """A number of 1 and more: "300B", "1.5T" or "300e9"."""
+    """A type for argparse: a number of at least 1, such as "300B", "1.5T" or "300e9"."""
     units = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
     unit = units.get(text[-1:].upper(), 1.0)
     try:
@@ -151,7 +151,7 @@ def tokens(text: str) -> float:
 
 
 def positive(text: str) -> float:
-    """A finite number above 0."""
+    """A type for argparse: a finite number above 0."""
     try:
         value = float(text)
     except ValueError:

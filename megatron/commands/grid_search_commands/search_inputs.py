@@ -35,22 +35,22 @@ _NOT_SEARCHED = ("pretrain_vision_classify.py", "finetune_bert.py")
 
 
 def cluster_names() -> list[str]:
-    """The clusters that come with the project."""
+    """The names of the clusters that come with the package."""
     return sorted(path.stem for path in CLUSTERS.glob("*.yaml"))
 
 
 @dataclass(frozen=True)
 class ClusterInput:
-    """The cluster, and lines for the user about what was taken how."""
+    """The cluster of a search, and notes for the user on how inputs were read."""
 
     cluster: Cluster
     notes: tuple[str, ...]
 
 
 def read_cluster(options: argparse.Namespace) -> ClusterInput:
-    """--cluster, with --nodes, --gpus-per-node, --network and --price-per-gpu-hour in place of what its file says.
+    """Read --cluster; --nodes, --gpus-per-node, --network and --price-per-gpu-hour replace values of its file.
 
-    Fewer GPUs than a node has get their part of its network. Raises ValueError.
+    A part of a node's GPUs has the same part of the node's network. Raises ValueError.
     """
     for flag, number in (("--nodes", options.nodes), ("--gpus-per-node", options.gpus_per_node)):
         if number is not None and number > MOST:
@@ -100,7 +100,7 @@ def read_cluster(options: argparse.Namespace) -> ClusterInput:
 
 
 def _network_notes(whole: Cluster, cluster: Cluster, options: argparse.Namespace) -> Iterator[str]:
-    """What a part of each node has of the `whole` one's network, where nobody said."""
+    """A note on the network of a part of each node of `whole`, if no flag sets it."""
     all_of_it, taken = whole.bandwidth.between_nodes, cluster.bandwidth.between_nodes
     if options.network is None and len(cluster.topology.nodes) > 1 and taken < all_of_it:
         of_node = max(node.gpus for node in whole.topology.nodes)
@@ -111,7 +111,7 @@ def _network_notes(whole: Cluster, cluster: Cluster, options: argparse.Namespace
 
 
 def _source(path: Path, options: argparse.Namespace) -> str:
-    """A cluster's file, and what the command line changes in its nodes."""
+    """The source of a cluster: its file, and the flags that change its nodes."""
     given = [("--nodes", options.nodes), ("--gpus-per-node", options.gpus_per_node)]
     flags = " ".join(f"{flag} {number}" for flag, number in given if number is not None)
     return f"{path} with {flags}" if flags else str(path)
@@ -119,14 +119,14 @@ def _source(path: Path, options: argparse.Namespace) -> str:
 
 @dataclass(frozen=True)
 class ModelInput:
-    """The job, and lines for the user about what was taken how."""
+    """The job of a search, and notes for the user on how inputs were read."""
 
     job: Job
     notes: tuple[str, ...]
 
 
 def add_model_arguments(model: argparse.ArgumentParser) -> None:
-    """How a model may be given, besides by flags of the training programs."""
+    """Add the flags that give a model, besides the flags of the training programs."""
     model.add_argument(
         "--model-script", metavar="FILE", help="shell script that runs a training program; it is read, not run"
     )
@@ -153,14 +153,14 @@ def read_argv(options: argparse.Namespace) -> tuple[list[str], str, list[str]]:
 
 
 def _sequence_length(flags: list[str]) -> int | None:
-    """What the command line's --seq-length says, in either spelling; None: nothing, or no number."""
+    """The value of --seq-length on the command line, in either spelling; None: not given, or no number."""
     words = [word for flag in flags for word in flag.split("=", 1)]
     said = [after for word, after in pairwise(words) if word == "--seq-length"]
     return int(said[-1]) if said and said[-1].isdecimal() else None
 
 
 def read_model(options: argparse.Namespace, cluster: Cluster) -> ModelInput:
-    """The model that is named, and flags of the training programs, which come last.
+    """Read the named model and the flags of the training programs, which take precedence.
 
     Raises ValueError.
     """
@@ -185,7 +185,7 @@ def read_model(options: argparse.Namespace, cluster: Cluster) -> ModelInput:
 
 
 def platform_of(cluster: Cluster) -> Platform:
-    """The machines of a cluster, for the rules of flags: with Apex, and Transformer Engine where it runs."""
+    """The platform of a cluster for the rules of flags: with Apex, and with Transformer Engine if it runs there."""
     return Platform(
         is_cuda=not cluster.is_cpu,
         has_transformer_engine=cluster.gpu not in _WITHOUT_ENGINE,
@@ -194,7 +194,7 @@ def platform_of(cluster: Cluster) -> Platform:
 
 
 def _for_processor(argv: list[str], options: argparse.Namespace, cluster: Cluster) -> tuple[list[str], list[str]]:
-    """Precision and layers that suit the processor, where nobody said which."""
+    """Default flags of precision and layers for the processor, if the user gives none."""
     notes = []
     precision = options.precision
     if precision is None and not {"--fp16", "--bf16"} & set(argv):
@@ -229,7 +229,7 @@ def _architecture_of(program: str, source: str) -> str:
 
 
 def _argv_of_yaml(path: str) -> tuple[list[str], str | None]:
-    """Flags by their names, with - or _ between words; true for a switch; and `architecture`, which is none."""
+    """The flags of a YAML file: by name, with - or _ between words, true for a switch; `architecture` is no flag."""
     document = read_document(path)
     if not isinstance(document, dict):
         raise ValueError(f"{path} is no mapping; write flags as num_layers: 24")
@@ -261,7 +261,7 @@ assert set(_PRECISION) <= {*DEVICES, "cpu"}
 
 
 def add_search_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is searched: of a search, and of a sweep of them."""
+    """Add the flags of the space of a search, which a sweep shares."""
     model = parser.add_argument_group("model", "Besides these, every flag of pretrain_gpt.py or pretrain_bert.py.")
     add_model_arguments(model)
     model.add_argument("--precision", choices=("bf16", "fp16", "fp32"),
@@ -320,7 +320,7 @@ def add_search_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _names(known: tuple[str, ...] | list[str]):
-    """A type of argument: a list of some of these."""
+    """A type for argparse: a list of some of the known names."""
 
     def names(text: str) -> tuple[str, ...]:
         chosen = tuple(dict.fromkeys(text.split(",")))
@@ -334,7 +334,7 @@ def _names(known: tuple[str, ...] | list[str]):
 
 @contextmanager
 def progress_bars() -> Iterator[Progress | None]:
-    """A bar on standard error while it is a terminal; nothing else is ever printed there by it."""
+    """Show a progress bar on standard error if it is a terminal; else print nothing."""
     if not sys.stderr.isatty():
         yield None
         return

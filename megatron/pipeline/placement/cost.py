@@ -30,7 +30,7 @@ from megatron.pipeline.program.move_order import pair_of
 
 
 class Level(str, Enum):
-    """Where a transfer goes."""
+    """The level of a transfer: within a node, or between nodes."""
 
     WITHIN_NODE = "within a node"
     BETWEEN_NODES = "between nodes"
@@ -38,13 +38,13 @@ class Level(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class LevelCost:
-    """One kind of traffic at one level, per iteration.
+    """The cost of one kind of traffic at one level, per iteration.
 
     Attributes:
-        num_transfers: directed connections between two ranks.
-        total_bytes: what they send together.
-        busiest_seconds: how long the busiest GPU (within a node) or node (between nodes) sends.
-        total_seconds: the sum over all transfers, each at the bandwidth of its GPU.
+        num_transfers: number of directed connections between two ranks.
+        total_bytes: bytes of all transfers.
+        busiest_seconds: seconds for which the busiest GPU (within a node) or node (between nodes) sends.
+        total_seconds: sum of seconds over all transfers, each at the bandwidth of its GPU.
     """
 
     num_transfers: int
@@ -58,7 +58,7 @@ NOTHING = LevelCost(num_transfers=0, total_bytes=0.0, busiest_seconds=0.0, total
 
 @dataclass(frozen=True)
 class PlacementCost:
-    """Costs by kind and level; `at` gives zeros where nothing is sent."""
+    """Costs by kind and level; `at` returns zeros if nothing is sent."""
 
     by_kind_and_level: dict[tuple[TrafficKind, Level], LevelCost]
 
@@ -67,12 +67,12 @@ class PlacementCost:
 
     @property
     def total_seconds(self) -> float:
-        """Sum over all transfers of an iteration; what `optimized` makes least."""
+        """The sum of seconds over all transfers of an iteration, which `optimized` minimizes."""
         return sum(cost.total_seconds for cost in self.by_kind_and_level.values())
 
 
 def placement_cost(mapping: Sequence[int], degrees: Degrees, traffic: Traffic, topology: Topology) -> PlacementCost:
-    """Cost of one iteration when logical ranks sit as `mapping` says in the slots of `topology`."""
+    """The cost of one iteration's traffic for a mapping of logical ranks to the slots of `topology`."""
     assert len(mapping) == degrees.world_size == topology.num_slots
     counter = _Counter(inverse(mapping), topology)
     stages, replicas, shards = range(degrees.pipeline), range(degrees.data), range(degrees.tensor)
@@ -140,7 +140,7 @@ _GIGA = 1e9
 
 @dataclass(frozen=True, kw_only=True)
 class PairNodes:
-    """An evictor stage and its acceptor: their nodes, for each pair of ranks (one for each replica and tensor rank)."""
+    """The nodes of an evictor stage and its acceptor, for each pair of ranks (one per replica and tensor rank)."""
 
     evictor: int
     acceptor: int
@@ -153,7 +153,7 @@ class PairNodes:
 
 @dataclass(frozen=True, kw_only=True)
 class PairTransfer:
-    """The transfer of one microbatch's saved activations between the ranks of a pair, where it is slowest."""
+    """The slowest transfer of one microbatch's saved activations between the ranks of a pair."""
 
     evictor: int
     acceptor: int
@@ -168,7 +168,7 @@ class PairTransfer:
 
 
 def pair_nodes(mapping: Sequence[int], degrees: Degrees, node_of_slot: Sequence[int]) -> list[PairNodes]:
-    """Every pair of stages, also those that have nothing to move."""
+    """The nodes of every pair of stages, including pairs that move nothing."""
     slots = inverse(mapping)
 
     def node(stage: int, data: int, tensor: int) -> int:
@@ -217,7 +217,7 @@ def pair_transfers(
 
 
 def count_crossing(mapping: Sequence[int], degrees: Degrees, nodes: Sequence[int], evictors: Collection[int]) -> int:
-    """How many pairs of ranks cross a node, of those whose stage is among `evictors`. `nodes`: slots by node."""
+    """The number of pairs of ranks across nodes whose stage is among `evictors`. `nodes`: slots by node."""
     return sum(pair.num_crossing for pair in _moving(mapping, degrees, nodes, evictors))
 
 
@@ -229,7 +229,8 @@ def _moving(
 
 
 def describe_crossing(mapping: Sequence[int], degrees: Degrees, nodes: Sequence[int], evictors: Collection[int]) -> str:
-    """How many pairs of `evictors` cross a node, and why where no mapping could avoid it. `nodes`: slots by node."""
+    """A sentence on the pairs of `evictors` across nodes, with the reason if no mapping avoids it. `nodes`: slots by
+    node."""
     moving = _moving(mapping, degrees, nodes, evictors)
     if not moving:
         return "no pair has activations to move"
@@ -242,7 +243,7 @@ def describe_crossing(mapping: Sequence[int], degrees: Degrees, nodes: Sequence[
 
 
 def describe_need(transfers: Sequence[PairTransfer], *, forward_seconds: float | None) -> str:
-    """The bandwidth that the slowest transfer needs and has. `transfers` is not empty."""
+    """A sentence on the bandwidth that the slowest transfer needs and has. `transfers` is not empty."""
     slowest = max(transfers, key=lambda transfer: transfer.seconds)
     where = "between nodes" if slowest.crosses else "within a node"
     has = (

@@ -39,8 +39,10 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Degrees:
-    """Tensor, pipeline and data parallel size (t, p, d), and whether a pipeline's ranks stand in a row. Raises
-    ValueError where a size is below 1."""
+    """Tensor, pipeline and data parallel size (t, p, d), and whether ranks of a pipeline are consecutive.
+
+    Raises ValueError if a size is below 1.
+    """
 
     tensor: int
     pipeline: int
@@ -77,12 +79,12 @@ Mapping = tuple[int, ...]
 
 
 def standard(degrees: Degrees) -> Mapping:
-    """Slot i holds rank i: Megatron's order, replicas before stages (Figure 5a)."""
+    """The mapping with rank i in slot i: Megatron's order, replicas before stages (Figure 5a)."""
     return tuple(range(degrees.world_size))
 
 
 def pair_adjacent(degrees: Degrees) -> Mapping:
-    """Tensor ranks fastest, then stages 0, p-1, 1, p-2, ..., then replicas (Figures 5b and 6)."""
+    """The mapping with tensor ranks fastest, then stages 0, p-1, 1, p-2, ..., then replicas (Figures 5b and 6)."""
     return tuple(
         degrees.rank(tensor=tensor, data=data, stage=stage)
         for data in range(degrees.data)
@@ -98,12 +100,12 @@ NAMES = (*NAMED, "optimized")
 
 
 def pair_order(num_stages: int) -> list[int]:
-    """Stages with each next to its pair: 0, p-1, 1, p-2, ...; the middle one of an odd number comes last."""
+    """The stages with each next to its pair: 0, p-1, 1, p-2, ...; the middle stage of an odd number comes last."""
     return [step // 2 if step % 2 == 0 else pair_of(step // 2, num_stages) for step in range(num_stages)]
 
 
 def inverse(mapping: Sequence[int]) -> Mapping:
-    """Slot by logical rank."""
+    """The inverse of a mapping: the slot of each logical rank."""
     slots = [0] * len(mapping)
     for slot, rank in enumerate(mapping):
         slots[rank] = slot
@@ -111,7 +113,7 @@ def inverse(mapping: Sequence[int]) -> Mapping:
 
 
 def check_mapping(ranks: object, world_size: int, *, source: str) -> Mapping:
-    """`ranks` as a mapping. Raises ValueError, naming `source`, for what is no permutation of range(world size)."""
+    """`ranks` as a mapping. Raises ValueError, naming `source`, if `ranks` is no permutation of range(world size)."""
     if not isinstance(ranks, list) or any(type(rank) is not int for rank in ranks):
         raise ValueError(f"{source} is no list of whole numbers; write the logical rank of each slot, as [0, 3, 1, 2]")
     if len(ranks) != world_size:
@@ -125,5 +127,5 @@ def check_mapping(ranks: object, world_size: int, *, source: str) -> Mapping:
 
 
 def load_mapping(path: str | Path, world_size: int) -> Mapping:
-    """The mapping in a YAML or JSON file that holds one list. Raises ValueError naming the file."""
+    """Load a mapping from a YAML or JSON file that holds one list. Raises ValueError naming the file."""
     return check_mapping(read_document(path), world_size, source=str(path))

@@ -36,7 +36,7 @@ from megatron.pipeline.program.move_order import pair_of
 
 @dataclass(frozen=True)
 class SlotGroup:
-    """Slots of one tensor parallel group, in order, and a number that groups of the same node share."""
+    """The slots of one tensor parallel group, in order, and the number of its location."""
 
     slots: tuple[int, ...]
     location: int
@@ -44,10 +44,10 @@ class SlotGroup:
 
 @dataclass(frozen=True)
 class SlotGroups:
-    """All groups of a topology. A location is a node, or a single group that spans nodes.
+    """All slot groups of a topology. A location is a node, or a single group that spans nodes.
 
-    `network_seconds_per_byte` and `node_seconds_per_byte`, by location, are what a byte costs that one GPU sends to
-    another location or within its own.
+    `network_seconds_per_byte` and `node_seconds_per_byte` are the seconds by location of a byte that one GPU sends to
+    another location, or within its own location.
     """
 
     groups: tuple[SlotGroup, ...]
@@ -124,7 +124,7 @@ class Assignment:
         return cost
 
     def change(self, first: int, second: int) -> float:
-        """What exchanging two units would add to the cost."""
+        """The change of the cost if two units were exchanged, in seconds."""
         a, b = self.location_of[first], self.location_of[second]
         change = 0.0
         for unit, here, there in ((first, a, b), (second, b, a)):
@@ -155,7 +155,7 @@ class Assignment:
         return self.ring[stage] * extra if num_locations > 1 else 0.0
 
     def _ring_change(self, stage: int, here: int, there: int) -> float:
-        """When one of the stage's replicas goes from one location to another."""
+        """The change of the cost of a stage's all-reduce if one replica moves to another location, in seconds."""
         locations, extra = self.replicas[stage], self.ring_extra[stage]
         leaves, enters = locations[here] == 1, there not in locations
         after = extra - leaves * self.extra[here] + enters * self.extra[there]
@@ -195,7 +195,7 @@ def optimized(degrees: Degrees, traffic: Traffic, topology: Topology) -> Mapping
 
 
 def _num_assignments(capacities: list[int]) -> int:
-    """Ways to distribute the units over the locations."""
+    """The number of ways to distribute the units over the locations."""
     total, ways = 0, 1
     for capacity in capacities:
         total += capacity
@@ -204,7 +204,7 @@ def _num_assignments(capacities: list[int]) -> int:
 
 
 def _exact(assignment: Assignment) -> list[int]:
-    """The best of all assignments: units are placed one after another, and what is already dearer is given up."""
+    """The best of all assignments, by branch and bound: units are placed in order, and dearer branches are cut."""
     num_units, free = assignment.num_units, list(assignment.capacities)
     can_bound = min(assignment.extra) >= 0
     locations: list[int] = []
@@ -280,7 +280,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _searched(assignment: Assignment, arrangements: Iterable[list[int]]) -> list[int]:
-    """The best that is found from these arrangements on, with at most so many exchanges looked at."""
+    """The best assignment found from these arrangements, within a budget of exchanges to try."""
     starts = {tuple(start): assignment.set(start) for start in arrangements}
     budget, best, best_locations = _EXCHANGES, math.inf, []
     for start in sorted(starts, key=starts.__getitem__)[:_STARTS]:
@@ -328,7 +328,7 @@ def _improve(assignment: Assignment, locations: Sequence[int], budget: int) -> t
 
 
 def _targets(assignment: Assignment, unit: int) -> list[int]:
-    """Other locations that hold what this unit, or its pair, talks to."""
+    """Other locations with units that this unit, or its pair, communicates with."""
     here, targets = assignment.location_of[unit], {}
     for other, _ in assignment.edges[unit]:
         targets[assignment.location_of[other]] = None

@@ -41,7 +41,7 @@ class _Record(BaseModel):
 
 
 class Node(_Record):
-    """A host by its name, and how many GPUs (or, on a CPU, processes) it has."""
+    """A host with its name and its number of GPUs, or of processes on a CPU."""
 
     name: Annotated[str, Field(min_length=1)]
     gpus: Annotated[int, Field(ge=1, le=_MOST_GPUS)]
@@ -74,22 +74,25 @@ class Topology(_Record):
         return sum(each.gpus for each in self.nodes[:node])
 
     def seconds_within_node(self, num_bytes: float) -> float:
-        """Time for one GPU to send this much to another GPU of its node."""
+        """Seconds for one GPU to send `num_bytes` to another GPU of its node."""
         return num_bytes / (self.bandwidth.within_node * _GIGA)
 
     def seconds_between_nodes(self, num_bytes: float) -> float:
-        """Time for one node to send this much."""
+        """Seconds for one node to send `num_bytes` to other nodes."""
         return num_bytes / (self.bandwidth.between_nodes * _GIGA)
 
     def network_share(self, node: int) -> float:
-        """GB/s that a GPU of this node has to the network while all GPUs of the node use it (BPipe, appendix B)."""
+        """GB/s of a GPU of this node to the network while all GPUs of the node use it (BPipe, appendix B)."""
         return self.bandwidth.between_nodes / self.nodes[node].gpus
 
     def restricted(self, num_processes: Dictionary[str, int]) -> "Topology":
-        """The part that a job uses: nodes by name with their number of processes, in the order of this topology.
+        """The part of the topology that a job uses, in the same order.
+
+        Args:
+            num_processes: number of processes by name of the node.
 
         Raises:
-            ValueError: a host that is not in the topology, or more processes on it than GPUs.
+            ValueError: a host is not in the topology, or has more processes than GPUs.
         """
         known = {node.name: node for node in self.nodes}
         for name, count in num_processes.items():
@@ -141,7 +144,7 @@ HOST_NAME = "PIPELINE_HOST_NAME"
 
 @dataclass(frozen=True)
 class Process:
-    """Where a process runs. `local_rank` is None where the launcher sets none."""
+    """The place of a process. `local_rank` is None if the launcher sets no LOCAL_RANK."""
 
     host: str
     local_rank: int | None
@@ -155,7 +158,7 @@ def this_process() -> Process:
 
 @dataclass(frozen=True)
 class JobSlots:
-    """The slots that a job fills: physical rank by slot, and the names and numbers of slots of its nodes, in order."""
+    """The slots of a job: physical rank by slot, and the names and numbers of slots of its nodes, in order."""
 
     process_of_slot: tuple[int, ...]
     nodes: tuple[tuple[str, int], ...]
@@ -165,7 +168,7 @@ class JobSlots:
         return [count for _, count in self.nodes]
 
     def logical_ranks(self, mapping: Mapping) -> tuple[int, ...]:
-        """Logical rank by physical rank."""
+        """The logical rank of each physical rank under a mapping."""
         ranks = [0] * len(mapping)
         for slot, process in enumerate(self.process_of_slot):
             ranks[process] = mapping[slot]
@@ -173,7 +176,7 @@ class JobSlots:
 
 
 def find_slots(processes: Sequence[Process], topology: Topology | None = None) -> JobSlots:
-    """The slots of these processes, which are given by physical rank.
+    """The slots of processes that are given by physical rank.
 
     Raises:
         ValueError: two processes claim one slot, or the topology does not have a process's place.

@@ -30,15 +30,15 @@ from megatron.pipeline.schedules import PipelineSchedule
 
 @dataclass(frozen=True, kw_only=True)
 class MessageCounts:
-    """By rank of the pipeline, in one batch.
+    """The number of messages of one batch, by rank of the pipeline.
 
     Attributes:
-        num_microbatches: of the batch.
-        activations: tensors that it and the next rank send each other, each way: activations one way and as many
-            gradients back; where frozen stages get none, the mean of both ways. The last rank's next is the first one.
-        evictions: microbatches that it moves to its pair, each of one of its stages; as many come back.
+        num_microbatches: microbatches of the batch.
+        activations: tensors that a rank and the next rank send each other, each way: activations one way and as many
+            gradients back; the mean of both ways if frozen stages get no gradients. The last rank's next is the first.
+        evictions: microbatches that a rank moves to its pair, each of one of its stages; as many come back.
         ends: the ranks of the first and the last stage; None: the first and the last rank.
-        pair_of_rank: which rank's stages are paired with its own; None: p-1-s.
+        pair_of_rank: by rank, the rank with the paired stages; None: p-1-s.
     """
 
     num_microbatches: int
@@ -54,10 +54,10 @@ class MessageCounts:
 
 
 def count_transfers(schedule: PipelineSchedule, num_microbatches: int) -> MessageCounts:
-    """What the ranks of `schedule` send in a batch.
+    """Count what the ranks of `schedule` send in a batch.
 
     Raises:
-        ValueError: a batch that it cannot run, or as `exchanged`.
+        ValueError: the schedule cannot run the batch, or ranks send to ranks that are not neighbours.
     """
     num_batches = 1
     if schedule.weights.drains:
@@ -83,13 +83,13 @@ def count_transfers(schedule: PipelineSchedule, num_microbatches: int) -> Messag
 
 
 def exchanged(sent: Mapping[tuple[int, int], float], num_ranks: int) -> tuple[float, ...]:
-    """By rank, what it and the next one send each other, each way.
+    """The activations, or bytes, that each rank and the next rank send each other, each way.
 
     Args:
-        sent: sender and receiver -> activations, or their bytes. As many gradients come back.
+        sent: activations or bytes by sender and receiver. As many gradients come back.
 
     Raises:
-        ValueError: a sender whose receiver is not beside it.
+        ValueError: a sender and its receiver are not neighbours.
     """
     found = [0] * num_ranks
     for (sender, receiver), num in sent.items():
@@ -123,17 +123,17 @@ class TrafficKind(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Bytes per iteration and rank.
+    """Bytes that are sent in one iteration, by stage.
 
     Attributes:
-        pipeline: by stage, what its rank and the next one send each other, each way: activations one way and as much as
-            gradients back. After the last stage comes the first.
-        pair: by stage, what its rank evicts to the pair's; as much comes back. 0 for stages that evict nothing.
-        data: by stage, the gradients of a rank, which its replicas all-reduce.
-        tensor: by stage, the sum of what a rank all-reduces with the ranks that share its layers.
-        embedding: what the ranks in `ends` all-reduce; 0 where embeddings are not tied.
-        ends: who has the first and the last stage of the model; None: the first and the last rank.
-        pair_of_rank: by stage, the other one of its pair; None: p-1-s.
+        pipeline: bytes that a stage's rank and the next rank send each other, each way: activations one way and as many
+            bytes of gradients back. After the last stage comes the first.
+        pair: bytes that a stage's rank evicts to the rank of its pair; as many come back.
+        data: bytes of gradients that replicas all-reduce.
+        tensor: bytes that a rank all-reduces with the ranks that share its layers.
+        embedding: bytes that the ranks in `ends` all-reduce; 0 if embeddings are not tied.
+        ends: the ranks of the model's first and last stage; None: the first and the last rank.
+        pair_of_rank: the other stage of the pair; None: p-1-s.
     """
 
     pipeline: tuple[float, ...]
@@ -156,7 +156,7 @@ class PointToPoint:
 
 
 def point_to_point(traffic: Traffic) -> Iterator[PointToPoint]:
-    """All traffic between stages that is not nothing."""
+    """All traffic between stages of more than 0 bytes."""
     num_stages = len(traffic.pair)
     for stage, num_bytes in enumerate(traffic.pipeline):
         if num_bytes:
@@ -178,5 +178,5 @@ def point_to_point(traffic: Traffic) -> Iterator[PointToPoint]:
 
 
 def ring_bytes(num_bytes: float, num_members: int) -> float:
-    """What each member of an all-reduce sends to the next."""
+    """Bytes that each member of an all-reduce sends to the next member of the ring."""
     return 2 * (num_members - 1) / num_members * num_bytes

@@ -1,7 +1,7 @@
-"""The machines that a search plans for.
+"""The cluster that a search plans for.
 
-A cluster file is YAML or JSON: what a topology file (docs/placement.md) says, in short where nodes are alike, and which
-processor it is.
+A cluster file is YAML or JSON. It names the processor, and holds a topology (docs/placement.md), in a short form where
+nodes are alike.
 
     gpu: A100-80            # a name in `DEVICES`, or a label that means one, or `cpu`; or another GPU's, with all that
                             # `_DESCRIPTION` names
@@ -35,13 +35,13 @@ from megatron.pipeline.placement.topology import Bandwidth, Node, Topology
 from megatron.planner.job.devices import DEVICES, Device, described, devices_like, edition_of, is_edition, known_device
 
 CLUSTERS = Path(__file__).parent / "clusters"
-"""The folder of those that come along, NAME.yaml each."""
+"""The folder of the clusters that come with the package, NAME.yaml each."""
 _DESCRIPTION = ("memory_gib", "peak_teraflops", "memory_bandwidth")
-"""What a file has to say of a GPU that is not known, besides the links between those of a node."""
+"""The fields that a file must give for an unknown GPU, besides the links between the GPUs of a node."""
 MOST = 65_536
-"""Nodes, and GPUs of a node."""
+"""The most nodes, and the most GPUs of a node."""
 MOST_PRICE = 1_000_000
-"""Of a GPU for an hour, in any currency; far beyond it costs of a training are no finite numbers."""
+"""The highest price of a GPU hour, in any currency; far above it costs of a training overflow."""
 
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _CPU = Device(  # a core of a laptop
@@ -49,8 +49,8 @@ _CPU = Device(  # a core of a laptop
     host_bandwidth=5,  # a copy reads and writes
 )  # fmt: skip
 HOST_MEMORY_BANDWIDTH = 200.0
-"""GB/s that the optimizers of all processes of a host reach, unless the file says what they take: two sockets of six
-DDR4-2933 channels have 281."""
+"""GB/s that the optimizers of all processes of a host reach together, unless the file gives host_optimizer_ns. The peak
+of two sockets with six DDR4-2933 channels each is 281."""
 
 
 def _usual_gpus_per_node(given: dict) -> int:
@@ -58,7 +58,7 @@ def _usual_gpus_per_node(given: dict) -> int:
 
 
 def _code(currency: str) -> str:
-    """Raises ValueError where it is no code of a currency."""
+    """A currency's code. Raises ValueError if it is not three capital letters."""
     if not re.fullmatch("[A-Z]{3}", currency):
         raise ValueError(f"currency {shown(currency)} is no code of three capital letters; write USD, EUR or the like")
     return currency
@@ -72,7 +72,7 @@ class _Links(BaseModel):
 
 
 def _processor(label: str) -> str:
-    """The name in `DEVICES`, or `cpu`; of a GPU that is not known, the label. Raises ValueError where it is no name."""
+    """The name in `DEVICES`, or `cpu`; for an unknown GPU, the label. Raises ValueError if the label is no name."""
     name = label if label == "cpu" else known_device(label)
     if name is None and not re.fullmatch(r"[\w .,()/+-]{1,60}", label):
         raise ValueError(_no_gpu(label, [*_DESCRIPTION], "a name of letters and digits, "))
@@ -80,7 +80,7 @@ def _processor(label: str) -> str:
 
 
 class Cluster(BaseModel):
-    """See the module. Raises pydantic's ValidationError, a ValueError."""
+    """A cluster with the fields of a cluster file. Raises pydantic's ValidationError, a ValueError."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -119,7 +119,7 @@ class Cluster(BaseModel):
 
     @cached_property
     def device(self) -> Device:
-        """The processor, with what the file says otherwise than its data sheet."""
+        """The processor; values of the file replace those of the data sheet."""
         known, eighth = self._known, self._known.peak_teraflops_fp8
         if eighth and self.peak_teraflops:  # peaks of a kind of GPU go with its clock and its multiprocessors
             eighth *= self.peak_teraflops / known.peak_teraflops
@@ -136,7 +136,7 @@ class Cluster(BaseModel):
 
     @property
     def is_known(self) -> bool:
-        """Whether what is known of its processor goes beyond what the file says."""
+        """Whether `DEVICES` has the processor, or it is a CPU."""
         return self.is_cpu or self.gpu in DEVICES
 
     @property
@@ -151,7 +151,7 @@ class Cluster(BaseModel):
 
     @property
     def _undescribed(self) -> list[str]:
-        """What has to be said of a GPU that is not known, and is not."""
+        """The required fields of an unknown GPU that the file lacks."""
         missing = [name for name in _DESCRIPTION if getattr(self, name) is None]
         most = self.gpus_per_node if isinstance(self.nodes, int) else max(node.gpus for node in self.nodes)
         if most > 1 and self.bandwidth.within_node is None:
@@ -162,7 +162,7 @@ class Cluster(BaseModel):
 
     @cached_property
     def gpus_of_hosts(self) -> tuple[int, ...]:
-        """How many GPUs each host has, in slot order; a node is one or several."""
+        """The number of GPUs of each host, in slot order; a node has one host or several."""
         found: list[int] = []
         for node in self.topology.nodes:
             most = self.gpus_per_host or self._known.gpus_per_host or node.gpus
@@ -176,7 +176,7 @@ class Cluster(BaseModel):
         return tuple(host for host, count in enumerate(self.gpus_of_hosts) for _ in range(count))
 
     def optimizer_ns(self, state_bytes: int) -> float:
-        """Nanoseconds a parameter of the host's optimizer, which reads and writes so many bytes for it."""
+        """Nanoseconds of the host's optimizer for a parameter, of which it reads and writes `state_bytes` bytes."""
         if self.host_optimizer_ns:
             return self.host_optimizer_ns
         together = max(self.gpus_of_hosts)
@@ -184,7 +184,7 @@ class Cluster(BaseModel):
 
     @cached_property
     def topology(self) -> Topology:
-        """Its nodes and links, as the placement reads them."""
+        """The nodes and the links of the cluster, for a placement."""
         nodes = self.nodes
         if isinstance(nodes, int):
             nodes = tuple(Node(name=f"node{index}", gpus=self.gpus_per_node) for index in range(nodes))
@@ -195,10 +195,10 @@ class Cluster(BaseModel):
         )
 
     def network_of(self, gpus: int) -> float | None:
-        """GB/s to the network that so many GPUs of one of its nodes have; None: that of a node is not known.
+        """GB/s to the network of a part of a node with so many GPUs; None: the bandwidth of a node is not known.
 
-        Adapters are shared out with the GPUs, as where each GPU has one of its own (DGX). More GPUs than a node has
-        get no more than the node.
+        Each GPU brings an equal share of the adapters, as in a DGX, where each GPU has its own. The most is the
+        bandwidth of the whole node.
         """
         whole, of_node = self.bandwidth.between_nodes, max(node.gpus for node in self.topology.nodes)
         return None if whole is None else whole * min(gpus / of_node, 1)
@@ -209,12 +209,12 @@ class Cluster(BaseModel):
 
 
 def load_cluster(path: str | Path) -> Cluster:
-    """A cluster from its file. Raises ValueError, naming the file and the field."""
+    """Load a cluster from its file. Raises ValueError, naming the file and the field."""
     return make_cluster(read_document(path), str(path))
 
 
 def make_cluster(document: object, source: str) -> Cluster:
-    """A cluster from what its file says. Raises ValueError: one sentence, with the source and the field."""
+    """Make a cluster from the content of its file. Raises ValueError: one sentence with the source and the field."""
     try:
         return Cluster.model_validate(document)
     except ValidationError as error:
@@ -222,7 +222,7 @@ def make_cluster(document: object, source: str) -> Cluster:
 
 
 def _problem(error: ValidationError, document: object) -> str:
-    """The first thing that is wrong with what was to be a cluster, in one sentence."""
+    """The first fault of a cluster file, in one sentence."""
     faults = error.errors(include_url=False)
     nodes = document.get("nodes") if isinstance(document, dict) else None
     wanted = _LIST if isinstance(nodes, (list, tuple)) else _NUMBER  # of the two that `nodes` may be
@@ -246,7 +246,7 @@ def _problem(error: ValidationError, document: object) -> str:
 
 
 def _no_gpu(name: str, missing: list[str], more: str = "") -> str:
-    """`missing`: what would describe it, besides `more`."""
+    """The refusal of an unknown GPU. `missing`: fields that would describe it; `more`: another one, before them."""
     edition, alike = edition_of(name), devices_like(name)
     if edition and alike and not is_edition(alike[0], edition):
         return (

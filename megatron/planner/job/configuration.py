@@ -1,4 +1,4 @@
-"""One way to train a model on a number of GPUs: what a search chooses, and what an estimate is for."""
+"""A configuration: one way to train a model on a number of GPUs. A search chooses one, an estimate prices one."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -19,7 +19,7 @@ _SIZES = ("tensor", "pipeline", "data", "virtual", "micro_batch_size", "global_b
 
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
-    """Degrees, microbatch, schedule and what is kept.
+    """Parallel degrees, batch sizes, schedule, and which activations are recomputed.
 
     Attributes:
         tensor, pipeline, data: t, p, d. Their product, times `context`, is the number of GPUs.
@@ -28,31 +28,30 @@ class Configuration:
         global_batch_size: sequences in a batch of all pipelines.
         recompute: none, attention (the core of attention) or layer (whole layers), in BPipe's words.
         schedule: a name in `PRESETS`.
-        balance: saved activations move between the stages of a pair, also where the preset does not say so; `preset`
-            says whether they do.
-        sequence_parallel: what is not split by heads or columns is split along the sequence.
+        balance: saved activations move between the stages of a pair, even if the preset itself does not balance.
+        sequence_parallel: activations that are not split by heads or columns are split along the sequence.
         distributed_optimizer: optimizer state is split over the replicas (ZeRO-1).
         rank_mapping: a name in `placement.mapping.NAMES`.
-        layers: how many layers each of the p * v stages has; None: equally many, as Megatron deals them out.
-        provisional: where 2bw predicts weights, what from: "stage" (what each stage has done) or "uniform" (as many
-            microbatches at all); "off": it does not.
-        provisional_microbatches: how many microbatches, with "uniform".
-        provisional_reduce: replicas predict from the mean of all.
-        resident_stages: K, where weights live on the host (l2l): the most stages of a rank on the device at once.
+        layers: number of layers of each of the p * v stages; None: equal numbers, as in Megatron.
+        provisional: which gradients 2bw predicts weights from: "stage" (of the microbatches that each stage has done),
+            "uniform" (of the same number of microbatches on all stages), or "off" (no predictions).
+        provisional_microbatches: the number of microbatches for "uniform".
+        provisional_reduce: replicas predict from the mean of their gradients.
+        resident_stages: K, with weights on the host (l2l): the most stages of a rank on the device at once.
         host_update: when the host updates a stage: eager or deferred (`Residency`).
-        stash: where the inputs of stages wait for their recompute then: device or host.
-        gathers_fetch: replicas on a node fetch shares of a stage's weights, and gather the whole from one another.
-        single_gradient_buffer: 2bw does without its second gradient buffer: a batch's first backward waits until the
-            gradients of the batch before are reduced, and they are clipped by the norm before that.
+        stash: with weights on the host, where inputs of stages wait for their recompute: device or host.
+        gathers_fetch: replicas on a node fetch a share of a stage's weights each, and gather the rest from one another.
+        single_gradient_buffer: 2bw without its second gradient buffer: the first backward of a batch waits until the
+            gradients of the batch before are reduced, and those are clipped by the norm of the batch before them.
         sharding: weights, gradients and optimizer state are split over replicas, without a pipeline (FSDP, ZeRO); None:
-            they are not.
-        context: context parallel size (cp): so many ranks share the sequences of a microbatch.
-        expert: expert parallel size (ep): so many of a stage's ranks have different experts of a layer.
-        expert_tensor: expert tensor parallel size (etp): so many have a part of each expert; None: t.
+            they are whole.
+        context: context parallel size (cp): the number of ranks that share the sequences of a microbatch.
+        expert: expert parallel size (ep): the number of ranks of a stage that hold different experts of a layer.
+        expert_tensor: expert tensor parallel size (etp): the number of ranks that hold a part of each expert; None: t.
 
     Raises:
-        ValueError: a number below 1, an unknown name, a batch that does not divide into microbatches, predictions
-            of which something is missing or cannot be, or ranks that cannot share sequences or experts so.
+        ValueError: a number is below 1, a name is unknown, the batch does not divide into microbatches, settings of
+            predictions are missing or contradict each other, or ranks cannot share sequences or experts in this way.
     """
 
     tensor: int = 1
@@ -183,8 +182,8 @@ class Configuration:
 
     @property
     def replicas(self) -> int:
-        """Ranks with the same weights, over which their gradients are reduced: d times cp. In Megatron's order of ranks
-        the context rank changes before the data rank."""
+        """The number of ranks with the same weights, which reduce their gradients: d times cp. In Megatron's order of
+        ranks the context rank changes before the data rank."""
         return self.data * self.context
 
     @property
@@ -195,7 +194,7 @@ class Configuration:
 
     @property
     def expert_replicas(self) -> int:
-        """Ranks with the same experts."""
+        """The number of ranks with the same experts."""
         degrees = self.expert_degrees
         return self.tensor * self.replicas // (degrees.parallel * degrees.tensor)
 
@@ -215,7 +214,7 @@ class Configuration:
 
     @property
     def hosting(self) -> Hosting | None:
-        """What memory has to know of it; None: they live on the device."""
+        """The settings of weights on the host that memory depends on; None: weights live on the device."""
         if not self.is_hosted:
             return None
         return Hosting(stages=self.resident_stages, stash=self.stash, num_microbatches=self.num_microbatches)
@@ -255,11 +254,11 @@ class Configuration:
 
 
 def _meaning(preset: Preset) -> tuple[object, ...]:
-    """What a preset is made of, and what its names stand for now."""
+    """A preset with what the names of its order, policy and placement stand for now (tables may grow)."""
     return preset, ORDERS.get(preset.order), preset.policy, PLACEMENTS.get(preset.placement)
 
 
 @lru_cache(maxsize=1024)
 def _schedule(name: str, _: tuple[object, ...], **choices: Any) -> Schedule:
-    """The schedule of that name, for whoever asks again: a search does ten times for each configuration."""
+    """The schedule of a preset, cached: a search asks ten times for each configuration."""
     return Schedule.preset(name, **choices)

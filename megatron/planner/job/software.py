@@ -1,4 +1,4 @@
-"""What the training software does, as far as memory and time depend on it: precision, kernels, what overlaps."""
+"""Training software, as far as memory and time depend on it: precision, kernels, and overlap."""
 
 from dataclasses import dataclass, replace
 
@@ -16,57 +16,57 @@ def has_flash_attention(transformer_impl: str, attention_backend: str, element_b
     """Whether attention never writes its scores. The kernels are Transformer Engine's and take 16-bit numbers only.
 
     Args:
-        transformer_impl: of `--transformer-impl`, resolved.
-        attention_backend: of `--attention-backend`.
-        element_bytes: of an activation.
+        transformer_impl: the resolved value of `--transformer-impl`.
+        attention_backend: the value of `--attention-backend`.
+        element_bytes: bytes of an element of an activation.
     """
     return transformer_impl == "transformer_engine" and attention_backend in _FLASH_BACKENDS and element_bytes == 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Software:
-    """The defaults are those of this project's training with 16 bits and unfused attention.
+    """A training software. The defaults are this project's trainer with 16 bits and unfused attention.
 
     Attributes:
-        element_bytes: of a weight and an activation.
-        gradient_bytes: of an element of a gradient as it is kept and reduced.
-        transformer_impl: whose layers are trained, as `--transformer-impl` says; of software without that flag nothing.
+        element_bytes: bytes of an element of a weight or an activation.
+        gradient_bytes: bytes of an element of a gradient, as it is kept and reduced.
+        transformer_impl: whose layers are trained, a value of `--transformer-impl`; only for software with that flag.
         flash_attention: scores are never written; else they are, by matrix products and a softmax of their own.
         fuses_softmax: unfused attention has Megatron's kernel that scales, masks and normalizes 16-bit scores in one
             pass. It takes only numbers of sequences times heads of a rank that 4 divides.
-        fuses_gradient_accumulation: products add weight gradients to their buffer; else a pass of its own does.
+        fuses_gradient_accumulation: matrix products add weight gradients to their buffer; else a separate pass does.
         overlaps_tensor: the backward of a matrix split by columns sums its input's gradient over tensor ranks while
             the weight's gradient is computed.
         overlaps_transfers: stages compute while activations and gradients move between them.
-        splits_transfers: tensor ranks send a part each of what all of them hold.
+        splits_transfers: each tensor rank sends a part of an activation that all of them hold.
         keeps_gradient_copies: the FP32 copies of gradients with which the optimizer steps stay from step to step.
         overlaps_gradients: gradients are reduced over replicas beside the last backward (time/links.py), where
             batches drain.
         overlaps_weights: likewise, weights of the distributed optimizer are gathered beside the first forward.
-        own_communicators: ranks have the communicators of this project's runtime, over NCCL where there is CUDA.
-        fuses_elementwise: norms, residuals, rotary embeddings and activations are kernels of their own, or compiled;
-            else each operator of PyTorch is a pass.
-        keeps_every_other_product: recompute attention means torchtitan's selective recomputation by operators: the
-            results of attention and of every other matrix product are kept, and all else is computed again.
+        own_communicators: ranks have the communicators of this project's runtime, over NCCL on CUDA devices.
+        fuses_elementwise: norms, residuals, rotary embeddings and activations are fused kernels, or compiled; else each
+            operator of PyTorch is a pass.
+        keeps_every_other_product: the recompute scope `attention` is torchtitan's selective recomputation by operators:
+            the results of attention and of every other matrix product are kept, all else is computed again.
         fuses_loss: the loss needs the softmax of the logits alone; else, as in PyTorch, gradients of it in FP32 too.
         compiles_loss: torch.compile, where it is used, fuses the loss, too.
         operands_wait: collectives of tensor ranks hold their operands on a stream of their own (estimate.py).
         dispatcher: how copies of tokens get to experts: `alltoall` (each copy by itself) or `flex` (DeepEP, HybridEP:
             one copy for a node, or a rank, however many of its experts want it).
-        overlaps_experts: this goes on beside the other direction of another microbatch
+        overlaps_experts: copies of tokens are sent beside the computation of another microbatch in the other direction
             (`--overlap-moe-expert-parallel-comm`).
-        cuda_graphs: of whole layers, or of iterations: the host issues none of their kernels.
+        cuda_graphs: whole layers or iterations are CUDA graphs, so that the host issues none of their kernels.
         fp8_weights: with `fp8`, linears' weights are kept and gathered in FP8 alone (`--fp8-param-gather`).
-        sharding: how weights that are split over replicas are gathered.
+        sharding: how the software gathers weights that are split over replicas.
         fp8: linears of layers multiply in FP8, as in Transformer Engine; the rest is in `element_bytes` (refusals.py).
-        flash_attention_2: flash attention is FlashAttention-2's kernels, as PyTorch has them, also on later GPUs.
-        overlaps_in_pieces: with split sequences, products of layers are computed in pieces, beside which their inputs
-            are gathered and their results scattered, by Transformer Engine's user buffers (`--tp-comm-overlap`).
+        flash_attention_2: flash attention has FlashAttention-2's kernels, as in PyTorch, even on later GPUs.
+        overlaps_in_pieces: with split sequences, products of layers are computed in pieces, while inputs of other
+            pieces are gathered and their results scattered, by Transformer Engine's user buffers (`--tp-comm-overlap`).
         blocks_launches: the host waits for each kernel before it issues the next one (CUDA_LAUNCH_BLOCKING=1).
         sums_beside_gradients: where gradients are added up in FP32, a backward's own 16-bit ones stand beside these
             sums, both whole on each replica, however the optimizer is divided (DeepSpeed's BF16_Optimizer).
         gathers_keys: context parallel ranks gather keys and values of whole sequences before attention; else they pass
-            them round a ring beside it.
+            keys and values round a ring beside attention.
     """
 
     element_bytes: int = 2
@@ -101,16 +101,16 @@ class Software:
 
     @property
     def layers(self) -> str:
-        """Whose layers, and which attention, in a table's words."""
+        """The layers and the attention, as a table's cell: `TE, flash`."""
         return f"{_LAYERS.get(self.transformer_impl, self.transformer_impl)}, {self.attention}"
 
     @property
     def attention(self) -> str:
-        """In a word."""
+        """The kind of attention in a word: `flash` or `unfused`."""
         return "flash" if self.flash_attention else "unfused"
 
     def of(self, configuration: Configuration) -> "Software":
-        """What trains a configuration: this, unless its schedule takes other layers."""
+        """The software that trains a configuration: this one, unless the schedule needs other layers."""
         return self
 
     def activation_setting(self, configuration: Configuration) -> ActivationSetting:
@@ -170,13 +170,13 @@ MEGATRON_DEEPSPEED = replace(MEGATRON_2021, sums_beside_gradients=True)
 """Microsoft's Megatron-DeepSpeed of 2021, which vTrain measured, is Megatron-LM of that time but for bfloat16."""
 
 BIGSCIENCE = replace(MEGATRON_DEEPSPEED, blocks_launches=True)
-"""The same as BigScience ran it in 2022, whose jobs of many nodes hung unless every launch was waited for."""
+"""Megatron-DeepSpeed as BigScience ran it in 2022: its jobs of many nodes hung unless every launch was waited for."""
 
 PIPEDREAM_2BW = Software(
     gradient_bytes=2, fuses_softmax=False, fuses_gradient_accumulation=False, overlaps_tensor=False,
     keeps_gradient_copies=True,
 )  # fmt: skip
-"""PipeDream-2BW's, adapted from Megatron-LM of 2020 (section 5): 2BW computes while it sends."""
+"""PipeDream-2BW's software, adapted from Megatron-LM of 2020 (section 5): 2BW computes while it sends."""
 
 TORCHTITAN = Software(
     flash_attention=True, flash_attention_2=True, fuses_softmax=False, fuses_gradient_accumulation=False,
@@ -188,4 +188,4 @@ gradients are reduced in FP32 (`mixed_precision_reduce`), and its functional col
 that computes."""
 
 TORCHTITAN_2025 = replace(TORCHTITAN, compiles_loss=True)
-"""Of June 2025 (components/loss.py)."""
+"""torchtitan of June 2025, whose loss is compiled (components/loss.py)."""

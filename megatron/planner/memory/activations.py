@@ -1,9 +1,9 @@
-"""What one microbatch saves between its forward and its backward, in bytes on one GPU.
+"""Bytes that one microbatch saves between its forward and its backward on one GPU.
 
-The count is that of Korthikanti et al. 2022 ("Reducing Activation Recomputation in Large Transformer Models", section
-4), for which a layer saves s b h (34 + 5 a s / h) bytes in 16 bits, and of BPipe's equations 4 to 6 (appendix B),
-tensor by tensor, so that it also holds for other widths, grouped queries, gated MLPs, FP32 and no dropout. What the
-paper counts for a layer, in bytes per token, with e bytes an element:
+The count follows Korthikanti et al. 2022 ("Reducing Activation Recomputation in Large Transformer Models", section 4),
+where a layer saves s b h (34 + 5 a s / h) bytes in 16 bits, and BPipe's equations 4 to 6 (appendix B). It goes tensor
+by tensor, so that it holds for other widths, grouped queries, gated MLPs, FP32 and no dropout. The paper's count for a
+layer, in bytes per token, with e bytes an element:
 
     both norms          their inputs                                   2 e h        shared where sequences are split
     attention           input of the projection                        e h          shared where sequences are split
@@ -17,22 +17,22 @@ paper counts for a layer, in bytes per token, with e bytes an element:
 
 "split" is divided by t; "shared" is divided by t with sequence parallelism only. Flash attention saves no scores. With
 grouped queries unfused attention repeats keys and values for every head; otherwise keys and values are kept as views of
-the projection's result, beside which the queries of several groups are a copy.
-With context parallelism a rank has its part of the tokens, and so of everything. A layer with experts has in place of
-the MLP's columns what experts keep of the tokens that they get (below).
-Whole layers that are recomputed keep their input: e h, shared as well. (Equation 6 of BPipe does not divide it by t;
-the published feasibility of its configurations agrees with dividing.)
+the projection's result, and the queries of several groups are a copy.
+With context parallelism a rank has its part of the tokens, and so of all tensors. A layer with experts has the tensors
+of its routed experts (below) in place of the MLP's.
+Layers that are recomputed as a whole keep their input: e h, shared as well. (Equation 6 of BPipe does not divide it by
+t; the published feasibility of its configurations agrees with dividing.)
 
-Where linears multiply in FP8, a layer keeps their inputs in a byte an element. Flash attention keeps its result in 16
-bits besides; all else is as above.
+Where linear layers multiply in FP8, their inputs are kept in one byte an element. Flash attention also keeps its result
+in 16 bits; all else is as above.
 
 Masks are a byte an element, as CUDA's kernels save them; on a CPU they take as much as an activation, and with that
 these counts are what megatron.core's layers save there (a test captures it).
 
-Routed experts of a layer keep, in bytes for a token that a rank routes, what follows. A rank routes the tokens of its
-part of a sequence, which are all that it has without sequence parallelism. Of balanced load as many copies come to a
-rank as leave it, times the ranks that have parts of the same experts (etp), since each of these has all the tokens for
-them. So with k copies of a token, experts f wide, and e bytes an element:
+The table below has the bytes that routed experts of a layer keep for each token that a rank routes. A rank routes the
+tokens of its part of a sequence; without sequence parallelism that is the whole sequence. Under balanced load a rank
+receives as many copies of tokens as it sends, times the number of ranks with parts of the same experts (etp), since
+each of these ranks gets all tokens of its experts. With k copies of a token, experts f wide, and e bytes an element:
 
     permuted copies, the experts' input                    k etp e h
     input of the activation, its result                    k 2 e f, gated k 3 e f: etp ranks have 1 / etp of etp tokens
@@ -56,7 +56,10 @@ _ROUTER, _INDEX = 4 + 1, 2 * 8 + 2 * 4
 def routed(
     shape: Architecture, degrees: ExpertDegrees, *, element_bytes: int, input_bytes: int, fused_gate: bool
 ) -> float:
-    """What is kept from the forward to the backward. `input_bytes`: of an element of a linear's input."""
+    """Bytes of routed experts per token that are kept from the forward to the backward.
+
+    `input_bytes`: bytes of an element of a linear layer's input, as it is kept.
+    """
     experts = shape.experts
     columns = (2 if fused_gate else 5) if shape.gated else 2
     inputs = degrees.tensor * shape.hidden_size + experts.ffn_hidden_size
@@ -65,15 +68,15 @@ def routed(
 
 
 def routed_gradients(shape: Architecture, degrees: ExpertDegrees, *, element_bytes: int) -> float:
-    """What is kept between the halves of a split backward: inputs of the experts' matrices, and the gradients of their
-    outputs."""
+    """Bytes of routed experts per token that are kept between the halves of a split backward: inputs of the experts'
+    matrices, and gradients of their outputs."""
     experts, gate = shape.experts, 2 if shape.gated else 1
     width = 2 * degrees.tensor * shape.hidden_size + (1 + gate) * experts.ffn_hidden_size
     return experts.copies * element_bytes * width
 
 
 def exchanged_copies(shape: Architecture, degrees: ExpertDegrees, *, element_bytes: int) -> float:
-    """What is held while copies move between ranks, or are sorted by expert: what leaves and what has come."""
+    """Bytes of the sent and the received copies of a token, while copies move between ranks or are sorted by expert."""
     return shape.experts.copies * element_bytes * shape.hidden_size * (1 + degrees.tensor)
 
 
@@ -84,8 +87,8 @@ EVERY_OTHER_PRODUCT = "every_other_product"  # torchtitan's selective recomputat
 
 
 class RecomputeScope(str, Enum):
-    """What a backward recomputes, in BPipe's words: nothing, the core of attention (Korthikanti's selective scope), or
-    whole layers (full)."""
+    """The recompute scope in BPipe's words: a backward recomputes nothing, the core of attention (Korthikanti's
+    selective scope), or whole layers (full)."""
 
     NONE = "none"
     ATTENTION = "attention"
@@ -94,14 +97,15 @@ class RecomputeScope(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Recompute:
-    """What a backward recomputes, as flags say it.
+    """The recomputation of a backward, as Megatron's flags describe it.
 
     Attributes:
-        modules: of every layer: `core_attn`, `mlp`, `layernorm`; or `every_other_product` alone, where all is
-            recomputed but the attention and every other matrix product.
-        method: whole layers: `uniform`, in chunks of `num_layers`, or `block`, the first `num_layers` of each stage.
+        modules: recomputed modules of every layer: `core_attn`, `mlp`, `layernorm`; or `every_other_product` alone:
+            everything but the attention and every other matrix product.
+        method: recomputes whole layers: `uniform`, in chunks of `num_layers`, or `block`, the first `num_layers` of
+            each stage; None: no whole layers.
         num_layers: see `method`.
-        whole_stage: as instructions of the program, from the stage's input.
+        whole_stage: instructions of the program recompute a stage from its input.
     """
 
     modules: frozenset[str] = frozenset()
@@ -111,7 +115,7 @@ class Recompute:
 
     @classmethod
     def of(cls, scope: RecomputeScope) -> "Recompute":
-        """What the papers mean by a scope: layers are recomputed one by one."""
+        """The recomputation that papers mean by a scope: whole layers are recomputed one by one."""
         modules = frozenset({CORE_ATTENTION}) if scope is RecomputeScope.ATTENTION else frozenset()
         return cls(modules=modules, method="uniform" if scope is RecomputeScope.LAYER else None)
 
@@ -129,26 +133,27 @@ class Recompute:
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationSetting:
-    """How activations are kept.
+    """The settings that decide which activations are saved, and in how many bytes.
 
     Attributes:
-        tensor: t.
+        tensor: tensor parallel size (t).
         micro_batch_size: sequences in a microbatch.
-        element_bytes: of an activation: 2 or 4.
-        residual_bytes: of the residual stream, and so of what stages send each other.
-        sequence_parallel: what is not split by heads or columns is split along the sequence.
+        element_bytes: bytes of an element of an activation: 2 or 4.
+        residual_bytes: bytes of an element of the residual stream, which stages send each other.
+        sequence_parallel: activations that are not split by heads or columns are split along the sequence.
         saves_scores: the attention keeps its scores (unfused); flash attention does not.
         softmax_in_fp32: where scores are kept, the softmax is kept in FP32, and without dropout in 16 bits besides.
-        mask_bytes: of an element of a dropout mask.
-        fused_gate: a gated MLP keeps the input of its gate once, as fused kernels do; else also both factors of its
-            result, of which megatron.core adds an offset to one.
-        recompute: see `Recompute`.
-        fuses_loss: the loss keeps the softmax of the logits alone; else its gradient and that of the logits lie beside
-            it in FP32.
-        fp8: linears of layers multiply in FP8.
-        context: context parallel size (cp): so many ranks have a part of each sequence.
-        gathers_keys: these gather keys and values of whole sequences; else they pass them round a ring.
-        experts: how experts lie on ranks; None: all on each, split as the rest.
+        mask_bytes: bytes of an element of a dropout mask.
+        fused_gate: a gated MLP keeps the input of its gate once, as fused kernels do; else it also keeps both factors
+            of its result, since megatron.core adds an offset to one of them.
+        recompute: what a backward recomputes.
+        fuses_loss: the loss keeps only the softmax of the logits; else also the gradients of the softmax and of the
+            logits in FP32.
+        fp8: linear layers multiply in FP8.
+        context: context parallel size (cp): the number of ranks that share a sequence.
+        gathers_keys: context parallel ranks gather keys and values of whole sequences; else they pass keys and values
+            round a ring.
+        experts: how experts are split over ranks; None: every rank has a part of all, as of the other matrices.
     """
 
     tensor: int = 1
@@ -173,12 +178,12 @@ class ActivationSetting:
 
     @property
     def input_bytes(self) -> int:
-        """Of an element of a linear's input, as it is kept."""
+        """Bytes of an element of a linear layer's input, as it is kept."""
         return 1 if self.fp8 else self.element_bytes
 
 
 class Activations:
-    """Bytes of one microbatch on one GPU, by what holds them."""
+    """Bytes of the activations of one microbatch on one GPU, by part of the model."""
 
     def __init__(self, shape: Architecture, setting: ActivationSetting) -> None:
         self.shape, self.setting = shape, setting
@@ -188,8 +193,10 @@ class Activations:
     # --- a stage
 
     def saved(self, num_layers: float, *, is_first: bool, is_last: bool, with_experts: float = 0) -> float:
-        """What a stage keeps of a microbatch from its forward to its backward. `with_experts`: so many of its layers
-        have experts."""
+        """Bytes that a stage keeps of a microbatch from its forward to its backward.
+
+        `with_experts`: the number of its layers that have experts.
+        """
         if self.setting.recompute.whole_stage:
             return 0.0 if is_first else self.boundary
         total = self._saved_layers(num_layers, with_experts)
@@ -200,8 +207,8 @@ class Activations:
         return total
 
     def workspace(self, num_layers: float, *, is_first: bool, is_last: bool, with_experts: float = 0) -> float:
-        """What a backward holds besides: what it recomputes at once, but for the saved input, and the gradient of the
-        logits, or what ranks that share sequences or experts hand each other."""
+        """Bytes that a backward holds beside saved activations: those it recomputes at once, without the saved input,
+        and the gradient of the logits, or the tensors that ranks exchange which share sequences or experts."""
         recompute, full = self.setting.recompute, self._largest_layer(frozenset(), num_layers, with_experts)
         if recompute.whole_stage:
             total = num_layers * full + is_first * (self._embedding_mask + self._patches) + is_last * self.head
@@ -216,8 +223,8 @@ class Activations:
         return total + max(is_last * self.logits_gradient, handed)
 
     def deferred(self, num_layers: float, *, is_first: bool, is_last: bool, with_experts: float = 0) -> float:
-        """What a stage keeps of a microbatch between the halves of a split backward, for the weights' gradients: the
-        inputs of the linears of its layers and of the output layer, and the gradients of their outputs."""
+        """Bytes that a stage keeps of a microbatch between the halves of a split backward, for gradients of weights:
+        inputs of linear layers and of the output layer, and gradients of their outputs."""
         shape, setting = self.shape, self.setting
         h, e, gate = shape.hidden_size, setting.element_bytes, 2 if shape.gated else 1
         shared = 2 * h  # inputs of the layers that are cut by columns, which W gathers
@@ -233,7 +240,7 @@ class Activations:
 
     @property
     def _deferred_to_experts(self) -> float:
-        """How much more of a token a layer with experts keeps there than one without."""
+        """Bytes per token that a layer with experts keeps for its W, less those of a layer without experts."""
         shape, setting = self.shape, self.setting
         width, e = shape.experts.shared_ffn_hidden_size, setting.element_bytes
         gathered = -shape.hidden_size * (width == 0)
@@ -244,13 +251,13 @@ class Activations:
 
     @property
     def boundary(self) -> float:
-        """The residual stream between two layers or two stages."""
+        """Bytes of the residual stream between two layers or two stages."""
         return self.setting.residual_bytes * self.shape.hidden_size * self.tokens / self._shared
 
     @property
     def head(self) -> float:
-        """Final norm, output layer and loss: their inputs, and the softmax of the logits in FP32. What one token keeps
-        where classes are told is not counted."""
+        """Bytes of final norm, output layer and loss: their inputs, and the softmax of the logits in FP32. A classifier
+        of one token is not counted."""
         h, e = self.shape.hidden_size, self.setting.element_bytes
         dense = 3 * e * h if self.shape.masked_head else 0  # BERT's dense layer, its GELU and norm
         width = (self.setting.residual_bytes * h + e * h + dense) / self._shared
@@ -258,8 +265,8 @@ class Activations:
 
     @property
     def logits_gradient(self) -> float:
-        """The logits in 16 bits before the loss, or their gradient after it; in FP32 it lies in the softmax. Without
-        fusion the gradients of the softmax and of the logits are tensors of their own."""
+        """Bytes of the 16-bit logits before the loss, or of their gradient after it; an FP32 gradient overwrites the
+        softmax. Without fusion the gradients of the softmax and of the logits are separate tensors."""
         e = self.setting.element_bytes
         if not self.setting.fuses_loss:
             return self.tokens * 2 * _FP32 * self.shape.output_rows / self.setting.tensor
@@ -271,14 +278,14 @@ class Activations:
 
     @property
     def _patches(self) -> float:
-        """The input of the layer that embeds patches, which every tensor rank has."""
+        """Bytes of the input of the layer that embeds patches, which is whole on every tensor rank."""
         return self.setting.element_bytes * self.shape.patch_elements * self.tokens
 
     @property
     def _keys_of_others(self) -> float:
-        """Keys and values of other context parallel ranks, and what is made of them, as Transformer Engine holds them:
-        all steps' of a ring with the attention's results, or in a backward two steps' with gradients; or those of whole
-        sequences with gradients."""
+        """Bytes of keys and values of other context parallel ranks and of results, as Transformer Engine holds them. In
+        a ring: keys and values of all steps with the attention's results, or in a backward those of two steps with
+        gradients. Gathered: those of whole sequences with gradients."""
         setting, (q, k) = self.setting, (self.shape.query_width, self.shape.key_width)
         if setting.context == 1:
             return 0.0
@@ -296,19 +303,19 @@ class Activations:
         return self._layers(recompute.modules, num_layers, with_experts)
 
     def _layers(self, recomputed: frozenset[str], num_layers: float, with_experts: float) -> float:
-        """So many layers that recompute these modules, of which some have experts."""
+        """Bytes of `num_layers` layers that recompute these modules, `with_experts` of which have experts."""
         whole = num_layers * self._layer(recomputed)
         return whole + with_experts * self._more_with_experts(recomputed) if with_experts else whole
 
     def _largest_layer(self, recomputed: frozenset[str], num_layers: float, with_experts: float) -> float:
-        """A layer of these that keeps most, where nothing is recomputed."""
+        """Bytes of the layer that saves most without recomputation, if it recomputes these modules."""
         of_all = self._layer(recomputed)
         if not with_experts or (num_layers > with_experts and self._more_with_experts(frozenset()) < 0):
             return of_all
         return of_all + self._more_with_experts(recomputed)
 
     def _more_with_experts(self, recomputed: frozenset[str]) -> float:
-        """How much more a layer with experts keeps than one without, or less."""
+        """Bytes of a layer with experts, less those of a layer without experts; may be negative."""
         shape, setting = self.shape, self.setting
         gate = 1 if not shape.gated else 2 if setting.fused_gate else 4
         width = shape.experts.shared_ffn_hidden_size - (MLP not in recomputed) * shape.ffn_hidden_size
@@ -321,12 +328,12 @@ class Activations:
         return self.tokens * self._per_token(exchanged_copies)
 
     def _per_token(self, count: Callable[..., float], **options: bool) -> float:
-        """Activations of routed experts, of each token of the microbatch."""
+        """Bytes of routed experts for each token of the microbatch, by one of the functions above."""
         setting = self.setting
         return count(self.shape, setting.expert_degrees, element_bytes=setting.element_bytes, **options) / self._shared
 
     def _layer(self, recomputed: frozenset[str]) -> float:
-        """A layer without experts that recomputes these modules."""
+        """Bytes of a layer without experts that recomputes these modules."""
         if EVERY_OTHER_PRODUCT in recomputed:
             return self._every_other_product
         shape, setting = self.shape, self.setting
@@ -350,8 +357,8 @@ class Activations:
 
     @property
     def _every_other_product(self) -> float:
-        """A layer that keeps its input, the attention's result, and of its products, in order q, k, v, projection,
-        (gate,) up, down, the first, the third and so on."""
+        """Bytes of a layer that keeps its input, the attention's result, and every other result of its matrix products:
+        the first, the third and so on, in the order q, k, v, projection, (gate,) up, down."""
         shape, setting = self.shape, self.setting
         h, e = shape.hidden_size, setting.element_bytes
         split = 2 * shape.query_width + shape.key_width + shape.ffn_hidden_size
@@ -359,7 +366,7 @@ class Activations:
         return self.tokens * ((setting.residual_bytes * h + e * whole) / self._shared + e * split / setting.tensor)
 
     def _attention_width(self, *, keeps_scores: bool) -> int:
-        """Queries, keys, values and the attention's result, in elements of a token."""
+        """Elements per token of queries, keys, values and the attention's result."""
         q, k = self.shape.query_width, self.shape.key_width
         if q == k or keeps_scores:
             return 4 * q
@@ -375,7 +382,7 @@ class Activations:
 
     @property
     def _score_bytes(self) -> int:
-        """Bytes that one score leaves behind."""
+        """Bytes that are saved of one attention score."""
         setting, e = self.setting, self.setting.element_bytes
         is_wider = setting.softmax_in_fp32 and e < _FP32
         softmax = _FP32 if is_wider else e
@@ -387,8 +394,10 @@ class Activations:
 def by_stage(
     count: Callable[..., float], layers: Sequence[float], with_experts: Sequence[float] | None = None
 ) -> list[float]:
-    """`saved` or `workspace` of some activations, for each stage of a model that is cut so. `with_experts`: how many
-    layers of each have experts; None: none."""
+    """Bytes of each stage of a model with so many layers a stage, by a method of `Activations` such as `saved`.
+
+    `with_experts`: the number of layers with experts of each stage; None: 0.
+    """
     others = with_experts or (0,) * len(layers)
     kinds = [
         (each, other, stage == 0, stage == len(layers) - 1)

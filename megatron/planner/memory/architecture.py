@@ -1,8 +1,8 @@
-"""A transformer's shape, as far as memory depends on it. Sizes are elements, before anything is split.
+"""The shape of a transformer. Sizes are in elements, before parallelism splits any tensor.
 
-Layers may have experts, as in megatron.core. A router gives each token to `topk` of the experts of its layer, which are
-MLPs. Such a layer has no other MLP, unless a shared expert takes every token. What an expert saves and computes depends
-on how many tokens it gets; balanced load is assumed, so each expert gets as many.
+Layers may have experts, as in megatron.core. A router sends each token to `topk` of the experts of the layer, which are
+MLPs. A layer with experts has no other MLP, unless a shared expert takes every token. Balanced load is assumed: each
+expert of a layer gets the same number of tokens.
 """
 
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ from math import comb
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertDegrees:
-    """How the experts of a layer lie on ranks.
+    """How the experts of a layer are split over ranks.
 
     Attributes:
-        parallel: expert parallel size (ep): so many ranks have different experts.
-        tensor: expert tensor parallel size (etp): so many ranks have a part of each.
+        parallel: expert parallel size (ep): the number of ranks with different experts.
+        tensor: expert tensor parallel size (etp): the number of ranks that hold a part of each expert.
     """
 
     parallel: int = 1
@@ -30,17 +30,17 @@ class Experts:
     """The experts of a model's layers.
 
     Attributes:
-        count: of a layer that has any.
-        topk: to how many of them a token goes.
-        ffn_hidden_size: width of each.
+        count: number of experts of a layer with experts.
+        topk: number of experts that a token goes to.
+        ffn_hidden_size: width of each expert.
         shared_ffn_hidden_size: width of the expert that takes all tokens; 0 without one.
-        layers: which layers have experts, as Megatron's `--moe-layer-freq`: every n-th from the first on, or a 1 or 0
-            for each.
-        capacity_factor: how many times its balanced load each expert takes, as padding to the capacity makes it, and as
-            dropping lets through at most; None: the balanced load.
+        layers: which layers have experts, as in Megatron's `--moe-layer-freq`: every n-th layer from the first on, or a
+            1 or 0 for each layer.
+        capacity_factor: capacity of each expert, as a multiple of its balanced load: smaller loads are padded to it,
+            tokens beyond it are dropped; None: each expert takes the balanced load.
 
     Raises:
-        ValueError: a number below 1, more experts for a token than there are, or no pattern.
+        ValueError: a number is below 1, `topk` exceeds `count`, or `layers` is no pattern.
     """
 
     count: int
@@ -69,16 +69,16 @@ class Experts:
 
     @property
     def copies(self) -> float:
-        """Experts for which a token is computed, on average."""
+        """The mean number of experts that compute a token."""
         return self.topk * (1.0 if self.capacity_factor is None else self.capacity_factor)
 
     def reached(self, groups: int) -> float:
-        """In how many of so many groups of equally many experts a token has one, on average, where all choices are
-        alike likely."""
+        """The mean number of groups in which a token has an expert, if the experts are split into so many equal groups
+        and all choices are equally likely."""
         return groups * (1 - comb(self.count - self.count // groups, self.topk) / comb(self.count, self.topk))
 
     def check_layers(self, num_layers: int) -> None:
-        """Raises ValueError where the pattern is not of so many layers."""
+        """Raise ValueError if the pattern does not have an entry for each of so many layers."""
         if not isinstance(self.layers, int) and len(self.layers) != num_layers:
             raise ValueError(
                 f"the pattern of layers with experts has {len(self.layers)} entries, and the model {num_layers} "
@@ -86,11 +86,11 @@ class Experts:
             )
 
     def of_stages(self, layers: Sequence[float]) -> tuple[float, ...]:
-        """How many of the layers of each stage have experts. A part of a layer counts as that part."""
+        """The number of layers with experts of each stage. A fraction of a layer counts as that fraction."""
         return _of_stages(self, tuple(layers))
 
     def _first(self, num_layers: float) -> float:
-        """Of the first so many layers."""
+        """The number of layers with experts among the first `num_layers` layers."""
         whole = int(num_layers)
         if isinstance(self.layers, int):
             return -(-whole // self.layers) + (num_layers - whole) * (whole % self.layers == 0)
@@ -106,10 +106,10 @@ def _of_stages(experts: Experts, layers: tuple[float, ...]) -> tuple[float, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A GPT or BERT of megatron.core, or a ViT or BERT of its layers that tells classes.
+    """The shape of a GPT or BERT of megatron.core, or of a ViT or BERT with its layers that classifies.
 
     Attributes:
-        num_layers, hidden_size, ffn_hidden_size, num_attention_heads, kv_channels, sequence_length: as the flags.
+        num_layers, hidden_size, ffn_hidden_size, num_attention_heads, kv_channels, sequence_length: Megatron's flags.
         num_query_groups: key and value heads; as many as attention heads without grouped queries.
         vocabulary_size: rows of the embedding, padding included.
         num_positions: rows of a learned position embedding; 0 without one.
@@ -119,13 +119,13 @@ class Architecture:
         linear_biases, qkv_bias: biases of all linear layers, or of the query, key and value projection only.
         norm_vectors: learned vectors of a normalization: 2 for LayerNorm, 1 for RMSNorm.
         qk_norm: queries and keys are normalized.
-        patch_elements: numbers of a patch of an image, which is embedded in place of a token; 0 for tokens.
-        class_token: an image has a token of its own besides its patches.
-        num_classes: the last stage tells one of so many classes, and has no output layer; 0 for language models.
-        pooler: a dense layer stands before the classes.
+        patch_elements: elements of an image's patch, which is embedded in place of a token; 0 for tokens.
+        class_token: an image has a class token besides its patches.
+        num_classes: number of classes; the last stage classifies and has no output layer. 0 for language models.
+        pooler: a dense layer stands before the classifier.
         masked_head, binary_head: BERT's heads: dense layer, norm and output bias; pooler and next-sentence classifier.
-        hidden_dropout, attention_dropout: whether dropout keeps masks there.
-        experts: of layers that have such in place of their MLP; None: no layer has.
+        hidden_dropout, attention_dropout: whether dropout keeps masks of the residual stream and of the scores.
+        experts: the experts of layers that have experts in place of an MLP; None: no layer has experts.
     """
 
     num_layers: int
@@ -162,7 +162,7 @@ class Architecture:
     def gpt3(
         cls, *, num_layers: int, hidden_size: int, num_attention_heads: int, sequence_length: int, vocabulary_size: int
     ) -> "Architecture":
-        """A GPT-3 as the papers describe it: four parameters fix the rest."""
+        """The shape of a GPT-3 as papers describe it, by layers, hidden size, heads, sequence and vocabulary."""
         return cls(
             num_layers=num_layers, hidden_size=hidden_size, ffn_hidden_size=4 * hidden_size,
             num_attention_heads=num_attention_heads, num_query_groups=num_attention_heads,
@@ -172,12 +172,12 @@ class Architecture:
 
     @property
     def is_causal(self) -> bool:
-        """Whether tokens attend to earlier ones alone."""
+        """Whether tokens attend only to earlier tokens."""
         return not (self.masked_head or self.binary_head or self.pooler or self.patch_elements)
 
     @property
     def output_rows(self) -> int:
-        """Rows of the output layer: the vocabulary's, none where classes are told."""
+        """Rows of the output layer: the vocabulary size, or 0 for a classifier."""
         return 0 if self.num_classes else self.vocabulary_size
 
     @property
@@ -206,7 +206,8 @@ class Architecture:
 
     @property
     def active_matrices(self) -> float:
-        """The same of a layer with experts, of those that a token goes through: router, experts and shared expert."""
+        """Elements of the matrices that a token passes in a layer with experts: projections, router, `topk` experts and
+        the shared expert."""
         experts = self.experts
         routed = experts.topk * self.mlp_matrices(experts.ffn_hidden_size) + self.hidden_size * experts.count
         return self.projections + routed + self.mlp_matrices(experts.shared_ffn_hidden_size)
@@ -216,8 +217,8 @@ class Architecture:
         return (0,) * len(layers) if self.experts is None else self.experts.of_stages(layers)
 
     def undivided(self, tensor: int) -> str | None:
-        """The first that does not divide over so many tensor ranks, of what is split: `12 attention heads`. Several
-        ranks may share a query group."""
+        """The first dimension that does not divide over `tensor` ranks, such as `12 attention heads`; None if all do.
+        Several ranks may share a query group."""
         for count, what in (
             (self.num_attention_heads, "attention heads"),
             (self.num_query_groups * (tensor % self.num_query_groups > 0), "query groups"),
@@ -229,11 +230,11 @@ class Architecture:
         return None
 
     def operations(self, num_sequences: int) -> float:
-        """Floating-point operations that a forward and a backward of so many sequences need, whatever is run again.
+        """Floating-point operations of a forward and a backward of so many sequences, without recomputation.
 
         Korthikanti et al. 2022, appendix A, for a GPT-3: 72 B L s h^2 (1 + s / 6h + V / 12 h L), here matrix by matrix,
-        so that it also holds for other widths. All of the scores count, as in the papers, not the half that a causal
-        mask leaves. Of experts those count that a token goes to.
+        so that the count holds for other widths. All scores count, as in the papers, not only the half that a causal
+        mask leaves. Only the experts that a token goes to count.
         """
         h = self.hidden_size
         ends = h * (self.output_rows + self.patch_elements) + (h * h if self.masked_head else 0)
@@ -241,7 +242,8 @@ class Architecture:
         return 6.0 * num_sequences * self.sequence_length * (layers + ends)
 
     def forward_operations(self, num_layers: float, num_sequences: int) -> float:
-        """The operations of a forward of so many layers alone: for a GPT-3 24 b s h^2 + 4 b s^2 h a layer."""
+        """Floating-point operations of a forward of so many layers, without embedding and output layer: for a GPT-3
+        24 b s h^2 + 4 b s^2 h a layer."""
         return 2.0 * num_sequences * self.sequence_length * num_layers * self._products_of_layer
 
     @property

@@ -1,10 +1,9 @@
-"""How much memory each rank of a pipeline needs, by what it is for.
+"""The memory that each rank of a pipeline needs, by part.
 
-BPipe's equation 1, M(s) = W(s) + A(s) mu(s), in parts: what a parameter costs (`TrainingState`) times the parameters of
-the rank (parameters.py), what a microbatch saves (activations.py) times the microbatches that the program holds at once
-(demand.py), and the buffers beside them, on request with those of this project's communicators. Everything is counted
-at the moment when most is held; what the allocator loses between blocks, and what the CUDA context and other
-communicators hold, is not.
+BPipe's equation 1, M(s) = W(s) + A(s) mu(s), in parts: the bytes of a parameter (`TrainingState`) times the parameters
+of the rank (parameters.py), the bytes that a microbatch saves (activations.py) times the microbatches that the program
+holds at once (demand.py), and buffers, on request with those of this project's communicators. Each part is counted at
+the moment of its peak. Not counted: the allocator's fragmentation, the CUDA context, and other communicators.
 
 **NCCL's buffers.** NCCL gives every connection of a communicator buffers, one set for each CTA (channel) that may use
 it, for its three protocols. The sizes are those of its sources (src/init.cc and src/include/device.h, 2.21 to 2.30)
@@ -14,11 +13,11 @@ where NCCL_BUFFSIZE, NCCL_LL_BUFFSIZE and NCCL_LL128_BUFFSIZE are not set:
     LL       8 lines x 512 threads x 8 steps x 16 bytes       0.5 MiB
     LL128    120 elements x 640 threads x 8 steps x 8 bytes   4.7 MiB
 
-An estimate that no GPU has confirmed. Taken is one set for each CTA and each peer. Between two GPUs of a node that send
-both ways it is what NCCL's P2P transport allocates; a link sends one way, so one of its ends has less. Across nodes
-point-to-point buffers are smaller (2 MiB a CTA), and a ring's larger, for both ends have their own; a tree has up to
-three peers. Not counted: what NCCL holds beside buffers (a few MiB a communicator), its use of NVLink SHARP, and the
-communicators of megatron.core, which are not bounded.
+This is an estimate that no GPU has confirmed. It counts one set of buffers for each CTA and each peer. NCCL's P2P
+transport allocates as much between two GPUs of a node that send both ways; a link sends one way, so one of its ends has
+less. Across nodes point-to-point buffers are smaller (2 MiB a CTA), and those of a ring larger, since both ends have
+their own; a tree has up to three peers. Not counted: what NCCL holds beside buffers (a few MiB a communicator), its use
+of NVLink SHARP, and the communicators of megatron.core, which are not bounded.
 """
 
 from collections.abc import Iterable, Sequence
@@ -52,11 +51,11 @@ SIMPLE_BYTES = 1 << 22
 LL_BYTES = 8 * 512 * 8 * 16
 LL128_BYTES = 120 * 640 * 8 * 8
 CONNECTION_BYTES = SIMPLE_BYTES + LL_BYTES + LL128_BYTES
-"""Bytes for one CTA and one peer: 9.2 MiB."""
+"""Bytes of the buffers for one CTA and one peer: 9.2 MiB."""
 
 
 def buffer_bytes(communicators: Iterable[Communicator]) -> float:
-    """Bytes on the device of a rank that has these communicators."""
+    """Bytes of NCCL's buffers on a rank that has these communicators."""
     return float(sum(each.max_ctas * each.num_peers * CONNECTION_BYTES for each in communicators))
 
 
@@ -69,9 +68,10 @@ def communicator_bytes(
     sums_over_tensor: bool,
     moves: bool,
 ) -> tuple[float, ...]:
-    """Bytes by rank of a pipeline, of the communicators that it uses: NCCL gives no buffers to others.
+    """Bytes by rank of a pipeline of the communicators that the rank uses; NCCL allocates no buffers for unused ones.
 
-    `moves`: activations do, between some pair; all pairs connect then. The rest as in `chain_of_rank`.
+    `moves`: saved activations move between the ranks of some pair; then all pairs connect. The other arguments are
+    those of `chain_of_rank`.
     """
     links = _link_bytes(rank_of_stage, moves)
     degrees = {"tensor": tensor, "pipeline": len(links), "data": data}
@@ -82,7 +82,7 @@ def communicator_bytes(
 
 @lru_cache(maxsize=1024)
 def _link_bytes(rank_of_stage: tuple[int, ...], moves: bool) -> tuple[float, ...]:
-    """By rank. A search asks for many configurations of the same pipeline."""
+    """Bytes by rank of the links between stages, cached: a search has many configurations with the same pipeline."""
     own = []
     for rank in range(max(rank_of_stage) + 1):
         pair = move_link_of_rank(rank_of_stage, rank) if moves else ()
@@ -102,12 +102,12 @@ class MemoryParts:
             also the true weights that no masters hold.
         gradients: all gradient buffers, and copies that predictions read.
         optimizer: masters, moments, and FP32 copies of gradients where these stay.
-        activations: saved microbatches, those accepted from the pair included; on the last stage with their logits.
-            Where backwards are split, at the moment at which these and `deferred` take most together.
-        deferred: of microbatches between I and W, what W needs; 0 where backwards are whole.
-        step: FP32 copies of gradients that are held in the step alone, behind the last backward.
-        workspace: what a backward recomputes, and the gradient of the logits; or what a prediction copies, if it is
-            more. Where backwards are split, what it adds to the most that these take together.
+        activations: saved microbatches, those accepted from the pair included; on the last stage with their logits. If
+            backwards are split, at the moment when `activations` and `deferred` together are largest.
+        deferred: activations and gradients that W needs, of microbatches between I and W; 0 if backwards are whole.
+        step: FP32 copies of gradients that only the step holds, after the last backward.
+        workspace: recomputed activations of a backward, and the gradient of the logits; or the copies of a prediction,
+            if they are larger. If backwards are split, the increase over the peak of `activations` and `deferred`.
         transfers: activations and gradients that arrive or leave, and one evicted microbatch while it is copied.
         communicators: NCCL's buffers for the communicators of this project's runtime; 0 where they are not counted.
     """
@@ -124,18 +124,18 @@ class MemoryParts:
 
     @property
     def while_computing(self) -> float:
-        """What is held at once while the pipeline computes."""
+        """Bytes that are held at once while the pipeline computes."""
         return self.held - self.step
 
     @property
     def total(self) -> float:
-        """What is held at once at most: while the pipeline computes, or in the step."""
+        """The most bytes that are held at once: while the pipeline computes, or in the step."""
         moving = self.activations + self.deferred + self.workspace + self.transfers
         return self.while_computing + max(0.0, self.step - moving)
 
     @property
     def held(self) -> float:
-        """What is held at any time, at once or not: the allocator's blocks, if none serves twice."""
+        """The sum of all parts, at once or not: the allocator's blocks if it reuses none."""
         return sum(_all_parts(self))
 
 
@@ -147,12 +147,12 @@ class RankMemory:
     """The memory of one rank of a pipeline (each tensor rank and replica of it needs as much).
 
     Attributes:
-        stages, layers: its stages, and how many layers each has.
-        num_parameters: of one tensor rank.
-        saved_microbatches: held at once at most, over all its stages.
-        bytes_per_microbatch: what the largest of its stages saves of one.
-        parts: see `MemoryParts`.
-        host: what it takes of its host's memory, where that has the weights.
+        stages, layers: the stages of the rank, and the number of layers of each.
+        num_parameters: trained parameters of one tensor rank.
+        saved_microbatches: the most microbatches that the rank holds at once, over all its stages.
+        bytes_per_microbatch: bytes that the largest stage of the rank saves of one microbatch.
+        parts: bytes on the GPU by part.
+        host: bytes in the host's memory, if weights live there.
     """
 
     rank: int
@@ -166,7 +166,7 @@ class RankMemory:
 
     @property
     def total(self) -> float:
-        """Bytes on the GPU, at once at most."""
+        """The most bytes on the GPU at once."""
         return self.parts.total
 
 
@@ -184,10 +184,14 @@ def estimate_memory(
     """The memory of each rank of the pipeline.
 
     Args:
-        layers: how many layers each stage has.
+        shape: the model.
+        setting: how activations are saved.
+        state: the bytes of each parameter.
+        demand: how many microbatches, weight versions and gradient buffers each rank holds.
+        layers: the number of layers of each stage.
         single_gradient_buffer: a batch's gradients are applied before the next batch fills the buffer.
         counts_communicators: this project's runtime trains, over NCCL.
-        hosting: weights live on the host, and so; None: on the device. `setting` recomputes whole stages then.
+        hosting: how weights live on the host; `setting` then recomputes whole stages. None: weights are on the device.
     """
     assert len(layers) == len(demand.rank_of_stage) and sum(layers) == shape.num_layers
     assert hosting is None or setting.recompute.whole_stage
@@ -277,15 +281,13 @@ def estimate_memory(
 
 
 def _num_tied(shape: Architecture, stages: Sequence[int], layers: Sequence[int]) -> int:
-    """How many copies of a tied embedding these stages have, of the two that several stages have."""
+    """The number of copies of a tied embedding on these stages: the first and the last stage have one each."""
     ends = {0, len(layers) - 1}
     return len(ends & set(stages)) if shape.tied_embeddings and len(ends) > 1 else 0
 
 
 def _num_sides(stages: Sequence[int], rank_of_stage: Sequence[int]) -> int:
-    """On how many sides each stage of a rank has one of another rank, at least, of those that have any: the ends of the
-    model have one.
-    """
+    """The least number of neighbouring stages on other ranks, over the stages of a rank that have any: 0, 1 or 2."""
     last = len(rank_of_stage) - 1
     beside = [[other for other in (stage - 1, stage + 1) if 0 <= other <= last] for stage in stages]
     sides = [
@@ -296,9 +298,9 @@ def _num_sides(stages: Sequence[int], rank_of_stage: Sequence[int]) -> int:
 
 
 def _saved_on_rank(rank: int, saved: Sequence[float], demand: Demand) -> float:
-    """Bytes of the microbatches that a rank holds: of each stage, and of all together, as many as the checker says.
+    """Bytes of the microbatches that a rank holds, within the checker's limits for each stage and for the rank.
 
-    Those that came from the pair have the size of that stage. The largest are counted first.
+    Microbatches from the pair have the size of the pair's stage. The largest microbatches are counted first.
     """
     sizes, pairs = [], Pairs(demand.rank_of_stage, demand.num_frozen)
     for stage in demand.stages_of(rank):
@@ -316,8 +318,8 @@ def _saved_on_rank(rank: int, saved: Sequence[float], demand: Demand) -> float:
 def _together_on_rank(
     rank: int, saved: Sequence[float], deferred: Sequence[float], workspace: Sequence[float], demand: Demand
 ) -> tuple[float, float, float]:
-    """Bytes that wait for an I and for a W, at the moment at which they are most together, and what the Is' workspace
-    adds to that peak. A stage that waits for none of its Is is in none: its Ws recompute nothing.
+    """Bytes that wait for an I and for a W, at the moment when their sum is largest, and the increase of that peak by
+    the workspace of an I. A stage without a waiting I computes none then, and its W recomputes nothing.
     """
     stages = demand.stages_of(rank)
     sizes = [saved[stage] for stage in stages], [deferred[stage] for stage in stages]

@@ -1,23 +1,23 @@
-"""How many parameters a rank holds, counted from the shape, and what each of them costs.
+"""The number of parameters of a rank, counted from the model's shape, and the bytes of each parameter.
 
-Matrices and what belongs to their outputs are split over tensor ranks; norms, positions, BERT's heads and the biases of
-matrices whose outputs are summed stand on each of them. Experts lie on ranks by degrees of their own, and their router
-stands on each. Tests compare with the modules themselves.
+Matrices and the biases of their outputs are split over tensor ranks. Norms, positions, BERT's heads and the biases of
+matrices whose outputs are summed are whole on each tensor rank. Experts have parallel degrees of their own; the router
+is whole on each rank. Tests compare the counts with the modules of megatron.core.
 
 **Bytes.** Mixed precision with Adam takes 20 bytes a parameter (Smith et al. 2022; BPipe, section 1): 2 for the weight,
-2 for the gradient, and in FP32 4 each for master, gradient and both moments. Here by part, since each changes with a
-flag:
+2 for the gradient, and in FP32 4 each for master, gradient and both moments. Here by part, since flags change each:
 
     weights        weight_bytes, for each weight version that is alive at once (2bw: 2)
     true weights   where the versions are predictions: weight_bytes again, unless the masters are the true weights
     gradients      gradient_bytes, for each buffer in use at once (2bw: 2, or 1 with the flag); weight_bytes more where
                    they are sums beside a backward's own
     masters        4 for 16-bit weights; with the distributed optimizer 4 also for FP32 weights of several versions
-    FP32 copies    4 where gradients are kept in 16 bits: the optimizer steps with FP32 ones, which megatron.core makes
-                   in the step and leaves behind it. Where a host steps stage by stage, of the largest
+    FP32 copies    4 where gradients are kept in 16 bits: the optimizer steps with FP32 copies, which megatron.core
+                   makes in the step and frees after it. A host that steps stage by stage holds copies of the largest
     moments        4 each: Adam 2, SGD with momentum 1
 
-The distributed optimizer (ZeRO-1) divides the last three by the number of replicas: those of experts by theirs.
+The distributed optimizer (ZeRO-1) divides the last three by the number of replicas, for experts by the number of ranks
+with the same experts.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from megatron.planner.memory.architecture import Architecture, ExpertDegrees
 
 FP8_COPY_BYTES = 2
-"""Of an element that is multiplied in FP8: a byte as it is and a byte transposed, as Hopper's products want both."""
+"""Bytes of the FP8 copies of an element: one byte as it is and one transposed, since Hopper's products need both."""
 
 
 def layer_parameters(shape: Architecture, tensor: int) -> int:
@@ -35,7 +35,7 @@ def layer_parameters(shape: Architecture, tensor: int) -> int:
 
 
 def _layer_with_mlp(shape: Architecture, tensor: int, width: int) -> int:
-    """The same with an MLP of so many columns; 0: without one."""
+    """Parameters of one layer on one rank with an MLP of `width` columns; 0: without an MLP."""
     h, projected = shape.hidden_size, shape.query_width + 2 * shape.key_width
     wide = width * (2 if shape.gated else 1)
     split = shape.projections + shape.mlp_matrices(width)
@@ -59,8 +59,8 @@ def expert_parameters(shape: Architecture, degrees: ExpertDegrees) -> int:
 
 
 def routing_layer_parameters(shape: Architecture, tensor: int) -> int:
-    """Parameters of one layer with experts on one of `tensor` ranks, but for the routed experts: with the router, and
-    with the shared expert."""
+    """Parameters of one layer with experts on one of `tensor` ranks, without the routed experts: the router and the
+    shared expert are included."""
     router = shape.experts.count * (shape.hidden_size + shape.linear_biases)
     return _layer_with_mlp(shape, tensor, shape.experts.shared_ffn_hidden_size) + router
 
@@ -68,7 +68,7 @@ def routing_layer_parameters(shape: Architecture, tensor: int) -> int:
 def stage_matrices(
     shape: Architecture, tensor: int, layers: Sequence[int], degrees: ExpertDegrees | None = None
 ) -> tuple[int, ...]:
-    """Elements of the linears of each stage's layers on one rank, those of its experts among them, without routers."""
+    """Elements of the linear layers of each stage on one rank, experts included, routers excluded."""
     of_layer = matrix_parameters(shape, tensor, 1)
     if shape.experts is None:
         return tuple(count * of_layer for count in layers)
@@ -82,12 +82,12 @@ def stage_matrices(
 
 
 def matrix_parameters(shape: Architecture, tensor: int, num_layers: int) -> int:
-    """Elements of the linears of so many layers on one of `tensor` ranks."""
+    """Elements of the linear layers of so many transformer layers without experts on one of `tensor` ranks."""
     return num_layers * (shape.layer_matrices // tensor)
 
 
 def embedding_parameters(shape: Architecture, tensor: int) -> int:
-    """What the first stage holds before its layers."""
+    """Parameters of the embeddings of the first stage on one of `tensor` ranks."""
     rows = shape.vocabulary_size // tensor + shape.num_positions + shape.num_token_types + shape.class_token
     if shape.patch_elements:
         rows += shape.patch_elements + 1  # a linear layer with its bias
@@ -95,7 +95,10 @@ def embedding_parameters(shape: Architecture, tensor: int) -> int:
 
 
 def head_parameters(shape: Architecture, tensor: int, *, holds_embedding: bool) -> int:
-    """What the last stage holds after its layers. `holds_embedding`: it is the first stage too."""
+    """Parameters of the last stage after its layers: final norm, output layer and heads, on one of `tensor` ranks.
+
+    `holds_embedding`: the last stage is the first stage too, and shares the embedding if embeddings are tied.
+    """
     h, rows = shape.hidden_size, shape.output_rows // tensor
     count = shape.norm_vectors * h  # the final norm
     count += shape.num_classes * (h + 1) + shape.pooler * h * (h + 1)
@@ -109,7 +112,7 @@ def head_parameters(shape: Architecture, tensor: int, *, holds_embedding: bool) 
 
 
 def largest_parameter(shape: Architecture, tensor: int, *, is_first: bool, is_last: bool) -> int:
-    """Elements of the largest parameter that one of `tensor` ranks has of a stage."""
+    """Elements of the largest parameter of a stage on one of `tensor` ranks."""
     wide = shape.ffn_hidden_size * (2 if shape.gated else 1)
     projected = max(shape.query_width + 2 * shape.key_width, wide)
     of_layer = shape.hidden_size * projected // tensor
@@ -127,8 +130,8 @@ def stage_parameters(
     """Parameters of one tensor rank of each stage.
 
     Args:
-        layers: how many layers each stage has.
-        degrees: how experts lie on ranks; None: all on each, split as the rest.
+        layers: the number of layers of each stage.
+        degrees: how experts are split over ranks; None: every rank has a part of all, as of the other matrices.
     """
     last, of_layer = len(layers) - 1, layer_parameters(shape, tensor)
     with_experts = shape.layers_with_experts(layers)
@@ -145,7 +148,7 @@ def stage_parameters(
 
 
 def stage_expert_parameters(shape: Architecture, layers: Sequence[int], degrees: ExpertDegrees) -> tuple[int, ...]:
-    """Of these, the parameters of routed experts, whose replicas are others."""
+    """Parameters of the routed experts of each stage on one rank. Other ranks are their replicas."""
     if shape.experts is None:
         return (0,) * len(layers)
     of_layer = expert_parameters(shape, degrees)
@@ -154,20 +157,21 @@ def stage_expert_parameters(shape: Architecture, layers: Sequence[int], degrees:
 
 _FP32 = 4
 PREDICTION_CHUNK = 64 * 2**20
-"""Bytes of the masters from which a prediction steps at a time: as many as reach them first (provisional_step.py)."""
+"""Bytes of masters that a prediction steps at a time; a chunk's last parameter may exceed it (provisional_step.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingState:
-    """What is kept for each parameter.
+    """The bytes that training keeps for each parameter.
 
     Attributes:
-        num_moments: Adam 2, SGD 1 with momentum, else 0.
-        keeps_gradient_copies: FP32 copies of gradients stay from step to step; else the step makes them.
-        data: ranks with the same parameters, context parallel ones among them.
-        expert_data: ranks with the same experts.
-        sums_beside_gradients: gradients are FP32 sums of what a backward keeps in the type of weights.
-        fp8_weights: linears have weights in FP8 alone, which are gathered so (`--fp8-param-gather`).
+        weight_bytes, gradient_bytes: bytes of an element of a weight, and of a gradient.
+        num_moments: Adam 2, SGD with momentum 1, else 0.
+        keeps_gradient_copies: FP32 copies of gradients stay from step to step; else each step makes and frees them.
+        data: number of ranks with the same parameters, context parallel ranks included.
+        expert_data: number of ranks with the same experts.
+        sums_beside_gradients: gradients are FP32 sums, beside the gradients of one backward in the type of weights.
+        fp8_weights: linear layers have weights in FP8 only, and gather them in FP8 (`--fp8-param-gather`).
     """
 
     weight_bytes: int = 2
@@ -181,31 +185,31 @@ class TrainingState:
     sums_beside_gradients: bool = False
 
     def weights(self, num_parameters: int, *, num_versions: int, predicts: bool = False) -> float:
-        """The bytes of all weight versions. `predicts`: they are predictions."""
+        """Bytes of all weight versions. `predicts`: the versions are predictions, beside the true weights."""
         steps_weights = self.weight_bytes == _FP32 and not self.distributed_optimizer  # there are no masters
         return float(num_parameters * self.weight_bytes * (num_versions + (predicts and steps_weights)))
 
     def fp8_copies(self, num_elements: int) -> float:
-        """Bytes that linears' weights take in FP8, less what they do not take in 16 bits where they are FP8 alone."""
+        """Bytes of the FP8 copies of linear layers' weights; with `fp8_weights`, less the weights that they replace."""
         return float(num_elements * (FP8_COPY_BYTES - self.fp8_weights * self.weight_bytes))
 
     def gathered(self, num_parameters: int, num_elements: int) -> float:
-        """Bytes of the weights that replicas gather, `num_elements` of which are of linears."""
+        """Bytes of the weights that replicas gather; `num_elements` of the parameters are weights of linear layers."""
         return float(num_parameters * self.weight_bytes - self.fp8_weights * num_elements * (self.weight_bytes - 1))
 
     def gradients(self, num_parameters: int, *, num_buffers: int) -> float:
-        """The bytes of all gradient buffers."""
+        """Bytes of all gradient buffers."""
         kept = self.gradient_bytes + (self.weight_bytes if self.sums_beside_gradients else 0)
         return float(num_parameters * kept * num_buffers)
 
     def optimizer(
         self, num_parameters: int, *, num_versions: int, stepped: int | None = None, experts: int = 0
     ) -> float:
-        """Masters, FP32 copies of gradients, and moments.
+        """Bytes of masters, FP32 copies of gradients, and moments on one rank.
 
         Args:
-            stepped: how many parameters step at once; None: all.
-            experts: how many of the parameters are of experts; where `stepped` is given, none.
+            stepped: number of parameters that step at once; None: all.
+            experts: number of the parameters that are of experts; 0 where `stepped` is given.
         """
         keeps_masters = self.weight_bytes < _FP32 or (self.distributed_optimizer and num_versions > 1)
         copied = num_parameters if stepped is None else stepped
@@ -214,30 +218,33 @@ class TrainingState:
         return kept + self._gradient_copies(copied, part)
 
     def copies_in_step(self, num_parameters: int, *, num_versions: int, experts: int = 0) -> float:
-        """The bytes of these that are held in the step alone: none where batches overlap, whose steps come between
-        forwards and backwards."""
+        """Bytes of FP32 copies of gradients that only the step holds. 0 with several versions: their batches overlap,
+        so that a step comes between forwards and backwards."""
         if self.keeps_gradient_copies or num_versions > 1:
             return 0.0
         return self._gradient_copies(num_parameters, self._part(num_parameters, experts))
 
     def _gradient_copies(self, num_parameters: int, part: float) -> float:
-        """Bytes of the FP32 copies with which the optimizer steps a part of these."""
+        """Bytes of the FP32 copies of gradients for the given part of the parameters."""
         return _FP32 * num_parameters * part if self.gradient_bytes < _FP32 else 0.0
 
     def _part(self, num_parameters: int, experts: int) -> float:
-        """Which part of the parameters a rank steps."""
+        """The fraction of its parameters that a rank steps."""
         return self.stepped(num_parameters, experts) / num_parameters if num_parameters else 1.0
 
     def prediction(self, num_parameters: int, *, largest: int, experts: int = 0) -> float:
-        """The most that a provisional step copies at once: masters, moments and gradients, all in FP32.
+        """The most bytes that a provisional step copies at once: masters, moments and gradients, all in FP32.
 
-        `largest`: elements of the largest parameter. `experts`: how many parameters are of experts.
+        `largest`: elements of the largest parameter. `experts`: number of the parameters that are of experts.
         """
         masters = min(_FP32 * self.stepped(num_parameters, experts), PREDICTION_CHUNK + _FP32 * largest)
         return masters * (2 + self.num_moments)
 
     def stepped(self, num_parameters: int, experts: int = 0) -> float:
-        """How many of the parameters a rank steps, of which some are of experts: of those that are split its part."""
+        """The number of parameters that a rank steps: all, or its part with the distributed optimizer.
+
+        `experts`: number of the parameters that are of experts.
+        """
         if not self.distributed_optimizer:
             return num_parameters
         return (num_parameters - experts) / self.data + experts / self.expert_data

@@ -27,8 +27,8 @@ from megatron.planner.time.first_principles import FirstPrinciples
 def fastest_without_pipeline(
     space: Space, planner_of: Callable[[int], Planner], training: Training
 ) -> WithoutPipeline | None:
-    """The fastest that fits; None where there is nothing to compare: one GPU, processes of a CPU, or a profile in place
-    of the time model, which holds no gathers of weights."""
+    """The fastest training without a pipeline that fits; None without a comparison: on one GPU, on a CPU, for a model
+    with experts, or with a profile in place of the time model, since a profile has no gathers of weights."""
     planner = planner_of(1)
     if planner.cluster.is_cpu or space.num_gpus == 1 or not isinstance(planner.cost_model, FirstPrinciples):
         return None
@@ -55,8 +55,10 @@ def fastest_without_pipeline(
 def _least_recomputed(
     configuration: Configuration, planner: Planner, scopes: list[RecomputeScope], *, avoids_pressure: bool
 ) -> tuple[Configuration | None, float]:
-    """With the first scope that fits; None: none does, or pressure is avoided. And the GiB that the one that needs
-    least leaves: 0 or more beside None is what the allocator would slow."""
+    """The configuration with the first scope that fits, and the GiB that the smallest one leaves free.
+
+    None: no scope fits (the free GiB are negative), or those that fit would be slowed and pressure is avoided.
+    """
     spare = -math.inf
     for scope in scopes:
         trial = replace(configuration, recompute=scope)
@@ -90,7 +92,7 @@ def _configurations(space: Space, planner_of: Callable[[int], Planner], training
 
 
 def _shards(data: int, tensor: int, gpus_per_node: int) -> list[int]:
-    """Numbers of shards: all replicas; and groups that fill 1, 4, 16, ... nodes, of which each has a copy."""
+    """Numbers of shards: all replicas, or groups of replicas that fill 1, 4, 16, ... nodes and have a copy each."""
     found, group = [data], max(2, gpus_per_node // tensor)
     while group < data:
         if data % group == 0:
@@ -100,15 +102,16 @@ def _shards(data: int, tensor: int, gpus_per_node: int) -> list[int]:
 
 
 _WORTH_SAYING = 0.01
-"""By which part it has to be faster."""
+"""The least relative gain that is reported."""
 
 
 def note_on_fewer_nodes(outcome: Outcome, cluster: Cluster, best_on: Callable[[Cluster], Kept | None]) -> str | None:
-    """What fewer nodes would take; None: all of them are the fastest, or nobody asked for the fastest.
+    """A note that fewer nodes would be faster; None: they would not be, or the objective is not time.
 
     Args:
-        outcome: of the search on all nodes.
-        best_on: the best of the same search on other machines; None: nothing fits there.
+        outcome: the result of the search on all nodes.
+        cluster: the cluster with all nodes.
+        best_on: returns the best of the same search on another cluster; None: nothing fits there.
     """
     whole = outcome.best
     if whole is None or outcome.objective != "time" or cluster.is_cpu:

@@ -1,4 +1,4 @@
-"""What a search says of delayed weights: what the delay costs, and from which part of a batch they are predicted."""
+"""Notes of a search on delayed weights: the cost of the delay, and the part of a batch that predictions know."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.planner.search.space import offer
 
 
 def known_share(configuration: Configuration) -> Fraction:
-    """The part of a batch from which the stage that knows least predicts its weights; 1: all of it.
+    """The fraction of a batch from which the stage with the fewest gradients predicts its weights; 1: the whole batch.
 
     Without `provisional_reduce` a stage, or with the distributed optimizer the owner of a shard, reads the gradients of
     one replica.
@@ -26,17 +26,17 @@ def known_share(configuration: Configuration) -> Fraction:
 
 
 def clause(configuration: Configuration) -> str | None:
-    """What a row of predicted weights notes."""
+    """The note on a configuration with predicted weights, in a clause."""
     return f"predicts from {known_share(configuration)} of a batch" if configuration.predicts else None
 
 
 def is_delayed(schedule: str, configuration: Configuration) -> bool:
-    """Whether a configuration of this name of `offered` computes at weights that lack updates, and does not predict."""
+    """Whether a configuration of this schedule (a name of `offered`) misses updates and does not predict weights."""
     return not configuration.predicts and not offer(schedule).policy.drains
 
 
 def sentence(kept: Iterable[Kept]) -> str | None:
-    """What the delay of weights costs; None where none of these configurations computes at delayed weights."""
+    """A sentence on the cost of delayed weights; None if no configuration computes at delayed weights."""
     names = (each.choice.schedule for each in kept if is_delayed(each.choice.schedule, each.estimate.configuration))
     delayed = list(dict.fromkeys(names))
     if not delayed:
@@ -51,7 +51,7 @@ def sentence(kept: Iterable[Kept]) -> str | None:
 
 
 def beside(outcome: Outcome) -> str | None:
-    """What schedules beside the ranking would gain; None where none stands there."""
+    """A sentence on the gain of schedules beside the ranking; None if there are none."""
     gains = [(each, outcome.gain(each)) for rank, each in outcome.best_of_schedules() if rank is None]
     if not gains:
         return None
@@ -71,7 +71,7 @@ def _compared(gain: float) -> str:
 
 
 def sentences(kept: Iterable[Kept]) -> tuple[str, ...]:
-    """What there is to know of the weights of the schedules that a search kept."""
+    """The notes on the weights of kept schedules."""
     kept = list(kept)
     found = [sentence(kept)]
     if any(each.estimate.configuration.predicts for each in kept):

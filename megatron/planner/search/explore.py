@@ -1,14 +1,15 @@
-"""The search: enumerate, reject with a reason, stop early, estimate the rest.
+"""Explores the space: enumerates choices, rejects with a reason, stops early, and estimates the rest.
 
 Problem: degrees, microbatches, scopes and schedules combine to hundreds of thousands of configurations, and proving or
 simulating one takes up to seconds.
 
-Solution: choices are made one after another, and what excludes a configuration excludes all that share the choices so
-far. Memory comes before time, in closed form: first what every schedule needs at least, one saved microbatch on one
-weight version, which only grows with the microbatch; then the schedule's own. For each of the rest scopes are tried in
-the order of BPipe, section 4.2, until one fits, and balance only where its schedule does not fit without. A scope that
-fits, and is slowed for want of memory, does not end the trial; nor does one whose saved activations move, since over a
-slow link fewer of them may save more time than it takes to recompute them. Only what fits is timed.
+Solution: choices are made one after another, and a reason against a choice rejects all configurations with it. Memory
+comes before time, in closed form: first the minimum of all schedules, one saved microbatch and one weight version,
+which grows with the microbatch; then the memory of the schedule. For each remaining choice recompute scopes are tried
+in the order of BPipe, section 4.2, until one fits; balance is tried only if the schedule does not fit without it. Two
+kinds of scopes fit and do not end the trial: one that is slowed for want of memory, and one whose saved activations
+move, since over a slow link moving fewer activations may save more time than recomputing them takes. Only
+configurations that fit are timed.
 """
 
 import math
@@ -34,12 +35,13 @@ Refusal = Callable[[Configuration], str | None]
 
 
 class Explorer:
-    """Goes through a space.
+    """Explores a space.
 
     Args:
-        planner_of: the planner for a tensor parallel size, on which the padding of the vocabulary depends.
-        training: what the flags exclude.
-        refuse: asked last, about what fits.
+        space: the values to try.
+        planner_of: returns the planner for a tensor parallel size, which decides the padding of the vocabulary.
+        training: settings that exclude schedules or scopes.
+        refuse: called last, for configurations that fit.
     """
 
     def __init__(
@@ -49,7 +51,7 @@ class Explorer:
         self.refuse = refuse or (lambda _: None)
 
     def explore(self, t: int, p: int) -> Iterator[Kept | Rejected]:
-        """All choices with these degrees."""
+        """Yield all choices with these degrees, kept or rejected."""
         reason = rules.refuse_tensor(self.planner_of(1).model, self.space, t)
         if reason:
             yield Rejected(choice=Choice(tensor=t), reason=reason)
@@ -61,7 +63,7 @@ class Explorer:
                 yield from self._explore(choice)
 
     def _explore(self, choice: Choice) -> Iterator[Kept | Rejected]:
-        """All choices with these degrees and replicas."""
+        """Yield all choices with the degrees and replicas of `choice`, kept or rejected."""
         space, model = self.space, self.planner_of(choice.tensor).model
         t, p = choice.tensor, choice.pipeline
         reason = rules.refuse_pipeline(model, space, p, choice.data)
@@ -82,7 +84,7 @@ class Explorer:
 
 
 class _Degrees:
-    """Configurations with the same t, p, d and optimizer."""
+    """Explores configurations with the same t, p, d and optimizer."""
 
     def __init__(self, explorer: Explorer, model: Architecture, choice: Choice) -> None:
         self.explorer, self.model, self.choice = explorer, model, choice
@@ -107,7 +109,7 @@ class _Degrees:
             yield from self._hosted(replace(self.choice, schedule=schedule))
 
     def _hosted(self, choice: Choice) -> Iterator[Kept | Rejected]:
-        """Weights on the host: no floor of memory holds, and all stages are recomputed in any scope."""
+        """Yield choices with weights on the host. They recompute all stages, and the memory floor does not hold."""
         reason = rules.refuse_hosted(self.planner.cluster, choice)
         if reason:
             yield Rejected(choice=choice, reason=reason)
@@ -145,13 +147,14 @@ class _Degrees:
                 yield from self._schedule(replace(choice, schedule=schedule), scopes, missed, slow)
 
     def _scopes(self) -> list[RecomputeScope]:
-        """Without scores to recompute, the scope attention is none; whole layers are not merged with others."""
+        """The scopes to try: not attention without saved scores, where it equals none; not whole layers where copies of
+        tokens are sent beside another microbatch, since the layers of two microbatches are merged then."""
         saves, merges = self.training.saves_scores, self.planner.software.overlaps_experts
         left_out = {SCOPES[1]: not saves, RecomputeScope.LAYER: merges and self.choice.expert is not None}
         return [each for each in self.space.scopes if not left_out.get(each)]
 
     def _floor(self, choice: Choice, some: str) -> Rejected | None:
-        """What every schedule misses: memory of a single microbatch on one weight version."""
+        """The rejection of all schedules if one microbatch on one weight version already exceeds the memory."""
         batch = choice.micro_batch_size * self.choice.data
         single = replace(choice, schedule=some, virtual=1, global_batch_size=batch)
         configuration = self._configuration(single)
@@ -174,7 +177,7 @@ class _Degrees:
                 yield from self._try_scopes(replace(stages, global_batch_size=batch), scopes, missed, slow)
 
     def _predictions(self, choice: Choice) -> dict[str, Any]:
-        """What is chosen of them: 2bw alone has any; and two gradient buffers to begin with."""
+        """The choice with settings of predictions, which only 2bw has, and with two gradient buffers first."""
         space, two = self.space, {"single_gradient_buffer": False}
         if offer(choice.schedule).policy != TWO_BW or space.provisional == "off":
             return {"provisional": "off", "provisional_reduce": False, **two}
@@ -186,7 +189,7 @@ class _Degrees:
         }
 
     def _no_stages(self, schedule: str, layers: int) -> str:
-        """Why a rank with so many layers has no v."""
+        """Why a rank with so many layers has no valid v."""
         if layers == 1:
             return "the single layer of a rank makes no second stage"
         only, asked = offer(schedule).virtual_stages, [v for v in self.space.virtual or () if v > 1]
@@ -198,7 +201,7 @@ class _Degrees:
         return f"{layers} layers of a rank do not divide into {wanted} stages"
 
     def _batch_size(self, choice: Choice) -> int | str:
-        """Sequences in a batch, the most that are safe; or why no batch will do."""
+        """The largest safe batch in sequences; or why no batch is possible."""
         space, per_round = self.space, choice.micro_batch_size * choice.data
         least, most = space.global_batch_size, space.largest_batch_size
         preset = offer(choice.schedule)
@@ -263,13 +266,13 @@ class _Degrees:
                 stops = f"recompute {scope.value} fits"
 
     def _may_keep_one_buffer(self, choice: Choice) -> bool:
-        """Whether 2bw may do without its second gradient buffer: the step of a batch comes early then, before overflows
-        of other stages are known, and nothing predicts from what it gives away."""
+        """Whether 2bw may run without its second gradient buffer: the step of a batch is then early, before overflows
+        of other stages are known, and predictions would need the gradients of that buffer."""
         is_2bw = offer(choice.schedule).policy == TWO_BW and choice.pipeline > 1
         return is_2bw and self.space.provisional == "off" and not self.training.scales_loss
 
     def _without_moves(self, schedule: str) -> str | None:
-        """One of those considered that computes in the same order and balances nothing."""
+        """A schedule of the space with the same order and without balance."""
         plain = replace(offer(schedule), balance=False)
         return next((name for name in self.space.schedules if offer(name) == plain), None)
 
@@ -320,7 +323,7 @@ class _Degrees:
             yield Kept(choice=mapped, estimate=estimate, software=software, notes=tuple(filter(None, notes)))
 
     def _mappings(self, choice: Choice) -> list[str]:
-        """`optimized` comes later (search.py), unless alone."""
+        """The mappings to try. `optimized` is tried later (search.py), unless it is the only one."""
         names = [name for name in RANK_MAPPINGS if name in self.space.rank_mappings and name != "optimized"]
         names = names or ["standard" if rules.is_shared(choice) else "optimized"]
         return names if self.space.mapping_matters(choice.tensor) or len(names) == 1 else ["standard"]
@@ -330,12 +333,12 @@ class _Degrees:
         return rules.with_host_update(configuration, self.training)
 
     def _fits_easily(self, choice: Choice) -> bool:
-        """And no rank is slowed for want of memory."""
+        """Whether the configuration fits and no rank is slowed for want of memory."""
         verdict = self._judge(choice)
         return verdict.fits and not verdict.under_pressure
 
     def _judge(self, choice: Choice) -> Verdict:
-        """By memory alone."""
+        """The verdict on a configuration by its memory."""
         if choice not in self._verdicts:
             configuration = self._configuration(choice)
             self._memory[choice] = self.planner.memory(configuration, proved=False)
@@ -344,7 +347,7 @@ class _Degrees:
 
 
 def _again(choice: Choice, reason: str | None) -> Rejected | None:
-    """What a smaller microbatch did not have room for."""
+    """The rejection of a choice that did not fit with a smaller microbatch."""
     return None if reason is None else Rejected(choice=choice, reason=reason)
 
 

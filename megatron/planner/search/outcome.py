@@ -28,13 +28,13 @@ _DAY, _HOUR, _MILLION = 86_400, 3_600, 1_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Bill:
-    """What one configuration takes. None: without a budget of tokens, or without a price, it is not known.
+    """The time and the money of training one configuration. A field is None without a budget of tokens or a price.
 
     Attributes:
-        gpu_hours_per_iteration: of all GPUs together, whether they compute or wait.
-        num_iterations, days, gpu_hours, cost: of the whole training.
-        cost_per_iteration, cost_per_million_tokens: of any.
-        currency: of these.
+        gpu_hours_per_iteration: hours of all GPUs together, whether they compute or wait.
+        num_iterations, days, gpu_hours, cost: totals of the whole training.
+        cost_per_iteration, cost_per_million_tokens: costs independent of the number of tokens.
+        currency: the currency of all costs.
     """
 
     gpu_hours_per_iteration: float
@@ -49,11 +49,13 @@ class Bill:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What bills are made from.
+    """The budget of a training, from which a bill is made.
 
     Attributes:
-        tokens: of the whole training.
-        price_per_gpu_hour: in `currency`.
+        num_gpus: number of GPUs.
+        sequence_length: tokens of a sequence.
+        tokens: tokens of the whole training; None: not known.
+        price_per_gpu_hour: price in `currency`; None: not known.
     """
 
     num_gpus: int
@@ -63,7 +65,7 @@ class Budget:
     currency: str = "USD"
 
     def bill(self, *, seconds: float, sequences: int) -> Bill:
-        """Of iterations of so many seconds and sequences."""
+        """The bill of a training whose iterations take so many seconds and sequences."""
         price, hours = self.price_per_gpu_hour, seconds * self.num_gpus / _HOUR
         tokens = sequences * self.sequence_length
         iterations = None if self.tokens is None else math.ceil(self.tokens / tokens)
@@ -80,7 +82,7 @@ class Budget:
 
 
 def amount(value: float) -> str:
-    """Three digits of a small one, and whole units of a large one."""
+    """A value as text: three digits below 100, whole units above."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
@@ -90,10 +92,10 @@ def money(value: float, currency: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A configuration, or several that were rejected together: None stands for any value.
+    """A configuration of a search, or several that were rejected together: None stands for any value.
 
-    `context` is None also where no ranks share sequences in a whole search, and so are `expert` and `expert_tensor`
-    where the model has no experts.
+    `context` is also None if a search has no context parallelism; `expert` and `expert_tensor` are also None if the
+    model has no experts.
     """
 
     tensor: int
@@ -115,8 +117,8 @@ class Choice:
     expert_tensor: int | None = None
 
     def configuration(self, *, sequence_parallel: bool) -> Configuration:
-        """The configuration; nothing is None but the mapping, which is then the standard one, and what predictions are
-        made from, of which there are then none."""
+        """The configuration of a complete choice. Only the mapping (None: standard), settings of predictions (None: no
+        predictions) and degrees of contexts and experts (None: 1) may be None."""
         preset, balance = preset_of(self.schedule)
         return Configuration(
             tensor=self.tensor, pipeline=self.pipeline, data=self.data, virtual=self.virtual,
@@ -131,14 +133,19 @@ class Choice:
 
     @property
     def key(self) -> tuple:
-        """Orders choices where nothing else does."""
+        """A sort key that breaks ties between choices."""
         values = (getattr(self, field.name) for field in fields(self))
         return tuple((value is not None, value if value is not None else 0) for value in values)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rejected:
-    """`reason`: one clause. `missing_gib`: where it is memory, of the fullest GPU."""
+    """A rejected choice.
+
+    Attributes:
+        reason: why it was rejected, in one clause.
+        missing_gib: GiB that the fullest GPU lacks, if memory is the reason.
+    """
 
     choice: Choice
     reason: str
@@ -150,13 +157,13 @@ class Kept:
     """A configuration that can run.
 
     Attributes:
-        estimate: its time and memory.
-        software: what trains it; None: nobody says.
-        is_simulated: the time is that of its very program, which is proved; else of the closed form, or where the
-            schedule has none of programs that may be shorter.
-        notes: what slows it down, and what it changes besides what is compared, a clause each.
-        accuracy: the interval of its time, or why there is none; None: nobody asked.
-        bill: what a training takes with it; None: nobody asked.
+        estimate: time and memory.
+        software: the software that trains it; None: not known.
+        is_simulated: the time is a simulation of the proved program; else it is of a closed form, or of shorter
+            programs if the schedule has no closed form.
+        notes: what slows the configuration down, and what else it changes, a clause each.
+        accuracy: the interval of the time, or why there is none; None: not asked for.
+        bill: time and money of a training; None: not asked for.
     """
 
     choice: Choice
@@ -169,7 +176,7 @@ class Kept:
 
     @property
     def layers(self) -> str:
-        """Whose layers it trains, and with which attention, in a table's words."""
+        """The layers and the attention of the software, as a table's cell."""
         return "" if self.software is None else self.software.layers
 
     @property
@@ -184,12 +191,13 @@ class Kept:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
-        kept: the ranking, from the best on by `objective`; and behind it what stands beside it, likewise.
-        rejected: in the order of the search.
-        without_pipeline: what others reach without one; None: it was not compared.
+        kept: the ranking by `objective`, best first, followed by the configurations beside the ranking, best first.
+        rejected: the rejected choices, in the order of the search.
+        objective: what the ranking is by, one of `OBJECTIVES`.
+        without_pipeline: the fastest training without a pipeline; None: not compared.
         unasked: names of schedules that stand beside the ranking (`Space.unasked`).
     """
 
@@ -201,33 +209,34 @@ class Outcome:
 
     @cached_property
     def ranking(self) -> tuple[Kept, ...]:
-        """From the best on."""
+        """The ranked configurations, best first."""
         return tuple(each for each in self.kept if each.choice.schedule not in self.unasked)
 
     @cached_property
     def beside(self) -> tuple[Kept, ...]:
-        """What nobody asked for, from the best on."""
+        """The configurations beside the ranking (`unasked`), best first."""
         return tuple(each for each in self.kept if each.choice.schedule in self.unasked)
 
     @property
     def rows(self) -> list[tuple[int | None, Kept]]:
-        """All, each with its rank from 1; None: it stands beside the ranking."""
+        """All kept configurations with their ranks from 1; None: beside the ranking."""
         return [*enumerate(self.ranking, start=1), *((None, each) for each in self.beside)]
 
     def gain(self, each: Kept) -> float | None:
-        """By which part one beside the ranking is faster than the best of it; None: it is ranked, or nothing is."""
+        """The relative gain in speed of a configuration beside the ranking over the best ranked one; None: it is
+        ranked, or no configuration is ranked."""
         if self.best is None or each.choice.schedule not in self.unasked:
             return None
         return each.sequences_per_second / self.best.sequences_per_second - 1
 
     @property
     def superlative(self) -> str:
-        """What the best is: the fastest, unless something else was asked for."""
+        """The word for the best by `objective`: fastest, cheapest or smallest."""
         return SUPERLATIVES[self.objective]
 
     @property
     def best_without_pressure(self) -> tuple[int, Kept] | None:
-        """The best whose allocator is not short of memory, with its rank from 1."""
+        """The best configuration that is not slowed for want of memory, with its rank from 1."""
         ranked = enumerate(self.ranking, start=1)
         return next(((rank, each) for rank, each in ranked if not each.estimate.under_pressure), None)
 
@@ -236,7 +245,7 @@ class Outcome:
         return self.ranking[0] if self.ranking else None
 
     def with_prices(self, accuracy: Callable[[Kept], Interval | NotValidated], budget: Budget) -> Outcome:
-        """The same, where each kept configuration has the interval of its time and its bill."""
+        """This outcome with the interval of the time and the bill of each kept configuration."""
         kept = tuple(
             replace(
                 each,
@@ -248,15 +257,14 @@ class Outcome:
         return replace(self, kept=kept)
 
     def best_of_schedules(self) -> tuple[tuple[int | None, Kept], ...]:
-        """The best of each schedule with its rank, as `rows`."""
+        """The best configuration of each schedule with its rank, as in `rows`."""
         found: dict[str, tuple[int | None, Kept]] = {}
         for rank, each in self.rows:
             found.setdefault(each.choice.schedule, (rank, each))
         return tuple(found.values())
 
     def pareto_front(self) -> tuple[Kept, ...]:
-        """Those of the ranking of which none is both faster and smaller, from the fastest on; for equals, the first
-        stays."""
+        """The Pareto front of the ranking in speed and memory, fastest first; of equals, the first stays."""
         front: list[Kept] = []
         for each in sorted(self.ranking, key=lambda kept: (-kept.sequences_per_second, kept.memory_gib)):
             if not front or each.memory_gib < front[-1].memory_gib:
@@ -266,12 +274,12 @@ class Outcome:
 
 SUPERLATIVES = {"time": "fastest", "cost": "cheapest", "memory": "smallest"}
 OBJECTIVES = tuple(SUPERLATIVES)
-"""time: sequences a second, of which a batch of given size makes seconds an iteration. cost: money for a sequence;
-where all GPUs are used, that ranks as time. memory: of the fullest GPU; of equals, the fastest."""
+"""time: sequences per second. cost: money for a sequence, which ranks as time where all GPUs are used. memory: bytes of
+the fullest GPU; of equals, the fastest."""
 
 
 TRAINED_BY = {3: ("torchtitan", "Megatron-FSDP", "DeepSpeed"), 2: ("Megatron-FSDP", "DeepSpeed")}
-"""Systems that split so, by ZeRO's stage."""
+"""Systems that split weights over replicas, by ZeRO's stage."""
 
 MARGIN_OF_SPLIT, MARGIN_OF_WHOLE = 0.37, 0.2
 """By how much one must be faster to be called the better answer (docs/planner_sharded.md). Split weights: by more than
@@ -282,9 +290,14 @@ were predicted too fast: most errors are in their favour already."""
 
 @dataclass(frozen=True, kw_only=True)
 class WithoutPipeline:
-    """The fastest that fits. `estimate`: None where none does. `software`: what trains it. `missing_gib`: what the
-    nearest misses then. `is_slowed`: some fit, and are left out since the allocator would slow them
-    (`--avoid-pressure`)."""
+    """The fastest training without a pipeline that fits.
+
+    Attributes:
+        estimate: time and memory; None: nothing fits.
+        software: the software that trains it.
+        missing_gib: if nothing fits, the GiB that the nearest configuration lacks.
+        is_slowed: some configurations fit, and are left out since the allocator would slow them (`--avoid-pressure`).
+    """
 
     estimate: Estimate | None = None
     software: Software | None = None
@@ -298,7 +311,7 @@ class WithoutPipeline:
 
 
 def described(configuration: Configuration) -> str:
-    """Such a configuration in few words."""
+    """A configuration with split weights as text."""
     sharding = configuration.sharding
     assert sharding is not None
     parts = [f"t={configuration.tensor}", f"d={configuration.data}"]
@@ -311,9 +324,9 @@ def described(configuration: Configuration) -> str:
 
 
 def without_pipeline_sentence(outcome: Outcome, *, has_script: bool) -> str | None:
-    """The comparison, for the table, the page and the head of the script; None where nothing was compared.
+    """The comparison with training without a pipeline as a sentence; None if nothing was compared.
 
-    `has_script`: the best can be started (best.sh).
+    `has_script`: a script that starts the best was written (best.sh).
     """
     found = outcome.without_pipeline
     if found is None:
@@ -344,8 +357,8 @@ def without_pipeline_sentence(outcome: Outcome, *, has_script: bool) -> str | No
 
 
 def _compared(found: WithoutPipeline, outcome: Outcome) -> str:
-    """By sequences per second, with the fastest that was kept: the best for less memory is slow. It may have no
-    pipeline either."""
+    """The comparison in sequences per second with the fastest ranked configuration, as the best by memory may be slow.
+    The fastest may have no pipeline either."""
     best: Kept = max(outcome.ranking, key=lambda each: each.sequences_per_second)
     ratio = found.sequences_per_second / best.sequences_per_second
     name = "best" if best is outcome.best else "fastest"
@@ -363,7 +376,7 @@ def _compared(found: WithoutPipeline, outcome: Outcome) -> str:
 
 
 def without_pipeline_record(found: WithoutPipeline | None) -> dict | None:
-    """The same for programs."""
+    """The comparison as a JSON record; None if nothing was compared."""
     if found is None:
         return None
     if found.estimate is None:

@@ -28,14 +28,14 @@ from megatron.planner.search.space import PLAIN, Space, fewest_ranks, name_of, o
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What the flags say of the training, as far as it excludes schedules or scopes.
+    """The settings of a training that exclude schedules or recompute scopes.
 
     Attributes:
-        clips_gradients: to a global norm.
-        scales_loss: FP16.
-        saves_scores: unfused attention; flash attention has no scores that could be recomputed.
-        fuses_softmax: unfused attention has Megatron's fused softmax, where a number is divisible by 4.
-        saves_scores_with_halves: the same of the layers that schedules with I and W take; None: these.
+        clips_gradients: gradients are clipped to a global norm.
+        scales_loss: the loss is scaled (FP16).
+        saves_scores: attention is unfused; flash attention has no scores to recompute.
+        fuses_softmax: unfused attention has Megatron's fused softmax, if sequences times heads divide by 4.
+        saves_scores_with_halves: `saves_scores` of the layers that schedules with I and W use; None: the same layers.
     """
 
     clips_gradients: bool = True
@@ -46,13 +46,13 @@ class Training:
 
     @property
     def with_halves(self) -> Training:
-        """What it says of schedules that split backwards."""
+        """The settings for schedules that split backwards."""
         saves = self.saves_scores if self.saves_scores_with_halves is None else self.saves_scores_with_halves
         return replace(self, saves_scores=saves)
 
 
 def refuse_tensor(model: Architecture, space: Space, t: int) -> str | None:
-    """t alone: H mod t = 0 and 8 mod t = 0 (BPipe, 4.2), and what else is split."""
+    """Why t is impossible: H mod t = 0 and 8 mod t = 0 are required (BPipe, 4.2), and t divides all else it splits."""
     if t > space.gpus_per_node:
         return f"tensor parallelism over {t} GPUs leaves a node of {space.gpus_per_node}"
     if space.gpus_per_node % t:
@@ -62,7 +62,7 @@ def refuse_tensor(model: Architecture, space: Space, t: int) -> str | None:
 
 
 def refuse_pipeline(model: Architecture, space: Space, p: int, d: int) -> str | None:
-    """L mod p = 0, and a batch that d divides (BPipe, 4.2)."""
+    """Why p and d are impossible: L mod p = 0 is required, and a batch that d divides (BPipe, 4.2)."""
     if model.num_layers % p:
         return f"{model.num_layers} layers do not divide into {p} stages"
     if space.microbatches(d):
@@ -78,7 +78,7 @@ def refuse_pipeline(model: Architecture, space: Space, p: int, d: int) -> str | 
 
 
 def refuse_schedule(model: Architecture, training: Training, schedule: str, p: int) -> str | None:
-    """A schedule on p ranks, whatever the batch."""
+    """Why a schedule is impossible, or not worth trying, on p ranks with any batch."""
     preset = offer(schedule)
     weights = preset.policy
     if p == 1 and weights.drains and preset != PLAIN and preset.residency is None:
@@ -102,7 +102,7 @@ def refuse_schedule(model: Architecture, training: Training, schedule: str, p: i
 
 
 def refuse_batch(schedule: Schedule, num_microbatches: int) -> str | None:
-    """A batch of so many microbatches, in the schedule's own words, or in the checker's."""
+    """Why a schedule cannot run a batch of so many microbatches, in the words of the schedule or of the checker."""
     try:
         schedule.validate(num_microbatches)
     except ValueError as error:
@@ -119,7 +119,7 @@ def refuse_batch(schedule: Schedule, num_microbatches: int) -> str | None:
 
 
 def slow_softmax(model: Architecture, training: Training, choice: Choice) -> str | None:
-    """Megatron's fused softmax takes only numbers of sequences times heads of a rank that 4 divides."""
+    """A note if Megatron's fused softmax is not available: it needs sequences times heads of a rank divisible by 4."""
     if not (training.saves_scores and training.fuses_softmax):
         return None
     heads = model.num_attention_heads // choice.tensor
@@ -130,7 +130,7 @@ def slow_softmax(model: Architecture, training: Training, choice: Choice) -> str
 
 
 def clause(error: ValueError) -> str:
-    """The first clause of a refusal: what is wrong, without why and the remedy."""
+    """The first clause of a refusal: the fault, without its reason and the remedy."""
     text = str(error)
     for mark in ("; ", ": "):
         text = text.split(mark)[0]
@@ -143,7 +143,7 @@ def is_hosted(schedule: str) -> bool:
 
 
 def refuse_hosted(cluster: Cluster, choice: Choice) -> str | None:
-    """What excludes such a schedule whatever the microbatch; in a clause."""
+    """Why a schedule with weights on the host is impossible with any microbatch, in a clause."""
     if cluster.host_memory_gib is None:
         return f"{choice.schedule} needs the hosts' memory, which the cluster does not say (host_memory_gib)"
     if choice.distributed_optimizer:
@@ -152,13 +152,13 @@ def refuse_hosted(cluster: Cluster, choice: Choice) -> str | None:
 
 
 def with_host_update(configuration: Configuration, training: Training) -> Configuration:
-    """The same with updates as training chooses them (`--l2l-update auto`): eager if nothing waits for the norm."""
+    """The configuration with the host's updates as `--l2l-update auto` chooses: eager if nothing waits for the norm."""
     waits = training.clips_gradients or training.scales_loss
     return replace(configuration, host_update=EAGER) if configuration.is_hosted and not waits else configuration
 
 
 def notes_on_hosted(outcome: Outcome) -> tuple[str, ...]:
-    """What there is to know where a search kept nothing else, of what it tried beside."""
+    """A note if a search tried other schedules and kept only those with weights on the host."""
     tried_others = any(_holds_others(each.choice.schedule) for each in outcome.rejected)
     if tried_others and outcome.kept and all(is_hosted(each.choice.schedule) for each in outcome.kept):
         needed = min(each.estimate.host.needed_gib for each in outcome.kept)
@@ -175,13 +175,12 @@ def _holds_others(schedule: str | None) -> bool:
 
 
 def is_shared(choice: Choice) -> bool:
-    """Whether this project's trainer does not train it: sequences are shared, or the model has experts."""
+    """Whether ranks share sequences, or the model has experts, which this project's trainer does not train."""
     return (choice.context or 1) > 1 or choice.expert is not None
 
 
 def share_ranks(space: Space, planner: Planner, choice: Choice) -> Iterator[Choice | Rejected]:
-    """A choice of t and p with each number of ranks that share sequences and experts; and with the replicas that are
-    left."""
+    """Yield the choice of t and p with each context and expert parallel size, and with the replicas that remain."""
     ranks = space.num_gpus // (choice.tensor * choice.pipeline)
     for context in space.context:
         given = replace(choice, context=None if space.context == (1,) else context)
@@ -198,7 +197,7 @@ def share_ranks(space: Space, planner: Planner, choice: Choice) -> Iterator[Choi
 
 
 def _refused_shares(choice: Choice, planner: Planner) -> Rejected | None:
-    """What excludes it whatever the microbatch and the schedule."""
+    """The rejection of shared sequences or experts that are impossible with any microbatch and schedule."""
     if not is_shared(choice):
         return None
     try:
@@ -216,12 +215,12 @@ def _refused_shares(choice: Choice, planner: Planner) -> Rejected | None:
 
 
 def splits_sequences(model: Architecture, choice: Choice) -> bool:
-    """Whether tensor ranks split what they have of a sequence."""
+    """Whether tensor ranks split their part of a sequence (sequence parallelism)."""
     return choice.tensor > 1 and model.sequence_length // (choice.context or 1) % choice.tensor == 0
 
 
 def refuse_shared_schedule(choice: Choice, training: Training, schedule: str) -> str | None:
-    """What excludes a schedule for ranks that share so; in a clause."""
+    """Why a schedule is impossible with shared sequences or experts, in a clause."""
     if not is_shared(choice):
         return None
     if offer(schedule).residency is not None:
@@ -232,7 +231,7 @@ def refuse_shared_schedule(choice: Choice, training: Training, schedule: str) ->
 
 
 def refuse_overlap(choice: Choice, planner: Planner, schedule: str) -> str | None:
-    """What excludes a schedule where copies of tokens go beside another microbatch; in a clause."""
+    """Why a schedule is impossible if copies of tokens are sent beside another microbatch, in a clause."""
     if not planner.software.overlaps_experts or choice.expert is None:
         return None
     taken = OVERLAPPED[choice.pipeline > 1 :]
@@ -242,7 +241,7 @@ def refuse_overlap(choice: Choice, planner: Planner, schedule: str) -> str | Non
 
 
 def notes_on_shared(kept: Iterable[Kept]) -> tuple[str, ...]:
-    """What there is to know where a search kept some: that they are prices, of what the trainer does not train."""
+    """A note if kept configurations share sequences or experts: they are priced, and the trainer does not run them."""
     kept = list(kept)
     names = []
     if any((each.choice.context or 1) > 1 for each in kept):

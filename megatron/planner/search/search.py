@@ -1,8 +1,8 @@
-"""Search a space, rank what fits by estimates, and simulate the very programs of the best.
+"""Searches a space: ranks the configurations that fit by estimates, and simulates the programs of the best.
 
-A row may differ from the best in more than its choices: its layers (`--transformer-impl`) may have another attention,
-and where batches may grow its batch may be larger. Such a row says in which of these it differs, so that the schedule
-is not taken for the cause.
+A configuration may differ from the best in more than its choices: its layers (`--transformer-impl`) may have another
+attention, and its batch may be larger if batches may grow. Its notes say so, so that the gain is not credited to the
+schedule.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ _BESIDES: dict[str, Callable[[Kept], str]] = {
 
 
 def differences_from_best(each: Kept, best: Kept) -> tuple[str, ...]:
-    """What one has otherwise than the best, a clause each."""
+    """The differences of a configuration from the best, a clause each."""
     values = ((what, value(each), value(best)) for what, value in _BESIDES.items())
     return tuple(f"other {what} than the best ({mine}, not {its})" for what, mine, its in values if mine != its)
 
 
 def mark_differences(kept: Sequence[Kept]) -> tuple[Kept, ...]:
-    """The same, from the best on, with what each has otherwise than the best in its notes."""
+    """The configurations, best first, with their differences from the best in their notes."""
     found = ((each, differences_from_best(each, kept[0])) for each in kept)
     return tuple(replace(each, notes=(*each.notes, *new)) if new else each for each, new in found)
 
 
 def sentences_on_layers(kept: Iterable[Kept]) -> tuple[str, ...]:
-    """What there is to know where not all of these have the same layers."""
+    """A note if not all configurations have the same layers."""
     schedules: dict[str, list[str]] = {}
     for each in kept:
         names = schedules.setdefault(each.layers, [])
@@ -74,7 +74,8 @@ Progress = Callable[[str, int, int], None]
 
 @contextmanager
 def _without_cycle_collection() -> Iterator[None]:
-    """Programs have millions of instructions and no cycles; looking for these takes a quarter of a large search."""
+    """Pause the cyclic garbage collector: programs have millions of objects without cycles, and the collector takes a
+    quarter of a large search."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -96,20 +97,21 @@ def search(
     objective: str = "time",
     num_processes: int = 1,
 ) -> Outcome:
-    """All configurations of a space, the best first, and behind them those that nobody asked for (`Space.unasked`).
+    """Search a space: all configurations, best first, followed by those beside the ranking (`Space.unasked`).
 
-    Of the latter one is simulated, too, so that its time is comparable with the best's, unless programs are large.
+    One configuration beside the ranking is simulated too, so that its time compares with the best's, unless programs
+    are large.
 
     Args:
-        space: what is considered.
-        planner_of: the planner for a tensor parallel size.
-        training: what the flags exclude.
-        num_simulated: of how many of the best the very programs are proved and simulated; None: 5, or fewer where
-            programs are large.
-        refuse: why the training program would refuse a configuration.
-        progress: is told how far the search is.
-        objective: one of `OBJECTIVES`. For memory a space without early stopping has what recomputes more.
-        num_processes: that share a search of many GPUs. The outcome does not depend on it.
+        space: the values to try.
+        planner_of: returns the planner for a tensor parallel size.
+        training: settings that exclude schedules or scopes.
+        num_simulated: number of the best whose programs are proved and simulated; None: 5, or fewer if programs are
+            large.
+        refuse: returns why the training program would refuse a configuration, or None.
+        progress: called with the progress of the search.
+        objective: one of `OBJECTIVES`. For memory, a space without early stopping includes more recomputation.
+        num_processes: number of processes that share a search of many GPUs. The outcome does not depend on it.
     """
     report = progress or (lambda *_: None)
     if space.num_gpus < _MANY_GPUS:
@@ -157,18 +159,18 @@ def _explored(space: Space, explorer: Explorer, report: Progress, num_processes:
 
 
 def _rank(each: Kept) -> tuple:
-    """The fastest first; of those that differ by what sums round off, the one that needs least memory."""
+    """The configurations by speed, fastest first; ties within rounding errors are ranked by memory."""
     return -float(f"{each.sequences_per_second:.9g}"), each.memory_gib, each.choice.key
 
 
 def _rank_by_memory(each: Kept) -> tuple:
-    """The smallest first; of equals the fastest."""
+    """The configurations by memory, smallest first; of equals, the fastest first."""
     speed, memory, key = _rank(each)
     return float(f"{memory:.9g}"), speed, key
 
 
 class _Simulation:
-    """Proves and simulates the best, and the best mapping of each of them."""
+    """Proves and simulates the best configurations, each also with its best mapping."""
 
     def __init__(
         self,
@@ -188,11 +190,11 @@ class _Simulation:
     def best(
         self, kept: list[Kept], total: int, most: float, *, at_least: int = 1
     ) -> tuple[list[Kept], list[Rejected]]:
-        """All by their ranks, of which the first `total` are simulated; and what cannot be simulated. With more than
-        `most` computations fewer are, but `at_least`.
+        """All configurations, ranked, the first `total` of them simulated; and the rejected ones. With more than `most`
+        computations fewer are simulated, but at least `at_least`.
 
-        A simulation may take longer than the estimate said, and then the next one has its turn. Where programs are
-        large not all turns are taken, and the fastest that was simulated stands first.
+        A simulated time may exceed the estimate; then the next configuration is simulated. If programs are large, not
+        all are simulated, and the fastest simulated configuration is ranked first.
         """
         self._simulate_ahead(kept, total, most)
         waiting = [
@@ -231,7 +233,7 @@ class _Simulation:
         return [*sorted(found, key=self.rank), *rest], dropped  # an optimized mapping may turn up late, and be faster
 
     def _simulate_ahead(self, kept: list[Kept], total: int, most: float) -> None:
-        """In several processes, those whose turn comes in any case, unless optimized mappings are better."""
+        """Simulate in several processes the configurations that will be simulated unless optimized mappings win."""
         ends = accumulate(_computations(each.estimate.configuration) for each in kept[:total])
         chosen = kept[: min(total, max(1, bisect_right(list(ends), most)))]
         if self.num_processes > 1 and len(chosen) > 1:
@@ -239,7 +241,7 @@ class _Simulation:
             self._ahead = {each.choice: result for each, result in zip(chosen, found, strict=True)}
 
     def _turn(self, each: Kept) -> list[Kept] | ValueError:
-        """It, and where a gain is expected the same with the optimized mapping, simulated; or why it cannot be."""
+        """Simulate a configuration, also with the optimized mapping if a gain is expected; or return the rejection."""
         try:
             return [self._simulated(each), *map(self._simulated, self._optimized(each))]
         except ValueError as error:
@@ -251,7 +253,7 @@ class _Simulation:
         return replace(each, estimate=estimate, is_simulated=True)
 
     def _optimized(self, each: Kept) -> list[Kept]:
-        """The same with the mapping that takes least transfer time, where the estimate expects a gain."""
+        """The configuration with the mapping of least transfer time, if the estimate expects a gain."""
         choice = replace(each.choice, rank_mapping="optimized")
         if choice in self._tried or not (self.tries_optimized and self.space.mapping_matters(choice.tensor)):
             return []
@@ -265,6 +267,6 @@ class _Simulation:
 
 
 def _computations(configuration: Configuration) -> int:
-    """How many forwards and backwards a simulation goes through: of one batch, or of several that do not drain."""
+    """The number of forwards and backwards of a simulation: of one batch, or of several that do not drain."""
     drains = PRESETS[configuration.schedule].policy.drains
     return configuration.num_microbatches * configuration.num_stages * (2 if drains else 10)

@@ -1,8 +1,7 @@
-"""What is searched: the choices that are considered, and the schedules among them.
+"""The space of a search: the values of each choice, and the schedules by name.
 
-The schedules are the registered presets, and what they are when they move activations. A name stands for a `Preset`,
-and all that a search has to know of a schedule follows from that. `NAME+balance` is the preset of that name that moves
-saved activations besides; those with weights on the host have nothing to move.
+The schedules are the presets, and balanced presets: `NAME+balance` is the preset NAME that also moves saved
+activations. Presets with weights on the host have nothing to move. A search knows a schedule only by its `Preset`.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +16,7 @@ from megatron.pipeline.schedules.placements import PLACEMENTS, rank_of_stage
 from megatron.planner.memory.activations import RecomputeScope
 
 PLAIN = Preset("1f1b", "flush")
-"""What others are compared with: no schedule saves less on one stage, and none drains with fewer bubbles there."""
+"""The schedule that stands for all others on one stage: none saves less there, and none has fewer bubbles."""
 
 _BALANCED = "+balance"
 _FEW_RANKS = 4
@@ -26,8 +25,7 @@ _MANY = (1 << 20,)  # microbatches, which fill any pipeline
 
 
 def offered() -> dict[str, Preset]:
-    """All of them by name, as the tables are now: the presets, those that can be balanced besides, and last those with
-    weights on the host.
+    """All schedules of a search by name: the presets, then balanced presets, then presets with weights on the host.
 
     Raises:
         ValueError: a preset names an order, a policy or a placement that is in no table.
@@ -45,33 +43,33 @@ def offered() -> dict[str, Preset]:
 
 
 def preset_of(name: str) -> tuple[str, bool]:
-    """The name in `PRESETS` that is in a name of `offered`, and whether it is balanced besides what the preset says."""
+    """The preset's name within a name of `offered`, and whether the name adds `+balance` to it."""
     return (name, False) if name in PRESETS else (name.removesuffix(_BALANCED), name.endswith(_BALANCED))
 
 
 def offer(name: str) -> Preset:
-    """What a name of `offered` stands for."""
+    """The preset that a name of `offered` stands for."""
     preset, balanced = preset_of(name)
     return replace(PRESETS[preset], balance=True) if balanced else PRESETS[preset]
 
 
 def delayed(names: Iterable[str]) -> tuple[str, ...]:
-    """Those of these names whose weight policy lets batches miss updates; all others compute what flush computes."""
+    """The names whose weight policy lets batches miss updates; all others compute the same as flush."""
     return tuple(name for name in names if not offer(name).policy.drains)
 
 
 def name_of(preset: Preset) -> str:
-    """A name of such a preset; of one that has none, its order and weights."""
+    """A name of a preset; without a name, its order and weights."""
     return next((name for name, each in offered().items() if each == preset), f"{preset.order} with {preset.weights}")
 
 
 def _meaning(preset: Preset) -> tuple[str, type[Order], WeightPolicy, str, Callable]:
-    """What a preset is made of, and what the names of its order and its placement stand for now."""
+    """The parts of a preset, with what the names of its order and placement stand for now (tables may grow)."""
     return preset.order, ORDERS[preset.order], preset.policy, preset.placement, PLACEMENTS[preset.placement]
 
 
 def splits(preset: Preset) -> bool:
-    """Whether such a schedule computes backwards in halves, I and W."""
+    """Whether schedules of this preset compute backwards in halves, I and W."""
     return _splits(*_meaning(preset))
 
 
@@ -87,12 +85,12 @@ def _splits(order: str, meaning: type[Order], weights: WeightPolicy, placement: 
 
 
 def can_move(preset: Preset) -> bool:
-    """Whether there are numbers of ranks on which such a schedule moves activations, and it is not refused."""
+    """Whether some number of ranks exists on which schedules of this preset are valid and move activations."""
     return fewest_ranks(preset) is not None
 
 
 def fewest_ranks(preset: Preset) -> int | None:
-    """From which number of ranks on those of a pair save too differently (BPipe, 3.3 and appendix A); None: never."""
+    """The least number of ranks on which the preset moves activations (BPipe, 3.3 and appendix A); None: on none."""
     if preset.residency is not None:
         return None
     return _fewest_ranks(*_meaning(preset))
@@ -128,26 +126,29 @@ RANK_MAPPINGS = NAMES
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """Choices. None: all that there are.
+    """The values that a search tries. None: all values.
 
     Attributes:
-        num_gpus, gpus_per_node: of the cluster; all are used.
+        num_gpus, gpus_per_node: size of the cluster; a search uses all GPUs.
         global_batch_size: sequences in a batch.
         safe_batch_size: PipeDream-2BW's B, section 4.3: a schedule may accumulate more microbatches, up to a batch of
             so many sequences. None: the batch is `global_batch_size` exactly.
         schedules: names in `offered()`; by default those with weights on the device.
-        unasked: those that stand beside the ranking, since they delay weights and nobody asked for them by name.
-        tensor, pipeline, virtual, micro_batch_sizes: restrict t, p, v and microbatches to these.
-        scopes: recompute scopes, from the one that recomputes least.
-        distributed_optimizer: whether its state is split over replicas; without replicas it is not.
+        unasked: names that stand beside the ranking, since they delay weights and the user did not name them.
+        tensor, pipeline, virtual, micro_batch_sizes: the values of t, p, v and the microbatch size.
+        scopes: recompute scopes, least recomputation first.
+        distributed_optimizer: whether optimizer state is split over replicas; without replicas it is whole.
         rank_mappings: names in `RANK_MAPPINGS`.
-        early_stopping: where a scope fits, those that recompute more are left out, and so is balance.
+        early_stopping: if a recompute scope fits, scopes that recompute more are left out, and so is balance.
         needs_fused_softmax: configurations without Megatron's fused softmax are left out.
         avoids_pressure: configurations whose allocator is short of memory are left out.
-        provisional, provisional_microbatches, provisional_reduce: how 2bw predicts its weights, as in `Configuration`.
-            Where there are no replicas, none reduce.
-        context, expert: context and expert parallel sizes that are considered, the latter where the model has experts.
+        provisional, provisional_microbatches, provisional_reduce: how 2bw predicts weights, as in `Configuration`.
+            Without replicas nothing is reduced.
+        context, expert: context parallel sizes, and expert parallel sizes for a model with experts.
         expert_tensor: expert tensor parallel size; None: t.
+
+    Raises:
+        ValueError: a schedule or mapping is unknown, no t and p divide the GPUs, or the safe batch is below the batch.
     """
 
     num_gpus: int
@@ -194,7 +195,7 @@ class Space:
             )
 
     def mapping_matters(self, tensor: int) -> bool:
-        """Whether another order of ranks brings others together: not on one node, nor where tensor ranks fill each."""
+        """Whether mappings differ: they do not on one node, nor if tensor ranks fill each node."""
         return self.gpus_per_node < self.num_gpus and tensor < self.gpus_per_node
 
     @property
@@ -202,7 +203,7 @@ class Space:
         return self.safe_batch_size or self.global_batch_size
 
     def degrees(self) -> Iterator[tuple[int, int]]:
-        """t and p whose product divides the GPUs, ascending."""
+        """Pairs of t and p whose product divides the number of GPUs, ascending."""
         for t in divisors(self.num_gpus):
             if self.tensor is None or t in self.tensor:
                 for p in divisors(self.num_gpus // t):
@@ -210,11 +211,8 @@ class Space:
                         yield t, p
 
     def microbatches(self, data: int) -> list[int]:
-        """Sizes of microbatches that make up a batch on so many replicas, ascending.
-
-        Where the batch is given, those that divide it; where it may grow, powers of two and those of
-        `micro_batch_sizes` besides.
-        """
+        """Microbatch sizes of a batch on `data` replicas, ascending: divisors of a fixed batch, and if the batch may
+        grow also powers of two and all of `micro_batch_sizes`."""
         found = set()
         if self.global_batch_size % data == 0:
             found |= set(divisors(self.global_batch_size // data))
@@ -225,7 +223,7 @@ class Space:
         return sorted(found if self.micro_batch_sizes is None else found & set(self.micro_batch_sizes))
 
     def stages_of_ranks(self, schedule: str, layers_of_rank: int) -> list[int]:
-        """Values of v."""
+        """The values of v for a schedule whose ranks have so many layers."""
         if not offer(schedule).interleaves:
             return [1]
         if offer(schedule).residency is not None:
@@ -241,6 +239,6 @@ def schedules_on_device() -> tuple[str, ...]:
 
 
 def divisors(number: int) -> list[int]:
-    """Ascending."""
+    """The divisors of a number, ascending."""
     small = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
     return sorted({*small, *(number // each for each in small)})

@@ -43,7 +43,7 @@ def _percent(gain: float) -> str:
 
 
 def cells(each: Kept, rank: int | None, gain: float | None = None) -> tuple[str, ...]:
-    """The texts under `HEADINGS`; of what stands beside the ranking, `rank` is None. A time with ~ is an estimate
+    """The cells of a row under `HEADINGS`; beside the ranking, `rank` is None. A time with ~ is an estimate
     (`Kept.is_simulated`)."""
     choice, estimate = each.choice, each.estimate
     return (
@@ -61,7 +61,7 @@ def cells(each: Kept, rank: int | None, gain: float | None = None) -> tuple[str,
 
 
 def _bill(bill: Bill | None) -> tuple[str, str, str]:
-    """Days, money for all and money for a million tokens, as far as they are known."""
+    """The cells of days, total cost and cost of a million tokens; empty if not known."""
     if bill is None:
         return "", "", ""
     amounts = (bill.cost, bill.cost_per_million_tokens)
@@ -75,7 +75,7 @@ def _schedule(choice: Choice) -> str:
 
 
 def describe(choice: Choice) -> str:
-    """A configuration in few words."""
+    """A configuration as short text."""
     buffers = " with one gradient buffer" if choice.single_gradient_buffer else ""
     parts = [choice.schedule + buffers, f"t={choice.tensor}", f"p={choice.pipeline}", f"d={choice.data}"]
     parts += [f"{name}={size}" for name, size in (("cp", choice.context), ("ep", choice.expert)) if (size or 1) > 1]
@@ -88,7 +88,7 @@ def describe(choice: Choice) -> str:
 
 
 def best_table(outcome: Outcome, kept: Sequence[tuple[int | None, Kept]], *, plain: bool) -> Table:
-    """A row for each of these of `Outcome.rows`. `plain`: neither lines nor colours."""
+    """A table with a row for each of `kept` (as in `Outcome.rows`). `plain`: neither lines nor colours."""
     rows = [cells(each, rank, outcome.gain(each)) for rank, each in kept]
     shown = [index for index, _ in enumerate(HEADINGS) if any(says(index, row[index]) for row in rows)]
     return plain_table(
@@ -98,12 +98,12 @@ def best_table(outcome: Outcome, kept: Sequence[tuple[int | None, Kept]], *, pla
 
 
 def says(index: int, text: str) -> bool:
-    """A column that says nothing in any row is left out."""
+    """Whether a cell has information: a column without information in any row is left out."""
     return text != "1" if HEADINGS[index] == "v" else bool(text)
 
 
 def reasons(rejected: Sequence[Rejected], most: int) -> list[tuple[str, int]]:
-    """The commonest kinds of reasons, an example each, and how many choices they excluded."""
+    """The most frequent kinds of reasons, each with an example and the number of choices that it rejected."""
     kinds: dict[str, list[Rejected]] = {}
     for each in rejected:
         kinds.setdefault(_kind(each.reason), []).append(each)
@@ -115,7 +115,7 @@ _MEMORY = "out of memory"
 
 
 def _kind(reason: str) -> str:
-    """A reason without its numbers."""
+    """The kind of a reason: the reason without its numbers."""
     return _MEMORY if " misses " in reason else re.sub(r"\b\d+\b", "N", reason)
 
 
@@ -136,7 +136,7 @@ SWEEP_TEXTS = frozenset({"the best configuration", "layers", "memory", "remarks"
 
 
 def sweep_rows(sweep: Sweep) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Headings, and texts of each point, without columns that say nothing in any row."""
+    """The headings, and the cells of each point, without columns that are empty in all rows."""
     of_best = ("layers", "s/iteration", INTERVAL, "days", sweep.cost_name, "cost/M tokens", "MFU, %", "GiB", "memory")
     names = ("sequence length", "GPUs", "batch", "the best configuration", *of_best, "remarks")
     rows = [_texts(sweep, point) for point in sweep.points]
@@ -145,7 +145,7 @@ def sweep_rows(sweep: Sweep) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
 
 
 def _texts(sweep: Sweep, point: SweepPoint) -> dict[str, str]:
-    """By heading."""
+    """The cells of a point, by heading."""
     place = {"sequence length": str(point.sequence_length), "GPUs": str(point.num_gpus)}
     remarks = {"remarks": ", ".join(sweep.remarks(point))}
     if point.best is None:
@@ -157,7 +157,7 @@ def _texts(sweep: Sweep, point: SweepPoint) -> dict[str, str]:
 
 
 def sweep_table(sweep: Sweep, *, plain: bool) -> Table:
-    """A row for each point. `plain`: neither lines nor colours."""
+    """A table with a row for each point of a sweep. `plain`: neither lines nor colours."""
     names, rows = sweep_rows(sweep)
     knees = set(map(id, sweep.knees.values()))
     styles = ["bold" if id(point) in knees else "" for point in sweep.points]
@@ -205,7 +205,7 @@ def kept_record(each: Kept, rank: int | None, gain: float | None = None) -> dict
 
 
 def _interval(each: Kept) -> dict:
-    """The interval of its time (`interval.LEVEL`), and which published runs it is from; or why there is none."""
+    """The interval of the time (`interval.LEVEL`) with the published runs that it is from, or why there is none."""
     if isinstance(each.accuracy, NotValidated):
         return {"not_validated": each.accuracy.reason}
     if not isinstance(each.accuracy, Interval):
@@ -218,12 +218,12 @@ def _interval(each: Kept) -> dict:
 
 
 def rejected_record(each: Rejected) -> dict:
-    """A choice that is null stands for every value."""
+    """The record of a rejected choice. A null stands for every value."""
     return {"status": "rejected", **_choice(each.choice), "reason": each.reason}
 
 
 def records(outcome: Outcome) -> Iterator[dict]:
-    """All of them, the best first; kept ones with the memory of each rank of the pipeline."""
+    """Yield the records of all choices, the best first; kept choices with the memory of each rank of the pipeline."""
     for rank, each in outcome.rows:
         memory = [memory.total / GIB for memory in each.estimate.memory]
         yield {**kept_record(each, rank, outcome.gain(each)), "memory_gib_by_rank": memory}
@@ -232,12 +232,12 @@ def records(outcome: Outcome) -> Iterator[dict]:
 
 
 def write_jsonl(outcome: Outcome, path: Path) -> None:
-    """A JSON object a line; the file appears when it is whole."""
+    """Write all records, one JSON object a line. The file appears when it is complete."""
     write_whole(path, "".join(json.dumps(each) + "\n" for each in records(outcome)))
 
 
 def write_csv(outcome: Outcome, path: Path) -> None:
-    """A table with the columns `FIELDS`; the file appears when it is whole."""
+    """Write all records as CSV with the columns `FIELDS`. The file appears when it is complete."""
     text = io.StringIO()
     writer = csv.DictWriter(text, FIELDS, extrasaction="ignore", restval="")
     writer.writeheader()
@@ -252,7 +252,7 @@ def _choice(choice: Choice) -> dict:
 
 
 def sweep_records(sweep: Sweep) -> list[dict]:
-    """A flat record of each point; what is null is not known, or cannot run for its `reason`."""
+    """The flat records of a sweep's points. A null is not known, or the point cannot run for its `reason`."""
     found = []
     for point in sweep.points:
         on = {"num_gpus": point.num_gpus, "sequence_length": point.sequence_length}
@@ -273,7 +273,7 @@ _MOST_REASONS = 4
 
 
 def expectation(each: Kept) -> tuple[str, ...]:
-    """Nothing of what nobody asked for."""
+    """Clauses on the interval of a configuration's time, and on days and money; empty if not asked for."""
     found = []
     if isinstance(each.accuracy, NotValidated):
         found.append(f"its time is not validated: {each.accuracy.reason}")
@@ -306,7 +306,7 @@ def _million(bill: Bill) -> str | None:
 
 
 def unvalidated(kept: Sequence[Kept]) -> tuple[str, ...]:
-    """Why configurations have no interval, and how many of them: a sentence, or none."""
+    """A sentence on how many configurations have no interval, and why; empty if all have one."""
     reasons = Counter(each.accuracy.reason for each in kept if isinstance(each.accuracy, NotValidated))
     if not reasons:
         return ()

@@ -23,20 +23,20 @@ class Constants:
     """The constants of one kind of processor. Some are fitted (`FITTED`), the others are stated here.
 
     Attributes:
-        product_efficiency: part of the rate of the GPU's fastest matrix product that large ones reach.
-        product_overhead: seconds of a matrix product beside them: filling and emptying the processor, waves of tiles
-            that do not fill it, gaps between kernels. Small products are slower by it.
-        memory_efficiency: part of the memory's bandwidth that kernels reach which read and write tensors.
-        tensor_efficiency: part of the bandwidth to the GPUs of the node that collectives of tensor ranks reach.
-        link_efficiency: the same of bulk transfers: between stages, of pairs, of gradients. BPipe's Tables 3 and 4 have
-            181 to 266 of 300 GB/s.
-        network_efficiency: of the bandwidth between nodes, for all.
-        contention: how much of a collective's time the products lose that run at the same time: the collective takes a
-            quarter of the processor.
-        launch: seconds in which the host issues one kernel, Python included. Host and device work side by side, so the
+        product_efficiency: fraction of the rate of the GPU's fastest matrix product that large products reach.
+        product_overhead: seconds that each matrix product takes besides: filling and draining the processor, partial
+            waves of tiles, gaps between kernels. It makes small products slow.
+        memory_efficiency: fraction of the memory's bandwidth that kernels reach which read and write tensors.
+        tensor_efficiency: fraction of the bandwidth within a node that collectives of tensor ranks reach.
+        link_efficiency: fraction of the bandwidth within a node that bulk transfers reach: of stages, pairs and
+            gradients. BPipe's Tables 3 and 4 have 181 to 266 of 300 GB/s.
+        network_efficiency: fraction of the bandwidth between nodes that all traffic reaches.
+        contention: fraction of a collective's time that simultaneous products lose: the collective takes a quarter of
+            the processor.
+        launch: seconds in which the host launches one kernel, Python included. Host and device work in parallel, so the
             slower one decides; this matters for small layers only.
-        pressed_efficiency: part of its speed that a rank keeps whose allocator gives blocks back and asks for them anew
-            in every backward (planner/job/estimate.py).
+        pressed_efficiency: fraction of its speed that a rank keeps whose allocator returns blocks and requests them
+            again in every backward (planner/job/estimate.py).
     """
 
     product_efficiency: float
@@ -70,12 +70,13 @@ DEFAULT_NAME = "a100"
 
 
 class Calibration(BaseModel):
-    """See the module.
+    """A calibration file.
 
     Attributes:
-        entries: ids of the measurements that were fitted, those that were not explained included.
-        unexplained: of these, the ones that the fit left aside, with predicted over measured time, less 1.
-        mean_error: of the others, the mean size of the same.
+        entries: ids of the measurements of the fit, unexplained ones included.
+        unexplained: ids of the measurements that the fit left out, with their relative errors: predicted over measured
+            time, less 1.
+        mean_error: mean size of the relative errors of the other measurements.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -103,7 +104,7 @@ def constants_as_dict(constants: Constants) -> dict[str, float]:
 
 @cache
 def load_calibration(name: str = DEFAULT_NAME) -> Calibration:
-    """A calibration by its name in `NAMES`, or from a file. Raises ValueError naming the file."""
+    """Load a calibration by its name in `NAMES`, or from a file. Raises ValueError naming the file."""
     path = _FOLDER / f"{name}.json" if name in NAMES else Path(name)
     if name not in NAMES and not path.is_file():
         raise ValueError(f"there is no calibration {name!r}; give a file, or one of {', '.join(NAMES)}")

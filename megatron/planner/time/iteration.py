@@ -30,10 +30,10 @@ from megatron.planner.time.steady import has_cycles, steady_seconds, without_red
 
 
 class CostModel(Protocol):
-    """Predicts what the instructions of a configuration cost, for one model on one cluster.
+    """Predicts the costs of a configuration's instructions, for one model on one cluster.
 
     Attributes:
-        pressed_efficiency: as in `Constants`.
+        pressed_efficiency: the fraction of its speed that a rank keeps which is short of memory, as in `Constants`.
     """
 
     @property
@@ -42,16 +42,16 @@ class CostModel(Protocol):
     def costs(self, configuration: Configuration, layers: Sequence[int]) -> Costs:
         """Seconds and bytes with one number for each stage (or edge).
 
-        Tensor-parallel communication is in `forward` and `backward`, and so is recomputation: as `add_recompute` is not
-        used for the scopes of a configuration, `backward` holds the forward that is run again. Transfers that do not
-        overlap with computation are in both as well; those that do are in `bandwidth` and the bytes.
+        `forward` and `backward` include tensor-parallel communication, and `backward` includes recomputation, since
+        programs do not recompute the scopes of a configuration by instructions. Both include transfers that do not
+        overlap with computation; other transfers are in `bandwidth` and the bytes.
 
         Args:
             configuration: degrees, microbatch, recompute scope, schedule, mapping.
-            layers: how many layers each of the p * v stages has.
+            layers: the number of layers of each of the p * v stages.
 
         Raises:
-            ValueError: the model cannot say, with the reason.
+            ValueError: the configuration cannot be predicted, with the reason.
         """
         ...
 
@@ -63,19 +63,19 @@ _STEADY = 2e-3  # by how much what further microbatches add may change, where no
 
 @dataclass(frozen=True, kw_only=True)
 class IterationTime:
-    """The time of one batch. `bubble`: the part in which the rank that computes most does not compute, 0 to 1."""
+    """The time of one batch. `bubble`: the fraction in which the busiest rank does not compute, 0 to 1."""
 
     seconds: float
     bubble: float
 
     @property
     def busy(self) -> float:
-        """Seconds for which that rank computes or steps."""
+        """Seconds for which the busiest rank computes or steps."""
         return (1 - self.bubble) * self.seconds
 
 
 def priced(costs: Costs, configuration: Configuration, schedule: Schedule) -> IterationTime:
-    """The closed form, or where the schedule has none that holds what its programs take."""
+    """The time of a batch in closed form; if no closed form holds, the time of its rows or programs."""
     m = configuration.num_microbatches
     if has_cycles(schedule):
         return _time(steady_seconds(costs, schedule, m), _busy(StageTimes(costs, schedule), m))
@@ -86,7 +86,7 @@ def priced(costs: Costs, configuration: Configuration, schedule: Schedule) -> It
 
 
 def closed_form(costs: Costs, configuration: Configuration) -> IterationTime | None:
-    """None: the schedule has none, or it does not hold for these costs."""
+    """The time of a batch in closed form; None: the schedule has none, or it does not hold for these costs."""
     return _closed(costs, configuration, configuration.pipeline_schedule(tied_embeddings=False))
 
 
@@ -104,12 +104,12 @@ def _closed(costs: Costs, configuration: Configuration, schedule: Schedule) -> I
 def simulated(
     costs: Costs, configuration: Configuration, schedule: Schedule, *, most: int | None = None
 ) -> IterationTime:
-    """Execute the program of a batch, or of a steady period where batches do not drain.
+    """The time of a batch by simulating its program, or a steady period if batches do not drain.
 
-    Where a batch has more than `most` computations, its time is extrapolated from batches with fewer microbatches: what
-    further groups of p microbatches add, once the pipeline is full, hardly changes. What the batches that follow hide
-    of a batch's reductions does, as more microbatches hide more; that part is of the closed form. Without a closed form
-    both are looked at, and where they do not hold the whole is simulated.
+    If a batch has more than `most` computations, its time is extrapolated from batches with fewer microbatches: in a
+    full pipeline each further group of p microbatches adds nearly the same time. Only the part of a batch's reductions
+    that later batches hide grows with the number of microbatches; that part comes from the closed form. Without a
+    closed form extrapolations are compared, and where they differ the whole batch is simulated.
     """
     most = _MOST_SIMULATED if most is None else most
     m, p = configuration.num_microbatches, schedule.num_ranks
@@ -137,7 +137,7 @@ def simulated(
 
 
 _Run = Callable[[Costs, Schedule, int], tuple[float, float]]
-"""Seconds of a batch of so many microbatches, and those in which the busiest rank computes."""
+"""Returns the seconds of a batch of so many microbatches, and the seconds in which the busiest rank computes."""
 
 
 def _extrapolated(costs: Costs, schedule: Schedule, m: int, most: int, run: _Run) -> IterationTime:

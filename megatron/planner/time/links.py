@@ -41,19 +41,20 @@ _GIGA = 1e9
 
 
 class Links:
-    """Bytes per second that one rank sends in each kind of traffic, as data sheets say.
+    """The rates at which one rank sends in each kind of traffic, in bytes per second, by the data sheets.
 
     Attributes:
-        tensor: in a collective of the tensor ranks.
-        data: of the replicas.
-        edges: by rank of a pipeline, to the next one; the last one's to the first.
-        pairs: by rank of the pipeline, to the rank of its pair (BPipe).
-        context: round the ring of ranks that share sequences, or in a collective of them.
-        expert: in an all-to-all of the ranks with different experts.
-        expert_tensor, expert_data: in a collective of those with parts of the same experts, and of their replicas.
+        tensor: rate in a collective of the tensor ranks.
+        data: rate in a collective of the replicas.
+        edges: by rank of a pipeline, rate to the next rank; the last rank sends to the first.
+        pairs: by rank of a pipeline, rate to the rank of its pair (BPipe).
+        context: rate round the ring of ranks that share sequences, or in a collective of them.
+        expert: rate in an all-to-all of the ranks with different experts.
+        expert_tensor, expert_data: rates in a collective of ranks with parts of the same experts, and of replicas of
+            experts.
 
-    `reached`: to how many of so many groups of ranks a token is sent, where it is sent once to each; None: a copy is
-    sent for each expert.
+    `reached`: returns the mean number of groups, of so many groups of ranks, that a token is sent to, if it is sent
+    once to each; None: a copy is sent for each expert.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Links:
         self.pairs = [self._transfer(stage, [pair_of(each, p) for each in range(p)]) for stage in range(p)]
 
     def between(self, source: int, target: int) -> float:
-        """From a rank of a pipeline to another, while the others send as far along the pipeline, which is a ring."""
+        """The rate from one rank of a pipeline to another, while all ranks send as far along the pipeline's ring."""
         if (source, target) not in self._rates:
             p = self._degrees.pipeline
             targets = [(rank + target - source) % p for rank in range(p)]
@@ -90,11 +91,11 @@ class Links:
         return self._rates[source, target]
 
     def among(self, replicas: range) -> float:
-        """In a collective of these replicas, while the others of the job are in groups of as many."""
+        """The rate in a collective of these replicas, while all other replicas are in groups of the same size."""
         return self._collective(self._replicas(replicas))
 
     def num_nodes(self, replicas: range) -> int:
-        """On how many nodes these replicas lie, of one tensor rank and stage."""
+        """The number of nodes of these replicas, for one tensor rank and stage."""
         return len({self._nodes[rank] for rank in self._replicas(replicas)})
 
     def _replicas(self, replicas: range) -> list[int]:
@@ -116,7 +117,7 @@ class Links:
         return min(self.within, self._between * together / len(self._ranks_on[nodes[0]]))
 
     def _share_experts(self, experts: ExpertDegrees) -> None:
-        """See `expert`, `expert_tensor` and `expert_data`."""
+        """Set `expert`, `expert_tensor` and `expert_data`."""
         degrees, t, etp = self._degrees, self._degrees.tensor, experts.tensor
 
         def ranks(step: int, count: int) -> list[int]:
@@ -156,7 +157,8 @@ _MICRO = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class _Protocol:
-    """`bandwidth`: part of a link's. Microseconds of a collective, and of a step over NVLink, PCIe and the network."""
+    """A protocol of NCCL: the fraction of a link's bandwidth that it reaches, and its latencies in microseconds, once
+    for a collective, and for a step over NVLink, PCIe and the network."""
 
     bandwidth: float
     once: float
@@ -173,13 +175,13 @@ _PROTOCOLS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Ring:
-    """Members of a collective.
+    """The ring of a collective's members.
 
     Attributes:
-        size: n.
-        num_nodes: on which they lie.
-        rate: bytes per second from one to the next, as reached.
-        has_nvlink: within a node; else they reach each other over PCIe.
+        size: the number of members, n.
+        num_nodes: the number of nodes that the members are on.
+        rate: bytes per second from one member to the next, as reached.
+        has_nvlink: GPUs of a node are linked by NVLink; else by PCIe.
     """
 
     size: int
@@ -188,7 +190,7 @@ class Ring:
     has_nvlink: bool = True
 
     def seconds(self, num_bytes: float, *, collectives: int = 1) -> float:
-        """To gather a buffer of so many bytes, whole, or to sum and scatter it; in so many collectives."""
+        """Seconds to gather a buffer of `num_bytes`, or to reduce and scatter it, in so many collectives."""
         if self.size == 1 or not num_bytes:
             return 0.0
         parts = (self.size - 1) / self.size * num_bytes
@@ -208,14 +210,14 @@ _WIDENING = 0.5
 
 @dataclass(frozen=True)
 class Rates:
-    """Of one device under one software. All are in bytes or operations a second."""
+    """The rates that a software reaches on a device, in bytes or operations per second."""
 
     device: Device
     software: Software
     constants: Constants
 
     def seconds(self, work: Work, links: Links) -> float:
-        """Seconds of work, which either the device takes, or the host that issues its kernels."""
+        """Seconds of work: of the device, or of the host that launches its kernels, if the host is slower."""
         constants = self.constants
         tensor = self.of_link(links.tensor, links, within=constants.tensor_efficiency)
         products = self._products(work.operations, work.calls) + work.attended / self._attention
@@ -234,22 +236,23 @@ class Rates:
 
     @property
     def memory(self) -> float:
-        """Of the memory's bandwidth."""
+        """Bytes per second of the GPU's memory."""
         return self.device.memory_bandwidth * _GIGA * self.constants.memory_efficiency
 
     @property
     def to_host(self) -> float:
-        """Of the link to the host's memory."""
+        """Bytes per second of the link to the host's memory."""
         return self.device.host_bandwidth * _GIGA * self.constants.link_efficiency
 
     @property
     def to_neighbours(self) -> float:
-        """Of the links to the other GPUs of a node, by bulk transfers."""
+        """Bytes per second to the other GPUs of a node, by bulk transfers."""
         return self.device.link_bandwidth * _GIGA * self.constants.link_efficiency
 
     def of_link(self, rate: float, links: Links, *, within: float | None = None) -> float:
-        """Of a link's rate; `within` a node by default what bulk transfers reach. What crosses nodes also takes the
-        links in them.
+        """Bytes per second that are reached of a link's `rate`. Traffic across nodes also uses the links within nodes.
+
+        `within`: the efficiency within a node; default: that of bulk transfers.
         """
         reached = links.within * (within or self.constants.link_efficiency)
         return min(reached, rate * self.constants.network_efficiency) if rate < links.within else reached
@@ -260,7 +263,7 @@ class Rates:
 
     @property
     def _attention(self) -> float:
-        """Of the products of flash attention, by kernels that were written for this GPU, or for the one before it."""
+        """Operations per second of flash attention, with kernels for this GPU or for the generation before it."""
         device = self.device
         return self._product * (
             device.older_attention_part if self.software.flash_attention_2 else device.attention_part
@@ -270,7 +273,7 @@ class Rates:
         return operations / self._product + calls * self.constants.product_overhead
 
     def _grouped(self, work: Work) -> float:
-        """Products of experts: of few tokens each takes as long as its matrix is read."""
+        """Seconds of the experts' products: with few tokens a product takes as long as reading its matrix."""
         if not work.grouped_operations:
             return 0.0
         element_bytes = 1 if self.software.fp8 else self.software.element_bytes
@@ -278,11 +281,13 @@ class Rates:
         return max(work.grouped_operations / rate, work.grouped_bytes / self.memory)
 
     def _shared(self, work: Work, links: Links, beside: float) -> float:
-        """Seconds that ranks wait for which share sequences or experts. `beside`: of all else in this direction.
+        """Seconds that are added by communication of ranks that share sequences or experts.
 
-        A ring's step takes as long as its transfer or its part of the attention's core, which loses `contention` of the
-        transfer's time; in the last step nothing is passed on. Copies of tokens are waited for, or go beside the other
-        direction of another microbatch, of which each has as much to compute as both have on average.
+        A step of a ring takes as long as its transfer or its part of the attention's core, which loses `contention` of
+        the transfer's time; the last step has no transfer. Copies of tokens are waited for, or overlap with the other
+        direction of another microbatch; both directions are taken to compute for their mean time.
+
+        `beside`: seconds of all other work in this direction.
         """
         if not (work.ring or work.gathered or work.dispatched or work.spread):
             return 0.0
@@ -303,8 +308,8 @@ _OF_REPLICA = 1e6
 
 
 def num_buckets(num_parameters: int, replicas: int) -> float:
-    """Buckets of a stage on the first rank, 1 at least; a fraction is a part of one, so that more parameters never
-    leave less behind the backward."""
+    """The number of gradient buckets of a stage on the first rank, at least 1. It may be a fraction, so that the time
+    after the backward grows with the number of parameters."""
     return max(1.0, num_parameters / max(_BUCKET, _OF_REPLICA * replicas))
 
 
@@ -315,7 +320,7 @@ def reductions_shown(
     ranks: Sequence[int],
     contention: float,
 ) -> list[float]:
-    """Seconds of each stage's reduction that come behind its last backward, or lengthen it. `ranks`: of the stages."""
+    """Seconds of each stage's reduction that follow its last backward, or lengthen it. `ranks`: the stages' ranks."""
     return [
         each if rank else _shown(each, beside, each / count, contention)
         for each, beside, count, rank in zip(reduce, backward, buckets, ranks, strict=True)
@@ -325,7 +330,7 @@ def reductions_shown(
 def gathers_shown(
     gather: Sequence[float], forward: Sequence[float], buckets: Sequence[float], ranks: Sequence[int], contention: float
 ) -> list[float]:
-    """Seconds of each stage's gather that come before its first forward, or lengthen it."""
+    """Seconds of each stage's gather that precede its first forward, or lengthen it. `ranks`: the stages' ranks."""
     before = accumulate(forward, initial=0.0)
     return [
         max(0.0, each - earlier) if rank else _shown(each, beside, each / count, contention)

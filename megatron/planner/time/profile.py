@@ -1,11 +1,11 @@
-"""What was measured on a machine for one model: seconds of stages, optimizer steps, transfers and all-reduces.
+"""Profiles: measured seconds of stages, optimizer steps, transfers and all-reduces of one model on one machine.
 
-A profile is a JSON file that `tools/profile_model.py` writes and the planner reads. It holds what was timed and no
-more; what follows from it (the time of a layer, of the embedding, of the head) is computed where it is used. Times are
-seconds, sizes are bytes.
+A profile is a JSON file that `tools/profile_model.py` writes and the planner reads. It holds only measured times;
+derived times (of a layer, of the embedding, of the head) are computed where they are used. Times are in seconds, sizes
+in bytes.
 
-Where processes share a processor's memory and caches (a CPU), a stage is slower while others compute beside it. So
-every time says how many processes were `working` at once when it was taken.
+Processes on a CPU share memory and caches, so a stage is slower while other processes compute. Therefore each time has
+the number of processes that were `working` at once when it was measured.
 """
 
 import json
@@ -31,7 +31,7 @@ _Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class StagePosition(str, Enum):
-    """Where a stage stands: alone, with embedding and head, or in a pipeline."""
+    """The position of a stage: alone (with embedding and head), or first, middle or last in a pipeline."""
 
     ONLY = "only"
     FIRST = "first"
@@ -44,7 +44,7 @@ class _Record(BaseModel):
 
 
 class Spread(_Record):
-    """Seconds of one thing in `count` batches, calls or iterations. `low` and `high`: between them lie eight of ten."""
+    """Seconds of one operation over `count` batches, calls or iterations. 80% of them lie between `low` and `high`."""
 
     median: _Seconds
     low: _Seconds
@@ -53,7 +53,7 @@ class Spread(_Record):
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> "Spread":
-        """Raises ValueError without samples."""
+        """The spread of samples. Raises ValueError without samples."""
         if not samples:
             raise ValueError("nothing was timed; give one iteration or more")
         deciles = statistics.quantiles(samples, n=10, method="inclusive") if len(samples) > 1 else samples
@@ -61,13 +61,12 @@ class Spread(_Record):
 
 
 class StageTime(_Record):
-    """Times of a microbatch in a stage of `num_layers` layers, on average over those of a batch; `backward` holds what
-    is recomputed in it.
+    """Mean times of a microbatch of a batch in a stage of `num_layers` layers; `backward` includes recomputation.
 
     Attributes:
-        backward_input, backward_weight: of its backward in halves, I and W; what is recomputed is in I. Profiles from
-            before these were measured have none.
-        deferred_bytes: that a microbatch holds at the stage between its I and its W; likewise.
+        backward_input, backward_weight: times of a backward in halves, I and W; I includes recomputation. Old profiles
+            have none.
+        deferred_bytes: bytes that a microbatch holds at the stage between its I and its W. Old profiles have none.
     """
 
     place: StagePosition
@@ -98,10 +97,10 @@ class StageTime(_Record):
 
 
 class UpdateTime(_Record):
-    """The time of what a stage does once a batch: gradients to zero, their norm, clipping and the optimizer's step.
+    """Times of a stage's work once a batch: zeroing gradients, their norm, clipping and the optimizer's step.
 
     Attributes:
-        num_parameters: of one tensor rank.
+        num_parameters: parameters of one tensor rank.
         weights: the name of the weight policy; with several versions a step writes into another buffer.
     """
 
@@ -116,12 +115,12 @@ class UpdateTime(_Record):
     step: Spread
 
     def seconds(self, replicas: int = 1) -> float:
-        """The time of all of it, where the norm and the step are divided among so many replicas."""
+        """Seconds of the whole update, with norm and step divided among so many replicas."""
         return self.zero.median + (self.norm.median + self.step.median) / replicas
 
 
 class TransferTime(_Record):
-    """From the post of a send to the arrival at the next rank, one way."""
+    """The time of a transfer, from posting the send to the arrival at the next rank, one way."""
 
     num_bytes: _Count
     seconds: Spread
@@ -154,7 +153,7 @@ class HostUpdateTime(_Record):
 
 
 class Machine(_Record):
-    """Where it was measured. `threads`: of each process, in the operators of a CPU."""
+    """The machine of the measurements. `threads`: threads of each process for operators on a CPU."""
 
     device: str
     num_devices: _Count
@@ -165,18 +164,18 @@ class Machine(_Record):
 
 
 class Profile(_Record):
-    """See the module.
+    """A profile file.
 
     Attributes:
-        created: when it was measured.
-        architecture: "gpt" or "bert", of whose program the flags are.
-        flags: of the training program; a run has to be given the same for the profile to hold.
-        model: its shape. A profile holds for any number of layers.
-        dtype: of the weights that the model computes with.
-        processes: how many were there at most.
+        created: the time of the measurement.
+        architecture: "gpt" or "bert", whose training program the flags are for.
+        flags: flags of the training program; the profile holds for runs with the same flags.
+        model: the shape of the model. A profile holds for any number of layers.
+        dtype: dtype of the weights that the model computes with.
+        processes: the most processes of the measurement.
         shares_processor: processes slow each other down.
-        sequence_parallel: with several tensor ranks.
-        copies, host_updates: for weights on the host; profiles from before these were measured have none.
+        sequence_parallel: tensor ranks, if several, use sequence parallelism.
+        copies, host_updates: times for weights on the host; old profiles have none.
     """
 
     version: Literal[1] = VERSION
@@ -205,7 +204,7 @@ class Profile(_Record):
 
 
 def load_profile(path: str | Path) -> Profile:
-    """A profile from its file. Raises ValueError, naming the file and the field, and OSError."""
+    """Load a profile from its file. Raises ValueError, naming the file and the field, and OSError."""
     try:
         content = read_json(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:

@@ -38,12 +38,12 @@ Times = Mapping[tuple[Kind, int], float]
 def settle(
     program: Program, times_at_work: Mapping[int, Times], costs_of: Callable[[Times], Costs], *, batches: range
 ) -> Costs:
-    """The costs of `program` when its own timeline decides who works beside whom.
+    """The costs of `program` whose ranks slow each other down, by the timeline of the program itself.
 
     Args:
-        batches: those that count; where batches do not drain, not the first and the last of the program.
-        times_at_work: number of pipeline ranks at work, from 1 to all -> what work takes then throughout.
-        costs_of: from such times to a whole table.
+        batches: the batches that count; if batches do not drain, without the first and the last of the program.
+        times_at_work: from the number of pipeline ranks at work, 1 to all, to the times of work in that case.
+        costs_of: makes a table of costs from times of work.
     """
     times = times_at_work[max(times_at_work)]
     for _ in range(_ROUNDS):
@@ -61,7 +61,7 @@ def _blend(shares: Mapping[int, float], times_at_work: Mapping[int, Times], key:
 
 
 def _shares_at_work(timeline: Timeline, program: Program, batches: range) -> dict[tuple[Kind, int], dict[int, float]]:
-    """(kind, stage) -> number of ranks at work -> seconds of it, in those batches, while so many were."""
+    """The seconds in `batches` of each kind and stage, by the number of ranks at work."""
     spans = [span for span in timeline.spans if span.instruction.kind in BUSY and span.end > span.start]
     borders = sorted([(span.start, 1) for span in spans] + [(span.end, -1) for span in spans])
     events: list[tuple[float, int]] = []  # from when on how many are at work
@@ -95,14 +95,14 @@ _SMALL = 256  # bytes of the norm's reduction
 
 
 def shape_of(profile: Profile, *, num_layers: int, tensor: int) -> Architecture:
-    """The profile's model with so many layers, its vocabulary padded for so many tensor ranks as training pads it."""
+    """The profile's model with `num_layers` layers, its vocabulary padded for the tensor ranks as in training."""
     multiple = _number(profile, "--make-vocab-size-divisible-by", 128) * tensor
     rows = -(-profile.model.vocabulary_size // multiple) * multiple
     return replace(profile.model, num_layers=num_layers, vocabulary_size=rows)
 
 
 def vocab_size_of(profile: Profile) -> int | None:
-    """What --vocab-size says, where it was given, without the padding and what a tokenizer adds."""
+    """The value of --vocab-size, if it was given, without padding and a tokenizer's additions."""
     return _number(profile, "--vocab-size", None)
 
 
@@ -116,7 +116,7 @@ def _word(profile: Profile, flag: str) -> str | None:
 
 
 def software_of(profile: Profile) -> Software:
-    """What the profiled program does, as far as memory depends on it."""
+    """The software of the profiled program, as far as memory depends on it."""
     size = _BYTES[profile.dtype]
     has_flash = has_flash_attention(
         profile.transformer_impl, _word(profile, "--attention-backend") or "auto", element_bytes=size
@@ -133,9 +133,9 @@ class ProfiledCosts:
     """A `CostModel` of one model on machines like that of the profile, whose processes it may fill.
 
     Args:
-        profile: what was measured.
-        model: its shape; the number of layers may differ from the profile's, and how the vocabulary is padded.
-        software: what trains, by default what the profile says.
+        profile: the measured times.
+        model: the shape of the model; number of layers and padding of the vocabulary may differ from the profile's.
+        software: the software that trains; default: that of the profile.
 
     Raises:
         ValueError: the profile is of another model or precision.
@@ -157,7 +157,7 @@ class ProfiledCosts:
 
     @property
     def pressed_efficiency(self) -> float:
-        """A CPU has no allocator that gives blocks back. On GPUs it is as on those of the published runs."""
+        """The fraction of its speed that a rank short of memory keeps: 1 on a CPU, on GPUs that of published runs."""
         return 1.0 if self.profile.shares_processor else default_constants().pressed_efficiency
 
     def costs(self, configuration: Configuration, layers: Sequence[int]) -> Costs:
@@ -190,7 +190,7 @@ class ProfiledCosts:
     # --- by stage
 
     def _times(self, configuration: Configuration, layers: Sequence[int], working: int) -> Times:
-        """What work takes while `working` processes work throughout."""
+        """Seconds of each kind of work and stage while `working` processes work throughout."""
         splits = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings).splits_backward
         times = {}
         for stage, count in enumerate(layers):
@@ -215,11 +215,10 @@ class ProfiledCosts:
         return times
 
     def _update(self, configuration: Configuration, layers: Sequence[int], stage: int, working: int) -> float:
-        """The update's time. With a distributed optimizer a replica steps its share and gathers the others' in STEP, or
-        in PREDICT where there is one.
+        """Seconds of each stage's update, the norm included. With a distributed optimizer a replica steps its share and
+        gathers the other shares in STEP, or in PREDICT if there is one.
 
-        The norm is in it. Where updates overlap with later batches it runs beside these, but on the same core: it takes
-        that time from the stage.
+        If updates overlap with later batches, the norm is computed on the same core, so its time is the stage's.
         """
         replicas = configuration.data if configuration.distributed_optimizer else 1
         seconds = self._part_of_update(configuration, layers, stage, working, lambda found: found.seconds(replicas))

@@ -13,20 +13,20 @@ from megatron.pipeline.simulate.costs import Costs
 
 
 class StageTimes:
-    """What a microbatch and an update take, by stage and edge.
+    """Seconds of the instructions of a schedule, by stage and edge.
 
     Attributes:
-        schedule: whose computations they are.
-        forward, backward, work: of a microbatch; `work` is both, and what the program recomputes.
-        fetch, store, update: of a stage's copies and its update, where weights live on the host.
-        step, reduce: of a stage's update, and of its reduction over replicas; 0 where there are none.
-        predict, hold: of a stage's prediction, and of keeping its gradients; 0 where the weights do not predict.
-        reduce_embed, reduce_norm: of the reductions that the first and the last stage, and all of them, share.
-        partial: of what a stage's prediction waits for.
-        arrival_forward, arrival_backward: of an activation over the edge to a stage, and of a gradient over that from
-            the next one; 0 where there is none.
-        occupation: the most time for which a microbatch keeps an edge busy in a direction.
-        moves: the most that a move of a microbatch's saved activations takes; 0 where none move.
+        schedule: the schedule.
+        forward, backward, work: seconds of a microbatch; `work` is both, and the recomputes of the program.
+        fetch, store, update: seconds of a stage's copies and its update, if weights live on the host.
+        step, reduce: seconds of a stage's update, and of its reduction over replicas; 0 without replicas.
+        predict, hold: seconds of a stage's prediction, and of keeping its gradients; 0 if weights are not predicted.
+        reduce_embed, reduce_norm: seconds of the reduction of first and last stage, and of the one of all stages.
+        partial: seconds of the reductions that a stage's prediction waits for.
+        arrival_forward, arrival_backward: seconds of an activation over the edge to a stage, and of a gradient over the
+            edge from the next stage; 0 within a rank.
+        occupation: the most seconds for which a microbatch keeps an edge busy in one direction.
+        moves: the most seconds of a move of a microbatch's saved activations; 0 if none move.
     """
 
     def __init__(self, costs: Costs, schedule: Schedule) -> None:
@@ -61,11 +61,11 @@ class StageTimes:
         self.moves = moves if schedule.balance else [0.0] * num_stages
 
     def by_rank(self, values: list[float]) -> list[float]:
-        """Sums over the stages of each rank."""
+        """The sums of values of stages, by rank."""
         return [sum(values[stage] for stage in stages) for stages in stages_by_rank(self.schedule.rank_of_stage)]
 
     def held(self, num_microbatches: int) -> list[float]:
-        """The time to keep gradients, with batches of so many microbatches."""
+        """Seconds to keep gradients by stage, in batches of so many microbatches."""
         holds = self.schedule.needs_gradient_copy(num_microbatches)
         return [seconds if is_held else 0.0 for seconds, is_held in zip(self.hold, holds, strict=True)]
 
@@ -74,11 +74,11 @@ class StageTimes:
         return max(self.by_rank(self.step))
 
     def longest_update(self, num_microbatches: int) -> float:
-        """What a rank computes once a batch: the step, and where the weights predict what this takes."""
+        """The most seconds that a rank computes once a batch: its steps, and predictions if weights are predicted."""
         return max(self.by_rank(self.updates(num_microbatches)))
 
     def updates(self, num_microbatches: int) -> list[float]:
-        """The same by stage."""
+        """Seconds of computations once a batch by stage: the step and, if weights are predicted, the prediction."""
         return [sum(each) for each in zip(self.step, self.predict, self.held(num_microbatches), strict=True)]
 
 
@@ -86,8 +86,8 @@ _MANY = (1 << 20,)  # microbatches, which fill any pipeline
 
 
 def moving_parts(schedule: Schedule) -> list[float]:
-    """About which part of its microbatches each rank moves to its pair: of n in flight as many as exceed the bound, and
-    one more to make room for those that come back."""
+    """The approximate fraction of its microbatches that each rank moves to its pair: of n in flight those that exceed
+    the bound, and one more to make room for a microbatch that comes back."""
     if not schedule.balance:
         return [0.0] * schedule.num_ranks
     own, bounds = (each.max_saved_on_rank(_MANY) for each in (replace(schedule, balance=False), schedule))
@@ -99,6 +99,6 @@ def moving_parts(schedule: Schedule) -> list[float]:
 
 
 def hides_moves(stages: StageTimes) -> bool:
-    """Whether nothing waits for moves of saved activations: each has the time of one computation."""
+    """Whether no instruction waits for moves of saved activations: each move has the time of one computation."""
     computations = zip(stages.moves, stages.forward, stages.backward, strict=True)
     return all(moves <= min(forward, backward) * (1 + 1e-9) for moves, forward, backward in computations)

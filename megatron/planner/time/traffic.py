@@ -20,12 +20,13 @@ _TERA = 1e12
 
 @dataclass(frozen=True, kw_only=True)
 class CutModel:
-    """A model in the stages of a schedule.
+    """A model that is cut into the stages of a schedule.
 
     Attributes:
-        setting: how its activations are kept.
-        schedule: which rank has which stage, and how many stages are frozen.
-        layers: how many each stage has; their mean where that is not known.
+        model: the shape of the model.
+        setting: how activations are saved.
+        schedule: the ranks of the stages, and the number of frozen stages.
+        layers: the number of layers of each stage; their mean if the numbers are not known.
     """
 
     model: Architecture
@@ -37,9 +38,9 @@ class CutModel:
         """The traffic of one iteration.
 
         Args:
-            counts: what the pipeline sends in a batch.
-            gradient_bytes: of an element of a gradient when it is reduced.
-            boundary: bytes of an activation between two stages; None: all that a rank has of it.
+            counts: how often the ranks of the pipeline send in a batch.
+            gradient_bytes: bytes of an element of a gradient when it is reduced.
+            boundary: bytes of an activation between two stages; None: a rank's whole part of it.
         """
         model, setting, ranks = self.model, self.setting, self.schedule.rank_of_stage
         saved, sent = self._saved, self._activations.boundary
@@ -60,13 +61,13 @@ class CutModel:
 
     @property
     def moved_bytes(self) -> tuple[float, ...]:
-        """By rank of a pipeline, the most that a move carries: what a microbatch saves at one of its stages."""
+        """The most bytes of a move by rank of a pipeline: the saved activations of a microbatch at a stage."""
         saved = self._saved
         return tuple(max((saved[stage] for stage in own), default=0.0) for own in self._trained)
 
     def forward_seconds(self, *, teraflops: float) -> float:
-        """Time of a forward of a microbatch at the largest stage on a GPU that sustains `teraflops` (10^12 operations
-        per second), without embedding and output layer."""
+        """Seconds of a microbatch's forward through the largest stage, without embedding and output layer, on a GPU
+        that sustains `teraflops` (10^12 operations per second)."""
         operations = self.model.forward_operations(max(self.layers), self.setting.micro_batch_size)
         return operations / self.setting.tensor / (teraflops * _TERA)
 
@@ -81,13 +82,13 @@ class CutModel:
 
     @property
     def _trained(self) -> list[list[int]]:
-        """Stages by rank, without frozen ones."""
+        """The trained stages of each rank."""
         stages = stages_by_rank(self.schedule.rank_of_stage)
         return [[stage for stage in own if stage >= self.schedule.num_frozen] for own in stages]
 
     def _reduced(self, stages: Sequence[int]) -> float:
-        """What tensor ranks all-reduce of a microbatch in these stages: two activations in a layer's forward, two in
-        its backward, two more where the forward is run again."""
+        """Bytes of a microbatch that tensor ranks all-reduce in these stages: two activations in a layer's forward, two
+        in its backward, and two more if the forward is recomputed."""
         setting, recompute = self.setting, self.setting.recompute
         if setting.tensor == 1:
             return 0.0
