@@ -13,20 +13,20 @@ class Device:
     """A processor as its maker states it. Bandwidths count one direction.
 
     Attributes:
-        memory_gib: what CUDA reports to programs.
+        memory_gib: the memory that CUDA reports to programs.
         peak_teraflops: 10^12 operations per second of a dense matrix product of 16-bit numbers, summed in FP32.
-        peak_teraflops_fp8: of one of 8-bit floating-point numbers; None: it multiplies none.
-        peak_teraflops_fp32: of one in FP32. As torch multiplies by default, without TF32.
+        peak_teraflops_fp8: the same for 8-bit floating-point numbers; None: it has no FP8.
+        peak_teraflops_fp32: the same in FP32, without TF32, which is torch's default.
         memory_bandwidth: GB/s of its memory.
-        link_bandwidth: GB/s to the other GPUs of its node: NVLink where there is one, else PCIe.
-        host_bandwidth: GB/s to its host's memory, and from there.
-        has_bfloat16: multiplies in it; others emulate it, many times slower.
-        gpus_per_node: how many usually reach one another over these links.
-        gpus_per_host: how many of them are at one host; None: all.
-        product_part, product_part_fp8: part of the peaks that its fastest matrix product reaches, in 16 and 8 bits.
-            Power bounds it, and newer GPUs have less of it for their units.
-        attention_part: part of the rate of 16-bit products that kernels of flash attention reach which were written for
-            it; older_attention_part: FlashAttention-2, which was written for A100.
+        link_bandwidth: GB/s to the other GPUs of its node, over NVLink or else PCIe.
+        host_bandwidth: GB/s to and from its host's memory.
+        has_bfloat16: it multiplies bfloat16; other GPUs emulate it, many times slower.
+        gpus_per_node: number of GPUs that these links usually connect.
+        gpus_per_host: number of these GPUs on one host; None: all.
+        product_part, product_part_fp8: fraction of the peak that its fastest matrix product reaches, in 16 and 8 bits.
+            Power limits it, and newer GPUs have less power for each unit.
+        attention_part: fraction of the rate of 16-bit products that flash attention's kernels for this GPU reach.
+        older_attention_part: the same for FlashAttention-2, which was written for A100.
     """
 
     memory_gib: float
@@ -46,7 +46,7 @@ class Device:
 
     @property
     def has_nvlink(self) -> bool:
-        """What has less to its neighbours is on PCIe."""
+        """Whether GPUs are linked by NVLink: a slower link is PCIe."""
         return self.link_bandwidth >= SLOWEST_NVLINK
 
     def peak(self, element_bytes: int) -> float:
@@ -54,7 +54,7 @@ class Device:
         return 1e12 * (self.peak_teraflops if element_bytes == 2 else self.peak_teraflops_fp32)
 
     def product_rate(self, element_bytes: int) -> float:
-        """Operations per second of its fastest product of numbers of 1, 2 or 4 bytes."""
+        """Operations per second of the fastest product of numbers of 1, 2 or 4 bytes."""
         if element_bytes == 1:
             return 1e12 * self.peak_teraflops_fp8 * self.product_part_fp8
         return self.peak(element_bytes) * self.product_part
@@ -148,7 +148,7 @@ state peaks with sparsity, of which half is dense. A PCIe card has the memory of
 
 
 def described(*, memory_gib: float, peak_teraflops: float, memory_bandwidth: float, link_bandwidth: float) -> Device:
-    """A GPU that is not known, with what somebody says of it, and the part of its peak that products reach on A100."""
+    """An unknown GPU with the given rates. Its products reach the fraction of its peak that they reach on A100."""
     return Device(
         memory_gib=memory_gib, peak_teraflops=peak_teraflops, peak_teraflops_fp32=peak_teraflops,
         memory_bandwidth=memory_bandwidth, link_bandwidth=link_bandwidth, host_bandwidth=link_bandwidth,
@@ -190,7 +190,7 @@ _REPORTED = 0.99  # part of the GB on the label that CUDA reports, in GiB
 
 
 def edition_of(label: str) -> str | None:
-    """The edition of a GPU that its label names, where that is not SXM: other rates, and mostly no NVLink."""
+    """The edition in a GPU's label, unless it is SXM. Other editions have other rates, and mostly no NVLink."""
     return next((name for pattern, name in _EDITIONS.items() if re.search(pattern, label.upper())), None)
 
 
@@ -247,7 +247,7 @@ def devices_like(label: str, edition: str | None = None) -> list[str]:
 
 
 def domain_of(label: str) -> int | None:
-    """How many GPUs NVLink connects, where the label says so: 72 of NVL72."""
+    """The number of GPUs that NVLink connects by the label, such as 72 for NVL72; None: the label does not say."""
     found = re.search(r"(?<![A-Z])NVL(\d+)", label.upper())
     return int(found[1]) if found else None
 

@@ -35,12 +35,13 @@ one, beside `LOST`; of those that were slowed and those that were not, 53 to 55 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Whether a pipeline fits, by the rank that leaves least.
+    """The verdict on the memory of a pipeline, by the rank with the least free memory.
 
     Attributes:
-        spare_gib: what that rank leaves beside what is lost and what waits; negative is missing.
-        free_gib: what the tensors of the fullest leave of the GPU; negative is missing, and then `rank` is that one.
-        slowed: ranks whose allocator gives its blocks back again and again.
+        spare_gib: free GiB of that rank after `LOST` and waiting operands; missing GiB if negative.
+        free_gib: free GiB of the GPU of the rank with the largest tensors; missing GiB if negative, and `rank` is then
+            that rank.
+        slowed: ranks whose allocator returns blocks and requests them again.
     """
 
     rank: int
@@ -54,12 +55,12 @@ class Verdict:
 
     @property
     def is_borderline(self) -> bool:
-        """It fits only if nothing is lost and nothing waits."""
+        """Whether it fits only without fragmentation and waiting operands."""
         return self.spare_gib < 0 <= self.free_gib
 
     @property
     def under_pressure(self) -> bool:
-        """It is borderline, or ranks are slowed for want of memory; a rank may be, of a pipeline that does not fit."""
+        """Whether it is borderline, or ranks are slowed for want of memory, even if the pipeline does not fit."""
         return self.is_borderline or bool(self.slowed)
 
     @property
@@ -75,9 +76,9 @@ def judge(
     shape: Architecture | None = None,
     setting: ActivationSetting | None = None,
 ) -> Verdict:
-    """The verdict on GPUs with this much memory, in GiB.
+    """The verdict on GPUs with `memory_gib` GiB.
 
-    `shape`, `setting`: of what trains; None: nothing is known of collectives, and none wait.
+    `shape`, `setting`: the model and its activations; None: no operands of collectives wait.
     """
     is_known = shape is not None and setting is not None
     lost = lost_gib(gib, waiting=waiting_gib(shape, setting) if is_known else 0.0)
@@ -108,12 +109,12 @@ def judge_fullest(num_bytes: float, gib: float, *, rank: int, waiting: float = 0
 
 
 def lost_gib(gib: float, *, waiting: float = 0.0) -> float:
-    """What no tensor of a GPU with so much memory gets: what is lost, and the operands that wait."""
+    """GiB of a GPU that no tensor can use: fragmentation and the like (`LOST`), and the operands that wait."""
     return LOST * gib + waiting
 
 
 def waiting_gib(shape: Architecture, setting: ActivationSetting) -> float:
-    """GiB of the operands that wait at least while the pipeline computes."""
+    """The least GiB of operands of collectives that wait while the pipeline computes."""
     return FEWEST * OPERANDS_OF_LAYER * operand_gib(shape, setting)
 
 
@@ -130,13 +131,13 @@ class Estimate:
     """The estimate of one configuration of one model on one cluster.
 
     Attributes:
-        seconds: of one iteration, a global batch.
-        mfu: model operations (nothing recomputed counts) of an iteration over what the GPUs' peak would allow.
-        bubble: part of an iteration in which the busiest rank of the pipeline computes nothing, 0 to 1.
-        memory: by rank of the pipeline.
+        seconds: seconds of one iteration, a global batch.
+        mfu: operations of the model in an iteration, without recomputation, over the operations at the GPUs' peak.
+        bubble: fraction of an iteration in which the busiest rank of the pipeline does not compute, 0 to 1.
+        memory: memory by rank of the pipeline.
         verdict: whether the fullest rank fits.
-        host: whether the fullest node has the memory, where weights live on the host and the cluster says what nodes
-            have.
+        host: whether the fullest node has the memory; None unless weights live on the host and the hosts' memory is
+            known.
     """
 
     configuration: Configuration
@@ -149,10 +150,10 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """GPUs and hosts have the memory."""
+        """Whether GPUs and hosts have the memory."""
         return self.verdict.fits and (self.host is None or self.host.fits)
 
     @property
     def under_pressure(self) -> bool:
-        """It is borderline, or ranks are slowed for want of memory, which `seconds` then counts."""
+        """Whether it is borderline, or ranks are slowed for want of memory, which `seconds` includes."""
         return self.verdict.under_pressure

@@ -18,7 +18,7 @@ stage alone."""
 
 
 def refuse_shares(model: Architecture, configuration: Configuration, software: Software) -> None:
-    """Raises ValueError for what megatron.core refuses, or what is not modelled, with the remedy."""
+    """Raise ValueError for shared sequences or experts that megatron.core refuses or the planner does not model."""
     _refuse_context(model, configuration, software)
     _refuse_experts(model, configuration, software)
 
@@ -75,7 +75,7 @@ def _refuse_experts(model: Architecture, configuration: Configuration, software:
 
 
 def _refuse_overlap(configuration: Configuration) -> None:
-    """What megatron.core wants for --overlap-moe-expert-parallel-comm."""
+    """Raise ValueError unless megatron.core's conditions for --overlap-moe-expert-parallel-comm hold."""
     is_plain = configuration.pipeline > 1 and configuration.virtual == 1
     for is_asked, what, remedy in (
         (configuration.expert == 1, "expert 1", "give more, or do without"),
@@ -95,7 +95,7 @@ _WIDTH, _TOKENS = 16, 8  # what divides rows and columns of a product in FP8
 
 
 def refuse_recipe(recipe: str | None, gpu: str) -> None:
-    """Raises ValueError where such scales are not in the GPU's units."""
+    """Raise ValueError if the GPU's units do not have the scales of the FP8 recipe."""
     if recipe == "mxfp8" and gpu not in _SCALES_BLOCKS:
         raise ValueError(
             f"config.fp8_recipe is 'mxfp8', which {gpu} does not multiply; give one of {', '.join(_SCALES_BLOCKS)}, or "
@@ -104,7 +104,7 @@ def refuse_recipe(recipe: str | None, gpu: str) -> None:
 
 
 def refuse_fp8(gpu: str, device: Device, model: Architecture, configuration: Configuration) -> None:
-    """Raises ValueError for what cannot be, or has no price. `gpu`: the device's name."""
+    """Raise ValueError for FP8 training that is impossible or not modelled. `gpu`: the device's name."""
     if device.peak_teraflops_fp8 is None:
         raise ValueError(f"{gpu} has no units for FP8; give a GPU that has, as H100, or another precision")
     is_split = configuration.splits_backward

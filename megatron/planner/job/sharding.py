@@ -1,6 +1,6 @@
-"""How replicas share a model: ZeRO's stages 2 and 3, of which 3 is what PyTorch calls FSDP.
+"""Models that are split over replicas: ZeRO's stages 2 and 3. PyTorch calls stage 3 FSDP.
 
-Stage 1 is the distributed optimizer, which is a choice of its own (`Configuration.distributed_optimizer`).
+Stage 1 is the distributed optimizer, a separate field (`Configuration.distributed_optimizer`).
 """
 
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ STAGES = (2, 3)
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """What is split, over how many.
+    """A split of a model over replicas.
 
     Attributes:
         stage: 2: gradients and optimizer state; weights are gathered for the forward and kept for the backward (FSDP
             without resharding). 3: weights too, which are gathered for each use.
-        shards: replicas that hold one copy of the model together. Where that is not all of them, each such group holds
-            a copy (HSDP).
+        shards: number of replicas that hold one copy of the model together; with several such groups each holds a copy
+            (HSDP).
     """
 
     stage: int = 3
@@ -30,11 +30,11 @@ class Sharding:
 
     @property
     def name(self) -> str:
-        """In the words that frameworks have for it."""
+        """The frameworks' name for it."""
         return "FSDP (ZeRO-3)" if self.stage == 3 else "ZeRO-2"
 
     def refusal(self, *, pipeline: int, data: int, schedule: str, virtual: int, splits_optimizer: bool) -> str | None:
-        """Why a configuration cannot be split so, with the remedy."""
+        """Why a configuration cannot be split in this way, with the remedy; None if it can."""
         if pipeline > 1:
             return (
                 f"weights are split over replicas (fully sharded, ZeRO-{self.stage}) and p is {pipeline}, of which the "
@@ -52,7 +52,7 @@ class Sharding:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingRuntime:
-    """What software that shards does.
+    """How a software gathers and keeps split weights.
 
     Attributes:
         keeps_shards: ranks keep their shard of the weights in the type of products beside the masters; else it is cast

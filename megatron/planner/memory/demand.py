@@ -1,7 +1,7 @@
-"""What a run asks of the ranks' memory, in microbatches, versions and buffers; bytes are of other files.
+"""The demand of a run on the ranks' memory, in microbatches, weight versions and buffers (other files count bytes).
 
-It is read off proved programs (`proved_demand`), follows from the schedule (`closed_form_demand`), or whichever of
-the two is right and takes less (schedule_demand.py).
+A demand is read off proved programs (`proved_demand`), or computed from the schedule (`closed_form_demand`);
+`schedule_demand` chooses the cheaper one that is exact (schedule_demand.py).
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,26 +18,25 @@ then of each those between I and the end of W."""
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
-    """What is held at once at most, over all programs of a run.
+    """The most that stages and ranks hold at once, over all programs of a run.
 
     Attributes:
-        rank_of_stage: as the programs'.
-        saved_microbatches: by stage, as the checker proves them; those of the pair that it accepts included.
-        own_microbatches: by stage: between their forward and the end of their backward, wherever they are.
-        saved_on_rank: by rank, over all its stages.
-        live_versions: by rank.
-        gradient_buffers: by rank: batches between their first backward and their STEP.
-        held_gradients: by rank: copies of gradients between HOLD and PREDICT.
-        held_embeddings: by rank: the same of tied embeddings alone.
-        predicts: by rank, whether the live versions are predictions, beside which the true weights are kept.
-        receives_ahead: by rank: receives that are posted and not yet used.
-        evicts, accepts: by rank, whether activations move away from it, or to it.
-        boundaries: by rank, where weights live on the host: tensors between stages on the device, which wait for
-            another stage of the rank or for their recompute; else empty.
-        moments: by rank, where backwards are split: the moments of which no other one holds at least as much of
-            everything. Else empty.
-        num_frozen: stages in front that are frozen: they keep weights alone.
-        unread: by rank: outputs of a frozen stage that the next rank has not read.
+        rank_of_stage: the rank of each stage.
+        saved_microbatches: by stage, saved microbatches as the checker proves, accepted ones of the pair included.
+        own_microbatches: by stage, microbatches between their forward and the end of their backward, on any rank.
+        saved_on_rank: by rank, saved microbatches of all its stages.
+        live_versions: by rank, live weight versions.
+        gradient_buffers: by rank, batches between their first backward and their STEP.
+        held_gradients: by rank, copies of gradients between HOLD and PREDICT.
+        held_embeddings: by rank, copies of gradients of tied embeddings alone between HOLD and PREDICT.
+        predicts: by rank, whether live versions are predictions, beside the true weights.
+        receives_ahead: by rank, receives that are posted and not yet used.
+        evicts, accepts: by rank, whether activations move away from the rank, or to it.
+        boundaries: by rank, if weights live on the host: tensors between stages on the device that wait for another
+            stage of the rank or for their recompute; else empty.
+        moments: by rank, if backwards are split: the moments that no other moment dominates in all numbers; else empty.
+        num_frozen: number of frozen stages at the front, which keep only weights.
+        unread: by rank, outputs of a frozen stage that the next rank has not read.
     """
 
     rank_of_stage: tuple[int, ...]
@@ -66,7 +65,7 @@ class Demand:
 
 
 def most(demands: Iterable[Demand]) -> Demand:
-    """The largest of each number: what a run needs that executes all of these programs."""
+    """The largest of each number: the demand of a run that executes all of these programs."""
     first, *others = demands
     for other in others:
         assert (other.rank_of_stage, other.num_frozen) == (first.rank_of_stage, first.num_frozen)
@@ -92,7 +91,7 @@ def _moments_of_both(first: Demand, other: Demand) -> tuple[tuple[Moment, ...], 
 
 
 def largest_moments(moments: Iterable[Moment]) -> tuple[Moment, ...]:
-    """Those of which no other one holds at least as much of everything, in order."""
+    """The moments that no other moment dominates in all numbers, in order."""
     found: list[Moment] = []
     for moment in sorted(set(moments), key=sum, reverse=True):  # what holds as much of everything holds more in all
         if not any(all(map(ge, other, moment)) for other in found):

@@ -30,12 +30,12 @@ from megatron.planner.memory.parameters import TrainingState
 
 @dataclass(frozen=True, kw_only=True)
 class Hosting:
-    """How weights live on the host.
+    """The settings of weights that live on the host.
 
     Attributes:
         stages: K, the most stages of a rank whose weights are on the device at once.
         stash: where inputs wait for their recompute, `device` or `host`.
-        num_microbatches: m, of a batch.
+        num_microbatches: m, the microbatches of a batch.
     """
 
     stages: int = 2
@@ -71,7 +71,7 @@ def gradient_buffers(state: TrainingState, parameters: Sequence[int]) -> float:
 
 
 def device_inputs(rank: int, boundary: float, demand: Demand, hosting: Hosting) -> float:
-    """Bytes of stages' inputs and of gradients of them that wait on a rank's device."""
+    """Bytes of the inputs of stages, and of their gradients, that wait on a rank's device."""
     m, p, stages = hosting.num_microbatches, demand.num_ranks, demand.stages_of(rank)
     count = demand.boundaries[rank]
     if p > 1 and len(stages) > 1 and rank in (demand.rank_of_stage[0], demand.rank_of_stage[-1]):

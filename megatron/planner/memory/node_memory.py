@@ -1,7 +1,7 @@
-"""The memory of hosts: what all ranks of a node take of it together, whether that fits, and how large a model would.
+"""The memory of hosts: the bytes of all ranks of a node together, whether they fit, and the largest model that fits.
 
 Each rank has weights, gradients and optimizer state of its part of the model on its host; replicas on a node share one
-store of them. What is stashed of a batch is each rank's own.
+store of them. Each rank stashes its own inputs of a batch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MOST_LAYERS = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class HostVerdict:
-    """Whether hosts have the memory, by the fullest node. `spare_gib`: what it leaves; negative is missing."""
+    """Whether hosts have the memory, by the fullest node. `spare_gib`: its free GiB, or missing GiB if negative."""
 
     node: int
     needed_gib: float
@@ -32,7 +32,7 @@ class HostVerdict:
 
 @dataclass(frozen=True, kw_only=True)
 class LargestModel:
-    """The most layers of a shape that hosts have the memory for; and parameters, of the whole model."""
+    """The most layers of a shape that hosts have the memory for, and the parameters of that whole model."""
 
     num_layers: int
     num_parameters: int
@@ -40,7 +40,7 @@ class LargestModel:
 
 @dataclass(frozen=True)
 class Crew:
-    """A node's GPUs that stand at one rank of the pipeline. `stores`: of how many tensor ranks they are."""
+    """The GPUs of a node with the same rank of the pipeline. `stores`: the number of different tensor ranks."""
 
     gpus: int
     stores: int
@@ -68,7 +68,7 @@ def crowds_by_name(degrees: Degrees, rank_mapping: str, node_of_slot: Sequence[i
 
 
 def fewest_sharing(nodes: Sequence[Crowd]) -> int:
-    """How many replicas share a store, where they are fewest: each steps as small a part of it."""
+    """The least number of replicas that share a store; each steps that fraction of it."""
     return min(crew.gpus // crew.stores for crowd in nodes for crew in crowd.values())
 
 

@@ -1,7 +1,7 @@
-"""What a configuration says, as flags of pretrain_gpt.py and pretrain_bert.py.
+"""A configuration as flags of pretrain_gpt.py and pretrain_bert.py.
 
-It is said once, as values by flag. A search sets these values in a job's arguments to ask the program's rules about
-them (trainer/plan/command.py). Words are made of them for what is written or launched, and for nothing else.
+The flags are a dict of values. A search sets these values in a job's arguments to check the program's rules
+(trainer/plan/command.py). They become words of a command line only to write or launch a command.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ _RECOMPUTE: dict[RecomputeScope, Flags] = {
 
 
 def prediction_flags(configuration: Configuration) -> Flags:
-    """How 2bw predicts its weights; none where it does not."""
+    """The flags of 2bw's predictions; empty without predictions."""
     flags: Flags = {"--2bw-provisional": configuration.provisional} if configuration.predicts else {}
     if configuration.provisional_microbatches is not None:
         flags["--2bw-provisional-microbatches"] = configuration.provisional_microbatches
@@ -34,12 +34,12 @@ def prediction_flags(configuration: Configuration) -> Flags:
 
 
 def gradient_flags(configuration: Configuration) -> Flags:
-    """How 2bw keeps its gradients; none where it keeps two buffers, or is not chosen."""
+    """The flags of 2bw's gradient buffers; empty with two buffers, or for another schedule."""
     return {"--2bw-single-gradient-buffer": True} if configuration.single_gradient_buffer else {}
 
 
 def hosting_flags(configuration: Configuration) -> Flags:
-    """How weights live on the host; none where they do not."""
+    """The flags of weights on the host; empty if weights are on devices."""
     if not configuration.is_hosted:
         return {}
     flags: Flags = {
@@ -54,7 +54,7 @@ def hosting_flags(configuration: Configuration) -> Flags:
 
 
 def configuration_flags(configuration: Configuration) -> Flags:
-    """Degrees, batches, recompute scope, schedule and mapping."""
+    """The flags of degrees, batches, recompute scope, schedule and mapping."""
     flags: Flags = {
         "--tensor-model-parallel-size": configuration.tensor,
         "--pipeline-model-parallel-size": configuration.pipeline,
@@ -84,7 +84,7 @@ def configuration_flags(configuration: Configuration) -> Flags:
 
 
 def as_argv(flags: Mapping[str, int | str]) -> tuple[str, ...]:
-    """The argv that says this."""
+    """The flags as words of a command line."""
     return tuple(str(part) for name, value in flags.items() for part in ((name,) if value is True else (name, value)))
 
 

@@ -18,7 +18,7 @@ _STRAIGHT = 0.01  # a bend of 1%, which says nothing
 
 @dataclass(frozen=True, kw_only=True)
 class SweepPoint:
-    """One search. `best`: None where nothing can run, for this `reason`."""
+    """The result of one search of a sweep. `best`: None if nothing can run, for this `reason`."""
 
     num_gpus: int
     sequence_length: int
@@ -83,7 +83,7 @@ class Sweep:
         return {length: self.fronts[length][index] for length, index in found.items() if index is not None}
 
     def remarks(self, point: SweepPoint) -> tuple[str, ...]:
-        """What a point is on its curve, in words."""
+        """Words on a point's position on its curve, such as the knee."""
         if point.best is None:
             return (point.reason,)
         points, best = self.fronts[point.sequence_length], []
