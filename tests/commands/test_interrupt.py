@@ -18,7 +18,7 @@ TOOLS = {  # a library that each imports, and the words with which it does
     "environment": ("pip", []),
     "grid_search": ("megatron.commands.grid_search_commands.search", ["search", "--help"]),
     "partition": ("megatron.partition", ["--graph", "none"]),
-    "plot_memory": ("rich", ["--help"]),
+    "plot_memory": ("megatron.trainer.report.metrics", ["--help"]),
     "plot_changes": ("megatron.trainer.report.metrics", ["--help"]),
     "plot_metrics": ("megatron.trainer.report.metrics", ["--help"]),
     "preprocess_data": ("megatron.trainer.arguments", ["--help"]),

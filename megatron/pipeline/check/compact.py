@@ -245,7 +245,7 @@ def compact(program: Program) -> CompactProgram:
     communicates = moves = versioned = False
     for rank, row in enumerate(program.rows):
         codes, places, slots, versions = [], [], [], []
-        own = {stage for stage in range(num_stages) if rank_of_stage[stage] == rank}
+        own = set(program.stages_of(rank))
         for position, instruction in enumerate(row):
             code = CODE_OF_KIND.get(instruction.kind)
             stage, microbatch, version = instruction.stage, instruction.microbatch, instruction.version

@@ -41,7 +41,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.pipeline.check import check
-from megatron.pipeline.program.csv_text import to_csv
 from megatron.pipeline.runtime.failure import failure_guard
 from megatron.pipeline.runtime.failure.agreement import agreed, control_group
 from megatron.pipeline.runtime.failure.errors import AgreedError, CheckpointError
@@ -191,7 +190,7 @@ def _require_same_program(schedule: Schedule, num_microbatches: int) -> None:
     with agreed():
         program = schedule.build((num_microbatches,) * 3)
         check(program)
-        digest = hashlib.sha256(to_csv(program).encode()).hexdigest()
+        digest = hashlib.sha256(program.to_csv().encode()).hexdigest()
     digests: list = [None] * dist.get_world_size()
     dist.all_gather_object(digests, digest, group=control_group())
     if len(set(digests)) > 1:

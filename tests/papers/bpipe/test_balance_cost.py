@@ -38,9 +38,9 @@ def test_synchronous_moves_stop_the_evictor():
     """The computation after an EVICT or a LOAD starts when that is complete; the acceptor waits for nothing, and moves
     that take no time change nothing.
     """
-    bpipe = build("bpipe", 4, (8,))
+    synchronous, bpipe = build("bpipe", 4, (8,)), build("bpipe", 4, (8,))  # the graph of a program is kept with it
     with patch("megatron.pipeline.program.move_order.MoveOrder", balance_cost.SynchronousMoves):
-        timeline, without_time = simulate(bpipe, Costs(evict=0.5)), simulate(bpipe)
+        timeline, without_time = simulate(synchronous, Costs(evict=0.5)), simulate(synchronous)
     evictor = spans_of(timeline, 0)
     for move, computation in (("0EVICT1", "0F2"), ("0EVICT3", "0B0"), ("0LOAD1", "0F4")):
         assert evictor[computation][0] >= evictor[move][1]

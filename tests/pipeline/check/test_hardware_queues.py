@@ -165,7 +165,7 @@ def test_every_schedule_runs_on_separate_queues(case, balance, tensor, data, see
     schedule, program = case
     if balance and schedule.order == "1f1b" and not schedule.weights.updates_alone:
         balanced = dataclasses.replace(schedule, balance=True)
-        if all(map(balanced.runs, program.batches)):  # smaller batches than what is in flight are not balanced
+        if all(map(balanced.accepts, program.batches)):  # smaller batches than what is in flight are not balanced
             schedule, program = balanced, balanced.build(program.batches)
     data = data if program.data_parallel else 1
     report = prove_hardware_queues(program, tensor=tensor, data=data, num_queues=MANY, distributed_optimizer=data > 1)

@@ -56,7 +56,7 @@ def test_source_is_compiled_as_the_makefile_would(tmp_path):
     made = tmp_path / "folder" / cpu.cached().name
     cpu.compile_into(made)
     assert [file.name for file in made.parent.iterdir()] == [made.name] and made.name.startswith("helpers_cpp.")
-    load = "from pathlib import Path\nfrom megatron.pipeline.dropin import dataset_helpers\n"
+    load = "from pathlib import Path\nfrom megatron.pipeline.dropin import cpu\n"
     path, *ours = printed(f"{load}cpu.load(Path({str(made)!r}))\n{USE}")
     wheels_path, *wheels = printed(USE)
     assert path == str(made) != wheels_path
