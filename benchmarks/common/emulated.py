@@ -8,6 +8,7 @@ import contextlib
 import gc
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -46,7 +47,7 @@ class Job:
         return self.num_stages * self.num_replicas
 
 
-class Rank:
+class Rank(ABC):
     """One process of a job; `run` measures everything and returns plain data, which counts on rank 0."""
 
     def __init__(self, job: Any) -> None:
@@ -55,8 +56,9 @@ class Rank:
         self._spec = TensorSpec((max(1, job.payload_bytes // 4),))
         self._world = dist.new_group()
 
+    @abstractmethod
     def run(self) -> dict:
-        raise NotImplementedError
+        """Measure on this rank; returns what the rank has found."""
 
     def stages(self, schedule: Schedule, times: Callable[[int], EmulatedTimes], **options: Any) -> list[EmulatedStage]:
         """This rank's stages. `times`: of a stage by its number; `options`: of `EmulatedStage`."""

@@ -8,6 +8,7 @@ it, and what they never offload.
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from papers.l2l.model import Model, Recomputed, loss_of, make_optimizer, stage_module, tokens_of
 
 
-class Peer:
+class Peer(ABC):
     """A contender: `run(m)` trains a batch and returns its loss.
 
     Attributes:
@@ -39,11 +40,11 @@ class Peer:
         self.step()
         return total / num_microbatches
 
+    @abstractmethod
     def train(self, tokens: Tensor, labels: Tensor, num_microbatches: int) -> float:
         """Forward and backward; the microbatch's loss."""
-        raise NotImplementedError
 
-    def step(self) -> None:
+    def step(self) -> None:  # noqa: B027  DeepSpeed's engine steps in `train`
         """Train on a batch."""
 
     @property

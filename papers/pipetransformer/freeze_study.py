@@ -31,6 +31,7 @@ import shutil
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, median, stdev
@@ -60,7 +61,7 @@ BERT = (
 )
 
 
-class Study:
+class Study(ABC):
     """One model: its data, its pretraining, and how it is fine-tuned."""
 
     ways: tuple[tuple[int, float], ...]
@@ -74,17 +75,17 @@ class Study:
         self.epochs_of_interval = epochs_of_interval
         self.pretrained = self.folder / "pretrained"
 
+    @abstractmethod
     def prepare(self) -> None:
         """Make data and the pretrained checkpoint, where they are not there already."""
-        raise NotImplementedError
 
+    @abstractmethod
     def command(self, seed: int, *, test: bool) -> list[str]:
         """The program with its flags."""
-        raise NotImplementedError
 
+    @abstractmethod
     def batches(self, seed: int) -> int:
         """The batches of an epoch, rounded up."""
-        raise NotImplementedError
 
     def arm(self, name: str, seed: int, way: tuple[int, float], *, test: bool) -> dict:
         """One run; its seconds, accuracies and changes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -57,7 +58,7 @@ class ReductionQueue:
         self.last = START
 
 
-class Execution:
+class Execution(ABC):
     """One execution of the rows of all ranks, each until it waits for a node that is not known yet.
 
     A subclass goes through the rows (`_run`) and keeps the nodes (`_add`). Moves and reductions are the same for all.
@@ -115,14 +116,15 @@ class Execution:
 
     # --- the form
 
+    @abstractmethod
     def _run(self, rank: int) -> Iterator[tuple[int, object]]:
         """Go through a row. Yields a position, and what the rank waits for there, or None at the rank's border."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _add(self, before: int, take: int, others: tuple[int, ...]) -> int:
         """A node behind these; returns its number."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _place(self, rank: int, position: int, instruction: Instruction, node: int) -> None:
         """A move or a reduction of a rank is this node."""
 

@@ -444,6 +444,11 @@ class RowExecution(Execution):
 _kept: list[tuple[ref, bool, Graph]] = []
 
 
+def forget_graph() -> None:
+    """Free the graph that `graph_of` keeps, where a program lives on and is simulated no more."""
+    _kept.clear()
+
+
 def graph_of(
     executed: Executed,
     *,

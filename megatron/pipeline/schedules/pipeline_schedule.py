@@ -21,6 +21,7 @@ from functools import lru_cache
 from itertools import accumulate, chain
 
 from megatron.pipeline.check import check
+from megatron.pipeline.graph.row_graph import forget_graph
 from megatron.pipeline.program.edges import Edge, StageGraph, stages_of
 from megatron.pipeline.program.extent import Extent
 from megatron.pipeline.program.instruction import Kind, Row, Rows
@@ -326,6 +327,7 @@ def _proved(schedule: PipelineSchedule, batches: tuple[int, ...], first_batch: i
         max_saved=schedule.max_saved_microbatches(batches),
         max_saved_on_rank=schedule.max_saved_on_rank(batches),
     )
+    forget_graph()  # a run keeps its programs
     return built
 
 
@@ -333,4 +335,5 @@ def _proved(schedule: PipelineSchedule, batches: tuple[int, ...], first_batch: i
 def _proved_evaluation(schedule: PipelineSchedule, num_microbatches: int) -> Program:
     program = schedule.build_evaluation(num_microbatches, version=0)
     check(program)
+    forget_graph()
     return program

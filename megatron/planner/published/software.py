@@ -39,6 +39,22 @@ _NAMED = {  # what a framework, a software or a source names, in small letters
     r"megatron-lm 2020": MEGATRON_2020,
     r"megatron[-.]core": MEGATRON_CORE,
 }
+_TECHNIQUES: tuple[tuple[str, Callable[[SettingsRecord, bool], object], str], ...] = (
+    # what a framework's or a software's text names, in small letters; whether the entry gives it; what to give
+    (r"fsdp|hsdp|fully.sharded|zero.?[23]", lambda config, _: config.fsdp or config.zero > 1,
+     "give config.fsdp as true or a number of replicas, or config.zero as 0 to 3"),
+    (r"fp4|float4|int8|quanti[sz]ed", lambda config, _: False, "give a run in bf16, fp16, fp32 or fp8"),
+    (r"fp8|float8", lambda config, _: config.is_fp8, "give config.precision fp8, or a run in 16 bits"),
+    (r"\bmoe\b|mixtral|mixture.of.experts", lambda _, has_experts: has_experts,
+     "give model.num_experts and model.moe_router_topk, and config.ep"),
+    (r"context.parallel|ring.attention|ulysses", lambda config, _: "cp" in config.model_fields_set,
+     "give config.cp, and config.cp_comm_type where it is not a ring"),
+    (r"offload|zero.infinity", lambda config, _: False, "give a run without, or schedule l2l"),
+    (r"userbuffer", lambda config, _: config.tp_comm_overlap is not None,
+     "give config.tp_comm_overlap as true or false"),
+    (r"cuda.?graph", lambda config, _: config.cuda_graph_scope, "give config.cuda_graph_scope, or a run without"),
+    (r"\bq?lora\b", lambda config, _: False, "give a run that trains all weights"),
+)  # fmt: skip
 
 
 def software_of(
@@ -52,6 +68,7 @@ def software_of(
         assume: is told what was filled in.
     Raises ValueError for settings that the software, the GPU or the run has not.
     """
+    _refuse_techniques(config, named[:-1], has_experts=has_experts)
     base = _named(named, gpu, assume)
     is_torchtitan, is_core = base in (TORCHTITAN, TORCHTITAN_2025), base is MEGATRON_CORE
     if is_torchtitan:
@@ -91,6 +108,16 @@ def software_of(
         for text in _defaults_of_core(software, configuration, gpu, said):
             assume(text)
     return software, configuration
+
+
+def _refuse_techniques(config: SettingsRecord, texts: tuple[str | None, ...], *, has_experts: bool) -> None:
+    """Raises ValueError where a text names a technique that the entry does not give: it would be priced without."""
+    for text in filter(None, texts):
+        for name, is_given, remedy in _TECHNIQUES:
+            if re.search(name, text.lower()) and not is_given(config, has_experts):
+                raise ValueError(
+                    f"the run's software is {shown(text)}, and the entry leaves that technique out; {remedy}"
+                )
 
 
 def _named(texts: tuple[str | None, ...], gpu: str, assume: Callable[[str], None]) -> Software:

@@ -11,6 +11,7 @@ Weights do not depend on how many stages hold them (see gpt.py).
 """
 
 import argparse
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -96,29 +97,60 @@ def classification_loss(
     }  # fmt: skip
 
 
-# --- a BERT -----------------------------------------------------------------------------------------------------------
+# --- what both models are ---------------------------------------------------------------------------------------------
 
 
-class BertClassifier(MegatronModule):
-    """The part of a BERT with a classification head that a stage holds.
+class _Classifier(MegatronModule):
+    """The part of a classifier that a stage holds: a block of layers, and at the ends an embedding and a head.
 
     Args:
-        args: the shape of embedding and head.
-        config: of the stage.
+        config: of the stage; it says which layers.
         pre_process, post_process: the stage embeds, or tells the class.
     """
 
     share_embeddings_and_output_weights = False
     new_parts = ("classification_head",)
+    """What --pretrained-checkpoint does not bring."""
+    block: ClassVar[str]
+    """The name of the layers, in the model and in checkpoints."""
+
+    def __init__(self, config: TransformerConfig, *, pre_process: bool, post_process: bool) -> None:
+        super().__init__(config)
+        self.pre_process, self.post_process = pre_process, post_process
+        self.model_type = ModelType.encoder_or_decoder
+
+    def set_input_tensor(self, input_tensor: torch.Tensor | list[torch.Tensor]) -> None:
+        """What the stage before has sent."""
+        block = getattr(self, self.block)
+        block.set_input_tensor(input_tensor[0] if isinstance(input_tensor, list) else input_tensor)
+
+    @classmethod
+    def build(
+        cls, args: argparse.Namespace, config: TransformerConfig, *, pre_process: bool = True, post_process: bool = True
+    ) -> "_Classifier":
+        """Build the part of a stage; `args` have the shape of embedding and head. Random states are left as
+        `set_seeds(args.seed)` leaves them.
+        """
+        set_seeds(args.seed)
+        model = cls(args, config, pre_process=pre_process, post_process=post_process)
+        set_seeds(args.seed)
+        return model
+
+
+# --- a BERT -----------------------------------------------------------------------------------------------------------
+
+
+class BertClassifier(_Classifier):
+    """The part of a BERT with a classification head that a stage holds."""
+
+    block = "encoder"
     optional_parts = ("pooler",)
-    """What --pretrained-checkpoint does not bring, and what it may lack: that of a BERT without a binary head."""
+    """What --pretrained-checkpoint may lack: that of a BERT without a binary head."""
 
     def __init__(
         self, args: argparse.Namespace, config: TransformerConfig, *, pre_process: bool, post_process: bool
     ) -> None:
-        super().__init__(config)
-        self.pre_process, self.post_process = pre_process, post_process
-        self.model_type = ModelType.encoder_or_decoder
+        super().__init__(config, pre_process=pre_process, post_process=post_process)
         self.seq_length = args.seq_length
         self.masks_rows = args.transformer_impl == "local"  # Transformer Engine takes the keys' mask alone
         self.has_token_types = args.bert_binary_head
@@ -141,10 +173,6 @@ class BertClassifier(MegatronModule):
             set_seeds(layer_stream(args, config.num_layers + 2))
             self.pooler = Pooler(config.hidden_size, config.init_method, config, config.sequence_parallel)
             self.classification_head = _ClassificationHead(args, config, dropout=config.hidden_dropout)
-
-    def set_input_tensor(self, input_tensor: torch.Tensor | list[torch.Tensor]) -> None:
-        """What the stage before has sent."""
-        self.encoder.set_input_tensor(input_tensor[0] if isinstance(input_tensor, list) else input_tensor)
 
     def forward(self, text: torch.Tensor | None, padding_mask: torch.Tensor) -> torch.Tensor:
         """[tokens, b, hidden], of the last stage logits [b, classes].
@@ -186,19 +214,6 @@ def _rotary(args: argparse.Namespace, config: TransformerConfig) -> RotaryEmbedd
         seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
         use_cpu_initialization=config.use_cpu_initialization,
     )
-
-
-def bert_classifier(
-    args: argparse.Namespace, config: TransformerConfig, *, pre_process: bool = True, post_process: bool = True
-) -> BertClassifier:
-    """Build the part of the BERT that a stage holds; which, `config` says.
-
-    Random states are left as `set_seeds(args.seed)` leaves them.
-    """
-    set_seeds(args.seed)
-    model = BertClassifier(args, config, pre_process=pre_process, post_process=post_process)
-    set_seeds(args.seed)
-    return model
 
 
 # --- a ViT ------------------------------------------------------------------------------------------------------------
@@ -247,25 +262,15 @@ def patches(images: torch.Tensor, size: int) -> torch.Tensor:
     return grid.transpose(2, 3).reshape(batch, -1, size * size * channels)
 
 
-class VisionTransformer(MegatronModule):
-    """The part of a ViT that a stage holds.
+class VisionTransformer(_Classifier):
+    """The part of a ViT that a stage holds."""
 
-    Args:
-        args: the shape of images and head.
-        config: of the stage.
-        pre_process, post_process: the stage embeds, or tells the class.
-    """
-
-    share_embeddings_and_output_weights = False
-    new_parts = ("classification_head",)
-    """What --pretrained-checkpoint does not bring."""
+    block = "decoder"
 
     def __init__(
         self, args: argparse.Namespace, config: TransformerConfig, *, pre_process: bool, post_process: bool
     ) -> None:
-        super().__init__(config)
-        self.pre_process, self.post_process = pre_process, post_process
-        self.model_type = ModelType.encoder_or_decoder
+        super().__init__(config, pre_process=pre_process, post_process=post_process)
         self.reads_first = args.vision_class_token
         if pre_process:
             set_seeds(layer_stream(args, 0))
@@ -277,10 +282,6 @@ class VisionTransformer(MegatronModule):
             set_seeds(layer_stream(args, config.num_layers + 1))
             self.classification_head = _ClassificationHead(args, config)
 
-    def set_input_tensor(self, input_tensor: torch.Tensor | list[torch.Tensor]) -> None:
-        """What the stage before has sent."""
-        self.decoder.set_input_tensor(input_tensor[0] if isinstance(input_tensor, list) else input_tensor)
-
     def forward(self, images: torch.Tensor | None) -> torch.Tensor:
         """[tokens, b, hidden], of the last stage logits [b, classes]. `images`: of the first stage."""
         hidden = self.embedding(images) if self.pre_process else None
@@ -288,19 +289,6 @@ class VisionTransformer(MegatronModule):
         if not self.post_process:
             return hidden
         return self.classification_head(_pooled(hidden, self.config, reads_first=self.reads_first))
-
-
-def vision_model(
-    args: argparse.Namespace, config: TransformerConfig, *, pre_process: bool = True, post_process: bool = True
-) -> VisionTransformer:
-    """Build the part of the ViT that a stage holds; which, `config` says.
-
-    Random states are left as `set_seeds(args.seed)` leaves them.
-    """
-    set_seeds(args.seed)
-    model = VisionTransformer(args, config, pre_process=pre_process, post_process=post_process)
-    set_seeds(args.seed)
-    return model
 
 
 def _layer_spec(args: argparse.Namespace) -> ModuleSpec:

@@ -20,10 +20,10 @@ DEFAULTS = {"architecture": "bert-classify", "tokenizer_type": "BertWordPieceLow
 
 def model_provider(args: Namespace, config):
     """Megatron's contract: returns `provider(pre_process, post_process) -> model chunk` for a stage's configuration."""
-    from megatron.trainer.models.classifiers import bert_classifier
+    from megatron.trainer.models.classifiers import BertClassifier
 
     def provider(pre_process: bool = True, post_process: bool = True):
-        return bert_classifier(args, config, pre_process=pre_process, post_process=post_process)
+        return BertClassifier.build(args, config, pre_process=pre_process, post_process=post_process)
 
     return provider
 

@@ -19,10 +19,10 @@ DEFAULTS = {"architecture": "vit"}
 
 def model_provider(args: Namespace, config):
     """Megatron's contract: returns `provider(pre_process, post_process) -> model chunk` for a stage's configuration."""
-    from megatron.trainer.models.classifiers import vision_model
+    from megatron.trainer.models.classifiers import VisionTransformer
 
     def provider(pre_process: bool = True, post_process: bool = True):
-        return vision_model(args, config, pre_process=pre_process, post_process=post_process)
+        return VisionTransformer.build(args, config, pre_process=pre_process, post_process=post_process)
 
     return provider
 

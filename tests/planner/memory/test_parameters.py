@@ -107,12 +107,12 @@ def classifier_case(kind: str, tensor: int, pipeline: int, shapes: list[str]) ->
     """The same for a ViT or a BERT that tells classes."""
     from megatron.core import parallel_state
     from megatron.trainer.models import core_config
-    from megatron.trainer.models.classifiers import bert_classifier, vision_model
+    from megatron.trainer.models.classifiers import BertClassifier, VisionTransformer
     from megatron.trainer.models.gpt import num_parameters
     from megatron.trainer.plan import from_flags
 
     build, arguments_of = (
-        (vision_model, vision_arguments) if kind == "ViT" else (bert_classifier, text_arguments)
+        (VisionTransformer.build, vision_arguments) if kind == "ViT" else (BertClassifier.build, text_arguments)
     )  # fmt: skip
 
     parallel_state.initialize_model_parallel(tensor, pipeline)

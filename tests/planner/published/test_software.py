@@ -43,6 +43,33 @@ def test_names_of_software():
     assert read_entry(changed(entry, config={"flash_attention": True})).software.flash_attention
 
 
+@pytest.mark.parametrize(
+    ("text", "given", "remedy"),
+    [
+        ("PyTorch FSDP2", None, "give config.fsdp"),
+        (
+            "DeepSpeed ZeRO-3",
+            {"zero": 3, "zero1": None, "p": 1, "t": 8, "d": None, "micro_batch": 1},
+            "give config.fsdp",
+        ),
+        ("Megatron-Core with ring attention", {"cp": 1}, "give config.cp"),
+        ("Megatron-Core, CUDA graphs", {"cuda_graph_scope": "full"}, "give config.cuda_graph_scope"),
+        ("Megatron-DeepSpeed, optimizer offload", None, "schedule l2l"),
+        ("Megatron-Core with MoE", None, "give model.num_experts"),
+        ("Megatron-Core, NVFP4", None, "give a run in bf16"),
+    ],
+)
+def test_a_technique_in_a_text_has_to_be_given(text, given, remedy):
+    """Else the run would be priced without; either field of a text, and what the entry gives besides is no reason."""
+    for part, key in (("config", "framework"), ("hardware", "software")):
+        entry = changed(BPIPE_TABLE_7[0], **{part: {key: text}})
+        refused = read_entry(entry)
+        assert not isinstance(refused, Entry) and repr(text) in refused.reason and remedy in refused.reason
+        if given is not None:
+            taken = read_entry(changed(entry, config=given))
+            assert isinstance(taken, Entry) or "leaves that technique out" not in taken.reason
+
+
 def test_who_ran_it_otherwise():
     """BigScience's jobs waited for each launch. In bfloat16 DeepSpeed keeps two sets of gradients, and Megatron-LM
     one."""

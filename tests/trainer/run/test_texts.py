@@ -110,14 +110,14 @@ def padding_case() -> float:
     """The largest difference of logits between samples with and without more padding."""
     from megatron.core import parallel_state
     from megatron.trainer.models import core_config
-    from megatron.trainer.models.classifiers import bert_classifier
+    from megatron.trainer.models.classifiers import BertClassifier
 
     parallel_state.initialize_model_parallel()
     try:
         args = text_arguments()
         text = torch.randint(5, 60, (3, 12), generator=torch.Generator().manual_seed(1))
         mask = (torch.arange(12) < torch.tensor([4, 7, 5])[:, None]).long()
-        model = bert_classifier(args, core_config.transformer_config(args)).eval()
+        model = BertClassifier.build(args, core_config.transformer_config(args)).eval()
         with torch.no_grad():
             long, short = model(text, mask), model(text[:, :7], mask[:, :7])
             other = model(torch.where(mask == 1, text, 9), mask)
