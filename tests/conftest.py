@@ -6,8 +6,10 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported anywhere
 os.environ.setdefault("MPLBACKEND", "Agg")
 
+import itertools
 import random
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import hypothesis
@@ -47,7 +49,32 @@ def seeds():
         sys.modules["torch"].set_num_threads(1)
 
 
+def pairs(item) -> set:
+    """The values of a test's parameters, and each two of them together."""
+    values = [(name, str(index)) for name, index in item.callspec.indices.items()]
+    return {frozenset(each) for count in (1, 2) for each in itertools.combinations(values, count)}
+
+
+def sample(items) -> None:
+    """Of the cases of a test marked `sample(n)`, leave n to the usual selection: those that show the most pairs."""
+    cases = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sample") is not None:
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for left in cases.values():
+        seen: set = set()
+        for _ in range(*left[0].get_closest_marker("sample").args):
+            chosen = max(left, key=lambda item: len(pairs(item) - seen), default=None)
+            if chosen is not None:
+                seen |= pairs(chosen)
+                left.remove(chosen)
+        for item in left:
+            item.add_marker(pytest.mark.full)
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items):
+    sample(items)
     items.sort(key=lambda item: item.get_closest_marker("eight_ranks") is not None)  # their pool ends all others
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
