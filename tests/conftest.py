@@ -59,7 +59,7 @@ def sample(items) -> None:
     """Of the cases of a test marked `sample(n)`, leave n to the usual selection: those that show the most pairs."""
     cases = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("sample") is not None:
+        if item.get_closest_marker("sample") is not None and item.get_closest_marker("full") is None:
             cases[item.nodeid.partition("[")[0]].append(item)
     for left in cases.values():
         seen: set = set()

@@ -46,6 +46,7 @@ def test_a_part_of_the_nodes_may_be_faster(run):
     assert f"{fewer['schedule']}, {degrees}" in said
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("nodes", "batch", "more"),
     [

@@ -49,6 +49,7 @@ def test_by_default_what_computes_as_flush_does_is_ranked(run, tmp_path):
     assert [row[1:3] for row in rows] == [[f"{100 * gain:+.1f}", "2bw"]]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("named", "schedule"),
     [(["--schedules", "interleaved,2bw"], "2bw"), (["--2bw-provisional", "stage"], "2bw"),

@@ -113,6 +113,7 @@ def test_what_does_not_grow_evenly_is_simulated_as_a_whole(monkeypatch):
 # --- memory
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("schedule", (*UNKNOWN, *FORMED))
 @pytest.mark.parametrize("p", [1, 2, 3, 5])
 def test_demands_are_those_of_proved_programs(schedule, p):

@@ -14,13 +14,16 @@ from megatron.planner.job.cluster import Cluster
 from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.memory import GIB
 from tests.planner.metamorphic_cases import NETWORK, Case, faster
-from tests.planner.metamorphic_relations import all_cases, roomy, running, saved, violations
+from tests.planner.metamorphic_relations import all_cases, quarter, roomy, running, saved, violations  # noqa: F401
+
+pytestmark = pytest.mark.sample(1)
 
 RATES = ("memory_bandwidth", "peak_teraflops", "within_node", NETWORK, "host_bandwidth")
 
 # --- machines
 
 
+@pytest.mark.sample(len(RATES))
 @pytest.mark.parametrize("rate", RATES)
 def test_a_faster_part_makes_nothing_slower(rate):
     """A little faster, where one thing or another begins to decide, or much."""

@@ -6,7 +6,9 @@ from dataclasses import replace
 import pytest
 
 from tests.planner.metamorphic_cases import Case
-from tests.planner.metamorphic_relations import roomy, running, violations
+from tests.planner.metamorphic_relations import quarter, roomy, running, violations  # noqa: F401
+
+pytestmark = pytest.mark.sample(1)
 
 NEWER = {
     "A100-40": "A100-80", "A100-PCIe-40": "A100-PCIe-80", "A100-PCIe-80": "A100-80", "A100-80": "H100",
@@ -55,6 +57,7 @@ def test_a_larger_microbatch_of_the_same_batch_takes_no_less_memory():
     assert violations(relation, roomy()) == []
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "widths", [("hidden_size", "ffn_hidden_size", "kv_channels"), ("ffn_hidden_size",), ("vocabulary_size",)]
 )
@@ -68,6 +71,7 @@ def test_a_wider_model_takes_no_less(widths):
     assert violations(relation, roomy()) == []
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("size", ["count", "topk", "ffn_hidden_size"])
 def test_more_of_experts_takes_no_less(size):
     def relation(case: Case) -> Iterator[tuple[float, float]]:

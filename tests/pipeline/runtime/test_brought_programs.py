@@ -49,6 +49,7 @@ def run_all(programs: list[Program], drains: list[tuple[int, ...]]) -> list:
     return outcomes
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("delay", POLICIES)
 def test_any_program_trains_as_one_process(delay):
     """Eight orders, with their receives and steps at places of the passes or earlier; no message is left over."""

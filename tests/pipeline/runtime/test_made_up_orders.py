@@ -48,6 +48,7 @@ def test_entangled_batches_train_as_one_process(drains):
         assert torch.equal(tensor, expected.parameters[name])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "options",
     [

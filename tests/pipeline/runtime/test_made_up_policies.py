@@ -53,6 +53,7 @@ def record_gpt(**options):
         return record(**options)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", DELAYS)
 @pytest.mark.parametrize(
     ("num_ranks", "batches", "drains"),
@@ -106,6 +107,7 @@ GPT = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=FULL) if "4bw" in name else name for name in GPT])
 def test_a_gpt_trains_as_one_process(name):
     """megatron.core's update, too: losses and norms to 1e-5, loss scales and learning rates alike, the newest and the

@@ -80,6 +80,7 @@ def test_sources_count_alike():
     assert (found.num_runs, found.group) == (46, "4 sources")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("num_sources", [4, 9, 39])
 def test_eight_of_ten_runs_of_another_source_are_inside(num_sources):
     """Whatever the sources' own bias, spread and numbers of runs. Intervals of all runs alike would hold far fewer."""

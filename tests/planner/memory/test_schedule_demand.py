@@ -39,6 +39,7 @@ PREDICTING = {
 }
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("mode", PREDICTING)
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
 def test_predictions_keep_what_the_proved_program_keeps(p, mode):
@@ -71,6 +72,7 @@ def test_who_holds_gradients():
     assert held().live_versions == held().gradient_buffers == (2, 2, 2, 2)
 
 
+@pytest.mark.sample(25)
 @pytest.mark.parametrize(("name", "p", "v", "balance"), CHOICES)
 def test_is_that_of_the_proved_program(name, p, v, balance):
     """For batches of one microbatch up to five times as many as ranks, wherever the schedule can run them."""

@@ -72,6 +72,7 @@ def is_no_slower(one: Search, other: Search) -> bool:
     return one.best >= other.best * (1 - 1e-9)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("part", FASTER)
 def test_a_better_machine_has_no_slower_best(asked, part):
     device, links = asked.cluster.device, asked.cluster.topology.bandwidth
@@ -79,6 +80,7 @@ def test_a_better_machine_has_no_slower_best(asked, part):
     assert is_no_slower(asked.on(**{part: 1.5 * values.get(part, getattr(device, part, 0.0))}), asked)
 
 
+@pytest.mark.sample(2)
 def test_with_more_memory_all_still_fits(asked):
     """2bw with two gradient buffers, where it had room for one."""
     found = asked.among(early_stopping=False)
@@ -88,6 +90,7 @@ def test_with_more_memory_all_still_fits(asked):
     assert few and few <= many
 
 
+@pytest.mark.sample(2)
 def test_twice_the_machines_do_no_less_with_a_batch_twice_as_large(asked):
     """With as many replicas more and the same batch for each. With the batch as it was, reductions over a slow network
     may take longer than the halves save, and the search leaves no GPU idle."""
@@ -95,6 +98,7 @@ def test_twice_the_machines_do_no_less_with_a_batch_twice_as_large(asked):
     assert is_no_slower(twice, asked)
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize(
     ("name", "fewer", "more"),
     [

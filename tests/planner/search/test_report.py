@@ -170,6 +170,7 @@ def test_nothing_that_fits_is_a_page_too(outcome):
     assert len(page.tables[1]) == 1 and len(page.tables[2]) > 1 and "best" not in page.ids
 
 
+@pytest.mark.full
 def test_the_page_of_a_large_search_is_small():
     """A trillion parameters on 3,072 GPUs, pipelines of 64 stages, and thousands of rows: below 2 MB, and it says what
     is not drawn."""

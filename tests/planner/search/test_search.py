@@ -149,6 +149,7 @@ def test_equal_times_are_ranked_by_memory():
     assert outcome.kept[0].sequences_per_second == pytest.approx(outcome.kept[1].sequences_per_second, rel=1e-12)
 
 
+@pytest.mark.full
 def test_the_smallest_first():
     """For memory the least memory that anything has stands first, of equals the fastest; cost ranks as time."""
     space = {"global_batch_size": 8, "early_stopping": False, "num_simulated": 2}

@@ -49,6 +49,7 @@ def test_sequences_are_shared_where_that_is_considered():
     assert rules.notes_on_shared([*unshared[:1], *shared.kept]) == (sentence,)
 
 
+@pytest.mark.full
 def test_experts_are_shared_where_that_is_considered():
     """More ranks with different experts take less memory each; tensor ranks have parts of the same unless etp is 1."""
     outcome = search(MOE, expert=(1, 2, 8), early_stopping=False)
@@ -63,6 +64,7 @@ def test_experts_are_shared_where_that_is_considered():
     assert {each.choice.expert_tensor for each in whole.kept} == {1} and replicas == [{1, 2}, {1}]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("model", "space", "reason"),
     [

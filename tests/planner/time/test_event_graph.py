@@ -15,6 +15,7 @@ def ends(schedule: Schedule, batches: tuple[int, ...], costs: Costs) -> tuple[fl
     return EventGraph.of(schedule, batches).seconds(costs), simulate(schedule.build(batches), costs).end
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("kind", [each for each in KINDS if each not in ("pipedream", "l2l")])
 def test_rows_end_where_their_program_ends(kind):
     """To the last digit, with moves, predictions and reductions of every kind, in one batch that drains and in three

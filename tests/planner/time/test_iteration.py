@@ -84,6 +84,7 @@ def test_2bw_waits_only_for_what_the_next_batch_does_not_hide():
             assert seconds == pytest.approx(24 + extra)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(("p", "m"), [(1, 4), (2, 4), (4, 6), (4, 16), (8, 8)])
 @pytest.mark.parametrize("step", [0.0, 1.5])
 @pytest.mark.parametrize("norm", [0.0, 1.0])
@@ -115,6 +116,7 @@ def test_large_batches_are_extrapolated(monkeypatch, schedule, v):
     assert part.bubble == pytest.approx(whole.bubble, abs=1e-3)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("data", [1, 2])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ def longer(draw: Random, asked: Configuration, costs: Costs) -> Iterator[tuple[s
             yield name, factor, replace(costs, **{name: factor * value})
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_price_falls(kind):
     """But by the percent that closed forms of batches that drain leave out, where a stage becomes so slow that they
@@ -43,6 +44,7 @@ def test_no_price_falls(kind):
             assert seconds * (1 - 1e-9) <= found <= factor * seconds * (1 + 0.01), (asked, name, factor)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["2bw", "2bw stage", "2bw uniform", "2bw+balance"])
 def test_no_batch_gets_shorter_as_it_has_more_microbatches(kind):
     """Also where a longer one is no longer looked at as a whole."""

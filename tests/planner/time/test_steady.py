@@ -29,6 +29,7 @@ def test_equal_stages_take_what_their_closed_form_says(p, m, reduce):
         assert steady_seconds(costs, two_bw(p), m) == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("m", [32, 64, 96, 128])
 def test_stages_that_differ_wait_for_the_chains_of_others(m):
     """16 of them, whose reductions take as long as 80 microbatches: the same as simulated, in batches that are looked

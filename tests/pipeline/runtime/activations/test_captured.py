@@ -24,6 +24,7 @@ def megatron():
     return workers.run(1, "tests.pipeline.runtime.activations.captured_cases:run_all", timeout=200)[0]
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", CASES)
 def test_megatron_gradients_are_bit_equal_after_a_move(megatron, name, place):

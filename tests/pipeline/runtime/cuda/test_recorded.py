@@ -40,6 +40,7 @@ def assert_in_order(accounts, *, moves=False):
         assert len(movers) >= 2 and not any("compute" in streams for streams in movers)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("num_ranks", "options"),
     [
@@ -134,6 +135,7 @@ def test_megatron_updates_are_in_order(num_ranks, options):
     assert_in_order(gpt(num_ranks, **options), moves=options.get("moves", False))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("num_ranks", "preset", "training", "options"),
     [
@@ -209,6 +211,7 @@ def test_who_watches_for_overdue_receives_says_where():
     assert any("stranger" in account.kinds for account in found)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("taken_back", "kind", "num_ranks", "options"),
     [
@@ -225,6 +228,7 @@ def test_what_megatron_updates_need_is_missed(taken_back, kind, num_ranks, optio
     assert any(kind in account.kinds for account in found)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("taken_back", "kind", "num_ranks", "preset", "options"),
     [
@@ -269,6 +273,7 @@ def test_weights_come_and_gradients_go_in_order(num_ranks, num_virtual_stages, r
         assert "compute" not in lanes[0] | lanes[1]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("num_ranks", "residency", "options"),
     [
@@ -294,6 +299,7 @@ def test_gpt_comes_and_goes_in_order(num_ranks, residency, options):
     assert_in_order(accounts)
 
 
+@pytest.mark.full
 def test_relays_connect_before_training():
     """Each collective of the relay, of its replicas too."""
     options = {"residency": Residency(2, "deferred"), "layers": 2, "d": 2, "taken_back": "relay_warm_up"}

@@ -63,6 +63,7 @@ class Run:
         )
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("resident", [1, 2, 3])
 @pytest.mark.parametrize("update", ["eager", "deferred"])
 def test_weights_and_gradients_are_those_that_the_checker_counts(resident, update):
@@ -81,6 +82,7 @@ def test_depth_costs_the_inputs_that_are_saved():
     assert [peaks[1] - peaks[0], peaks[2] - peaks[1]] == [8 * inputs_of_a_layer] * 2
 
 
+@pytest.mark.full
 def test_depth_costs_nothing_where_inputs_are_stashed_on_the_host():
     """By the same meter eight layers more take the device nothing. The host has a buffer for each input that is away at
     once.

@@ -73,6 +73,7 @@ def grid():
     return Outcomes(GRID)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "layout"), marked(SELECTION, full={"2bw tensors"}), ids=str)
 def test_training_equals_one_process(selection, name, layout):
     """Losses, norms and both weight versions of the selection are the single process's."""

@@ -86,6 +86,7 @@ def run(case: cases.Case) -> list[dict]:
     return workers.run(case.num_ranks, f"{cases.__name__}:train", timeout=200, **vars(case))
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("name", "layout"), rows(), ids=str)
 def test_training_equals_a_plain_loop(name, layout):
     """Losses, norms, the true weights, and the prediction with which the run would go on."""
@@ -133,6 +134,7 @@ RESUMED = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.full if name in ("FP32", "bf16") else ()) for name in RESUMED]
 )

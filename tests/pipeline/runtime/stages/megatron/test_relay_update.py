@@ -64,6 +64,7 @@ def test_a_report_says_what_the_device_and_the_host_have(stash, dtype):
     assert outcome.host_peaks == [first, first + 2 * gradients, first + 2 * gradients]
 
 
+@pytest.mark.full
 def test_with_inputs_on_the_host_it_does_not_grow_at_all():
     """The same meter finds what eight layers more draw of the data, which in training they do not, and nothing else;
     losses and norms are those of a stash on the device, bit for bit, with dropout.
@@ -79,6 +80,7 @@ def test_with_inputs_on_the_host_it_does_not_grow_at_all():
     assert (host.num_offloaded, device.num_offloaded) == (3 * 3 + 2, 0)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("stage", range(4))
 def test_a_missing_fetch_shows(stage):
     """Weights that are away are NaN: the loss is, or at least the gradients of what is recomputed."""

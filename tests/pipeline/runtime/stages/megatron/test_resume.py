@@ -26,6 +26,7 @@ RUNS = {
 QUICK = {"2bw fp16, overflow around", "2bw distributed optimizer"}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in RUNS]
 )

@@ -149,12 +149,14 @@ def marked(table: dict[str, Row], *, full: Collection[str]) -> list:
     ]
 
 
+@pytest.mark.sample(14)
 @pytest.mark.parametrize(("name", "layout"), marked(SELECTION, full=TWINS), ids=str)
 def test_training_equals_one_process(selection, name, layout):
     """Every layout of every case reproduces the single process within what its row allows."""
     check(selection[name, layout], SELECTION[name].allowed)
 
 
+@pytest.mark.full
 def test_two_weight_slots_and_two_gradient_slots_at_most(selection):
     """2bw keeps two sets of weights and two gradient buffers, flush one of each."""
     check_slots(selection.values())

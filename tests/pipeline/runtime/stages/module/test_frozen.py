@@ -46,6 +46,7 @@ def assert_unmoved(outcomes, num_layers):
     assert {name for name, has_moved in moved.items() if not has_moved} == frozen
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("preset", list(DELAYS))
 @pytest.mark.parametrize(
     ("rank_of_stage", "num_frozen"), [((0, 1, 2, 3), 2), ((0, 1, 1, 2), 2), ((0, 0), 1), ((0, 1), 1)]
@@ -66,6 +67,7 @@ def test_training_behind_a_frozen_prefix(preset, rank_of_stage, num_frozen):
 FOUR_ACTIVE = [((0, 1, 2, 3, 4), 1), ((0, 0, 1, 2, 3), 1)]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("preset", "rank_of_stage", "num_frozen", "options"),
     [
