@@ -27,6 +27,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -142,9 +143,12 @@ def _sites(source: str) -> Iterator[_Site]:
 def mutants_of(subject: str, path: str, source: str) -> Iterator[tuple[Mutant, _Site]]:
     """All mutants of a file."""
     places: Counter[tuple] = Counter()
+    lines = source.encode().splitlines()
     for site in _sites(source):
-        head = ast.get_source_segment(source, site.owner) or ""
-        key = site.function, ast.unparse(site.node), site.after, " ".join(head.splitlines()[0].split())
+        owner = site.owner
+        end = owner.end_col_offset if owner.end_lineno == owner.lineno else None
+        head = lines[owner.lineno - 1][owner.col_offset : end].decode()
+        key = site.function, ast.unparse(site.node), site.after, " ".join(head.split())
         yield Mutant(subject, path, *key, place=places[key]), site
         places[key] += 1
 
@@ -188,16 +192,19 @@ def _replaced(source: str, node: ast.AST, text: str) -> str:
     return (whole[:start] + text.encode() + whole[end:]).decode()
 
 
+@lru_cache(maxsize=256)
+def _mutants_in(subject: str, path: str, source: str) -> dict[Mutant, _Site]:
+    return dict(mutants_of(subject, path, source))
+
+
 def mutated(mutant: Mutant, root: Path = ROOT) -> str | None:
     """The text of the mutant's file with its fault, or None where the code is no longer there."""
     path = root / mutant.path
     if not path.exists():
         return None
     source = path.read_text()
-    for found, site in mutants_of(mutant.subject, mutant.path, source):
-        if found == mutant:
-            return _replaced(source, site.node, mutant.after)
-    return None
+    site = _mutants_in(mutant.subject, mutant.path, source).get(mutant)
+    return None if site is None else _replaced(source, site.node, mutant.after)
 
 
 # -- which tests come by ----------------------------------------------------------------------------------------------

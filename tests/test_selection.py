@@ -1,0 +1,50 @@
+"""What the usual selection takes of a test's cases, and how faults are put into the code."""
+
+import ast
+import itertools
+from types import SimpleNamespace
+
+import pytest
+
+from tests import mutants
+from tests.conftest import sample
+
+
+class Case:
+    """As much of a pytest item as `sample` asks."""
+
+    def __init__(self, number: int, count: int, **indices: int) -> None:
+        self.nodeid, self.callspec = f"test_file.py::test[{number}]", SimpleNamespace(indices=indices)
+        self.marks = {"sample": pytest.mark.sample(count).mark}
+
+    def get_closest_marker(self, name: str) -> object:
+        return self.marks.get(name)
+
+    def add_marker(self, mark: pytest.MarkDecorator) -> None:
+        self.marks[mark.name] = mark
+
+
+def test_a_sample_shows_every_pair_of_values_if_it_can():
+    cases = [Case(n, 9, a=a, b=b, c=c) for n, (a, b, c) in enumerate(itertools.product(range(3), repeat=3))]
+    sample(cases)
+    taken = [case.callspec.indices for case in cases if "full" not in case.marks]
+    assert len(taken) == 9
+    for one, other in ("ab", "ac", "bc"):
+        assert len({(each[one], each[other]) for each in taken}) >= 8
+
+
+def test_a_sample_of_more_than_there_are_takes_all():
+    cases = [Case(number, 5, a=number) for number in range(3)]
+    sample(cases)
+    assert not any("full" in case.marks for case in cases)
+
+
+def test_the_list_of_mutants_is_that_of_this_code():
+    """Those of code that has gone are drawn anew when they are many."""
+    found = [mutants.mutated(mutant) for mutant in mutants.read()]
+    assert len(found) == mutants.OF_EACH * len(mutants.SUBJECTS)
+    assert sum(text is None for text in found) <= 0.1 * len(found)
+    for mutant, text in zip(mutants.read(), found, strict=True):
+        if text is not None:
+            ast.parse(text)
+            assert text != (mutants.ROOT / mutant.path).read_text()
