@@ -398,7 +398,7 @@ def main() -> None:
             command.add_argument("--without", type=Path, help="file of tests and test files that are not run")
     options = parser.parse_args()
     if options.command == "draw":
-        LIST.write_text(json.dumps([asdict(each) for each in draw()], indent=1) + "\n")
+        LIST.write_text("[\n" + ",\n".join(json.dumps(asdict(each)) for each in draw()) + "\n]\n")
     elif options.command == "reach":
         reach(options.folder, options.arguments)
     else:
