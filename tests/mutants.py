@@ -337,7 +337,7 @@ def run_one(tree: Path, mutant: Mutant, tests: Sequence[str], *, limit: float) -
     try:
         command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-q", "--timeout=120", "-p", "no:cacheprovider"]
         done = subprocess.run(
-            [*command, "-m", "not full", *tests], cwd=tree, env=os.environ | {"PYTHONPATH": str(tree)},
+            [*command, *tests], cwd=tree, env=os.environ | {"PYTHONPATH": str(tree)},
             capture_output=True, text=True, timeout=limit,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
@@ -350,12 +350,14 @@ def run_one(tree: Path, mutant: Mutant, tests: Sequence[str], *, limit: float) -
     return failed[0] if failed else f"exit {done.returncode}"
 
 
-def run(folder: Path, selected: Sequence[int], *, share: tuple[int, int], results: Path, without: Path | None) -> None:
+def run(
+    folder: Path, selected: Sequence[int], *, share: tuple[int, int], results: Path, selection: Path | None
+) -> None:
     """Kill mutants one after another; a line of JSON for each in `results`, so that a run may be taken up again."""
     mutants = read()
     reached = json.loads((folder / "reach.json").read_text())
     seconds = _seconds(folder / "junit.xml")
-    gone = set(without.read_text().split("\n")) if without is not None else set()
+    selected_tests = set(selection.read_text().splitlines()) if selection is not None else None
     tree = folder / f"tree{share[0]}"
     shutil.rmtree(tree, ignore_errors=True)
     _copy(tree)
@@ -364,7 +366,7 @@ def run(folder: Path, selected: Sequence[int], *, share: tuple[int, int], result
         if number in done or number % share[1] != share[0]:
             continue
         mutant = mutants[number]
-        tests = [test for test in reached[f"mutant {number}"] if test not in gone and test.split("::")[0] not in gone]
+        tests = [test for test in reached[f"mutant {number}"] if selected_tests is None or test in selected_tests]
         tests.sort(key=lambda test: seconds.get(test, 1.0))
         first: dict[str, str] = {}
         for test in tests:
@@ -395,7 +397,7 @@ def main() -> None:
             command.add_argument("--mutants", type=int, nargs="*", default=[])
             command.add_argument("--share", type=int, nargs=2, default=(0, 1), metavar=("N", "OF"))
             command.add_argument("--results", type=Path, required=True)
-            command.add_argument("--without", type=Path, help="file of tests and test files that are not run")
+            command.add_argument("--selection", type=Path, help="what `pytest --collect-only -q` prints: these alone")
     options = parser.parse_args()
     if options.command == "draw":
         LIST.write_text("[\n" + ",\n".join(json.dumps(asdict(each)) for each in draw()) + "\n]\n")
@@ -403,7 +405,7 @@ def main() -> None:
         reach(options.folder, options.arguments)
     else:
         share = tuple(options.share)
-        run(options.folder, options.mutants, share=share, results=options.results, without=options.without)
+        run(options.folder, options.mutants, share=share, results=options.results, selection=options.selection)
 
 
 if __name__ == "__main__":
