@@ -290,9 +290,9 @@ def reach(folder: Path, arguments: Sequence[str]) -> None:
         cwd=tree, env=environment, check=False,
     )  # fmt: skip
     found: dict[str, set[str]] = defaultdict(set)
-    for names in hits.glob("*.tests"):
-        tests = dict(line.rstrip("\n").split(" ", 1) for line in names.read_text().splitlines())
-        log = names.with_suffix(".hits")
+    for listed in hits.glob("*.tests"):
+        tests = dict(line.split(" ", 1) for line in listed.read_text().splitlines())
+        log = listed.with_suffix(".hits")
         for line in log.read_text().splitlines() if log.exists() else ():
             test, number = line.split()
             if test in tests:
