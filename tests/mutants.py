@@ -346,7 +346,11 @@ def run_one(tree: Path, mutant: Mutant, tests: Sequence[str], *, limit: float) -
         path.write_text(source)
     if done.returncode in (0, 5):
         return None
-    failed = [line.split(" ")[1] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    failed = [
+        line.partition(" ")[2].partition(" - ")[0]
+        for line in done.stdout.splitlines()
+        if line.startswith(("FAILED", "ERROR"))
+    ]
     return failed[0] if failed else f"exit {done.returncode}"
 
 
