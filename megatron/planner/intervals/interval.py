@@ -241,8 +241,9 @@ def interval_text(accuracy: Interval | NotValidated, seconds: float) -> str:
     if isinstance(accuracy, NotValidated):
         return "not validated"
     low, high = accuracy.seconds(seconds)
-    return f"{_number(low)}-{_number(high)}"
+    return f"{short_number(low)}-{short_number(high)}"
 
 
-def _number(value: float) -> str:
+def short_number(value: float) -> str:
+    """A value as text: three digits below 100, whole above."""
     return f"{value:.3g}" if value < 100 else f"{value:.0f}"

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from megatron.pipeline.simulate.costs import Costs
 from megatron.planner.job.estimate import Estimate
-from megatron.planner.memory.memory import GIB
 from megatron.planner.planner import Planner
 from megatron.planner.published.entries import Entry
 from megatron.planner.sharded.iteration import sharded_costs, sharded_time
@@ -36,7 +35,7 @@ class Prediction:
         """Predicted over printed memory of the fullest GPU, less 1; None: it was not printed."""
         if self.entry.peak_gib is None:
             return None
-        return max(rank.total for rank in self.estimate.memory) / GIB / self.entry.peak_gib - 1
+        return self.estimate.memory_gib / self.entry.peak_gib - 1
 
     @property
     def published_errors(self) -> dict[str, float]:

@@ -5,7 +5,7 @@ a result is added; so a measuring that was killed continues with the configurati
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from megatron.documents.faults import shown
 from megatron.documents.files import read_json, write_whole
 from megatron.documents.picture import one_panel
 from megatron.planner.job.cluster import Cluster
-from megatron.planner.job.configuration import Configuration
+from megatron.planner.job.configuration import DEFAULTS, KINDS, SETTINGS, Configuration
 from megatron.planner.planner import Planner
 from megatron.planner.search.space import preset_of
 from megatron.planner.time.iteration import simulated
@@ -77,18 +77,6 @@ def _by_flag(argv: Sequence[str]) -> dict[str, str]:
     return {flag: " ".join(values) for flag, values in found.items()}
 
 
-_FIELDS = tuple(field.name for field in fields(Configuration))
-_DEFAULTS = vars(Configuration(micro_batch_size=1, global_batch_size=1))
-_SHORT = {
-    "tensor": "t",
-    "pipeline": "p",
-    "data": "d",
-    "virtual": "v",
-    "micro_batch_size": "b",
-    "global_batch_size": "B",
-}
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrialEntry:
     """A configuration that is to be measured, and its predicted seconds of an iteration, if known."""
@@ -99,24 +87,19 @@ class TrialEntry:
     @property
     def name(self) -> str:
         """Unique, and good for a file: `t1-p2-d1-v1-b2-B16-none-2bw`."""
-        configuration = self.configuration
-        parts = [f"{short}{getattr(configuration, name)}" for name, short in _SHORT.items()]
-        parts += [configuration.recompute.value, configuration.schedule]
-        parts += [
-            word
-            for word, is_on in (
-                ("balanced", configuration.balance),
-                ("sequence", configuration.sequence_parallel),
-                ("distributed", configuration.distributed_optimizer),
-                (configuration.rank_mapping, configuration.rank_mapping != "standard"),
-                (f"provisional-{configuration.provisional}", configuration.predicts),
-                (f"read{configuration.provisional_microbatches}", configuration.provisional_microbatches is not None),
-                ("reduced", configuration.provisional_reduce),
-                ("layers" + ".".join(map(str, configuration.layers or ())), configuration.layers is not None),
-            )
-            if is_on
-        ]
+        parts = []
+        for name, setting in SETTINGS.items():
+            value = getattr(self.configuration, name)
+            if setting.always or value != DEFAULTS[name]:
+                parts.append(f"{setting.short or setting.word}{_text(value)}")
         return "-".join(parts)
+
+
+def _text(value: object) -> str:
+    """A value within a name of a run, where a switch is a word alone."""
+    if value is True:
+        return ""
+    return ".".join(map(str, value)) if isinstance(value, tuple) else str(getattr(value, "value", value))
 
 
 class Status(str, Enum):
@@ -186,7 +169,7 @@ def read_entries(path: str | Path) -> list[TrialEntry]:
                 raise ValueError(f"it holds {shown(record)}, no object")
             if record["status"] == "rejected":
                 continue
-            values = {name: _typed(name, record[name]) for name in _FIELDS if name in record}
+            values = {name: _typed(name, record[name]) for name in SETTINGS if name in record}
             values["schedule"], values["balance"] = preset_of(record["schedule"])
             values["layers"] = None if record.get("layers") is None else tuple(record["layers"])
             entry = TrialEntry(
@@ -206,7 +189,7 @@ def read_entries(path: str | Path) -> list[TrialEntry]:
 
 def _typed(name: str, value: object) -> object:
     """A field of a configuration. Raises ValueError for a number where it is yes or no, and the other way round."""
-    kind = type(_DEFAULTS[name])
+    kind = KINDS[name]
     if kind in (int, bool) and type(value) is not kind:
         raise ValueError(f"{name} is {shown(value)}, {'true or false' if kind is bool else 'a whole number'} is wanted")
     return value

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.planner.search.flags import configuration_argv
 from megatron.planner.time.profile import Spread
 from megatron.planner.trial.results import Result, ResultsFile, Settings, Status, TrialEntry, configuration_fields
 from megatron.processes.job import End, end_left, run_job
@@ -83,7 +82,7 @@ class Runs:
                 raise ValueError(f"{entry.name} needs the cluster's nodes; give --rank-topology FILE")
             flags["--rank-topology"] = self.topology.absolute()
         own = [str(part) for pair in flags.items() for part in pair]
-        return [str(self.program), *self.argv, *configuration_argv(entry.configuration), *own]
+        return [str(self.program), *self.argv, *entry.configuration.argv(), *own]
 
     def run(self, entry: TrialEntry) -> Result:
         """Train and return what came out. Nothing of the run is left when this returns, also after an exception."""
