@@ -289,15 +289,15 @@ class _Degrees:
         return Rejected(choice=shown, reason=reason, missing_gib=-verdict.spare_gib)
 
     def _keep(self, choice: Choice) -> Iterator[Kept | Rejected]:
-        reason = self.explorer.refuse(self._configuration(choice))
-        verdict = self._judge(choice)
+        configuration, verdict = self._configuration(choice), self._judge(choice)
+        reason = self.explorer.refuse(configuration)
         pressed = f"the allocator of {_place(next(iter(verdict.slowed), 0), choice)} is short of memory, which slows it"
         if verdict.under_pressure and self.space.avoids_pressure:
             reason = pressed
         if reason:
             yield Rejected(choice=choice, reason=reason)
             return
-        slowest, software = math.inf, self.planner.software.of(self._configuration(choice))
+        slowest, software = math.inf, self.planner.software.of(configuration)
         for mapping in self._mappings(choice):
             mapped = replace(choice, rank_mapping=mapping)
             try:

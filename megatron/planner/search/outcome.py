@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, make_dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 
 from megatron.planner.intervals import Interval, NotValidated
 from megatron.planner.job.configuration import CHOSEN, KINDS, Configuration
@@ -88,6 +89,7 @@ def money(value: float, currency: str) -> str:
     return f"{amount(value)} {currency}"
 
 
+_values = attrgetter(*CHOSEN)  # faster than `vars`, after which attributes are slow
 _Chosen = make_dataclass("_Chosen", [(name, KINDS[name] | None, None) for name in CHOSEN], frozen=True, kw_only=True)
 
 
@@ -102,14 +104,14 @@ class Choice(_Chosen):
 
     def configuration(self, *, sequence_parallel: bool) -> Configuration:
         """The configuration of a choice of at least degrees, batches and schedule, with defaults for what is None."""
-        chosen = {name: value for name, value in vars(self).items() if value is not None}
-        schedule, balance = preset_of(self.schedule)
-        return Configuration(**{**chosen, "schedule": schedule}, balance=balance, sequence_parallel=sequence_parallel)
+        chosen = {name: value for name, value in zip(CHOSEN, _values(self), strict=True) if value is not None}
+        chosen["schedule"], chosen["balance"] = preset_of(self.schedule)
+        return Configuration(**chosen, sequence_parallel=sequence_parallel)
 
     @property
     def key(self) -> tuple:
         """A sort key that breaks ties between choices."""
-        return tuple((value is not None, value if value is not None else 0) for value in vars(self).values())
+        return tuple((value is not None, value if value is not None else 0) for value in _values(self))
 
 
 @dataclass(frozen=True, kw_only=True)
