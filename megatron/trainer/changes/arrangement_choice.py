@@ -51,8 +51,7 @@ def memory_of_ranks(args: argparse.Namespace, *, counts_communicators: bool = Fa
     _, demand = prove(args)
     return estimate_memory(
         from_flags.architecture(args), from_flags.activation_setting(args), from_flags.training_state(args), demand,
-        layers=args.arrangement.stages.layers, single_gradient_buffer=args.pipeline_2bw_single_gradient_buffer,
-        counts_communicators=counts_communicators,
+        layers=args.arrangement.stages.layers, counts_communicators=counts_communicators,
     )  # fmt: skip
 
 

@@ -13,7 +13,6 @@ from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.architecture import Architecture
-from megatron.planner.search.flags import configuration_argv
 from megatron.planner.time.profile import StagePosition
 from megatron.trainer.plan.command import PROGRAMS
 
@@ -51,7 +50,7 @@ class StagePlan:
         )
         length = ("--num-layers", str(self.num_layers), "--train-iters", str(self.num_batches), "--eval-iters", "0")
         return parse_args(
-            [*self.argv, *configuration_argv(configuration), *length],
+            [*self.argv, *configuration.argv(), *length],
             defaults=PROGRAMS[self.architecture][1],
         )
 
