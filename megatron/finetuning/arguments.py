@@ -1,7 +1,7 @@
-"""`finetune.py`'s command line: the flags of Hugging Face's example scripts, and our own for the pipeline.
+"""`finetune.py`'s command line: the flags of Hugging Face's example scripts, and this project's for the pipeline.
 
-A wrong command line ends at once, since this imports no torch. So the parser is not transformers' `HfArgumentParser`,
-whose `TrainingArguments` also have a hundred flags that would have no effect here.
+This module imports no torch, so a wrong command line is refused at once. Therefore the parser is not transformers'
+`HfArgumentParser`, whose `TrainingArguments` also have a hundred flags that would have no effect here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ OPTIMIZERS = ("adamw", "adam", "sgd", "adafactor")
 SCHEDULERS = ("linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt")
 TASKS = ("text-to-text", "sequence-classification", "causal-lm", "question-answering", "image-classification")
 ALONE = ("ftpipe", "pipedream")
-"""Schedules under which each stage steps by itself, so that no step may depend on all stages."""
+"""Schedules under which each stage steps by itself, so that a step cannot depend on all stages."""
 
 SOFTENING = ("weight_prediction", "gap_aware", "provisional_steps")
 """Flags that soften the staleness of ftpipe's weights."""
@@ -27,20 +27,20 @@ SOFTENING = ("weight_prediction", "gap_aware", "provisional_steps")
 DTYPES = ("float32", "bfloat16")
 STRATEGIES = ("no", "steps", "epoch")
 SAVE_STEPS = 500
-"""Batches between two checkpoints where --save_strategy steps stands alone, as in transformers."""
+"""Batches between two checkpoints if --save_strategy steps is given without --save_steps, as in transformers."""
 
 
 def parse_args(argv: Sequence[str] | None = None, prog: str = "finetune.py") -> argparse.Namespace:
-    """Read the command line and check it as far as that needs no model. Raises ValueError for what is wrong with it."""
+    """Read the command line and make all checks that need no model. Raises ValueError for a wrong command line."""
     args = _parser(prog).parse_args(argv)
     validate(args)
     return args
 
 
 def validate(args: argparse.Namespace) -> None:
-    """Add to `args` what follows from them, and as `notes` the sentences that a user should read.
+    """Check the flags, fill in those that follow from others, and put the sentences for the user into `args.notes`.
 
-    Raises ValueError for flags that contradict each other, with the remedy.
+    Raises ValueError, with the remedy, for flags that contradict each other.
     """
     args.notes = []
     if args.pipeline_schedule in ALONE:
@@ -114,10 +114,10 @@ def validate(args: argparse.Namespace) -> None:
 
 
 def _complete_intervals(args: argparse.Namespace) -> None:
-    """Decide both strategies and their numbers of batches, and evaluate where a strategy asks for it.
+    """Fill in the strategies of evaluation and saving and their numbers of batches; a strategy turns on `do_eval`.
 
-    The flags mean what they mean to transformers' trainer; a number of batches alone means `steps`. `args.notes` gets a
-    sentence for each number that has no effect.
+    The flags mean what they mean to transformers' trainer; a number of batches without a strategy means `steps`.
+    `args.notes` gets a sentence for each number that has no effect.
 
     Raises ValueError for flags that contradict each other.
     """
@@ -142,7 +142,7 @@ def _complete_intervals(args: argparse.Namespace) -> None:
 
 
 def settle_intervals(args: argparse.Namespace, *, num_steps: int, steps_per_epoch: int) -> None:
-    """Set `eval_steps` and `save_steps` to numbers of batches; 0: never before the end."""
+    """Convert `eval_steps` and `save_steps` to whole numbers of batches; 0 means only at the end."""
     for name in ("eval", "save"):
         number = getattr(args, f"{name}_steps")
         if getattr(args, f"{name}_strategy") == "epoch":
@@ -153,14 +153,14 @@ def settle_intervals(args: argparse.Namespace, *, num_steps: int, steps_per_epoc
 
 
 def settle_precision(args: argparse.Namespace) -> None:
-    """Set `dtype` to the dtype of the weights. Raises ValueError where --bf16 and --dtype contradict each other."""
+    """Set `args.dtype` to the dtype of the weights. Raises ValueError if --bf16 and --dtype contradict each other."""
     if args.bf16 and args.dtype == "float32":
         raise ValueError("--bf16 has weights in bfloat16, and --dtype is float32; leave one out")
     args.dtype = args.dtype or ("bfloat16" if args.bf16 else "float32")
 
 
 def both_spellings(group) -> Callable[..., argparse.Action]:
-    """The `add_argument` of a group, for flags that may be written with dashes, too: --learning-rate."""
+    """The `add_argument` of a group, which also accepts each flag written with dashes, such as --learning-rate."""
 
     def add(*names: str, **options: object) -> argparse.Action:
         others = [name.replace("_", "-") for name in names if "_" in name]
@@ -185,7 +185,7 @@ _count, _whole, _real, _part = _within(1, int), _within(0, int), _within(0, floa
 
 
 def _strategy(text: str) -> str:
-    """A strategy of transformers' trainer. Raises ArgumentTypeError for another word."""
+    """Parse a strategy of transformers' trainer. Raises ArgumentTypeError for any other word."""
     if text == "best":
         raise argparse.ArgumentTypeError(
             "'best' keeps the best evaluation, which is not done here; give steps or epoch"
@@ -196,7 +196,7 @@ def _strategy(text: str) -> str:
 
 
 def _steps(text: str) -> float:
-    """A number of batches, or below 1 a part of all batches. Raises ArgumentTypeError for another text."""
+    """Parse a number of batches, or a fraction of all batches if it is below 1. Raises ArgumentTypeError otherwise."""
     try:
         value = float(text)
     except ValueError:

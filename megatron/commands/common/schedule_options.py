@@ -1,4 +1,4 @@
-"""The options of tools/schedule.py: the program, the costs of its instructions, and the sizes that stages hold."""
+"""The options of tools/schedule.py: the program, the costs of its instructions, and the memory sizes of stages."""
 
 import argparse
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def costs(options: argparse.Namespace) -> Costs:
 
 
 def sizes(options: argparse.Namespace) -> MemorySizes | None:
-    """None where no size is given."""
+    """The memory sizes of the options, or None if no size is given."""
     given = {name.removesuffix("_size"): getattr(options, name) for name in _SIZES}
     return MemorySizes(**given) if any(given.values()) else None
 
@@ -68,7 +68,7 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sizes(parser: argparse.ArgumentParser) -> None:
-    """Add the sizes from which each rank's memory over time is drawn."""
+    """Add the flags for the sizes from which each rank's memory over time is computed."""
     memory = parser.add_argument_group(
         "memory",
         "In any unit, such as GiB; one number, or one for each stage or edge. With any of them, memory is shown.",
@@ -92,7 +92,7 @@ _HALVES = ("backward_input", "backward_weight", "deferred_size")
 _PRESET_ONLY = (
     "provisional", *_PREDICTIONS, "stages", "virtual_stages", "microbatch_group_size", "batches", *_HOST, *FLAGS
 )  # fmt: skip
-_MOST = 20_000_000  # computations and transfers of a program; more do not fit into the memory of a common machine
+_MOST = 20_000_000  # computations and transfers of a program; more do not fit into an ordinary machine's memory
 _JOB_ONLY = ("tensor", "data", "distributed_optimizer")
 _TEXT_ONLY = ("versions", "columns")
 _PICTURE_ONLY = ("saved", "lanes", "critical_path", "title", "time_label", "time_scale", "width", *_SIZES)
@@ -100,7 +100,7 @@ _PICTURE_ONLY = ("saved", "lanes", "critical_path", "title", "time_label", "time
 Command = Callable[[argparse.Namespace], int]
 
 
-# --- what the options mean
+# --- meaning of the options
 
 
 def schedule(options: argparse.Namespace) -> Schedule:
@@ -120,7 +120,7 @@ def schedule(options: argparse.Namespace) -> Schedule:
 
 
 def residency(options: argparse.Namespace) -> Residency | None:
-    """Where the preset's weights live on the host, how: as it says, but for what is asked for."""
+    """The residency of the preset with the options' changes, or None if the preset keeps weights on the device."""
     asked = {"stages": options.resident_stages, "update": options.host_update, "stash": options.stash}
     given = {name: value for name, value in asked.items() if value is not None}
     chosen = PRESETS[options.schedule].residency
@@ -135,7 +135,7 @@ def program(options: argparse.Namespace) -> Program:
     """The program of a preset, or of a file.
 
     Raises:
-        ValueError: choices that do not go together, a file that is no program, or a program beyond all memory.
+        ValueError: for incompatible choices, a file that is not a program, or a program too large for memory.
     """
     if options.schedule is not None:
         chosen = schedule(options)
@@ -158,7 +158,7 @@ def program(options: argparse.Namespace) -> Program:
 
 
 def notes(options: argparse.Namespace) -> dict[str, int]:
-    """What a file, which holds a program, says of the run that it is meant for."""
+    """The notes in a program's file about the run that it is meant for."""
     return csv_text.read_notes(_text(options))
 
 
@@ -167,13 +167,13 @@ def _text(options: argparse.Namespace) -> str:
 
 
 def degrees_text(options: argparse.Namespace) -> str:
-    """Leading lines of a file that say for which job it is; none for degrees of 1."""
+    """The leading lines of a program's file with the degrees of its job; a degree of 1 has no line."""
     degrees = {"tensor": options.tensor, "data": options.data}
     return "".join(f"# {name}: {degree}\n" for name, degree in degrees.items() if degree > 1)
 
 
 def _require_memory(num_stages: int, num_microbatches: int) -> None:
-    num_instructions = 6 * num_stages * num_microbatches  # F, B and the transfers that both cause
+    num_instructions = 6 * num_stages * num_microbatches  # F, B, and their sends and receives
     if num_instructions > _MOST:
         raise ValueError(
             f"{num_stages} stages and {num_microbatches} microbatches make about {num_instructions:.1e} instructions, "
@@ -182,7 +182,10 @@ def _require_memory(num_stages: int, num_microbatches: int) -> None:
 
 
 def _fewest_microbatches(schedule: Schedule) -> int:
-    """How many fill the pipeline, or a few more where the schedule wants them; 1 where batches are microbatches."""
+    """The least number of microbatches that fills the pipeline and that the schedule accepts.
+
+    1 if each microbatch is a batch of its own.
+    """
     if schedule.weights.updates_alone:
         return 1
     fill = (
@@ -217,7 +220,7 @@ def title(options: argparse.Namespace, program: Program) -> str:
 
 
 def parse(description: str, commands: dict[str, Command], arguments: list[str] | None) -> argparse.Namespace:
-    """The options of a command, or the end of the process with a message and status 2."""
+    """Parse the options of a command; wrong options end the process with a message and status 2."""
     options = _parser(description, commands).parse_args(arguments)
     _require_one_source(options)
     if options.command in ("check", "show") and options.schedule is not None and options.data > 1:
@@ -228,7 +231,7 @@ def parse(description: str, commands: dict[str, Command], arguments: list[str] |
 
 
 def _require_one_source(options: argparse.Namespace) -> None:
-    """End with a message where a program has no source or two, or where an option would be ignored."""
+    """End the process with a message unless the program has exactly one source and all given options apply to it."""
     if (options.file is None) == (options.schedule is None):
         options.parser.error("name either a CSV file or a --schedule")
     if options.schedule is None:
@@ -242,7 +245,7 @@ def _require_one_source(options: argparse.Namespace) -> None:
 
 
 def _require_subject(options: argparse.Namespace) -> None:
-    """End with a message where there is nothing to predict, nothing to reduce for it, or nothing on the host."""
+    """End the process with a message for options of predictions or host weights that the schedule does not have."""
     if options.schedule is None:
         return
     error = options.parser.error
@@ -259,7 +262,7 @@ def _require_subject(options: argparse.Namespace) -> None:
 
 
 def _require_effect(options: argparse.Namespace) -> None:
-    """End with a message where an option would be ignored, because nothing of its kind is printed or drawn."""
+    """End the process with a message for an option whose subject the command does not print or draw."""
     parser, ignored = options.parser, []
     if options.command == "draw":
         if not (options.text or options.output):
@@ -283,7 +286,7 @@ def _require_effect(options: argparse.Namespace) -> None:
         if PRESETS[options.schedule].residency is None:
             ignored += [(name, "weights on the device; give --schedule l2l") for name in ("fetch", "store", "update")]
         halves = [name for name in _HALVES if getattr(options, name, None) != parser.get_default(name)]
-        if halves and not _splits_backward(options):  # in this order: of a thousand ranks the second takes seconds
+        if halves and not _splits_backward(options):  # the second test takes seconds for a thousand ranks
             ignored += [(name, "whole backwards; give --schedule zb-h1 or zbv") for name in halves]
         ignored += [
             (name, f"a program without it; add --{flag.replace('_', '-')}")
@@ -296,7 +299,7 @@ def _require_effect(options: argparse.Namespace) -> None:
 
 
 def _splits_backward(options: argparse.Namespace) -> bool:
-    """Whether the preset computes backwards in halves; yes where its choices are refused, which is said later."""
+    """Whether the preset splits backwards into I and W; True for refused choices, whose error is reported later."""
     try:
         return schedule(options).splits_backward
     except ValueError:
