@@ -243,7 +243,7 @@ class Report:
             self._board = None
 
     def close(self) -> None:
-        """Write what is pending, and close the files."""
+        """Write pending values, and close the files."""
         if self._metrics is not None:
             self._metrics.close()
         if self._board is not None:

@@ -57,7 +57,7 @@ def unwinding(hint: str) -> Iterator[None]:
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in numbers}
-    before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}  # as of nohup
+    before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}  # kept: nohup's
     for number in before:
         signal.signal(number, end)
     try:

@@ -115,7 +115,7 @@ class RankOperations:
 
 
 def lower(compact: CompactProgram, rank: int, *, tensor: int, data: int, distributed_optimizer: bool) -> RankOperations:
-    """Lower a rank's row.
+    """Lower the row of a pipeline rank to operations of its threads.
 
     Args:
         compact: a program that is proved.

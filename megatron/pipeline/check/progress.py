@@ -1,5 +1,5 @@
-"""Proof: sends and receives pair up, and the program runs to its end, even where a send completes only once its receive
-is posted.
+"""Proof: sends and receives pair up, and the program runs to its end, even if a send completes only once its receive is
+posted.
 
 The proof of progress is the execution that finds the graph of waits (`megatron.pipeline.graph`). An instruction that
 can run stays able to run while others are posted, so every order of execution ends in the same state, and one execution

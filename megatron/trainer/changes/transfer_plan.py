@@ -25,7 +25,7 @@ Shape = tuple[int, ...]
 
 
 class Box(NamedTuple):
-    """Elements from `start` up to `stop` along every axis."""
+    """A box of elements: from `start` up to `stop`, exclusive, along every axis."""
 
     start: Shape
     stop: Shape

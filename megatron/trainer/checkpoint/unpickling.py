@@ -105,7 +105,7 @@ class IndexUnpickler(pickle._Unpickler):
 
 
 def _only_on(kinds: tuple[type, ...], instruction: Callable, *, above: Callable) -> Callable:
-    """The instruction `instruction`, restricted to objects whose type is exactly one of `kinds`.
+    """A restricted version of `instruction` that accepts only objects whose type is exactly one of `kinds`.
 
     `above(unpickler)`: the object that the instruction changes.
     """

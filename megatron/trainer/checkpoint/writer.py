@@ -289,7 +289,7 @@ def _write_index(strategy: _PlanningStrategy, staging: Path, reports: list[tuple
 
 
 def _on_host(buckets: list, *, copy: bool) -> list:
-    """The buckets with tensors in host memory. `copy`: copy them, since training goes on while they are written."""
+    """The buckets with tensors in host memory. `copy`: copy them, for training that goes on during the save."""
     return [
         (path, name, (objects, [(item, tensor.to("cpu", copy=copy)) for item, tensor in tensors]))
         for path, name, (objects, tensors) in buckets

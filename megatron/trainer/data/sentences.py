@@ -9,7 +9,8 @@ languages give `tools/preprocess_data.py` lists of sentences. This module import
 import re
 
 LONGEST_SENTENCE = 512
-"""The largest number of tokens of a sentence. megatron.core uses no document with a longer one among several."""
+"""The largest number of tokens of a sentence. megatron.core ignores a document of several sentences with a longer one.
+"""
 
 ABBREVIATIONS = frozenset(
     """

@@ -86,7 +86,7 @@ def notes_on_weights(args: argparse.Namespace) -> list[str]:
 
 
 def _sources(args: argparse.Namespace) -> list[tuple[str, list[str] | None]]:
-    """(flag or file, words) of the blend to split, then those of the blend of each split."""
+    """The words of blends as (flag or file, words): the blend to split first, then the blend of each split."""
     if args.mock_data:
         return [("--mock-data", None)]
     if args.data_args_path:

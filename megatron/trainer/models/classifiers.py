@@ -291,7 +291,10 @@ class VisionTransformer(_Classifier):
             self.classification_head = _ClassificationHead(args, config)
 
     def forward(self, images: torch.Tensor | None) -> torch.Tensor:
-        """Compute [tokens, b, hidden], or on the last stage logits [b, classes]. `images`: None but on the first."""
+        """Compute [tokens, b, hidden], or on the last stage logits [b, classes].
+
+        `images`: [b, height, width, channels] on the first stage; None on others.
+        """
         hidden = self.embedding(images) if self.pre_process else None
         hidden = self.decoder(hidden_states=hidden, attention_mask=None)
         if not self.post_process:

@@ -153,8 +153,8 @@ def ddp_config(args: argparse.Namespace) -> DistributedDataParallelConfig:
 def param_scheduler(args: argparse.Namespace, optimizer: object) -> OptimizerParamScheduler:
     """The schedule of learning rate and weight decay.
 
-    Its steps are samples, as in Megatron-LM, so that it stays correct during a ramp-up of the batch size; flags in
-    iterations are converted to the samples that these consume.
+    The schedule counts samples, as in Megatron-LM, so that it stays correct during a ramp-up of the batch size; flags
+    that count iterations are converted to samples.
     """
     if args.train_samples is not None:
         decay = args.lr_decay_samples or args.train_samples

@@ -303,7 +303,7 @@ class Reporter:
         self._publish({f"{each} {name}": value for each, value in losses.items()}, iteration)
 
     def change(self, iteration: int, change: Change, outlook: Outlook | None) -> None:
-        """Record a change of the pipeline after an iteration, with the times that were expected."""
+        """Record a change of the pipeline after an iteration, with the expected times of a batch."""
         self._interval.saved_activation_bytes = self._interval.deferred_bytes = ()  # the ranks of a pipeline change
         self.say(f" pipeline changed at iteration {iteration} | {change.describe(outlook)} |")
         if not self.writes:
