@@ -39,31 +39,31 @@ def sizes(options: argparse.Namespace) -> MemorySizes | None:
 def add_costs(parser: argparse.ArgumentParser) -> None:
     costs = parser.add_argument_group("costs", "In any unit of time; one number, or one for each stage or edge.")
     for name, default, meaning in (
-        ("--forward", 1.0, "of a microbatch through a stage (default: 1)"),
-        ("--backward", 2.0, "likewise, without the recompute (default: 2)"),
-        ("--backward-input", None, "of I, where backwards are split (default: half of --backward)"),
-        ("--backward-weight", None, "of W (default: the rest of --backward)"),
-        ("--recompute-time", None, "of a recompute (default: as --forward)"),
-        ("--step", 0.0, "of the optimizer (default: 0, as all below)"),
-        ("--predict", None, "of a prediction of weights (default: as --step)"),
-        ("--hold", 0.0, "of keeping gradients for a prediction"),
-        ("--transfer", 0.0, "for which a transfer occupies its edge"),
-        ("--latency", 0.0, "from the end of the sending to the arrival"),
-        ("--evict", 0.0, "of moving a microbatch's saved activations to the pair stage"),
-        ("--load", None, "of moving them back (default: as --evict)"),
-        ("--reduce-grad", 0.0, "of the reduction over replicas"),
-        ("--fetch", 0.0, "l2l: of copying a stage's weights to the device"),
-        ("--store", 0.0, "l2l: of copying its gradients to the host"),
-        ("--update", 0.0, "l2l: of its update there"),
-        ("--offload", 0.0, "l2l: of copying the input of a microbatch to the host"),
-        ("--reload", None, "l2l: of copying it back (default: as --offload)"),
+        ("--forward", 1.0, "time of a microbatch's forward at a stage (default: 1)"),
+        ("--backward", 2.0, "time of its backward, without the recompute (default: 2)"),
+        ("--backward-input", None, "time of I in split backwards (default: half of --backward)"),
+        ("--backward-weight", None, "time of W in split backwards (default: the rest of --backward)"),
+        ("--recompute-time", None, "time of a recompute (default: as --forward)"),
+        ("--step", 0.0, "time of the optimizer's step (default: 0, as for all below)"),
+        ("--predict", None, "time of a prediction of weights (default: as --step)"),
+        ("--hold", 0.0, "time to copy gradients for a prediction"),
+        ("--transfer", 0.0, "time for which a transfer occupies its edge"),
+        ("--latency", 0.0, "time from the end of the sending to the arrival"),
+        ("--evict", 0.0, "time to move a microbatch's saved activations to the pair stage"),
+        ("--load", None, "time to move saved activations back (default: as --evict)"),
+        ("--reduce-grad", 0.0, "time of the gradients' reduction over replicas"),
+        ("--fetch", 0.0, "l2l: time to copy a stage's weights to the device"),
+        ("--store", 0.0, "l2l: time to copy a stage's gradients to the host"),
+        ("--update", 0.0, "l2l: time of a stage's update on the host"),
+        ("--offload", 0.0, "l2l: time to copy the input of a microbatch to the host"),
+        ("--reload", None, "l2l: time to copy the input back (default: as --offload)"),
     ):
         add_flags(costs, (name, times, "T[,T...]", meaning, {"default": default}))
     add_flags(
         costs,
-        ("--reduce-embed", time, "T", "of the tied embeddings' reduction", {"default": 0.0}),
-        ("--reduce-norm", time, "T", "of the norm's reduction", {"default": 0.0}),
-        ("--no-overlap", None, "", "a transfer holds its sender, too: it sends instead of computing"),
+        ("--reduce-embed", time, "T", "time of the tied embeddings' reduction", {"default": 0.0}),
+        ("--reduce-norm", time, "T", "time of the norm's reduction", {"default": 0.0}),
+        ("--no-overlap", None, "", "a transfer occupies its sender, too, which cannot compute meanwhile"),
     )
 
 
@@ -74,11 +74,11 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
         "In any unit, such as GiB; one number, or one for each stage or edge. With any of them, memory is shown.",
     )
     meanings = (
-        "of a stage's optimizer state", "of one version of a stage's weights", "of one buffer of its gradients",
-        "that it saves of one microbatch",
-        "that it holds of one between I and W (default: as --activations-size)",
-        "of an activation or gradient between stages",
-        "of the tied embeddings in a buffer of gradients, a copy of which a prediction reads",
+        "size of a stage's optimizer state", "size of one version of a stage's weights",
+        "size of one buffer of a stage's gradients", "size of a stage's saved activations of one microbatch",
+        "size of one microbatch at a stage between I and W (default: as --activations-size)",
+        "size of an activation or gradient between stages",
+        "size of the tied embeddings' gradients, a copy of which a prediction reads",
     )  # fmt: skip
     for name, meaning in zip(_SIZES, meanings, strict=True):
         default = {"default": None if name == "deferred_size" else 0.0}
@@ -363,9 +363,9 @@ def _command(commands: argparse._SubParsersAction, name: str, run: Command, summ
     parser.add_argument("file", nargs="?", help="CSV file with a row of instructions per rank, instead of a preset")
     add_flags(parser, _MICROBATCHES)
     file = parser.add_argument_group("CSV file")
-    file.add_argument("--weights", choices=list(POLICIES), help="weight policy, where the file does not say it")
+    file.add_argument("--weights", choices=list(POLICIES), help="weight policy, if the file does not name it")
     preset = parser.add_argument_group("preset")
-    preset.add_argument("--schedule", choices=PRESETS, help="which one")
+    preset.add_argument("--schedule", choices=PRESETS, help="name of the preset")
     add_flags(preset, *_PRESET)
     add_flags(preset.add_mutually_exclusive_group(), *_PREDICTION)
     add_flags(preset, ("--reduce-partial", None, "", "predict from the mean over the replicas, which is reduced first"))
@@ -379,15 +379,15 @@ def _command(commands: argparse._SubParsersAction, name: str, run: Command, summ
 
 _MICROBATCHES = (
     "--microbatches", command_line.counts, "M[,M...]",
-    "of each batch; several numbers are the batches of a ramp-up (default: as few as fill the pipeline)",
+    "microbatches of each batch; several numbers: batches of a ramp-up (default: as few as fill the pipeline)",
 )  # fmt: skip
 _PRESET = (
     ("--stages", count, "P", "pipeline stages, one on each rank (default: 4)"),
-    ("--virtual-stages", count, "V", "interleaved, zbv, l2l: cut each into V, which the schedule places (default: 2)"),
+    ("--virtual-stages", count, "V", "interleaved, zbv, l2l: number of stages of each rank (default: 2)"),
     ("--microbatch-group-size", count, "N", "interleaved: microbatches in a row (default: P)"),
-    ("--batches", count, "N", "where --microbatches is one number (default: 3; pipedream: 2P)"),
-    ("--resident-stages", count, "K", "l2l: of a rank, on the device at once (default: 2)"),
-    ("--host-update", str, None, "l2l: update a stage as soon as its gradients are on the host, or behind the step "
+    ("--batches", count, "N", "number of batches if --microbatches is one number (default: 3; pipedream: 2P)"),
+    ("--resident-stages", count, "K", "l2l: stages of a rank on the device at the same time (default: 2)"),
+    ("--host-update", str, None, "l2l: update a stage as soon as its gradients are on the host, or after the step "
      "(default: deferred)", {"choices": (EAGER, DEFERRED)}),
     ("--stash", str, None, "l2l: inputs wait for their recompute on the device, or leave for the host "
      "(default: device)", {"choices": (DEVICE, HOST)}),
@@ -400,7 +400,7 @@ _PRESET = (
 _PREDICTION = (
     ("--provisional", None, "", "2bw: compute each batch at predicted weights, from all microbatches that each stage "
      "has done"),
-    ("--provisional-microbatches", count, "Q", "2bw: the same, from Q microbatches on every stage"),
+    ("--provisional-microbatches", count, "Q", "2bw: as --provisional, from Q microbatches on every stage"),
 )  # fmt: skip
 _DEGREES = (
     ("--tensor", count, "T", "tensor parallel degree (default: 1)", {"default": 1}),
