@@ -229,7 +229,7 @@ class QueueExecution:
                 self._complete(member, its_operation)
 
     def key(self, device: QueueingDevice, operation: int) -> tuple:
-        """The key of a collective, which its members have in common with no other operation."""
+        """The key of a collective: the same for all its members, and different from any other collective's."""
         members, which, _ = device.operations.joint[operation]
         _, i, k = device.coordinates
         if members == SAME_PLACE:

@@ -54,7 +54,7 @@ from megatron.pipeline.program.lane_order import GRADIENT_BUFFERS
 
 
 def require_residency(compact: CompactProgram) -> None:
-    """Check that a program with weights on the host may have them there, and that no other has the host's instructions.
+    """Check that the program may keep its weights on the host; if it keeps none there, it must have no host words.
 
     Raises:
         ProgramError: for an instruction of the host in a program whose weights live on the device.
