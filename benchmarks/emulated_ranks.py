@@ -105,7 +105,7 @@ class Measurement:
 
 
 class EmulatedRank(Rank):
-    """One process of a job."""
+    """One process of a job, which measures all contenders and the latency."""
 
     def __init__(self, job: EmulatedJob) -> None:
         super().__init__(job)

@@ -89,7 +89,7 @@ CONSTANTS = {
     "product_efficiency": 1.0, "product_overhead": 1e-12, "memory_efficiency": 1.0, "tensor_efficiency": 1.0,
     "link_efficiency": 1.0, "network_efficiency": 1.0, "contention": 0.0, "launch": 0.0, "pressed_efficiency": 1.0,
 }  # fmt: skip
-"""At which value each does nothing."""
+"""Constant -> the value at which it has no effect."""
 OF_VERDICT = {
     "nothing left out": [],
     "LOST": [lambda: mock.patch("megatron.planner.job.estimate.LOST", 0.0)],

@@ -136,7 +136,7 @@ class AccuracyJob(Job):
 
 
 class AccuracyRank(Rank):
-    """One process of a job."""
+    """One process of a job, which runs all cases and traces them."""
 
     def __init__(self, job: AccuracyJob) -> None:
         super().__init__(job)

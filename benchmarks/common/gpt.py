@@ -1,6 +1,6 @@
-"""A GPT of megatron.core for benchmarks that compute: a stage for each rank, the same for every contender.
+"""A GPT of megatron.core for benchmarks that compute: a stage for each rank, equal for every contender.
 
-Weights follow from a seed and the stage, data from the number of the microbatch, so that losses can be compared.
+Weights depend only on a seed and the stage, data only on the microbatch's number, so that losses can be compared.
 """
 
 from dataclasses import dataclass

@@ -23,7 +23,7 @@ def parsed(path: Path) -> ast.Module:
 
 
 class Modules:
-    """The modules of one package under a root."""
+    """The modules of one package in a source tree, and the imports between them."""
 
     def __init__(self, root: Path, package: str = "megatron") -> None:
         self.root, self.package = root, package

@@ -154,7 +154,7 @@ def _repair_places_in_buckets(optimizer_class) -> None:
 
 
 def _places_without_padding(buffer) -> dict:
-    """Parameter -> (start, end, bucket) in a buffer whose buckets stand end to end without their padding."""
+    """Parameter -> (start, end, bucket) in a buffer whose buckets are laid end to end without padding."""
     shifts, unpadded = [], 0
     for bucket in buffer.buckets:
         shifts.append(bucket.offset - unpadded)

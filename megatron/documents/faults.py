@@ -1,4 +1,4 @@
-"""Faults in users' files as one sentence: the value, the reason, the remedy.
+"""Error messages for faults in users' files, each one sentence with the value, the reason and the remedy.
 
 pydantic finds the faults. Its own messages have several lines and name Python types; here each fault becomes a
 sentence, and an unknown key is answered with the nearest known one.

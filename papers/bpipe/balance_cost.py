@@ -124,7 +124,7 @@ class Turns:
 
 
 class BalanceRank(Rank):
-    """One process of a job."""
+    """One process of a job, which measures the turns of all contenders."""
 
     def run(self) -> dict:
         """Measure everything. Returns the same result on all ranks."""

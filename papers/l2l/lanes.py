@@ -176,7 +176,7 @@ class LaneJob(Job):
 
 
 class LaneRank(Rank):
-    """One process of a job."""
+    """One process of a job, which runs all cases and traces them."""
 
     def run(self) -> dict:
         """Measure all cases. Returns on rank 0 each case's timeline, of consecutive batches from a drained state."""
@@ -233,7 +233,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def cases_of(args: argparse.Namespace) -> dict[str, list[Case]]:
-    """Section -> its cases."""
+    """The cases to measure, by section."""
     forward = args.forward / 1e3
     bottlenecks = [
         Case(name=name, update=update, num_microbatches=u, num_virtual_stages=args.stages, forward=forward,

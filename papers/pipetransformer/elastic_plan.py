@@ -328,7 +328,7 @@ Parts = tuple[tuple[int | None, float], ...]
 
 
 def _parts(setting: Setting, num_frozen: int, intervals: int, num_stored: int) -> Parts:
-    """The parts of a stretch with a cache: the first epoch, and the epochs after it."""
+    """Divide a stretch with a cache into its first epoch, which fills the cache, and the later epochs."""
     of_first = 1 / setting.epochs
     behind = ((num_frozen, intervals - of_first),) if intervals > of_first else ()
     return ((num_stored, of_first), *behind)
@@ -403,8 +403,10 @@ def _shapes(arm: Arm, setting: Setting) -> list[Shape]:
 
 
 def _at_least(arm: Arm, setting: Setting, stretches: Sequence[tuple[int, int]]) -> dict[Shape, float]:
-    """Shape -> a lower bound of the seconds of stretches (frozen layers, intervals) after that shape: it stays, or
-    layers move once."""
+    """Lower bounds of the seconds of later stretches, by the shape before them: it stays, or layers move once.
+
+    `stretches`: (frozen layers, intervals) of each stretch.
+    """
     stays = dict.fromkeys(_shapes(arm, setting) or [(setting.num_stages, 1)], 0.0)
     moves = setting.move
     for num_frozen, intervals in stretches:

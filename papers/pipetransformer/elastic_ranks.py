@@ -70,7 +70,7 @@ class TimedStage(EmulatedStage):
 
 
 class ElasticRank(Rank):
-    """One process of a job."""
+    """One process of a job, which runs the phases of all arms, or measures the values for the plan."""
 
     def run(self) -> dict:
         """Measure everything. Returns the results as plain data, of which rank 0's are used."""
@@ -144,8 +144,8 @@ class ElasticRank(Rank):
         return sum(each for each, _ in everyone) / sum(each for _, each in everyone)
 
     def _run_phase(self, phase: Phase) -> dict:
-        """Run a phase. Returns the seconds of each batch except the first, of all batches from drained to drained, and
-        of the transition before them."""
+        """Run a phase. Returns the seconds of each batch except the first, of the whole run with its drain, and of the
+        transition before it; and the used share of the cores."""
         seconds = None
         if self._phase_now is not None and _is_same_place(phase.pipeline, self._phase_now.pipeline):
             for stage, times in zip(self._stages_now, self._times(phase), strict=True):
@@ -162,8 +162,10 @@ class ElasticRank(Rank):
         }
 
     def _run_batches(self, pipeline: PipelineOption, count: int) -> tuple[list[float], float]:
-        """Run batches. Returns the seconds from end to end of batches on the slowest replica, and from drained to
-        drained.
+        """Run `count` batches, from a drained state to a drained state.
+
+        Returns the seconds from the end of each batch to the end of the next, on the slowest replica; and the seconds
+        of the whole run, drain included.
 
         The last rank of a pipeline makes the last step of each batch; ranks with only frozen layers run ahead.
         """

@@ -56,9 +56,9 @@ def _time(module: nn.Module, input: Tensor, num_repeats: int) -> dict:
 
 
 class _Turns:
-    """The turns of a measurement on one module and its copy with split backwards.
+    """The measurements that take turns: a module's whole backward, its halves by this project, and by torch.
 
-    `found`: receives the seconds and the bytes of each turn.
+    `found`: receives the seconds and the bytes of each turn, by name.
     """
 
     def __init__(self, module: nn.Module, input: Tensor, found: dict[str, list]) -> None:

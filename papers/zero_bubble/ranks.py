@@ -114,7 +114,10 @@ def _time_halves(lone, args: dict) -> dict:
 
 
 class _Turns:
-    """The turns of a measurement. `found`: receives the seconds and the bytes of each turn."""
+    """The measurements that take turns: a whole backward, its halves, and the weight products alone.
+
+    `found`: receives the seconds and the bytes of each turn, by name.
+    """
 
     def __init__(self, lone, products: Callable[[], None], found: dict[str, list]) -> None:
         self._lone, self._stage, self._products, self._found = lone, lone.stage, products, found

@@ -95,7 +95,9 @@ class Session:
     # --- building
 
     def take_parts(self, chunks: Sequence[torch.nn.Module], optimizer: Any, scheduler: Any) -> None:
-        """Take the built model and optimizer, before a checkpoint is loaded. Later calls are no-ops.
+        """Make schedule and weight update for the built model and optimizer, before a checkpoint is loaded.
+
+        Later calls are no-ops, and so is a call without an optimizer.
 
         Collective: every rank of the job must call it.
         """

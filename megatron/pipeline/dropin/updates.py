@@ -155,7 +155,7 @@ class EngineUpdate:
             self._engine_acts = False
 
     def note(self, reports: Sequence[BatchReport]) -> None:
-        """Take the reports that the engine has returned, oldest first."""
+        """Keep the newest of the reports that the engine has returned. `reports`: oldest first."""
         if reports:
             self.newest = reports[-1]
 
@@ -166,7 +166,7 @@ class EngineUpdate:
         return call
 
     def _outcome(self) -> tuple[bool, float | None, None]:
-        """(stepped, gradient norm, zeros in the gradient), as Megatron-LM's optimizers return them."""
+        """The newest step's (stepped, gradient norm, zeros in the gradient), as Megatron-LM's optimizers return it."""
         if self.newest is None or self.newest.skipped:
             return self.newest is None, None, None
         return True, self.newest.grad_norm, None

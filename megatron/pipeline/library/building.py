@@ -94,7 +94,7 @@ class Tie:
 
     @staticmethod
     def of(tied: nn.Parameter | None, of_stage: OfStage, schedule: Any, ranks: Ranks) -> Tie:
-        """The tie of `tied`, this rank's copy of the parameter, or None on ranks without a copy.
+        """Make the tie on this rank. `tied`: this rank's copy of the parameter; None on a rank without a copy.
 
         Raises ValueError if a copy is missing on this rank, or if this rank cannot have a copy.
         """

@@ -94,7 +94,7 @@ def placement_cost(mapping: Sequence[int], degrees: Degrees, traffic: Traffic, t
 
 
 class _Counter:
-    """Adds up transfers by kind, level and link."""
+    """A counter that adds up transfers by kind of traffic, level and link."""
 
     def __init__(self, slots: Sequence[int], topology: Topology) -> None:
         self._slots, self._topology = slots, topology
@@ -160,7 +160,7 @@ class PairTransfer:
     crosses: bool
     num_bytes: float
     bandwidth: float
-    """GB/s"""
+    """The bandwidth of the transfer in GB/s."""
 
     @property
     def seconds(self) -> float:

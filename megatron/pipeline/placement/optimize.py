@@ -56,7 +56,7 @@ class SlotGroups:
 
     @property
     def capacities(self) -> list[int]:
-        """Number of groups by location."""
+        """The number of slot groups by location."""
         counts = [0] * len(self.network_seconds_per_byte)
         for group in self.groups:
             counts[group.location] += 1
@@ -105,8 +105,8 @@ class Assignment:
         self.members: list[list[int]] = []
 
     def set(self, location_of: Sequence[int]) -> float:
-        """Start from `location_of`, by unit. Returns the cost in seconds beyond that of traffic that leaves no
-        location."""
+        """Start from the given location of each unit. Returns the cost in seconds, in addition to the cost of the same
+        traffic within locations."""
         self.location_of = list(location_of)
         self.members = [[] for _ in self.capacities]
         self.replicas = [Counter() for _ in range(self.num_stages)]  # by stage: number of replicas by location

@@ -8,7 +8,7 @@ A topology file is YAML or JSON:
     bandwidth:               # GB/s (10^9 bytes) in one direction
       within_node: 300       # of one GPU, to the others of its node
       between_nodes: 100     # of one node to the network, shared by its GPUs
-    teraflops_per_gpu: 180   # optional: what a GPU sustains in a forward, to estimate the time of one
+    teraflops_per_gpu: 180   # optional: sustained speed of a GPU in a forward, to estimate a forward's time
 
 Slots are counted in the order of the file: the GPUs of the first node, then those of the second, and so on.
 
@@ -68,7 +68,7 @@ class Topology(_Record):
 
     @cached_property
     def node_of_slot(self) -> tuple[int, ...]:
-        """Index of each slot's node."""
+        """The index of each slot's node."""
         return tuple(index for index, node in enumerate(self.nodes) for _ in range(node.gpus))
 
     def first_slot(self, node: int) -> int:

@@ -14,7 +14,7 @@ belong to one batch of the steady period. The bytes of a message depend on the m
 "Stage" in this folder is the rank of a pipeline, 0 to p-1.
 
 An all-reduce of n ranks is a ring: each member sends 2(n-1)/n of the bytes to the next one. A reduce-scatter
-followed by an all-gather (sequence parallelism, distributed optimizer) sends as many bytes.
+followed by an all-gather (sequence parallelism, distributed optimizer) sends the same number of bytes.
 """
 
 from collections import Counter
@@ -180,5 +180,5 @@ def point_to_point(traffic: Traffic) -> Iterator[PointToPoint]:
 
 
 def ring_bytes(num_bytes: float, num_members: int) -> float:
-    """Bytes that each member of an all-reduce sends to the next member of the ring."""
+    """The bytes that each member of an all-reduce of `num_bytes` sends to the next member of the ring."""
     return 2 * (num_members - 1) / num_members * num_bytes
