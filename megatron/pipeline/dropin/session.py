@@ -97,9 +97,7 @@ class Session:
     def take_parts(self, chunks: Sequence[torch.nn.Module], optimizer: Any, scheduler: Any) -> None:
         """Make schedule and weight update for the built model and optimizer, before a checkpoint is loaded.
 
-        Later calls are no-ops, and so is a call without an optimizer.
-
-        Collective: every rank of the job must call it.
+        Later calls are no-ops, and so is a call without an optimizer. Collective: every rank of the job must call it.
         """
         if self._schedule is not None or optimizer is None:
             return
@@ -127,10 +125,7 @@ class Session:
             self.checkpoints = VersionsInCheckpoints(self._chunks, self._ours.update, name=self._options.schedule)
 
     def loaded(self, iteration: int) -> None:
-        """Restore the project's entries of the checkpoint that Megatron-LM has loaded.
-
-        `iteration`: number of batches of the checkpoint; 0 if none was loaded.
-        """
+        """Restore the project's entries of the loaded checkpoint. `iteration`: its batches; 0 if none was loaded."""
         if self.checkpoints is not None:
             takes_state = iteration > 0 and not getattr(self._args, "no_load_optim", False)
             self.checkpoints.complete(iteration, takes_state=takes_state)
@@ -162,10 +157,8 @@ class Session:
     # --- batches
 
     def run_batch(self, call: Mapping[str, Any]) -> list[Any]:
-        """Train one batch. Returns the losses of each microbatch on the last stage, and [] on other stages.
-
-        `call`: the arguments with which Megatron-LM calls its schedule.
-        """
+        """Train one batch, by the arguments `call` of Megatron-LM's schedule. Returns the losses of each microbatch on
+        the last stage, and [] on other stages."""
         if self._rank is None:
             with self._refusing():
                 require_ordinary_call(call)
@@ -185,9 +178,7 @@ class Session:
 
     def drain(self) -> None:
         """Finish and step all batches in flight, and show the newest weights.
-
-        The rest of the batches is computed in training mode, whatever the model's current mode.
-        """
+        The rest of the batches is computed in training mode, whatever the model's current mode."""
         if self._rank is None or self._rank.engine.is_drained:
             return
         was_training = [chunk.training for chunk in self._chunks]
@@ -202,10 +193,8 @@ class Session:
         self._note(reports)
 
     def agrees_to_stop(self, is_asked: bool) -> bool:
-        """Whether any rank was asked to stop, equal on all ranks. Precondition: the engine steps the optimizer.
-
-        `is_asked`: whether this rank was asked to stop.
-        """
+        """Whether any rank was asked to stop, equal on all ranks. `is_asked`: whether this rank was asked to stop.
+        Precondition: the engine steps the optimizer."""
         if self._rank is not None and is_asked:
             self._rank.engine.stop_requests |= 1
         return self._ours.newest is not None and bool(self._ours.newest.stop_requests)
@@ -288,9 +277,7 @@ class Session:
 
 def _any_rank_ties(chunks: Sequence[torch.nn.Module]) -> bool:
     """Whether the model's first and last stage share an embedding, which the ranks between them do not see.
-
-    Collective: every rank of the pipeline must call it.
-    """
+    Collective: every rank of the pipeline must call it."""
     found = [False] * parallel_state.get_pipeline_model_parallel_world_size()
     group = parallel_state.get_pipeline_model_parallel_group()
     torch.distributed.all_gather_object(found, bool(tied_embeddings(chunks)), group=group)
@@ -342,10 +329,8 @@ class VersionsInCheckpoints:
     # Saving.
 
     def add_to(self, state: dict[str, Any], *, num_batches: int) -> None:
-        """Add the project's entries to the state that Megatron-LM saves. Precondition: the pipeline is drained.
-
-        `num_batches`: number of batches done in the whole run.
-        """
+        """Add the project's entries to the state that Megatron-LM saves after `num_batches` batches of the whole run.
+        Precondition: the pipeline is drained."""
         state[PIPELINE] = {"update": self._update.state_dict()}
         older = self._older(num_batches)
         state.update(older.to_save(self._models(state)))
@@ -357,10 +342,8 @@ class VersionsInCheckpoints:
         self._found = _Found(str(folder), dict(state or {}))
 
     def ask_for(self, state: dict[str, Any], *, starts_anew: bool) -> None:
-        """Add the weight versions that the checkpoint has to the state that Megatron-LM asks for.
-
-        `starts_anew`: whether only weights are loaded, and batches are counted from 0.
-        """
+        """Add the weight versions that the checkpoint has to the state that Megatron-LM asks for. `starts_anew`:
+        whether only weights are loaded, and batches are counted from 0."""
         keys = dist_checkpointing.load_tensors_metadata(self._found.folder)
         self._found.versions = self._older(0 if starts_anew else int(self._found.common.get("iteration", 0)))
         entries = self._found.versions.to_load(
