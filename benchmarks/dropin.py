@@ -1,15 +1,15 @@
-"""A checkout's own training loop under its own 1F1B and under schedules of this project, in turn.
+"""A Megatron-LM checkout's own training loop, compared under its own 1F1B and under schedules of this project.
 
     python benchmarks/dropin.py speed --checkout ~/Megatron-LM     # about 8 minutes, 2 cores
     python benchmarks/dropin.py memory --checkout ~/Megatron-LM    # about 2 minutes, 4 processes
 
 `speed` starts `pretrain_gpt.py` of the checkout on two processes of one thread each: natively, under flush and under
-2bw, in an order that turns with each round. Tokens a second are those between two lines of its log, of `--batches`
-iterations each, without the first. "of native" is the median over the rounds of the ratio within them.
+2bw, in an order that rotates with each round. Tokens a second are taken from the lines of its log, one for each
+`--batches` iterations, without the first line. "of native" is the median over the rounds of the ratio within a round.
 
-`memory` trains a few iterations on four processes under flush and under bpipe, and shows how many microbatches and
-bytes of activations each rank of the pipeline has saved at most, as `--pipeline-log-saved-activations` says it.
-Megatron-LM's own 1F1B saves as many microbatches as flush and counts no bytes.
+`memory` trains a few iterations on four processes under flush and under bpipe, and shows the most microbatches and
+bytes of activations that each rank of the pipeline has saved at a time (`--pipeline-log-saved-activations`).
+Megatron-LM's own 1F1B saves the same number of microbatches as flush and counts no bytes.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measure_speed(args: argparse.Namespace) -> list[dict]:
-    """Tokens a second of each contender in each round."""
+    """Measure the tokens a second of each contender in each round."""
     found: dict[str, list[float]] = {name: [] for name in CONTENDERS}
     tokens = args.micro_batch_size * args.microbatches * args.seq_length
     for number in range(args.rounds):
@@ -90,7 +90,7 @@ def show_speed(rows: Sequence[dict], args: argparse.Namespace) -> None:
 
 
 def measure_memory(args: argparse.Namespace) -> list[dict]:
-    """What each rank has saved at most, under flush and under bpipe."""
+    """Measure the most microbatches and bytes that each rank saves at a time, under flush and under bpipe."""
     rows = []
     for name in ("flush", "bpipe"):
         output = train(args, name, ranks=4, iterations=3, further=["--pipeline-log-saved-activations"])
@@ -115,7 +115,7 @@ def show_memory(rows: Sequence[dict], args: argparse.Namespace) -> None:
 
 
 def train(args: argparse.Namespace, schedule: str, *, ranks: int, iterations: int, further: Sequence[str] = ()) -> str:
-    """Run the checkout's `pretrain_gpt.py` to its end; returns what it wrote."""
+    """Run the checkout's `pretrain_gpt.py` to its end. Returns its output."""
     flags = {
         "--num-layers": args.layers, "--hidden-size": args.hidden_size, "--num-attention-heads": args.heads,
         "--seq-length": args.seq_length, "--max-position-embeddings": args.seq_length,
@@ -133,7 +133,7 @@ def train(args: argparse.Namespace, schedule: str, *, ranks: int, iterations: in
         "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "-m", "megatron.pipeline.dropin", "pretrain_gpt.py",
         *(str(word) for pair in flags.items() for word in pair), *switches,
     ]  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:  # their cache of samples
+    with tempfile.TemporaryDirectory() as folder:  # for Megatron-LM's cache of samples
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         ended = subprocess.run(

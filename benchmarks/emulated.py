@@ -1,38 +1,41 @@
-"""How close the runtime comes to what its schedules promise, on 4 and 8 stages that sleep instead of computing.
+"""The runtime's times under each schedule, beside the ideal, on 4 and 8 stages that sleep instead of computing.
 
     python benchmarks/emulated.py                          # about 6 minutes; tables
-    python benchmarks/emulated.py --only speedup executor  # some of it
+    python benchmarks/emulated.py --only speedup executor  # some sections
     python benchmarks/emulated.py --json result.json       # also every measured time
 
-Problem: a schedule's bubbles and overlaps show on many stages, and a computer with two cores cannot compute on many.
+Problem: a schedule's bubbles and overlaps show on many stages, but a computer with two cores cannot compute on many.
 Solution: emulated stages sleep for 20 ms in a forward and 40 ms in a backward, while engine, transfers (1 MiB each) and
-reductions are real, between real processes. So the figures are about the schedule and the runtime.
+reductions are real, between real processes. So the figures show the schedule and the runtime.
 
 Sections (`--only`):
 
 ideal     time per batch over the ideal, (m+p-1)(f+b) for `flush` and m(f+b) for `2bw` in its steady state; and over the
-          ideal plus the transfers that no such schedule can hide. A microbatch's round trip takes p(f+b) + 2(p-1)L with
-          L the one-way latency; with n microbatches in flight one cannot be finished more often than n in that time.
-warmup    `2bw` against `2bw` with extra warm-up (m >= 2p-1), which has 2p-1 instead of p in flight and so hides L, and
-          what that costs: saved microbatches of each stage, counted while it ran, beside the checker's.
-chain     `2bw` with d=2, tied embeddings and clipping, its reductions sized to a share of the slack (m-p+1)(f+b), over
-          `2bw` without them. A reduction sleeps for its time and all-reduces 64 KiB: payloads that fill hundreds of
-          milliseconds would keep the two cores busy, which no accelerator's network does. The order, the meeting of
-          all members and the wait of STEP are real. 150% is the control: it has to stall, by what the simulator says.
+          ideal plus the transfers that the schedule cannot hide. A microbatch's round trip takes p(f+b) + 2(p-1)L with
+          L the one-way latency; with n microbatches in flight at most n are finished in that time.
+warmup    `2bw` beside `2bw` with extra warm-up (m >= 2p-1), which has 2p-1 instead of p microbatches in flight and so
+          hides L; and its cost: saved microbatches of each stage, counted during the run, beside the checker's numbers.
+chain     `2bw` with d=2, tied embeddings and clipping, with reductions that take a share of the slack (m-p+1)(f+b),
+          over `2bw` without reductions. A reduction sleeps for its time and all-reduces 64 KiB: payloads that take
+          hundreds of milliseconds would keep the two cores busy, as no accelerator's network does. The order, the
+          waiting for all members and the wait of STEP are real. 150% is the control: it must stall by the simulated
+          time.
 predictions
-          `2bw` with predicted weights over `2bw` without, at p=2 and the least p: from what each stage has done, and
-          from one microbatch, whose gradients are kept. A STEP, a PREDICT and a HOLD take 5% of a forward each.
-speedup   `2bw` over `flush` at m=p: (2p-1)/p.
+          `2bw` with predicted weights over `2bw` without, at p=2 and the least p: predicted from all microbatches that
+          each stage has done, and from one microbatch, whose gradients are kept. A STEP, a PREDICT and a HOLD take 5%
+          of a forward each.
+speedup   `2bw` over `flush` at m=p: ideally (2p-1)/p.
 bubbles   the idle part of a batch under `flush`, `interleaved` (two stages on each rank), `zb-h1`, `zbv` and `2bw`,
-          beside the simulator's. I and W take half of a backward each, two stages of a rank half of its times each.
-executor  microseconds of an instruction, with stages that take no time and send 4 bytes, tracing off and on: wall time
-          (at p=2 it holds the waits for transfers) and what the executor's own thread computes.
+          beside the simulated part. I and W take half of a backward each; each of two stages takes half of its rank's
+          times.
+executor  microseconds of an instruction, with stages that take no time and send 4 bytes, with tracing off and on: wall
+          time (which includes the waits for transfers at p=2) and the CPU time of the executor's own thread.
 
-The latency L is measured between the turns: both ends of an edge send at once, and every third edge at the same time,
-as they meet in a steady 1f1b with b = 2f. Contenders take turns within one run, in an order that changes; each turn
-starts and ends drained and its first batches are not timed. Figures are medians of the repeats with least and greatest
-in parentheses; ratios are taken within a repeat. "predicted" is `megatron.pipeline.simulate` of the same program with
-the measured L. Every rank compares what it executed with the program; a difference makes the exit status 1.
+The latency L is measured between the turns: both ends of an edge send at the same time, and so does every third edge,
+as in a steady 1f1b with b = 2f. Contenders take turns within one run, in an order that changes; each turn starts and
+ends drained, and its first batches are not timed. Figures are medians of the repeats with least and greatest in
+parentheses; ratios are taken within a repeat. "predicted" is `megatron.pipeline.simulate` of the same program with the
+measured L. Every rank compares the executed instructions with the program; a difference makes the exit status 1.
 """
 
 import argparse
@@ -55,7 +58,7 @@ EXECUTOR_MICROBATCHES = 64
 
 
 def stage_jobs(args: argparse.Namespace) -> list[EmulatedJob]:
-    """For each p the contenders of `ideal`, `warmup` and `speedup`, which share their measurements."""
+    """For each p, the job of `ideal`, `warmup` and `speedup`, which share their measurements."""
     flush, two_bw = (Contender(name=name, preset=name) for name in ("flush", "2bw"))
     extra = Contender(name="2bw extra warm-up", preset="2bw", extra_warmup=True)
     jobs = []
@@ -75,7 +78,7 @@ def stage_jobs(args: argparse.Namespace) -> list[EmulatedJob]:
 
 
 def chain_jobs(args: argparse.Namespace) -> list[EmulatedJob]:
-    """2bw without and with reductions of several sizes, at the least p."""
+    """The jobs of `chain`: 2bw without and with reductions of several sizes, at the least p."""
     p = min(args.stages)
     entries = {}
     for m in args.microbatches or [p, 2 * p]:
@@ -88,7 +91,7 @@ def chain_jobs(args: argparse.Namespace) -> list[EmulatedJob]:
 
 
 def prediction_jobs(args: argparse.Namespace) -> list[EmulatedJob]:
-    """2bw without and with predicted weights."""
+    """The jobs of `predictions`: 2bw without and with predicted weights."""
     shared = {"preset": "2bw", "update_seconds": UPDATE_SHARE * args.forward}
     contenders = (
         Contender(name="without", **shared),
@@ -99,7 +102,7 @@ def prediction_jobs(args: argparse.Namespace) -> list[EmulatedJob]:
 
 
 def bubble_jobs(args: argparse.Namespace) -> list[EmulatedJob]:
-    """What the schedules that compute the same, and 2bw, leave idle."""
+    """The jobs of `bubbles`: the schedules that compute the same weights, and 2bw."""
     contenders = tuple(Contender(name=name, preset=name, virtual=v) for name, v in COMPARED.items())
     return _jobs(args, args.stages, (2, 4), contenders)
 
@@ -107,7 +110,8 @@ def bubble_jobs(args: argparse.Namespace) -> list[EmulatedJob]:
 def _jobs(
     args: argparse.Namespace, stages: Sequence[int], times: Sequence[int], contenders: tuple
 ) -> list[EmulatedJob]:
-    """A job for each p, of the same contenders; `times`: microbatches for each stage, where none are given."""
+    """A job for each p, with the same contenders. `times`: multiples of p that are the default numbers of
+    microbatches."""
     return [
         EmulatedJob(
             num_stages=p, entries=dict.fromkeys(args.microbatches or [each * p for each in times], contenders),
@@ -118,7 +122,7 @@ def _jobs(
 
 
 def executor_jobs(args: argparse.Namespace) -> list[EmulatedJob]:
-    """Stages that take no time, traced and not."""
+    """The jobs of `executor`: stages that take no time, without and with tracing."""
     contenders = tuple(
         Contender(name=f"tracing {'on' if traced else 'off'}", preset="2bw", traced=traced) for traced in (False, True)
     )
@@ -135,7 +139,7 @@ JOBS = {
     ("ideal", "warmup", "speedup"): stage_jobs, ("chain",): chain_jobs, ("predictions",): prediction_jobs,
     ("bubbles",): bubble_jobs, ("executor",): executor_jobs,
 }  # fmt: skip
-"""Sections, which share what is measured -> their jobs."""
+"""Sections that share their measurements -> the function that makes their jobs."""
 
 
 def timing(args: argparse.Namespace) -> dict:
@@ -176,7 +180,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure(args: argparse.Namespace) -> list[dict]:
-    """Run the jobs one after another; the rows of all tables."""
+    """Run the jobs one after another. Returns the rows of all tables."""
     asked = {sections: [each for each in sections if each in args.only] for sections in JOBS}
     plan = [(job, asked[sections]) for sections, jobs in JOBS.items() if asked[sections] for job in jobs(args)]
     rows = []

@@ -1,4 +1,4 @@
-"""What the processes of `emulated.py` run: contenders on emulated stages, in turns, and the latency of a transfer.
+"""The processes of `emulated.py`, which run contenders on emulated stages in turns, and measure a transfer's latency.
 
 Every contender has an engine of its own, and is drained and at rest while another one is measured.
 """
@@ -17,16 +17,21 @@ from megatron.pipeline.runtime.stages.emulated.stage import EmulatedReduction, E
 from megatron.pipeline.schedules import PRESETS, Schedule
 
 CHAIN_BYTES = 64 * 1024
-"""What a reduction of the chain really sends; the rest of its time it sleeps."""
+"""The bytes that a reduction of the chain really sends; it sleeps for the rest of its time."""
 EMBED_PART = 0.2
-"""Part of the chain's time that the tied embeddings take; the data-parallel gradients take the rest."""
+"""The part of the chain's time for the tied embeddings; the data-parallel gradients take the rest."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """A schedule as it is run: `name`, the preset, how many stages each rank has, and of its chain of reductions how
-    many seconds it takes (None: the chain has neither data-parallel nor embedding gradients). STEP, PREDICT and HOLD
-    take `update_seconds` each."""
+    """A schedule with its choices and costs.
+
+    Attributes:
+        virtual: number of stages on each rank.
+        chain_seconds: seconds of the chain of reductions; None: the chain has neither data-parallel nor embedding
+            gradients.
+        update_seconds: seconds of each STEP, PREDICT and HOLD.
+    """
 
     name: str
     preset: str
@@ -40,7 +45,7 @@ class Contender:
 
     @property
     def settling_batches(self) -> int:
-        """Batches outside of the clock: a pipeline that does not flush fills, and its stream proves a window of two."""
+        """The number of batches before the timed ones, while a pipeline fills and its stream proves its programs."""
         return 1 if PRESETS[self.preset].policy.drains else 2
 
     def schedule(self, num_ranks: int) -> Schedule:
@@ -62,24 +67,32 @@ class Contender:
 
 @dataclass(frozen=True, kw_only=True)
 class EmulatedJob(Job):
-    """`entries`: num_microbatches -> who runs it. `forward`, `backward`: seconds of a rank, which its stages share."""
+    """A job with its contenders.
+
+    Attributes:
+        entries: number of microbatches -> the contenders that run it.
+        forward, backward: seconds of a rank for a microbatch, divided among the rank's stages.
+    """
 
     entries: dict[int, tuple[Contender, ...]]
     forward: float
     backward: float
 
     def timed_batches(self, num_microbatches: int) -> int:
-        """Short batches come twice as often."""
+        """The number of timed batches in a repeat; twice as many if batches are short."""
         return self.batches * (1 if num_microbatches >= 2 * self.num_stages else 2)
 
 
 @dataclass
 class Measurement:
-    """What was measured of one contender at one m. Lists have one entry a repeat.
+    """The measurements of one contender at one number of microbatches.
 
-    `seconds`: per batch on the first stage. `cpu_seconds`: of that, what its main thread computed. `instructions`:
-    executed per batch on that rank. `saved_peak`: per stage, saved microbatches counted while it ran.
-    `executed_is_program`: on every rank, what was executed is the row that `Schedule.build` gives.
+    Attributes:
+        seconds: for each repeat, seconds per batch on the first stage.
+        cpu_seconds: for each repeat, CPU seconds per batch of the first stage's main thread.
+        instructions: instructions per batch on the first stage's rank.
+        saved_peak: for each stage, the most microbatches saved at a time, counted during the run.
+        executed_is_program: whether every rank has executed exactly its row of `Schedule.build`.
     """
 
     contender: str
@@ -92,7 +105,7 @@ class Measurement:
 
 
 class EmulatedRank(Rank):
-    """One process of a job."""
+    """One process of a job, which measures all contenders and the latency."""
 
     def __init__(self, job: EmulatedJob) -> None:
         super().__init__(job)
@@ -104,12 +117,12 @@ class EmulatedRank(Rank):
             self._embed_group = ends[self.replica]
 
     def run(self) -> dict:
-        """Measure everything; the same result on all ranks."""
+        """Measure everything. Returns the same result on all ranks."""
         latencies, measurements = [], []
         for m, contenders in self.job.entries.items():
             with engines(contenders, lambda each, m=m: self._engine(each, m)) as made:
                 results = {each.name: Measurement(each.name, m) for each in contenders}
-                for engine in made.values():  # connections and memory, and batch 0, which has versions like no other
+                for engine in made.values():  # makes connections and memory; batch 0 has unusual weight versions
                     run_batches(engine, [m])
                     engine.drain()
                 order = random.Random(m)
@@ -143,7 +156,7 @@ class EmulatedRank(Rank):
         )  # fmt: skip
 
     def _measure(self, contender: Contender, engine: PipelineEngine, result: Measurement) -> None:
-        """One repeat: from a drained pipeline to a drained pipeline, timed in between."""
+        """Measure one repeat, from a drained pipeline to a drained pipeline."""
         m, settling = result.num_microbatches, contender.settling_batches
         num_batches, before = self.job.timed_batches(m), engine.num_instructions_executed
         first = {"first_batch": engine.next_batch, "first_microbatch": engine.next_microbatch}

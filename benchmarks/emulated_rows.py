@@ -1,7 +1,7 @@
-"""What `emulated.py` makes of its measurements: rows with the ideal and the simulator's prediction, and tables of them.
+"""The results of `emulated.py`: rows with measurements, ideals and simulated times, and the tables of these rows.
 
 A row is plain data, one line of a table and one object of the JSON file. Times are in seconds; `measured` has one entry
-a repeat.
+for each repeat.
 """
 
 import statistics
@@ -14,7 +14,7 @@ from megatron.pipeline.simulate import Costs, simulate
 
 
 def predicted(job: EmulatedJob, contender: Contender, num_microbatches: int, latency: float) -> float:
-    """Seconds per batch that the simulator gives to the batches that were timed."""
+    """The simulated seconds per batch of the batches that were timed."""
     settling, num_batches = contender.settling_batches, job.timed_batches(num_microbatches)
     program = contender.schedule(job.num_stages).build((num_microbatches,) * (settling + num_batches + 1))
     costs = Costs(
@@ -32,7 +32,7 @@ def ideal_seconds(job: EmulatedJob, contender: Contender, num_microbatches: int)
 
 
 def unhidable_seconds(job: EmulatedJob, contender: Contender, num_microbatches: int, latency: float) -> float:
-    """Seconds per batch by which a round trip, shared by the microbatches in flight, exceeds their computation."""
+    """The seconds per batch by which round trips, divided among the microbatches in flight, exceed computation."""
     p, slot = job.num_stages, job.forward + job.backward
     in_flight = contender.schedule(p).max_saved_microbatches((num_microbatches,) * 2)[0]
     return num_microbatches * max(0.0, (p * slot + 2 * (p - 1) * latency) / in_flight - slot)
@@ -58,7 +58,7 @@ class Found:
         }  # fmt: skip
 
     def rows(self, section: str) -> Iterator[tuple[Contender, Row]]:
-        """Each contender at each m."""
+        """Yield each contender with its row, for each number of microbatches."""
         for m, contenders in self.job.entries.items():
             yield from ((contender, self.row(section, m, contender)) for contender in contenders)
 
@@ -98,7 +98,7 @@ def predictions_rows(found: Found) -> list[Row]:
 
 
 def _rows_over_first(section: str, found: Found, **facts: Callable[[Contender], object]) -> list[Row]:
-    """At each m the first contender, then the others with that one as their reference and what is said of each."""
+    """The rows of all contenders at each m. The first contender is the reference of the others, which get `facts`."""
     rows, reference = [], {}
     for contender, row in found.rows(section):
         if row["microbatches"] != reference.get("microbatches"):
@@ -131,7 +131,7 @@ def executor_rows(found: Found) -> list[Row]:
 
 
 def bubble_rows(found: Found) -> list[Row]:
-    """Of every contender, beside the least that a batch can take, in which no rank waits."""
+    """The rows of all contenders, with the least time of a batch, in which no rank waits."""
     slot = found.job.forward + found.job.backward
     return [row | {"work": row["microbatches"] * slot} for _, row in found.rows("bubbles")]
 
@@ -147,7 +147,7 @@ ROWS = {
 }
 
 
-# What is shown.
+# --- tables
 
 
 def milliseconds(row: Row) -> str:

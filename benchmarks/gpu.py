@@ -1,23 +1,23 @@
-"""Tokens/s of `flush` and `2bw` on the GPUs that are there.
+"""Tokens/s of `flush` and `2bw` on this machine's GPUs.
 
     python benchmarks/gpu.py                     # a stage on each GPU, over NCCL
-    python benchmarks/gpu.py --stages 2          # two stages, on one GPU through host memory where there are no two
+    python benchmarks/gpu.py --stages 2          # two stages; on a machine with one GPU, through host memory
     python benchmarks/gpu.py --json result.json  # also every measured time
 
-Each stage is a process, and holds both schedules at once, with the same GPT in BF16 and the same data. They run in
-alternation: in each round each runs some batches, in an order that changes from round to round, and the ratio is the
-median of the ratios *within* the rounds. A time is the wall time of the timed batches, from a device that is at rest to
-a device that is at rest, on the rank that took longest. A schedule's first batches run before, outside of the clock.
+Each stage is a process with an engine for each schedule, with the same GPT in BF16 and the same data. The schedules
+alternate: in each round each schedule runs some batches, in an order that changes from round to round, and the ratio is
+the median of the ratios *within* the rounds. A time is the wall time of the timed batches, from an idle device to an
+idle device, on the slowest rank. The first batches of a schedule are not timed.
 
-ideal   (m + p - 1) / m: what flushing costs at p stages and m microbatches if nothing else cost anything. Stages are
-        not balanced: the last has the output layer and the loss beside its layers. `--layers` is how many each has.
+ideal   (m + p - 1) / m: the ratio at p stages and m microbatches if only flushes cost time. Stages are not balanced:
+        the last stage has the output layer and the loss in addition to its `--layers` layers.
 
-Two stages that share a GPU say nothing of speed: they take turns at its multiprocessors, so no bubble is idle time, and
-what they send goes through host memory. That form is for seeing that all of it runs.
+Two stages that share a GPU do not show speed: they take turns at its multiprocessors, so no bubble is idle time, and
+transfers go through host memory. Use this form only to see that everything runs.
 
-The environment decides, too, and is printed: NCCL_MAX_CTAS, NCCL_BUFFSIZE, CUDA_DEVICE_MAX_CONNECTIONS and others of
-docs/gpu.md. A run of pretrain_gpt.py refuses numbers of hardware queues with which a job may hang; this does not, so
-that it can be seen: put `timeout 600` ahead of it.
+The printed environment variables matter, too: NCCL_MAX_CTAS, NCCL_BUFFSIZE, CUDA_DEVICE_MAX_CONNECTIONS and others of
+docs/gpu.md. pretrain_gpt.py refuses numbers of hardware queues with which a job may hang. This benchmark accepts them,
+so that the hang can be observed: run it under `timeout 600`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def check_microbatches(args: argparse.Namespace, num_stages: int, refuse) -> Non
 
 
 def place(args: argparse.Namespace, num_gpus: int) -> tuple[int, str]:
-    """(stages, backend) on so many GPUs. Raises ValueError where there is none, or m is too small."""
+    """(stages, backend) for a machine with `num_gpus` GPUs. Raises ValueError if there is none, or m is too small."""
     if num_gpus == 0:
         raise ValueError(NO_CUDA)
     stages = args.stages or max(2, num_gpus)
@@ -95,7 +95,7 @@ def place(args: argparse.Namespace, num_gpus: int) -> tuple[int, str]:
 
 
 def orders(names: Sequence[str], num_rounds: int) -> list[list[str]]:
-    """The order of the contenders in each round: one half of the rounds the other way round than the other."""
+    """The order of the contenders in each round: a random order, reversed in every other round."""
     shuffled = random.Random(0).sample(list(names), len(names))
     return [shuffled[:: 1 if number % 2 else -1] for number in range(num_rounds)]
 
@@ -105,7 +105,7 @@ def environment() -> dict[str, str]:
 
 
 def rows_of(found: dict, num_stages: int) -> list[dict]:
-    """One row for each m: median tokens/s of each schedule, and `2bw` over `flush` beside its ideal."""
+    """A row for each m: the median tokens/s of each schedule, and the ratio of `2bw` to `flush` with its ideal."""
     rows = []
     for num_microbatches, seconds in found["seconds"].items():
         m = int(num_microbatches)
@@ -136,7 +136,7 @@ def show(rows: list[dict], found: dict) -> None:
 
 
 def measure(args: argparse.Namespace, num_stages: int, backend: str, device: str = "cuda") -> dict:
-    """Run the stages' processes to their end; what they found."""
+    """Run the processes of all stages to their end. Returns their results."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -154,19 +154,20 @@ def measure(args: argparse.Namespace, num_stages: int, backend: str, device: str
     results = context.SimpleQueue()
     ranks = torch.multiprocessing.spawn(run_rank, args=(job, results), nprocs=num_stages, join=False)
     found = None
-    while not ranks.join(timeout=0.2):  # raises what a process raised
+    while not ranks.join(timeout=0.2):  # raises the error of a failed process
         if not results.empty():
             found = results.get()
     return found if found is not None else results.get()
 
 
 def run_rank(rank: int, job: dict, results) -> None:
-    """One process, on a GPU or where `job` says "cpu" there; the last one puts what was found into `results`."""
+    """Run one process, on a GPU, or on the CPU if `job["device"]` is "cpu". The last rank puts the results into
+    `results`."""
     torch.set_num_threads(1)
     backend.install()
     from benchmarks.gpu_ranks import TIMEOUT, compare
 
-    warnings.filterwarnings("ignore", message=".*cuda_graph_scope.*")  # about a default of megatron.core's own
+    warnings.filterwarnings("ignore", message=".*cuda_graph_scope.*")  # about megatron.core's own default
     warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS")
     num_stages, device = job["num_stages"], job["device"]
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_stages), LOCAL_RANK=str(rank))

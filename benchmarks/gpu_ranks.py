@@ -1,4 +1,4 @@
-"""A stage of `gpu.py`: both schedules on one device, batch by batch in turns. A CPU runs it, too, for tests."""
+"""A stage of `gpu.py`: both schedules on one device, in turns. Tests run it on a CPU."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from megatron.pipeline.runtime.stages.megatron.update import MegatronWeightUpdat
 from megatron.pipeline.schedules import Schedule
 
 WARM_UP = {"flush": 2, "2bw": 3}
-"""Batches outside of the clock: those that make what stays, and under 2bw those until its segments repeat."""
+"""The number of untimed first batches: they allocate memory, and under 2bw its segments repeat after them."""
 TIMEOUT = timedelta(minutes=5)
 
 
 class Contender:
-    """A schedule with a model, an optimizer and an engine of its own. `losses`: of the batches that are reported."""
+    """A schedule with a model, an optimizer and an engine of its own. `losses`: the losses of all reported batches."""
 
     def __init__(self, name: str, model: dict, *, backend_name: str, device: torch.device) -> None:
         self.name, self.losses = name, []
@@ -63,7 +63,7 @@ class Contender:
 
 
 def _chunk(model: dict, num_stages: int) -> DistributedDataParallel:
-    """This rank's stage in BF16 with FP32 gradients."""
+    """Build this rank's stage in BF16 with FP32 gradients."""
     extent = {name: model[name] for name in ("hidden_size", "heads", "vocab_size", "seq_length")}
     gpt = gpt_stage(num_layers=num_stages * model["layers"], num_stages=num_stages, dtype=torch.bfloat16, **extent)
     wrapped = Float16Module(gpt.config, gpt.to(backend.device()))
@@ -71,17 +71,18 @@ def _chunk(model: dict, num_stages: int) -> DistributedDataParallel:
 
 
 def _data(model: dict, device: torch.device) -> Iterator[torch.Tensor]:
-    """Tokens of microbatches [micro_batch_size, seq_length + 1] without end, made in advance: eight different ones."""
+    """An endless iterator over the tokens of microbatches, [micro_batch_size, seq_length + 1]: eight, made in
+    advance."""
     generator = torch.Generator().manual_seed(1)
     shape = (8, model["micro_batch_size"], model["seq_length"] + 1)
     return itertools.cycle(torch.randint(model["vocab_size"], shape, generator=generator).to(device))
 
 
 def _forward_step(model: dict, device: torch.device):
-    """Megatron's; nothing in it waits for the device."""
+    """A forward step in Megatron-LM's form, in which nothing waits for the device."""
     positions = torch.arange(model["seq_length"], device=device).expand(model["micro_batch_size"], -1)
     is_last = parallel_state.is_pipeline_last_stage()
-    # Masked where True; a stand-alone attention of megatron.core wants to be given the causal mask.
+    # True is masked. megatron.core's local attention needs an explicit causal mask.
     mask = torch.ones(1, 1, model["seq_length"], model["seq_length"], dtype=torch.bool, device=device).triu(1)
 
     def step(data_iterator, chunk):
@@ -92,7 +93,7 @@ def _forward_step(model: dict, device: torch.device):
 
 
 def _timed(contender: Contender, num_microbatches: int, num_batches: int) -> float:
-    """Seconds of a batch in the steady state, on the rank that took longest."""
+    """Measure the seconds of a batch in the steady state, on the slowest rank."""
     dist.barrier()
     for _ in range(WARM_UP[contender.name]):
         contender.run(num_microbatches)
@@ -108,7 +109,7 @@ def _timed(contender: Contender, num_microbatches: int, num_batches: int) -> flo
 
 
 def compare(job: dict, device: str) -> dict:
-    """All rounds; called on all ranks, which have met."""
+    """Run all rounds. Collective: every rank must call it, with the process group initialized."""
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=job["num_stages"])
     place = torch.device(device)
     names = sorted({name for order in job["orders"] for name in order}, reverse=True)

@@ -1,19 +1,20 @@
-"""What each stage of a pipeline holds at its fullest, counted in a real run, beside what the checker proves.
+"""The most that each stage of a pipeline holds at a time, counted in a real run, beside the numbers of the checker.
 
     python benchmarks/memory.py                      # 4 processes, about a minute; a table
     python benchmarks/memory.py --json result.json
 
 A tiny GPT of megatron.core trains on 4 stages under each schedule. Counted on every rank while it runs:
 
-microbatches  from the start of a forward to the end of its backward (`PipelineEngine.saved_microbatches_peak`)
-deferred      those of them between I and W, where backwards are split (`PipelineEngine.deferred_microbatches_peak`)
-bytes         that autograd saved for them, through torch's saved-tensor hooks: distinct storages, parameters excluded;
-              and between I and W what W needs (`MegatronStage.deferred_bytes`)
-versions      of the weights, alive at once (`WeightVersions.peak_live`)
+microbatches  microbatches from the start of a forward to the end of its backward
+              (`PipelineEngine.saved_microbatches_peak`)
+deferred      the microbatches between I and W, if backwards are split (`PipelineEngine.deferred_microbatches_peak`)
+bytes         bytes that autograd saves for these microbatches, by torch's saved-tensor hooks: distinct storages without
+              parameters; between I and W the bytes that W needs (`MegatronStage.deferred_bytes`)
+versions      weight versions alive at a time (`WeightVersions.peak_live`)
 
-The checker knows microbatches and versions; the bytes beside it are the most that its program holds, counted along the
-row with the bytes of one microbatch in full and of one between I and W. All must be
-equal; a difference makes the exit status 1. Counts do not depend on the machine or its load.
+The checker knows microbatches and versions. The expected bytes are the most that the program's row holds, computed with
+the bytes of one microbatch in full and of one microbatch between I and W. Counted and expected numbers must be equal; a
+difference makes the exit status 1. Counts do not depend on the machine or its load.
 """
 
 import itertools
@@ -44,13 +45,17 @@ RUNS: dict[str, tuple[str, bool, tuple[int, ...]]] = {
     "zb-h1": ("zb-h1", False, (8, 8, 8)),
     "pipedream": ("pipedream", False, (1,) * 16),
 }
-"""name -> preset, extra warm-up, microbatches of each batch."""
+"""Name -> preset, extra warm-up, number of microbatches of each batch."""
 _COUNTED = ("microbatches", "deferred", "bytes", "versions")
 
 
 class CountedStage:
-    """A stage whose forwards are watched: `peak_bytes` at once, `microbatch_bytes` of each microbatch in full and
-    `kept_bytes` of each between I and W.
+    """A stage whose saved bytes are counted.
+
+    Attributes:
+        microbatch_bytes: the different numbers of bytes that a forward has saved.
+        kept_bytes: the different numbers of bytes kept for a microbatch between I and W.
+        peak_bytes: the most bytes saved at a time.
     """
 
     def __init__(self, stage) -> None:
@@ -103,7 +108,7 @@ class CountedStage:
 
 
 def gpt_chunk():
-    """This rank's stage, one layer, FP32, in megatron.core's DDP."""
+    """Build this rank's stage, one layer in FP32, in megatron.core's DDP."""
     from benchmarks.common.gpt import gpt_stage
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
@@ -115,7 +120,7 @@ def gpt_chunk():
 
 
 def forward_step(data_iterator, model):
-    """Megatron's contract; the loss of the last stage is the mean over the tokens."""
+    """Run a stage's forward step in Megatron-LM's form; the loss is the mean over the tokens."""
     from benchmarks.common.gpt import mean_loss
 
     tokens, labels = next(data_iterator)
@@ -124,7 +129,7 @@ def forward_step(data_iterator, model):
 
 
 def data():
-    """Random tokens and labels, [microbatch, sequence] of int64, without end."""
+    """Yield random tokens and labels without end, int64 tensors [microbatch, sequence]."""
     generator = torch.Generator().manual_seed(1)
     shape = (MICROBATCH_SIZE, SEQUENCE + 1)
     for tokens in (torch.randint(VOCABULARY, shape, generator=generator) for _ in itertools.count()):
@@ -132,7 +137,7 @@ def data():
 
 
 def count(schedule, batches: Sequence[int]) -> dict:
-    """Train these batches; what this rank counted."""
+    """Train batches under a schedule. Returns the counts of this rank."""
     from megatron.core import parallel_state
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.pipeline.runtime.engine import PipelineEngine
@@ -170,7 +175,7 @@ def count(schedule, batches: Sequence[int]) -> dict:
 
 
 def count_all(names: Sequence[str]) -> dict[str, list[dict]]:
-    """In one of the processes: by name of the run, what all ranks counted."""
+    """Count all runs, in each of the processes. Returns name of the run -> the counts of all ranks."""
     warnings.filterwarnings("ignore", message=".*cuda_graph_scope.*")  # about a default of megatron.core's own
     from megatron.core import parallel_state
 
@@ -184,7 +189,7 @@ def count_all(names: Sequence[str]) -> dict[str, list[dict]]:
 
 
 def schedule_of(name: str):
-    """(schedule, batches) of a run."""
+    """The schedule and the batches of a run."""
     from megatron.pipeline.schedules import Schedule
 
     preset, extra_warmup, batches = RUNS[name]
@@ -192,7 +197,7 @@ def schedule_of(name: str):
 
 
 def rows_of(counts: dict[str, list[dict]]) -> list[dict]:
-    """One row for each schedule; lists have one entry a stage."""
+    """A row for each run. Its lists have one entry for each stage."""
     from megatron.pipeline.check import check
 
     rows = []
@@ -214,7 +219,8 @@ def rows_of(counts: dict[str, list[dict]]) -> list[dict]:
 
 
 def most_bytes(row: Sequence[Instruction], one: int, kept: int) -> int:
-    """The most that a row of one stage holds: `one` for each microbatch in full, `kept` for each between I and W."""
+    """The most bytes that a stage's row holds, with `one` for each microbatch in full and `kept` for each between I and
+    W."""
     changes = {
         Kind.FORWARD: one,
         Kind.BACKWARD: -one,

@@ -1,13 +1,13 @@
-"""What each part of the time model is worth: the error on published runs, left out and fitted again, without it.
+"""The contribution of each part of the time model: the error on published runs after a fit without that part.
 
     python benchmarks/planner_ablation.py measurements.json
     python benchmarks/planner_ablation.py measurements.json --feasibility feasibility_gpt3_96b.json
 
 The runs are those of BPipe's Tables 6 and 7 that the constants of `a100` explain; the fit is that of
-`tools/grid_search.py calibrate`. Each line takes one effect or one constant out of the model, fits what remains to all
-runs but one (and those of the same degrees and microbatch), and predicts that one. A constant is out at the value at
-which it does nothing: an efficiency of 1, no seconds, no contention. With --feasibility a second table has the
-constants of the verdict on memory, and how many of the stated and the implied facts are judged wrongly without each.
+`tools/grid_search.py calibrate`. Each line removes one effect or one constant from the model, fits the rest to all runs
+but one (and those with the same degrees and microbatch), and predicts the run that was left out. A constant is removed
+by a value without an effect: an efficiency of 1, no seconds, no contention. With --feasibility a second table has the
+constants of the verdict on memory, and the number of stated and implied facts that are judged wrongly without each.
 """
 
 import sys
@@ -41,7 +41,7 @@ _costs, _softmax = FirstPrinciples.costs, LayerWork.softmax_is_fused
 
 
 def _changed(**changes: object) -> Callable:
-    """Costs with some numbers replaced."""
+    """A replacement for `FirstPrinciples.costs` that changes some numbers of its result."""
 
     def costs(self: FirstPrinciples, *arguments: object) -> Costs:
         return replace(_costs(self, *arguments), **changes)
@@ -76,7 +76,7 @@ def _nothing(self: LayerWork) -> tuple[Work, Work]:
 
 
 def _fixed(name: str, value: float) -> list[Callable]:
-    """A constant that is not fitted, at this value."""
+    """The patches that fix a constant at `value` instead of fitting it."""
 
     def fit(asked: dict[str, Question]) -> ConstantsFit:
         runs = {each: question.time_errors for each, question in asked.items()}
@@ -89,7 +89,7 @@ CONSTANTS = {
     "product_efficiency": 1.0, "product_overhead": 1e-12, "memory_efficiency": 1.0, "tensor_efficiency": 1.0,
     "link_efficiency": 1.0, "network_efficiency": 1.0, "contention": 0.0, "launch": 0.0, "pressed_efficiency": 1.0,
 }  # fmt: skip
-"""At which value each does nothing."""
+"""Constant -> the value at which it has no effect."""
 OF_VERDICT = {
     "nothing left out": [],
     "LOST": [lambda: mock.patch("megatron.planner.job.estimate.LOST", 0.0)],
@@ -132,7 +132,7 @@ def _all(patches: list[Callable]):
 
 
 def _verdicts(entries: str, facts: str) -> Table:
-    """How many facts are judged wrongly."""
+    """The table of wrongly judged facts without each constant of the verdict on memory."""
     known, asked = [each for each in load_entries(entries) if isinstance(each, Entry)], load_facts(facts)
     table = Table("left out", "stated facts, wrong", "implied facts, wrong", box=None)
     for name, patches in OF_VERDICT.items():

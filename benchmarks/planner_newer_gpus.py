@@ -1,10 +1,10 @@
-"""What parts of the time model are worth on GPUs that no constant is fitted to: the mean error without each.
+"""The contribution of parts of the time model on GPUs to which no constant is fitted: the mean error without each part.
 
     python benchmarks/planner_newer_gpus.py benchmarks/published/*h100.json benchmarks/published/*blackwell.json
 
-The runs are predicted with the constants that come along, fitted to A100. Each line takes one part of the model out, or
-puts a constant at the value at which it does nothing (an efficiency of 1, no seconds, no contention); nothing is fitted
-again. A mean is of the sizes of the errors of iterations' times, by what the runs are.
+The runs are predicted with the project's constants, which are fitted to A100. Each line removes one part of the model,
+or sets a constant to a value without an effect (an efficiency of 1, no seconds, no contention); nothing is fitted
+again. Each mean is over the absolute errors of the iteration times of one kind of runs.
 """
 
 import sys
@@ -34,7 +34,7 @@ CONSTANTS = {
     "product_efficiency": 1.0, "product_overhead": 0.0, "memory_efficiency": 1.0, "tensor_efficiency": 1.0,
     "link_efficiency": 1.0, "network_efficiency": 1.0, "contention": 0.0, "launch": 0.0,
 }  # fmt: skip
-"""At which value each does nothing."""
+"""Constant -> the value at which it has no effect."""
 
 
 def _rate_of_a100(device: Device, element_bytes: int) -> float:
@@ -60,7 +60,7 @@ SOFTWARE: dict[str, dict[str, bool]] = {
 
 
 def kind_of(entry: Entry) -> str:
-    """What a run is, in the words of a column."""
+    """The kind of a run, as the heading of a column."""
     generation = "H100" if entry.cluster.gpu.startswith("H") else "Blackwell"
     if entry.model.experts is not None:
         return f"experts, {generation}"
@@ -68,7 +68,7 @@ def kind_of(entry: Entry) -> str:
 
 
 def mean_errors(entries: list[Entry], constants: Constants, **software: bool) -> dict[str, float]:
-    """By kind. Runs that cannot be predicted without a part of their software are left out."""
+    """The mean absolute errors by kind of run. `software`: fields of the runs' software to change."""
     errors = defaultdict(list)
     for entry in entries:
         changed = replace(entry, software=replace(entry.software, **software))

@@ -1,15 +1,15 @@
-"""How near the planner comes to published runs of clusters that its constants were not fitted to, source by source.
+"""The planner's errors on published runs, source by source, with constants that were fitted without the source.
 
     python benchmarks/planner_sources.py benchmarks/published/*.json measurements.json
 
-A source is a paper, or the table of one software. Its runs are predicted by constants that were fitted without it: the
-runs of the calibration that are of the source are left out, and the others are fitted again. Printed are, by source,
+A source is a paper, or the table of one software. The calibration's runs of the source are left out, the constants are
+fitted again to the others, and the source's runs are predicted. The output has, by source,
 
-    errors      of whole iterations, predicted over measured time less 1, and of forwards and backwards of stages
-    regret      the measured time of the best of the planner's first three over that of the best, less 1, in each table
-                of a source with four runs and more, and over its whole: by time for model operations, a GPU
-    intervals   of 80%: how many runs of a source lie in the interval that the other sources give, and how wide it is
-    memory      of runs that printed it
+    errors      of whole iterations (predicted over measured time, less 1), and of forwards and backwards of stages
+    regret      the least measured time among the planner's first three choices over the least of all, less 1: in each
+                table of a source with at least four runs, and over a whole source by GPU seconds for an operation
+    intervals   of 80%: the number of the source's runs in the interval from the other sources, and the interval's width
+    memory      the error of the most memory, for runs that reported it
 
 and with --rows each run.
 """
@@ -34,11 +34,11 @@ from megatron.planner.published.validation import RowError, choices, residuals_o
 from megatron.planner.time.calibration import DEFAULT_NAME, load_calibration
 
 FEWEST = 4
-"""Configurations of a source, to be chosen among."""
+"""The least number of configurations among which a choice is judged."""
 
 
 def predicted(entries: Sequence[Entry], calibration) -> list[RowError]:
-    """Each run by constants that were fitted without its source."""
+    """Predict each run with constants that were fitted without the run's source."""
     asked = questions(entries)
     fitted = {name: asked[name] for name in calibration.entries if name in asked}
     constants, rows = {}, []
@@ -96,14 +96,14 @@ def regret_table(rows: Sequence[RowError]) -> Table:
 
 
 def _cost(row: RowError, seconds: float) -> float:
-    """GPU seconds for a model's operation."""
+    """The GPU seconds for one operation of the model."""
     each = row.entry
     operations = each.model.operations(each.configuration.global_batch_size)
     return seconds * each.configuration.num_gpus / operations
 
 
 def interval_table(runs: Sequence[Residual]) -> tuple[Table, list[float]]:
-    """Coverage by source, and the widths of all intervals that all runs together give: high over low, less 1."""
+    """The table of coverage by source, and the widths (high over low, less 1) of the intervals from all runs."""
     table = Table("source left out", "inside", "of", "no interval", box=None)
     counted = defaultdict(lambda: [0, 0, 0])
     for run in runs:

@@ -1,17 +1,17 @@
-"""How near a profile's predictions come to real runs on this machine's CPU: p = 1 and 2, t = 1 and 2, small models.
+"""The errors of a profile's predictions against real runs on this machine's CPU: p and t of 1 and 2, small models.
 
     python benchmarks/profile_accuracy.py                      # about 45 minutes on 2 cores; a table
     python benchmarks/profile_accuracy.py --json accuracy.json # also every number
 
 For each pair of degrees, profiles and training alternate: the model's blocks are profiled with tools/profile_model.py's
 session, each configuration of these degrees is trained for real, through torchrun, as `grid_search.py measure` does,
-the blocks are profiled again, and so on. A run is predicted by simulating its program on the times of the profile
-before it. "error" is the median over the rounds of the errors within the rounds, since a shared machine may be a tenth
-slower a minute later; "of medians" compares the medians over all rounds. "between" is the median error of the mean of
-what the profiles before and after a run say, which a planner cannot know.
+the blocks are profiled again, and so on. A run is predicted by simulating its program with the times of the profile
+before it. "error" is the median over the rounds of the errors within a round, since a shared machine may be a tenth
+slower a minute later; "of medians" compares the medians over all rounds. "between" is the median error of the mean
+prediction of the profiles before and after a run, which a planner cannot have.
 
-"others" says how much of the cores programs other than the benchmark used meanwhile. Where that is more than a few
-percent, the table measures them. What neighbours of a virtual machine do to it shows only in the rounds' errors.
+"others" is the share of the cores that other programs used during the run. If it is more than a few percent, the table
+measures those programs. The load of other virtual machines shows only in the errors of the rounds.
 """
 
 import argparse
@@ -46,7 +46,7 @@ MICRO_BATCH, NUM_MICROBATCHES = 2, 8
 
 @dataclass
 class Case:
-    """One configuration, with a number for each round."""
+    """A configuration with its predicted and measured seconds, and the load of other programs, for each round."""
 
     configuration: Configuration
     predicted: list[float] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Case:
 
     @property
     def errors(self) -> list[float]:
-        """The error of the prediction in each round; positive: too long."""
+        """The error of the prediction in each round; positive if the predicted time is too long."""
         return [predicted / measured - 1 for predicted, measured in zip(self.predicted, self.measured, strict=True)]
 
     @property
@@ -65,7 +65,7 @@ class Case:
 
     @property
     def error_between(self) -> float:
-        """With the mean of the predictions before and after."""
+        """The median error of the mean of the predictions before and after a run."""
         rounds = zip(self.predicted, self.predicted_after, self.measured, strict=True)
         return statistics.median((before + after) / 2 / measured - 1 for before, after, measured in rounds)
 
@@ -75,7 +75,7 @@ class Case:
 
 
 class Others:
-    """What part of the machine's processor time others use, between two moments."""
+    """The share of the machine's processor time that other programs have used since this object was made."""
 
     def __init__(self) -> None:
         self._start = self._read()
@@ -92,7 +92,7 @@ class Others:
 
 
 def _own_seconds() -> float:
-    """Processor time of this process and of its children that have ended; of running ones, what they have used."""
+    """The processor seconds of this process, of its children that have ended, and of all running descendants."""
     times = psutil.Process().cpu_times()
     seconds = times.user + times.system + times.children_user + times.children_system
     for child in psutil.Process().children(recursive=True):
@@ -121,7 +121,7 @@ def model_flags(args: argparse.Namespace) -> tuple[str, ...]:
 
 
 def run_group(cases: list[Case], args: argparse.Namespace, output: Path) -> None:
-    """All rounds of the configurations of one pair of degrees."""
+    """Run all rounds of the configurations of one pair of degrees."""
     argv = model_flags(args)
     runs = Runs(
         program=ROOT / "pretrain_gpt.py", argv=argv, output=output, iterations=args.iterations, warmup=args.warmup
@@ -144,7 +144,7 @@ def run_group(cases: list[Case], args: argparse.Namespace, output: Path) -> None
 
 
 def predictions(cases: list[Case], argv: tuple[str, ...], args: argparse.Namespace) -> list[float]:
-    """Seconds of an iteration of each case by a new profile of just what these degrees need."""
+    """Predict the seconds of an iteration of each case, from a new profile of the blocks that these degrees need."""
     tensor, pipeline = cases[0].configuration.tensor, cases[0].configuration.pipeline
     weights = (FLUSH, TWO_BW) if pipeline > 1 else (FLUSH,)
     profile = Session(
@@ -156,7 +156,7 @@ def predictions(cases: list[Case], argv: tuple[str, ...], args: argparse.Namespa
 
 
 def measure(case: Case, runs: Runs) -> float:
-    """Seconds of an iteration of training."""
+    """Train a case. Returns the measured seconds of an iteration."""
     others = Others()
     result = runs.run(TrialEntry(configuration=case.configuration))
     if result.status is not Status.DONE:

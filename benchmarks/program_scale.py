@@ -1,12 +1,12 @@
-"""How long it takes to build, lower, prove and simulate a pipeline program, and how that grows with its size.
+"""The CPU time to build, lower, prove and simulate a pipeline program, and its growth with the program's size.
 
     python benchmarks/program_scale.py
     python benchmarks/program_scale.py --schedule flush --stages 16 64 --microbatches 128 512 1024 --batches 3
 
-One line for each program: its instructions, the CPU seconds to build it (order, updates, versions, communication), to
-prove it and to simulate it, and each in microseconds for an instruction. CPU seconds, since it is one thread that waits
-for nothing: so the figures hold on a busy machine, too. The last line fits seconds = c * instructions ** e over all
-programs; e = 1 is linear growth. Where the output is no terminal, it is one JSON object.
+The table has one line for each program: its instructions, the CPU seconds to build it (order, updates, versions,
+communication), to prove it and to simulate it, and each time in microseconds for an instruction. CPU seconds are used
+since one thread works without waiting, so the figures hold on a busy machine, too. The last line fits seconds = c *
+instructions ** e over all programs; e = 1 is linear growth. If the output is not a terminal, it is one JSON object.
 """
 
 import argparse
@@ -34,7 +34,7 @@ SLOW_LINKS = Costs(forward_bytes=1.0, bandwidth=4.0, latency=0.1)
 
 @dataclass(frozen=True)
 class Measurement:
-    """One program: its extent and the least CPU seconds over the repetitions."""
+    """The measurement of one program: its sizes, and the least CPU seconds over the repetitions."""
 
     num_stages: int
     num_microbatches: int
@@ -53,7 +53,7 @@ def measure(schedule: Schedule, num_microbatches: int, num_batches: int, repeat:
     """Build, prove and simulate one program `repeat` times."""
     build_seconds, check_seconds, simulate_seconds = [], [], []
     for _ in range(repeat):
-        program = timeline = None  # those before are freed outside the clock
+        program = timeline = None  # frees the earlier ones outside of the timed section
         gc.collect()
         start = time.process_time()
         program = schedule.build((num_microbatches,) * num_batches)
@@ -77,7 +77,7 @@ def measure(schedule: Schedule, num_microbatches: int, num_batches: int, repeat:
 
 
 def exponent(sizes: Sequence[float], seconds: Sequence[float]) -> float:
-    """The slope of log(seconds) over log(size), by least squares."""
+    """The exponent e of seconds ~ size ** e: the slope of log(seconds) over log(size) by least squares."""
     x, y = [math.log(size) for size in sizes], [math.log(second) for second in seconds]
     mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
     spread = sum((each - mean_x) ** 2 for each in x)
@@ -97,7 +97,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def show(args: argparse.Namespace, measurements: list[Measurement], summary: dict[str, float | None]) -> None:
-    """A table, and the fit below it."""
+    """Print the table, and the fit below it."""
     table = Table(title=f"{args.schedule}, {args.batches} batches: build, lower, prove and simulate")
     for column in (
         "stages",

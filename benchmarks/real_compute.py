@@ -1,27 +1,28 @@
-"""Real compute on two stages: this project's engine, its peers, and the limit.
+"""Real computation on two stages: tokens/s of this project's engine and of its peers, beside the limit.
 
     python benchmarks/real_compute.py                     # 10 to 24 minutes; a table
     python benchmarks/real_compute.py --json result.json  # also every measured time
 
-Problem: schedules can be compared only at equal conditions, and on a shared machine conditions drift. Solution: two
+Problem: schedules can be compared only under equal conditions, and on a shared machine conditions drift. Solution: two
 processes of one thread each hold all contenders at once, with the same model and data, and run them in alternation: in
 each round every contender runs some batches, in an order that changes from round to round. A contender's ratio to the
 limit is the median of its ratios *within* the rounds.
 
-The limit is each stage's own compute (forwards, backwards, optimizer step) in the same two processes at the same time,
-without communication: no schedule can be faster. Every batch includes its optimizer step. Before a contender's batches
-are timed, one (three under 2bw, until its segments repeat) runs outside of the clock.
+The limit is the computation of each stage (forwards, backwards, optimizer step) in the same two processes at the same
+time, without communication: no schedule can be faster. Every batch includes its optimizer step. Before a contender's
+timed batches, one batch (three under 2bw, until its segments repeat) runs untimed.
 
-Flushing costs p-1 of m+p-1 slots, so the ideal of `flush` and its peers would be m/(m+1) of the limit. It is more: the
-step is no slot, and while one core waits the other one has the caches and the memory to itself. Both are measured, and
-the table gives the ideal from the stages' own times (`Own.flush_ideal`) and how far ahead of it 2bw can come.
+A flush costs p-1 of m+p-1 slots, so the ideal of `flush` and its peers would be m/(m+1) of the limit. The real ideal is
+higher: the step is not a slot, and while one core waits, the other core has the caches and the memory to itself. Both
+effects are measured, and the table gives the ideal from the stages' own times (`Own.flush_ideal`), and the greatest
+possible lead of 2bw.
 
-On two cores whatever else runs takes its time from the two computing threads. So the CPU seconds of each thread are
-measured, too, and a second table says what a batch of each contender took of the cores: the computing thread, all other
-threads of its process, and how long it was ready and had no core.
+On two cores every other thread takes time from the two computing threads. So the CPU seconds of each thread are
+measured, too. A second table shows for a batch of each contender the CPU time of the computing thread, of all other
+threads of its process, and the time for which the computing thread was ready without a core.
 
-Stages have to be balanced for the limit to mean anything: the vocabulary, and with it the output layer of the last
-stage, is adjusted until the stages' times differ by less than 3%; the table shows them.
+Stages have to be balanced for the limit to be meaningful: the vocabulary, and with it the output layer of the last
+stage, is adjusted until the stages' times differ by less than 3%; the output shows these times.
 """
 
 import argparse
@@ -56,30 +57,45 @@ BALANCE = 0.03
 
 @dataclass(frozen=True)
 class Own:
-    """A stage's own times, milliseconds: of a microbatch (forward and backward) while the other stage computes too, of
-    one while the other core waits, and of the optimizer step while the other stage steps."""
+    """A stage's own times in milliseconds.
+
+    Attributes:
+        microbatch: time of a microbatch (forward and backward) while the other stage computes.
+        microbatch_undisturbed: time of a microbatch while the other core waits.
+        step: time of the optimizer step while the other stage steps.
+    """
 
     microbatch: float
     microbatch_undisturbed: float
     step: float
 
     def limit(self, num_microbatches: int) -> float:
-        """Milliseconds of a batch."""
+        """The milliseconds of a batch without any waiting."""
         return num_microbatches * self.microbatch + self.step
 
     def flush_ideal(self, num_microbatches: int) -> float:
-        """Milliseconds of a batch that is flushed (p=2): before the first and after the last of the last stage's m
-        slots the first stage computes alone, a slot in all, and during one of the m it waits itself."""
+        """The least milliseconds of a batch with a flush, at p=2.
+
+        Before and after the last stage's m slots the first stage computes alone, for one slot in total, and during one
+        of the m slots the first stage waits.
+        """
         return (num_microbatches - 1) * self.microbatch + 2 * self.microbatch_undisturbed + self.step
 
 
 @dataclass
 class Result:
-    """Seconds per batch: num_microbatches -> contender -> one figure a round, the slower rank's. `own`: the stages'."""
+    """The results of all contenders.
+
+    Attributes:
+        own: the own times of both stages.
+        seconds: number of microbatches -> contender -> seconds per batch of each round, on the slower rank.
+        threads: the same keys -> for each round, the thread times per batch of both ranks.
+        first_losses, last_losses: contender -> the loss of its first and of its last batch.
+    """
 
     own: tuple[Own, Own]
     seconds: dict[int, dict[str, list[float]]]
-    threads: dict[int, dict[str, list[list[ThreadTimes]]]]  # likewise, of both ranks, seconds of a batch
+    threads: dict[int, dict[str, list[list[ThreadTimes]]]]
     first_losses: dict[str, float]
     last_losses: dict[str, float]
 
@@ -90,7 +106,7 @@ def progress(text: str) -> None:
 
 
 def measure(contender, num_microbatches: int, num_batches: int) -> tuple[float, list[ThreadTimes]]:
-    """Seconds per batch in a steady state, on the rank that took longer; what both ranks' threads took for it."""
+    """Measure the seconds per batch in the steady state on the slower rank, and the thread times of both ranks."""
     dist.barrier()
     for _ in range(3 if contender.name.endswith("2bw") else 1):
         contender.run(num_microbatches)
@@ -105,7 +121,7 @@ def measure(contender, num_microbatches: int, num_batches: int) -> tuple[float, 
 
 
 def own_times(contender, num_microbatches: int, num_batches: int) -> list[Own]:
-    """Each stage's own times, medians of some batches."""
+    """Measure the own times of both stages, as medians of some batches."""
     together, step = _own_milliseconds(contender, num_microbatches, num_batches)
     undisturbed = 0.0
     for rank in (0, 1):
@@ -116,7 +132,7 @@ def own_times(contender, num_microbatches: int, num_batches: int) -> list[Own]:
 
 
 def _own_milliseconds(contender, num_microbatches: int, num_batches: int) -> tuple[float, float]:
-    """Milliseconds of a microbatch without, and of the step; the first batch is not timed."""
+    """Measure the milliseconds of a microbatch without the step, and of the step. The first batch is not timed."""
     contender.run(num_microbatches)
     times, steps = [], []
     for _ in range(num_batches):
@@ -128,7 +144,7 @@ def _own_milliseconds(contender, num_microbatches: int, num_batches: int) -> tup
 
 
 def balance(model, args):
-    """`model` with the vocabulary that makes the stages equally long; one step of the secant method at a time."""
+    """Return `model` with the vocabulary that makes both stages take the same time, found by the secant method."""
     from benchmarks.real_compute_contenders import StageAlone
 
     def difference(vocab_size: int) -> float:
@@ -155,7 +171,7 @@ def balance(model, args):
 
 
 def compare(args) -> tuple[object, Result]:
-    """Build all contenders and run the rounds; called on both ranks, which return the same."""
+    """Build all contenders and run the rounds. Both ranks must call it, and return equal results."""
     from benchmarks.common.gpt import Model
     from benchmarks.real_compute_contenders import contenders
 
@@ -172,7 +188,7 @@ def compare(args) -> tuple[object, Result]:
         model = balance(model, args)
     entrants = contenders(model, args.contenders or CONTENDERS)
     gc.collect()
-    gc.freeze()  # as in training: a collection of everything takes longer than a microbatch
+    gc.freeze()  # as in training: a full garbage collection takes longer than a microbatch
     seconds: dict[int, dict[str, list[float]]] = {}
     threads: dict[int, dict[str, list[list[ThreadTimes]]]] = {}
     own: list[list[Own]] = []
@@ -201,7 +217,7 @@ def _median(times: list[Own]) -> Own:
 
 
 def run(args) -> None:
-    """In one of the two processes."""
+    """Run the comparison in one of the two processes; rank 0 reports."""
     from megatron import backend
 
     backend.keep_freed_memory()  # as in training; for all contenders
@@ -248,7 +264,7 @@ def report(model, result: Result, args) -> None:
 
 
 def table_of_threads(result: Result) -> Table:
-    """What a batch took of the cores, on the rank that waited least for the other: medians of the rounds."""
+    """The table of the thread times of a batch, on the rank that waited least for the other: medians of the rounds."""
     table = Table(title="milliseconds of a batch: all; of the computing thread, of others, without a core, waiting")
     table.add_column("")
     for num_microbatches in result.seconds:
@@ -277,7 +293,7 @@ def cell(model, num_microbatches: int, seconds: dict[str, list[float]], name: st
 
 
 def ratio(reference: list[float], times: list[float]) -> float:
-    """Speed relative to the reference: the median of the ratios within the rounds."""
+    """The speed relative to the reference: the median of the ratios within the rounds."""
     return statistics.median(r / t for r, t in zip(reference, times, strict=True))
 
 
@@ -301,7 +317,7 @@ def parse_arguments() -> argparse.Namespace:
     if unknown:
         parser.error(f"there is no contender {', '.join(unknown)}; the contenders are {', '.join(CONTENDERS)}")
     if args.contenders and "limit" not in args.contenders:
-        args.contenders.append("limit")  # what all are compared with
+        args.contenders.append("limit")  # the reference of all contenders
     return args
 
 

@@ -1,7 +1,7 @@
-"""What `real_compute.py` compares: each contender trains the same two-stage model, one global batch a call.
+"""The contenders of `real_compute.py`, each of which trains the same two-stage model, one global batch in each call.
 
-`Contender.run(num_microbatches)` runs one batch with its optimizer step, as a training loop would call it.
-`finish()` brings a contender to rest after a round; it stays outside of the clock.
+`Contender.run(num_microbatches)` runs one batch with its optimizer step, as a training loop would call it. `finish()`
+drains a contender after a round, and is not timed.
 """
 
 import abc
@@ -36,7 +36,7 @@ from megatron.pipeline.schedules import Schedule
 
 
 class Contender(abc.ABC):
-    """`losses`: mean loss of each batch, on the last stage, as far as they are known."""
+    """A way to train the model. `losses`: on the last stage, the mean losses of all reported batches."""
 
     name: str
 
@@ -45,7 +45,7 @@ class Contender(abc.ABC):
         self.losses: list[float] = []
 
     def data(self) -> Iterator[Data]:
-        """Microbatches without end, the same for every contender; made in advance, 64 different ones."""
+        """An endless iterator over 64 microbatches, made in advance and equal for every contender."""
         return itertools.cycle([microbatch(self.model, index) for index in range(64)])
 
     @abc.abstractmethod
@@ -56,8 +56,11 @@ class Contender(abc.ABC):
 
 
 class StageAlone(Contender):
-    """The limit: each stage's own forwards, backwards and step, at the same time as the other stage's, and without a
-    word between them. Inputs and output gradients are fixed. `step_seconds`: of each batch's step."""
+    """The limit: a stage's own forwards, backwards and step, at the same time as the other stage's, without
+    communication.
+
+    Inputs and output gradients are fixed. `step_seconds`: the seconds of each batch's step.
+    """
 
     name = "limit"
 
@@ -178,7 +181,7 @@ class TorchPipelining(Contender):
 
 
 class _TorchStage(torch.nn.Module):
-    """The chunk as torch.distributed.pipelining wants it: what is received comes as an argument."""
+    """The chunk in the form of torch.distributed.pipelining, which passes received tensors as arguments."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -193,7 +196,7 @@ class _TorchStage(torch.nn.Module):
 
 
 class Library(Contender):
-    """`megatron.pipeline.Pipeline`, over the module that torch.distributed.pipelining gets, with torch's AdamW."""
+    """`megatron.pipeline.Pipeline` over the same module as torch.distributed.pipelining, with torch's AdamW."""
 
     def __init__(self, model: Model, preset: str) -> None:
         super().__init__(model)
@@ -226,7 +229,8 @@ class Library(Contender):
 
 
 class _LibraryStage(_TorchStage):
-    """The same for `Pipeline`: the chunk computes the loss itself, so the last stage's output is what it receives."""
+    """The chunk in the form of `Pipeline`. The last stage returns its input, and `loss` runs the chunk, which computes
+    the loss itself."""
 
     def forward(self, received: torch.Tensor) -> torch.Tensor:
         return received if is_last_stage() else super().forward(received)
@@ -246,9 +250,9 @@ CONTENDERS: dict[str, Callable[[Model], Contender]] = {
     "torch 1F1B": lambda model: TorchPipelining(model, Schedule1F1B),
     "torch GPipe": lambda model: TorchPipelining(model, ScheduleGPipe),
 }
-"""All that can be compared, in the order of the table."""
+"""Name -> the function that makes the contender, in the order of the table."""
 
 
 def contenders(model: Model, names: Collection[str]) -> list[Contender]:
-    """Those with these names; collective, since the engines connect to their peers."""
+    """Make the contenders with the given names. Collective: both ranks must call it, since engines connect to peers."""
     return [make(model) for name, make in CONTENDERS.items() if name in names]

@@ -1,11 +1,11 @@
-"""How schedules grow from 8 to 16,384 GPUs, by simulation: the data, tables and pictures of docs/scaling.md.
+"""Schedules on 8 to 16,384 GPUs, by simulation: the data, tables and pictures of docs/scaling.md.
 
     python benchmarks/scaling.py                 # compute, and print the tables: minutes of one core
     python benchmarks/scaling.py --write         # and write docs/scaling.json, the pictures, and the page's tables
     python benchmarks/scaling.py --from docs/scaling.json --write   # only draw and write again
 
 Nothing is measured. Every number follows from the programs, the cost model that was calibrated on A100s
-(`megatron/planner/time`) and the memory model; the page says what these leave out.
+(`megatron/planner/time`) and the memory model; the page lists the effects that the models leave out.
 """
 
 import json
@@ -27,7 +27,7 @@ SHOWN = {
     "530B": (1, 8, 24, 36, 56),
     "1T": (1, 8, 16, 24, 32),
 }
-"""Numbers of replicas that tables show."""
+"""Model -> the numbers of replicas that tables show."""
 _FLUSHING = ("flush", "interleaved", "bpipe", "interleaved+balance")
 
 
@@ -60,7 +60,7 @@ def lost(row: dict) -> float:
 
 
 def bubble(data: dict) -> str:
-    """What each schedule loses, and how much faster 2bw is."""
+    """The table of the lost part of an iteration by schedule, and of the speed of 2bw over the others."""
     rows = []
     for model in study.MODELS:
         of = rows_of(data, model.name)
@@ -77,7 +77,7 @@ def bubble(data: dict) -> str:
 
 
 def _over(runs: dict[str, dict], name: str) -> str:
-    """How much more 2bw does in a second; in brackets, if the other's reductions were hidden to the last."""
+    """The speed of 2bw over schedule `name`, and in brackets the speed if all reductions of `name` were hidden."""
     if not {name, "2bw"} <= runs.keys():
         return ""
     row, other = runs[name], runs["2bw"]["seconds"]
@@ -85,7 +85,7 @@ def _over(runs: dict[str, dict], name: str) -> str:
 
 
 def flush(data: dict) -> str:
-    """Where the time of an iteration goes, on as many GPUs as all three schedules take."""
+    """The table of the parts of an iteration, on the largest number of GPUs on which all three schedules run."""
     rows = []
     for model in study.MODELS:
         of = rows_of(data, model.name)
@@ -104,7 +104,7 @@ def flush(data: dict) -> str:
 
 
 def memory(data: dict) -> str:
-    """GiB of the fullest GPU."""
+    """The table of the GiB on the fullest GPU."""
     rows = []
     for schedule in study.REMEMBERED:
         cells = []
@@ -118,7 +118,7 @@ def memory(data: dict) -> str:
 
 
 def traffic(data: dict) -> str:
-    """What a GPU sends in an iteration, and what that is in a second."""
+    """The table of the GB that a GPU sends in an iteration, and in a second."""
     rows = []
     for model in study.MODELS:
         of = rows_of(data, model.name)
@@ -136,7 +136,7 @@ def traffic(data: dict) -> str:
 
 
 def best(data: dict) -> str:
-    """The fastest configuration, and the MFU of the fastest of each schedule."""
+    """The table of the fastest configuration, and of the best MFU of each schedule."""
     rows = []
     for model in study.MODELS:
         for num_gpus in model.searched:
@@ -151,7 +151,7 @@ def best(data: dict) -> str:
 
 
 def conclusions(data: dict) -> str:
-    """What the tables say, in sentences."""
+    """The conclusions from the tables, as sentences."""
     lines = []
     for model in study.MODELS:
         found = {each: _of_schedules(data, model.name, each) for each in model.searched}
@@ -180,7 +180,7 @@ def _of_schedules(data: dict, model: str, num_gpus: int) -> dict[str, dict]:
 
 
 def _gain(rows: dict[str, dict], slower: tuple[str, ...], faster: tuple[str, ...]) -> float | None:
-    """How much more the best of `faster` does in a second than the best of `slower`; None where either is missing."""
+    """The speed of the best of `faster` over the best of `slower`, less 1; None if either has no row."""
     sides = [[rows[name]["seconds"] for name in names if name in rows] for names in (slower, faster)]
     return min(sides[0]) / min(sides[1]) - 1 if all(sides) else None
 
@@ -199,11 +199,11 @@ TABLES = {
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 DATA, PAGE, IMAGES = DOCS / "scaling.json", DOCS / "scaling.md", DOCS / "images"
 _DIGITS = 4
-_NOTHING = 1e-9  # of seconds, GB or GiB: what floating point leaves of a difference
+_NOTHING = 1e-9  # seconds, GB or GiB: a difference that is only rounding
 
 
 def compute(models: Sequence[study.Model]) -> dict:
-    """Everything, with numbers of four digits."""
+    """Compute all data, with numbers of four digits."""
     data = {"gpu": study.GPU, "between_nodes_gb": study.BETWEEN_NODES, "grown": [], "memory": [], "best": []}
     for model in models:
         print(f"{model.name}: replicas", file=sys.stderr, flush=True)
@@ -216,8 +216,7 @@ def compute(models: Sequence[study.Model]) -> dict:
 
 
 def rounded(value: object) -> object:
-    """The same data with numbers of four digits, none smaller than a billionth, so that files change only when results
-    do."""
+    """Round all numbers of `value` to four digits, and tiny ones to 0, so that files change only when results do."""
     if isinstance(value, dict):
         return {name: rounded(each) for name, each in value.items()}
     if isinstance(value, list):
@@ -230,7 +229,7 @@ def rounded(value: object) -> object:
 
 
 def text_of(data: dict) -> str:
-    """JSON with a line for each row, so that a change of one shows as one."""
+    """The data as JSON with a line for each row, so that a diff shows each changed row."""
     parts = []
     for name, value in data.items():
         text = json.dumps(value)
@@ -241,9 +240,9 @@ def text_of(data: dict) -> str:
 
 
 def page_with(tables: dict[str, str], page: str) -> str:
-    """The page with each table between its two marks, `<!-- table: NAME -->` and `<!-- end -->`.
+    """Put each table into the page, between its two marks, `<!-- table: NAME -->` and `<!-- end -->`.
 
-    Raises ValueError where marks and tables do not correspond.
+    Raises ValueError if marks and tables do not correspond.
     """
     found = re.findall(r"<!-- table: (\w+) -->", page)
     if sorted(found) != sorted(tables):

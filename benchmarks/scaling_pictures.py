@@ -24,7 +24,7 @@ _MEMORY = {
     "weights": "#7c97c4", "gradients": "#8dbb86", "optimizer": "#b9b9b9", "activations": "#f2b66d",
     "workspace": "#d7c9a6", "transfers": "#c65b52",
 }  # fmt: skip
-_CAPACITY, _HIGHEST = 79.25, 118  # GiB: of the GPU, of the picture
+_CAPACITY, _HIGHEST = 79.25, 118  # GiB: the GPU's memory, and the top of the picture
 
 
 def draw_all(data: dict, folder: Path) -> None:
@@ -50,7 +50,7 @@ def _models(panels: "list[Axes]") -> "Iterator[tuple[study.Model, Axes]]":
 
 
 def _gpus(axes: "Axes", counts: Sequence[int]) -> None:
-    """A logarithmic axis with as many of these numbers below it as are legible."""
+    """Make the x axis logarithmic, with as many of the numbers `counts` below it as are legible."""
     ticks = []
     for count in reversed(counts):
         if not ticks or count * 1.6 < ticks[-1]:

@@ -1,8 +1,8 @@
-"""What `scaling.py` computes: models, clusters and cells, each a configuration with its time, memory and traffic.
+"""The computations of `scaling.py`: models, clusters, and configurations with their time, memory and traffic.
 
-Every model keeps the degrees t and p and the global batch that papers train it with, and grows by replicas: d
-pipelines share the batch, so each gets fewer microbatches. That is how jobs grow in practice, since a larger batch
-would change the training.
+Every model keeps the degrees t and p and the global batch of its paper, and grows by replicas: d pipelines share the
+batch, so each pipeline gets fewer microbatches. Jobs grow in this way in practice, since a larger batch would change
+the training.
 """
 
 from collections.abc import Iterator
@@ -27,16 +27,17 @@ GPU, GPUS_PER_NODE, BETWEEN_NODES = "A100-80", 8, 200.0  # GB/s of a node: eight
 SCHEDULES = ("flush", "interleaved", "bpipe", "2bw")
 REMEMBERED = ("gpipe", "flush", "interleaved", "bpipe", "2bw", "2bw+balance", "pipedream")
 SEARCHED = ("flush", "interleaved", "bpipe", "interleaved+balance", "2bw", "2bw+balance")
-_SIMULATED, _NEAR = 3, 0.1  # of each schedule, if no slower in closed form than its first by this part
-_COUNTED = 20_000  # forwards of a program that is built to count its transfers
+# Of each schedule this many configurations are simulated, if their closed form is within this part of the first.
+_SIMULATED, _NEAR = 3, 0.1
+_COUNTED = 20_000  # the greatest number of forwards in a program that is built to count its transfers
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A GPT, how papers split it, and how far it is grown.
+    """A GPT, its degrees in papers, and the sizes of its jobs in this study.
 
     Attributes:
-        virtual: stages of a rank under `interleaved`.
+        virtual: number of stages on each rank under `interleaved`.
         data: numbers of replicas.
         remembered: number of replicas for which memory is compared.
         searched: numbers of GPUs for which all configurations are compared.
@@ -56,7 +57,7 @@ class Model:
         return self.tensor * self.pipeline * data
 
     def configuration(self, schedule: str, data: int) -> Configuration:
-        """Raises ValueError where the batch does not divide."""
+        """The configuration for a schedule and a number of replicas. Raises ValueError if the batch does not divide."""
         return Configuration(
             tensor=self.tensor, pipeline=self.pipeline, data=data,
             virtual=self.virtual if schedule == "interleaved" else 1, micro_batch_size=1,
@@ -93,23 +94,23 @@ def cluster_of(num_gpus: int) -> Cluster:
 
 
 def planner_of(model: Model, num_gpus: int, shape: Architecture | None = None) -> Planner:
-    """`shape`: another architecture than the model's."""
+    """Make the planner of a model on `num_gpus` GPUs. `shape`: an architecture in place of the model's."""
     cluster, shape = cluster_of(num_gpus), shape or model.architecture
     return Planner(shape, cluster, FirstPrinciples(shape, cluster))
 
 
-# --- one split, more and more replicas
+# --- fixed degrees t and p, growing numbers of replicas
 
 
 def grown(model: Model) -> Iterator[dict]:
-    """A row for each number of replicas and schedule."""
+    """Yield a row for each number of replicas and schedule."""
     for data in model.data:
         for schedule in SCHEDULES:
             yield cell(model, schedule, data)
 
 
 def cell(model: Model, schedule: str, data: int) -> dict:
-    """Time, where it goes, and traffic of one configuration; or why it cannot run."""
+    """The row of one configuration: its time with its parts, and its traffic; or the reason why it cannot run."""
     num_gpus = model.gpus(data)
     row = {"model": model.name, "gpus": num_gpus, "replicas": data, "schedule": schedule}
     planner = planner_of(model, num_gpus)
@@ -130,10 +131,11 @@ def cell(model: Model, schedule: str, data: int) -> dict:
 
 
 def times(costs: Costs, configuration: Configuration, schedule: Schedule) -> dict:
-    """Seconds of an iteration, and the parts of it: each is what the iteration is shorter by without it.
+    """The seconds of an iteration, and its parts.
 
-    `reductions` over replicas and of tied embeddings, `transfers` between stages, `moves` of saved activations. Of what
-    is left, the busiest rank computes and steps, and else fills and drains the pipeline.
+    The seconds of `reductions` (over replicas and of tied embeddings), `transfers` (between stages) and `moves` (of
+    saved activations) are those by which the iteration is shorter without them. The rest is divided into compute and
+    step of the busiest rank, and fill and drain of the pipeline.
     """
 
     total = last = simulated(costs, configuration, schedule)
@@ -159,7 +161,7 @@ def _given(value: object) -> bool:
 
 
 def sent(model: Model, configuration: Configuration, schedule: Schedule) -> dict[str, float]:
-    """Bytes that a GPU sends in an iteration, by kind; of each kind, the GPU that sends most."""
+    """The bytes that a GPU sends in an iteration, by kind, each for the GPU that sends most of that kind."""
     t, p, d = configuration.tensor, configuration.pipeline, configuration.data
     shape = model.architecture
     setting, layers = MEGATRON_CORE.activation_setting(configuration), shape.num_layers // schedule.num_stages
@@ -177,7 +179,8 @@ def sent(model: Model, configuration: Configuration, schedule: Schedule) -> dict
 
 
 def counted(schedule: Schedule, num_microbatches: int) -> MessageCounts:
-    """Transfers of a batch; of a long one by what p more microbatches add, once the pipeline is full."""
+    """Count the transfers of a batch. A long batch is extrapolated by the transfers of p more microbatches in a full
+    pipeline."""
     p = schedule.num_ranks
     most = max(6 * p, _COUNTED // schedule.num_stages // p * p) + num_microbatches % p
     if num_microbatches <= most:
@@ -198,7 +201,8 @@ def counted(schedule: Schedule, num_microbatches: int) -> MessageCounts:
 
 
 def memory(model: Model) -> Iterator[dict]:
-    """The fullest GPU under each schedule, and of what; pipedream with its batches of one microbatch, untied."""
+    """Yield the memory of the fullest GPU under each schedule, with its parts. pipedream has batches of one microbatch
+    and untied embeddings."""
     num_gpus = model.gpus(model.remembered)
     for schedule in REMEMBERED:
         preset, _, balance = schedule.partition("+")
@@ -214,7 +218,7 @@ def memory(model: Model) -> Iterator[dict]:
             yield {**row, "refused": str(error)}
             continue
         parts = {name: value / GIB for name, value in asdict(fullest.parts).items()}
-        del parts["communicators"]  # the study leaves them out, and the planner too then: see the page's end
+        del parts["communicators"]  # 0, since this study leaves communicators out (see the end of the page)
         yield {**row, "rank": fullest.rank, "gib": fullest.total / GIB, "parts": parts}
 
 
@@ -222,8 +226,10 @@ def memory(model: Model) -> Iterator[dict]:
 
 
 def best(model: Model, num_gpus: int) -> list[dict]:
-    """The fastest configuration of each schedule, of all degrees, microbatches and scopes that leave room in memory: of
-    those that closed forms put first, the one that simulation does.
+    """The fastest configuration of each schedule, over all degrees, microbatches and recompute scopes that fit in
+    memory.
+
+    The configurations with the best closed forms are simulated, and the fastest of them is chosen.
     """
     planner = planner_of(model, num_gpus)
     space = Space(

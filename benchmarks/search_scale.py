@@ -1,14 +1,15 @@
-"""How long a search takes, and how that grows with the choices.
+"""The time of a planner's search, and its growth with the number of choices.
 
     python benchmarks/search_scale.py
     python benchmarks/search_scale.py --models 13B 134B --repeat 3
 
-GPT-3s of growing size on A100 80 GB, all schedules and choices, as `tools/grid_search.py search` does it. One line for
-each: its choices (kept and rejected), the stages of all configurations whose memory or time was estimated, the CPU
-seconds to explore and microseconds for each of those stages, and the seconds to prove and simulate the best. CPU
-seconds, since it is one thread that waits for nothing: so the figures hold on a busy machine, too. "command" is the
-wall clock of the whole command, interpreter and imports included. The last line fits exploring seconds = c * stages **
-e over all models; e = 1 is linear growth. Where the output is no terminal, it is one JSON object.
+The searches are for GPT-3s of growing size on A100 80 GB, over all schedules and choices, as in `tools/grid_search.py
+search`. The table has one line for each model: its choices (kept and rejected), the stages of all configurations whose
+memory or time was estimated, the CPU seconds to explore and microseconds for each of those stages, and the seconds to
+prove and simulate the best choices. CPU seconds are used since one thread works without waiting, so the figures hold on
+a busy machine, too. "command" is the wall time of the whole command, interpreter and imports included. The last line
+fits exploring seconds = c * stages ** e over all models; e = 1 is linear growth. If the output is not a terminal, it is
+one JSON object.
 """
 
 import argparse
@@ -43,12 +44,12 @@ MODELS = {  # layers, hidden size, heads, nodes of 8 GPUs, sequences in a batch
     "530B": (105, 20480, 128, 280, 1920),
     "1T": (128, 25600, 160, 384, 3072),
 }
-"""BPipe, table 1; then Brown et al. 2020, Smith et al. 2022, and Narayanan et al. 2021b, on as many GPUs as there."""
+"""The models and GPUs of BPipe's table 1, of Brown et al. 2020, Smith et al. 2022, and Narayanan et al. 2021b."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One model: the least CPU seconds over the repetitions, and the wall clock of the command."""
+    """The measurement of one model: the least CPU seconds over the repetitions, and the wall time of the command."""
 
     model: str
     num_gpus: int
@@ -87,7 +88,7 @@ def measure(name: str, repeat: int, *, command: bool) -> Measurement:
 
 
 class _Counting(Planner):
-    """Counts the stages that it estimates."""
+    """A planner that counts the stages that it estimates."""
 
     num_stages = 0
 
@@ -99,7 +100,7 @@ class _Counting(Planner):
 def _search(
     shape: Architecture, cluster: Cluster, space: Space, *, num_simulated: int | None
 ) -> tuple[float, Outcome, int]:
-    """CPU seconds, what was found, and the stages that were estimated."""
+    """Run a search. Returns its CPU seconds, its outcome, and the number of stages that it estimated."""
     _clear()
     planner = _Counting(shape, cluster, FirstPrinciples(shape, cluster, constants=default_constants()))
     gc.collect()
@@ -109,7 +110,7 @@ def _search(
 
 
 def _clear() -> None:
-    """What an earlier search has left in caches would make the next one faster."""
+    """Clear the caches of all functions, since values of an earlier search would make the next one faster."""
     for module in list(sys.modules.values()):
         if getattr(module, "__name__", "").startswith("megatron."):
             for value in vars(module).values():
@@ -140,7 +141,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def show(measurements: list[Measurement], slope: float | None) -> None:
-    """A table, and the fit below it."""
+    """Print the table, and the fit below it."""
     table = Table(title="searches on A100 80 GB")
     for column in (
         "GPT-3",

@@ -1,20 +1,20 @@
-"""How far the simulator is from real runs: every schedule, even and uneven stages, fast and slow links.
+"""The simulator's errors against real runs: every schedule, even and uneven stages, fast and slow links.
 
     python benchmarks/simulator_accuracy.py                              # 72 cases, p = 4 and 8: about 20 minutes
     python benchmarks/simulator_accuracy.py --stages 4 --only 2bw bpipe  # some of them
     python benchmarks/simulator_accuracy.py --pictures DIR               # and each pair of timelines as a picture
 
-The executor runs each schedule on stages that sleep (a rank's forward 40 ms on the mean, its backward 80), with a step,
-reductions, and moves of saved activations, between real processes. Uneven stages are 0.8 to 1.3 times as long, in an
-order in which forward and backward differ. Slow links take 0.1 to 0.6 forwards for a tensor and deliver it 0.1 to 0.3
-forwards later, by edge (`common/paced_links.py`); fast ones are the loopback device, whose latency is measured between
-the runs. The simulator is told the same times, and that latency, and nothing else that was measured.
+The executor runs each schedule on stages that sleep (a rank's mean forward is 40 ms, its backward 80), with a step,
+reductions, and moves of saved activations, between real processes. Uneven stages take 0.8 to 1.3 times as long, in
+different orders for forwards and backwards. Slow links are occupied for 0.1 to 0.6 forwards by a tensor and deliver it
+0.1 to 0.3 forwards later, by edge (`common/paced_links.py`). Fast links are the loopback device, whose latency is
+measured between the runs. The simulator gets the same times and this latency, and no other measured value.
 
-For each case: seconds per batch in the steady state, and of the whole run from a drained state to a drained one, by the
-same functions of both timelines; the error is simulated over measured, less one. `busy` is the share of all cores' time
-that all processes took; above 25% the figures say more about the cores than about the simulator, so stretch the times
-then (`--stretch 2`). What ran has to be the program that was simulated, instruction by instruction and in its order; a
-difference makes the exit status 1.
+The table has for each case the seconds per batch in the steady state, and of the whole run from a drained state to a
+drained state, by the same functions of both timelines; the error is simulated over measured, less one. `busy` is the
+share of all cores' time that all processes used. If it is above 25%, the cores are too busy for the figures to show the
+simulator's errors, so stretch the times (`--stretch 2`). The executed instructions must be those of the simulated
+program, in the same order; a difference makes the exit status 1.
 """
 
 import argparse
@@ -52,7 +52,7 @@ from megatron.pipeline.simulate.costs import Costs
 from megatron.pipeline.simulate.timeline import Timeline
 
 EMULATED = "gloo, emulated"
-"""A backend of this benchmark: a case says what its links are."""
+"""The name of this benchmark's backend, whose links are registered for each case."""
 _ACTIVATION_BYTES = 1 << 12
 
 # Shares of the mean, in turn over the stages or edges.
@@ -62,9 +62,12 @@ _OCCUPATION, _LATENCY = (0.3, 0.6, 0.1), (0.2, 0.1, 0.3)  # of a stage's forward
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A schedule with its costs. `forward`: seconds of a rank's mean forward; a backward takes twice as long.
+    """A schedule with its costs.
 
-    `uneven`: stages differ. `slow`: links take time, by edge; otherwise they are the loopback device.
+    Attributes:
+        forward: seconds of a rank's mean forward; a backward takes twice as long.
+        uneven: whether stages take different times.
+        slow: whether links take time, by edge; otherwise they are the loopback device.
     """
 
     schedule: str
@@ -80,7 +83,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """`2bw, balance, uneven, slow links`, without p and m."""
+        """The case without p and m as text, such as `2bw, balance, uneven, slow links`."""
         words = [self.schedule]
         words += [word for word in ("recompute", "balance") if getattr(self, word)]
         return ", ".join([*words, "uneven" if self.uneven else "even", "slow links" if self.slow else "fast links"])
@@ -101,7 +104,7 @@ class Case:
         )  # fmt: skip
 
     def costs(self, latency: float) -> Costs:
-        """What the stages and links are told to take, and the simulator with them; `latency`: of fast links."""
+        """The costs of the emulated stages and links, and of the simulation. `latency`: seconds of fast links."""
         forward = self.forward / self.num_virtual_stages
         shares = [(_in_turn(each, self.num_stages) if self.uneven else 1.0) for each in (_FORWARD, _BACKWARD)]
         forwards, backwards = (_times(mean, share) for mean, share in zip((forward, 2 * forward), shares, strict=True))
@@ -127,20 +130,20 @@ def _times(seconds: float, shares: list[float] | float) -> list[float] | float:
 
 @dataclass(frozen=True, kw_only=True)
 class AccuracyJob(Job):
-    """`cases` in their order, each `repeats` times."""
+    """A job that runs `cases` in their order, each `repeats` times."""
 
     cases: tuple[Case, ...]
 
 
 class AccuracyRank(Rank):
-    """One process of a job."""
+    """One process of a job, which runs all cases and traces them."""
 
     def __init__(self, job: AccuracyJob) -> None:
         super().__init__(job)
         self._ends = dist.new_group([0, job.num_stages - 1])
 
     def run(self) -> dict:
-        """Measure everything; on rank 0 the timelines as plain data."""
+        """Measure everything. Returns on rank 0 the latencies, and the timelines as plain data."""
         runs, latencies = [], []
         for number, case in enumerate(self.job.cases):
             latencies += self.latencies(f"latency/{number}")
@@ -221,7 +224,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def cases(args: argparse.Namespace, num_ranks: int) -> tuple:
-    """Every schedule with even and uneven stages, on fast and slow links; the quick form: uneven and slow."""
+    """Every schedule with even and uneven stages, on fast and slow links; with --smoke only uneven and slow."""
 
     made = []
     for name, uneven, slow in product(args.only, (False, True), (False, True)):
@@ -236,7 +239,7 @@ def cases(args: argparse.Namespace, num_ranks: int) -> tuple:
 
 
 def rows_of(job, result: dict, pictures: Path | None) -> list[dict]:
-    """A row for each run: simulated beside measured."""
+    """A row for each run, with simulated and measured times."""
     latency, rows = statistics.median(result["latencies"]), []
     for index, run in enumerate(result["runs"]):
         case, measured = job.cases[run["case"]], Timeline.from_dict(run["measured"])

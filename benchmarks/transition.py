@@ -1,19 +1,20 @@
-"""What it takes to give a run other degrees: its state through the ranks' memory, beside a checkpoint on tmpfs.
+"""The time to change a run's degrees, with its state moved through the ranks' memory or by a checkpoint on tmpfs.
 
     python benchmarks/transition.py                             # about 4 minutes, 4 processes
     python benchmarks/transition.py --hidden-size 128 --layers 4 --repeats 1
     python benchmarks/transition.py --json found.json
 
-A GPT whose optimizer state is filled with random numbers goes from p=4, d=1 to p=2, d=2 and back, by turns through
-memory and through a checkpoint in /dev/shm, in the same processes. Groups, chunks and optimizer are built anew in both.
+A GPT whose optimizer state is filled with random numbers changes from p=4, d=1 to p=2, d=2 and back, alternately
+through memory and through a checkpoint in /dev/shm, in the same processes. Both ways build groups, chunks and optimizer
+anew.
 
-state       describe and hand over, or save and load: what differs between the two
-transition  with the groups and the chunks and the optimizer of the new degrees
-ratio       memory over checkpoint, of the state, within a repeat
-bounded by  seconds of the same bytes, sent round a ring by all ranks at once: bare transfers, one copy into a message
-            and one out of it, and a checksum at either end. The rest is the plan, pickled lists, and ranks that wait.
+state       describe and hand over, or save and load: the part in which the two ways differ
+transition  the state, and building the groups, chunks and optimizer of the new degrees
+ratio       seconds of the state through memory over those through a checkpoint, within a repeat
+bounded by  seconds of the same bytes, sent round a ring by all ranks at the same time: bare transfers, one copy into a
+            message and one out of it, and a checksum at either end. The rest is planning, pickled lists, and waiting.
 
-Figures are medians of the repeats with least and greatest in parentheses, on the rank that took longest.
+Figures are medians of the repeats with least and greatest in parentheses, on the slowest rank.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from benchmarks.common.tables import spread
 
 @dataclass(frozen=True)
 class Job:
-    """`flags` of the run beside its degrees; its stages before and after; where checkpoints go."""
+    """A run: its `flags` without the degrees, its numbers of stages before and after, and the folder of checkpoints."""
 
     flags: str
     world_size: int
@@ -57,7 +58,7 @@ def flags_of(options: argparse.Namespace, optimizer: str) -> str:
 
 
 def report(optimizer: str, found: dict, say: Callable[[str], None] = print) -> float:
-    """Print one optimizer's table; returns the median ratio of the state's seconds."""
+    """Print one optimizer's results. Returns the median ratio of the state's seconds."""
     turns = {way: [each["seconds"] for each in found["turns"] if each["memory"] == way] for way in (True, False)}
     state = {
         True: [each["describe"] + each["hand over"] for each in turns[True]],

@@ -1,6 +1,7 @@
-"""What the processes of `transition.py` run: a run gets other degrees, through memory and through a checkpoint.
+"""The processes of `transition.py`, which change a run's degrees through memory and through a checkpoint.
 
-The old run stays as it is; every turn builds a new one, fills it, compares it with the turn before and drops it.
+The old run stays unchanged. Every turn builds a new run, loads its state, takes a digest of it for the comparison of
+all turns, and drops it.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def arguments(job: Job, num_stages: int) -> Namespace:
 
 
 def hold_versions(parts: RunParts) -> None:
-    """Let a run that was just built have the weight versions of one drained after `ITERATION` batches."""
+    """Give a new run the weight versions of a run that is drained after `ITERATION` batches."""
     oldest, *others = parts.update.weights.entry_versions(ITERATION)
     parts.update.versions.reset(oldest)
     for version in others:
@@ -61,8 +62,10 @@ def hold_versions(parts: RunParts) -> None:
 
 @torch.no_grad()
 def randomize(parts: RunParts) -> int:
-    """Fill the optimizer's state with numbers that depend on nothing but a seed and the stage; replicas' are equal.
-    Returns the bytes of the rank's state."""
+    """Fill the optimizer's state with random numbers that depend only on the stage, so that replicas are equal.
+
+    Returns the number of bytes of the rank's state.
+    """
     state = hold_run(parts, iteration=ITERATION)
     generator = torch.Generator().manual_seed(parallel_state.get_pipeline_model_parallel_rank())
     tensors = [each.data for each in nested_values(state) if isinstance(getattr(each, "data", None), torch.Tensor)]
@@ -72,7 +75,7 @@ def randomize(parts: RunParts) -> int:
 
 
 def digest(parts: RunParts) -> str:
-    """A digest of all tensors of the rank's state."""
+    """The digest of all tensors of the rank's state."""
     found = hashlib.blake2b()
     for each in nested_values(hold_run(parts, iteration=ITERATION)):
         if isinstance(getattr(each, "data", None), torch.Tensor):
@@ -81,7 +84,7 @@ def digest(parts: RunParts) -> str:
 
 
 class Clock:
-    """Seconds of named phases, on the rank that took longest."""
+    """A clock of named phases: a call runs a phase, and adds its seconds on the slowest rank to `seconds`."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -97,7 +100,8 @@ class Clock:
 
 
 def turn(job: Job, args: Namespace, parts: RunParts, *, through_memory: bool) -> dict:
-    """From the old degrees to the new ones, and back: seconds of each phase, bytes sent, a digest of what arrived."""
+    """Change to the new degrees, and back. Returns the seconds of each phase, the bytes sent, and the new state's
+    digest."""
     clock, path = Clock(), job.directory
     if through_memory:
         state = clock("describe", lambda: hold_run(parts, iteration=ITERATION))
@@ -128,8 +132,10 @@ def turn(job: Job, args: Namespace, parts: RunParts, *, through_memory: bool) ->
 
 
 def bare(num_bytes: int) -> dict[str, float]:
-    """Seconds of what a hand-over consists of, for `num_bytes` that go round a ring of all ranks, `num_bytes` over
-    their number each: on the wire, packed and unpacked, and summed up on both ends."""
+    """Measure the seconds of the parts of a hand-over: transfer, copies into and out of messages, and checksums.
+
+    The ranks send `num_bytes` in total round a ring, with an equal part from each rank.
+    """
     rank, ranks, clock = dist.get_rank(), dist.get_world_size(), Clock()
     size = max(1, num_bytes // ranks)
     out, into = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
@@ -154,7 +160,10 @@ def _total(number: float) -> int:
 
 
 def take_turns(job: Job) -> dict:
-    """All turns of a job on this rank, whose default group is up; the same on all ranks but for the digests."""
+    """Run all turns of a job on this rank. Returns the same on all ranks, except the digests.
+
+    Precondition: the default process group is initialized.
+    """
     os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE=str(job.world_size), LOCAL_RANK=str(dist.get_rank()))
     args = arguments(job, job.stages[0])
     initialize.set_up(args)

@@ -1,21 +1,22 @@
-"""What pairs cost where they cross the network between two hosts, and what pair-adjacent placement saves.
+"""The cost of BPipe's pairs across the network between two hosts, and the saving by pair-adjacent placement.
 
     python benchmarks/two_hosts.py                 # about 2 minutes; needs Linux network namespaces (tools/hosts.py)
     python benchmarks/two_hosts.py --rate 100      # a slower link
     python benchmarks/two_hosts.py --json result.json
 
-Two hosts in network namespaces, joined by a link of `--rate` Mbit/s each way. Each runs half of the stages of `bpipe`:
-engine, transfers and moves of saved activations are real and cross the real link, while stages sleep instead of
-computing. The same processes run the stages in two orders, in turns: `standard` (the first half of the stages on the
-first host, so that pairs cross) and `pair-adjacent` (no pair does).
+Two hosts in network namespaces are joined by a link of `--rate` Mbit/s each way. Each host runs half of the stages of
+`bpipe`: engine, transfers and moves of saved activations are real and cross the real link, while stages sleep instead
+of computing. The same processes run the stages in two orders, in turns: `standard` (the first half of the stages on the
+first host, so that all pairs cross) and `pair-adjacent` (no pair crosses).
 
-sent       bytes that a host's network device has counted during the run, per batch, beside what the program's sends
-           predict: boundary activations and gradients, evictions and returns, of the stages whose peer is on the other
-           host. Headers and acknowledgements of TCP, and the reductions of the norm, come on top, and what TCP sends
-           again, as it does where an acknowledgement is late: by the kernel's count of segments, at most so much.
-ratio      time per batch under standard over that under pair-adjacent, within a repeat.
-simulated  `megatron.pipeline.simulate` of the same program, where a transfer that crosses takes its bytes over the
-           rate. It gives each kind of traffic a link of its own, which here all share, so both times are lower bounds.
+sent       bytes per batch by the counter of a host's network device, beside the bytes predicted from the program's
+           sends: activations, gradients, evictions and returns of the stages whose peer is on the other host. TCP's
+           headers and acknowledgements and the reductions of the norm come in addition, and so do segments that TCP
+           sends again after a late acknowledgement, for which the kernel's count gives an upper bound.
+ratio      time per batch under standard over the time under pair-adjacent, within a repeat.
+simulated  `megatron.pipeline.simulate` of the same program, in which a transfer between hosts takes its bytes over the
+           rate. Each kind of traffic has a simulated link of its own, but the real link is shared, so both times are
+           lower bounds.
 
 Figures are medians of the repeats with least and greatest in parentheses.
 """
@@ -52,12 +53,12 @@ from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
 from tools.hosts import Hosts, HostsUnavailable, own_traffic, resent_bytes
 
-PORT = 29500  # of a network where nobody else is
+PORT = 29500  # always free, in a network namespace of its own
 TIMEOUT = timedelta(seconds=60)
 
 
 def engine(job: dict, slots: list[int]) -> PipelineEngine:
-    """This process's, with the stage that the mapping gives it."""
+    """Make this process's engine, with the stage that the mapping gives it. `slots`: the process of each stage."""
     memory = ActivationMemory()
     stage = EmulatedStage(
         index=slots.index(dist.get_rank()), num_stages=job["num_stages"], activation_memory=memory,
@@ -70,8 +71,10 @@ def engine(job: dict, slots: list[int]) -> PipelineEngine:
 
 
 def run(job: dict) -> dict[str, dict]:
-    """By mapping and repeat: seconds, the bytes that each host has sent, and how many of them at most were sent before
-    (how many there are depends on how busy the machine is, not on the program). The first turns are not counted."""
+    """Run all turns. Returns by mapping, for each repeat: seconds, bytes sent by each host, and a bound of resent ones.
+
+    Resent bytes depend on the load of the machine, not on the program. The first turn of each mapping is not counted.
+    """
     engines = {name: engine(job, slots) for name, slots in job["slots"].items()}
     found = {name: {"seconds": [], "sent": [], "resent": []} for name in engines}
     batches = [job["num_microbatches"]] * job["batches"]
@@ -96,7 +99,7 @@ def run(job: dict) -> dict[str, dict]:
 
 
 def run_rank(rank: str, address: str, job: str) -> None:
-    """One process. `address`: of the first one; `job`: as JSON."""
+    """Run one process. `address`: address of rank 0's host. `job`: the job as JSON."""
     asked, where = json.loads(job), f"tcp://{address}:{PORT}"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=where, rank=int(rank), world_size=asked["num_stages"], timeout=TIMEOUT)
@@ -120,7 +123,7 @@ def host_of_stages(mapping: str, num_stages: int) -> list[int]:
 
 
 def crossing_bytes(program: Program, host: Sequence[int], *, payload_bytes: int, activation_bytes: int) -> list[dict]:
-    """By host, what `program` sends to the other one: bytes between neighbours and bytes between pairs."""
+    """The bytes that each host sends to the other under `program`: between neighbours, and between pairs."""
     p = len(host)
     sent = [{"neighbours": 0, "pairs": 0} for _ in range(2)]
     for instruction in (instruction for row in program.rows for instruction in row):
@@ -170,7 +173,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure(args: argparse.Namespace, directory: Path) -> list[dict]:
-    """Run the processes on both hosts; what each mapping took and sent, by repeat."""
+    """Run the processes on both hosts. Returns the result of `run`."""
     result = directory / "result.json"
     job = {
         "num_stages": args.stages, "num_microbatches": args.microbatches, "batches": args.batches,

@@ -1,7 +1,7 @@
-"""Jobs of processes whose stages sleep instead of computing: what the benchmarks on emulated stages share.
+"""Jobs of processes whose stages sleep instead of computing: the common part of the benchmarks on emulated stages.
 
-A job is one set of processes, `num_stages * num_replicas` of them. Engine, links and lanes are real; what the stages
-take is told. Whatever proves a program runs outside of the clock.
+A job is one set of `num_stages * num_replicas` processes. Engine, links and lanes are real; the times of the stages are
+given. Programs are proved outside of the timed sections.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ NUM_EXCHANGES = 12
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """`num_stages`: processes of a pipeline. `batches` are timed, `repeats` times over."""
+    """The extent of a job: processes of a pipeline, replicas, bytes between stages, timed batches, and repeats."""
 
     num_stages: int
     num_replicas: int = 1
@@ -48,7 +48,7 @@ class Job:
 
 
 class Rank(ABC):
-    """One process of a job; `run` measures everything and returns plain data, which counts on rank 0."""
+    """One process of a job. `run` measures everything and returns plain data, of which rank 0's is used."""
 
     def __init__(self, job: Any) -> None:
         self.job = job
@@ -58,10 +58,10 @@ class Rank(ABC):
 
     @abstractmethod
     def run(self) -> dict:
-        """Measure on this rank; returns what the rank has found."""
+        """Measure on this rank. Returns the results as plain data."""
 
     def stages(self, schedule: Schedule, times: Callable[[int], EmulatedTimes], **options: Any) -> list[EmulatedStage]:
-        """This rank's stages. `times`: of a stage by its number; `options`: of `EmulatedStage`."""
+        """Make this rank's stages. `times`: number of a stage -> its times. `options`: arguments of `EmulatedStage`."""
         return [
             EmulatedStage(index=index, num_stages=schedule.num_stages, times=times(index),
                           payload_bytes=self.job.payload_bytes, **options)
@@ -69,8 +69,11 @@ class Rank(ABC):
         ]  # fmt: skip
 
     def traced_run(self, engine: PipelineEngine, schedule: Schedule, batches: Sequence[int]) -> dict:
-        """Run batches of so many microbatches each from a drained state to a drained one; on rank 0 `measured`, their
-        timeline, `busy`, and the numbers of the first batch and its first microbatch."""
+        """Run batches from a drained state to a drained state, and trace them.
+
+        `batches`: number of microbatches of each. Returns on rank 0 `measured`, the timeline; `busy`, the used share of
+        the cores; and the numbers of the first batch and of its first microbatch.
+        """
         first = {"first_batch": engine.next_batch, "first_microbatch": engine.next_microbatch}
         prove(schedule, batches, **first)
         gc.collect()
@@ -83,10 +86,11 @@ class Rank(ABC):
         return {} if traces is None else {"busy": share, "measured": timeline(traces).to_dict(), **first}
 
     def latencies(self, scope: str) -> list[float]:
-        """Seconds from posting a send to its arrival, under the conditions of a run.
+        """Measure the seconds from posting a send to its arrival, under the conditions of a run.
 
-        In a steady 1f1b both ends of an edge send at once, at the end of a computation that slept, to a receive posted
-        before; with backwards twice as long as forwards every third edge is at that point at the same time.
+        In a steady 1f1b both ends of an edge send at the same time, at the end of a computation that slept, to a
+        receive that was posted before. With backwards twice as long as forwards, every third edge does so at the same
+        time.
         """
         stage, p = self.stage, self.job.num_stages
         samples = []
@@ -103,7 +107,7 @@ class Rank(ABC):
         return [seconds for each in gathered(samples) for seconds in each]
 
     def _links(self, edge: int, scope: str) -> tuple[GlooLink, GlooLink]:
-        """(from this stage, to this stage) over one edge."""
+        """Make the links of one edge: (from this stage, to this stage)."""
         store = distributed_c10d._get_default_store()
         is_low = self.stage == edge
         links = {}
@@ -132,7 +136,7 @@ class Rank(ABC):
 
 @contextlib.contextmanager
 def engines(contenders: Collection[Any], make: Callable[[Any], PipelineEngine]) -> Iterator[dict[str, PipelineEngine]]:
-    """An engine for each contender, by its name; they are closed together at the end."""
+    """A block with an engine for each contender, by name. All engines are closed together at its end."""
     made = {each.name: make(each) for each in contenders}
     yield made
     dist.barrier()
@@ -141,14 +145,14 @@ def engines(contenders: Collection[Any], make: Callable[[Any], PipelineEngine]) 
 
 
 def times_of(seconds: Mapping[Kind, Sequence[float]]) -> Callable[[int], EmulatedTimes]:
-    """What a stage sleeps for, by the seconds of each kind at each stage."""
+    """A function from the number of a stage to its times. `seconds`: kind of instruction -> seconds by stage."""
     return lambda stage: EmulatedTimes(
         *(seconds[kind][stage] for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.RECOMPUTE))
     )
 
 
 def prove(schedule: Schedule, batches: Sequence[int], **first: int) -> None:
-    """Prove the programs of batches; what is proved is kept, so that no engine does it again."""
+    """Prove the programs of batches. The proofs are cached, so that no engine proves them again."""
     stream = schedule.stream(**first)
     for num_microbatches in batches:
         stream.start_batch(num_microbatches)
@@ -156,32 +160,32 @@ def prove(schedule: Schedule, batches: Sequence[int], **first: int) -> None:
 
 
 def run_batches(engine: PipelineEngine, batches: Sequence[int]) -> None:
-    """Run batches of so many microbatches each, of a sample each."""
+    """Run batches with the given numbers of microbatches, of one sample each."""
     for num_microbatches in batches:
         engine.run_batch(num_microbatches, num_microbatches)
 
 
 def busy(cpu_seconds: float, seconds: float) -> float:
-    """The share of all cores' time that all processes took together."""
+    """The share of all cores' time that all processes have used together."""
     return sum(gathered(cpu_seconds)) / seconds / len(os.sched_getaffinity(0))
 
 
 def executed(engine: PipelineEngine) -> list[Instruction]:
-    """The instructions of this rank that the tracer has seen, in their order."""
+    """The traced computing instructions of this rank, in their order."""
     return [span.instruction for span in engine.trace().spans if span.track == COMPUTE]
 
 
 def words_of(timeline: Timeline) -> list[list[str]]:
-    """The rows of a timeline's program as text, which can be compared."""
+    """The rows of a timeline's program as text, for comparison."""
     return [list(map(str, row)) for row in timeline.rows]
 
 
 def run_job(job: Job, rank_class: type[Rank]) -> dict:
-    """Start the processes of a job and wait for them; what `Rank.run` returned on rank 0."""
+    """Start the processes of a job and wait for them. Returns the result of `Rank.run` on rank 0."""
     return run_group(job.world_size, _run, job, rank_class)
 
 
 def _run(job: Job, rank_class: type[Rank]) -> dict:
     gc.collect()
-    gc.freeze()  # as in training: a collection of everything that is imported takes longer than a computation
+    gc.freeze()  # as in training: a full garbage collection takes longer than a computation
     return rank_class(job).run()

@@ -1,6 +1,6 @@
-"""A GPT of megatron.core for benchmarks that compute: a stage for each rank, the same for every contender.
+"""A GPT of megatron.core for benchmarks that compute: a stage for each rank, equal for every contender.
 
-Weights follow from a seed and the stage, data from the number of the microbatch, so that losses can be compared.
+Weights depend only on a seed and the stage, data only on the microbatch's number, so that losses can be compared.
 """
 
 from dataclasses import dataclass
@@ -20,8 +20,11 @@ LEARNING_RATE, WEIGHT_DECAY = 1.0e-4, 0.01
 
 @dataclass(frozen=True)
 class Model:
-    """Extent of the model: `layers` transformer layers on each stage; the first has `extra_layers` more, against the
-    output layer of the last, whose cost `vocab_size` sets."""
+    """The sizes of the model.
+
+    Each stage has `layers` transformer layers. The first stage has `extra_layers` more, to balance the output layer of
+    the last stage, whose cost depends on `vocab_size`.
+    """
 
     hidden_size: int
     heads: int
@@ -38,7 +41,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Data:
-    """One microbatch, each [micro_batch_size, seq_length] of int64."""
+    """One microbatch: tokens and labels, each an int64 tensor [micro_batch_size, seq_length]."""
 
     tokens: torch.Tensor
     labels: torch.Tensor
@@ -59,8 +62,11 @@ def gpt_stage(
     *, num_layers: int, num_stages: int, hidden_size: int, heads: int, vocab_size: int, seq_length: int,
     dtype: torch.dtype = torch.float32, **config: Any,
 ) -> GPTModel:  # fmt: skip
-    """This rank's stage of a GPT with the weights of its seed, with untied embeddings and without dropout, which not
-    every contender can have. `config`: further fields of `TransformerConfig`."""
+    """Build this rank's stage of a GPT, with weights from the stage's seed.
+
+    Embeddings are untied and there is no dropout, since not every contender supports them. `config`: further fields of
+    `TransformerConfig`.
+    """
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
     torch.manual_seed(1234 + parallel_state.get_pipeline_model_parallel_rank())
     settings = TransformerConfig(
@@ -77,7 +83,7 @@ def gpt_stage(
 
 
 def gpt_chunk(model: Model) -> GPTModel:
-    """This rank's stage of two, FP32, with the weights that every contender starts from."""
+    """Build this rank's stage of a pipeline of two, in FP32, with the weights from which every contender starts."""
     first = model.layers + model.extra_layers
     return gpt_stage(
         num_layers=first + model.layers, num_stages=2, hidden_size=model.hidden_size, heads=model.heads,
@@ -88,7 +94,7 @@ def gpt_chunk(model: Model) -> GPTModel:
 
 
 def chunk_with_optimizer(model: Model) -> tuple[DistributedDataParallel, MegatronOptimizer]:
-    """The stage in megatron.core's DDP, and megatron.core's Adam without clipping."""
+    """Build this rank's stage in megatron.core's DDP, and megatron.core's Adam without clipping."""
     gpt = gpt_chunk(model)
     chunk = DistributedDataParallel(gpt.config, DistributedDataParallelConfig(), gpt)
     config = OptimizerConfig(optimizer="adam", lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, clip_grad=0.0)
@@ -96,17 +102,17 @@ def chunk_with_optimizer(model: Model) -> tuple[DistributedDataParallel, Megatro
 
 
 def apply(gpt: torch.nn.Module, model: Model, data: Data) -> torch.Tensor:
-    """Forward of the chunk: hidden states [s, b, h], on the last stage the tokens' losses [b, s]."""
+    """Run the chunk's forward. Returns hidden states [s, b, h], or on the last stage the tokens' losses [b, s]."""
     position_ids = torch.arange(model.seq_length).expand_as(data.tokens)
     return gpt(data.tokens, position_ids, None, labels=data.labels if is_last_stage() else None)
 
 
 def mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Megatron's loss function; the mean over the tokens."""
+    """The mean loss over the tokens, in the form of Megatron-LM's loss functions."""
     loss = losses.float().mean()
     return loss, {"lm loss": loss.detach().clone()}  # megatron.core divides the loss in place
 
 
 def forward_step(model: Model):
-    """The chunk's forward under Megatron's contract; data iterators yield `Data`."""
+    """The chunk's forward step in Megatron-LM's form. Its data iterators must yield `Data`."""
     return lambda data_iterator, gpt: (apply(gpt, model, next(data_iterator)), mean_loss)

@@ -1,13 +1,13 @@
 """Links of a given bandwidth and latency between processes of one computer, for the benchmarks.
 
-Problem: the loopback device is fast, and what makes it slow (bytes that two cores copy for eight processes) would be
-measured instead of the schedule.
+Problem: the loopback device is fast, and with many bytes a benchmark would measure the copies that two cores make for
+eight processes instead of the schedule.
 
-Solution: the bytes that are sent are few and real, and the time is kept. All processes of a computer read one clock, so
-the sender can say when a transfer would have started (both ends have posted it and the link is free), when it lets go
-of the link, and when it arrives; the receiver hands it out then. As long as the real bytes travel faster than that,
-delays of the machine do not add up. This is what `megatron.pipeline.simulate` takes a channel for. Register the classes
-in `LINKS` and `MOVE_LINKS` under a backend's name; the engine does the rest.
+Solution: few bytes are really sent, and each transfer is delayed to the required time. All processes of a computer read
+one clock. So the sender can compute when a transfer would have started (both ends have posted it and the link is free),
+when it would leave the link, and when it would arrive; the receiver returns the tensor at that time. As long as the
+real bytes travel faster, delays of the machine do not add up. `megatron.pipeline.simulate` models a channel in the same
+way. Register the classes in `LINKS` and `MOVE_LINKS` under a backend's name for the engine to use them.
 """
 
 import time
@@ -24,13 +24,14 @@ from megatron.pipeline.runtime.transport.links import FOREVER, NUM_TAGS, GlooLin
 from megatron.pipeline.runtime.transport.move_links import GlooMoveLink
 
 _SENDER, _RECEIVER = 0, 1
-_POSTED, _DUE = NUM_TAGS, 2 * NUM_TAGS  # added to a microbatch's tag
+_POSTED, _DUE = NUM_TAGS, 2 * NUM_TAGS  # offsets that are added to a microbatch's tag
 
 
 class PacedLink(GlooLink):
-    """A link between two stages; `forward`, `backward` and `latency` are those of all edges, in seconds.
+    """A link between two stages with a given occupation and latency.
 
-    The name that `Channels` gives a link ends in source and destination stage, which say the edge and the direction.
+    `forward`, `backward`, `latency`: seconds by edge. The edge and the direction follow from the link's name, which
+    ends in source and destination stage (`Channels`).
     """
 
     def __init__(
@@ -95,14 +96,14 @@ class _PacedReceive(GlooReceive):
 
 
 class PacedMoveLink(GlooMoveLink):
-    """Sends at once and holds the connection, at both ends, until `seconds` after both have come to the move."""
+    """A link for moves that sends at once, and holds the connection until `seconds` after both ends have begun."""
 
     def __init__(self, name: str, store: dist.Store, *, seconds: float, **options: Any) -> None:
         super().__init__(name, store, **options)
         self._seconds = seconds
 
     def send(self, buffer: torch.Tensor, tag: int) -> None:
-        super().send(torch.empty(1), tag)  # both have come
+        super().send(torch.empty(1), tag)  # returns when both ends have begun the move
         start = time.monotonic()
         super().send(buffer, tag)
         self._hold(start)

@@ -19,8 +19,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_group(world_size: int, run: Callable[..., Any] | str, *arguments: object) -> Any:
-    """Call `run(*arguments)` in each of so many processes; returns what rank 0 returned, plain data, when all have
-    ended. `run` as `MODULE:FUNCTION` may import megatron.core: the backend is installed before."""
+    """Call `run(*arguments)` in each of `world_size` processes, and wait for their end. Returns rank 0's result.
+
+    The result must be plain data. `run` may be given as `MODULE:FUNCTION`; such a module may import megatron.core,
+    since the backend is installed first.
+    """
     with tempfile.TemporaryDirectory() as directory:
         result = Path(directory) / "result.json"
         store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
@@ -40,38 +43,39 @@ def _run_rank(
     found = run(*arguments)
     if rank == 0:
         result.write_text(json.dumps(found))
-    if dist.is_initialized():  # `run` may have shut down all that there was
+    if dist.is_initialized():  # `run` may have destroyed the process group
         dist.barrier()
         dist.destroy_process_group()
 
 
 def function_of(name: str) -> Callable[..., Any]:
-    """`MODULE:FUNCTION`, imported where the backend is installed, as megatron.core needs it."""
+    """Import a function given as `MODULE:FUNCTION`, after installing the backend, which megatron.core needs."""
     backend.install()
     module, function = name.split(":")
     return getattr(import_module(module), function)
 
 
 def gathered(value: Any) -> list:
-    """`value` of each rank."""
+    """The `value` of each rank. Collective: every rank must call it."""
     values: list = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def torchrun(num_ranks: int, *argv: object, **options: Any) -> subprocess.CompletedProcess:
-    """Run a program with its flags on so many ranks; `options`: of `subprocess.run`."""
+    """Run a program with its flags on `num_ranks` ranks. `options`: arguments of `subprocess.run`."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
     return subprocess.run([*command, *map(str, argv)], **{"env": environment(), **options})
 
 
 def call(num_ranks: int, function: str, *words: object, **options: Any) -> subprocess.CompletedProcess:
-    """Have so many ranks call `MODULE:FUNCTION` with words, where megatron.core can be imported."""
+    """Make `num_ranks` ranks call `MODULE:FUNCTION` with `words`. The module may import megatron.core."""
     return torchrun(num_ranks, "-m", "benchmarks.common.rank", function, *words, **options)
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """The environment of a process that imports from this checkout, with a thread where nothing else is said."""
+    """The environment of a process that imports from this checkout, with one thread unless the user sets another
+    number."""
     return {
         "OMP_NUM_THREADS": "1",
         **os.environ,

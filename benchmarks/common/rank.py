@@ -1,4 +1,4 @@
-"""A process for megatron.core that calls a function of a module with words.
+"""A process that calls a function of a module with words as arguments, where megatron.core can be imported.
 
 python -m benchmarks.common.rank MODULE:FUNCTION WORD...
 """

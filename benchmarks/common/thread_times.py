@@ -1,7 +1,7 @@
-"""What the threads of this process took of the cores: what a benchmark's clock does not tell.
+"""The processor time of this process's threads, which a benchmark's wall time does not show.
 
-On as many cores as there are computing threads, every other thread takes its time from them. Linux counts for each
-thread how long it ran, and how long it was ready and waited for a core.
+If there are only as many cores as computing threads, every other thread takes time from the computing threads. Linux
+counts for each thread the time for which it ran, and the time for which it was ready and waited for a core.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ MAIN = "main"
 
 @dataclass
 class ThreadTimes:
-    """Seconds by the name of a thread; threads of one name are added up."""
+    """Seconds by name of thread; threads with equal names are added up."""
 
     ran: dict[str, float] = field(default_factory=dict)
-    waited: dict[str, float] = field(default_factory=dict)  # for a core
+    waited: dict[str, float] = field(default_factory=dict)  # ready to run, without a core
 
     def since(self, earlier: ThreadTimes, *, per: int = 1) -> ThreadTimes:
-        """What has been added since `earlier`, of each of `per` batches."""
+        """The seconds since `earlier`, divided by `per` batches."""
 
         def added(now: dict[str, float], before: dict[str, float]) -> dict[str, float]:
             return {name: max(0.0, seconds - before.get(name, 0.0)) / per for name, seconds in now.items()}
@@ -32,7 +32,7 @@ class ThreadTimes:
 
 
 def thread_times() -> ThreadTimes:
-    """The times of all threads that live now. Without Linux's counters: nothing."""
+    """The times of all threads that are alive; empty without Linux's counters."""
     python = {thread.native_id: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().native_id
     ran: dict[str, float] = defaultdict(float)
@@ -42,7 +42,7 @@ def thread_times() -> ThreadTimes:
             number = int(task.name)
             nanoseconds = (task / "schedstat").read_text().split()
             name = MAIN if number == main else python.get(number) or (task / "comm").read_text().strip()
-        except OSError:  # it has just ended, or the kernel does not count
+        except OSError:  # the thread has just ended, or the kernel does not count
             continue
         ran[name] += int(nanoseconds[0]) / 1e9
         waited[name] += int(nanoseconds[1]) / 1e9

@@ -1,15 +1,15 @@
-"""Whether the house became lighter, and nothing in it changed: sizes that are counted, and outputs that are compared.
+"""The sizes of the code, and the comparison of two revisions' outputs: whether it became smaller and works as before.
 
-    python -m benchmarks.house count                     # sizes beside their bars; --rows lists what was counted
+    python -m benchmarks.house count                     # sizes beside their bars; --rows lists the counted things
     python -m benchmarks.house freeze --output before    # on one revision
-    python -m benchmarks.house freeze --output after     # on the other one, in the same environment
-    python -m benchmarks.house compare before after      # status 1 where anything differs
+    python -m benchmarks.house freeze --output after     # on the other revision, in the same environment
+    python -m benchmarks.house compare before after      # status 1 if anything differs
 
-`freeze` writes, one JSON file a group, the programs of all schedules with their proofs, what the checker says of wrong
-programs, simulated ends, what the commands print, searches, predictions of published runs, dry runs and help texts.
-Times of the run, dates and paths are left out, so two freezes of one revision are the same. It asks commands, and the
-library for programs. How long things take is for `program_scale.py`, `search_scale.py` and the other benchmarks; what a
-usual test run takes, `tests/run.sh` says.
+`freeze` writes one JSON file for each group: the programs of all schedules with their proofs, the checker's errors for
+wrong programs, simulated ends, outputs of the commands, searches, predictions of published runs, dry runs and help
+texts. Times of the run, dates and paths are left out, so two freezes of one revision are equal. Programs come from the
+library, everything else from commands. Execution times are measured by `program_scale.py`, `search_scale.py` and the
+other benchmarks; `tests/run.sh` prints the time of the tests.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """The commands whose output is frozen, and the command lines that the example scripts start.
 
-A script runs with a `python` that writes down how it is called and makes empty files for the steps behind it, so that
-each training that it would start is known, and can be run dry.
+A script runs with a stand-in for `python`, which records its command line and makes empty files for the script's later
+steps. So all trainings that the script would start are known, and can be run dry.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 PROGRAMS = ("pretrain_gpt.py", "pretrain_bert.py", "pretrain_vision_classify.py", "finetune_bert.py")
-WITHOUT_DRY_RUN = ("finetune.py",)  # its own wants the model's files
+WITHOUT_DRY_RUN = ("finetune.py",)  # its dry run needs the model's files
 
-_SCHEDULES = (  # with costs of its own words
+_SCHEDULES = (  # (schedule with choices, costs of the words that only this schedule has)
     ("gpipe --microbatches 4", ""),
     ("flush --microbatches 8 --data-parallel --tied-embeddings", "--reduce-grad 0.5 --reduce-embed 0.2"),
     ("2bw --microbatches 4", ""),
@@ -51,7 +51,7 @@ LOOKS = [
       f"--num-attention-heads 40 --seq-length 2048 --micro-batch-size 1 --global-batch-size 64 {form}".split()
       for mapping in ("standard", "pair-adjacent", "optimized") for form in ("", "--json")),
 ]  # fmt: skip
-"""Schedules that are looked at, and maps of ranks."""
+"""Commands that show, check and simulate schedules, and maps of ranks."""
 
 SEARCHES = (
     "search --cluster A100-80 --nodes 2 --model gpt3-13b --seq-length 2048 --global-batch-size 64 --json",
@@ -68,7 +68,7 @@ SEARCHES = (
     "sweep --cluster A100-80 --gpus 16,32 --tokens 300B --price-per-gpu-hour 2 --model gpt3-13b --seq-length 2048 "
     "--global-batch-size 128 --schedules flush,2bw --simulate 1 --json",
 )
-"""Of `tools/grid_search.py`; HOSTS is a cluster whose hosts say how much memory they have."""
+"""Command lines of `tools/grid_search.py`. HOSTS stands for a cluster file with the hosts' memory."""
 
 _SMALL = (
     "pretrain_gpt.py --num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
@@ -108,12 +108,12 @@ HELP = [
 
 @dataclass(frozen=True)
 class Script:
-    """How an example script is started.
+    """The start of an example script.
 
     Attributes:
-        words: its path, and its arguments.
-        environment: what is set besides.
-        fails: a word; a call with it is told to fail for want of memory, as the script expects.
+        words: the script's path, and its arguments.
+        environment: additional environment variables.
+        fails: a text; a recorded command with it fails as if for want of memory, as the script expects.
     """
 
     words: str
@@ -163,10 +163,10 @@ done
 
 
 def recorded(script: Script, root: Path, scratch: Path, environment: Mapping[str, str]) -> list[list[str]]:
-    """Each training that an example script would start: words from the launcher on.
+    """The command lines of all trainings that an example script would start, each from the launcher on.
 
     Raises:
-        ValueError: the script starts none.
+        ValueError: the script starts no training.
     """
     stub, record, output = scratch / "bin" / "python", scratch / "record", scratch / "output"
     stub.parent.mkdir(exist_ok=True)
@@ -182,7 +182,7 @@ def recorded(script: Script, root: Path, scratch: Path, environment: Mapping[str
             "OUTPUT": str(output), **script.environment,
         },
     )  # fmt: skip
-    shutil.rmtree(output, ignore_errors=True)  # its files are empty, and a dry run would read them
+    shutil.rmtree(output, ignore_errors=True)  # removes the empty files, which a dry run would read
     calls = record.read_text().split("\x1e")[:-1] if record.exists() else []
     lines = [call.split("\x1f")[:-1] for call in calls]
     found = [line for line in lines if any(word in PROGRAMS + WITHOUT_DRY_RUN for word in line)]
@@ -192,7 +192,8 @@ def recorded(script: Script, root: Path, scratch: Path, environment: Mapping[str
 
 
 def dry_run_of(line: list[str]) -> list[str] | None:
-    """The program of a command line with its flags, as a dry run for as many ranks; None where it has no such."""
+    """The program of a command line with its flags, as a dry run for the same number of ranks; None if it has no dry
+    run."""
     at = next((index for index, word in enumerate(line) if word in PROGRAMS), None)
     if at is None:
         return None

@@ -1,4 +1,4 @@
-"""What differs between two frozen folders: by group, how much, and the first key with both values."""
+"""The differences between two frozen folders: by group, their number, and the first differing key with both values."""
 
 import itertools
 import json
@@ -6,14 +6,14 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-_AROUND = 60  # characters shown on each side of where two texts part
+_AROUND = 60  # number of characters shown on each side of the first difference of two texts
 
 
 def differences(before: Path, after: Path, *, tolerance: float = 0.0) -> list[str]:
-    """A line for each group that is not the same in both.
+    """A line for each group that differs between the two folders.
 
     Raises:
-        ValueError: one of them holds no JSON file, so that nothing would be compared.
+        ValueError: a folder has no JSON file, so that nothing would be compared.
     """
     names = []
     for folder in (before, after):
@@ -35,7 +35,7 @@ def differences(before: Path, after: Path, *, tolerance: float = 0.0) -> list[st
 
 
 def _parted(one: object, other: object, key: tuple[str, ...], tolerance: float) -> Iterator[tuple]:
-    """Each key at which they differ, with both values as text."""
+    """Yield each key at which two values differ, with both values as text."""
     if isinstance(one, dict) and isinstance(other, dict):
         for name in [*one, *(each for each in other if each not in one)]:
             if name in one and name in other:
@@ -60,7 +60,7 @@ def _parted(one: object, other: object, key: tuple[str, ...], tolerance: float) 
 
 
 def _equal(one: object, other: object, tolerance: float) -> bool:
-    """Numbers with a point may differ by the tolerance; nothing else may, and 1 is not True."""
+    """Whether two values are equal. Floats may differ by the relative tolerance; 1 is not equal to True."""
     if type(one) is not type(other):
         return False
     if isinstance(one, float):

@@ -1,4 +1,4 @@
-"""How large the house is, counted from the sources by their syntax, beside the bars that it should reach."""
+"""The sizes of the code, counted by the syntax of its sources, beside the bars that they should reach."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Count:
     """One figure.
 
     Attributes:
-        name: what is counted.
+        name: the name of the figure.
         value: the figure.
-        bar: the most that it should be; None: it has none.
-        rows: what was counted, where that can be listed.
+        bar: the largest wanted value; None if there is no bar.
+        rows: the counted things, if they can be listed.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Count:
 
 
 def count(root: Path) -> list[Count]:
-    """All figures of a checkout."""
+    """Count all figures of a checkout."""
     modules = Modules(root)
     package, tests = sorted(modules.paths.values()), sorted(root.glob("tests/**/*.py"))
     outside = sorted(path for path in _python(root) if path not in set(tests))
@@ -84,7 +84,8 @@ def count(root: Path) -> list[Count]:
 
 
 def lines_of_code(path: Path) -> int:
-    """Lines that hold code: neither blank nor only comments nor strings that stand by themselves, as docstrings do."""
+    """The number of lines with code: not blank, not only a comment, and not within a string statement such as a
+    docstring."""
     text = path.read_text(encoding="utf-8")
     lines = text.splitlines()
     prose: set[int] = set()
@@ -99,7 +100,7 @@ def lines_of_code(path: Path) -> int:
 
 
 def files_of_words(root: Path, package: list[Path]) -> dict[str, set[Path]]:
-    """Each kind of instruction -> the files that name it, as in Kind.STEP."""
+    """Kind of instruction -> the files that name it, as in Kind.STEP."""
     kinds = set()
     for node in ast.walk(parsed(root / WORDS)):
         if isinstance(node, ast.ClassDef) and node.name == "Kind":
@@ -113,7 +114,7 @@ def files_of_words(root: Path, package: list[Path]) -> dict[str, set[Path]]:
 
 
 def places_of_booleans(root: Path, package: list[Path]) -> dict[str, int]:
-    """The files that read an attribute of the name of one of a policy's booleans, of whatever object; how often."""
+    """File -> the number of places that read an attribute, of any object, with the name of a policy's boolean."""
     names: set[str] = set()
     for node in ast.walk(parsed(root / POLICIES)):
         if isinstance(node, ast.ClassDef) and node.name == "WeightPolicy":
@@ -128,10 +129,10 @@ def places_of_booleans(root: Path, package: list[Path]) -> dict[str, int]:
 
 
 def small_with_one_importer(modules: Modules) -> list[str]:
-    """Files of fewer than `SMALL` lines that one module imports, which lies in their folder; but for rows of a table.
+    """The files of fewer than `SMALL` lines that only one module imports, in the same folder, except rows of a table.
 
-    A row is a module whose importer names it, beside two and more others, in one display (a list, a tuple, a set or a
-    dict) that is assigned at the importer's top.
+    A row of a table is a module that its importer names, beside at least two others, in one list, tuple, set or dict
+    that is assigned at module level.
     """
     return [
         f"{name} <- {importer}"
@@ -144,7 +145,7 @@ def small_with_one_importer(modules: Modules) -> list[str]:
 
 
 def _single(modules: Modules) -> dict[str, str]:
-    """Module with one importer -> that importer; type-only imports count."""
+    """Module with exactly one importer -> its importer. Type-only imports count."""
     importers = defaultdict(set)
     for importer, imported in modules.arrows(types=True):
         importers[imported].add(importer)
@@ -152,7 +153,7 @@ def _single(modules: Modules) -> dict[str, str]:
 
 
 def _table_of(modules: Modules, name: str) -> set[str]:
-    """The modules that one display at the top of a module names."""
+    """The modules that are rows of a table at the module level of `name`."""
     tree, origin = parsed(modules.paths[name]), {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
@@ -183,7 +184,7 @@ def _is_bool(annotation: ast.expr) -> bool:
 
 @cache
 def _attributes(path: Path) -> Counter[tuple[str, str]]:
-    """(owner, attribute) of each place in a file; an owner that is no plain name is empty."""
+    """The number of places of each (owner, attribute) in a file. The owner is "" unless it is a plain name."""
     return Counter(
         (node.value.id if isinstance(node.value, ast.Name) else "", node.attr)
         for node in ast.walk(parsed(path))

@@ -1,7 +1,7 @@
-"""Writes what must not change, a JSON file for each group; two freezes of one revision are the same.
+"""The freezing of outputs that must not change: a JSON file for each group, equal for two freezes of one revision.
 
-Programs are asked of the library, everything else of commands, each in a process of its own with the same environment.
-Where the checkout, scratch files and Python lie is written as `<root>`, `<scratch>` and `<environment>`.
+Programs come from the library, everything else from commands, each in a process of its own with the same environment.
+The paths of the checkout, of scratch files and of Python are written as `<root>`, `<scratch>` and `<environment>`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "
 
 
 class Commands:
-    """Runs commands of the checkout; what they print becomes lines without paths of this machine."""
+    """Runs commands of the checkout, and returns their output as lines without paths of this machine."""
 
     def __init__(self, scratch: Path) -> None:
         self.scratch = scratch
@@ -35,7 +35,7 @@ class Commands:
         }  # fmt: skip
 
     def python(self, argv: Sequence[str]) -> dict[str, Any]:
-        """Exit status, output and error output; behind --json the output is a list of the objects that were printed."""
+        """Run Python. Returns exit status, output and errors; with --json the output is a list of JSON objects."""
         done = subprocess.run(
             [sys.executable, *argv], cwd=ROOT, env=self.environment, capture_output=True, text=True, check=False,
             stdin=subprocess.DEVNULL,
@@ -56,7 +56,7 @@ class Commands:
 
 
 def _objects(text: str) -> list[Any]:
-    """The JSON objects of a text that holds one, or one a line."""
+    """The JSON objects of a text, which holds a single one, or one on each line."""
     try:
         return [json.loads(text)]
     except json.JSONDecodeError:
@@ -104,7 +104,7 @@ def _dry_runs(commands: Commands, _: Sequence[Path]) -> dict[str, Any]:
 
 
 def _dry(commands: Commands, line: list[str]) -> dict[str, Any]:
-    """The command line, and what a dry run of it says, where its program has one."""
+    """The command line, and the output of its dry run, if its program has one."""
     found: dict[str, Any] = {"line": [commands.portable(word) for word in line]}
     if (argv := dry_run_of(line)) is not None:
         for word in argv:
@@ -118,7 +118,7 @@ def _dry(commands: Commands, line: list[str]) -> dict[str, Any]:
 
 
 def _write_images(path: Path) -> None:
-    """As many images as examples/digits.py has for training, of its size and with its five classes."""
+    """Write as many images as examples/digits.py has for training, with the same size and its five classes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     images = numpy.linspace(-1, 1, 583 * 64, dtype=numpy.float32).reshape(583, 8, 8, 1)
     numpy.savez(path, images=images, labels=numpy.arange(583) % 5)
@@ -148,14 +148,14 @@ GROUPS: dict[str, Callable[[Commands, Sequence[Path]], dict[str, Any]]] = {
     "help": _help,
     "flags": _flags,
 }
-"""Each is a file of its name."""
+"""Name of a group, and of its file -> the function that makes its content."""
 
 
 def freeze(folder: Path, groups: Sequence[str], entries: Sequence[Path]) -> Iterator[tuple[str, Path]]:
-    """Write these groups; yields each with its file.
+    """Write groups. Yields each group with its file.
 
     Raises:
-        ValueError: the folder holds JSON files of an earlier freeze that are not written anew.
+        ValueError: the folder has JSON files of an earlier freeze that would not be overwritten.
     """
     folder.mkdir(parents=True, exist_ok=True)
     left = {path.stem for path in folder.glob("*.json")} - set(groups)

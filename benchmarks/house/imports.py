@@ -1,8 +1,8 @@
-"""Who imports whom in a tree of sources, read from the sources: nothing of it runs.
+"""The imports between the modules of a source tree, read from the sources without running them.
 
-`runs` and `imports` say what is imported when a module runs; with `types` also what only annotations need. Circles are
-strongly connected components. Of folders that lie side by side, each with all beneath it, those that import in a
-circle have arrows too many: the ones that stand for the fewest imports are called upward.
+`runs` and `imports` give the modules that are imported when a module runs; with `types` also those that only
+annotations need. Circles are strongly connected components. An arrow leads from importer to imported. If sibling
+folders, each with all its subfolders, import in a circle, the arrows with the fewest imports count as upward.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import networkx
 
 @cache
 def parsed(path: Path) -> ast.Module:
-    """The syntax of a file."""
+    """The syntax tree of a file."""
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
 class Modules:
-    """The modules of one package under a root."""
+    """The modules of one package in a source tree, and the imports between them."""
 
     def __init__(self, root: Path, package: str = "megatron") -> None:
         self.root, self.package = root, package
 
     @cached_property
     def paths(self) -> dict[str, Path]:
-        """Name of each module -> its file."""
+        """Name of a module -> its file."""
         found = {}
         for path in sorted(self.root.glob(f"{self.package}/**/*.py")):
             parts = path.relative_to(self.root).with_suffix("").parts
@@ -38,7 +38,10 @@ class Modules:
         return found
 
     def imports(self, name: str, *, types: bool = False) -> Iterator[str]:
-        """What a module imports when it runs, at its top or later; with `types` also what only annotations need."""
+        """Yield the modules that a module imports when it runs, at its top or in functions.
+
+        With `types` also the modules that only annotations need.
+        """
         for_annotations: set[ast.AST] = set()
         for node in ast.walk(parsed(self.paths[name])):
             is_guard = isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
@@ -55,7 +58,7 @@ class Modules:
                     yield full if full in self.paths else node.module
 
     def runs(self, name: str, *, types: bool = False) -> Iterator[str]:
-        """The modules that run when a module does: what it imports, and the packages in which that lies."""
+        """Yield the modules that run when a module is imported: its imports, and the packages that contain them."""
         for each in self.imports(name, types=types):
             parts = each.split(".")
             for size in range(2, len(parts) + 1):
@@ -64,7 +67,7 @@ class Modules:
                     yield package
 
     def arrows(self, *, types: bool = False) -> set[tuple[str, str]]:
-        """(importer, imported) of all modules, without the packages in which these lie."""
+        """The pairs (importer, imported) of all modules, without the packages that contain the imported modules."""
         return {
             (name, each) for name in self.paths for each in self.imports(name, types=types) if each in self.paths
         } - {(name, name) for name in self.paths}
@@ -77,7 +80,7 @@ class Modules:
         return circles((name, each) for name in self.paths for each in self.runs(name, types=types))
 
     def upward(self) -> list[tuple[str, str]]:
-        """The arrows between neighbouring folders that lead upward, at any depth; of what is imported when it runs."""
+        """The upward arrows between sibling folders at any depth, without type-only imports."""
         beside: dict[str, Counter[tuple[str, str]]] = {}
         for source, target in self.arrows():
             one, other = (self.paths[each].relative_to(self.root).parts for each in (source, target))
@@ -97,7 +100,7 @@ def circles(arrows: Iterable[tuple[str, str]]) -> list[list[str]]:
 
 
 def _thinnest_against(counts: Counter[tuple[str, str]]) -> list[tuple[str, str]]:
-    """The arrows that are taken out, the thinnest of a circle first, until no circle is left."""
+    """The arrows to remove until no circle is left: repeatedly the arrow of a circle with the fewest imports."""
     left, taken = dict(counts), []
     while inner := circles(left):
         taken.append(min((number, pair) for pair, number in left.items() if set(pair) <= set(inner[0]))[1])

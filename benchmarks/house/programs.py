@@ -1,4 +1,4 @@
-"""What is frozen of schedules: their rows with the proofs, what the checker says of wrong rows, and simulated times."""
+"""The frozen outputs of schedules: rows with their proofs, the checker's errors for wrong rows, and simulated times."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "eager host": {"residency": Residency(1, EAGER)},
     "stash on host": {"residency": Residency(2, DEFERRED, HOST)},
 }
-"""Choices of a schedule, which are tried alone and in pairs."""
+"""Name -> choices of a schedule, which are tried alone and in pairs."""
 WRONG = {
     "gpipe": ("gpipe", 2, (2,), {}),
     "flush": ("flush", 2, (2, 2), {"data_parallel": True, "tied_embeddings": True}),
@@ -49,11 +49,11 @@ WRONG = {
     "zbv": ("zbv", 4, (2,), {"num_virtual_stages": 2}),
     "l2l": ("l2l", 4, (2,), {"num_virtual_stages": 2, "residency": Residency(2, EAGER, HOST)}),
 }
-"""Programs that are made wrong at each place: preset, stages, batches, choices."""
+"""Programs that are made wrong at each instruction: name -> preset, stages, batches, choices."""
 
 
 def programs() -> dict[str, Any]:
-    """Rows and proofs of each preset, and of each order with each policy; or why there is none."""
+    """The rows and proofs of each preset, and of each order with each policy; or the reason of the refusal."""
     found = {}
     for name, p, m, v in product(PRESETS, STAGES, MICROBATCHES, VIRTUAL):
         if (schedule := _preset(name, p, v)) is not None:
@@ -69,7 +69,8 @@ def programs() -> dict[str, Any]:
 
 
 def choices() -> dict[str, Any]:
-    """The same of presets, and of asynchronous stages, on four stages, with each choice and each two."""
+    """The rows and proofs of presets, and of asynchronous stages, on four stages, with each choice and each pair of
+    choices."""
     found = {}
     for names in [(), *combinations(CHOICES, 1), *combinations(CHOICES, 2)]:
         taken = {key: value for name in names for key, value in CHOICES[name].items()}
@@ -86,7 +87,7 @@ def choices() -> dict[str, Any]:
 
 
 def wrong_programs() -> dict[str, Any]:
-    """What the checker says where an instruction is missing, stands twice, or stands behind the next one."""
+    """The checker's errors for programs in which an instruction is missing, doubled, or swapped with the next one."""
     found = {}
     for name, (preset, num_stages, batches, given) in WRONG.items():
         program = Schedule.preset(preset, num_stages=num_stages, **given).build(batches)
@@ -100,7 +101,8 @@ def wrong_programs() -> dict[str, Any]:
 
 
 def simulated() -> dict[str, Any]:
-    """Ends, bubbles and steady periods at fixed costs; of four stages, when each instruction ends."""
+    """The simulated ends, bubbles and steady periods at fixed costs; for four stages also the end of each
+    instruction."""
     found = {}
     for name, p, v in product(PRESETS, STAGES, VIRTUAL):
         if (schedule := _preset(name, p, v)) is not None:
@@ -114,7 +116,7 @@ def simulated() -> dict[str, Any]:
 
 
 def _preset(name: str, p: int, v: int) -> Schedule | None:
-    """On p ranks; None where it has no such number of stages on a rank, which is another one's case."""
+    """The schedule of a preset on p ranks with v stages each; None if the preset does not support v."""
     if not PRESETS[name].interleaves:
         return Schedule.preset(name, num_stages=p) if v == 1 else None
     schedule = _refused(Schedule.preset, name, num_stages=p * v, num_virtual_stages=v)
@@ -202,7 +204,8 @@ def _verdict(program: Program) -> object:
 
 
 def _refused(make: Callable[..., Any], *arguments: object, **choices: object) -> Any:
-    """What is made, or why it is refused; or the assertion that fails, which is a fault of its own."""
+    """Call `make`. Returns its result, or the reason of its ValueError, or the message of a failed assertion, which is
+    a bug."""
     try:
         return make(*arguments, **choices)
     except ValueError as error:

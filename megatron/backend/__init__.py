@@ -1,13 +1,12 @@
-"""The one room that knows a CPU from a GPU.
+"""The only folder that distinguishes a CPU from a GPU.
 
 Problem: megatron.core is written for CUDA. It asks `torch.cuda` for a device, for random-number states and for
-streams in a few dozen places, and dies on a machine that has none.
+streams in a few dozen places, and fails on a machine without CUDA.
 
-Solution: `install()`, called once before the first `import megatron.core`. It sets the environment, then, without
-CUDA, puts a few stand-ins in place (`cpu.py`, each with its reason), imports megatron.core, and repairs the faults that
-the wheel has where neither Transformer Engine nor Apex is installed (`fixes.py`). With CUDA it replaces nothing of
-torch. Everything else in the project asks this module for its device, its process-group backend, its memory and its
-random numbers.
+Solution: `install()`, called once before the first `import megatron.core`. It sets the environment, puts a few
+stand-ins in place if there is no CUDA (`cpu.py`, each with its reason), imports megatron.core, and repairs the faults
+that the wheel has without Transformer Engine and Apex (`fixes.py`). With CUDA it replaces nothing of torch. Everything
+else in the project asks this module for the device, the process-group backend, the memory and the random numbers.
 """
 
 import os
@@ -53,17 +52,18 @@ _installed = False
 
 
 def is_installed() -> bool:
-    """True once `install` has run in this process."""
+    """Whether `install` has run in this process."""
     return _installed
 
 
 def install() -> None:
-    """Make megatron.core usable in this process. Call before the first `import megatron.core`; again is free.
+    """Make megatron.core usable in this process. Call it before the first `import megatron.core`; later calls are
+    no-ops.
 
     Raises:
         ValueError: megatron.core is not installed.
-        RuntimeError: on a machine without CUDA, if megatron.core was imported earlier: it has then bound names of
-            `torch.cuda` that nobody can replace any more.
+        RuntimeError: on a machine without CUDA, if megatron.core was imported earlier: its modules then hold names of
+            `torch.cuda` that cannot be replaced any more.
     """
     global _installed
     if _installed:
@@ -71,10 +71,10 @@ def install() -> None:
     require_core()
     from megatron.backend import cpu
 
-    if not torch.cuda.is_initialized():  # CUDA reads it when it begins; a later value would say what is not so
+    if not torch.cuda.is_initialized():  # CUDA reads these variables once, so a value set later would be misleading
         # A hardware queue for each stream: reductions run beside computations (pipeline/check/hardware_queues.py).
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-        # Loading a kernel at its first launch may wait for the device, where receives spin that were posted ahead.
+        # Loading a kernel at its first launch may wait for the device, which is busy with receives posted ahead.
         if os.environ.get("WORLD_SIZE", "1") != "1":
             os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     if is_cuda():
@@ -95,10 +95,10 @@ def install() -> None:
 
 
 def require_core() -> None:
-    """The extra `core` brings its wheel, and a checkout of Megatron-LM its own. Does not import it.
+    """Check, without importing it, that megatron.core is there: from the extra `core`, or in a Megatron-LM checkout.
 
     Raises:
-        ValueError: it is not installed.
+        ValueError: megatron.core is not installed.
     """
     if find_spec("megatron.core") is None:
         raise ValueError(

@@ -1,12 +1,13 @@
 """Stand-ins for the parts of torch.cuda that megatron.core needs on a machine without CUDA, and optimizers on the host.
 
-Each stand-in was left out in turn to see what breaks; its reason stands where it is made. The factories are wrapped one
-by one instead of through a TorchFunctionMode: a mode is thread-local (the reduction chain runs on a thread of its own)
-and costs a fifth of a small model's step.
+Each stand-in was left out in turn to see what breaks; the reason is written beside each stand-in. The factories are
+wrapped one by one instead of through a TorchFunctionMode: a mode is thread-local (the reduction chain runs on a thread
+of its own) and costs a fifth of a small model's step.
 
-`optimizers_on_host`: on a GPU megatron.core steps with the kernels of Apex or Transformer Engine, where these are
-installed, which cannot run on the host; and it makes masters of weights by the name of their type, and knows only names
-on CUDA. While such an optimizer is made, Adam and SGD are torch's, and types have their names on CUDA.
+`optimizers_on_host`: on a GPU megatron.core steps with the kernels of Apex or Transformer Engine if these are
+installed, and such kernels cannot run on the host. It also decides by the name of a weight's type whether the weight
+gets a master copy, and knows only the names of types on CUDA. So while an optimizer for the host is made, torch's Adam
+and SGD are used, and types have their names on CUDA.
 """
 
 import contextlib
@@ -22,8 +23,8 @@ from torch.utils import _device as torch_device
 
 _CPU = torch.device("cpu")
 
-# Functions that make a tensor on the device named in their keyword `device`: megatron.core says "cuda" or
-# torch.cuda.current_device() in all of them.
+# Functions that make a tensor on the device of their keyword `device`: megatron.core passes "cuda" or
+# torch.cuda.current_device() to all of them.
 _FACTORIES = (
     "arange",
     "as_tensor",
@@ -48,17 +49,17 @@ _FACTORIES = (
 
 
 def install_stand_ins() -> None:
-    """Replace what megatron.core needs at run time, for the rest of the process."""
-    # Handed to factories as `device=`, and used as the index of default_generators.
+    """Replace, for the rest of the process, the functions of torch.cuda that megatron.core needs at run time."""
+    # megatron.core passes it to factories as `device=`, and uses it as the index of default_generators.
     torch.cuda.current_device = lambda: _CPU
     torch.cuda.set_device = lambda device: None
-    # Called after transfers and around timers; CPU operations have ended when they return.
+    # Called after transfers and around timers. A CPU operation has ended when its call returns.
     torch.cuda.synchronize = lambda device=None: None
     torch.cuda.empty_cache = lambda: None
-    # Moves tensors to the device: they are there.
+    # No-ops, since all tensors are on the device already.
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
     torch.nn.Module.cuda = lambda self, device=None: self
-    # `with torch.device(...)` knows the factories by a list that torch makes once: of its own, and not of these.
+    # `with torch.device(...)` reads a list of factories that torch makes once; the list must hold torch's originals.
     torch_device._device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
@@ -66,14 +67,13 @@ def install_stand_ins() -> None:
     _replace_autocast()
     # The optimizers choose masters by the *name* of a parameter's type.
     torch.Tensor.type = type_with_cuda_names(torch.Tensor.type)
-    # Made, though not used, by modules that overlap copies on CUDA.
+    # Modules that overlap copies on CUDA make streams and events, and do not use them here.
     torch.cuda.Stream = _Stream
     torch.cuda.Event = _Event
     torch.cuda.current_stream = lambda device=None: _Stream()
     torch.cuda.default_stream = lambda device=None: _Stream()
     torch.cuda.stream = lambda stream: contextlib.nullcontext()
-    # One generator serves as CPU's and as device's here, so forking it always looks to the tracker as if the
-    # CPU's had moved.
+    # One generator serves as the CPU's and as the device's, so at every fork the tracker takes the CPU's for changed.
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )
@@ -81,19 +81,19 @@ def install_stand_ins() -> None:
 
 @contextlib.contextmanager
 def import_stand_ins():
-    """Replace what megatron.core needs only while it is imported."""
+    """A block with the replacements that megatron.core needs only while it is imported."""
     compile_function = torch.compile
     # Fused functions are decorated at import; compiling each takes seconds on a CPU and gains nothing there.
     torch.compile = _identity_compile
     try:
         with warnings.catch_warnings():
-            # Neither library exists for CPUs, so their absence is no news.
+            # Neither library exists for CPUs, so a warning of their absence is useless.
             warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex|transformer_engine|apex).*")
             warnings.filterwarnings("ignore", category=DeprecationWarning)
             from megatron.core import jit
 
-            if hasattr(jit, "disable_jit_fuser"):  # for modules imported later than this
-                jit.disable_jit_fuser()  # before core 0.16 the fuser is what torch.compile is now: the identity
+            if hasattr(jit, "disable_jit_fuser"):  # for modules that are imported after this block
+                jit.disable_jit_fuser()  # before core 0.16 the fuser is torch.compile, here already the identity
             yield
     finally:
         torch.compile = compile_function
@@ -157,7 +157,7 @@ def _with_cpu_device_type(decorator):
 
 
 class _Stream:
-    """A stream that runs everything at once, which is what a CPU does."""
+    """A stand-in for a CUDA stream, on which all work is done when a call returns."""
 
     def __init__(self, *args, **kwargs):
         pass
@@ -194,7 +194,7 @@ class _Event:
 
 @contextlib.contextmanager
 def optimizers_on_host() -> Iterator[None]:
-    """In this context `get_megatron_optimizer` takes parameters of the host, for steps on the host."""
+    """A block in which `get_megatron_optimizer` takes parameters on the host, and makes optimizers that step there."""
     from megatron.core import optimizer
 
     with (
@@ -207,7 +207,7 @@ def optimizers_on_host() -> Iterator[None]:
 
 
 def type_with_cuda_names(tensor_type: Callable) -> Callable:
-    """`torch.Tensor.type` that tells megatron.core of the host's tensors what it would be told on CUDA."""
+    """Wrap `torch.Tensor.type` so that megatron.core gets the name of the type on CUDA for a tensor on the host."""
 
     @functools.wraps(tensor_type)
     def named_type(self, dtype=None, *args, **kwargs):

@@ -1,8 +1,8 @@
-"""Questions about the device, answered alike for CPU and CUDA, and the memory of the host.
+"""The device's properties through one interface for CPU and CUDA, and the memory of the host.
 
-Problem: glibc returns freed memory to the system where it can: large blocks, and the top of its heap when a few of the
-largest blocks' bytes are free there. A training step frees its activations and allocates as many again, so every
-microbatch pays for page faults and for zeroed pages; with small models that is a tenth of a backward.
+Problem: glibc returns freed memory to the system: large blocks, and the top of its heap once enough of it is free. A
+training step frees its activations and allocates the same amount again, so every microbatch pays for page faults and
+for zeroed pages. With small models that is a tenth of a backward.
 
 Solution: glibc keeps freed memory for the next allocation, as torch's allocator does on a GPU (`keep_freed_memory`).
 """
@@ -26,7 +26,7 @@ _CLEAR_REFS_FILE = "/proc/self/clear_refs"
 
 
 def is_cuda() -> bool:
-    """True if this process computes on a CUDA device."""
+    """Whether this process computes on a CUDA device."""
     return torch.cuda.is_available()
 
 
@@ -41,11 +41,11 @@ def process_group_backend(requested: str | None = None) -> str:
     """The torch.distributed backend to use: "nccl" or "gloo".
 
     Args:
-        requested: "nccl", "gloo", or None for the best that this machine allows: nccl where every rank of the node
+        requested: "nccl", "gloo", or None for the best that this machine allows: nccl if every rank of the node
             has a GPU of its own (NCCL refuses two ranks on one GPU), else gloo.
 
     Raises:
-        ValueError: an unknown name, or nccl where it cannot work.
+        ValueError: the name is unknown, or nccl cannot work on this machine.
     """
     if requested not in (None, "nccl", "gloo"):
         raise ValueError(f"Unknown distributed backend {requested!r}: choose nccl or gloo.")
@@ -64,7 +64,7 @@ def process_group_backend(requested: str | None = None) -> str:
 
 
 def synchronize() -> None:
-    """Wait until the device has finished all work given to it (on a CPU: at once)."""
+    """Wait until the device has finished all work given to it; a no-op on a CPU."""
     if is_cuda():
         torch.cuda.synchronize()
 
@@ -72,7 +72,7 @@ def synchronize() -> None:
 def peak_memory_bytes() -> int:
     """Peak memory since the start or the last `reset_peak_memory`, in bytes.
 
-    CUDA: what torch's allocator had handed out at most. CPU: the largest resident size of the process.
+    CUDA: the most memory that torch's allocator had allocated. CPU: the largest resident size of the process.
     """
     if is_cuda():
         return torch.cuda.max_memory_allocated()
@@ -87,12 +87,12 @@ def peak_memory_bytes() -> int:
 
 
 def device_bytes() -> int:
-    """All memory of the device. On a CPU: that of the host, which its processes share."""
+    """The total memory of the device, in bytes; on a CPU of the host, whose processes share it."""
     return torch.cuda.get_device_properties(device()).total_memory if is_cuda() else psutil.virtual_memory().total
 
 
 def reset_peak_memory() -> None:
-    """Restart the measurement of `peak_memory_bytes` (on a CPU only where Linux permits it)."""
+    """Restart the measurement of `peak_memory_bytes`; a no-op on a CPU if Linux does not permit it."""
     if is_cuda():
         torch.cuda.reset_peak_memory_stats()
         return
@@ -104,7 +104,7 @@ def reset_peak_memory() -> None:
 
 
 def manual_seed(seed: int) -> None:
-    """Seed the generator that the device draws from (dropout, initialisation)."""
+    """Seed the device's random-number generator (dropout, initialisation)."""
     if is_cuda():
         torch.cuda.manual_seed(seed)
     else:
@@ -112,12 +112,12 @@ def manual_seed(seed: int) -> None:
 
 
 def device_rng_state() -> torch.Tensor:
-    """State of the device's generator, a uint8 tensor on the CPU."""
+    """The state of the device's random-number generator, a uint8 tensor on the CPU."""
     return torch.cuda.get_rng_state() if is_cuda() else torch.default_generator.get_state()
 
 
 def set_device_rng_state(state: torch.Tensor) -> None:
-    """Restore what `device_rng_state` returned."""
+    """Restore a state that `device_rng_state` returned."""
     if is_cuda():
         torch.cuda.set_rng_state(state)
     else:
@@ -125,9 +125,9 @@ def set_device_rng_state(state: torch.Tensor) -> None:
 
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h: M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
-_MOST_ON_HEAP = (1 << 30, 1 << 25)  # bytes; a larger block goes back to the system. Older glibc refuses the first
+_MOST_ON_HEAP = (1 << 30, 1 << 25)  # bytes; a larger block is returned to the system. Older glibc refuses 1 << 30
 _MOST_KEPT = (1 << 31) - 1  # bytes, a C int
-_CGROUP_FILES = (  # of a container: its limit, what it has, and the line of its statistics with what can be taken back
+_CGROUP_FILES = (  # a container's limit, its usage, its statistics, and the name there of the reclaimable memory
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat", "inactive_file"),
     (
         "/sys/fs/cgroup/memory/memory.limit_in_bytes",
@@ -140,41 +140,43 @@ _USERS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
 def keep_freed_memory() -> bool:
-    """From now on, freed memory of this process is kept for its next allocation.
+    """Make the C library keep freed memory of this process for its next allocation.
 
     Returns:
-        False where nothing was changed: activations are on a GPU, the user has set the C library's own variables, or it
-        is not glibc.
+        Whether the setting was changed. It is not if activations are on a GPU, if the user has set the C library's own
+        variables, or if the C library is not glibc.
     """
     if is_cuda() or any(name in os.environ for name in _USERS):
         return False
     library = ctypes.CDLL(None)
     if not (hasattr(library, "gnu_get_libc_version") and hasattr(library, "mallopt")):
         return False
-    # First the blocks: whichever is set first ends glibc's own adjustment of the other, which would stay at 128 KiB.
+    # Set the block size first: the first setting ends glibc's own adjustment, which leaves the other at 128 KiB.
     if not any(library.mallopt(_MMAP_THRESHOLD, most) for most in _MOST_ON_HEAP):
         return False
     return bool(library.mallopt(_TRIM_THRESHOLD, _MOST_KEPT))
 
 
 class _Mapping(mmap.mmap):
-    """Zeroed memory of the process that does not count as its private memory, neither in measurements nor for
-    `ulimit -d`. Calls `at_end` before it is freed.
+    """Zeroed memory that does not count as private memory of the process, neither in measurements nor for `ulimit -d`.
+
+    `at_end` is called before the memory is freed.
     """
 
     at_end: Callable[[], None] | None = None
 
     def __del__(self) -> None:
         if self.at_end is not None:
-            with contextlib.suppress(Exception):  # at the interpreter's end nobody hears of it
+            with contextlib.suppress(Exception):  # an error at the interpreter's end cannot be reported
                 self.at_end()
 
 
 def host_mapping(
     shape: tuple[int, ...], dtype: torch.dtype, *, prepare: Callable[[Tensor], Callable[[], None]] | None = None
 ) -> Tensor:
-    """A zeroed tensor outside of the process's private memory, without padding. `prepare`: called with it, returns a
-    function to be called before the memory is freed.
+    """A zeroed tensor outside of the process's private memory, without padding.
+
+    `prepare`: called with the tensor; returns a function that is called before the memory is freed.
     """
     count = torch.Size(shape).numel()
     if not count:
@@ -187,12 +189,13 @@ def host_mapping(
 
 
 def available_host_bytes() -> int:
-    """The bytes that this host can still allocate without swapping, by the kernel's estimate, at most the rest of a
-    container's limit.
+    """The number of bytes that this host can still allocate without swapping, by the kernel's estimate.
+
+    In a container the rest of the container's limit is an upper bound.
     """
     available = psutil.virtual_memory().available
     for limit, current, statistics, reclaimable in _CGROUP_FILES:
-        with contextlib.suppress(OSError, ValueError):  # another version of cgroups; "max"
+        with contextlib.suppress(OSError, ValueError):  # files of another version of cgroups, or the limit "max"
             counts = dict(line.split() for line in Path(statistics).read_text().splitlines())
             used = int(Path(current).read_text()) - int(counts.get(reclaimable, 0))
             available = min(available, int(Path(limit).read_text()) - used)

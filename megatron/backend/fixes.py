@@ -1,9 +1,9 @@
-"""Repairs of megatron-core 0.16.1: what it lacks without Transformer Engine and Apex, and what 2bw asks of it.
+"""Repairs of megatron-core 0.16.1: for faults without Transformer Engine and Apex, and for the needs of 2bw.
 
-The wheel's paths through torch's own AdamW and norms are little used and have faults, on CPU and on CUDA alike; these
-repairs are skipped where the better library is present. Two more are needed everywhere: its fused gradient accumulation
-takes for granted that a parameter has one gradient buffer, and its distributed optimizer saves tied embeddings in the
-wrong place. Each repair wraps one function and states the fault.
+The wheel's code for torch's own AdamW and norms is little used and has faults, on CPU and on CUDA alike; these repairs
+are skipped if Transformer Engine or Apex is present. Two more repairs are needed everywhere: the fused gradient
+accumulation assumes that a parameter has one gradient buffer, and the distributed optimizer saves tied embeddings in
+the wrong place. Each repair wraps one function and states the fault.
 """
 
 import functools
@@ -14,7 +14,7 @@ import torch
 
 def apply() -> None:
     """Apply all repairs that this installation needs. megatron.core must be importable."""
-    # megatron.core calls collectives by names that newer torch has renamed; its users cannot change that.
+    # megatron.core calls collectives by names that newer torch has renamed, which a user cannot change.
     warnings.filterwarnings("ignore", message=r"`torch.distributed.\w+` is deprecated", category=FutureWarning)
     from megatron.core.optimizer import distrib_optimizer, optimizer
     from megatron.core.tensor_parallel import random
@@ -34,8 +34,9 @@ def apply() -> None:
 
 
 def follow_shown_gradients() -> None:
-    """Have megatron.core's linears add to the gradient that a weight shows in the backward, and remember the weight;
-    again is free. Weights of two batches, and backwards in halves, need it on every installation.
+    """Make megatron.core's linears add to the `main_grad` that a weight has in the backward, and remember the weight.
+
+    Later calls are no-ops. Weights of two batches, and split backwards, need this repair on every installation.
     """
     from megatron.core.tensor_parallel import layers
 
@@ -46,8 +47,9 @@ def follow_shown_gradients() -> None:
 
 
 def complete_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create the state that the optimizer would create in its first step, where it is missing: torch's Adam, AdamW or
-    SGD, or another one with Adam's state.
+    """Create the state that the optimizer would create in its first step, for each parameter that lacks it.
+
+    This works for torch's Adam, AdamW and SGD, and for any optimizer with Adam's state; others are left unchanged.
     """
     if has_adams_state(optimizer):
         names = ("exp_avg", "exp_avg_sq")
@@ -66,13 +68,17 @@ def complete_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def has_adams_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it keeps `step`, `exp_avg` and `exp_avg_sq` of each parameter: Adam, and who says so (`adams_state`)."""
+    """Whether the optimizer keeps `step`, `exp_avg` and `exp_avg_sq` of each parameter: torch's Adam, or an optimizer
+    whose attribute `adams_state` is true."""
     return isinstance(optimizer, torch.optim.Adam) or getattr(optimizer, "adams_state", False)
 
 
 def _repair_initial_state(optimizer_module) -> None:
-    """Loading a checkpoint first creates the optimizer's state: for Adam without the counter `step`, without which
-    the next step dies where the checkpoint has none, and for SGD by calling None."""
+    """Create the whole optimizer state when a checkpoint is loaded.
+
+    The fault: loading first creates the optimizer's state. For Adam it lacks the counter `step`, so the next step fails
+    if the checkpoint has no counter; for SGD it calls None.
+    """
     initialise = optimizer_module.MegatronOptimizer.__init__
 
     @functools.wraps(initialise)
@@ -87,11 +93,11 @@ def _repair_initial_state(optimizer_module) -> None:
 
 
 def _repair_distributed_optimizer(optimizer_class) -> None:
-    """torch's AdamW keeps a step counter per parameter; the distributed optimizer handles it wrongly in three places.
+    """Handle the step counter that torch's AdamW keeps for each parameter.
 
-    state_dict() wants the counter although it appears only with the first step; load_state_dict() puts one shared
-    tensor into all states, so that each of n parameters advances it and the second step after a resume is silently
-    wrong; and loading a parameter's state looks for a saved `step`, which is never saved per parameter.
+    The faults: state_dict() reads the counter, which exists only after the first step; load_state_dict() puts one
+    shared tensor into all states, so that each of n parameters advances it and the second step after a resume is
+    silently wrong; and loading a parameter's state looks for a saved `step`, which is never saved per parameter.
     """
     state_dict = optimizer_class.state_dict
     load_state_dict = optimizer_class.load_state_dict
@@ -101,7 +107,7 @@ def _repair_distributed_optimizer(optimizer_class) -> None:
     def state_dict_with_step(self):
         complete_optimizer_state(self.optimizer)
         if not any(group["params"] for group in self.optimizer.param_groups):
-            # A rank that owns nothing has no counter to report; its neighbours' is merged in on loading.
+            # A rank without parameters has no counter to report; loading merges in the counter of the other ranks.
             return _state_dict_of_nothing(self)
         return state_dict(self)
 
@@ -115,7 +121,7 @@ def _repair_distributed_optimizer(optimizer_class) -> None:
     def set_states_without_step(self, model_param, tensors):
         group_index, group_order = self.model_param_group_index_map[model_param]
         main_param = self.optimizer.param_groups[group_index]["params"][group_order]
-        # Not the counter that a loaded state may carry: in the dp_reshardable format it is this run's own, from before.
+        # A counter in the loaded state is ignored: in the dp_reshardable format it is this run's own, before loading.
         return set_states(self, model_param, {**tensors, "step": self.optimizer.state[main_param]["step"]})
 
     optimizer_class.state_dict = state_dict_with_step
@@ -124,10 +130,13 @@ def _repair_distributed_optimizer(optimizer_class) -> None:
 
 
 def _repair_places_in_buckets(optimizer_class) -> None:
-    """For a checkpoint that other degrees can load, the state of a buffer's buckets is laid end to end, without the
-    padding at their ends, and then cut at places that count the padding. Tied embeddings on a pipeline have a bucket of
-    their own, so what is saved of them (master weights, moments) is shifted by the padding of the bucket before, and
-    its end is zeros: "param range exceeds unpadded buffer ... can lead to data corruption"."""
+    """Save the state of a buffer's buckets from positions without padding.
+
+    The fault: for a checkpoint that other degrees can load, the state of a buffer's buckets is laid end to end without
+    the padding at the buckets' ends, and then cut at positions that count the padding. Tied embeddings on a pipeline
+    have a bucket of their own, so their saved state (master weights, moments) is shifted by the padding of the bucket
+    before, and ends in zeros: "param range exceeds unpadded buffer ... can lead to data corruption".
+    """
     save = optimizer_class.sharded_param_state_fully_reshardable
 
     @functools.wraps(save)
@@ -145,7 +154,7 @@ def _repair_places_in_buckets(optimizer_class) -> None:
 
 
 def _places_without_padding(buffer) -> dict:
-    """Parameter -> (start, end, bucket) in a buffer whose buckets stand end to end without their padding."""
+    """Parameter -> (start, end, bucket) in a buffer whose buckets are laid end to end without padding."""
     shifts, unpadded = [], 0
     for bucket in buffer.buckets:
         shifts.append(bucket.offset - unpadded)
@@ -166,7 +175,10 @@ def _state_dict_of_nothing(optimizer) -> dict:
 
 
 def _repair_checkpoint_without_output(checkpoint_class) -> None:
-    """`fp8=False` is read as "FP8 is on" (it asks `is not None`), and then calls into Transformer Engine."""
+    """Pass `fp8=False` on as None.
+
+    The fault: `fp8=False` is taken for "FP8 is on" (the test is `is not None`), and Transformer Engine is called.
+    """
     initialise = checkpoint_class.__init__
 
     @functools.wraps(initialise)
@@ -177,9 +189,12 @@ def _repair_checkpoint_without_output(checkpoint_class) -> None:
 
 
 def _repair_torch_norm(norm_class) -> None:
-    """Torch's norms are refused under sequence parallelism, although only a mark on their parameters is missing:
-    each rank sees a part of the sequence, so their gradients must be summed over the tensor-parallel group, which
-    megatron.core does for parameters marked `sequence_parallel`."""
+    """Allow torch's norms under sequence parallelism, with their parameters marked `sequence_parallel`.
+
+    The fault: megatron.core refuses these norms, although only the mark is missing. Each rank sees a part of the
+    sequence, so the gradients of a norm must be summed over the tensor-parallel group, which megatron.core does for
+    marked parameters.
+    """
     build = norm_class.__new__
 
     def build_for_sequence_parallel(cls, config, *args, **kwargs):
@@ -198,8 +213,11 @@ def _repair_torch_norm(norm_class) -> None:
 
 
 def _repair_experts(moe_utils, token_dispatcher) -> None:
-    """Without Transformer Engine the router asks whether its `te_general_gemm` is None, and there is no such name; and
-    on a CPU the numbers of tokens that experts exchange stay tensors where lists of numbers are asked for."""
+    """Make mixtures of experts work without Transformer Engine, and on a CPU.
+
+    The faults: without Transformer Engine the router tests whether `te_general_gemm` is None, and the name is missing;
+    and on a CPU the numbers of tokens that experts exchange stay tensors although arrays are asked for.
+    """
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
     move = token_dispatcher.maybe_move_tensor_to_cpu
@@ -213,17 +231,18 @@ def _repair_experts(moe_utils, token_dispatcher) -> None:
 
 
 def _repair_fused_accumulation(linear: type[torch.autograd.Function]) -> None:
-    """Fused gradient accumulation adds to the `main_grad` that the weight had in the *forward*, and puts it back.
+    """Make fused gradient accumulation add to the `main_grad` that the parameter has in the backward.
 
-    Under 2bw a batch's gradient buffer is chosen at its first backward, so forwards made before that would add to the
-    buffer of the batch before, which the chain is reducing. With the repair the backward adds to the `main_grad` that
-    the parameter has then. The parameter itself is remembered, since the weight that the backward unpacks need not be
-    it: of captured activations it is a detached copy without attributes. For such a copy the wheel's backward returns
-    no gradient, so DDP's hook has nothing to add, which is right: the kernel has added it.
+    The fault: it adds to the `main_grad` that the weight had in the *forward*, and sets that buffer again. Under 2bw a
+    batch's gradient buffer is chosen at its first backward, so forwards made before would make their backwards add to
+    the buffer of the batch before, which the chain is reducing. The parameter itself is remembered, since the weight
+    that the backward unpacks may be another tensor: with captured activations it is a detached copy without attributes.
+    For such a copy the wheel's backward returns no gradient, so DDP's hook has nothing to add, which is right: the
+    kernel has added the gradient.
 
-    The other places of megatron.core that keep a `main_grad` are out of reach: its pipeline schedules, which defer the
+    Other parts of megatron.core that keep a `main_grad` are not used here: its pipeline schedules, which defer the
     embedding's weight gradients; its CUDA graphs; its FSDP. Transformer Engine's layers are not repaired: training
-    turns fusion off where theirs have the fault (`megatron.trainer.arguments.platform`).
+    turns fusion off for versions with the fault (`megatron.trainer.arguments.platform`).
     """
     forward, backward = linear.forward, linear.backward
 

@@ -1,16 +1,17 @@
 """Streams and events of a device that works asynchronously, and its NCCL process groups.
 
-Problem: on CUDA a call returns before its work is done. A stream that needs what another stream writes has to be told
-to wait, and memory may be reused only when no stream works on it any more. On a CPU nothing of that exists. If every
-place asked for the device anew, one of the two cases would soon be forgotten, and nobody without a GPU could see it.
+Problem: on CUDA a call returns before its work is done. A stream that reads data of another stream must be made to
+wait, and memory may be reused only when no stream works on the memory any more. A CPU has neither streams nor events.
+If every function asked for the kind of device, one of the two cases would soon be forgotten, and the mistake would not
+show on a machine without a GPU.
 
 Solution: one interface, with an implementation for each kind of device. The runtime always uses events and streams; on
-a CPU they are None, and nothing waits. The tests have a third implementation, which runs on a CPU and records what is
-ordered before what (`tests/pipeline/runtime/cuda/recording`). `streams_of` chooses from a table (`SIDES`).
+a CPU they are None, and nothing waits. The tests have a third implementation, which runs on a CPU and records the order
+of operations (`tests/pipeline/runtime/cuda/recording`). `streams_of` chooses from a table (`SIDES`).
 
 Every NCCL communicator has device buffers for each of its blocks (CTAs), and a transfer that waits for its peer keeps
 these blocks from computing. A pipeline has many communicators, whose transfers mostly wait. So `nccl_communicator`
-bounds the number of blocks and gives their kernels priority: they are few, and other work waits for them.
+bounds the number of blocks and gives their kernels priority: these kernels are few, and other work waits for them.
 """
 
 from __future__ import annotations
@@ -29,53 +30,53 @@ from megatron.backend.device import host_mapping
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all contexts
 
-Event = Any  # None where nothing is ever outstanding
+Event = Any  # None on a device whose work is done when a call returns
 Stream = Any
 
 
 class Streams(Protocol):
-    """The streams of one device, as the calling thread sees them."""
+    """The streams of one device for the calling thread."""
 
     device: torch.device
     runs_ahead: bool
     """Whether calls return before their work is done."""
 
     def enter_thread(self) -> None:
-        """Prepare a thread that gives the device work; called once, at its start."""
+        """Prepare a thread that launches work on the device. Each thread calls it once, at its start."""
 
     def make(self) -> Stream:
-        """A new stream."""
+        """Make a new stream."""
 
     def on(self, stream: Stream) -> AbstractContextManager:
-        """In this context `stream` is the thread's current one."""
+        """A block in which `stream` is the thread's current stream."""
 
     def record(self) -> Event:
-        """An event that happens when all present work of the current stream is done."""
+        """Record an event that happens when all work launched so far on the current stream is done."""
 
     def wait(self, event: Event) -> None:
-        """Make later work of the current stream wait for `event`. The host does not wait."""
+        """Make work that is launched later on the current stream wait for `event`. The host does not wait."""
 
     def is_done(self, event: Event) -> bool:
         """Whether `event` has happened. The host does not wait."""
 
     def finish(self, event: Event) -> None:
-        """Make the host sleep until `event` has happened; not for the compute thread."""
+        """Make the host sleep until `event` has happened. The computing thread must not call it."""
 
     def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Host memory that the device can copy from and to while the host goes on."""
+        """Host memory that the device can copy from and to while the host continues."""
 
     def kept_host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A zeroed `host_buffer` that is kept: it takes longer to allocate, and wastes no memory."""
+        """A zeroed `host_buffer` for long use: it takes longer to allocate, and wastes no memory."""
 
     def pin_mapping(self, tensor: Tensor) -> Tensor:
-        """Pin memory that this process, and perhaps others, have mapped, until the process ends."""
+        """Pin memory that this process, and perhaps other processes, have mapped, until the process ends."""
 
     def communicator(self, store: Store, rank: int, size: int, *, max_ctas: int, timeout: timedelta) -> Any:
         """A process group that works on a stream of its own, with at most `max_ctas` blocks (`nccl_communicator`)."""
 
 
 class CpuStreams:
-    """A CPU has done its work when the call returns."""
+    """The streams of a CPU, whose work is done when a call returns: events are None, and waiting is a no-op."""
 
     runs_ahead = False
 
@@ -104,7 +105,7 @@ class CpuStreams:
         pass
 
     def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A shared mapping, zeroed: the device is the process's private memory here."""
+        """A zeroed shared mapping, since the process's private memory stands for the device's memory."""
         return host_mapping(shape, dtype)
 
     def kept_host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -123,12 +124,12 @@ class CudaStreams:
     runs_ahead = True
 
     def __init__(self, device: torch.device) -> None:
-        if device.index is None:  # the caller's current one; other threads have another
+        if device.index is None:  # take the caller's current device, since other threads have another current device
             device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
 
     def enter_thread(self) -> None:
-        torch.cuda.set_device(self.device)  # else the thread makes a context on GPU 0 and works there
+        torch.cuda.set_device(self.device)  # otherwise the thread makes a context on GPU 0 and works there
 
     def make(self) -> Stream:
         return torch.cuda.Stream(self.device)
@@ -137,7 +138,7 @@ class CudaStreams:
         return torch.cuda.stream(stream)
 
     def record(self) -> Event:
-        event = torch.cuda.Event(blocking=True)  # whose waiting host sleeps and takes no core from the others
+        event = torch.cuda.Event(blocking=True)  # a host thread that waits for it sleeps, and leaves its core free
         event.record(torch.cuda.current_stream(self.device))
         return event
 
@@ -153,9 +154,9 @@ class CudaStreams:
             event.synchronize()
 
     def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """From torch's allocator, which keeps what is freed, and rounds up to powers of two.
+        """Pinned memory of torch's allocator, which keeps freed blocks and rounds sizes up to powers of two.
 
-        Raises ValueError where the system does not let it.
+        Raises ValueError if the system refuses to pin the memory.
         """
         try:
             return torch.empty(shape, dtype=dtype, pin_memory=True)
@@ -164,7 +165,7 @@ class CudaStreams:
             raise ValueError(_not_pinned(num_bytes, "", error)) from error
 
     def kept_host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Raises ValueError where the system does not let it."""
+        """A zeroed mapping that is pinned until it is freed. Raises ValueError if the system refuses to pin it."""
 
         def pin(tensor: Tensor) -> Callable[[], None]:
             _register(tensor, "")
@@ -174,7 +175,7 @@ class CudaStreams:
         return host_mapping(shape, dtype, prepare=pin)
 
     def pin_mapping(self, tensor: Tensor) -> Tensor:
-        """Raises ValueError where the system does not let it."""
+        """Pin a mapping until the process ends. Raises ValueError if the system refuses to pin it."""
         _register(tensor, " that replicas share")
         return tensor
 
@@ -196,7 +197,7 @@ def _not_pinned(num_bytes: int, whose: str, why: object) -> str:
 
 
 SIDES: dict[str, Callable[[torch.device], Streams]] = {"cpu": CpuStreams, "cuda": CudaStreams}
-"""device type -> its `Streams`."""
+"""Device type -> implementation of `Streams`."""
 
 
 def streams_of(device: torch.device) -> Streams:
@@ -205,7 +206,7 @@ def streams_of(device: torch.device) -> Streams:
 
 
 class Milestone:
-    """A point in the work of one thread's stream that other threads and their streams wait for."""
+    """A point in the work of one thread's stream for which other threads and their streams can wait."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
@@ -214,17 +215,18 @@ class Milestone:
 
     @property
     def is_reached(self) -> bool:
-        """Whether the host has reached the milestone; work of its stream may still be running."""
+        """Whether the thread has reached the milestone. Work of its stream may still be running."""
         return self._reached.is_set()
 
     def reach(self) -> None:
-        """Mark the milestone as reached: others wait for the present work of the current stream."""
+        """Mark the milestone as reached: waiting streams wait for all work launched so far on the current stream."""
         self._event = self._streams.record()
         self._reached.set()
 
     def wait(self, timeout: float) -> bool:
-        """Make the host wait until the other thread reaches the milestone, at most `timeout` seconds, and the current
-        stream until the work is done. Returns False after the timeout.
+        """Make the calling thread wait until the milestone is reached, for at most `timeout` seconds.
+
+        The current stream then waits until the milestone's work is done. Returns False after the timeout.
         """
         if not self._reached.wait(timeout):
             return False
@@ -233,7 +235,7 @@ class Milestone:
 
 
 def nccl_communicator(store: Store, rank: int, size: int, *, max_ctas: int, timeout: timedelta) -> Any:
-    """A ProcessGroupNCCL of `size` ranks that meet at `store`."""
+    """Make a ProcessGroupNCCL of `size` ranks, which find each other through `store`."""
     options = torch.distributed.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout
     options.config.max_ctas = max_ctas
@@ -241,9 +243,9 @@ def nccl_communicator(store: Store, rank: int, size: int, *, max_ctas: int, time
 
 
 def shut_down(group: Any) -> None:
-    """End a group whose work is done. All its ranks do so, in the same order as their other groups.
+    """End a process group whose work is done. All its ranks must call it, and end their groups in the same order.
 
-    A communicator that is only forgotten is torn down when the process exits, in no order, which may hang.
+    A communicator that is not ended is torn down when the process exits, in an arbitrary order, which may hang.
     """
     end = getattr(group, "shutdown", None) or getattr(group, "_shutdown", None)  # underscored in older torch
     if end is not None:

@@ -1,4 +1,5 @@
-"""Capture: any torch or Hugging Face model with a loss as a graph of operators, cut into stages (docs/capture.md).
+"""The capture of any torch or Hugging Face model with a loss as a graph of operators, and its cut into stages
+(docs/capture.md).
 
-Imports torch, and nothing of megatron.core or transformers.
+This folder imports torch, but neither megatron.core nor transformers.
 """

@@ -1,21 +1,23 @@
-"""Which operators must lie in one stage, which every stage computes for itself, and which tensors stages send.
+"""The blocks of operators that must lie in one stage, the operators that every stage copies, and the tensors between
+stages.
 
-An operator is *free* if it depends on data and constants alone: masks, positions, sizes. No gradient passes through it,
-so each stage computes it for itself. All other operators form *blocks*, each of which lies in one stage:
+An operator is *free* if it depends on data and constants alone: masks, positions, sizes. No gradient passes through a
+free operator, so each stage computes its own copy. All other operators form *blocks*, each of which lies in one stage:
 
-- an operator that writes into memory, all that share this memory, and all that read it before the last write: a later
-  stage would read what was written, and a write into its copy would be lost;
-- an operator that returns several results, and those that take one of them;
-- a size that is read from an activation, and the operators that use it, since only tensors are sent;
-- attention and what it reads through views, up to the operators that made it: the gradients that attention's kernels
-  return have layouts of their own, which a transfer would not keep, and sums over them would then round differently;
-- all that lies on a path from a block back to itself: otherwise two stages would wait for each other.
+- an operator that writes into memory, the operators that share this memory, and the operators that read it before the
+  last write: in a later stage such a reader would see the written values, and a write into a copy would be lost;
+- an operator that returns several results, and the operators that take one of these results;
+- an operator that reads a size from an activation, and the operators that use the size, since only tensors are sent;
+- attention, and its inputs that are read through views, up to the operators that made them: the gradients that
+  attention's kernels return have layouts that a transfer would not keep, so sums over them would round differently;
+- all operators on a path from a block back to itself: otherwise two stages would wait for each other.
 
-A tensor that one later stage needs is sent there. Where several stages need it, they pass it on: the first receives it
-from its maker, and each other from the latest holder that precedes it anyway. The graph of stages then waits no
-longer, and each holder adds its own share to the gradient that comes back from the next. The sum is in the order in
-which autograd adds the uses in one process, along a chain of stages equal to the last bit. (`relay=False` has the
-maker send to all; the maker then adds up sums.)
+A tensor that one later stage needs is sent to that stage. If several stages need a tensor, they pass it on: the first
+receives it from the stage that makes it, and each other stage receives it from the latest holder that precedes it in
+the graph of stages anyway. So no stage waits longer, and each holder adds its own share to the gradient that comes back
+from the next stage. The sum is in the order in which autograd adds the uses in one process, and along a chain of stages
+it is equal to the last bit. (With `relay=False` the making stage sends the tensor to all others, and adds up their
+gradients.)
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ from megatron.capture.randomness import seeded_attention
 
 
 def blocks_of(captured: Captured) -> tuple[tuple[int, ...], ...]:
-    """The blocks, as ascending numbers of operators, in an order in which they can run. Free operators are in none."""
+    """The blocks, each as ascending numbers of operators, in an order in which they can run. Free operators are in no
+    block."""
     number = {node: position for position, node in enumerate(captured.nodes)}
     free = free_nodes(captured)
     groups = networkx.utils.UnionFind(range(len(captured.nodes)))
@@ -59,8 +62,10 @@ def blocks_of(captured: Captured) -> tuple[tuple[int, ...], ...]:
 
 
 def free_nodes(captured: Captured) -> frozenset[fx.Node]:
-    """The operators that depend on data and constants alone. A write makes all that shares its memory depend on what
-    is written, and so does a place among those who must stay together.
+    """The operators that depend on data and constants alone.
+
+    If one operator depends on a parameter, all operators that share written memory with it, or must stay in its stage,
+    are not free either.
     """
     bound = {node for node in captured.nodes if any(_is_parameter(captured, each) for each in node.all_input_nodes)}
     together = [set(members) for members in (*written_groups(captured.nodes), *_inseparable(captured.nodes))]
@@ -81,7 +86,7 @@ def _is_parameter(captured: Captured, node: fx.Node) -> bool:
 
 
 def written_groups(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
-    """For each memory that is written: all that shares it, and all that reads it before the last write."""
+    """For each memory that is written: the nodes that share it, and the nodes that read it before the last write."""
     shared = networkx.utils.UnionFind(nodes)
     for node in nodes:
         sources = [each for each in (*aliased_by(node), *written_by(node)) if each.op == "call_function"]
@@ -108,7 +113,7 @@ def _inseparable(nodes: Iterable[fx.Node]) -> Iterable[list[fx.Node]]:
 
 
 def _read_through_views(node: fx.Node) -> Iterable[fx.Node]:
-    """What makes the query, the key and the value, and the views through which they are read."""
+    """The operators that make an attention's query, key and value, and the views through which it reads them."""
     wanted = [each for each in node.args[3:6] if each.op == "call_function"]
     for each in wanted:
         yield each
@@ -116,7 +121,8 @@ def _read_through_views(node: fx.Node) -> Iterable[fx.Node]:
 
 
 def _in_order(nodes, number, blocks: list[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """Blocks sorted so that each comes after those it needs; among those that can run, the earliest in the graph."""
+    """The blocks, sorted so that each comes after the blocks that it needs. Of several blocks that can run, the one
+    that begins first in the graph comes first."""
     block_of = {position: block for block in blocks for position in block}
     uses = networkx.DiGraph()
     uses.add_nodes_from(blocks)
@@ -131,9 +137,15 @@ def _in_order(nodes, number, blocks: list[tuple[int, ...]]) -> tuple[tuple[int, 
 
 @dataclass(frozen=True)
 class Crossings:
-    """`stage_of`: operator (not free) -> its stage. `free`: the others. `owner`: parameter's name -> stage.
-    `routes`: what crosses -> its transfers ``(from, to)``, in an order in which they can happen; keys are operators, or
-    names of parameters. `differentiable`: the operators through which a gradient may pass.
+    """The tensors that cross from stage to stage under an assignment of operators to stages.
+
+    Attributes:
+        stage_of: operator that is not free -> its stage.
+        free: the free operators.
+        owner: name of a parameter -> the stage that owns it.
+        routes: operator, or name of a shared parameter -> the transfers ``(from, to)`` of its value, in an order in
+            which they can happen.
+        differentiable: the operators through which a gradient may pass.
     """
 
     num_stages: int
@@ -144,15 +156,15 @@ class Crossings:
     differentiable: frozenset[fx.Node]
 
     def sent(self, source: int, target: int) -> list[fx.Node | str]:
-        """The values that one stage sends to another: parameters first, then in the order of the operators."""
+        """The values that stage `source` sends to stage `target`: parameters first, then operators in their order."""
         return [key for key, route in self.routes.items() if (source, target) in route]
 
 
 def crossings(captured: Captured, stage_of_node: Mapping[int, int], *, relay: bool = True) -> Crossings:
-    """Check an assignment and say what crosses.
+    """Check an assignment of operators to stages, and find the tensors that cross between stages.
 
-    `stage_of_node`: number of operator -> stage; those of free operators are not looked at. Raises ValueError for an
-    operator without a stage, a stage without operators, a block that is torn, or a stage that needs a later one.
+    `stage_of_node`: number of operator -> stage; the stages of free operators are ignored. Raises ValueError for an
+    operator without a stage, a stage without operators, a block in several stages, or a stage that needs a later stage.
     """
     free = free_nodes(captured)
     stage_of = {}
@@ -201,7 +213,7 @@ def crossings(captured: Captured, stage_of_node: Mapping[int, int], *, relay: bo
 def _owners(
     captured: Captured, stage_of: Mapping[fx.Node, int], users: dict[fx.Node | str, set[int]]
 ) -> dict[str, int]:
-    """The owner of each parameter, the first stage that uses it; the other stages are recorded as users."""
+    """The owner of each parameter: the first stage that uses it. The other stages are recorded in `users`."""
     found: dict[str, set[int]] = {}
     for node in captured.graph_module.graph.nodes:
         if node.op == "get_attr" and isinstance(attribute(captured.graph_module, node.target), torch.nn.Parameter):

@@ -1,8 +1,8 @@
-"""A captured model as stages: one graph for each, with what it sends and what it gets.
+"""The cut of a captured model into stages: one graph for each stage, with the tensors that it receives and sends.
 
-Any assignment of operators to stages can be cut whose stages can be numbered in an order in which they can run; stages
-need not be contiguous. Free operators are copied into each stage that needs them (see `blocks`). Shared parameters
-belong to the first stage that uses them, and the others get them as tensors, so their gradients come back.
+An assignment of operators to stages can be cut if the stages can be numbered in an order in which they can run; stages
+need not be contiguous. Free operators are copied into each stage that needs them (see `blocks`). A shared parameter
+belongs to the first stage that uses it. The other stages receive it as a tensor, so its gradients come back.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def cut(
     """Cut a captured model.
 
     Args:
-        captured: the model; its parameters become the stages' own.
-        stage_of_node: number of operator -> stage, from 0 without gaps; each stage needs only those before it.
-        relay: a tensor that several stages need is passed on by them; False: its maker sends it to each (`edges`).
-        device: where tensors are made that the graph makes itself; None: where they were in the capture.
-        only: the stages that are wanted here; None: all.
+        captured: the captured model. Its parameters become the parameters of the stages.
+        stage_of_node: number of operator -> stage, from 0 without gaps. A stage may need only earlier stages.
+        relay: whether stages pass on a tensor that several stages need; False: the making stage sends it to each.
+        device: the device of tensors that the graph itself makes; None: the device of the capture.
+        only: the stages to build; None: all.
 
-    Returns stage -> module. Raises ValueError for an assignment that cannot be run, which says why.
+    Returns stage -> module. Raises ValueError, with the reason, for an assignment that cannot be run.
     """
     plan = crossings(captured, stage_of_node, relay=relay)
     groups = [set(members) for members in written_groups(captured.nodes)]
@@ -59,7 +59,7 @@ class _Cutter:
         self._members = _members(captured, plan, groups, stage)
         self._graph = fx.Graph()
         self._made: dict[fx.Node | str, fx.Node] = {}  # by operator of the whole graph, or name of a parameter
-        self._wire: dict[fx.Node | str, fx.Node] = {}  # the same as they travel
+        self._wire: dict[fx.Node | str, fx.Node] = {}  # the same keys -> the contiguous tensor that is sent
         self._values: dict[str, object] = {}
         self._parameters: dict[str, tuple[str, ...]] = {}
 
@@ -123,7 +123,7 @@ class _Cutter:
         return self._graph.get_attr(name)
 
     def _moved(self, node: fx.Node) -> fx.Node:
-        """The operator with the devices in its arguments replaced."""
+        """Replace the devices in an operator's arguments, and return the operator."""
         if self._device is not None:
             node.args = fx.node.map_aggregate(node.args, self._on_device)
             node.kwargs = fx.node.map_aggregate(node.kwargs, self._on_device)
@@ -143,7 +143,7 @@ class _Cutter:
         return EdgeTensor(key.name, sizes, value.dtype, key in self._plan.differentiable)
 
     def _to_wire(self, key: fx.Node | str) -> fx.Node:
-        """A tensor to be sent, made contiguous: a tensor in another layout is sent in the order of that layout."""
+        """The contiguous tensor to send. A dense tensor in another layout is sent in its order in memory."""
         if isinstance(key, str):
             return self._made[key]
         made = self._made[key]
@@ -161,8 +161,10 @@ class _Cutter:
 
 
 def _members(captured: Captured, plan: Crossings, groups, stage: int) -> list[fx.Node]:
-    """The stage's operators, and all free operators that they need, in the captured order. An operator that needs a
-    written memory needs its writers."""
+    """The stage's operators, and all free operators that they need, in the captured order.
+
+    An operator that needs memory that is written also needs the operators that write it.
+    """
     found: set[fx.Node] = set()
     wanted = [node for node, at in plan.stage_of.items() if at == stage]
     while wanted:
@@ -181,7 +183,7 @@ def _name(key: fx.Node | str) -> str:
 
 
 def _order(value: torch.Tensor) -> list[int] | None:
-    """The dimensions from the farthest apart to the nearest in memory, where that is not their own order."""
+    """The dimensions by descending stride, if `value` is dense and this is not their own order; otherwise None."""
     if value.is_contiguous():
         return None
     strides = [_hint(stride) for stride in value.stride()]
@@ -190,7 +192,7 @@ def _order(value: torch.Tensor) -> list[int] | None:
     for dimension in reversed(order):
         size = _hint(value.shape[dimension])
         if size != 1 and strides[dimension] != expected:
-            return None  # parts of it are not there, or are there several times
+            return None  # not dense: the strides leave gaps, or repeat elements
         expected *= size
     return None if order == sorted(order) else order
 

@@ -1,10 +1,11 @@
-"""What each block of a captured model would cost on a device that is not here, by the roofline model.
+"""An estimate of the cost of each block of a captured model on a device that is not present, by the roofline model.
 
-Problem: partitions are looked for with the costs of a device, and neither it nor the memory for the model may be there.
-Solution: the blocks run as they do in a profile, forward and backward, on tensors that have shapes and no memory, and
-instead of a clock each kernel is priced: its floating-point operations at the rate of matrix products, or its bytes at
-the memory's, whichever takes longer, and a launch. Caches, fused kernels and the waits of small matrices are unknown to
-it. Bytes that are saved and put out are those of a profile, exactly.
+Problem: the search for a partition needs the costs of a device, and neither the device nor the memory for the model may
+be present. Solution: the blocks run as in a profile, forward and backward, on tensors that have shapes and no memory.
+Each kernel gets an estimated time instead of a measured one: the time of its floating-point operations at the rate of
+matrix products, or of its bytes at the memory's rate, whichever is longer, and a launch. The model does not know
+caches, fused kernels and the inefficiency of small matrices. The bytes of saved tensors and of outputs are exactly
+those of a profile.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from megatron.capture.randomness import seeded_dropout
 aten = torch.ops.aten
 
 _LOOKS_UP = {aten.embedding, aten.gather, aten.index, aten.index_select}
-"""They read as much of their first argument as they return."""
+"""Operators that read only as many bytes of their first argument as they return."""
 _COUNTED_AS = {
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
@@ -36,13 +37,13 @@ _MAKES_NOTHING = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empt
 
 @dataclass(frozen=True)
 class Roofline:
-    """The rates that kernels reach on a device, not its nominal ones.
+    """The rates that kernels reach on a device, in contrast to the device's nominal rates.
 
     Attributes:
         teraflops: 10^12 floating-point operations a second in matrix products; a multiplication and an addition are
-            two.
+            two operations.
         gigabytes_per_second: 10^9 bytes a second from and to the device's memory.
-        launch_microseconds: of each kernel, beside that.
+        launch_microseconds: additional microseconds for the launch of each kernel.
 
     Raises ValueError for a rate that is not above 0, or a launch below 0.
     """
@@ -65,9 +66,9 @@ class Roofline:
 
 
 def estimate(captured: Captured, batch: Mapping[str, Tensor], roofline: Roofline) -> tuple[BlockCost, ...]:
-    """The costs of each of `blocks_of` on such a device, as `profile` would say them.
+    """Estimate the cost of each block of `blocks_of` on a device with these rates, in the form that `profile` returns.
 
-    `batch`: a microbatch of the size that is to be trained; its values do not matter.
+    `batch`: a microbatch of the size that will be trained; its values do not matter.
     """
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         return _Estimator(captured, {name: mode.from_tensor(each) for name, each in batch.items()}, roofline).run(None)
@@ -84,7 +85,8 @@ class _Estimator(GraphProfiler):
         return meter.milliseconds, result
 
     def apply(self, target: Callable, args: tuple, kwargs: Mapping[str, object]) -> object:
-        """Dropout as one kernel that saves a byte an element, as on a GPU; on a CPU it is four, and saves floats."""
+        """Compute one operator. Dropout is one kernel that saves a byte for each element, as on a GPU; a CPU uses four
+        kernels and saves floats."""
         if target is seeded_dropout:
             _, _, tensor, probability = args
             return torch.native_dropout(tensor, probability, True)[0]
@@ -92,7 +94,7 @@ class _Estimator(GraphProfiler):
 
 
 class _Meter(TorchDispatchMode):
-    """Adds up the estimated times of the kernels that run within the block."""
+    """A block that adds up the estimated times of the kernels that run within it, in `milliseconds`."""
 
     def __init__(self, roofline: Roofline) -> None:
         super().__init__()
@@ -116,11 +118,11 @@ def _tensors(values: object) -> Iterator[Tensor]:
 
 
 def _is_view(func, given: list[Tensor], made: list[Tensor]) -> bool:
-    """Whether all that it returns is memory that was there, and nothing is written."""
+    """Whether an operator writes nothing, and returns only memory of its inputs."""
     there = {each.untyped_storage()._cdata for each in given}
     return not func._schema.is_mutable and all(each.untyped_storage()._cdata in there for each in made)
 
 
 def _num_bytes(tensor: Tensor) -> int:
-    """The bytes of memory that a tensor spans; what is expanded is read once."""
+    """The bytes of memory that a tensor spans. Expanded elements count once."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())

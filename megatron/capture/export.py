@@ -1,12 +1,12 @@
 """A model with a loss as one graph of operators, whose parameters are the model's own.
 
-A size in a captured graph is an operator that reads the size of some tensor, often of an activation; another stage
-would have to receive that number. Where the size equals a dimension of the batch, it is read from the batch's tensor
-instead. It then depends on data only, and every stage computes it for itself.
+A size in a captured graph is an operator that reads the size of a tensor, often of an activation; another stage would
+have to receive that number. A size that equals a dimension of the batch is read from the batch's tensor instead. Such
+an operator depends on data only, and every stage computes its own copy.
 
 A signature identifies a graph. Each rank captures the model for itself, and a partition file names the operators of a
-stage by number. Both are right only if the operators are the same, which depends on the model and on the versions of
-torch and transformers.
+stage by number. So all graphs must have the same operators, which depend on the model and on the versions of torch and
+transformers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron.capture.wrapper import LossOnly
 
 aten = torch.ops.aten
 
-_ONLY_CHECKS = {  # what was true of the batch of the capture; sizes and devices of a run may differ
+_ONLY_CHECKS = {  # checks of properties of the capture's batch; sizes and devices of a run may differ
     aten._assert_tensor_metadata.default,
     aten._assert_scalar.default,
     aten._assert_async.msg,
@@ -42,12 +42,17 @@ _ONLY_CHECKS = {  # what was true of the batch of the capture; sizes and devices
 class Captured:
     """A captured model.
 
-    `graph_module`: the graph, and what it reads. Called with ``(draw, *tensors)``, without `draw` where nothing is
-    random, it returns the loss and what was to be kept. `nodes`: its operators in an order in which they can run; an
-    operator's number is its place there. `parameters`: name in the model -> the model's own parameter, each once.
-    `names`: every name of each parameter, its own among them. `inputs`: names of the batch's tensors. `num_random`:
-    how many operators draw numbers. `persistent`: names of the buffers that checkpoints have. `loss`, `kept`: the
-    nodes that make the loss, and name -> what is wanted beside it.
+    Attributes:
+        graph_module: the graph with its parameters and constants. Called with ``(draw, *tensors)``, or without `draw`
+            if nothing is random, it returns the loss and the kept results.
+        nodes: the operators in an order in which they can run; an operator's number is its index here.
+        parameters: name in the model -> the model's own parameter. Each parameter is listed once.
+        names: key of `parameters` -> all names of the parameter in the model, including the key.
+        inputs: names of the batch's tensors.
+        num_random: number of operators that draw random numbers.
+        persistent: names of the buffers that checkpoints contain.
+        loss: the node that makes the loss.
+        kept: name -> the node that makes a result that is kept beside the loss.
     """
 
     model_name: str
@@ -63,17 +68,17 @@ class Captured:
 
     @property
     def all_names(self) -> frozenset[str]:
-        """The names of all parameters that operators read, and of the buffers that checkpoints have."""
+        """The names of all parameters that operators read, and of the buffers that checkpoints contain."""
         return self.persistent.union(*self.names.values())
 
     def run(self, batch: Mapping[str, Tensor], draw: Draw | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the whole model: its loss, and the kept results. `draw`: needed where something is random."""
+        """Compute the whole model: its loss, and the kept results. `draw`: required if `num_random` is not 0."""
         first = (draw,) if self.num_random else ()
         loss, *kept = self.graph_module(*first, *(batch[name] for name in self.inputs))
         return loss, dict(zip(self.kept, kept, strict=True))
 
     def sizes_of(self, batch: Mapping[str, Tensor]) -> dict[sympy.Symbol, int]:
-        """The sizes that decide the shapes of a batch, with their values for this one; for `EdgeTensor.shape_at`."""
+        """The symbolic sizes of the graph with their values for `batch`, as `EdgeTensor.shape_at` takes them."""
         found = {}
         for node in self.graph_module.graph.nodes:
             if node.op == "placeholder" and node.target in batch:
@@ -94,15 +99,15 @@ def capture(
     """Capture `model` in training mode.
 
     Args:
-        model: as the user has it. It keeps its mode, and its parameters become those of the graph.
-        batch: name -> tensor [batch of 2 or more, ...], as the forward takes them. The graph runs with any batch, 1
-            included. Values matter only where the forward decides by Python numbers.
-        loss: scalar mean loss from the model's output and the batch; None: the model computes it from its labels.
-        keep: fields of the output that are wanted beside the loss, such as ``logits``.
-        dynamic_sequence: dimension 1 of every two-dimensional tensor may differ from batch to batch, too.
+        model: the user's model. It keeps its mode, and its parameters become those of the graph.
+        batch: name -> tensor [batch of 2 or more, ...], the arguments of the forward. The graph runs with any batch
+            size, 1 included. Values matter only if the forward decides by Python numbers.
+        loss: (output of the model, batch) -> scalar mean loss; None: the model computes the loss from its labels.
+        keep: fields of the output that are kept beside the loss, such as ``logits``.
+        dynamic_sequence: whether dimension 1 of every two-dimensional tensor may also differ from batch to batch.
 
     Raises:
-        ValueError: what cannot be captured or cut: the module, the reason and what to do.
+        ValueError: the model cannot be captured or cut; the message has the module, the reason and a remedy.
     """
     for name, tensor in batch.items():
         if tensor.dim() == 0 or tensor.shape[0] < 2:
@@ -127,7 +132,7 @@ def capture(
     graph.eliminate_dead_code()
     _flatten_results(graph)
     names = _share_names(graph_module, model)
-    graph_module = fx.GraphModule(graph_module, graph)  # without the hooks that compare batches with the capture's
+    graph_module = fx.GraphModule(graph_module, graph)  # drops the hooks that compare batches with the capture's batch
     return _described(model, graph_module, tuple(batch), tuple(keep), names, num_random)
 
 
@@ -137,7 +142,7 @@ def _exported(wrapper: LossOnly, batch: dict[str, Tensor], dynamic_sequence: boo
         name: {0: dynamic, 1: dynamic} if dynamic_sequence and tensor.dim() == 2 else {0: dynamic}
         for name, tensor in batch.items()
     }
-    said = io.StringIO()  # where it fails, torch.export prints all operators so far
+    said = io.StringIO()  # when it fails, torch.export prints all operators so far, which would hide the error
     try:
         with contextlib.redirect_stderr(said):
             program = torch.export.export(wrapper, (), kwargs=batch, dynamic_shapes=shapes, strict=False)
@@ -159,7 +164,7 @@ def _drop_checks(graph_module: fx.GraphModule) -> None:
 
 
 def _flatten_results(graph: fx.Graph) -> None:
-    """Return plain tensors, one after another, and not torch.export's tree of them."""
+    """Make the graph return a flat tuple of tensors in place of torch.export's tree."""
     output = graph.output_node()
     flat = [node for node in torch.utils._pytree.tree_leaves(output.args[0]) if isinstance(node, fx.Node)]
     output.args = (tuple(flat),)
@@ -167,7 +172,7 @@ def _flatten_results(graph: fx.Graph) -> None:
 
 
 def _share_names(graph_module: fx.GraphModule, model: torch.nn.Module) -> dict[str, tuple[str, ...]]:
-    """Read each parameter under the first of its names. Returns that name, as in the model -> all its names."""
+    """Make the graph read each parameter under the first of its names. Returns first name in the model -> all names."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -212,7 +217,7 @@ def _described(model, graph_module, inputs, keep, names, num_random) -> Captured
 
 
 def ask_batch_for_sizes(graph: fx.Graph) -> None:
-    """Replace every size that equals a dimension of an input by that dimension, asked at the start of the graph."""
+    """Replace every size that equals a dimension of an input by that dimension, read at the start of the graph."""
     inputs = [
         node for node in graph.nodes if node.op == "placeholder" and isinstance(node.meta.get("val"), torch.Tensor)
     ]
@@ -246,8 +251,10 @@ def is_size(node: fx.Node) -> bool:
 
 
 def signature(captured: Captured) -> str:
-    """SHA-256, 64 hexadecimal digits, of the operators in their order, what each takes, and the parameters' shapes and
-    dtypes. Values of parameters, and the batch of the capture, have no part in it.
+    """The SHA-256, as 64 hexadecimal digits, of the operators in their order, their arguments, and the parameters'
+    shapes and dtypes.
+
+    It does not depend on values of parameters, nor on the batch of the capture.
     """
     digest = hashlib.sha256()
     for line in _lines(captured.graph_module):
@@ -257,7 +264,7 @@ def signature(captured: Captured) -> str:
 
 
 def check_signature(captured: Captured, expected: str, file: str) -> None:
-    """Raises ValueError where a file was made for another graph."""
+    """Raise ValueError if `file`, which has the signature `expected`, was made for another graph."""
     found = signature(captured)
     if found != expected:
         raise ValueError(
@@ -289,7 +296,7 @@ def _lines(graph_module: fx.GraphModule) -> list[str]:
 
 
 def word(value: object, number: dict[fx.Node, int]) -> str:
-    """An argument of an operator in words, where `number` names the operators."""
+    """An argument of an operator as text, in which operators are named by their `number`."""
     if isinstance(value, fx.Node):
         return f"%{number[value]}"
     if isinstance(value, (list, tuple)):

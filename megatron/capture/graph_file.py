@@ -1,4 +1,4 @@
-"""A profile as the JSON form in which partitions are looked for, and a partition as stages of operators."""
+"""The conversion of a profile to the JSON form of the partitioner, and of a partition to stages of operators."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ def graph_file(
     name: str = "",
     microbatches_per_version: int = 1,
 ) -> dict[str, object]:
-    """The graph, ready for `json.dumps`.
+    """The graph with the costs of its blocks, ready for `json.dumps`.
 
-    Nodes are the batch's tensors (`input`), then the blocks; ids count through both. `fwd_ms`, `bwd_ms`: with
-    recompute, so the backward has a second forward in it. `fwd_plain_ms`, `bwd_plain_ms`: without. `mem_bytes` and
-    `mem_plain_bytes` are the same: a recompute makes, for one microbatch, all that a forward saves; without it as much
-    is held of each microbatch in flight. Shared parameters travel once for each version of the weights, so they are
-    priced as their bytes over `microbatches_per_version`. `signature` names the graph.
+    The nodes are the batch's tensors (`input`), then the blocks; ids number both in this order. `fwd_ms` and `bwd_ms`
+    are times with recompute, so the backward includes a second forward; `fwd_plain_ms` and `bwd_plain_ms` are times
+    without recompute. `mem_bytes` equals `mem_plain_bytes`: a recompute saves for one microbatch all that a forward
+    saves; without recompute, the same amount is held for each microbatch in flight. A shared parameter is sent once for
+    each version of the weights, so its `out_bytes` are its bytes over `microbatches_per_version`. `signature`
+    identifies the graph.
     """
     blocks = blocks_of(captured)
     first = len(captured.inputs)
@@ -81,9 +82,9 @@ def graph_file(
 
 
 def stage_of_operators(captured: Captured, stage_of_node: Mapping[str | int, int]) -> dict[int, int]:
-    """What `cut` takes, from the stage of each node of `graph_file`: ids as numbers, or as text as in JSON.
+    """The stage of each operator, as `cut` takes it, from the stage of each node of `graph_file`.
 
-    Raises ValueError for a node that has no stage.
+    `stage_of_node`: node id, as a number or as text as in JSON -> stage. Raises ValueError for a node without a stage.
     """
     stage_of = {int(node): stage for node, stage in stage_of_node.items()}
     first, found = len(captured.inputs), {}
@@ -103,7 +104,8 @@ def _users(captured: Captured, blocks, first: int) -> dict[str, list[int]]:
 
 
 def _edges(captured: Captured, block_of: Mapping) -> list[list[int]]:
-    """From block to block, and from data to each block that it reaches through free operators."""
+    """The edges from block to block, and from each tensor of the batch to the blocks that it reaches through free
+    operators."""
     place = {name: number for number, name in enumerate(captured.inputs)}
     free = free_nodes(captured)
     data = {}
@@ -121,7 +123,7 @@ def _edges(captured: Captured, block_of: Mapping) -> list[list[int]]:
 
 
 def _scope(captured: Captured, block: Sequence[int]) -> str:
-    """The block's module path and the name of its first operator, which weighs most."""
+    """The path of the block's innermost module, and the name of the block's first operator."""
     node = captured.nodes[block[0]]
     modules = modules_of(node)
     path = modules[-1][0].replace(".", "/") if modules else "loss"
@@ -129,12 +131,12 @@ def _scope(captured: Captured, block: Sequence[int]) -> str:
 
 
 def _layers(captured: Captured, block: Sequence[int]) -> list[str]:
-    """Classes of the modules around a block that are one of several in a list."""
+    """The classes of the modules around a block that are numbered, as in a list of layers."""
     return [kind for path, kind in modules_of(captured.nodes[block[0]]) if path.rpartition(".")[2].isdigit()]
 
 
 def _repeated(captured: Captured) -> str:
-    """The class of the outermost layers that repeat; empty where nothing does."""
+    """The class of the outermost repeated layers; empty if no layers repeat."""
     outermost = Counter()
     for node in captured.nodes:
         kinds = {(path, kind) for path, kind in modules_of(node)[:-1] if path.rpartition(".")[2].isdigit()}

@@ -1,8 +1,8 @@
-"""What a node of a captured graph is: its place in the model, the memory that it shares, and whether gradients pass it.
+"""The properties of a node of a captured graph: its module, the memory that it shares, and whether gradients pass it.
 
 An operator may return a view of its input, and another operator may write through that view. The operators' schemas
-say most of this; a table here says what the schemas of a few operators leave out. Operators of higher order (a part of
-the model under ``torch.no_grad`` or ``torch.autocast``) have no schema: their own graphs are searched.
+describe most of this; a table adds what the schemas of a few operators leave out. Higher-order operators (a part of
+the model under ``torch.no_grad`` or ``torch.autocast``) have no schema, so their own graphs are searched.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from megatron.pipeline.runtime.contract.tensors import has_gradients
 
 
 def without_model(name: str) -> str:
-    """A name in the captured graph as the model itself has it: ``model.encoder.embed`` is ``encoder.embed``."""
+    """The model's own name for a name in the captured graph: ``encoder.embed`` for ``model.encoder.embed``."""
     return name.removeprefix(f"{MODEL}.")
 
 
 def modules_of(node: fx.Node) -> list[tuple[str, str]]:
-    """The modules in which the operator lies, from the outermost: (path in the model, name of its class). The model
-    itself has the path ``""``.
+    """The modules that contain the operator, outermost first: (path in the model, name of the class).
+
+    The model itself has the path ``""``.
     """
     found = []
     for path, kind in node.meta.get("nn_module_stack", {}).values():
@@ -37,7 +38,7 @@ def modules_of(node: fx.Node) -> list[tuple[str, str]]:
 
 
 def place_of(node: fx.Node) -> str:
-    """The innermost module of the operator in words, such as ``encoder.bn1 (BatchNorm2d)``."""
+    """The innermost module of the operator as text, such as ``encoder.bn1 (BatchNorm2d)``."""
     modules = modules_of(node)
     if not modules:
         return "the loss"
@@ -46,7 +47,7 @@ def place_of(node: fx.Node) -> str:
 
 
 def attribute(root: torch.nn.Module, name: str) -> object:
-    """The value that `root` has under a name with dots."""
+    """The attribute of `root` with a dotted name."""
     value: object = root
     for part in name.split("."):
         value = getattr(value, part)
@@ -64,8 +65,8 @@ _WITHOUT_GRADIENT = {
 
 
 def differentiable(graph_module: fx.GraphModule) -> frozenset[fx.Node]:
-    """The nodes whose results need a gradient: parameters that are trained, and operators of a floating or complex
-    dtype that depend on one, unless gradients are switched off there.
+    """The nodes whose results need a gradient: trained parameters, and operators of a floating or complex dtype that
+    depend on a trained parameter, unless gradients are switched off for the operator.
     """
     found: set[fx.Node] = set()
     for node in graph_module.graph.nodes:
@@ -82,15 +83,15 @@ def differentiable(graph_module: fx.GraphModule) -> frozenset[fx.Node]:
     return frozenset(found)
 
 
-_RETURNS_ITS_INPUT = {  # in some cases, and schemas do not say so
+_RETURNS_ITS_INPUT = {  # operators that may return an input although their schemas do not say so
     aten.broadcast_tensors.default,
     aten.meshgrid.default,
     aten.meshgrid.indexing,
     aten.dropout.default,
     aten.feature_dropout.default,
 }
-_SEEDED = set(randomness.SEEDED.values())  # these do in an evaluation
-_KEEPS_STATISTICS = {  # operator -> (arguments it writes, the argument by which it does; schemas do not say so)
+_SEEDED = set(randomness.SEEDED.values())  # operators that return their input in an evaluation
+_KEEPS_STATISTICS = {  # operator -> (arguments that it writes, the argument that turns this on); not in its schema
     aten.batch_norm.default: ((3, 4), 5),
     aten.instance_norm.default: ((3, 4), 5),
 }
@@ -113,7 +114,7 @@ def written_by(node: fx.Node) -> list[fx.Node]:
 
 
 def aliased_by(node: fx.Node) -> list[fx.Node]:
-    """The nodes of whose memory the operator's result may be a view."""
+    """The nodes whose memory the operator's result may share."""
     if node.op != "call_function":
         return []
     if node.target in _SEEDED:
@@ -128,14 +129,14 @@ def aliased_by(node: fx.Node) -> list[fx.Node]:
 
 
 def parts_of(node: fx.Node) -> list[fx.Node]:
-    """The graph modules that an operator of higher order runs, as nodes."""
+    """The nodes that read the graph modules of a higher-order operator."""
     if not isinstance(node.target, torch._ops.HigherOrderOperator):
         return []
     return [each for each in node.all_input_nodes if each.op == "get_attr" and _is_part(each)]
 
 
 def graph_modules_of(node: fx.Node) -> Iterator[fx.GraphModule]:
-    """The graph modules that an operator of higher order runs."""
+    """Yield the graph modules that a higher-order operator runs."""
     for each in parts_of(node):
         yield each.graph.owning_module.get_submodule(each.target)
 
@@ -154,7 +155,7 @@ def is_getitem(node: fx.Node) -> bool:
 
 
 def _arguments(node: fx.Node) -> Iterator[tuple[torch.Argument, fx.Node]]:
-    """Each argument of an operator that is a node, or a list with nodes, with what its schema says of it."""
+    """Yield each node among an operator's arguments, also within lists, with the argument's entry in the schema."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return
     for position, argument in enumerate(node.target._schema.arguments):

@@ -1,9 +1,9 @@
-"""The cost of each block of a captured model: milliseconds, and the bytes that it saves and sends.
+"""The measured cost of each block of a captured model: milliseconds, and the bytes that it saves and sends.
 
 Blocks run one after another on the data of a batch, each on the results of the blocks before it. Parameters without
-memory receive memory for the block that is measured, and lose it afterwards, so a model can be profiled that fits on no
-device. A block that does what an earlier block did on tensors of the same shapes, as in later layers, is not measured
-again: it costs the same, and the earlier block's results stand for its own (times do not depend on values).
+memory get memory only while their block is measured, so a model that fits on no device can be profiled. A block with
+the same operators as an earlier block on tensors of the same shapes, as in later layers, is not measured again: the
+earlier block's costs and results are used in its place (times do not depend on values).
 """
 
 from __future__ import annotations
@@ -26,11 +26,15 @@ _REPEATS = 3
 
 @dataclass(frozen=True, slots=True)
 class BlockCost:
-    """What a block costs for one microbatch.
+    """The cost of a block for one microbatch.
 
-    `forward_ms`: without gradients, as before a recompute. `recorded_forward_ms`: with what the backward needs saved.
-    `backward_ms`: the backward alone. `saved_bytes`: what it saves for its backward and no block before it has saved;
-    parameters are not counted. `out_bytes`: its results that other blocks read.
+    Attributes:
+        forward_ms: milliseconds of a forward without gradients, as before a recompute.
+        recorded_forward_ms: milliseconds of a forward that saves tensors for the backward.
+        backward_ms: milliseconds of the backward alone.
+        saved_bytes: bytes that the block saves for its backward and that no earlier block has saved; without
+            parameters.
+        out_bytes: bytes of the block's results that other blocks read.
     """
 
     forward_ms: float
@@ -42,14 +46,16 @@ class BlockCost:
 
 @dataclass(slots=True)
 class _Measured:
-    """The measurements of a block. `saved`: saved memory, each as ("input", place), ("result", place) or ("own",
-    bytes)."""
+    """The measurements of a block.
+
+    `saved`: the saved tensors, each as ("input", index), ("result", index), or ("own", bytes) for any other.
+    """
 
     forward_ms: float
     recorded_forward_ms: float
     backward_ms: float
     saved: list[tuple[str, int]]
-    shares: dict[int, int]  # place of a result -> place of the input whose memory it is a view of
+    shares: dict[int, int]  # index of a result -> index of the input of which the result is a view
     results: list[object]
 
 
@@ -60,16 +66,19 @@ def profile(
     repeats: int = _REPEATS,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[BlockCost, ...]:
-    """Measure each of `blocks_of`.
+    """Measure each block of `blocks_of`.
 
-    `batch`: a microbatch of the size that is to be trained, on the device that is to be measured; parameters without
-    memory get it there. Times are the least of `repeats`. `progress(done, blocks)` is called after each block.
+    Args:
+        batch: a microbatch of the size that will be trained, on the device to measure, where parameters without memory
+            get memory.
+        repeats: number of measurements, of which the least time counts.
+        progress: called after each block with the number of measured blocks and of all blocks.
     """
     return GraphProfiler(captured, batch, repeats).run(progress)
 
 
 class GraphProfiler:
-    """Runs the blocks of a capture in turn. `estimate.py` overrides `timed` and `apply`."""
+    """Measures the blocks of a captured model in turn. `estimate.py` overrides `timed` and `apply`."""
 
     def __init__(self, captured: Captured, batch: Mapping[str, Tensor], repeats: int) -> None:
         self._captured = captured
@@ -78,8 +87,8 @@ class GraphProfiler:
         self._free = free_nodes(captured)
         self._trained = differentiable(captured.graph_module)
         self._values: dict[fx.Node, object] = {}
-        self._memory: dict[fx.Node, fx.Node] = {}  # whose memory a result is
-        self._saved: set[fx.Node] = set()  # whose memory has been counted
+        self._memory: dict[fx.Node, fx.Node] = {}  # result -> the node that owns its memory
+        self._saved: set[fx.Node] = set()  # the nodes whose memory has been counted as saved
         self._known: dict[str, _Measured] = {}
         given = {DRAW: Draw(seed=0, sample=0), **batch}
         for node in captured.graph_module.graph.nodes:
@@ -137,7 +146,7 @@ class GraphProfiler:
         )
 
     def _key(self, nodes: list[fx.Node], inputs: list[fx.Node], results: list[fx.Node]) -> str:
-        """What a block does, without names: operators, what they take, and what the tensors look like."""
+        """A text that is equal for equal blocks: operators, arguments, shapes, strides and dtypes, without names."""
         number = {node: place for place, node in enumerate([*inputs, *nodes])}
         words = [_look(self._values[node]) + str(node in self._trained) for node in inputs]
         for node in nodes:
@@ -172,7 +181,8 @@ class GraphProfiler:
         return _Measured(min(forward), min(recorded), min(backward, default=0.0), saved, shares, made)
 
     def _memory_of(self, nodes, inputs, results, parameters):
-        """What a forward saves, whose memory its results are, and these, as they are."""
+        """Run a forward. Returns the saved tensors, the results that are views of inputs, and the results (as in
+        `_Measured`)."""
         packed: dict[int, int] = {}
 
         def pack(tensor: Tensor) -> Tensor:
@@ -201,7 +211,7 @@ class GraphProfiler:
         return [values[node] for node in results]
 
     def _leaves(self, inputs: Sequence[fx.Node]) -> dict[fx.Node, object]:
-        """The inputs of a block, detached from what made them."""
+        """The inputs of a block, detached from the autograd graph of earlier blocks."""
         return {
             node: value.detach().requires_grad_(node in self._trained) if isinstance(value, Tensor) else value
             for node, value in ((node, self._values[node]) for node in inputs)
@@ -228,7 +238,7 @@ class GraphProfiler:
         return target(*args, **kwargs)
 
     def _parameters(self, nodes: Sequence[fx.Node]) -> dict[str, Tensor]:
-        """The block's own parameters, with memory, by their names in the graph."""
+        """The block's parameters, with memory, by their names in the graph."""
         found = {}
         for source in (source for node in nodes for source in node.all_input_nodes if source.op == "get_attr"):
             value = attribute(self._captured.graph_module, source.target)
@@ -242,7 +252,7 @@ class GraphProfiler:
         return found
 
     def timed(self, work: Callable[[], object]) -> tuple[float, object]:
-        """The milliseconds of a piece of work, and its result."""
+        """Call `work`. Returns its milliseconds and its result."""
         self._wait()
         begin = time.perf_counter()
         result = work()
@@ -255,14 +265,14 @@ class GraphProfiler:
 
 
 def parameters_of(captured: Captured, block: Sequence[int]) -> tuple[str, ...]:
-    """Names of the parameters that a block uses."""
+    """The names of the parameters that a block uses."""
     sources = (source for number in block for source in captured.nodes[number].all_input_nodes)
     names = dict.fromkeys(without_model(source.target) for source in sources if source.op == "get_attr")
     return tuple(name for name in names if name in captured.parameters)
 
 
 def _address(tensor: Tensor) -> int:
-    """The identity of a tensor's storage, not of its bytes, which parameters without memory do not have."""
+    """The identity of a tensor's storage. An address would not do, since parameters without memory have none."""
     return tensor.untyped_storage()._cdata
 
 

@@ -1,9 +1,10 @@
-"""Dropout that gives the same masks wherever its operator runs, and whenever it runs again.
+"""Dropout that draws the same masks on any stage, and in a recompute.
 
-Problem: torch draws masks from one generator, so they depend on what has been drawn before: on the cut, on the
-schedule, and on whether a forward is the first or a recompute. torch.export writes ``training=True`` into the graph as
-well. Solution: every random operator becomes a call that is told who draws (`Draw`), and seeds the device's generator
-with the run's seed, the microbatch and the operator's number in the captured graph, for that call only.
+Problem: torch draws masks from one generator, so the masks depend on all earlier draws: on the cut, on the schedule,
+and on whether a forward is the first one or a recompute. Besides, torch.export writes ``training=True`` into the graph.
+Solution: every random operator becomes a call with an additional argument, the source of randomness (`Draw`). For that
+call only, it seeds the device's generator with the run's seed, the microbatch and the operator's number in the captured
+graph.
 """
 
 from __future__ import annotations
@@ -18,13 +19,18 @@ from torch import Tensor, fx
 aten = torch.ops.aten
 
 DRAW = "draw"
-"""The graph's input that says who draws."""
+"""The name of the graph's input that takes the `Draw`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """The source of random numbers. `seed`: the run's. `sample`: the microbatch's number, counted over the whole run
-    and over replicas. `training`: False in an evaluation, where nothing is dropped."""
+    """The source of a microbatch's random numbers.
+
+    Attributes:
+        seed: the seed of the run.
+        sample: the number of the microbatch, counted over the whole run and over replicas.
+        training: whether to drop anything; False in an evaluation.
+    """
 
     seed: int
     sample: int
@@ -32,28 +38,32 @@ class Draw:
 
 
 def seeded_dropout(draw: Draw, node: int, input: Tensor, p: float) -> Tensor:
-    """``dropout`` of operator `node`; in an evaluation `input` itself."""
+    """Compute ``dropout`` for operator number `node`. Returns `input` itself in an evaluation."""
     return _dropped(torch.dropout, draw, node, input, p)
 
 
 def seeded_dropout_(draw: Draw, node: int, input: Tensor, p: float) -> Tensor:
-    """``dropout_`` of operator `node`, in place; in an evaluation `input` as it is."""
+    """Compute ``dropout_`` in place for operator number `node`. Returns `input` unchanged in an evaluation."""
     return _dropped(torch.dropout_, draw, node, input, p)
 
 
 def seeded_feature_dropout(draw: Draw, node: int, input: Tensor, p: float) -> Tensor:
-    """``feature_dropout`` of operator `node`, which drops whole channels."""
+    """Compute ``feature_dropout``, which drops whole channels, for operator number `node`."""
     return _dropped(torch.feature_dropout, draw, node, input, p)
 
 
 def seeded_attention(
     draw: Draw | None, node: int, trained: Sequence[bool], *tensors: Tensor | None, dropout_p: float, **options: object
 ) -> Tensor:
-    """``scaled_dot_product_attention`` of operator `node`, with dropout of the attention's weights.
+    """Compute ``scaled_dot_product_attention`` for operator number `node`, with dropout of the attention's weights.
 
-    `tensors`: query, key, value and mask; `trained`: which of them need a gradient. `draw`: None where `dropout_p` is
-    0. torch chooses a kernel by what needs a gradient, and kernels round differently, so without gradients (a forward
-    that is recomputed later) it is shown the same.
+    torch chooses a kernel by which tensors need a gradient, and kernels round differently. So in a forward without
+    gradients, which is recomputed later, the same tensors are marked as needing a gradient.
+
+    Args:
+        draw: the source of randomness; None if `dropout_p` is 0.
+        trained: for each tensor, whether it needs a gradient.
+        tensors: query, key, value and mask.
     """
     if draw is None or not draw.training:
         return _attend(trained, tensors, dropout_p=0.0, **options)
@@ -76,18 +86,20 @@ SEEDED: dict[object, Callable] = {
     aten.dropout_.default: seeded_dropout_,
     aten.feature_dropout.default: seeded_feature_dropout,
 }
-"""What each kind of dropout becomes."""
+"""Operator for dropout -> its seeded replacement."""
 ARGUMENT = 2
-"""Where a seeded dropout has its input, which it may return as it is."""
+"""The position of the input among the arguments of a seeded dropout, which may return the input itself."""
 
 _ATTENTION = aten.scaled_dot_product_attention.default
 
 
 def seed_randomness(graph: fx.Graph, trained: Set[fx.Node]) -> int:
-    """Replace the random operators of a captured graph by seeded calls, numbered in its order, and give it the input
-    `DRAW`, which stands first. Attention is replaced where it draws nothing, too, for the sake of its kernel.
+    """Replace the random operators of a captured graph by seeded calls, and add `DRAW` as the graph's first input.
 
-    `trained`: the nodes that need a gradient. Returns how many operators draw; without any there is no `DRAW`.
+    Operators are numbered in the order of the graph. Attention without dropout is replaced, too, so that its kernel
+    stays the same (`seeded_attention`).
+
+    `trained`: the nodes that need a gradient. Returns the number of random operators; if it is 0, `DRAW` is not added.
     """
     found = [node for node in graph.nodes if node.target is _ATTENTION or (node.target in SEEDED and is_random(node))]
     num_random = sum(is_random(node) for node in found)
@@ -121,7 +133,7 @@ def _dropped(drop: Callable, draw: Draw, node: int, input: Tensor, p: float) -> 
 
 @contextlib.contextmanager
 def _seeded(device: torch.device, draw: Draw, node: int) -> Iterator[None]:
-    """The device's generator with a seed of its own; afterwards it is as it was."""
+    """A block in which the device's generator has a seed for operator `node`; afterwards its state is restored."""
     generator = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index]
     state = generator.get_state()
     generator.manual_seed(mixed(draw.seed, draw.sample, node))
@@ -132,7 +144,7 @@ def _seeded(device: torch.device, draw: Draw, node: int) -> Iterator[None]:
 
 
 def mixed(*numbers: int) -> int:
-    """One number of 63 bits from several: neighbours get unrelated ones (the finaliser of SplitMix64)."""
+    """Hash numbers to one number of 63 bits, so that similar inputs give unrelated results (SplitMix64's finaliser)."""
     mask, state = (1 << 64) - 1, 0
     for number in numbers:
         state = (state + number + 0x9E3779B97F4A7C15) & mask
@@ -143,7 +155,7 @@ def mixed(*numbers: int) -> int:
 
 
 def arguments_of(node: fx.Node) -> dict[str, object]:
-    """All arguments of an operator by the names of its schema, in its order."""
+    """All arguments of an operator by name, in the order of the operator's schema."""
     arguments = {}
     for position, argument in enumerate(node.target._schema.arguments):
         default = argument.default_value if argument.has_default_value() else None
@@ -153,7 +165,7 @@ def arguments_of(node: fx.Node) -> dict[str, object]:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether the operator draws numbers from torch's generator in its own way."""
+    """Whether the operator draws random numbers from torch's generator; False for a seeded call."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     if node.target is _ATTENTION:

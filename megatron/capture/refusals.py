@@ -1,4 +1,5 @@
-"""What cannot be captured or cut, each said in one sentence: the module, its line of source, and what to set."""
+"""The errors for models that cannot be captured or cut, each a sentence with the module, its line of source and a
+remedy."""
 
 from __future__ import annotations
 
@@ -21,10 +22,10 @@ _OF_VMAP = {"_add_batch_dim", "_remove_batch_dim", "_vmap_increment_nesting", "_
 
 
 def refuse_what_cannot_be_cut(graph: fx.Graph) -> None:
-    """Raise ValueError for what cannot be cut in a captured graph, whose dropout is seeded already.
+    """Raise ValueError for an operator that cannot be cut. Precondition: the graph's dropout is seeded already.
 
-    Raises ValueError for an operator that writes into a parameter, a buffer, a constant or a tensor of the batch, that
-    draws numbers of its own, or whose shape depends on values.
+    Such an operator writes into a parameter, a buffer, a constant or a tensor of the batch, draws random numbers of its
+    own, uses torch.vmap, or makes a shape that depends on values.
     """
     for node in graph.nodes:
         for target in written_by(node):
@@ -75,13 +76,14 @@ def _at(line: str) -> str:
 
 
 def _class(place: str) -> str:
-    """The class in a place's words, ``blocks.0 (Block)`` or ``Block``."""
+    """The class in the text of `place_of`, which is ``blocks.0 (Block)`` or ``Block``."""
     return place.rpartition("(")[2].rstrip(")")
 
 
 def sentence_of(error: BaseException, model: torch.nn.Module) -> str:
-    """Why torch.export could not capture `model`: the innermost module that was being run, its line, the first line of
-    the reason, and what to set.
+    """The sentence on why torch.export could not capture `model`.
+
+    It names the innermost module that was running, its line of source, the first line of the reason, and a remedy.
     """
     for each in _causes(error):
         if isinstance(each, NoLossError):
@@ -109,7 +111,7 @@ def _causes(error: BaseException | None) -> list[BaseException]:
 
 
 def _running(error: BaseException, model: torch.nn.Module) -> str:
-    """The innermost module of `model` whose code was running when the error was raised: ``path (class)``."""
+    """The innermost module of `model` whose code was running when the error was raised, as ``path (class)``."""
     names = {id(module): name for name, module in model.named_modules()}
     found = ""
     trace = error.__traceback__
@@ -129,13 +131,14 @@ _FRAME = re.compile(r'File "([^"]+)", line ([0-9]+)')
 
 
 def _line_of_node(node: fx.Node) -> str:
-    """``FILE:12: code`` of the innermost call outside of torch; empty where torch.export has kept none."""
+    """The innermost source line outside of torch, as ``FILE:12: code``; empty if torch.export has kept none."""
     frames = [(file, int(number)) for file, number in _FRAME.findall(node.meta.get("stack_trace") or "")]
     return _innermost(frames)
 
 
 def _line_of_error(error: BaseException) -> str:
-    """``FILE:12: code`` of what ran when an error was raised; empty where only torch's own code ran."""
+    """The innermost source line outside of torch when an error was raised, as ``FILE:12: code``; empty if there is
+    none."""
     return _innermost([(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)])
 
 
@@ -148,13 +151,15 @@ def _innermost(frames: list[tuple[str, int]]) -> str:
     return ""
 
 
-# --- what to set where a model of transformers cannot be captured as it comes
+# --- remedies for models of transformers that cannot be captured with their own configuration
 
 
 @dataclass(frozen=True)
 class _Remedy:
-    """`found_in`: a pattern in the class of the module, its line of source and the reason. `remedy`: goes on behind a
-    semicolon.
+    """A remedy and the errors that it is for.
+
+    `found_in`: a regular expression that matches the module's class, its line of source or the reason. `remedy`: the
+    end of the error message, after a semicolon.
     """
 
     found_in: str
@@ -187,11 +192,14 @@ _REMEDIES = (
     ),
     _Remedy(r"vmap", "Hugging Face models do so for their masks before transformers 5, so install transformers>=5"),
 )
-"""The first that is found counts."""
+"""The remedies by priority: the first that matches is used."""
 
 
 def remedy_of(*clues: str, otherwise: str) -> str:
-    """The remedy for an error. `clues`: the module's class, its line of source, the reason. `otherwise`: for an unknown
-    cause."""
+    """The remedy for an error.
+
+    `clues`: the module's class, its line of source, and the reason. `otherwise`: the remedy if none of the table
+    matches.
+    """
     text = " ".join(f"{clue} " for clue in clues)
     return next((each.remedy for each in _REMEDIES if re.search(each.found_in, text)), otherwise)

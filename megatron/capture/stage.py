@@ -1,4 +1,4 @@
-"""One stage of a cut model: a module with its own parameters, and tensors that come in and go out by name."""
+"""One stage of a cut model: a module with its own parameters, and named tensors that it receives and sends."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ from megatron.capture.randomness import Draw
 
 @dataclass(frozen=True, slots=True)
 class EdgeTensor:
-    """A tensor that goes from one stage to another.
+    """A tensor that one stage sends to another.
 
-    `name`: of the operator that makes it, or of the parameter in the model. `dtype`: of it and of its gradient.
-    `shape`: dimensions that the batch decides are None. `sizes`: the same with what they are made of. `has_gradient`:
-    one comes back. `owner`: of a shared parameter, which changes with the version of the weights only, the stage that
-    steps it; None of what each microbatch makes anew.
+    Attributes:
+        name: the name of the operator that makes it, or of the parameter in the model.
+        sizes: its dimensions, of which those that depend on the batch are expressions.
+        dtype: the dtype of the tensor and of its gradient.
+        has_gradient: whether a gradient is sent back.
+        owner: for a shared parameter, which changes only with the version of the weights, the stage that steps it;
+            None for a tensor that each microbatch makes.
+        shape: its dimensions, of which those that depend on the batch are None.
     """
 
     name: str
@@ -33,15 +37,18 @@ class EdgeTensor:
         return tuple(size if isinstance(size, int) else None for size in self.sizes)
 
     def shape_at(self, sizes: Mapping[sympy.Symbol, int]) -> tuple[int, ...]:
-        """The tensor's shape for a batch whose `sizes_of` are given."""
+        """The tensor's shape for a batch. `sizes`: the result of `Captured.sizes_of` for that batch."""
         return tuple(size if isinstance(size, int) else int(size.subs(sizes)) for size in self.sizes)
 
 
 @dataclass(frozen=True, slots=True)
 class StageData:
-    """What a stage takes of a microbatch beside what other stages send: the batch's tensors by name, of which it reads
-    those that it needs, and who draws its random numbers (None where nothing is random). `weight`: of the microbatch's
-    mean loss in the mean over its batch's microbatches; they are 1 on average.
+    """The data of a microbatch that a stage does not receive from other stages.
+
+    Attributes:
+        tensors: the microbatch's tensors by name, of which the stage reads those that it needs.
+        draw: the source of random numbers; None if nothing is random.
+        weight: the weight of the microbatch's mean loss in the mean over its batch; weights are 1 on average.
     """
 
     tensors: Mapping[str, Tensor]
@@ -50,19 +57,21 @@ class StageData:
 
 
 class CapturedStage(torch.nn.Module):
-    """Stage `index` of a cut model. It owns its parameters, under the names that the model has for them.
+    """Stage `index` of a cut model, with its parameters under the model's names for them.
 
     Args:
-        graph: what it computes. Its inputs are `DRAW` if `draws`, then `inputs`, then those of `sources`; it returns
-            the tensors of `targets`, the loss if `has_loss`, then `results`, one after another.
-        values: name -> what the graph reads: parameters, constants (buffers here), parts of the graph.
-        inputs: names of the batch's tensors that it reads.
-        sources: stage -> what it sends here.
-        targets: stage -> what goes there.
-        has_loss: it makes the loss.
-        results: names of what it makes that was to be kept.
-        names: of each parameter here, every name in the model.
-        persistent: names of the constants that checkpoints have, too.
+        graph: the stage's graph. Its inputs are `DRAW` if `draws`, then `inputs`, then the tensors of `sources`. It
+            returns the tensors of `targets`, the loss if `has_loss`, then `results`, as one flat tuple.
+        values: name -> a value that the graph reads: a parameter, a constant (a buffer of the stage), or a part of the
+            graph.
+        draws: whether the graph takes a `Draw`.
+        inputs: names of the batch's tensors that the stage reads.
+        sources: stage -> the tensors that it sends to this stage.
+        targets: stage -> the tensors that this stage sends to it.
+        has_loss: whether this stage makes the loss.
+        results: names of the kept results that this stage makes.
+        names: name of each of the stage's parameters -> all names of the parameter in the model.
+        persistent: names of the constants that checkpoints contain.
     """
 
     def __init__(
@@ -100,7 +109,7 @@ class CapturedStage(torch.nn.Module):
     def forward(
         self, data: StageData, inputs: Mapping[int, tuple[Tensor, ...]]
     ) -> tuple[dict[int, tuple[Tensor, ...]], Tensor | None]:
-        """The tensors for each of `targets`, and the scalar loss or None; see `run`."""
+        """Compute one microbatch. Returns the tensors for each of `targets`, and the scalar loss or None; see `run`."""
         outputs, loss, _ = self.run(data, inputs)
         return outputs, loss
 
@@ -109,8 +118,8 @@ class CapturedStage(torch.nn.Module):
     ) -> tuple[dict[int, tuple[Tensor, ...]], Tensor | None, dict[str, Tensor]]:
         """Compute one microbatch.
 
-        `inputs`: stage -> its tensors, in the order of `sources`. Returns the tensors for each of `targets`, contiguous
-        and part of the autograd graph, the scalar loss or None, and name -> what was to be kept.
+        `inputs`: stage -> the tensors that it sent, in the order of `sources`. Returns the tensors for each of
+        `targets`, contiguous and in the autograd graph; the scalar loss or None; and the kept results by name.
         """
         given: list[object] = []
         if self._draws:
@@ -126,7 +135,7 @@ class CapturedStage(torch.nn.Module):
 
 
 def _place(root: torch.nn.Module, name: str, value: object, *, persistent: bool) -> None:
-    """Set the value of a name with dots in `root`."""
+    """Register a value under a dotted name in `root`."""
     *path, last = name.split(".")
     for part in path:
         if part not in root._modules:

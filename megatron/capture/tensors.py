@@ -1,13 +1,13 @@
-"""Parameters of stages: captured without memory, and then read from a folder that Hugging Face wrote.
+"""The parameters of stages: captured without memory, and then read from a folder that Hugging Face wrote.
 
 Problem: a model of 2.85 billion parameters takes 11 GB, and each rank needs a part of it. torch's ``meta`` device does
 not help, because the graph would name that device wherever the model makes a tensor.
 
-Solution: a model is captured and cut with fake parameters, CPU tensors that have a shape and no values. A parameter
-becomes fake as soon as a module registers it, so the model initialises nothing. Buffers stay real: a checkpoint has no
-buffers that are not persistent, such as the frequencies of rotary embeddings. Each rank then reads the tensors of its
-stages. A folder has ``model.safetensors``, or several files and ``model.safetensors.index.json``, which names the file
-of each tensor; of a file only the header and the wanted tensors are read.
+Solution: a model is captured and cut with fake parameters, which are CPU tensors with a shape and no values. A
+parameter becomes fake as soon as a module registers it, so the model initialises nothing. Buffers stay real: a
+checkpoint lacks buffers that are not persistent, such as the frequencies of rotary embeddings. Each rank then reads the
+tensors of its stages. A folder has ``model.safetensors``, or several files and ``model.safetensors.index.json``, which
+names the file of each tensor. Only the header and the wanted tensors of a file are read.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _INDEX = "model.safetensors.index.json"
 
 
 def tensor_files(folder: Path | str) -> dict[str, Path]:
-    """Name of each tensor of a folder -> the file in which it lies.
+    """Name of each tensor in a folder -> the file that contains it.
 
-    Raises ValueError for a folder without safetensors, a broken index, or a file that is no safetensors file.
+    Raises ValueError for a folder without safetensors, a broken index, or a file that is not a safetensors file.
     """
     folder = Path(folder)
     if (folder / _INDEX).exists():
@@ -52,9 +52,9 @@ def tensor_files(folder: Path | str) -> dict[str, Path]:
 
 
 class FolderTensors:
-    """The tensors of a folder by their names in its files, for use in a ``with``; a file is opened when it is needed.
+    """The tensors of a folder, by name, as a context manager. A file is opened when a tensor of it is first read.
 
-    Raises ValueError as `tensor_files`, and for a file whose tensors are not those that the index names.
+    Raises ValueError as `tensor_files` does, and for a file whose tensors differ from those that the index names.
     """
 
     def __init__(self, folder: Path | str) -> None:
@@ -70,7 +70,7 @@ class FolderTensors:
         self._files.clear()
 
     def read(self, name: str, shape: torch.Size | None = None) -> Tensor:
-        """One tensor, on the CPU. Raises ValueError where it has another shape than `shape`."""
+        """Read a tensor to the CPU. Raises ValueError if its shape is not `shape`."""
         path = self.places[name]
         if path not in self._files:
             file = self._stack.enter_context(_opened(path))
@@ -90,7 +90,7 @@ class FolderTensors:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A tensor of a model: all its names there, its own first."""
+    """A tensor to read: all its names in the model, its own name first, its shape and its dtype."""
 
     names: tuple[str, ...]
     shape: torch.Size
@@ -98,11 +98,11 @@ class Wanted:
 
 
 Read = Callable[[FolderTensors, Mapping[str, Wanted]], Iterator[tuple[str, Tensor]]]
-"""(files, what is wanted by its own name) -> own name and value, of the wanted dtype, of what the files have."""
+"""(files, wanted tensors by own name) -> own name and value of each that the files have, in the wanted dtype."""
 
 
 def read_by_name(files: FolderTensors, wanted: Mapping[str, Wanted]) -> Iterator[tuple[str, Tensor]]:
-    """Reads tensors from files that use the model's names."""
+    """Yield tensors of files that use the model's names: own name and value."""
     for own, each in wanted.items():
         name = next((name for name in each.names if name in files.places), None)
         if name is not None:
@@ -121,15 +121,16 @@ def load_stage(
     """Fill a stage's parameters and persistent buffers.
 
     Args:
-        stage: fake parameters are replaced by real ones on `device`, real ones are written in place.
-        folder: what `tensor_files` takes.
-        device: of replaced parameters.
-        read: finds tensors of the model in the files.
-        initial: makes a parameter that the folder lacks, such as a new classifier, from name, shape and dtype; a buffer
-            that it lacks keeps its value. None: both are refused.
-        exact: receives the values of all that are floating in FP32, as the files have them, on `device`.
+        stage: the stage. Its fake parameters are replaced by real ones on `device`; real ones are written in place.
+        folder: a folder as `tensor_files` takes it.
+        device: the device of replaced parameters.
+        read: finds the model's tensors in the files.
+        initial: (name, shape, dtype) -> a parameter that the folder lacks, such as a new classifier. A buffer that the
+            folder lacks then keeps its value. None: any missing tensor is an error.
+        exact: a dict that receives the FP32 values of all floating-point tensors, exactly as in the files, on `device`.
 
-    Returns the names that the folder lacked. Raises ValueError for a tensor that is missing or has another shape.
+    Returns the names of the tensors that the folder lacked. Raises ValueError for a tensor that is missing without
+    `initial`, or has another shape.
     """
     buffers = _persistent_buffers(stage)
     targets = {**dict(stage.named_parameters()), **buffers}
@@ -145,7 +146,7 @@ def load_stage(
 
     def settle(name: str, value: Tensor) -> None:
         if exact is not None and value.is_floating_point():
-            exact[name] = value.to(device, torch.float32, copy=True)  # never the weight itself
+            exact[name] = value.to(device, torch.float32, copy=True)  # a copy, which the weight must not share
         values[name] = value.to(targets[name].dtype)
 
     with FolderTensors(folder) as files:
@@ -179,10 +180,10 @@ def _opened(path: Path):
 
 @contextlib.contextmanager
 def fake_parameters(dtype: torch.dtype | None = None) -> Iterator[None]:
-    """A block in which models are built with fake parameters and real buffers; otherwise they are the same.
+    """A block in which models are built with fake parameters and real buffers.
 
-    `dtype`: of the parameters of floating dtype, such as bfloat16; None: as the model says. (A model's ``to`` cannot
-    convert fake ones.)
+    `dtype`: the dtype of all floating-point parameters, such as bfloat16; None: the model's own dtype. (A model's
+    ``to`` cannot convert fake parameters.)
 
     Raises ValueError for a model that reads the values of its parameters while it is built.
     """
@@ -195,7 +196,7 @@ def fake_parameters(dtype: torch.dtype | None = None) -> Iterator[None]:
                 its = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
                 empty = torch.empty(parameter.shape, dtype=its, device=parameter.device)
             parameter = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-            parameter._is_hf_initialized = True  # so transformers does not give it values
+            parameter._is_hf_initialized = True  # so that transformers does not initialise it
         register(module, name, parameter)
 
     nn.Module.register_parameter = register_fake
@@ -210,14 +211,14 @@ def fake_parameters(dtype: torch.dtype | None = None) -> Iterator[None]:
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether a tensor has a shape and no values."""
+    """Whether a tensor is fake: a shape without values."""
     return isinstance(tensor, FakeTensor)
 
 
 def give_values(stage: CapturedStage, values: Mapping[str, Tensor] | Callable[[str], Tensor]) -> None:
-    """Put real parameters in the place of a stage's fake ones.
+    """Replace a stage's fake parameters by real ones.
 
-    `values`: name in the model -> tensor of the parameter's shape. They are converted to the parameter's dtype.
+    `values`: name in the model -> tensor of the parameter's shape, which is converted to the parameter's dtype.
     """
     value_of = values if callable(values) else values.__getitem__
     for name, parameter in list(stage.named_parameters()):

@@ -1,7 +1,7 @@
-"""A model as a function from named tensors to its loss, which is what torch.export captures.
+"""A wrapper that makes a model a function from named tensors to its loss, for torch.export.
 
-torch.export keeps the order and the names of what a forward names, and nothing of a ``**kwargs``. So the wrapper's
-forward is written for the names of a batch.
+torch.export keeps the order and the names of a forward's named arguments, but not of ``**kwargs``. So the wrapper's
+forward is generated for the names of a batch.
 """
 
 from __future__ import annotations
@@ -14,21 +14,23 @@ import torch
 from torch import Tensor
 
 MODEL = "model"
-"""What the wrapper calls the model: every name in the captured graph begins with it."""
+"""The wrapper's attribute for the model, with which every name in the captured graph begins."""
 
 
 class NoLossError(ValueError):
-    """The model returned nothing that is a loss."""
+    """An error for a model whose output has no scalar loss, or lacks a field to keep."""
 
 
 class LossOnly(torch.nn.Module):
-    """`model` with a forward that names its tensors and returns ``(loss, *kept)``.
+    """A model with a forward that names its tensors and returns ``(loss, *kept)``.
 
-    `names`: of the tensors of a batch. `loss(output, batch)`: the scalar mean loss; None: the model returns it, as a
-    scalar, as ``loss`` of a mapping or an object, or as the first of a tuple. `keep`: fields of the output that are
-    wanted beside it, such as ``logits``.
+    Args:
+        names: the names of the tensors of a batch.
+        loss: (output, batch) -> scalar mean loss; None: the model returns the loss, as a scalar, as ``loss`` of a
+            mapping or an object, or as the first item of a tuple.
+        keep: fields of the output that are returned beside the loss, such as ``logits``.
 
-    Raises ValueError for names that no argument can have.
+    Raises ValueError for a name that an argument cannot have.
     """
 
     def __init__(
@@ -82,12 +84,12 @@ def _field(output: object, name: str) -> object:
 
 
 def _fixed_arguments(model: torch.nn.Module) -> dict[str, object]:
-    """Training has no use for the keys and values that generation keeps."""
+    """The arguments that turn off the cache of keys and values, which only generation needs, if the model has one."""
     return {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
 
 
 def _taken(model: torch.nn.Module, batch: Mapping[str, Tensor]) -> dict[str, object]:
-    """What the model's forward takes of a batch, where the loss takes the rest."""
+    """The tensors of a batch that the model's forward takes; the loss takes the others."""
     parameters = inspect.signature(model.forward).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return {**batch, **_fixed_arguments(model)}

@@ -1,6 +1,6 @@
-"""Files that users write and read: errors of one sentence, and files that are written in whole or not at all."""
+"""Files that users write and read: errors of one sentence, and files that are written as a whole or not at all."""
 
 
 def counted(number: int, noun: str) -> str:
-    """A number with its noun in a sentence: `1 stage`, `2 stages`, `3 microbatches`."""
+    """A number with its noun in the singular or plural: `1 stage`, `2 stages`, `3 microbatches`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"

@@ -1,4 +1,4 @@
-"""Faults in users' files as one sentence: the value, the reason, the remedy.
+"""Error messages for faults in users' files, each one sentence with the value, the reason and the remedy.
 
 pydantic finds the faults. Its own messages have several lines and name Python types; here each fault becomes a
 sentence, and an unknown key is answered with the nearest known one.
@@ -21,7 +21,7 @@ _REMEDIES = {
     "model": "give an object", "dataclass": "give an object", "tuple": "give a list", "list": "give a list",
     "datetime": "give a date and a time", "too_short": "give one or more",
 }  # fmt: skip
-"""By what pydantic calls the fault, or by how that begins."""
+"""Remedies by pydantic's name of the fault, or by the name's first word."""
 
 
 def _no_boolean(value: object) -> object:
@@ -39,11 +39,11 @@ def _name(value: object) -> object:
 
 
 Number = BeforeValidator(_no_boolean)
-"""Marks a number: `Annotated[int, Number]`. pydantic would take true for 1."""
+"""Marks a number that must not be a boolean: `Annotated[int, Number]`. Without it pydantic accepts true as 1."""
 Boolean = StrictBool
-"""True or false; pydantic would take 1 and "yes", too."""
+"""The type of true and false. pydantic's `bool` would accept 1 and "yes", too."""
 Name = Annotated[str, BeforeValidator(_name)]
-"""A text; a whole number counts as one."""
+"""The type of a text, or of a whole number that is converted to text."""
 
 
 def shown(value: object) -> str:
@@ -65,32 +65,32 @@ def place(*parts: object) -> str:
 
 
 def nearest(key: object, known: Collection[str]) -> str | None:
-    """The known key nearest to an unknown one, or None; case and hyphens do not matter."""
+    """The known key nearest to an unknown `key`, or None if none is similar. Case and hyphens do not matter."""
     plain = {name.lower().replace("-", "_"): name for name in known}
     found = get_close_matches(str(key).lower().replace("-", "_"), list(plain), n=1, cutoff=_NEAR)
     return plain[found[0]] if found else None
 
 
 def unknown_key(where: str, value: object, near: str | None, known: Collection[str]) -> str:
-    """The sentence on an unknown key. `near`: the nearest known key."""
+    """The sentence on an unknown key at the place `where`. `near`: the nearest known key."""
     remedy = f"the nearest that is known is {near}" if near else f"known are {', '.join(sorted(known))}"
     return f"{where} is {shown(value)}, and there is no such key; {remedy}"
 
 
 def refuse_unknown_keys(mapping: Mapping, known: Collection[str], *, within: str = "") -> None:
-    """Raise ValueError for the first unknown key."""
+    """Raise ValueError for the first key of `mapping` that is not in `known`."""
     for key, value in mapping.items():
         if key not in known:
             raise ValueError(unknown_key(place(within, key), value, nearest(key, known), known))
 
 
 def sentence(fault: Mapping, known: Collection[str] = (), *, where: str | None = None) -> str:
-    """A fault that pydantic found, as a sentence.
+    """The sentence on a fault that pydantic found.
 
     Args:
         fault: an item of `ValidationError.errors()`.
-        known: the known keys, for a fault of an unknown key.
-        where: the place of the fault; default: pydantic's.
+        known: the known keys, for the sentence on an unknown key.
+        where: the place of the fault; None: the place that pydantic reports.
     """
     kind, value = fault["type"], fault.get("input")
     if where is None:

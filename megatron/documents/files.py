@@ -1,9 +1,9 @@
-"""Reads and writes files of users: text of any size, JSON and YAML. An error is one sentence with the file and the
-line.
+"""The reading and writing of users' files: text of any size, JSON and YAML.
 
-Text is UTF-8, with or without a byte order mark, plain or compressed. JSON is tried before YAML, since YAML 1.1 is not
-a superset of it: tabs and numbers such as 1e2 are JSON only. A key that is given twice is an error in both, where the
-parsers would silently take the last. A file is written as a whole or not at all.
+An error is one sentence with the file and the line. Text is UTF-8, with or without a byte order mark, plain or
+compressed. JSON is tried before YAML, since YAML 1.1 is not a superset of JSON: tabs and numbers such as 1e2 are valid
+in JSON only. A key that is given twice is an error in both formats; the parsers alone would silently take the last
+value. A file is written as a whole or not at all.
 """
 
 import bz2
@@ -26,20 +26,20 @@ _OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, "
 
 
 def is_compressed(path: str | Path) -> bool:
-    """Whether a file is compressed, by its suffix."""
+    """Whether the file's suffix is that of a compressed file."""
     return Path(path).suffix.lower() in _OPENERS
 
 
 def ending(path: str | Path) -> str:
-    """The suffix of the text in lower case: `.jsonl` for `a.jsonl` and for `a.JSONL.gz`."""
+    """The suffix of the uncompressed file, in lower case: `.jsonl` for `a.jsonl` and for `a.JSONL.gz`."""
     return Path(Path(path).stem if is_compressed(path) else path).suffix.lower()
 
 
 @contextmanager
 def open_text(path: str | Path, *, newline: str | None = None) -> Iterator[TextIO]:
-    """Open the file's text, decompressed. `newline`: as of `open`.
+    """Open the file's text, decompressed. `newline`: as in `open`.
 
-    Raises ValueError, also from the block that reads: the file does not exist or cannot be read, is not UTF-8, or its
+    Raises ValueError, also while the block reads, if the file does not exist or cannot be read, is not UTF-8, or its
     compressed data are damaged or truncated.
     """
     opener = _OPENERS.get(Path(path).suffix.lower(), open)
@@ -71,7 +71,7 @@ def _is_utf8(line: bytes) -> bool:
 
 
 def read_document(path: str | Path) -> object:
-    """The content of a YAML or JSON file. Raises ValueError, naming the file, if it cannot be read."""
+    """The content of a YAML or JSON file. Raises ValueError, which names the file, if the file cannot be read."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -89,12 +89,12 @@ def read_document(path: str | Path) -> object:
         raise ValueError(f"{path}{where}: {reason}; write YAML or JSON") from error
     except RecursionError as error:
         raise ValueError(f"{path}: brackets are nested too deeply; write YAML or JSON") from error
-    except ValueError as error:  # a date that is none, a number of too many digits
+    except ValueError as error:  # an invalid date, or a number with too many digits
         raise ValueError(f"{path}: {error}; write YAML or JSON") from error
 
 
 def read_json(text: str) -> object:
-    """The content of a JSON text. Raises ValueError with a clause on the fault, also if it is nested too deeply."""
+    """The content of a JSON text. Raises ValueError with the reason, also for a text that is nested too deeply."""
     try:
         return json.loads(text, object_pairs_hook=_without_repeats)
     except _RepeatedKey as error:
@@ -104,8 +104,9 @@ def read_json(text: str) -> object:
 
 
 def require_characters(text: str, where: str) -> str:
-    """The text. Raises ValueError where it has half a character, as JSON can write it (``"\\ud800"``): no tokenizer
-    takes that, and each has an error of its own for it.
+    """Return `text`, or raise ValueError if it has a lone surrogate, as JSON can write it (``"\\ud800"``).
+
+    No tokenizer accepts such half a character, and each tokenizer reports another error.
     """
     try:
         text.encode()
@@ -119,7 +120,7 @@ def require_characters(text: str, where: str) -> str:
 
 
 class _RepeatedKey(ValueError):
-    """A key that is given twice. The message follows the file's name."""
+    """An error for a key that is given twice. Its message is appended to the file's name."""
 
 
 def _parsed(text: str) -> object:
@@ -127,7 +128,7 @@ def _parsed(text: str) -> object:
         return json.loads(text, object_pairs_hook=_without_repeats)
     except _RepeatedKey:
         raise
-    except (ValueError, RecursionError):  # no JSON: what is wrong is said as of YAML
+    except (ValueError, RecursionError):  # not JSON: the error message is that of YAML
         return yaml.load(text, Loader=_StrictLoader)
 
 
@@ -141,7 +142,7 @@ def _without_repeats(pairs: list[tuple[str, object]]) -> dict:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """A yaml.SafeLoader that refuses a key that is given twice in a mapping."""
+    """A yaml.SafeLoader that raises an error for a key that is given twice in a mapping."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen = set()
@@ -157,7 +158,10 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def problem_with_directory(flag: str, path: str) -> str | None:
-    """Make the directory that `flag` names and create a file there; returns why that fails, in one sentence."""
+    """Make the directory `path` of `flag`, and test that a file can be created there.
+
+    Returns None, or one sentence on the failure.
+    """
     try:
         os.makedirs(path, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path, prefix=".writable_"):
@@ -168,7 +172,7 @@ def problem_with_directory(flag: str, path: str) -> str | None:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file atomically: to a temporary file in the same folder, then renamed."""
+    """Write a file atomically: write a temporary file in the same folder, then rename it."""
     data = content.encode() if isinstance(content, str) else content
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:

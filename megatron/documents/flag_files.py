@@ -1,7 +1,8 @@
-"""Command lines: flags in a file, which one `@FILE` stands for, and all that is wrong with the words at once.
+"""A parser of command lines that reads flags from files, given as `@FILE`, and reports all mistakes at once.
 
-A model is written once into a file, to search and to train. And who brings a long command line reads in one run what
-has to change: a value that is none is kept in mind, and parsing goes on; a screen of usage would hide the sentence.
+A model's flags are written once into a file, for searches and for training. And the user of a long command line sees
+all mistakes in one run: an invalid value is noted, and parsing continues. The usage text is not printed, since it would
+hide the sentences.
 """
 
 import argparse
@@ -12,12 +13,12 @@ HEAD = "mistakes in the command line"
 
 
 def in_one(sentences: list[str], head: str) -> str:
-    """One sentence as it stands; several below `head`, which follows their number."""
+    """Join sentences: a single sentence unchanged, several as lines below a first line with their number and `head`."""
     return sentences[0] if len(sentences) == 1 else "\n  ".join([f"{len(sentences)} {head}", *sentences])
 
 
 class FlagFileParser(argparse.ArgumentParser):
-    """Takes `@FILE` as the words of that file, which may name another.
+    """An argument parser that replaces `@FILE` by the words of that file, which may name another file.
 
     Words are quoted as in a shell, `#` outside quotes begins a comment, and a line may end with a backslash.
     """
@@ -36,8 +37,8 @@ class FlagFileParser(argparse.ArgumentParser):
     def parse_all(
         self, args: list[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str], list[str]]:
-        """The namespace, without flags whose values are none; words that belong to no flag; a sentence each for what
-        is wrong."""
+        """Parse all words. Returns the namespace without flags of invalid values, the words that belong to no flag, and
+        a sentence for each mistake."""
         self._mistakes = []
         self._unmatched.clear()
         namespace, rest = super().parse_known_args(args, namespace)
@@ -61,14 +62,14 @@ class FlagFileParser(argparse.ArgumentParser):
         self.end([*self._mistakes, message])
 
     def end(self, mistakes: list[str]) -> NoReturn:
-        """Say what is wrong with the command line, and no more than how to see the usage; status 2."""
+        """Print the mistakes and the hint at `--help`, and exit with status 2."""
         self.exit(2, f"{self.prog}: error: {in_one(self.with_usage(mistakes), HEAD)}\n")
 
     def with_usage(self, mistakes: list[str]) -> list[str]:
-        """The mistakes, of which the last one says how to see the usage."""
+        """The mistakes, with a hint at `--help` appended to the last one."""
         return mistakes and [*mistakes[:-1], f"{mistakes[-1]} ({self.prog} --help shows the usage)"]
 
-    # argparse's own, which end at the first mistake
+    # Overrides of argparse's own methods, which stop at the first mistake.
 
     def _match_argument(self, action: argparse.Action, arg_strings_pattern: str) -> int:
         try:
@@ -76,7 +77,8 @@ class FlagFileParser(argparse.ArgumentParser):
         except argparse.ArgumentError as error:
             self._mistakes.append(str(error))
             self._unmatched.add(action)
-            return len(arg_strings_pattern) - len(arg_strings_pattern.lstrip("A"))  # its words are no one else's
+            # The flag takes all words up to the next flag, so that they are not reported again.
+            return len(arg_strings_pattern) - len(arg_strings_pattern.lstrip("A"))
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         if action in self._unmatched:
@@ -85,7 +87,7 @@ class FlagFileParser(argparse.ArgumentParser):
         try:
             return super()._get_values(action, arg_strings)
         except argparse.ArgumentError as error:
-            if action.nargs == argparse.PARSER:  # a command, which says what follows
+            if action.nargs == argparse.PARSER:  # an unknown command, without which the other words cannot be parsed
                 raise
             self._mistakes.append(str(error))
             return argparse.SUPPRESS

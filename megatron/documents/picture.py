@@ -1,6 +1,6 @@
-"""Pictures drawn by matplotlib, written in the format of the file's suffix.
+"""Pictures drawn by matplotlib, and written in the format of the file's suffix.
 
-matplotlib takes longer to import than the rest of a command, so it is imported only to draw.
+The import of matplotlib takes longer than all else that a command does, so only functions that draw import it.
 """
 
 import io
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def new_figure(width: float, height: float, **options: object) -> "Figure":
-    """A white figure of the given size in inches, which needs no screen. `options`: arguments for matplotlib."""
+    """Make a white figure, which needs no screen. `width`, `height`: inches. `options`: arguments for matplotlib."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -25,7 +25,7 @@ def new_figure(width: float, height: float, **options: object) -> "Figure":
 
 
 def require_picture(path: Path) -> None:
-    """Raise ValueError if the suffix is no picture format."""
+    """Raise ValueError if the suffix of `path` is not a picture format."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     if path.suffix.lstrip(".").lower() not in FigureCanvasAgg.get_supported_filetypes():
@@ -33,9 +33,9 @@ def require_picture(path: Path) -> None:
 
 
 def save(figure: "Figure", path: Path, *, dpi: int = 150) -> None:
-    """Write a figure, and make its folder if it is missing. The same picture gives the same bytes.
+    """Write a figure, and make its folder if the folder is missing. The same picture gives the same bytes.
 
-    Raises ValueError if the suffix is no picture format.
+    Raises ValueError if the suffix of `path` is not a picture format.
     """
     import matplotlib
 
@@ -47,7 +47,7 @@ def save(figure: "Figure", path: Path, *, dpi: int = 150) -> None:
 
 @contextmanager
 def one_panel(path: Path, width: float, height: float, *, title: str = "") -> "Iterator[Axes]":
-    """Yield axes to draw on; afterwards add a legend if there is none, and write the picture as `save` does."""
+    """A block that draws on the axes it is given. At its end a missing legend is added, and the picture is written."""
     figure = new_figure(width, height, layout="constrained")
     axes = figure.add_subplot()
     yield axes
@@ -67,8 +67,9 @@ def as_svg(figure: "Figure", *, salt: str, themed: bool = False) -> str:
     """The figure as an SVG element for a page, without an XML header and with text as text.
 
     Args:
-        salt: makes the ids unique within a page.
-        themed: transparent, with the page's text colour in place of black; the page sets the fill of texts.
+        salt: a text that makes the element's ids unique within a page.
+        themed: whether the figure is transparent, with the page's text colour in place of black; the page must set the
+            fill of texts.
     """
     import matplotlib
 

@@ -1,4 +1,4 @@
-"""Printed tables: with lines and colours on a terminal; plain, with nothing cut off, in a pipe."""
+"""Printed tables: with lines and colours on a terminal, and plain and uncut in a pipe."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def console(width: int = 10_000, *, highlight: bool = False) -> Console:
-    """A console for standard output. If it is no terminal: no colours, and lines of up to `width` characters."""
+    """A console for standard output. If that is not a terminal, there are no colours, and `width` bounds the lines."""
     from rich.console import Console
 
     plain = not sys.stdout.isatty()
@@ -26,10 +26,10 @@ def plain_table(
     """A table without lines between its columns.
 
     Args:
-        plain: for a pipe, without lines and colours at all.
-        left: the columns of words; those of numbers stand to the right.
+        plain: whether the table is for a pipe, without any lines and colours.
+        left: the columns of words, which are aligned left; columns of numbers are aligned right.
         wraps: the columns whose texts may be broken on a terminal.
-        styles: rich's, of each row on a terminal.
+        styles: rich's style of each row on a terminal.
     """
     from rich import box
     from rich.table import Table
@@ -44,7 +44,7 @@ def plain_table(
 
 
 def lined_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: Container[str]) -> Table:
-    """A table with lines, on a terminal and in a pipe; the columns `left` hold words."""
+    """A table with lines, on a terminal and in a pipe. `left`: the columns of words, which are aligned left."""
     from rich.table import Table
 
     table = Table(title=title)

@@ -1,11 +1,11 @@
-"""Units in a row, shared out to ranks in a row, so that the busiest rank has as little work as can be.
+"""The division of consecutive units among ranks such that the busiest rank has the least possible work.
 
     5 1 1 1 4 3 on 3 ranks    exactly    5 1 | 1 1 4 | 3    busiest 6
                               greedily   5 | 1 1 1 4 | 3    busiest 7
 
-Exact, by dynamic programming: the best cut of the first n units for k ranks is the best cut of fewer of them for k - 1,
-and the rest. PipeTransformer (section 3.3) fills one rank after the other up to the mean of what is left, which is the
-greedy way.
+The exact way is dynamic programming: the best cut of the first n units for k ranks is the best cut of fewer units for
+k - 1 ranks, and the rest for the last rank. PipeTransformer (section 3.3) uses the greedy way: it fills one rank after
+the other up to the mean of the remaining work.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ _EQUAL = 1 + 5e-14  # sums of the same times differ in their last bits
 
 
 def cut_exactly(work: Sequence[float], num_ranks: int) -> tuple[int, ...]:
-    """The number of units of each rank, 1 or more. Of the cuts whose busiest rank has least work, the one that gives
-    the first ranks most.
+    """The number of units of each rank, at least 1, such that the busiest rank has the least work.
+
+    Of several such cuts, the result gives the most units to the first ranks.
 
     Raises:
-        ValueError: fewer units than ranks, or work that is negative or no number.
+        ValueError: there are fewer units than ranks, or a unit's work is negative or not finite.
     """
     counts = cut_that_fits(work, num_ranks, lambda rank, begin, end: True)
     assert counts is not None
@@ -32,16 +33,17 @@ def cut_exactly(work: Sequence[float], num_ranks: int) -> tuple[int, ...]:
 def cut_that_fits(
     work: Sequence[float], num_ranks: int, fits: Callable[[int, int, int], bool]
 ) -> tuple[int, ...] | None:
-    """As `cut_exactly`, among the cuts that fit into the memory of the ranks; None where no cut fits.
+    """The best cut, as `cut_exactly` defines it, among the cuts that fit into the memory of the ranks; None if none
+    fits.
 
     Args:
-        fits: whether a rank (from 0 on) may have the units from `begin` to before `end`, both given.
+        fits: (rank, begin, end) -> whether the rank may have units `begin` to `end` - 1. Ranks and units count from 0.
     """
     _check(work, num_ranks)
     total = [0.0, *accumulate(work)]
     num_units = len(work)
-    best = [0.0, *([math.inf] * num_units)]  # of the first n units, for the ranks so far
-    begins: list[list[int]] = []  # of the last rank's units, by n, for 1, 2, ... ranks
+    best = [0.0, *([math.inf] * num_units)]  # by n, the busiest rank's work for the first n units on the ranks so far
+    begins: list[list[int]] = []  # for 1, 2, ... ranks, by n: the first unit of the last rank
     for rank in range(1, num_ranks + 1):
         now, chosen = [math.inf] * (num_units + 1), [0] * (num_units + 1)
         for end in range(rank, num_units + 1):
@@ -61,8 +63,8 @@ def cut_that_fits(
 
 
 def cut_greedily(work: Sequence[float], num_ranks: int) -> tuple[int, ...]:
-    """The number of units of each rank in the paper's way: a rank takes units until it has the mean of the work that
-    is left for it and the ranks behind it.
+    """The number of units of each rank in the paper's way: a rank takes units up to the mean of the remaining work over
+    this rank and the later ones.
 
     Raises:
         ValueError: as `cut_exactly`.
@@ -82,7 +84,7 @@ def cut_greedily(work: Sequence[float], num_ranks: int) -> tuple[int, ...]:
 
 
 def busiest(work: Sequence[float], counts: Sequence[int]) -> float:
-    """The most work of any rank."""
+    """The work of the busiest rank."""
     ends = list(accumulate(counts, initial=0))
     assert ends[-1] == len(work), "each unit is somewhere"
     return max(math.fsum(work[begin:end]) for begin, end in pairwise(ends))

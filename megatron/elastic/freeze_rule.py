@@ -1,15 +1,15 @@
-"""How many layers are frozen: by their gradients (PipeTransformer, section 3.2), or as a user says.
+"""The rules that decide the number of frozen layers: by gradients (PipeTransformer, section 3.2), or by hand.
 
 Layers converge from the input on. At the end of each interval T the paper freezes
 
     L_f(T) = min(L_f(T-1) + alpha (L - L_f(T-1)), argmin of the gradient norms of the layers from L_f(T-1) on)
 
-of L layers, L_f(0) = 0: those in front of the layer that learns least, and never more than a share alpha of what is
-left. The bound stays a real number and only the number of layers is rounded down; rounded each time, alpha = 1/3 and
-L = 12 would stop at 10. So the bound alone comes to L (1 - (1 - alpha)^T) (the equation below (1)), which is less than
-L: the last layer is never frozen.
+of L layers, with L_f(0) = 0: the layers before the layer with the least gradient norm, but at most a share alpha of the
+layers that are not frozen yet. The bound stays a real number, and only the number of layers is rounded down. If the
+bound itself were rounded each time, alpha = 1/3 and L = 12 would stop at 10. Without the minimum the bound would be
+L (1 - (1 - alpha)^T) (the equation below (1)), which is less than L: the last layer is never frozen.
 
-A rule of one's own is one more class here: enter it into `RULES`.
+A new rule is a class in this file with an entry in `RULES`.
 """
 
 from __future__ import annotations
@@ -21,29 +21,33 @@ from typing import Any, Protocol
 
 
 class FreezeRule(Protocol):
-    """Decides at the end of each interval. Asked on one rank, which tells the others: last bits of norms differ."""
+    """A rule that decides at the end of each interval how many layers are frozen.
+
+    One rank asks the rule and tells the other ranks, since the last bits of norms differ between ranks.
+    """
 
     def decide(self, squared_norms: Sequence[float]) -> int:
-        """How many layers are frozen from now on, no fewer than before and fewer than all.
+        """The number of frozen layers for the next interval: at least as many as before, and fewer than all.
 
         Args:
-            squared_norms: of the gradients of each layer, the mean over the interval; of frozen layers anything.
+            squared_norms: for each layer, the squared norm of its gradients, as the mean over the interval; values of
+                frozen layers are ignored.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as plain numbers."""
+        """The rule's state for a checkpoint, as plain numbers."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 @dataclass
 class ByGradients:
-    """The paper's rule.
+    """The paper's rule, by gradient norms.
 
     Attributes:
-        num_layers: L, 1 and more.
-        alpha: of the layers that are left, the largest part that an interval freezes, between 0 and 1.
-        bound: L_f before it is rounded.
+        num_layers: L, at least 1.
+        alpha: the largest part of the layers that are not frozen yet which an interval freezes, between 0 and 1.
+        bound: L_f before it is rounded down.
 
     Raises:
         ValueError: alpha is not between 0 and 1.
@@ -66,7 +70,7 @@ class ByGradients:
             raise ValueError(f"{len(squared_norms)} norms are given for {self.num_layers} layers; give each its own")
         first = math.floor(self.bound)
         active = range(first, self.num_layers)
-        # What overflowed says nothing, and is not the least.
+        # A norm that overflowed is ignored.
         known = {layer: squared_norms[layer] for layer in active if math.isfinite(squared_norms[layer])}
         if known:
             least = min(known, key=lambda layer: (known[layer], layer))
@@ -82,14 +86,15 @@ class ByGradients:
 
 @dataclass
 class ByHand:
-    """Freezes so many layers after each interval, whatever their gradients.
+    """A rule that freezes a given number of layers after each interval, whatever their gradients.
 
     Attributes:
-        num_layers: of the model.
-        counts: behind interval 1, 2, ...; the last one stays.
+        num_layers: number of layers of the model.
+        counts: number of frozen layers after interval 1, 2, ...; the last number stays.
+        num_intervals: number of intervals decided so far.
 
     Raises:
-        ValueError: no counts, fewer than before, or all layers.
+        ValueError: there are no counts, or a count is less than the one before, or includes all layers.
     """
 
     num_layers: int
@@ -119,12 +124,12 @@ class ByHand:
 
 @dataclass(frozen=True)
 class FreezeSettings:
-    """What a rule is made of.
+    """The settings from which a rule is made.
 
     Attributes:
-        num_layers: of the model, 1 and more.
-        alpha: as of `ByGradients`.
-        counts: as of `ByHand`; none are given.
+        num_layers: number of layers of the model, at least 1.
+        alpha: as in `ByGradients`.
+        counts: as in `ByHand`; empty if they are not given.
     """
 
     num_layers: int
@@ -136,17 +141,17 @@ RULES: dict[str, Callable[[FreezeSettings], FreezeRule]] = {
     "gradients": lambda settings: ByGradients(settings.num_layers, settings.alpha),
     "schedule": lambda settings: ByHand(settings.num_layers, settings.counts),
 }
-"""Value of --freeze-rule -> what makes the rule. Raises ValueError for settings that it cannot use."""
+"""Value of --freeze-rule -> a function that makes the rule. It raises ValueError for settings that it cannot use."""
 
 
 class LayerNorms:
-    """The mean of the layers' squared gradient norms since it was last taken."""
+    """The mean of the layers' squared gradient norms over the batches since the last `take`."""
 
     def __init__(self, num_layers: int) -> None:
         self._sums, self._count = [0.0] * num_layers, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint within an interval keeps, as plain numbers."""
+        """The state that a checkpoint taken in the middle of an interval must save, as plain numbers."""
         return {"sums": list(self._sums), "count": self._count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -156,14 +161,14 @@ class LayerNorms:
         self._sums, self._count = sums, int(state["count"])
 
     def add(self, squared_norms: Sequence[float]) -> None:
-        """Add the norms of one batch; one that overflowed is left out."""
+        """Add the norms of one batch. A batch with a norm that overflowed is ignored."""
         assert len(squared_norms) == len(self._sums)
         if all(map(math.isfinite, squared_norms)):
             self._sums = [total + each for total, each in zip(self._sums, squared_norms, strict=True)]
             self._count += 1
 
     def take(self) -> tuple[float, ...]:
-        """The means, and begin anew; infinite where there was no batch."""
+        """Return the means, and start the next interval. The means are infinite if no batch was added."""
         means = tuple(total / self._count if self._count else math.inf for total in self._sums)
         self._sums, self._count = [0.0] * len(self._sums), 0
         return means

@@ -1,11 +1,11 @@
-"""What a pipeline takes once its first layers are frozen, for each number of ranks that it may have.
+"""The time and memory of a pipeline whose first layers are frozen, for each possible number of ranks.
 
-Problem: frozen layers cost a forward and no backward, so the cut that was even is no more, and fewer ranks may do; the
-others become replicas, each of which takes fewer microbatches of the batch, which stays.
+Problem: frozen layers cost a forward and no backward, so a cut that was even is uneven now, and fewer pipeline ranks
+may suffice. The other ranks then form replicas. The batch stays the same, so each replica takes fewer microbatches.
 
-Solution: for each number of pipeline ranks, cut the layers exactly by what they cost now, and simulate the program.
-Where what the prefix puts out is read from a cache, the prefix lies on the first rank and costs the reading; what the
-cache has not got yet is computed there and written.
+Solution: for each number of pipeline ranks, the layers are cut exactly by their present costs, and the program is
+simulated. If the output of the frozen prefix is read from a cache, the prefix lies on the first rank and costs the
+reading. Layers whose output is not in the cache yet are computed on the first rank, and their output is written.
 """
 
 from __future__ import annotations
@@ -23,31 +23,33 @@ from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
 
 _BATCHES = 4
-"""Simulated: the steady state is what the last of them adds."""
+"""The number of simulated batches. The last of them gives the time of a batch in the steady state."""
 _ROUNDING = 1 + 1e-9
 
 
 @dataclass(frozen=True)
 class Layers:
-    """What layers cost and hold, one by one; the embedding counts to the first one and the head to the last.
+    """The costs and the memory of layers. The embedding is a part of the first layer, the head of the last.
 
     Attributes:
-        forward, backward: seconds of a microbatch, recompute included.
-        trained_bytes, frozen_bytes: of a layer's weights; trained, with gradients and the optimizer's state.
-        saved_bytes: of a trained layer's activations, for each microbatch in flight.
-        read, write: seconds of reading what a frozen prefix puts out from a cache, of a microbatch, and of writing it;
-            None: there is no cache.
-        occupation, latency: seconds that a transfer between ranks holds its link, and from then to its arrival.
+        forward, backward: for each layer, seconds of a microbatch, recompute included.
+        trained_bytes: bytes of a trained layer's weights, with gradients and optimizer state.
+        frozen_bytes: bytes of a frozen layer's weights.
+        saved_bytes: bytes of a trained layer's activations, for each microbatch in flight.
+        read: seconds of reading the output of a frozen prefix for a microbatch from a cache; None: there is no cache.
+        write: seconds of writing this output.
+        occupation: seconds for which a transfer between ranks occupies its link.
+        latency: seconds from the end of that occupation to the arrival.
         reduce: seconds of the reduction of a layer's gradients over replicas, whatever their number.
-        reduce_latency: seconds that a rank's reduction takes besides, however little it carries.
+        reduce_latency: additional seconds of a rank's reduction, whatever its size.
         norm: seconds of the all-reduce of the norm over all ranks.
-        around: seconds of the runtime around each computation of a stage, where the layers' are without them.
+        around: seconds of the runtime around each computation of a stage, if the layers' seconds do not include them.
     """
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     trained_bytes: float = 1.0
-    frozen_bytes: float = 1 / 6  # with BF16 weights and Adam; the share that the full paper counts, too
+    frozen_bytes: float = 1 / 6  # with BF16 weights and Adam, as in the full paper
     saved_bytes: float = 0.0
     read: float | None = None
     write: float = 0.0
@@ -67,16 +69,17 @@ class Layers:
 
 @dataclass(frozen=True)
 class PipelineOption:
-    """A pipeline that a run may go on with, its seconds simulated and its memory estimated.
+    """A pipeline with which a run may continue, with its simulated seconds and its estimated memory.
 
     Attributes:
-        num_frozen: layers; whether the prefix is `cached`.
-        num_ranks, num_replicas: p and d.
-        num_microbatches: of a batch, for each replica.
-        layers_of_rank: how many each rank has; of a cached prefix none are counted.
-        seconds: of a batch, simulated.
-        num_bytes: of the rank that holds most.
-        num_stored, on_host: of a cached prefix, as in `pipelines`.
+        num_frozen: number of frozen layers.
+        cached: whether the output of the frozen prefix is read from a cache.
+        num_ranks, num_replicas: pipeline parallel size p and data parallel size d.
+        num_microbatches: number of microbatches of a batch, for each replica.
+        layers_of_rank: number of layers of each rank, without the layers of a cached prefix.
+        seconds: simulated seconds of a batch.
+        num_bytes: bytes of the rank that holds most.
+        num_stored, on_host: for a cached prefix, as in `pipelines`.
         preset: gpipe, flush or 2bw.
     """
 
@@ -95,7 +98,8 @@ class PipelineOption:
 
 @dataclass(frozen=True)
 class StageWork:
-    """One stage of a pipeline: its rank, seconds of a microbatch, and of how many layers the rank holds the weights."""
+    """The work of one stage of a pipeline: its rank, its seconds for a microbatch, and its numbers of layers in
+    memory."""
 
     rank: int
     forward: float
@@ -109,21 +113,27 @@ def pipelines(
     ranks: Sequence[int] | None = None, cached: bool = False, num_stored: int | None = None, on_host: bool = False,
     most_bytes: float = math.inf, layers_of_rank: tuple[int, ...] | None = None,
 ) -> list[PipelineOption]:  # fmt: skip
-    """Each number of pipeline ranks that `world` can be divided into, or of `ranks`, the most ranks first.
+    """The possible pipelines on `world` ranks, one for each number of pipeline ranks, the most ranks first.
+
+    A number of pipeline ranks is left out if it does not divide `world`, if replicas would not get equal numbers of
+    microbatches, or if the schedule cannot run so few microbatches.
 
     Args:
-        num_frozen: layers, fewer than all.
-        num_microbatches: of a batch over all replicas; those that cannot be shared out evenly are no candidates.
+        num_frozen: number of frozen layers, fewer than all.
+        num_microbatches: number of microbatches of a batch over all replicas.
         preset: gpipe, flush or 2bw.
-        cached: the prefix is read.
-        num_stored: of a cached prefix, the layers of which the cache has the output; what these put out is read, the
-            others are computed, and what they put out is written, as in the first epoch behind a freeze. Default: all.
-        on_host: the stored layers' weights are on the host until a sample is missing. Else the first rank keeps them.
-        most_bytes: of a rank; the layers are cut so that they fit, if they can be.
-        layers_of_rank: the cut, of so many ranks, as it is.
+        ranks: the numbers of pipeline ranks to try; None: all.
+        cached: whether the output of the frozen prefix is read from a cache.
+        num_stored: number of layers of a cached prefix whose output is in the cache. This output is read, the other
+            frozen layers are computed, and their output is written, as in the first epoch after a freeze. None: all.
+        on_host: whether the stored layers' weights stay on the host until a sample is missing; otherwise the first rank
+            holds them.
+        most_bytes: memory of a rank. The layers are cut such that they fit, if this is possible.
+        layers_of_rank: a given cut, which also decides the number of ranks.
 
     Raises:
-        ValueError: nothing is left to train, a cache whose reading costs are not given, or another cut.
+        ValueError: no layer is left to train, the costs of reading a cache are missing, or `layers_of_rank` does not
+            fit the layers.
     """
     num_layers = len(layers.forward)
     if not 0 <= num_frozen < num_layers:
@@ -154,8 +164,9 @@ def pipelines(
 
 
 def most_saved(preset: str, num_ranks: int, num_microbatches: int) -> tuple[int, ...]:
-    """The most microbatches that each rank has saved. A frozen prefix changes nothing: the trained ranks stay as far
-    from the end of the pipeline as they were.
+    """The most microbatches whose activations each rank saves at a time.
+
+    A frozen prefix does not change the numbers, since the trained ranks keep their distance to the end of the pipeline.
     """
     schedule = Schedule.preset(preset, num_stages=num_ranks)
     full = num_microbatches if schedule.accepts(num_microbatches) else max(num_microbatches, num_ranks)
@@ -163,7 +174,7 @@ def most_saved(preset: str, num_ranks: int, num_microbatches: int) -> tuple[int,
 
 
 def seconds_of_prefix(layers: Layers, num_frozen: int, num_stored: int) -> float:
-    """Seconds of a microbatch in a cached prefix: reading, computing what is not stored, writing."""
+    """The seconds of a microbatch in a cached prefix: reading, computing the layers that are not stored, writing."""
     read = layers.read if num_stored else 0.0
     return read + (sum(layers.forward[num_stored:num_frozen]) + layers.write if num_stored < num_frozen else 0.0)
 
@@ -204,7 +215,7 @@ def _cut(
     layers: Layers, num_frozen: int, cached: bool, num_stored: int, on_host: bool, num_ranks: int,
     num_microbatches: int, preset: str, most_bytes: float,
 ) -> tuple[int, ...]:  # fmt: skip
-    """The most even cut that fits in memory; where none fits, the most even one."""
+    """The most even cut that fits in memory, or the most even cut of all if none fits."""
     places = range(num_frozen if cached else 0, len(layers.forward))
     work = [layers.forward[each] + (layers.backward[each] if each >= num_frozen else 0.0) for each in places]
     first_bytes = 0.0
@@ -244,7 +255,7 @@ def _simulated(
     layers: Layers, num_frozen: int, cached: bool, num_stored: int, on_host: bool, layers_of_rank: tuple[int, ...],
     num_replicas: int, num_microbatches: int, preset: str,
 ) -> PipelineOption | None:  # fmt: skip
-    """None: the schedule does not run so few microbatches."""
+    """Simulate a pipeline. Returns None if the schedule cannot run so few microbatches."""
     num_ranks = len(layers_of_rank)
     pipeline = PipelineOption(
         num_frozen, cached, num_ranks, num_replicas, num_microbatches, layers_of_rank, 0.0, 0.0,

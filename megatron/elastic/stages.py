@@ -1,7 +1,7 @@
 """The stages of a pipeline whose first layers are frozen.
 
-What is frozen is stages of its own, and no stage is half frozen. So a rank of the prefix has one stage, a rank behind
-it one, and the rank where the prefix ends within its layers both:
+Frozen layers form stages of their own, so no stage is partly frozen. A rank within the frozen prefix has one stage, a
+rank after the prefix has one, and a rank in whose layers the prefix ends has two:
 
     layers 2 2 2 2 of four ranks, 3 frozen    stages 2 | 1 1 | 2 | 2    on ranks 0 | 1 1 | 2 | 3
 """
@@ -15,12 +15,12 @@ from itertools import accumulate, pairwise
 
 @dataclass(frozen=True)
 class Stages:
-    """Which layers each stage has, and which rank has the stage.
+    """The number of layers and the rank of each stage.
 
     Attributes:
-        layers: how many, of each stage.
-        rank_of_stage: of the pipeline.
-        num_frozen: stages in front that are frozen.
+        layers: number of layers of each stage.
+        rank_of_stage: pipeline rank of each stage.
+        num_frozen: number of frozen stages, which come first.
     """
 
     layers: tuple[int, ...]
@@ -33,10 +33,10 @@ class Stages:
 
 
 def stages_of(layers_of_rank: Sequence[int], num_frozen: int) -> Stages:
-    """The stages of ranks with so many layers each, of which the first `num_frozen` layers are frozen.
+    """The stages of ranks with `layers_of_rank` layers each, of which the first `num_frozen` layers are frozen.
 
     Raises:
-        ValueError: a rank has no layer, all layers are frozen, or fewer than none.
+        ValueError: a rank has no layer, all layers are frozen, or `num_frozen` is negative.
     """
     if min(layers_of_rank) < 1:
         raise ValueError(

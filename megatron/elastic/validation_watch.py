@@ -1,9 +1,10 @@
-"""Whether evaluations with frozen layers are worse than a user allows.
+"""The comparison of evaluations, to notice that evaluations with frozen layers are worse than a user allows.
 
-Problem: a layer that is frozen too early no longer learns, and the rule that freezes layers reads gradients only, which
-do not say so.
+Problem: a layer that is frozen too early no longer learns. The rule that freezes layers reads only gradients, which do
+not show this.
 
-Solution: compare each evaluation with the best before it. An accuracy that falls, or a loss that rises, says so.
+Solution: each evaluation is compared with the best one before it. A lower accuracy or a higher loss shows that freezing
+has cost too much.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 WORTH_A_WORD = 0.01
-"""The least fall of which a run warns where no tolerance is given."""
+"""The least fall of an evaluation that is worth a warning if the user gives no tolerance."""
 
 
 @dataclass(frozen=True)
 class Validation:
-    """One evaluation: an accuracy (a part of 1), or else a loss, by name; how many layers were frozen."""
+    """The result of one evaluation: an accuracy (from 0 to 1) or a loss, and the number of frozen layers."""
 
     name: str
     value: float
@@ -28,8 +29,8 @@ class Validation:
     num_frozen: int
 
     def fall_from(self, best: Validation) -> float:
-        """How much worse this is: of accuracies the difference, of losses its share of the best. NaN is infinitely
-        worse."""
+        """The amount by which this evaluation is worse than `best`: the difference of accuracies, or the relative
+        difference of losses. A value that is not finite is infinitely worse."""
         if not math.isfinite(self.value):
             return math.inf
         if self.is_accuracy:
@@ -45,22 +46,26 @@ class ValidationWatch:
     """Compares each evaluation with the best before it.
 
     Args:
-        tolerance: by how much more an evaluation with frozen layers is worse where freezing is to end; below 0, it has
-            to be better by so much. None: freezing goes on, and a fall is told.
+        tolerance: freezing ends if an evaluation with frozen layers is worse by more than this. With a negative
+            tolerance each evaluation has to be better by that amount. None: freezing continues, and a fall is only
+            reported.
     """
 
     def __init__(self, tolerance: float | None) -> None:
         self.tolerance = tolerance
         self.has_fallen = False
         self._has_frozen = False
-        self._before: Validation | None = None  # the last before layers froze
+        self._before: Validation | None = None  # the last evaluation before layers froze
         self._best: Validation | None = None
         self._last: Validation | None = None
-        self._told: Validation | None = None  # the best that a warning named
+        self._told: Validation | None = None  # the best evaluation that the last warning named
 
     def note(self, found: Validation) -> str | None:
-        """Count in an evaluation; all have one name. Sets `has_fallen`, whether freezing is to end. Returns a sentence
-        where it is worse than is allowed, or where nothing says how much, than is worth a word; once for each best."""
+        """Note an evaluation; all evaluations must have one name. Sets `has_fallen`, whether freezing must end.
+
+        Returns a warning if the evaluation is worse than the tolerance allows. Without a tolerance, a fall above
+        `WORTH_A_WORD` gives a warning, once for each best evaluation.
+        """
         best, warning = self._best, None
         fall = -math.inf if best is None or not found.num_frozen else found.fall_from(best)
         self._has_frozen |= found.num_frozen > 0
@@ -79,14 +84,14 @@ class ValidationWatch:
         return warning
 
     def summary(self) -> str | None:
-        """The evaluations that say what freezing has cost; None where there was none."""
+        """A sentence with the last, the best and the last unfrozen evaluation; None if there was no evaluation."""
         if self._last is None or self._best is None:
             return None
         before = "" if self._before in (None, self._best) else f"; before layers froze {self._before}"
         return f"the validation {self._last.name} is {self._last}; at best {self._best}{before}"
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as plain numbers and texts."""
+        """The state for a checkpoint, as plain numbers and texts."""
         kept = {"before": self._before, "best": self._best, "last": self._last}
         found = {name: None if each is None else dict(vars(each)) for name, each in kept.items()}
         return {**found, "has_frozen": self._has_frozen}

@@ -1,4 +1,5 @@
-"""Cutting a model's graph into pipeline stages, several on a device where that balances better (docs/partition.md).
+"""The cut of a model's graph into pipeline stages, with several stages on a device if that balances better
+(docs/partition.md).
 
 Pure Python: neither torch nor megatron.core.
 """

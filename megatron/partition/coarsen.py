@@ -1,7 +1,8 @@
-"""Step 1 of Mixed-pipe (section 4.1.1): make L stages of many nodes, with no circle among them.
+"""Step 1 of Mixed-pipe (section 4.1.1): the coarsening of many nodes to L stages without a circle among the stages.
 
-Four ways, because none is best everywhere; each yields the stage of every unit, numbered in an order of computation:
-by type, around centres, by heavy edges, and contiguous pieces of the order of computation.
+There are four methods, because none is best for every graph: by type, around centres, by heavy edges, and contiguous
+pieces of the order of computation. Each returns the stage of every unit; stages are numbered in an order of
+computation.
 """
 
 import re
@@ -18,11 +19,11 @@ Stages = list[int]
 
 
 class Contraction:
-    """Units that merge along edges, in an order of computation that is kept up to date (section 4.1.1's "dynamic
-    topological sort")."""
+    """Groups of units that merge along edges, with an order of computation of the groups that is kept up to date
+    (section 4.1.1's "dynamic topological sort")."""
 
     def __init__(self, units: Units) -> None:
-        self.order = list(range(len(units)))  # groups, by the number of one of their units
+        self.order = list(range(len(units)))  # groups, each named by one of its units
         self.position = list(range(len(units)))
         self.members = {unit: [unit] for unit in range(len(units))}
         self.time, self.memory = list(units.time), list(units.memory)
@@ -38,17 +39,18 @@ class Contraction:
         return len(self.members)
 
     def neighbours(self, group: int) -> dict[int, int]:
-        """Groups that a tensor goes to or comes from, and its bytes."""
+        """Neighbouring group -> bytes of the tensors between it and `group`."""
         return self.preceding[group] | self.following[group]
 
     def merge(self, one: int, other: int) -> bool:
-        """Make `one` hold `other`, its neighbour; False, and nothing done, where that makes a circle or is too big."""
+        """Merge the neighbour `other` into `one`. Returns False, without a change, if this would make a circle or need
+        too much memory."""
         if self.memory[one] + self.memory[other] > self.limit:
             return False
         first, last = (one, other) if other in self.following[one] else (other, one)
         start, end = self.position[first], self.position[last]
         between = self.order[start + 1 : end]
-        ahead = {last}  # of those between, what leads to `last` must come before both
+        ahead = {last}  # groups between the two that lead to `last` and so must come before both
         for group in reversed(between):
             if not ahead.isdisjoint(self.following[group]):
                 ahead.add(group)
@@ -81,7 +83,7 @@ class Contraction:
 
 
 def without_trifles(units: Units) -> Stages:
-    """Merge what costs no time into its smallest neighbour, and what has more traffic than 99 in 100 likewise."""
+    """Merge each unit without time, and each source of a tensor among the largest 1%, into its smallest neighbour."""
     groups = Contraction(units)
     sizes = [tensor.num_bytes for tensor in units.tensors]
     heavy = numpy.quantile(sizes, 0.99) if sizes else 0
@@ -98,17 +100,17 @@ def without_trifles(units: Units) -> Stages:
 
 
 def pieces(units: Units, count: int) -> Stages:
-    """Contiguous parts of the order, of about the same time."""
+    """Cut the order of computation into `count` contiguous pieces of about the same time."""
     return _pieces(range(len(units)), units.time, count)
 
 
 def by_type(units: Units, count: int) -> Stages:
-    """Blocks of one type in a run share the stages evenly: as many pieces for each long run of blocks."""
+    """Split each run of consecutive same-type blocks into the same number of pieces, as far as it has enough blocks."""
     return _by_type(units, count, evenly=True)
 
 
 def by_type_and_time(units: Units, count: int) -> Stages:
-    """As `by_type`, but a run has pieces in proportion to its time."""
+    """Split each run of consecutive same-type blocks into pieces in proportion to its execution time."""
     return _by_type(units, count, evenly=False)
 
 
@@ -122,7 +124,7 @@ def _by_type(units: Units, count: int, *, evenly: bool) -> Stages:
             heaviest[block] = units.time[unit]
             node = nodes[units.nodes[unit][0]]
             kinds[block] = f"{node.block} {_unnumbered(_block_path(node.scope))}"
-    # Of one type: alike in name, and within a factor of 1.5 in time, such as encoder and decoder blocks are not.
+    # Blocks of one type have equal names and times within a factor of 1.5, which separates encoder and decoder blocks.
     runs: list[list[int]] = []
     for _, run in groupby(range(len(coarse)), key=kinds.__getitem__):
         for each in run:
@@ -145,7 +147,8 @@ def _by_type(units: Units, count: int, *, evenly: bool) -> Stages:
 
 
 def _joined(runs: list[list[int]], times: list[int], count: int) -> list[list[int]]:
-    """A run of less than half a stage joins the run before it, or the one behind: embeddings, norms, the loss."""
+    """Join each run of less than half a stage's time (embeddings, norms, the loss) to the run before it, or to the
+    following run if it is the first."""
     least = sum(times) / count / 2
     joined: list[list[int]] = []
     waiting: list[int] = []
@@ -161,7 +164,7 @@ def _joined(runs: list[list[int]], times: list[int], count: int) -> list[list[in
 
 
 def _shares(runs: list[list[int]], time: Sequence[int], count: int, *, evenly: bool) -> list[int]:
-    """How many stages each run has: one, then one after another to the run that has least of what is due to it."""
+    """The number of stages of each run: one, and each further stage goes to the run with the largest due per stage."""
     due = [1.0 if evenly else float(sum(time[each] for each in run)) for run in runs]
     shares = [1] * len(runs)
     while sum(shares) < count:
@@ -173,7 +176,8 @@ def _shares(runs: list[list[int]], time: Sequence[int], count: int, *, evenly: b
 
 
 def _blocks(units: Units) -> list[int]:
-    """Units with the scope up to the first numbered part are a block, as long as no circle arises."""
+    """The block of each unit: units whose scopes agree up to the first numbered part form a block. Blocks on a circle
+    are merged."""
     nodes, special = {node.id: node for node in units.graph.nodes}, units.graph.special_block
     graph, last = networkx.DiGraph(), {}
     graph.add_nodes_from(range(len(units)))
@@ -194,7 +198,8 @@ def _blocks(units: Units) -> list[int]:
 
 
 def _block_path(scope: str) -> str:
-    """Up to the first numbered part, as `T5/T5Block[3]` or, in a captured graph, `T5/encoder/block/3`."""
+    """The scope up to its first numbered part, such as `T5/T5Block[3]` or, in a captured graph,
+    `T5/encoder/block/3`."""
     return re.match(r"[^\]]*?/\d+(?=/)|[^\]]*\]?", scope).group(0)
 
 
@@ -203,7 +208,8 @@ def _unnumbered(scope: str) -> str:
 
 
 def _pieces(run: Sequence[int], time: Sequence[int], count: int) -> Stages:
-    """Numbers from 0, rising, each once and more where there are enough; a cut stands nearest to each share of time."""
+    """The piece of each item of `run`, from 0. Each cut is as near as possible to an equal share of the time, and no
+    piece is empty."""
     run = list(run)
     count = min(count, len(run))
     total = numpy.cumsum([0, *(time[each] for each in run)])
@@ -221,7 +227,8 @@ def _pieces(run: Sequence[int], time: Sequence[int], count: int) -> Stages:
 
 
 def around_centres(units: Units, count: int) -> Stages:
-    """`count` centres, evenly spread over the work, take in neighbours in turn, the lightest centre first."""
+    """Let `count` centres, evenly spread over the work, absorb neighbours in turn, the centre with the least time
+    first."""
     groups, rising = Contraction(units), numpy.cumsum(units.time)
     wanted = [rising[-1] * (2 * number + 1) / (2 * count) for number in range(count)]
     centres = sorted({int(min(numpy.searchsorted(rising, each), len(units) - 1)) for each in wanted})
@@ -235,7 +242,7 @@ def around_centres(units: Units, count: int) -> Stages:
 
 
 def by_heavy_edges(units: Units, count: int) -> Stages:
-    """The lightest group joins the neighbour with which it has most traffic, until `count` are left."""
+    """Merge the group with the least time into the neighbour with which it has most traffic, until `count` are left."""
     groups = Contraction(units)
     for unit in [unit for unit in range(len(units)) if units.time[unit] == 0]:
         any(groups.merge(each, unit) for each in sorted(groups.neighbours(unit), key=groups.time.__getitem__))
@@ -243,7 +250,8 @@ def by_heavy_edges(units: Units, count: int) -> Stages:
 
 
 def _down_to(groups: Contraction, count: int, *, most_bytes: bool = False) -> Stages:
-    """Merge the lightest group with a neighbour as long as there are too many and one can."""
+    """Merge the group with the least time into a neighbour, as long as there are more than `count` groups and one can
+    merge."""
     stuck: set[int] = set()
     while len(groups) > count and len(stuck) < len(groups):
         light = min((each for each in groups.members if each not in stuck), key=lambda each: (groups.time[each], each))
@@ -266,4 +274,4 @@ COARSENINGS: dict[str, Callable[[Units, int], Stages]] = {
     "heavy edges": by_heavy_edges,
     "pieces": pieces,
 }
-"""(units, L) -> the stage of each unit. There may be more stages than L where memory or circles forbid to merge."""
+"""(units, L) -> the stage of each unit. There may be more than L stages if memory or circles forbid a merge."""

@@ -1,10 +1,11 @@
-"""Methods compete: each yields the best partition that it finds, objective.py prices every one, and one is chosen.
+"""The competition of partitioning methods: each returns its best partition, objective.py prices it, and one is chosen.
 
-The choice has the least objective. Within `ALIKE` of it, the least depth decides, since depth is staleness, and then
-the bytes that cross.
+The chosen partition has the least objective. Among partitions within a factor of `ALIKE`, the least depth decides,
+since depth is staleness, and then the bytes that cross between devices.
 
-METIS (section 4, "Metis") makes devices of even work with little traffic between them; stages follow from the devices.
-It knows neither the objective nor memory, so what it yields may not fit. `pip install .[metis]` brings pymetis.
+METIS (section 4, "Metis") divides the units into devices of equal work with little traffic between them; stages follow
+from the devices. METIS knows neither the objective nor memory, so its result may not fit. `pip install .[metis]`
+installs pymetis.
 """
 
 import importlib.util
@@ -26,7 +27,7 @@ from megatron.partition.units import PartitionState, Units, compiled, partition_
 # --- METIS ------------------------------------------------------------------------------------------------------------
 
 LARGEST_WEIGHT = 10**6
-"""METIS takes whole numbers of 32 bits, and adds them up."""
+"""The largest sum of weights. METIS adds up weights as integers of 32 bits."""
 
 
 def _require_metis() -> None:
@@ -35,7 +36,8 @@ def _require_metis() -> None:
 
 
 def _cut_with_metis(units: Units, seed: int = 0) -> tuple[list[int], list[int]]:
-    """The stage of each unit and the device of each stage; raises ValueError where METIS cannot do it."""
+    """The stage of each unit and the device of each stage. Raises ValueError if METIS is missing, or for unequal
+    devices."""
     _require_metis()
     if units.unequal:
         raise ValueError("metis divides among equal devices only; leave it out, or make the devices alike")
@@ -57,7 +59,8 @@ def _cut_with_metis(units: Units, seed: int = 0) -> tuple[list[int], list[int]]:
 
 
 def adjacency(units: Units) -> tuple[list[list[int]], list[int], list[list[int]]]:
-    """Neighbours of each unit, weights of units by time, and weights of these edges by bytes, both ways alike."""
+    """The undirected graph for METIS: neighbours of each unit, weights of units by time, and weights of the edges to
+    those neighbours by bytes."""
     near: list[dict[int, int]] = [{} for _ in range(len(units))]
     for tensor in units.tensors:
         for unit in tensor.consumers:
@@ -76,21 +79,22 @@ def adjacency(units: Units) -> tuple[list[list[int]], list[int], list[list[int]]
 METHODS = ("sequential", "mixed", "metis", "milp")
 ALIKE = 1 + 1e-4
 MOST_ROUNDS = 4
-"""How often the fixed point is looked for: which nodes are in a last stage, and so cost as without recompute."""
+"""The most rounds of the search for a fixed point: nodes in a last stage are priced without recompute, which may move
+them."""
 
 MOST_SEQUENTIAL_UNITS = 2500
-"""Tables grow with the square."""
+"""The most units for the sequential method, whose tables grow with the square of the number of units."""
 
 MOST_EFFORT_UNITS = 600
-"""Beyond it, the search after refinement is shortened in proportion."""
+"""The number of units beyond which the search after refinement is shortened in proportion."""
 
 SHARE = 0.1
-"""The part of the time that a run could save at most which a search for that may take."""
+"""The part of a run's greatest possible saving of time that the search for this saving may take."""
 
 
 @dataclass(frozen=True)
 class CompeteResult:
-    """A method's partition. `note`: where it came from, in words."""
+    """The partition that a method has found, with its price. `note`: its origin within the method, as text."""
 
     method: str
     partition: Partition
@@ -101,7 +105,13 @@ class CompeteResult:
 
 @dataclass(frozen=True)
 class Competition:
-    """The results of all methods. `failures`: why a method has no result, by its name. `choice` is one of `results`."""
+    """The results of all methods.
+
+    Attributes:
+        results: one for each successful method.
+        failures: name of a method without a result -> the reason.
+        choice: the chosen one of `results`.
+    """
 
     results: tuple[CompeteResult, ...]
     failures: dict[str, str]
@@ -122,19 +132,25 @@ def compete(
     alike: float = ALIKE,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Competition:
-    """Cut a graph by every method; raises ValueError, with the reason of each, where none has a result.
+    """Cut a graph by several methods, and choose the best result.
 
-    mixed does not search where the best so far is as fast as the graph's bound. The result depends on the machine only
-    where `seconds` are given.
+    The method mixed does not search once the best result is as fast as the graph's bound. The result depends on the
+    machine's speed only if `seconds` or milp are used. Raises ValueError, with the reason of each method, if no method
+    has a result.
 
     Args:
-        max_stages_per_device: a mixed partition is sought with L = P, 2P, ... up to so many times P stages.
-        milp_seconds: for milp, which starts from the best of the others.
-        effort: of mixed's search after refinement, in proportion.
-        num_microbatches: of the run: mixed spends no more than a share of what it could save there.
-        seconds: what mixed may spend in place of that, from now on; what it has found by then counts.
-        milliseconds_of: a microbatch with a result, where more is known than the objective.
-        alike: so many times as long is as good.
+        methods: names in `METHODS`.
+        max_stages_per_device: mixed searches partitions of P, 2P, ... stages up to this multiple of P, the number of
+            devices.
+        milp_seconds: time limit of milp, which starts from the best result of the other methods.
+        seed: seed of the random searches.
+        effort: factor on the length of mixed's search after refinement.
+        num_microbatches: number of microbatches of the run, which bounds mixed's search to a share (`SHARE`) of the
+            time that it could save in the run.
+        seconds: time limit of mixed in place of that bound. Results found by then count.
+        milliseconds_of: result -> milliseconds of a microbatch, if more is known than the objective.
+        alike: factor on the least time within which results count as equally fast.
+        progress: called with a line on the search's progress.
     """
     _check(methods, max_stages_per_device, milp_seconds)
     ends_at = math.inf if seconds is None else time.monotonic() + seconds
@@ -205,7 +221,8 @@ def _check(methods: Sequence[str], max_stages_per_device: int, milp_seconds: flo
 def _fixed_point(
     graph: Graph, find: Callable[[Units], tuple[Partition, str] | None], most_stages: int
 ) -> tuple[Partition, Valuation, str]:
-    """The best of rounds in which the nodes of the last stages so far count without recompute."""
+    """The best partition of several rounds, each of which prices the nodes of the previous round's last stages without
+    recompute."""
     best, reason, plain, seen = None, "no partition that it tries fits", frozenset(), set()
     two_profiles = any(node.has_plain for node in graph.nodes)
     while plain not in seen and len(seen) < MOST_ROUNDS:
@@ -246,7 +263,7 @@ def _sequential(units: Units) -> tuple[Partition, str] | None:
 
 
 def _orders(units: Units) -> dict[str, list[int]]:
-    """Orders of computation: the file's, and depth first (what has just become ready goes next)."""
+    """Two orders of computation by name: the file's order, and depth first (the newest ready unit is next)."""
     waits = [len(each) for each in units.producers]
     ready, deep = [unit for unit in reversed(range(len(units))) if not waits[unit]], []
     while ready:
@@ -262,7 +279,7 @@ def _orders(units: Units) -> dict[str, list[int]]:
 
 @dataclass
 class _Mixed:
-    """Finds a mixed partition; in later rounds of the fixed point from that of the round before."""
+    """A search for a mixed partition. In later rounds of the fixed point it starts from the previous round's result."""
 
     stages: int
     most_stages: int
@@ -284,7 +301,8 @@ class _Mixed:
 
 
 def _seconds_of_a_price(graph: Graph) -> float:
-    """About the seconds of one price on a core: computed, so that a budget is the same on every machine."""
+    """The approximate seconds of pricing one partition on a core: a formula, so that budgets are equal on all
+    machines."""
     return 2e-5 + 2e-7 * len(graph.nodes)
 
 

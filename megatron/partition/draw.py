@@ -1,4 +1,4 @@
-"""A picture of a partition: the graph by device, and each device's memory and utilisation (Figure 8)."""
+"""A picture of a partition: the graph's nodes by device, and each device's memory and utilisation (Figure 8)."""
 
 from pathlib import Path
 
@@ -10,9 +10,11 @@ GIB = 2**30
 
 
 def draw(graph: Graph, result: CompeteResult, path: Path) -> None:
-    """Above, nodes in the order of computation at the height of their device, with a line for each edge that crosses;
-    below, a box for each device: its width is memory in use, what is filled is utilisation. The suffix chooses the
-    format."""
+    """Draw a partition to `path`, in the format of its suffix.
+
+    Above are the nodes, in the order of computation and at the height of their device, with a line for each edge
+    between devices. Below is a box for each device: its width is the memory in use, its filled part the utilisation.
+    """
     partition, value = result.partition, result.value
     figure = new_figure(9.0, 3.0 + 0.5 * graph.num_devices, layout="constrained")
     above, below = figure.subplots(2, 1)

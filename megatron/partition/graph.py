@@ -1,8 +1,7 @@
-"""The graph of a model that is to be cut: what each operator or layer costs, and which of them reads whose output.
+"""The graph of a model for the partitioner: operators or layers with their costs, and edges from producer to consumer.
 
 The file form is JSON: `nodes`, `edges` ([producer, consumer]) and the machine. Times are milliseconds of one
-microbatch, sizes are bytes, bandwidth is 10^9 bytes per second. Everything wrong with a file is a ValueError of one
-sentence.
+microbatch, sizes are bytes, bandwidth is 10^9 bytes per second. Any error in a file is a ValueError of one sentence.
 """
 
 import json
@@ -28,17 +27,17 @@ class GraphNode:
     """An operator or a layer.
 
     Attributes:
-        id: as edges and partitions name it.
+        id: the number of the node in edges and partitions.
+        fwd_ms: milliseconds of its forward.
+        bwd_ms: milliseconds of its backward, with the recompute of its forward.
+        params: number of parameters that only this node uses.
+        mem_bytes: bytes saved between forward and backward.
+        out_bytes: bytes of its output.
         scope: its path in the model, such as `T5/T5Block[3]/Linear[q]`.
-        block: the type of the block that it is a part of; empty for none.
-        fwd_ms: of its forward.
-        bwd_ms: of its backward, with the recompute of its forward.
-        params: parameters that it alone uses.
-        mem_bytes: saved between forward and backward.
-        out_bytes: its output.
-        input: data, which costs nothing and does not cross.
-        fwd_plain_ms, bwd_plain_ms, mem_plain_bytes: the same without recompute, for a stage on which no other depends
-            (section 4.3); None where it was not profiled.
+        block: the type of the block that contains it; empty for none.
+        input: whether the node is data, which costs nothing and is not sent.
+        fwd_plain_ms, bwd_plain_ms, mem_plain_bytes: the same quantities without recompute, for a stage on which no
+            other stage depends (section 4.3); None if they were not profiled.
     """
 
     id: int
@@ -72,7 +71,7 @@ class GraphNode:
 
 @_record
 class PartitionDevice:
-    """`speed`: times are divided by it."""
+    """A device: its memory in bytes, and its speed, by which the nodes' times are divided."""
 
     memory_limit_bytes: _Positive
     speed: _Positive = 1.0
@@ -80,7 +79,7 @@ class PartitionDevice:
 
 @_record
 class Together:
-    """Nodes that must stay in one stage, or only on one device (in any stages of it)."""
+    """Nodes that must stay in one stage, or on one device, where they may be in different stages."""
 
     nodes: Annotated[tuple[int, ...], Field(min_length=1)]
     where: Literal["stage", "device"] = "stage"
@@ -90,9 +89,9 @@ class Together:
 class SharedByNodes:
     """Parameters that several nodes use.
 
-    They count once on each device that has a user. The first user in the order of computation owns them: its stage
-    sends `out_bytes` a microbatch (their bytes over the microbatches of a version) to each stage of another device
-    that uses them.
+    The parameters count once on each device that has a user. The first user in the order of computation owns them. For
+    each microbatch its stage sends `out_bytes` (the parameters' bytes over the microbatches of a weight version) to
+    each stage on another device that uses them.
     """
 
     nodes: Annotated[tuple[int, ...], Field(min_length=2)]
@@ -105,9 +104,10 @@ class Graph:
     """A model and the machine that it is cut for.
 
     Attributes:
-        weight_bytes_per_parameter: what a parameter takes on its device with its gradient and optimizer state.
+        weight_bytes_per_parameter: bytes of a parameter on its device, with its gradient and optimizer state.
         special_block: the block type by which to coarsen; empty for none.
-        devices: of unequal devices, one each; otherwise empty, and `memory_limit_bytes` holds for each.
+        devices: one entry for each device if devices are unequal; otherwise empty, and `memory_limit_bytes` is the
+            limit of each device.
     """
 
     nodes: Annotated[tuple[GraphNode, ...], Field(min_length=1)]
@@ -122,7 +122,7 @@ class Graph:
     together: tuple[Together, ...] = ()
     shared_parameters: tuple[SharedByNodes, ...] = ()
     unknown: tuple[str, ...] = field(default=())
-    """Keys of the file that mean nothing here."""
+    """Keys of the file that are ignored because they are unknown."""
 
     def __post_init__(self) -> None:
         ids = {node.id for node in self.nodes}
@@ -166,13 +166,15 @@ class Graph:
         return self.devices[device].speed if self.devices else 1.0
 
     def milliseconds_of(self, num_bytes: float) -> float:
-        """The milliseconds in which two devices move so many bytes."""
+        """The milliseconds in which one device sends `num_bytes` to another."""
         return num_bytes / (self.bandwidth_gigabytes_per_second * 1e6)
 
     @cached_property
     def bound_ms(self) -> float:
-        """No partition is faster: not with all work spread evenly, where a device of a last stage does without
-        recompute what that saves most of, nor with the longest nodes as few on a device as can be.
+        """A lower bound of the objective of any partition, in milliseconds.
+
+        It is the greater of two bounds: all work spread evenly, where devices with a last stage compute without
+        recompute the nodes for which this saves most; and the longest nodes, spread over devices as evenly as possible.
         """
         times = [(node.milliseconds(plain=False), node.milliseconds(plain=True)) for node in self.nodes]
         speeds = sorted((self.speed(device) for device in range(self.num_devices)), reverse=True)
@@ -188,7 +190,7 @@ class Graph:
         return max(left / sum(speeds), crowded([min(each) for each in times], speeds))
 
     def order(self) -> list[int]:
-        """Node ids in the order of computation: producers first, and otherwise as the file has them."""
+        """Node ids in an order of computation: producers before consumers, and otherwise in the order of the file."""
         position = {node.id: index for index, node in enumerate(self.nodes)}
         graph = networkx.DiGraph()
         graph.add_nodes_from(position)
@@ -202,7 +204,7 @@ class Graph:
 
 
 def crowded(times: Sequence[float], speeds: Sequence[float]) -> float:
-    """The least time of the busiest device by number of nodes: of the longest kP + 1 on P devices, one has k + 1."""
+    """A lower bound of the busiest device's time: of the longest kP + 1 nodes on P devices, one device has k + 1."""
     longest, size = sorted(times, reverse=True), len(speeds)
     return max(sum(longest[k * size - k : k * size + 1]) for k in range((len(longest) - 1) // size + 1)) / max(speeds)
 
@@ -211,7 +213,7 @@ _NAMES = {kind: {each.name for each in fields(kind)} for kind in (GraphNode, Gra
 
 
 def parse_graph(content: Any) -> Graph:
-    """Build a graph from what json.load returns; raises ValueError of one sentence."""
+    """Build a graph from the result of json.load. Raises ValueError, with one sentence, for an invalid graph."""
     if not isinstance(content, dict) or not isinstance(content.get("nodes"), list):
         raise ValueError("the file holds no graph; give an object with nodes, edges and the machine")
     unknown = sorted(set(content) - _NAMES[Graph] | {"unknown"} & set(content))
@@ -234,7 +236,7 @@ def parse_graph(content: Any) -> Graph:
 
 
 def read_graph(path: Path) -> Graph:
-    """The graph of a file. Raises OSError where it cannot be opened, ValueError where it is invalid."""
+    """Read a graph from a file. Raises OSError if the file cannot be opened, and ValueError if it is invalid."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -1,7 +1,8 @@
-"""A mixed integer program (scipy's HiGHS) around a partition that is there: stages and their devices stay, units move.
+"""A mixed integer program (scipy's HiGHS) that improves a given partition by moving units between its stages.
 
-Each unit may stand a few stages away from where it is. The least possible time of the busiest device is found exactly,
-with memory and the order of stages; what stages send is not in the program, so the result is priced like every other.
+Stages keep their devices, and each unit may move by a few stages. The least possible time of the busiest device is
+found exactly, under the limits of memory and the order of stages. The program does not contain transfers, so the result
+is priced like that of every other method.
 """
 
 from collections.abc import Sequence
@@ -13,11 +14,11 @@ from scipy.sparse import coo_array
 from megatron.partition.units import Placed, Units
 
 REACH = 3
-"""Stages that a unit may go either way."""
+"""The number of stages by which a unit may move in either direction."""
 
 
 def improve(units: Units, placed: Placed, seconds: float) -> Placed | None:
-    """The best partition in reach after at most so many seconds; None where none was found."""
+    """The best partition within `REACH` that is found in `seconds`; None if none is found."""
     num_stages = len(placed.device_of)
     held = {unit for group in units.on_one_device for unit in group}
     number: dict[tuple[int, int], int] = {}
@@ -38,7 +39,7 @@ def improve(units: Units, placed: Placed, seconds: float) -> Placed | None:
     for unit in range(len(units)):
         add({number[unit, s]: 1.0 for s in range(num_stages) if (unit, s) in number}, 1, 1)
     for unit, readers in enumerate(units.consumers):
-        for reader in readers:  # by each stage, the reader is there only if the unit is
+        for reader in readers:  # a reader may be at or before a stage only if the unit is at or before that stage
             for last in range(num_stages - 1):
                 row = {number[reader, s]: 1.0 for s in range(last + 1) if (reader, s) in number}
                 if row:

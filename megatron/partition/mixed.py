@@ -1,9 +1,9 @@
 """Mixed-pipe (section 4.1): coarsening, assignment, refinement and stage merging, for L = P, 2P, 3P and so on.
 
 Every coarsening is combined with every order of assignment (step 2, section 4.1.2: stages to devices by time and
-memory). All results are refined as coarse units, and the best of them as fine units. The best few are disturbed and
-refined again as long as that gains something, with a seeded generator and a budget that counts prices and not seconds.
-At the end stages of a device are merged where the objective allows it.
+memory). All results are refined as coarse units, and the best results also as fine units. The best few are disturbed
+and refined again as long as this improves them, with a seeded generator and a budget that counts priced partitions, not
+seconds. At the end stages of a device are merged if the objective does not grow.
 """
 
 import random
@@ -24,17 +24,18 @@ ORDERS = {
     "smallest first": lambda time, memory: time,
     "most memory first": lambda time, memory: -memory,
 }
-"""The orders in which stages choose a device. Smallest first is what the published program does; either may win."""
+"""The orders in which stages are assigned to devices. The published program uses smallest first; any may win."""
 
 
 def assign(units: Units, stage_of: Sequence[int], order: str, most_stages: int) -> list[int]:
-    """The device of each stage: stages in `order` go to the least busy device that has memory and a place left.
+    """The device of each stage: stages in `order` go to the least busy device with enough memory and a free place.
 
-    Where no device has memory left, the one with most of it takes the stage, and refinement has to mend that.
+    If no device has enough memory, the stage goes to the device with most free memory, and refinement has to repair the
+    excess.
 
     Args:
         order: a name in ORDERS.
-        most_stages: on a device.
+        most_stages: the most stages on a device.
     """
     num_stages = 1 + max(stage_of)
     bundles = _bundles(units, stage_of, num_stages)
@@ -42,7 +43,7 @@ def assign(units: Units, stage_of: Sequence[int], order: str, most_stages: int) 
     for unit, stage in enumerate(stage_of):
         time[stage] += units.time[unit]
         memory[stage] += units.memory[unit]
-    for size, users in units.shared:  # counted at each stage: more than it is where stages share a device
+    for size, users in units.shared:  # counted at each stage, which is too much if stages share a device
         for stage in {stage_of[unit] for unit in users}:
             memory[stage] += size
     sums = [(sum(time[s] for s in bundle), sum(memory[s] for s in bundle), bundle) for bundle in bundles]
@@ -67,7 +68,7 @@ def assign(units: Units, stage_of: Sequence[int], order: str, most_stages: int) 
 
 
 def _bundles(units: Units, stage_of: Sequence[int], num_stages: int) -> list[tuple[int, ...]]:
-    """Stages that must be on one device, because of what must stay there together."""
+    """The sets of stages that must be on one device, because they contain units that must stay on one device."""
     joined = networkx.Graph()
     joined.add_nodes_from(range(num_stages))
     for group in units.on_one_device:
@@ -77,9 +78,10 @@ def _bundles(units: Units, stage_of: Sequence[int], num_stages: int) -> list[tup
 
 
 def stages_of_devices(units: Units, device_of_unit: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Few stages for given devices: (stage of each unit, device of each stage).
+    """Divide units with given devices into few stages. Returns (stage of each unit, device of each stage).
 
-    The device that can compute most units at once goes next, with all that then become ready on it.
+    The next stage is on the device that can compute most units without waiting for another device, and contains all
+    these units.
     """
     waits = [len(each) for each in units.producers]
     ready = {unit for unit, count in enumerate(waits) if not count}
@@ -112,7 +114,7 @@ def _reachable(units, device_of_unit, waits, ready, device) -> list[int]:
 
 
 def merge_stages(graph: Graph, partition: Partition) -> Partition:
-    """Merge stages of a device as long as no circle arises and the objective is not worse; least depth first."""
+    """Merge stages of a device as long as no circle arises and the objective does not grow; least depth first."""
     value = evaluate(graph, partition)
     while True:
         choices = []
@@ -120,7 +122,7 @@ def merge_stages(graph: Graph, partition: Partition) -> Partition:
             merged = _merged(graph, partition, one, other)
             try:
                 price = evaluate(graph, merged)
-            except ValueError:  # the last stage's memory, without recompute
+            except ValueError:  # too much memory, for example of a last stage without recompute
                 continue
             if price.objective_ms <= value.objective_ms * (1 + 1e-12):
                 choices.append((price.depth, price.crossing_bytes, one, other, merged, price))
@@ -157,21 +159,21 @@ def _merged(graph: Graph, partition: Partition, one: int, other: int) -> Partiti
 
 
 NEAR_ENOUGH = 1 + 2e-5
-"""Times the bound: no more is searched."""
+"""The factor on the lower bound within which a result ends the search."""
 
 PRICES_PER_START = 6_000
 PRICES_OF_KICKS = 150_000
 PATIENCE = 15_000
-"""Prices after which a search ends that has not gained anything for them."""
+"""The number of priced partitions without an improvement after which a search ends."""
 
 REFINED = 6
 KEPT = 3
-"""Starts that are refined as fine units, and those of them that are disturbed."""
+"""The number of starts that are refined as fine units, and the number of those that are disturbed."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A partition that was found. `start`: the coarsening and the order of assignment that it came from."""
+    """A partition that a search has found. `start`: the coarsening and order of assignment from which it started."""
 
     score: Score
     placed: Placed
@@ -189,12 +191,12 @@ def mix(
     before: Placed | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Found | None:
-    """The best found with `num_stages` stages, of which `most_stages` may lie on a device; None where none fits.
+    """The best partition found with `num_stages` stages, at most `most_stages` on a device; None if none fits.
 
     Args:
-        effort: of the search after refinement, in proportion.
-        purse: what all searches may spend.
-        before: where to start from, and from nowhere else.
+        effort: factor on the length of the search after refinement.
+        purse: the budget of all searches together.
+        before: the only partition to start from; None: start from all coarsenings.
     """
     enough = max(units.graph.bound_ms * PICOSECONDS, units.bound) * NEAR_ENOUGH
     starts = (
@@ -205,7 +207,7 @@ def mix(
         progress(f"L = {num_stages}, start {number + 1} of {len(starts)}")
         state = PartitionState(units, placed.stage_of, placed.device_of)
         score = refine(state, Budget(PRICES_PER_START, of=purse), enough=enough)
-        found.setdefault(score, Found(score, state.placed(), start))  # of those that are alike the first
+        found.setdefault(score, Found(score, state.placed(), start))  # of equal scores the first is kept
         if not score.excess and score.worst <= enough:
             return found[score]
     best = []
@@ -225,7 +227,7 @@ def _starts(
     purse: Budget | None,
     progress: Callable[[str], None],
 ) -> list[tuple[Placed, str]]:
-    """The best stages of coarse units, expressed in fine units, and where each comes from."""
+    """The best refined partitions of coarse units, expressed in fine units, each with a text on its origin."""
     seen: set[Placed] = set()
     found: list[tuple[Score, Placed, str]] = []
     coarse_of = without_trifles(units)
@@ -264,7 +266,7 @@ def _kicked(units: Units, start: Found, rng: random.Random, budget: Budget, pati
 
 
 def _trimmed(stages: list[int], num_stages: int) -> list[int]:
-    """The stages with those beyond `num_stages` merged into the last; refinement evens that out."""
+    """Merge all stages beyond `num_stages` into the last one; refinement balances the result."""
     return [min(stage, num_stages - 1) for stage in stages]
 
 

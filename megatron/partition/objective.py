@@ -1,11 +1,11 @@
-"""What a partition costs, and whether it is one: exactly, from the graph alone.
+"""The exact price and the validity of a partition, from the graph alone.
 
-Equation 1 of FTPipe, as it is charged here: T_s = C + max(0, F_s - C) + max(0, B_s - C) for a stage s. C is the compute
-of the *whole device* that holds s, forward and backward. F_s is what s sends to stages on other devices, each tensor
-once for each receiving stage; B_s is what comes back for it, the gradients of the same tensors, and so as much. The
-objective is the largest T_s.
+Equation 1 of FTPipe, as it is used here: T_s = C + max(0, F_s - C) + max(0, B_s - C) for a stage s. C is the compute
+time of the *whole device* that holds s, forward and backward. F_s is the time of sending s's tensors to stages on other
+devices, each tensor once for each receiving stage. B_s is the time of receiving the gradients of the same tensors, and
+so equal to F_s. The objective is the largest T_s.
 
-Every method's result passes through `evaluate` before anyone sees it.
+Every method's result is priced by `evaluate`.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from megatron.partition.graph import Graph
 
 @dataclass(frozen=True)
 class Partition:
-    """`stage_of_node` by node id, inputs too; `device_of_stage` by stage. Stages are numbered from 0."""
+    """A partition of a graph: the stage of each node by id, inputs included, and the device of each stage, from 0."""
 
     stage_of_node: Mapping[int, int]
     device_of_stage: tuple[int, ...]
@@ -36,15 +36,16 @@ class Partition:
 
 @dataclass(frozen=True)
 class Valuation:
-    """The value of a valid partition.
+    """The price of a valid partition.
 
     Attributes:
         objective_ms: the largest of `stage_ms`.
         stage_ms: T_s of each stage.
         compute_ms: C of each device.
-        memory_bytes: of each device.
-        crossing_bytes: that a microbatch's forward sends between devices; its backward sends as many back.
-        depth: edges of the longest path of stages, the most steps by which weights can be stale.
+        memory_bytes: memory in use on each device.
+        crossing_bytes: bytes that a microbatch's forward sends between devices; its backward sends the same number
+            back.
+        depth: number of edges of the longest path of stages, the most steps by which weights can be stale.
     """
 
     objective_ms: float
@@ -56,7 +57,7 @@ class Valuation:
 
 
 def evaluate(graph: Graph, partition: Partition) -> Valuation:
-    """The price of a partition; raises ValueError with the first reason why it is invalid."""
+    """Price a partition. Raises ValueError, with the first reason, for an invalid partition."""
     stages, devices = partition.stage_of_node, partition.device_of_stage
     _check_form(graph, partition)
     edges = stage_edges(graph, partition)
@@ -104,7 +105,8 @@ def evaluate(graph: Graph, partition: Partition) -> Valuation:
 
 
 def tensors(graph: Graph) -> list[tuple[int, float, tuple[int, ...]]]:
-    """Producer, bytes and consumers of each tensor that may cross: outputs of nodes, then shared parameters."""
+    """The producer, bytes and consumers of each tensor that may cross between stages: outputs of nodes, then shared
+    parameters."""
     consumers: dict[int, dict[int, None]] = {node.id: {} for node in graph.nodes if not node.input}
     for source, target in graph.edges:
         if source in consumers:
@@ -118,7 +120,7 @@ def tensors(graph: Graph) -> list[tuple[int, float, tuple[int, ...]]]:
 
 
 def stage_edges(graph: Graph, partition: Partition) -> set[tuple[int, int]]:
-    """The stages that wait for each other, as (before, after); inputs do not count."""
+    """The edges between stages, as (earlier, later): the later stage waits for the earlier. Inputs do not count."""
     of = partition.stage_of_node
     pairs = {(of[source], of[node]) for source, _, consumers in tensors(graph) for node in consumers}
     return {(source, target) for source, target in pairs if source != target}

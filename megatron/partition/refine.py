@@ -1,8 +1,8 @@
-"""Step 3 of Mixed-pipe (section 4.1.3): move units between stages until nothing that is tried makes it better.
+"""Step 3 of Mixed-pipe (section 4.1.3): the refinement of a partition by moving units between stages.
 
-Only what Score.better_than calls better is kept: memory above the limits never grows, the objective never grows, and
-each step lowers one of them, or how uneven the devices are, by more than rounding. There are finitely many partitions,
-so it ends. Stages stay in their row (state.py), so no circle arises.
+A step is kept only if `Score.better_than` holds: memory above the limits never grows, the objective never grows, and
+each step lowers one of the two, or the unevenness of the devices, by more than rounding. There are finitely many
+partitions, so refinement ends. Stages stay in an order of computation (`PartitionState`), so no circle arises.
 """
 
 import math
@@ -13,17 +13,19 @@ from collections.abc import Iterator
 from megatron.partition.units import PartitionState, Score
 
 CHAIN = 16
-"""Moves of a chain."""
+"""The number of steps of a chain (`_chain`)."""
 
 MOST_SWAPS = 300
-"""The most swaps that are priced in a round; they are sorted by what they promise."""
+"""The most swaps that are priced in a round; those with the best estimated time are priced first."""
 
 
 class Budget:
-    """The number of times that a search may price a partition: a count does not depend on the machine's speed.
+    """The number of partitions that a search may price, which does not depend on the machine's speed.
 
-    `of`: the budget of all searches, from which this one's prices are taken, too. `ends_at`: of `time.monotonic`, where
-    the user limits seconds.
+    Args:
+        prices: the number.
+        of: the budget of all searches together, which is also charged for each price.
+        ends_at: the time limit, as a value of `time.monotonic`, if the user limits seconds.
     """
 
     def __init__(self, prices: float, *, of: "Budget | None" = None, ends_at: float = math.inf) -> None:
@@ -46,7 +48,8 @@ class Budget:
 
 
 def refine(state: PartitionState, budget: Budget, *, enough: float = 0.0) -> Score:
-    """Improve `state` in place; ends at a local optimum, when the budget is spent, or at `enough` picoseconds."""
+    """Improve `state` in place until a local optimum, the end of the budget, or an objective of `enough`
+    picoseconds."""
     score = state.score()
     while not budget.spent and (score.excess or score.worst > enough):
         for step in (_move, _slide, _swap_devices, _pass_on, _swap, _chain):
@@ -60,7 +63,7 @@ def refine(state: PartitionState, budget: Budget, *, enough: float = 0.0) -> Sco
 
 
 def _busiest(state: PartitionState) -> int:
-    """The device with too much memory in use, or else the one that takes longest."""
+    """The device with the most memory above its limit, or else the device with the longest time."""
     over = [used - limit for used, limit in zip(state.memory, state.units.limits, strict=True)]
     if max(over) > 0:
         return over.index(max(over))
@@ -75,7 +78,8 @@ def _units_of(state: PartitionState, device: int) -> list[int]:
 
 
 def _move(state: PartitionState, score: Score, budget: Budget) -> Score | None:
-    """The best move of one unit off the busiest device, or of one of its neighbours in traffic onto it."""
+    """Make the best move of one unit off the busiest device, or of a reader onto one of its stages, if that stage sends
+    for longer than the device computes."""
     device, best = _busiest(state), (score, -1, -1)
     for unit, stage in _moves_off(state, device):
         back = state.stage_of[unit]
@@ -109,8 +113,8 @@ def _moves_off(state: PartitionState, device: int) -> Iterator[tuple[int, int]]:
 
 
 def _slide(state: PartitionState, score: Score, budget: Budget) -> Score | None:
-    """The first or the last units of a stage of the busiest device, one after another, to a stage before or behind, or
-    the other way round; what is best on the way is kept."""
+    """Move the first or the last units of a stage of the busiest device, one after another, to a stage of another
+    device, or units of that stage to this one. The best state on the way is kept."""
     device = _busiest(state)
     for stage, holds in enumerate(state.device_of):
         if holds != device:
@@ -145,7 +149,7 @@ def _slide_between(state: PartitionState, score: Score, budget: Budget, source: 
 
 
 def _swap_devices(state: PartitionState, score: Score, budget: Budget) -> Score | None:
-    """Exchange the devices of a stage of the busiest device and of another."""
+    """Make the best exchange of devices between a stage of the busiest device and a stage of another device."""
     device, holds = _busiest(state), list(state.device_of)
     best: tuple[Score, list[int]] = (score, holds)
     for one, mine in enumerate(holds):
@@ -159,7 +163,7 @@ def _swap_devices(state: PartitionState, score: Score, budget: Budget) -> Score 
             if _promises(state, one, other, score):
                 state.set_devices(tried)
                 found = state.score()
-                budget.left -= 10  # it counts everything anew
+                budget.left -= 10  # `set_devices` computes all sums anew
                 if found.better_than(best[0]):
                     best = (found, tried)
                 state.set_devices(holds)
@@ -170,7 +174,7 @@ def _swap_devices(state: PartitionState, score: Score, budget: Budget) -> Score 
 
 
 def _promises(state: PartitionState, one: int, other: int, score: Score) -> bool:
-    """Whether compute alone would not already be worse than the present score."""
+    """Whether an exchange of the devices of stages `one` and `other` may improve the score, by compute times alone."""
     if score.excess:
         return True
     units = state.units
@@ -181,7 +185,8 @@ def _promises(state: PartitionState, one: int, other: int, score: Score) -> bool
 
 
 def _swap(state: PartitionState, score: Score, budget: Budget) -> Score | None:
-    """Exchange a unit of the busiest device with one of another; those that would balance the two best come first."""
+    """Exchange a unit of the busiest device with a unit of another device. Pairs that balance the two devices best are
+    tried first."""
     device, units = _busiest(state), state.units
     choices = []
     for unit in _units_of(state, device):
@@ -218,7 +223,7 @@ def _swap(state: PartitionState, score: Score, budget: Budget) -> Score | None:
 
 
 Steps = list[tuple[int, int, int]]
-"""The moves of units: unit, stage before, stage after."""
+"""Moves of units, each as (unit, stage before, stage after)."""
 
 
 def _undo(state: PartitionState, steps: Steps) -> None:
@@ -227,8 +232,10 @@ def _undo(state: PartitionState, steps: Steps) -> None:
 
 
 def _passes(state: PartitionState, stage: int, direction: int) -> Iterator[Steps]:
-    """Pass work from stage to stage, each giving on about as much as it was given; yields all steps so far at each
-    stage that it reaches. In a chain of layers nothing else brings work from one end to the other."""
+    """Pass work from stage to stage in one direction. Each stage passes on about as much time as it received.
+
+    Yields all steps so far after each stage. In a chain of layers no other step moves work from one end to the other.
+    """
     steps: Steps = []
     given, target = 0, stage + direction
     fresh: set[int] = set()
@@ -246,7 +253,7 @@ def _passes(state: PartitionState, stage: int, direction: int) -> Iterator[Steps
             moved += time
             if not given and moved:
                 break
-        if not moved:  # what went has no time of its own
+        if not moved:  # all units that moved take no time
             while steps and steps[-1][0] in arrived:
                 unit, back, _ = steps.pop()
                 state.move(unit, back)
@@ -257,7 +264,7 @@ def _passes(state: PartitionState, stage: int, direction: int) -> Iterator[Steps
 
 
 def _pass_on(state: PartitionState, score: Score, budget: Budget) -> Score | None:
-    """The best way to pass work on from a stage of the busiest device."""
+    """Make the best pass of work (`_passes`) that begins at a stage of the busiest device."""
     device, best, chosen = _busiest(state), score, None
     for stage, holds in enumerate(state.device_of):
         if holds != device:
@@ -278,10 +285,10 @@ def _pass_on(state: PartitionState, score: Score, budget: Budget) -> Score | Non
 
 
 def _chain(state: PartitionState, score: Score, budget: Budget) -> Score | None:
-    """Steps in a row, each the best for whichever device is then the busiest, though it may be worse than before.
+    """Make several steps in a row, each the best step off the device that is then the busiest, even if it is worse.
 
-    No unit moves twice. What is best on the way is kept, where it is better than the start. So one long unit can be
-    exchanged for several short ones, over several devices.
+    No unit moves twice. The best state on the way is kept if it is better than the start. So one long unit can be
+    exchanged for several short units, over several devices.
     """
     done: Steps = []
     locked: set[int] = set()
@@ -329,7 +336,8 @@ def _least_bad(state: PartitionState, locked: set[int], budget: Budget) -> tuple
 
 
 def kick(state: PartitionState, rng: random.Random) -> None:
-    """Disturb a partition: exchange the devices of two stages, or slide some units of a stage to one beside it."""
+    """Disturb a partition at random: exchange the devices of two stages, or move units to a stage up to two places
+    away."""
     num_stages = len(state.device_of)
     for _ in range(rng.randint(1, 3)):
         one, other = rng.randrange(num_stages), rng.randrange(num_stages)

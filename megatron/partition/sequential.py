@@ -1,9 +1,9 @@
-"""Seq-pipe, exactly: cut one order of computation into contiguous stages, one a device at most.
+"""Seq-pipe, solved exactly: one order of computation is cut into contiguous stages, at most one for each device.
 
-Dynamic programming over where a stage ends and which devices are used. Devices that are alike count as a number of
-them, so unequal ones are tried in every order. What a stage sends depends on how often its readers are cut apart
-later: a tensor is charged once in the tables, which makes them a bound from below. Where the cut that they give costs
-more than its bound, a search from the last stage backwards, with the tables as its bound, finds the best one.
+The method is dynamic programming over the end of a stage and the devices used. Of equal devices only the number is
+counted, so unequal devices are tried in every order. The bytes that a stage sends depend on how the readers are later
+divided into stages. The tables charge each tensor once, which makes them a lower bound. If the cut from the tables
+costs more than its bound, a search from the last stage backwards, with the tables as its bound, finds the best cut.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,16 +15,22 @@ import numpy
 from megatron.partition.units import Units
 
 MAX_CELLS = 3e9
-"""The most cells of all tables: about 10 s. Beyond it unequal devices keep the order of the file."""
+"""The most cells of all tables, which take about 10 s. For more, unequal devices keep the order of the file."""
 
 MAX_STEPS = 20_000
-"""The most steps of the search from behind."""
+"""The most steps of the search from the last stage backwards."""
 
 
 @dataclass(frozen=True)
 class Sequential:
-    """`ends`: where each stage ends, exclusive; `devices`: of each stage. `worst`: the objective in picoseconds.
-    `proven`: no contiguous cut of this order is better."""
+    """A contiguous cut of an order of computation.
+
+    Attributes:
+        ends: the exclusive end of each stage, as a number of units.
+        devices: the device of each stage.
+        worst: the objective in picoseconds.
+        proven: whether it is proven that no contiguous cut of this order is better.
+    """
 
     ends: tuple[int, ...]
     devices: tuple[int, ...]
@@ -38,7 +44,7 @@ class Sequential:
 
 
 def cut_sequentially(units: Units) -> Sequential | None:
-    """The best contiguous cut in the units' order; None where none fits."""
+    """The best contiguous cut in the units' order; None if none fits."""
     return _Tables(units).best()
 
 
@@ -68,9 +74,10 @@ class _Tables:
         self._fill(size)
 
     def _sent(self, size: int) -> numpy.ndarray:
-        """The matrix of sent bytes: [i, j] counts what units i to j-1 send behind j, each tensor once."""
+        """The matrix of sent bytes: [i, j] is what a stage of units i to j-1 sends to units from j on, each tensor
+        once."""
         starts = numpy.zeros((size + 1, size + 1))
-        for tensor in self.units.tensors:  # sent from the source on, as long as the last reader lies behind
+        for tensor in self.units.tensors:  # counts for all ends j after the source, up to the last reader
             starts[tensor.source, tensor.source + 1 : max(tensor.consumers) + 1] += tensor.num_bytes
         return numpy.cumsum(starts[::-1], axis=0)[::-1]
 
@@ -85,7 +92,8 @@ class _Tables:
         return memory
 
     def _split(self, size: int) -> numpy.ndarray:
-        """The stages that have only a part of what must stay on one device."""
+        """The matrix of forbidden stages: [i, j] is True if units i to j-1 contain only a part of a set that must stay
+        on one device."""
         split = numpy.zeros((size + 1, size + 1), dtype=bool)
         place = numpy.arange(size + 1)
         for group in self.units.on_one_device:
@@ -94,7 +102,7 @@ class _Tables:
         return split
 
     def _steps(self, state: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], int]]:
-        """The states before a state: with one device less, and the kind of that device."""
+        """Yield each state with one device less than `state`, and the kind of that device."""
         if self.in_order:
             if state[0]:
                 device = state[0] - 1
@@ -109,11 +117,11 @@ class _Tables:
         empty = numpy.full(size + 1, numpy.inf)
         empty[0] = 0
         self.best_of: dict[tuple[int, ...], numpy.ndarray] = {}
-        for state in numpy.ndindex(*ranges):  # in lexicographic order, so a state comes behind those with one less
+        for state in numpy.ndindex(*ranges):  # in lexicographic order, so states with one device less come first
             if not any(state):
                 self.best_of[state] = empty
                 continue
-            # a device may stay without a stage: the diagonal is 0
+            # The diagonal of the costs is 0, so a device may stay without a stage.
             found = [
                 numpy.maximum(self.best_of[before][:, None], self.costs[kind]).min(axis=0)
                 for before, kind in self._steps(state)
@@ -138,7 +146,8 @@ class _Tables:
     def _descend(
         self, end: int, state: tuple[int, ...], behind: tuple[tuple[int, int], ...], worst: float, *, first_only: bool
     ) -> bool:
-        """Choose the stage that ends at `end`, then those before it; True where the search is to stop."""
+        """Choose the stage that ends at `end`, then recursively the stages before it. Returns True to stop the
+        search."""
         if end == 0:
             if worst < self.worst:
                 self.worst, self.incumbent = worst, behind
@@ -167,7 +176,7 @@ class _Tables:
         return False
 
     def _exact(self, begin: int, end: int, ends: tuple[int, ...], bound: float, kind: int) -> float:
-        """The time of a stage, now that all cuts behind it are known."""
+        """The exact time of a stage for the given ends of all later stages, in picoseconds."""
         units, num_bytes = self.units, 0
         for tensor in units.tensors:
             if begin <= tensor.source < end:

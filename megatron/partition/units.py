@@ -1,12 +1,12 @@
-"""What the methods cut: a graph as units in whole numbers, and a partition that changes by one unit at a time.
+"""A graph as units in whole numbers, which all methods cut, and a partition that changes by one unit at a time.
 
 Units are in an order of computation. Inputs are left out, nodes that must stay in one stage are one unit, and
-coarsening merges units further. Times are picoseconds and memory is bytes, so that adding and subtracting is exact and
-a search that undoes a step is back where it was.
+coarsening merges units further. Times are integers of picoseconds and memory of bytes, so sums are exact, and a search
+that undoes a step returns to the same state.
 
-`PartitionState` prices a move without counting everything again. Stages stand in a row, and each unit's stage is at or
-behind the stages of its producers. So the graph of stages never has a circle, and a move is legal where `window` says
-so. A stage may be empty.
+`PartitionState` prices a move without computing all sums again. Stages are in an order of computation: each unit's
+stage is not before the stages of its producers. So the graph of stages never has a circle, and `window` gives the
+stages to which a unit may move. A stage may be empty.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,7 +25,7 @@ PICOSECONDS = 10**9
 
 @dataclass(frozen=True)
 class UnitTensor:
-    """What `source` sends once to each stage with a consumer; the units are indices."""
+    """A tensor that unit `source` makes, and sends once to each stage with a consumer. Units are indices."""
 
     source: int
     num_bytes: int
@@ -34,13 +34,14 @@ class UnitTensor:
 
 @dataclass(frozen=True)
 class Units:
-    """Units are numbered in an order of computation: each tensor goes from a lower to higher numbers.
+    """The units of a graph, numbered in an order of computation: each tensor goes from a lower to higher numbers.
 
     Attributes:
-        nodes: ids of each unit's nodes.
-        time: picoseconds at speed 1.
-        memory: bytes of weights and of what is saved; without shared parameters.
-        shared: of each set of shared parameters, its bytes on a device and the units that use it.
+        nodes: for each unit, the ids of its nodes.
+        time: for each unit, picoseconds at speed 1.
+        memory: for each unit, bytes of weights and of saved tensors, without shared parameters.
+        tensors: the tensors between units.
+        shared: for each set of shared parameters, its bytes on a device and the units that use it.
         on_one_device: sets of units that must stay on one device.
     """
 
@@ -96,12 +97,12 @@ class Units:
         return self.graph.milliseconds_of(1) * PICOSECONDS
 
     def reordered(self, order: Sequence[int]) -> "Units":
-        """These units, numbered in another order of computation."""
+        """The same units, numbered in another order of computation."""
         number = {unit: index for index, unit in enumerate(order)}
         return self.merged([number[unit] for unit in range(len(self))])
 
     def merged(self, group_of: Sequence[int]) -> "Units":
-        """Units by group, where groups are numbered from 0 in an order of computation."""
+        """Merge the units of each group into one unit. Groups must be numbered from 0 in an order of computation."""
         size = 1 + max(group_of)
         nodes: list[list[int]] = [[] for _ in range(size)]
         time, memory = [0] * size, [0] * size
@@ -130,7 +131,7 @@ class Units:
 
 
 def compiled(graph: Graph, plain: Iterable[int] = ()) -> Units:
-    """The finest units. `plain`: ids of nodes that are counted without recompute."""
+    """The finest units of a graph. `plain`: ids of the nodes whose costs are without recompute."""
     plain = set(plain)
     order = [node for node in graph.order()]
     nodes = {node.id: node for node in graph.nodes}
@@ -153,7 +154,7 @@ def compiled(graph: Graph, plain: Iterable[int] = ()) -> Units:
 
 
 def _held_together(units: Units, groups: Sequence[Sequence[int]]) -> Units:
-    """Merge each group, and with it what lies on a path between two of its units: elsewhere it would make a circle."""
+    """Merge each group with all units on a path between two of its units, which elsewhere would make a circle."""
     if not groups:
         return units
     held = networkx.DiGraph()
@@ -173,7 +174,8 @@ def _whole(num_bytes: float) -> int:
 
 
 def partition_of(units: Units, stage_of_unit: Sequence[int], device_of_stage: Sequence[int]) -> Partition:
-    """Number the stages that compute in an order of computation; each input joins its first consumer's stage."""
+    """The partition of stages and devices of units. Stages are renumbered in an order of computation without empty
+    stages, and each input joins the stage of its first consumer."""
     used = sorted(set(stage_of_unit))
     stages = {
         node: used.index(stage) for nodes, stage in zip(units.nodes, stage_of_unit, strict=True) for node in nodes
@@ -196,15 +198,20 @@ def partition_of(units: Units, stage_of_unit: Sequence[int], device_of_stage: Se
 
 
 class Score(NamedTuple):
-    """Less is better, in this order: bytes above the limits, the objective, then how uneven the devices are (all in
-    picoseconds, the last squared)."""
+    """The score of a partition. Less is better, in the order of the fields.
+
+    Attributes:
+        excess: bytes above the memory limits.
+        worst: the objective in picoseconds.
+        uneven: the sum over devices of the squared time, in picoseconds squared.
+    """
 
     excess: int
     worst: float
     uneven: float
 
     def better_than(self, other: "Score") -> bool:
-        """Whether a score is less by more than rounding: a search that takes only such scores ends."""
+        """Whether this score is less by more than rounding, so that a search that keeps only better scores ends."""
         if self.excess != other.excess:
             return self.excess < other.excess
         if abs(self.worst - other.worst) > 1e-9 * other.worst:
@@ -214,17 +221,17 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True)
 class Placed:
-    """A copy of the stages and devices of a `PartitionState`."""
+    """A copy of a `PartitionState`: the stage of each unit and the device of each stage."""
 
     stage_of: tuple[int, ...]
     device_of: tuple[int, ...]
 
 
 class PartitionState:
-    """Units in stages on devices, with the sums that the objective needs.
+    """A partition of units that can change, with the sums that the objective needs.
 
     Args:
-        stage_of: the stage of each unit, never below that of a producer.
+        stage_of: the stage of each unit, never before the stage of a producer.
         device_of: the device of each stage.
     """
 
@@ -244,7 +251,7 @@ class PartitionState:
         self.restore(Placed(tuple(stage_of), tuple(device_of)))
 
     def restore(self, placed: Placed) -> None:
-        """Set stages and devices, and count all sums anew."""
+        """Set stages and devices, and compute all sums anew."""
         units = self.units
         self.stage_of, self.device_of = list(placed.stage_of), list(placed.device_of)
         self.time, self.memory = [0] * units.num_devices, [0] * units.num_devices
@@ -280,7 +287,7 @@ class PartitionState:
         return Placed(tuple(self.stage_of), tuple(self.device_of))
 
     def window(self, unit: int) -> tuple[int, int]:
-        """The first and the last stage in which a unit can stand."""
+        """The first and the last stage to which a unit may move."""
         stage_of = self.stage_of
         return (
             max((stage_of[each] for each in self.units.producers[unit]), default=0),
@@ -297,7 +304,7 @@ class PartitionState:
         return self._held.isdisjoint(self.members[stage])
 
     def move(self, unit: int, stage: int) -> None:
-        """Move a unit to a stage. The cost grows with the unit's tensors; the caller has asked `may_move`."""
+        """Move a unit to a stage. Precondition: `may_move`. The time grows with the number of the unit's tensors."""
         units, devices, before = self.units, self.device_of, self.stage_of[unit]
         old, new = devices[before], devices[stage]
         for number in self._made[unit]:
@@ -338,7 +345,7 @@ class PartitionState:
         self.restore(Placed(tuple(self.stage_of), tuple(device_of)))
 
     def device_times(self) -> list[float]:
-        """The largest T_s of each device, in picoseconds; one without a stage has 0."""
+        """The largest T_s of each device, in picoseconds; 0 for a device without a stage."""
         compute = [time / speed for time, speed in zip(self.time, self.units.speeds, strict=True)]
         times, rate = list(compute), self.units.picoseconds_per_byte
         for stage, num_bytes in enumerate(self.sent):

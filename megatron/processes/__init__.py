@@ -1,1 +1,1 @@
-"""Processes that the project starts, and how they end: as a whole, and with nothing left behind (no torch)."""
+"""Processes that the project starts and ends as a whole, without leaving any process behind (no torch)."""

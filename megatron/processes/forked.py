@@ -1,9 +1,10 @@
-"""A function on many items, by this process and copies of it that begin at once with all that it knows.
+"""The computation of a function on many items by this process and forked copies of it.
 
-Problem: a search takes seconds on one processor, and what it goes by (planners, tables that a user has entered) cannot
-be sent to a new process, whose start would take as long as most searches. Solution: copies of this process, made by
-`fork`, which need nothing sent but results. Each takes the next item when it is through with one, from a pipe that
-holds all their numbers. So results do not depend on who took what, and a copy that dies is noticed.
+Problem: a search takes seconds on one processor. Its data (planners, tables that a user has registered) cannot be sent
+to a new process, whose start would take as long as most searches. Solution: copies of this process, made by `fork`,
+already have the data and send only results. Each process takes the next item when it has finished one, from a pipe that
+holds the numbers of all items. So results do not depend on which process took which item, and the end of a copy is
+noticed.
 """
 
 import multiprocessing
@@ -21,21 +22,24 @@ from megatron.processes.job import end_with_parent
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 _NUMBER = 4  # bytes of an item's number in the pipe
-_MOST_ITEMS = 4096 // _NUMBER  # that fit into any pipe at once
+_MOST_ITEMS = 4096 // _NUMBER  # the number of items whose numbers fit into any pipe
 
 
 class _InACopy(Exception):
-    """The traceback of an error, which is lost on the way from a copy of the process."""
+    """The traceback of an error in a copy of the process, as text, since a pickled error loses its traceback."""
 
 
 def num_processors() -> int:
-    """Those that this process may run on."""
+    """The number of processors that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def can_fork() -> bool:
-    """Whether copies of this process can work: not on macOS, whose libraries may crash in them, and not where this one
-    is of a pool, which may have none."""
+    """Whether forked copies of this process can work.
+
+    They cannot on macOS, whose libraries may crash in a forked process, nor in a daemon process, which may have no
+    children.
+    """
     forks = sys.platform != "darwin" and "fork" in multiprocessing.get_all_start_methods()
     return forks and not multiprocessing.current_process().daemon
 
@@ -47,19 +51,22 @@ def map_forked(
     *,
     taken: Callable[[int], None] = lambda _: None,
 ) -> list[_Result]:
-    """The results in the order of the items, which do not depend on the number of processes.
+    """Call a function on all items. Returns the results in the order of the items.
 
-    This process computes all where another cannot begin (`can_fork`), for one process, and for very many items; those
-    that the system has no process or memory for are done without.
+    The results do not depend on the number of processes. This process computes all items alone if it cannot fork
+    (`can_fork`), if `num_processes` is 1, and for more than 1,024 items. If the system has no process or memory for
+    another copy, fewer copies are used.
 
     Args:
-        function: its results and errors can be pickled. What else it changes is seen in the process that ran it alone.
-        items: those that take longest first, so that none is left over at the end.
-        num_processes: this one included.
-        taken: is told in this process, before each item that it takes, how many are.
+        function: its results and errors must be picklable. Other effects stay in the process that calls it.
+        items: the items, longest first, so that all processes end at about the same time.
+        num_processes: number of processes, including this one.
+        taken: called in this process before each item that it takes, with the item's index, which is the number of
+            items taken before.
 
     Raises:
-        ValueError: a copy ended before it was through. Else what `function` raises.
+        ValueError: a copy ended before it had sent its results.
+        Exception: any error that `function` raises.
     """
     num_processes = min(num_processes, len(items))
     if num_processes < 2 or len(items) > _MOST_ITEMS or not can_fork():
@@ -99,7 +106,7 @@ def map_forked(
 def _take(
     function: Callable[[Any], Any], items: Sequence[Any], numbers: int, taken: Callable[[int], None]
 ) -> dict[int, Any]:
-    """What this process has computed, by item, when none is left."""
+    """Take items until none is left. Returns the results of this process by item."""
     found = {}
     while number := os.read(numbers, _NUMBER):
         index = int.from_bytes(number, "big")
@@ -112,9 +119,9 @@ def _copy(
     function: Callable[[Any], Any], items: Sequence[Any], numbers: int, receiver: Connection, sender: Connection
 ) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)  # the first process says all that there is to say
+        signal.signal(number, signal.SIG_DFL)  # only the first process prints messages
     end_with_parent()
-    receiver.close()  # so that nothing is sent when the first process is gone
+    receiver.close()  # so that sending fails when the first process has ended
     try:
         said = _take(function, items, numbers, lambda _: None), None, ""
     except Exception as error:

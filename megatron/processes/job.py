@@ -1,12 +1,13 @@
-"""A command in a process group of its own that is ended as a whole, and with it nothing else.
+"""A command that is ended as a whole, with all processes that descend from it and no others.
 
-Problem: a launcher starts ranks in sessions of their own, and ranks start processes that load data; one that hangs
-answers no signal. Ending the launcher alone would leave them behind, and on a shared machine no other process may be
-touched. Solution: the job carries a mark in its environment, which every process that descends from it inherits,
-whoever its parent is by then; those and no others are ended.
+Problem: a launcher starts ranks in sessions of their own, and ranks start processes that load data. A process that
+hangs answers no signal. Ending the launcher alone would leave the other processes behind, and on a shared machine no
+foreign process may be touched. Solution: the job has a mark in its environment, which every descendant inherits, even
+if its parent has ended. Exactly the processes with the mark are ended.
 
-A mark is the number of the process that starts the job and the folder that it works in. So the next one in that folder
-finds what one that was killed has left; and that another is still at work there, for then it is the job's parent.
+A mark is the number of the process that starts the job, and the folder in which that process works. So a later process
+in that folder finds the processes that a killed one has left behind. It also finds out whether another process is still
+working there, which is then the parent of the job's process.
 """
 
 import contextlib
@@ -26,7 +27,7 @@ _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
 def end_with_parent() -> None:
-    """Runs in the new process: if the one that started it ends, it is asked to end. On Linux alone."""
+    """Make the system send SIGTERM to this process when its parent ends. A no-op on systems other than Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
@@ -37,14 +38,16 @@ _POLL = 0.05
 
 
 class Job:
-    """A command that runs. Use it as a context manager, which ends what is left of it, and where this process is killed
-    the command is asked to end.
+    """A running command, for use as a context manager, which ends all its processes.
+
+    If this process is killed, the command gets SIGTERM.
 
     Args:
-        log: file for all that it prints.
-        folder: where this process works, for the mark.
-        directory: where it runs.
-        environment: variables beside this process's, without those of a launcher.
+        command: the command's words.
+        log: the file for all output of the command.
+        directory: the command's working directory.
+        folder: the folder in which this process works, for the mark.
+        environment: variables in addition to this process's, of which a launcher's are removed.
     """
 
     def __init__(
@@ -63,10 +66,10 @@ class Job:
                 self.process = subprocess.Popen(
                     list(command), cwd=directory, env={**variables, **(environment or {}), MARK: self.mark},
                     stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True,
-                    preexec_fn=end_with_parent,  # the launcher then ends its ranks
+                    preexec_fn=end_with_parent,  # a launcher that gets SIGTERM ends its ranks
                 )  # fmt: skip
         except BaseException:
-            end_marked(self.mark)  # a signal may have come when it had started
+            end_marked(self.mark)  # the exception may be a signal that came after the command had started
             raise
 
     def __enter__(self) -> "Job":
@@ -77,29 +80,29 @@ class Job:
         self.process.wait()
 
     def wait(self, timeout: float) -> int | None:
-        """The exit status, or None where it still runs after `timeout` seconds."""
+        """Wait for the command. Returns its exit status, or None if it still runs after `timeout` seconds."""
         try:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             return None
 
     def processes(self) -> list[psutil.Process]:
-        """The command's and all that descend from it."""
+        """The command's process and all its descendants."""
         return [process for process, _ in _marked(self.mark.__eq__)]
 
 
 @dataclass(frozen=True)
 class End:
-    """How a job ended. `status`: None where it was ended because it took longer than it may."""
+    """The end of a job. `status`: the exit status; None if the job was ended at its time limit."""
 
     status: int | None
     seconds: float
 
 
 def run_job(command: Sequence[str], *, timeout: float, **options: object) -> End:
-    """Run a command to its end, or for `timeout` seconds; no process of it is left when this returns.
+    """Run a command to its end, or for at most `timeout` seconds, and end all its processes.
 
-    `options`: of `Job`.
+    `options`: further arguments of `Job`.
     """
     started = time.monotonic()
     with Job(command, **options) as job:
@@ -108,17 +111,20 @@ def run_job(command: Sequence[str], *, timeout: float, **options: object) -> End
 
 
 def mark_of(folder: str | Path) -> str:
-    """The value of the variable `MARK` in what this process starts in a folder."""
+    """The mark of a job that this process starts for `folder`: the value of the variable `MARK`."""
     return f"{os.getpid()}:{folder}"
 
 
 def end_marked(mark: str) -> None:
-    """End all that was started with a mark."""
+    """End all processes that have the mark `mark`."""
     _end(mark.__eq__)
 
 
 def end_left(folder: Path) -> None:
-    """End what one that was killed has left in `folder`. Raises ValueError where one is at work there."""
+    """End the processes that a killed process has left behind in `folder`.
+
+    Raises ValueError if another process is working there.
+    """
 
     def is_of_folder(mark: str) -> bool:
         return mark.partition(":")[2] == str(folder)
@@ -134,7 +140,10 @@ def end_left(folder: Path) -> None:
 
 
 def _end(is_wanted: Callable[[str], bool], patience: float = 10.0) -> None:
-    """Kill every process with such a mark, again until none is left: they may be starting others meanwhile."""
+    """Kill every process whose mark is wanted, for at most `patience` seconds, until none is left.
+
+    A process may start others before it is killed, so the search is repeated.
+    """
     deadline = time.monotonic() + patience
     while (found := _marked(is_wanted)) and time.monotonic() < deadline:
         for process, _ in found:
@@ -144,7 +153,7 @@ def _end(is_wanted: Callable[[str], bool], patience: float = 10.0) -> None:
 
 
 def _marked(is_wanted: Callable[[str], bool]) -> list[tuple[psutil.Process, str]]:
-    """Processes and their marks."""
+    """The running processes whose mark is wanted, with their marks."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):

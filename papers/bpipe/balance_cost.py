@@ -1,12 +1,12 @@
-"""What moving saved activations costs: `bpipe` against `flush` on stages that sleep instead of computing.
+"""The cost of moving saved activations: `bpipe` beside `flush` on stages that sleep instead of computing.
 
     python -m papers.bpipe.balance_cost                          # 10 pairs at m = 8 to 128: about 27 minutes
     python -m papers.bpipe.balance_cost --microbatches 8 32      # a short form: about 6 minutes
     python -m papers.bpipe.balance_cost --microbatches 8 32 --pairs 3 --scopes none
-    python -m papers.bpipe.balance_cost --smoke                  # seconds: that everything runs, no figures
+    python -m papers.bpipe.balance_cost --smoke                  # a few seconds; only a test that everything runs
 
-Problem: BPipe (section 4.4, Figure 9) pays little for its moves because they run while forwards and backwards do. Two
-cores cannot compute on eight stages, so nobody could see that here.
+Problem: BPipe (section 4.4, Figure 9) pays little for its moves because they run at the same time as forwards and
+backwards. A computer with two cores cannot compute on eight stages, so it cannot show this overlap.
 
 Solution: emulated stages sleep for the paper's times of GPT-3 13B on 8 stages (Table 4, milliseconds per microbatch),
 
@@ -15,16 +15,17 @@ Solution: emulated stages sleep for the paper's times of GPT-3 13B on 8 stages (
     attention              7.63     36.32      83.57
 
 while engine, queues, transfers between stages (1 MiB) and moves (4 MiB) are real, between real processes. A move holds
-the pair's connection for the table's time: it sends its bytes at the beginning and sleeps for the rest, as they would
-fill the two cores otherwise. `busy` is the share of all cores' time that all processes took together; above 25% the
-figures say more about the cores than about the schedule, so stretch the times then (`--stretch 2`).
+the pair's connection for the table's time: it sends its bytes at the beginning and sleeps for the rest, since sending
+for the whole time would keep the two cores busy. `busy` is the share of all cores' time that all processes used
+together. If it is above 25%, the cores are too busy for the figures to show the schedule, so stretch the times
+(`--stretch 2`).
 
-The contenders take turns of one batch, `flush` and `bpipe` in an order that alternates: a pair. "added" is what
-`bpipe` takes more than the `flush` of its pair: the median over the pairs, with least and greatest. "synchronous" is
-`bpipe` where the evictor's computations wait for each of its moves, beside the first `--synchronous-pairs` pairs. A
-turn lasts from the first rank's start to the last rank's end. "predicted" is `megatron.pipeline.simulate` of the same
-programs with the table's times and nothing that was measured; it is printed before the processes start. Every rank
-compares what it executed with the program; a difference makes the exit status 1.
+The contenders take turns of one batch, `flush` and `bpipe` in an order that alternates; two such turns are a pair.
+"added" is the additional time of `bpipe` over the `flush` of its pair: the median over the pairs, with least and
+greatest. "synchronous" is `bpipe` with evictors whose computations wait for each of their moves; it runs with the first
+`--synchronous-pairs` pairs. A turn lasts from the first rank's start to the last rank's end. "predicted" is
+`megatron.pipeline.simulate` of the same programs with the table's times and no measured value; it is printed before the
+processes start. Every rank compares the executed instructions with the program; a difference makes the exit status 1.
 """
 
 import argparse
@@ -55,13 +56,13 @@ from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import Costs, simulate
 
 PACED = "gloo, paced"
-"""A backend of this benchmark: `PacedMoveLink` between pairs, gloo elsewhere."""
+"""The name of this benchmark's backend: `PacedMoveLink` between pairs, gloo between other ranks."""
 
 
 class SynchronousMoves(MoveOrder):
-    """Computations of the evictor wait for every EVICT and LOAD before them."""
+    """The order of moves in which an evictor's computations wait for every earlier EVICT and LOAD."""
 
-    _num_to_own = 0  # moves up to and with the last of these
+    _num_to_own = 0  # number of moves up to the last EVICT or LOAD
 
     def awaited(self, instruction: Instruction) -> int:
         needed = super().awaited(instruction)
@@ -72,7 +73,7 @@ class SynchronousMoves(MoveOrder):
 
 @dataclass(frozen=True)
 class Contender:
-    """`moves`: what waits for which; engine and simulator are given it in the place of their own."""
+    """A schedule to compare. `moves`: the order of moves, which replaces the one of engine and simulator."""
 
     name: str
     preset: str
@@ -90,8 +91,13 @@ CONTENDERS = (WITHOUT, ASYNCHRONOUS, SYNCHRONOUS)
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceJob(Job):
-    """`forward`, `backward`: seconds of a stage. `transfer`: seconds that a move of `activation_bytes` holds its
-    connection. Each repeat is a pair; the first `synchronous_repeats` have a turn with synchronous moves, too.
+    """A job in which each repeat is a pair of turns.
+
+    Attributes:
+        microbatches: the numbers of microbatches of a batch.
+        forward, backward: seconds of a stage.
+        transfer: seconds for which a move of `activation_bytes` holds its connection.
+        synchronous_repeats: number of first repeats that have a turn with synchronous moves, too.
     """
 
     microbatches: tuple[int, ...]
@@ -104,7 +110,10 @@ class BalanceJob(Job):
 
 @dataclass
 class Turns:
-    """One contender's times at one m; one entry a turn. `busy`: share of all cores' time that all processes took."""
+    """The results of one contender at one number of microbatches, with an entry for each turn.
+
+    `busy`: share of all cores' time that all processes used.
+    """
 
     contender: str
     num_microbatches: int
@@ -115,10 +124,10 @@ class Turns:
 
 
 class BalanceRank(Rank):
-    """One process of a job."""
+    """One process of a job, which measures the turns of all contenders."""
 
     def run(self) -> dict:
-        """Measure everything; the same result on all ranks."""
+        """Measure everything. Returns the same result on all ranks."""
         LINKS[PACED, "cpu"] = GlooLink
         MOVE_LINKS[PACED, "cpu"] = partial(PacedMoveLink, seconds=self.job.transfer)
         found = []
@@ -147,7 +156,7 @@ class BalanceRank(Rank):
             )  # fmt: skip
 
     def _turn(self, contender: Contender, engine: PipelineEngine, turns: Turns) -> None:
-        """One batch, from a drained pipeline to a drained pipeline."""
+        """Run and time one batch, from a drained pipeline to a drained pipeline."""
         m, schedule = turns.num_microbatches, contender.schedule(self.job.num_stages)
         first = {"first_batch": engine.next_batch, "first_microbatch": engine.next_microbatch}
         schedule.stream(first_batch=1).start_batch(m)  # proved outside of the clock
@@ -156,7 +165,7 @@ class BalanceRank(Rank):
         run_batches(engine, [m])
         engine.drain()
         end, cpu = time.perf_counter(), time.process_time() - cpu
-        starts, ends = zip(*gathered((start, end)), strict=True)  # one clock for all on a computer
+        starts, ends = zip(*gathered((start, end)), strict=True)  # all processes of a computer read one clock
         turns.seconds.append(max(ends) - min(starts))
         turns.busy.append(busy(cpu, turns.seconds[-1]))
         row = schedule.build((m,), **first).rows[self.stage]
@@ -164,7 +173,7 @@ class BalanceRank(Rank):
 
 
 def predicted_seconds(job: BalanceJob, contender: Contender, num_microbatches: int) -> float:
-    """Seconds of a batch by the simulator."""
+    """The simulated seconds of a batch."""
     program = contender.schedule(job.num_stages).build((num_microbatches,))
     costs = Costs(forward=job.forward, backward=job.backward, evict=job.transfer)
     with patch("megatron.pipeline.program.move_order.MoveOrder", contender.moves):
@@ -187,7 +196,7 @@ def predicted_rows(scope: str, job: BalanceJob) -> list[Row]:
 
 
 def rows_of(predicted: list[Row], result: dict) -> list[Row]:
-    """The predictions with what was measured beside each."""
+    """The rows of predictions, with the measurements added."""
     turns = {(each["num_microbatches"], each["contender"]): each for each in result["turns"]}
     rows = []
     for row in predicted:

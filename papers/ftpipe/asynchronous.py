@@ -1,4 +1,4 @@
-"""How close asynchronous pipelines with several stages a rank come to the work of their busiest rank.
+"""The times of asynchronous pipelines with several stages on each rank, beside the work of their busiest rank.
 
     python -m papers.ftpipe.asynchronous                    # about 6 minutes; a table
     python -m papers.ftpipe.asynchronous --json result.json
@@ -7,12 +7,13 @@ Problem: overlap shows on many ranks, and a computer with two cores cannot compu
 Solution: emulated stages sleep instead of computing, while engine, transfers (1 MiB over each edge) and steps are real,
 between real processes.
 
-busiest rank   ranks with two stages each, in random places, and edges that skip: seconds of a microbatch over those
-               that the busiest rank computes, and over what the simulator says
-figure 4       the paper's encoders, 5.5 times as slow as its decoders, six of each, of which a device holds four: the
-               partitions that megatron.partition finds in a row and mixed; 880/520 = 1.69 at best
-gpipe          four ranks with a stage each, m = p = 4: `gpipe` over asynchronous batches, of which no one waits for a
-               drain; (m+p-1)/m = 1.75 at best
+busiest rank   ranks with two stages each, in random places, and edges that skip stages: seconds of a microbatch over
+               the seconds that the busiest rank computes, and over the simulated seconds
+figure 4       the paper's model of six encoder layers and six decoder layers, which are 5.5 times as fast; a device
+               holds four layers. The sequential partition of megatron.partition over the mixed one; 880/520 = 1.69 at
+               best
+gpipe          four ranks with a stage each, m = p = 4: `gpipe` over asynchronous batches, which never wait for a drain;
+               (m+p-1)/m = 1.75 at best
 """
 
 import gc
@@ -42,8 +43,13 @@ from megatron.pipeline.simulate.costs import Costs
 
 @dataclass(frozen=True)
 class Contender:
-    """A schedule, seconds of a forward of each of its stages (a backward takes twice that), and how many microbatches
-    a batch has, of how many batches the clock shall run, and how many come before it.
+    """A schedule with its costs.
+
+    Attributes:
+        forward: by stage, the seconds of a forward; a backward takes twice as long.
+        num_microbatches: number of microbatches of a batch.
+        num_batches: number of timed batches.
+        num_before: number of untimed batches before them.
     """
 
     name: str
@@ -66,7 +72,7 @@ class Job:
 
 
 def measure(contender: Contender, payload_bytes: int) -> float:
-    """Seconds of a batch on this rank, between its starts of two batches; what fills and drains is outside."""
+    """Measure the seconds of a batch on this rank, from start to start of batches, without fill and drain."""
     schedule, rank = contender.schedule, dist.get_rank()
     graph = schedule.graph
     stages = [
@@ -95,7 +101,7 @@ def measure(contender: Contender, payload_bytes: int) -> float:
 
 
 def run(job: Job) -> dict[str, list[float]]:
-    """In the process of one rank: by contender, the seconds of each repeat on the slowest rank."""
+    """Run a job on one rank. Returns contender -> the seconds of each repeat on the slowest rank."""
     gc.collect()
     gc.freeze()  # as in training
     found: dict[str, list[float]] = {contender.name: [] for contender in job.contenders}
@@ -111,7 +117,8 @@ MIB = 1 << 20
 
 
 def mixed(num_ranks: int, seed: int, mean: float) -> Contender:
-    """Two stages on each rank, in random places; every stage hands on to the next one, every third past it, too."""
+    """A contender with two stages on each rank, in random places. Every stage sends to the next stage, and every third
+    also to a later one."""
     choose, num_stages = random.Random(seed), 2 * num_ranks
     edges = [Edge(stage, stage + 1) for stage in range(num_stages - 1)]
     edges += [Edge(stage, choose.randrange(stage + 2, num_stages)) for stage in range(0, num_stages - 2, 3)]
@@ -125,18 +132,19 @@ def mixed(num_ranks: int, seed: int, mean: float) -> Contender:
 
 
 def chain(name: str, mean: float, num_stages: int = 4) -> Contender:
-    """One stage on each rank; batches of as many microbatches."""
+    """A contender with one stage on each rank, and batches of as many microbatches as stages."""
     order, weights = ("gpipe", "flush") if name == "gpipe" else ("async", "stale")
     schedule = Schedule(order=order, weights=weights, num_stages=num_stages)
     return Contender(name, schedule, (mean,) * num_stages, num_stages, 12, 4)
 
 
-ENCODER, DECODER = 5.5, 1.0  # of a layer's time
-LAYERS, DEVICES, LAYERS_ON_A_DEVICE = 6, 3, 4  # of each kind; and how many of both fit
+ENCODER, DECODER = 5.5, 1.0  # relative times of a layer
+LAYERS, DEVICES, LAYERS_ON_A_DEVICE = 6, 3, 4  # layers of each kind; devices; layers of both kinds that fit on a device
 
 
 def figure_4(decoder: float) -> Graph:
-    """Figure 4: a decoder layer takes so many seconds, recompute included; each one attends to the last encoder's."""
+    """The graph of Figure 4. `decoder`: seconds of a decoder layer, recompute included. Each decoder layer attends to
+    the last encoder layer."""
     layers = [("Encoder", ENCODER)] * LAYERS + [("Decoder", DECODER)] * LAYERS
     nodes = [
         {
@@ -157,7 +165,7 @@ def figure_4(decoder: float) -> Graph:
 
 
 def of_figure_4(method: str, decoder: float) -> Contender:
-    """The best partition of a method as a pipeline."""
+    """The contender for Figure 4 with the best partition of a method."""
     graph = figure_4(decoder)
     partition = compete(graph, methods=(method,), max_stages_per_device=2).choice.partition
     stage_of, work = partition.stage_of_node, [0.0] * partition.num_stages
@@ -173,7 +181,7 @@ def of_figure_4(method: str, decoder: float) -> Contender:
 
 
 def of_busiest_rank(contender: Contender) -> float:
-    """Seconds that the rank with the most work computes on a microbatch."""
+    """The seconds for which the busiest rank computes on a microbatch."""
     schedule = contender.schedule
     return max(
         sum(3 * contender.forward[stage] for stage in schedule.stages_of(rank)) for rank in range(schedule.num_ranks)
@@ -181,7 +189,7 @@ def of_busiest_rank(contender: Contender) -> float:
 
 
 def simulated(contender: Contender) -> float:
-    """Seconds of a microbatch, where transfers take none."""
+    """The simulated seconds of a microbatch, with transfers that take no time."""
     costs = Costs(forward=contender.forward, backward=[2 * each for each in contender.forward])
     short, long = (
         simulate(contender.schedule.build((contender.num_microbatches,) * count), costs).makespan

@@ -1,12 +1,12 @@
-"""What staleness costs: a fine-tuned model's accuracy under ftpipe beside flush, on real data.
+"""The cost of staleness: a fine-tuned model's accuracy under ftpipe beside flush, on real data.
 
-    python -m papers.ftpipe.finetune_convergence DATA --output runs      # DATA: examples/sentiment.py made it
+    python -m papers.ftpipe.finetune_convergence DATA --output runs      # DATA: folder made by examples/sentiment.py
     python -m papers.ftpipe.finetune_convergence --show runs/results.json --picture docs/images/finetune_convergence.png
 
-Four processes with two stages each, in turn over the ranks, so the first stage is seven steps ahead of its backwards.
-The learning rate is the one with which flush does best on the validation data; then each arm trains with it from
-several seeds and is evaluated on the test data after each epoch. Both arms train unclipped. One launch of the processes
-does all the runs, one after another.
+The pipeline has four processes with two stages each, dealt out in turn to the ranks, so the first stage is seven steps
+ahead of its backwards. The learning rate is the best one of flush on the validation data. Then each arm trains with
+this rate from several seeds, without clipping, and is evaluated on the test data after each epoch. One launch of the
+processes does all runs, one after another.
 """
 
 import argparse
@@ -58,7 +58,8 @@ def main() -> int:
 
 
 def measure(options: argparse.Namespace) -> dict:
-    """arm -> seed -> accuracy on the test data after each epoch."""
+    """Choose the learning rate, and run all arms. Returns the results: arm -> seed -> test accuracy after each
+    epoch."""
     options.output.mkdir(parents=True, exist_ok=True)
     tried = [(f"rate {rate:g}", "flush", 0, rate, "validation") for rate in options.learning_rates]
     found = launch(tried, options) if len(tried) > 1 else {tried[0][0]: [math.nan]}
@@ -73,7 +74,7 @@ def measure(options: argparse.Namespace) -> dict:
 
 
 def launch(runs: list[tuple], options: argparse.Namespace) -> dict[str, list[float]]:
-    """Accuracy after each epoch by the name of the run."""
+    """Run all `runs` in one launch. Returns name of the run -> accuracy after each epoch."""
     commands = {}
     for name, arm, seed, rate, part in runs:
         metrics = options.output / f"{name.replace(' ', '_').replace(',', '')}.jsonl"
@@ -101,7 +102,7 @@ def launch(runs: list[tuple], options: argparse.Namespace) -> dict[str, list[flo
 
 
 def show(results: dict) -> None:
-    """The table of the docs."""
+    """Print the table of the docs."""
     console = terminal(120)
     rates = ", ".join(f"{rate}: {max(curve):.4f}" for rate, curve in results["validation"].items())
     console.print(f"flush on the validation data, best epoch by learning rate: {rates}", highlight=False)
@@ -121,7 +122,7 @@ def show(results: dict) -> None:
 
 
 def draw(results: dict, path: Path) -> None:
-    """Accuracy over epochs: each seed, and the mean."""
+    """Draw the accuracy over epochs, for each seed and as the mean."""
     with one_panel(path, 6, 4) as axes:
         for number, (arm, curves) in enumerate(results["accuracy"].items()):
             epochs = range(1, len(curves[0]) + 1)

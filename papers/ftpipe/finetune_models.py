@@ -5,13 +5,14 @@ import random
 from pathlib import Path
 
 SAMPLES = 400
-SOURCE, TARGET = 256, 96  # tokens of a T5's sample
+SOURCE, TARGET = 256, 96  # number of tokens of a T5 sample's source and target
 
 
 def write_t5(folder: Path, *, length: int = SOURCE) -> None:
-    """A T5 of a layer and a layer in `t5`, and sources of so many tokens with TARGET each in `train.jsonl`.
+    """Write a T5 of one encoder and one decoder layer to `t5`, and samples to `train.jsonl`.
 
-    The products of its feed-forwards and its head, over 4,000 words, outweigh all else.
+    `length`: number of tokens of a source; targets have TARGET tokens. The products of the feed-forwards and of the
+    head, over 4,000 words, take most of the time.
     """
     import torch
     import transformers
@@ -36,7 +37,8 @@ def write_t5(folder: Path, *, length: int = SOURCE) -> None:
 
 
 def write_bert(folder: Path, *, length: int) -> None:
-    """A BERT of 4 layers for two classes in `bert`, and texts of so many tokens with a class each in `train.jsonl`."""
+    """Write a BERT of 4 layers for two classes to `bert`, and texts of `length` tokens with classes to
+    `train.jsonl`."""
     import torch
     import transformers
 
@@ -69,7 +71,10 @@ def _words(count: int) -> list[str]:
 
 
 def _tokenizer(words: list[str], special: tuple[str, ...], *, single: str, pad: str, **names: str):
-    """One token a word. `single`: the template of a text; `special`: in the order of their numbers."""
+    """Make a tokenizer with a token for each word.
+
+    `special`: the special tokens, in the order of their numbers. `single`: the template of a text.
+    """
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 

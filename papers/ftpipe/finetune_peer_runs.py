@@ -1,7 +1,7 @@
-"""The arms of `finetune_peers.py`, in turns in the same two processes; all take the flags of `finetune.py`.
+"""The arms of `finetune_peers.py`, which take turns in the same two processes; all take the flags of `finetune.py`.
 
-A turn is a dictionary: `arm`; `argv`; for torch's also `schedule`, `split` (the module at which the second stage of
-its tracer begins) and `mend` (what is done for it beyond that, of `MENDS`).
+A turn is a dictionary with `arm` and `argv`. Turns of torch also have `schedule`, `split` (the module at which the
+tracer's second stage begins) and `mend` (the names of additional repairs, of `MENDS`).
 """
 
 import argparse
@@ -32,13 +32,13 @@ from megatron.trainer.start_up import initialize
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 MENDS = ("inputs", "contiguous", "shared")
 Batch = list[dict[str, Tensor]]
-"""Microbatches."""
+"""The microbatches of a batch."""
 
 
 class Logits(nn.Module):
-    """A model of transformers that takes tensors in a fixed order and returns its logits alone.
+    """A model of transformers that takes tensors in a fixed order and returns only its logits.
 
-    `hands_on`: what it takes is copied first, so that for the second stage it is something that the first one made.
+    `hands_on`: whether inputs are copied first, so that the second stage receives them as results of the first stage.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str], *, hands_on: bool) -> None:
@@ -46,21 +46,21 @@ class Logits(nn.Module):
         self.model, self._names, self._hands_on = model, tuple(names), hands_on
 
     def forward(self, *tensors: Tensor) -> Tensor:
-        """The forward of a microbatch."""
+        """Run the forward of a microbatch."""
         if self._hands_on:
             tensors = tuple(each + 0 for each in tensors)
         return self.model(**dict(zip(self._names, tensors, strict=True))).logits
 
 
 class Naive:
-    """Forward, backward, the next microbatch; then a step."""
+    """The naive arm: the whole model computes forward and backward of each microbatch in turn."""
 
     def __init__(self, model: nn.Module) -> None:
         self.parameters = list(model.parameters())
         self._model = model
 
     def run(self, batch: Batch) -> float:
-        """Leaves the gradients; returns the loss."""
+        """Accumulate the gradients of a batch. Returns the loss."""
         loss = 0.0
         for microbatch in batch:
             part = self._model(**microbatch).loss / len(batch)
@@ -70,7 +70,7 @@ class Naive:
 
 
 class TorchPipelining:
-    """This rank's stage of the tracer's, under one of its package's schedules; the loss is the schedule's `loss_fn`."""
+    """This rank's stage of torch's tracer, under a schedule of torch.distributed.pipelining with `loss_fn`."""
 
     def __init__(
         self, model: nn.Module, example: Mapping[str, Tensor], args: argparse.Namespace, turn: Mapping
@@ -78,7 +78,7 @@ class TorchPipelining:
         mend = turn["mend"]
         self._model = model
         inputs = self._inputs(example)
-        given = {f"tensors_{number}": name for number, name in enumerate(inputs)}  # the tracer's names
+        given = {f"tensors_{number}": name for number, name in enumerate(inputs)}  # name in the tracer's graph -> name
         pipe = pipeline(
             Logits(model, list(inputs), hands_on="inputs" in mend), tuple(inputs.values()),
             split_spec={f"model.{turn['split']}": SplitPoint.BEGINNING},
@@ -97,7 +97,7 @@ class TorchPipelining:
         )
 
     def run(self, batch: Batch) -> float | None:
-        """Leaves the gradients; returns the loss on the last rank."""
+        """Accumulate the gradients of a batch. Returns the loss on the last rank, None on the other."""
         losses: list[Tensor] = []
         inputs = [self._inputs(microbatch) for microbatch in batch]
         taken = {each: torch.cat([one[name] for one in inputs]) for each, name in self._taken.items()}
@@ -107,7 +107,7 @@ class TorchPipelining:
         else:
             self._schedule.step(*taken.values())
         for shared in self._shared:
-            copies = [each for each in shared if each.grad is not None]  # others are in the stage, and not used
+            copies = [each for each in shared if each.grad is not None]  # the stage does not use the others
             total = torch.stack([each.grad for each in copies]).sum(0)
             dist.all_reduce(total)
             for each in copies:
@@ -115,7 +115,7 @@ class TorchPipelining:
         return torch.stack(losses).mean().item() if losses else None
 
     def _inputs(self, microbatch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What the model takes beside labels; a decoder takes them shifted."""
+        """The model's inputs without labels; a decoder also takes the shifted labels."""
         inputs = {name: each for name, each in microbatch.items() if name != "labels"}
         if self._model.config.is_encoder_decoder:
             inputs["decoder_input_ids"] = self._model._shift_right(microbatch["labels"])
@@ -123,12 +123,12 @@ class TorchPipelining:
 
 
 def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """The mean loss, as transformers' own for the models here."""
+    """The mean loss, equal to the one that transformers computes for these models."""
     return nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED)
 
 
 def copies_of_shared(model: nn.Module, stage: nn.Module) -> list[list[nn.Parameter]]:
-    """By weight that has several names in the model: what the tracer made of it in this stage, one for each user."""
+    """For each weight with several names in the model, the tracer's copies of it in this stage, one for each user."""
     names: dict[int, list[str]] = {}
     for name, each in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(each), []).append(f"model.{name}")
@@ -139,7 +139,7 @@ def copies_of_shared(model: nn.Module, stage: nn.Module) -> list[list[nn.Paramet
 
 
 def make_contiguous(first: fx.GraphModule, second: fx.GraphModule) -> None:
-    """Have the first stage hand on contiguous tensors, and the second expect them: gloo and NCCL send no others."""
+    """Make the first stage send contiguous tensors, and the second expect them, since gloo and NCCL need them."""
     output = next(node for node in first.graph.nodes if node.op == "output")
     for node in dict.fromkeys(output.all_input_nodes):
         with first.graph.inserting_before(output):
@@ -153,7 +153,8 @@ def make_contiguous(first: fx.GraphModule, second: fx.GraphModule) -> None:
 
 
 def run_all(listed: str, result: str) -> None:
-    """The turns of a file; the last rank writes `losses` of the batches and `seconds` of one in the steady state."""
+    """Run the turns of the file `listed`. Rank 0 writes to `result` the `losses` of the batches, and the steady
+    `seconds` of a batch."""
     turns = json.loads(Path(listed).read_text())
     stop = StopSignal().install()
     first = parse_args(turns[0]["argv"])
@@ -169,7 +170,7 @@ def run_all(listed: str, result: str) -> None:
 
 
 def run(turn: Mapping, stop: StopSignal) -> dict:
-    """One turn, of either kind; the same on both ranks."""
+    """Run one turn. Returns the same result on both ranks."""
     args = parse_args(turn["argv"])
     initialize.choose_device(args)
     dist.barrier()
@@ -186,7 +187,7 @@ def run(turn: Mapping, stop: StopSignal) -> dict:
 
 
 def finetuned(args: argparse.Namespace, stop: StopSignal) -> dict:
-    """A run of `finetune.py` in this process."""
+    """Run `finetune.py` in this process. Returns `losses` and `seconds` on rank 0."""
     args.resumed_from = None
     with contextlib.redirect_stdout(io.StringIO()):
         job.run(args, stop)
@@ -195,13 +196,13 @@ def finetuned(args: argparse.Namespace, stop: StopSignal) -> dict:
     metrics = Path(args.metrics_file)
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     metrics.unlink()
-    # Not the log's: reports of batches that nobody waits for come late, and the last of them all at once.
+    # The log's times would not do: without waiting, reports of batches come late, and the last ones all at once.
     ends = list(accumulate(line["step_time_ms"] / 1000 for line in lines))
     return {"losses": [line["loss"] for line in lines], "seconds": steady_seconds(ends)}
 
 
 def steady_seconds(ends: Sequence[float]) -> float:
-    """The time of a batch, by when batches ended, without the first and the last quarter of them."""
+    """The seconds of a batch from the times at which batches ended, without the first and the last quarter of them."""
     quarter = max(len(ends) // 4, 1)
     if len(ends) < 3:
         raise ValueError(f"{len(ends)} batches have no steady state between the first and the last; give 3 or more")
@@ -209,7 +210,7 @@ def steady_seconds(ends: Sequence[float]) -> float:
 
 
 def train(args: argparse.Namespace, turn: Mapping) -> dict:
-    """A peer's run: `losses` where this rank knows them, `seconds`."""
+    """Run a peer. Returns `losses`, if this rank knows them, and `seconds`."""
     data = read_data(args)
     model = getattr(transformers, data.task.auto_model).from_pretrained(
         args.model_name_or_path, local_files_only=True, **data.changes
@@ -229,7 +230,7 @@ def train(args: argparse.Namespace, turn: Mapping) -> dict:
 
 
 def batches(args: argparse.Namespace, data: Data) -> Iterator[Batch]:
-    """The samples of `finetune.py`, in its order."""
+    """Yield the batches of `finetune.py`, in its order."""
     size = args.per_device_train_batch_size
     epochs = Epochs(
         num_samples=len(data.training), micro_batch_size=size, accumulation=args.gradient_accumulation_steps,

@@ -1,28 +1,29 @@
-"""Fine-tuning through a pipeline beside its peers: the same models, samples, optimizer and losses, on two cores.
+"""Samples/s of fine-tuning by this project's pipelines and by peers, with equal models, data and losses, on two cores.
 
     python -m papers.ftpipe.finetune_peers                  # about 10 minutes; a table
     python -m papers.ftpipe.finetune_peers --json result.json
 
-Two models with random weights: the unbalanced T5 of `finetune_speed.py`, and a BERT of 4 equal layers that classifies
-long texts. Each arm trains them with SGD on batches of 4 microbatches of 4 samples, without dropout; arms take turns
-in the same two processes.
+There are two models with random weights: the unbalanced T5 of `finetune_speed.py`, and a BERT of 4 equal layers that
+classifies long texts. Each arm trains them with SGD on batches of 4 microbatches of 4 samples, without dropout; arms
+take turns in the same two processes.
 
-ftpipe         `finetune.py` on our best mixed partition; it does not wait, and recomputes activations
-gpipe, flush   `finetune.py` on our best stages in a row; they wait, and keep activations, as the peers do
+ftpipe         `finetune.py` on the best mixed partition; it does not wait, and recomputes activations
+gpipe, flush   `finetune.py` on the best sequential partition; they wait, and keep activations, as the peers do
 torch GPipe    torch.distributed.pipelining's tracer `pipeline()`, split where the second half of the blocks begins,
-torch 1F1B     under its schedules; logits leave the last stage, and `loss_fn` makes the loss, as in its docs
-naive          what a naive `device_map` comes to: one device works at a time. A CPU has no two devices, so it is one
-               process on one core that computes forward and backward of each microbatch and then steps, by transformers
-               alone; no device_map is set, and no transfers are counted, which two devices would have
+torch 1F1B     under its schedules; the last stage outputs logits, and `loss_fn` computes the loss, as in its docs
+naive          the equivalent of a naive `device_map`, with which one device works at a time. A CPU has no two devices,
+               so one process on one core computes forward and backward of each microbatch and then steps, by
+               transformers alone; no device_map is set, and the transfers between two devices are not counted
 
-The tracer runs the BERT as it comes. A T5 needs three things more, which the benchmark does for it: inputs that the
-second stage uses have to pass through the first; what crosses has to be made contiguous; and gradients of the shared
-embedding, of which the tracer makes a copy for each user, have to be summed. The last row is the T5 without them.
+The tracer runs the BERT without changes. A T5 needs three repairs, which the benchmark makes: inputs that the second
+stage uses have to pass through the first stage; sent tensors have to be made contiguous; and gradients of the shared
+embedding, of which the tracer makes a copy for each user, have to be summed. The last row is the T5 without repairs.
 
-Losses of all batches agree among arms that wait, or the benchmark fails. ftpipe computes the same where it drains after
-each batch, which a run with `--save_steps 1` does; that is compared, and of a turn the first batch.
+The losses of all batches must agree among the arms that wait, or the benchmark fails. ftpipe computes the same losses
+if it drains after each batch, as a run with `--save_steps 1` does. So the losses of such a run are compared, and those
+of the first batch of each turn of ftpipe.
 
-Samples/s are those of the steady state: of a turn without the first and last quarter of its batches, by rank 0's clock.
+Samples/s are those of the steady state: a turn without the first and last quarter of its batches, by rank 0's clock.
 """
 
 import argparse
@@ -46,12 +47,12 @@ from papers.ftpipe.finetune_speed import RANKS, cut
 
 SIZE, MICROBATCHES = 4, 4
 TOLERANCE = 1e-5
-"""By how much losses may differ; see `check`."""
+"""The largest allowed difference of losses (`check`)."""
 
 _BATCHES = ("--gradient_accumulation_steps", str(MICROBATCHES), "--optim", "sgd")
 
 DRAINED = 3
-"""Batches of the run of ftpipe that drains after each."""
+"""The number of batches in the run of ftpipe that drains after each batch."""
 
 ARMS = ("ftpipe", "gpipe", "flush", "torch GPipe", "torch 1F1B", "naive")
 AS_IT_COMES = "torch GPipe, as it comes"
@@ -60,13 +61,19 @@ _OURS = {
     "gpipe": ("sequential", "--pipeline_schedule", "gpipe", "--no_recompute"),
     "flush": ("sequential", "--pipeline_schedule", "flush", "--no_recompute"),
 }
-"""Partition and flags of each."""
+"""Arm -> its partition, and its flags."""
 _SCHEDULES = {"torch GPipe": "gpipe", "torch 1F1B": "1f1b"}
 
 
 @dataclass(frozen=True)
 class Model:
-    """`split`: the block at which torch's second stage begins. `mend`: what its tracer needs beyond that."""
+    """A model to fine-tune.
+
+    Attributes:
+        task: flags of `finetune.py` for its task.
+        split: the block at which torch's second stage begins.
+        mend: the repairs that torch's tracer needs.
+    """
 
     name: str
     task: tuple[str, ...]
@@ -102,8 +109,11 @@ def main() -> int:
 
 
 def measure(bench: "Bench", repeats: int) -> dict:
-    """`seconds` of a batch by arm in each turn, `losses` by arm of the first turn, `as it comes`: how torch's failed,
-    or None."""
+    """Run all turns of a model.
+
+    Returns `seconds`: arm -> seconds of a batch in each turn; `losses`: arm -> losses of the first turn; `as it comes`:
+    torch's error without repairs, or None if the model needs no repairs.
+    """
     bench.prepare()
     turns = [bench.turn(arm) for repeat in range(repeats) for arm in ARMS[:: -1 if repeat % 2 else 1]]
     *done, drained = bench.run([*turns, bench.drained()])
@@ -118,7 +128,7 @@ def measure(bench: "Bench", repeats: int) -> dict:
 
 
 def check(losses: dict[str, list[float]], drained: Sequence[float]) -> None:
-    """Assert that all compute the same. `drained`: of ftpipe where it drains after each batch, the first so many."""
+    """Assert that all arms compute the same losses. `drained`: the losses of ftpipe if it drains after each batch."""
     waiting = {arm: (each, losses["naive"]) for arm, each in losses.items() if arm != "ftpipe"}
     others = {"ftpipe": (losses["ftpipe"][:1], losses["naive"][:1]), "drained": (drained, losses["naive"][:DRAINED])}
     for arm, (each, expected) in (waiting | others).items():
@@ -128,7 +138,7 @@ def check(losses: dict[str, list[float]], drained: Sequence[float]) -> None:
 
 
 class Bench:
-    """One model's arms. `folder`: for all that they write."""
+    """The arms of one model. `folder`: the folder for all files that they write."""
 
     def __init__(self, model: Model, folder: Path, options: argparse.Namespace) -> None:
         self.model, self._folder, self._options = model, folder, options
@@ -144,7 +154,7 @@ class Bench:
         cut(self._folder / self.model.name, [*self._data, *_BATCHES], self._folder)
 
     def turn(self, arm: str, mend: Sequence[str] | None = None) -> dict:
-        """A turn of `finetune_peer_runs.py`. `mend`: instead of all that the model needs."""
+        """The turn of an arm for `finetune_peer_runs.py`. `mend`: the repairs; None: all that the model needs."""
         if arm in _OURS:
             partition, *argv = _OURS[arm]
             own = ["--partition", str(self._folder / f"{partition}.json"), *argv]
@@ -157,19 +167,19 @@ class Bench:
         return turn
 
     def drained(self) -> dict:
-        """A turn of ftpipe that drains after each batch."""
+        """The turn of ftpipe that drains after each batch."""
         turn = self.turn("ftpipe")
         return turn | {"argv": [*turn["argv"], "--max_steps", str(DRAINED), "--save_steps", "1"]}
 
     def run(self, turns: Sequence[dict]) -> list[dict]:
-        """`arm`, `losses` and `seconds` of each."""
+        """Run turns in one launch. Returns `arm`, `losses` and `seconds` of each turn."""
         done = self._launch(turns, stderr=None)
         if done.returncode:
             raise SystemExit("an arm failed; what it says stands above")
         return json.loads((self._folder / "result.json").read_text())
 
     def failure(self) -> str:
-        """What torch says where nothing is done for it."""
+        """The error of torch's tracer without repairs."""
         done = self._launch([self.turn("torch GPipe", mend=())], stderr=subprocess.PIPE)
         assert done.returncode, "torch runs this model as it comes: its row would be no failure"
         errors = re.findall(r"\b(\w+Error: \S.*)$", done.stderr, re.MULTILINE)
@@ -194,7 +204,7 @@ class Bench:
 
 
 def show(found: dict) -> None:
-    """The table of the docs."""
+    """Print the table of the docs."""
     console = terminal(120)
     columns = [word for name in found for word in (f"{name}, samples/s", "least to most", "ftpipe over it")]
     table = Table("", *columns)

@@ -1,4 +1,4 @@
-"""Several runs of `finetune.py` in one job, so that its processes start once."""
+"""Several runs of `finetune.py` in one job, so that its processes start only once."""
 
 import gc
 import json
@@ -20,7 +20,7 @@ from megatron.trainer.start_up import initialize
 
 
 def in_turn(command: list[str], num_stages: int, path: Path) -> None:
-    """Write a partition of so many stages in a row, each with about as much work, dealt out in turn to the ranks."""
+    """Write a partition of `num_stages` contiguous stages with about equal work, dealt out in turn to the ranks."""
     args = parse_args(command)
     captured, batch, _ = captured_model(args, read_data(args))
     machine = PlannedMachine(args.world_size, 2.0**40, 10.0)
@@ -44,7 +44,8 @@ def in_turn(command: list[str], num_stages: int, path: Path) -> None:
 
 
 def run_all(listed: str) -> None:
-    """The runs of a file: `commands`, each a list of words, and `stages`, how many a partition for all of them has."""
+    """Do the runs of the file `listed`: `commands`, each a list of words, and `stages`, the number of stages of all
+    runs."""
     content, partition = json.loads(Path(listed).read_text()), Path(listed).with_name("partition.json")
     stop = StopSignal().install()
     first = parse_args(content["commands"][0])

@@ -1,15 +1,15 @@
-"""What a mixed partition gains on a real, unbalanced model: a T5 on two processes, each on a core of its own.
+"""The gain of a mixed partition on a real, unbalanced model: a T5 on two processes, each on a core of its own.
 
     python -m papers.ftpipe.finetune_speed                  # about 6 minutes; a table
     python -m papers.ftpipe.finetune_speed --json result.json
 
-A T5 of one layer and one, whose source is long and whose vocabulary is large: the two products of the encoder's
-feed-forward and that of the head outweigh all else, so no cut in a row is even. `tools/partition.py` finds the best
-stages in a row, and the best mixed ones. Each partition is trained by `finetune.py` under ftpipe, in turns, on made-up
-words, in batches of four microbatches.
+The model is a T5 of one encoder and one decoder layer with a long source and a large vocabulary. The two products of
+the encoder's feed-forward and the product of the head take most of the time, so no sequential cut is even. The
+partitioner of `tools/partition.py` finds the best sequential and the best mixed partition. `finetune.py` trains each
+partition under ftpipe, in turns, on made-up words, in batches of four microbatches.
 
-limit      seconds of a microbatch that the busiest rank computes in the very run: its spans without what it waits for
-gain       sequential over mixed: measured, and as the simulator predicts from the profile
+limit      seconds of a microbatch that the busiest rank computes in the same run, without its waiting times
+gain       seconds of sequential over mixed: measured, and simulated from the profile
 """
 
 import argparse
@@ -32,7 +32,7 @@ from papers.ftpipe.finetune_models import SOURCE, TARGET, write_t5
 
 
 def write_cuts(*words: str) -> None:
-    """Cut a model once by each method, from one profile, and write the best partition of each."""
+    """Cut a model by each method, from one profile, and write the best partition of each method."""
     from megatron.finetuning.arguments import add_data, add_microbatch, settle_precision
     from megatron.finetuning.partitioning import PlannedMachine, cut_model
     from megatron.finetuning.plan import captured_model
@@ -81,7 +81,8 @@ def main() -> int:
 
 
 def measure(folder: Path, options: argparse.Namespace) -> dict:
-    """By partition: `seconds` and `limit` of a microbatch in each turn, `simulated` seconds."""
+    """Run all turns. Returns for each partition `seconds` and `limit` of a microbatch by turn, and `simulated`
+    seconds."""
     write_t5(folder)
     task = [
         "--task", "text-to-text", "--train_file", str(folder / "train.jsonl"), "--max_seq_length", str(SOURCE),
@@ -120,7 +121,8 @@ def run(folder: Path, name: str, task: list[str], steps: int) -> None:
 
 
 def judged(measured: Timeline) -> tuple[float, float]:
-    """Seconds of a microbatch, and those of them in which the busiest rank computes; without fill and drain."""
+    """The seconds of a microbatch, and the seconds for which the busiest rank computes on it, without fill and
+    drain."""
     inner = range(measured.first_batch + 2, measured.first_batch + len(measured.batches) - 2)
     spans = [span for span in measured.spans if span.instruction.kind in _COMPUTATIONS]
     busy: dict[int, float] = {}
@@ -135,13 +137,13 @@ def judged(measured: Timeline) -> tuple[float, float]:
 
 
 def batch_of(span) -> int:
-    """The run begins with microbatch 0, and all batches are alike."""
+    """The batch of a span. The run begins with microbatch 0, and all batches have the same size."""
     instruction = span.instruction
     return instruction.version - 1 if instruction.kind is Kind.STEP else instruction.microbatch // ACCUMULATION
 
 
 def show(found: dict) -> None:
-    """The table of the docs."""
+    """Print the table of the docs."""
     console = terminal(120)
     table = Table("", "stages", "ms a microbatch", "limit, ms", "of the limit", "simulated, ms")
     for name, each in found.items():

@@ -1,16 +1,18 @@
-"""What finer units and mixed stages are worth: FTPipe's sections 5.6 and 5.8 with this project's partitioner.
+"""The gains of finer units and of mixed stages: FTPipe's sections 5.6 and 5.8 with this project's partitioner.
 
     python -m papers.ftpipe.partition_units                         # about 6 minutes of one core; tables
     python -m papers.ftpipe.partition_units t5-3b --picture IMAGES --json result.json
 
-Problem: the paper's models and GPUs are not here. Solution: each model is captured without its weights, its operators
-are priced by a roofline of the paper's GPU (megatron/capture/estimate.py; the rates stand above each table), and the
-partitioner cuts that graph. Absolute times are estimates; what is compared rests on the same ones.
+Problem: the paper's models and GPUs are not available. Solution: each model is captured without its weights, its
+operators are priced by a roofline of the paper's GPU (megatron/capture/estimate.py; the rates are printed above each
+table), and the partitioner cuts that graph. Absolute times are estimates, but all partitions are priced by the same
+estimates.
 
-units      what is not cut: an operator; a sublayer (T5LayerFF, GPT2MLP); a layer (T5Block, GPT2Block). What is outside
-           is cut between modules. A partition of coarser units is one of finer ones, so it takes part there, too
-method     sequential, or mixed with at most two stages a device (the better one of L = P and 2P)
-memory     t5-11b: what the fastest partitions take where memory has no limit, and the least, bisected
+units      the parts that are not cut: operators; sublayers (T5LayerFF, GPT2MLP); or layers (T5Block, GPT2Block). Code
+           outside of them is cut between modules. A partition of coarser units is also one of finer units, so it is a
+           candidate for them, too
+method     sequential, or mixed with at most two stages on a device (the better of L = P and 2P)
+memory     t5-11b: the memory of the fastest partitions without a limit, and the least memory, found by bisection
 """
 
 import sys
@@ -47,18 +49,21 @@ from papers.ftpipe.partition_units_graphs import (
 
 METHODS = ("sequential", "mixed")
 PER_DEVICE = 2
-"""Stages of a mixed partition."""
+"""The most stages of a mixed partition on a device."""
 
 LIMITLESS = 1e15
-"""Bytes."""
+"""Bytes of memory that stand for no limit."""
 
 STEP = GIB / 4
-"""How closely the least memory is sought."""
+"""The precision in bytes of the search for the least memory."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A partition. `unit_count`: what could have been moved. `bound_ms`: none of such units is faster."""
+    """A partition with its price.
+
+    `unit_count`: number of units. `bound_ms`: a lower bound of the objective for such units.
+    """
 
     units: str
     unit_count: int
@@ -76,7 +81,7 @@ class Row:
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """What a partition of layers takes on the device that holds most."""
+    """The memory of a partition of layers on the device that holds most."""
 
     partition: str
     gib: float
@@ -85,7 +90,7 @@ class MemoryNeed:
 
 @dataclass(frozen=True)
 class Measured:
-    """`failures`: units and method -> why nothing was found."""
+    """The results for one model. `failures`: units and method -> the reason why no partition was found."""
 
     rows: tuple[Row, ...]
     failures: dict[str, str]
@@ -97,7 +102,7 @@ def measure(
     model: Estimated, case: Case, *, units: Sequence[str] = tuple(UNITS), effort: float = 1.0,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Measured:  # fmt: skip
-    """Cut a model by each method with each kind of units, from coarse to fine."""
+    """Cut a model by each method with each kind of units, from coarse to fine units."""
     rows, failures, best = [], {}, {}
     for kind in reversed([each for each in UNITS if each in units]):
         graph = model.graph(kind)
@@ -119,21 +124,21 @@ def measure(
 
 
 def _compete(graph: Graph, method: str, effort: float) -> list[CompeteResult]:
-    """Their seconds are those of the method, all its rounds together."""
+    """Run a method. The seconds of each result are those of the whole method."""
     started = time.perf_counter()
     found = compete(graph, methods=[method], max_stages_per_device=PER_DEVICE, effort=effort).results
     return [replace(each, seconds=time.perf_counter() - started) for each in found]
 
 
 def _bound(graph: Graph) -> tuple[float, int]:
-    """Milliseconds below which no partition of these units comes, and how many they are."""
+    """A lower bound of the objective of any partition in milliseconds, and the number of units."""
     plain = compiled(graph, [node.id for node in graph.nodes])
     least = [min(times) / 1e9 for times in zip(compiled(graph).time, plain.time, strict=True)]
     return max(sum(least) / graph.num_devices, *least), len(plain)
 
 
 def _inherited(graph: Graph, method: str, best: dict[tuple[str, str], CompeteResult]) -> Iterator[CompeteResult]:
-    """What coarser units gave: as it is, and refined where stages may be mixed."""
+    """Yield the results of coarser units for these units: unchanged, and for mixed stages also refined."""
     for (kind, its_method), result in best.items():
         if its_method == method:
             started = time.perf_counter()
@@ -143,7 +148,7 @@ def _inherited(graph: Graph, method: str, best: dict[tuple[str, str], CompeteRes
             for partition in candidates:
                 try:
                     value = evaluate(graph, partition)
-                except ValueError:  # refined for another last stage, which saves more
+                except ValueError:  # too much memory, since refinement has changed the last stage, which saves more
                     continue
                 if partition.most_stages_on_a_device() <= PER_DEVICE:
                     seconds = time.perf_counter() - started

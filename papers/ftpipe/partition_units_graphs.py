@@ -1,4 +1,4 @@
-"""The graphs of `partition_units.py`: models without memory, costs by a roofline, and what may not be cut."""
+"""The graphs of `partition_units.py`: models without memory, costs by a roofline, and the units that are not cut."""
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
@@ -18,19 +18,19 @@ from megatron.partition import Graph, parse_graph
 
 GIB = 2**30
 GIGABYTES_PER_SECOND = 12.0
-"""Between devices: PCIe 3, as the paper's program is told."""
+"""The bandwidth between devices: PCIe 3, the value that the paper's program uses."""
 
 COMPUTE, MEMORY, LAUNCH = 0.7, 0.8, 5.0
-"""Assumed of each device: the part of its arithmetic that matrix products reach, the part of its memory's bandwidth
-that other kernels reach, and microseconds to launch one."""
+"""Assumptions on each device: the part of its peak arithmetic rate that matrix products reach, the part of its memory
+bandwidth that other kernels reach, and the microseconds of a kernel launch."""
 
 RESERVED = 1 * GIB
-"""The memory of each device that is kept for its context and workspaces."""
+"""The bytes of each device that are reserved for its context and workspaces."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """What a data sheet says: bytes, 10^12 operations a second in single precision, 10^9 bytes a second."""
+    """The figures of a data sheet: bytes, 10^12 operations a second in single precision, 10^9 bytes a second."""
 
     name: str
     memory: float
@@ -50,7 +50,7 @@ UNITS = {
     "sublayers": ("T5LayerSelfAttention", "T5LayerCrossAttention", "T5LayerFF", "GPT2Attention", "GPT2MLP"),
     "layers": ("T5Block", "GPT2Block"),
 }
-"""The classes of modules that are not cut."""
+"""Kind of units -> the classes of modules that are not cut."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ class Case:
     """A model on the paper's machine.
 
     Attributes:
-        lengths: of the data: name of each tensor -> tokens.
-        weight_bytes_per_parameter: with its gradient and the optimizer's state, in single precision: 8 with Adafactor,
-            whose factored moments take next to nothing, 16 with AdamW.
-        published: what the paper says.
-        memory_needs: whether it is of interest how much memory the methods need.
+        lengths: name of each tensor of the data -> number of tokens.
+        weight_bytes_per_parameter: bytes of a parameter with gradient and optimizer state, in single precision: 8 with
+            Adafactor, whose factored moments are negligible, 16 with AdamW.
+        published: the paper's result, as text.
+        memory_needs: whether to find the memory that the methods need.
     """
 
     build: Callable[[], nn.Module]
@@ -79,7 +79,7 @@ class Case:
 
 
 def t5(*, layers: int = 24, heads: int, d_ff: int, **other: int) -> Callable[[], nn.Module]:
-    """T5 with the published shapes of 3B and 11B, which differ in heads and d_ff."""
+    """A function that builds a T5 with the published shapes of 3B and 11B, which differ in heads and d_ff."""
     shape = {"vocab_size": 32128, "d_model": 1024, "d_kv": 128, "num_heads": heads, "d_ff": d_ff} | other
     config = transformers.T5Config(**shape, num_layers=layers, decoder_start_token_id=0, attn_implementation="eager")
     return functools.partial(transformers.T5ForConditionalGeneration, config)
@@ -112,13 +112,14 @@ CASES = {
 
 @dataclass(frozen=True)
 class Estimated:
-    """`content`: of a graph file, whose nodes are operators. `captured`: what its nodes are."""
+    """A captured model with estimated costs. `content`: its graph file, whose nodes are operators."""
 
     captured: Captured
     content: dict
 
     def graph(self, units: str) -> Graph:
-        """With the modules of such units in one piece. What costs nothing, a view, stays with what it is a view of."""
+        """The graph in which the modules of a kind of units must stay together. A view, which costs nothing, stays with
+        the operator of whose result it is a view."""
         together = [*_views(self.content), *(layers_of(self.captured, UNITS[units]) if UNITS[units] else ())]
         return parse_graph(self.content | {"together": [{"nodes": nodes} for nodes in together]})
 
@@ -137,7 +138,7 @@ def estimated(name: str, case: Case) -> Estimated:
 
 
 def layers_of(captured: Captured, classes: Iterable[str]) -> list[list[int]]:
-    """The nodes of each module of such a class, and of each call of a module outside them that holds no other."""
+    """The nodes of each module of the given classes, and of each call of an innermost module outside of them."""
     classes, modules = set(classes), [modules_of(node) for node in captured.nodes]
     holds_others = {path for stack in modules for path, _ in stack[:-1]}
     blocks = enumerate(blocks_of(captured), start=len(captured.inputs))

@@ -1,4 +1,4 @@
-"""Two small models, each cut into eight stages by hand, and the texts that they learn."""
+"""Two small models, each cut into eight stages by hand, and the texts on which they are trained."""
 
 from __future__ import annotations
 
@@ -11,13 +11,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-_ROWS = {"reviews": 16, "characters": 8}  # of a microbatch
-_WORDS, _CHARACTERS, _WIDTH = 32, 64, 64  # a row's length in tokens or characters; of the model of characters
+_ROWS = {"reviews": 16, "characters": 8}  # number of rows in a microbatch
+_WORDS, _CHARACTERS, _WIDTH = 32, 64, 64  # a row's tokens, or characters; the hidden size of the model of characters
 
 
 @dataclass(frozen=True)
 class Task:
-    """`stages`: modules for `stale_replay`. `microbatch`: a training microbatch by its number, seeded."""
+    """A model with its data.
+
+    Attributes:
+        stages: modules for `ReplayedStage`.
+        microbatch: number -> training microbatch, by a seed.
+        microbatches_of_epoch: number of microbatches in an epoch.
+        validation: the microbatches of the validation data.
+    """
 
     stages: list[nn.Module]
     microbatch: Callable[[int], tuple]
@@ -26,7 +33,7 @@ class Task:
 
     @torch.no_grad()
     def evaluate(self) -> tuple[float, float]:
-        """(mean loss, part of the predictions that are right) on the validation data."""
+        """Evaluate on the validation data. Returns (mean loss, accuracy)."""
         for stage in self.stages:
             stage.eval()
         loss = right = counted = 0.0
@@ -42,7 +49,7 @@ class Task:
 
 
 class Seeded(nn.Module):
-    """A stage whose dropout depends on the microbatch and the stage alone."""
+    """A stage whose dropout depends only on the microbatch and the stage."""
 
     def __init__(self, module: nn.Module, place: int) -> None:
         super().__init__()
@@ -55,7 +62,7 @@ class Seeded(nn.Module):
 
 
 def task_of(name: str, folder: Path, seed: int) -> Task:
-    """`name`: "reviews" or "characters". `folder`: what examples/sentiment.py made."""
+    """Make a task. `name`: "reviews" or "characters". `folder`: the folder that examples/sentiment.py has made."""
     modules, train, validation = (_reviews if name == "reviews" else _characters)(folder, seed)
     rows = len(train[0])
     taken = _ROWS[name]
@@ -74,7 +81,7 @@ def task_of(name: str, folder: Path, seed: int) -> Task:
     return Task(stages, microbatch, per_epoch, held_back)
 
 
-# --- reviews: the BERT that has seen other texts tells which are positive
+# --- reviews: a pretrained BERT classifies reviews as positive or negative
 
 
 class _Embeddings(nn.Module):
@@ -130,7 +137,7 @@ def _reviews(folder: Path, seed: int) -> tuple[list[nn.Module], tuple[Tensor, ..
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "bert")
     model = transformers.BertForSequenceClassification.from_pretrained(folder / "bert")
     torch.manual_seed(seed)
-    model.classifier.reset_parameters()  # what the seeds differ in, beside order and dropout
+    model.classifier.reset_parameters()  # the seed decides the classifier, the order of samples, and dropout
     first, second = model.bert.encoder.layer
     halves = [part for layer in (first, second) for part in (_Attention(layer), _Intermediate(layer), _Output(layer))]
 
@@ -144,7 +151,7 @@ def _reviews(folder: Path, seed: int) -> tuple[list[nn.Module], tuple[Tensor, ..
     return [_Embeddings(model.bert), *halves, _Classifier(model)], tensors("train"), tensors("validation")
 
 
-# --- characters: a model of three layers, from scratch, says which character of a review comes next
+# --- characters: a model of three layers, trained from scratch, predicts the next character of a review
 
 
 class _Characters(nn.Module):

@@ -1,18 +1,19 @@
-"""What could make up for stale weights: variants of the `stale` policy, replayed in one process on real data.
+"""Variants of the `stale` policy that may compensate for stale weights, replayed in one process on real data.
 
-    python -m papers.ftpipe.stale_variants DATA --json found.json    # DATA: examples/sentiment.py made it
+    python -m papers.ftpipe.stale_variants DATA --json found.json    # DATA: folder made by examples/sentiment.py
     python -m papers.ftpipe.stale_variants --show found.json
 
-Two models in eight stages, so the first is seven microbatches ahead of its backwards: the small BERT that learns which
-reviews are positive, and a transformer that learns the reviews' next characters from scratch. Each variant trains with
-batches of 1 and of 4 microbatches at several peak learning rates from several seeds; AdamW, unclipped, linear warm-up
-over a tenth and decay to 0. What counts is the loss on the validation data at the end, over flush's at the same seed.
+Two models are cut into eight stages, so the first stage is seven microbatches ahead of its backwards: a small BERT that
+learns to tell positive reviews, and a transformer that learns the reviews' next characters from scratch. Each variant
+trains with batches of 1 and of 4 microbatches at several peak learning rates from several seeds, with AdamW, without
+clipping, with linear warm-up over a tenth of the steps and decay to 0. The result is the final loss on the validation
+data over flush's loss at the same seed.
 
-The rule by which a variant wins was fixed before the runs: at a number of microbatches and a learning rate where flush
-trains well (within 2% of its best median loss), it gets back half of what `stale` loses to flush, and more than
-`predicted` by more than the spread of the seeds (greatest less least, of that variant or of `predicted`, whichever is
-larger). With one microbatch a batch there are no gradients that are not stepped yet, so the provisional variants are
-`stale` and `predicted` there and are not run.
+The rule by which a variant wins was fixed before the runs. It applies at a number of microbatches and a learning rate
+at which flush trains well (within 2% of its best median loss). There the variant must recover at least half of the loss
+of `stale` over flush, and must be better than `predicted` by more than the spread of the seeds (greatest less least, of
+the variant or of `predicted`, whichever is larger). With one microbatch in a batch there are no gradients that are not
+stepped yet, so the provisional variants equal `stale` and `predicted` and are not run.
 """
 
 from __future__ import annotations
@@ -50,11 +51,12 @@ class ReplayedStage:
     """A stage with its own optimizer.
 
     Args:
-        module: takes what `data_of` says of a microbatch and the tuple of tensors from the stage before, and gives a
-            tuple of tensors; of the last stage the first one is the loss. Called twice for a microbatch, it has to
-            compute the same: dropout seeds itself.
-        depth: stages behind it, in an asynchronous pipeline; 0: it waits for its backwards.
-        make_scheduler: a torch learning-rate scheduler over an optimizer, which steps with it, or None.
+        module: (data of a microbatch, tensors of the previous stage) -> tuple of tensors; on the last stage the first
+            tensor is the loss. Two calls for a microbatch must compute the same, so dropout has to seed itself.
+        depth: number of later stages, in an asynchronous pipeline; 0: forwards do not run ahead of backwards.
+        make_optimizer: makes a torch optimizer for a list of parameters.
+        make_scheduler: makes a torch learning-rate scheduler for an optimizer, with which it steps, or returns None.
+        rule: the rule for forwards at stale weights, of `RULES`.
     """
 
     def __init__(
@@ -67,8 +69,8 @@ class ReplayedStage:
         self.optimizer = make_optimizer(self.parameters)
         self.scheduler = make_scheduler(self.optimizer)
         self.gap_aware = GapAware(self.optimizer) if rule == "gap-aware" and depth else None
-        self.num_steps = self.num_unstepped = 0  # microbatches with a gradient that no step has taken
-        self.num_provisional = 0  # forwards computed so
+        self.num_steps = self.num_unstepped = 0  # steps; microbatches with a gradient that no step has used
+        self.num_provisional = 0  # number of forwards at provisional weights
         self._make_optimizer = make_optimizer
         self._remembered = -1
 
@@ -84,7 +86,7 @@ class ReplayedStage:
 
     @contextmanager
     def weights_of_forward(self, batch: int, size: int) -> Iterator[None]:
-        """A block in which the parameters are those of a forward of `batch`; batches have `size` microbatches."""
+        """A block in which the parameters have the values for a forward of `batch`. `size`: microbatches in a batch."""
         horizon = batch - self.num_steps
         if horizon and self.gap_aware is not None and self._remembered < batch:
             self.gap_aware.remember(batch)
@@ -109,7 +111,7 @@ class ReplayedStage:
 
     @torch.no_grad()
     def _provisional(self, horizon: int, size: int) -> list[Tensor]:
-        """The optimizer's own step on copies, with gradients that hold 1 / `size` of each microbatch's."""
+        """The weights after a step of the optimizer on copies, with the mean of the gradients so far."""
         self.num_provisional += 1
         copies = [each.detach().clone() for each in self.parameters]
         optimizer = self._make_optimizer(copies)
@@ -135,13 +137,14 @@ class ReplayedStage:
 def replay(
     stages: Sequence[ReplayedStage], data_of: Callable[[int], Any], *, num_batches: int, size: int
 ) -> list[float]:
-    """Train, from a drained pipeline to a drained one. `size`: microbatches a batch. Returns the loss of each
-    microbatch, at the weights of its forwards.
+    """Train, from a drained pipeline to a drained pipeline. `size`: number of microbatches in a batch.
+
+    Returns the loss of each microbatch, at the weights of its forwards.
     """
     num_microbatches = num_batches * size
-    inputs: list[dict[int, tuple[Tensor, ...]]] = [{} for _ in stages]  # by microbatch; a leaf each
-    recorded: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # forwards that are their own recompute
-    gradients: dict[tuple[int, int], list[Tensor]] = {}  # of what a stage handed on
+    inputs: list[dict[int, tuple[Tensor, ...]]] = [{} for _ in stages]  # by microbatch; leaves of the autograd graph
+    recorded: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # outputs of forwards that need no recompute
+    gradients: dict[tuple[int, int], list[Tensor]] = {}  # of a stage's outputs
     losses = []
     last = len(stages) - 1
     for now in range(num_microbatches + max(each.depth for each in stages)):
@@ -190,7 +193,7 @@ RATES = {("reviews", 1): (3e-3,), ("reviews", 4): (3e-3, 6e-3),
 class Run:
     task: str
     variant: str
-    size: int  # microbatches a batch
+    size: int  # number of microbatches in a batch
     rate: float
     seed: int
     microbatches: int
@@ -239,7 +242,7 @@ def measure(options: argparse.Namespace) -> list[dict]:
 
 
 def trained(run: Run, data: Path) -> dict:
-    """The run, its loss and accuracy on the validation data, and CPU seconds."""
+    """Do a run. Returns its fields, its loss and accuracy on the validation data, and its CPU seconds."""
     torch.set_num_threads(1)
     began = time.process_time()
     task = task_of(run.task, data, run.seed)
@@ -267,8 +270,9 @@ def trained(run: Run, data: Path) -> dict:
 
 
 def over_flush(results: list[dict]) -> dict[tuple[str, int, float], dict[str, list[float]]]:
-    """(task, microbatches, learning rate) -> variant -> the loss over flush's, less one, of each seed; `flush`: its
-    losses.
+    """The relative losses: (task, microbatches, learning rate) -> variant -> by seed, the loss over flush's, less one.
+
+    The entries of `flush` are its losses.
     """
     loss = {(each["task"], each["size"], each["rate"], each["variant"], each["seed"]): each["loss"] for each in results}
     found: dict[tuple[str, int, float], dict[str, list[float]]] = {}
@@ -281,8 +285,10 @@ def over_flush(results: list[dict]) -> dict[tuple[str, int, float], dict[str, li
 
 
 def verdict(case: dict[str, list[float]], best: float, variant: str) -> tuple[float, float, bool]:
-    """(of what `stale` loses, the part that `variant` gets back; how much less it loses than `predicted`, over the
-    spread of the seeds; whether it wins here). `best`: the least median of flush's losses at any learning rate.
+    """Judge a variant by the rule above.
+
+    Returns the part of the loss of `stale` that the variant recovers; its lead over `predicted`, divided by the spread
+    of the seeds; and whether it wins. `best`: the least median of flush's losses over all learning rates.
     """
     lost = {name: median(found) for name, found in case.items()}
     spread = max(max(case[name]) - min(case[name]) for name in (variant, "predicted"))
@@ -292,7 +298,7 @@ def verdict(case: dict[str, list[float]], best: float, variant: str) -> tuple[fl
 
 
 def show(results: list[dict]) -> None:
-    """The tables of the docs, and who wins."""
+    """Print the tables of the docs, and the verdict on each variant."""
     console = terminal(150)
     cases = over_flush(results)
     accuracy: dict[tuple, list[float]] = {}

@@ -1,17 +1,18 @@
-"""The relay (`--pipeline-schedule l2l`): its lanes, its memory, its speed, and what its host's optimizer takes.
+"""The relay (`--pipeline-schedule l2l`): its lanes, its memory, its speed, and the time of the host's optimizer.
 
     python -m papers.l2l lanes        # about 6 minutes; stages and lanes that sleep
-    python -m papers.l2l --help       # the others; each has a --help and a --json FILE
+    python -m papers.l2l --help       # the other parts; each has a --help and a --json FILE
 
 lanes      Stages, fetches, stores, reductions and updates sleep on the threads on which the real ones work; engine,
-           executor and lanes are real. Seconds a batch beside the simulator, the closed form and the paper's equation.
-memory     Device bytes of models that become deeper, by a meter from outside, and `flush` beside the relay under one
-           limit on private memory (`ulimit -d`).
-compute    Seconds a batch over `flush` with full recompute, on one core and on two, and beside FSDP2 and DeepSpeed,
-           which offload, too: with device bytes, bytes moved and losses.
+           executor and lanes are real. The table has seconds a batch beside the simulator, the closed form and the
+           paper's equation.
+memory     Device bytes over the depth of models, by an independent meter; and `flush` beside the relay under one limit
+           on private memory (`ulimit -d`).
+compute    Seconds a batch of `flush` with full recompute over those of the relay, on one core and on two; and of FSDP2
+           and DeepSpeed, which offload, too; with device bytes, bytes moved and losses.
 optimizer  Nanoseconds a parameter of the host's AdamW, by kernel and threads, beside the memory's bandwidth.
 
-The exit status is 1 where something is not as it has to be, with a sentence for each.
+The exit status is 1 if a requirement is violated; a sentence is printed for each violation.
 """
 
 import argparse
@@ -28,8 +29,8 @@ PARTS = {
     "compute": "real computation over flush with full recompute, beside FSDP2 and DeepSpeed",
     "optimizer": "nanoseconds a parameter of the host's AdamW, beside the memory's bandwidth",
 }
-"""Subcommand -> what it measures. `NAME.py` says what else it can be asked (`add_arguments`), measures rows
-(`measure`), shows them (`show`) and says what is wrong with them (`complaints`)."""
+"""Subcommand -> its help text. The module of its name adds flags (`add_arguments`), measures rows (`measure`), prints
+them (`show`) and returns violated requirements (`complaints`)."""
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

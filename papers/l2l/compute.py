@@ -1,9 +1,9 @@
-"""The relay on a CPU that really computes, over `flush` with full recompute and beside others that offload.
+"""Real computation of the relay on a CPU, beside `flush` with full recompute and other systems that offload.
 
-Every contender lives in a process of its own and is at rest while another trains; they take turns, in an order that
-changes, on the same cores. Model, data, kernels of the optimizer and the number of microbatches are the same, and so
-have the losses to be. A second core for lanes is one for `flush` to compute on, too: so there are two figures, with one
-core and a computing thread each, and with two of both.
+Every contender has a process of its own and is idle while another contender trains. Contenders take turns, in an order
+that changes, on the same cores. Model, data, kernels of the optimizer and the number of microbatches are the same, and
+the losses must be equal. A second core could serve the relay's lanes, or computations of `flush`. So there are two
+figures: with one core and one computing thread, and with two cores and two computing threads.
 """
 
 import argparse
@@ -33,7 +33,7 @@ CONTENDERS = {
     "ZeRO-Offload": lambda model: Zero(model, 2),
     "ZeRO-3, all offloaded": lambda model: Zero(model, 3),
 }
-"""All that can be compared, in the order of the table."""
+"""Name -> the function that makes the contender, in the order of the table."""
 
 
 def train(contender, num_microbatches: int, num_batches: int) -> dict:
@@ -45,7 +45,7 @@ def train(contender, num_microbatches: int, num_batches: int) -> dict:
 
 
 class BatchMeter(DeviceMeter):
-    """What a batch makes: storages that were there before it do not count."""
+    """A meter of the storages that a batch makes; earlier storages do not count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,8 +58,10 @@ class BatchMeter(DeviceMeter):
 
 
 def metered(contender, num_microbatches: int) -> dict:
-    """Device bytes at their most: what a batch makes beyond what was there, and of that what is the device's
-    (`state`). And the bytes that a batch moves between host and device, where they are counted, else None.
+    """Run a batch, and count bytes.
+
+    Returns `made`, the most device bytes that the batch makes in addition to existing memory; `state`, the bytes that
+    are always on the device; and `moved`, the bytes moved between host and device, or None if they are not counted.
     """
     gc.collect()
     before = contender.num_bytes_moved
@@ -70,13 +72,13 @@ def metered(contender, num_microbatches: int) -> dict:
 
 
 def work() -> None:
-    """Train one contender when told to, by lines `MICROBATCHES BATCHES` and `meter MICROBATCHES`.
+    """Train one contender by commands on standard input, `MICROBATCHES BATCHES` or `meter MICROBATCHES`.
 
-    Each line is answered with one line of JSON. The first answer, to no line, says that the contender is ready, or why
-    it cannot run here.
+    Each line is answered with one line of JSON. Before that, one line says that the contender is ready, or why it
+    cannot run here.
     """
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print goes to standard error
+    os.dup2(2, 1)  # output of libraries goes to standard error
 
     def answer(**found: object) -> None:
         print(json.dumps(found), file=answers, flush=True)
@@ -97,10 +99,10 @@ def work() -> None:
 
 NAMES = tuple(CONTENDERS)
 AT_ONCE = ("l2l eager", "FSDP2, CPUOffloadPolicy", "ZeRO-Offload", "ZeRO-3, all offloaded")
-"""Contenders that are there a second time, with the batch as one microbatch: who brings weights to the device for each
-microbatch moves least so."""
+"""Contenders that also run with the batch as one microbatch, which moves the least bytes if weights are brought to the
+device for each microbatch."""
 GOAL = 0.95
-"""The share of the speed of `flush` to reach, with one core and eight microbatches."""
+"""The required share of the speed of `flush`, with one core and eight microbatches."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -114,7 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Worker:
-    """The process of one contender. `failed`: why it cannot run here, or None."""
+    """The process of one contender. `failed`: the reason why it cannot run here, or None."""
 
     def __init__(self, name: str, extent: dict, cores: int, num_microbatches: int) -> None:
         self.num_microbatches = num_microbatches
@@ -149,7 +151,7 @@ def measure(args: argparse.Namespace) -> list[Row]:
 
 
 def started(names: list[str], extent: dict, cores: int, m: int) -> dict[str, Worker]:
-    """Contenders by what the table calls them."""
+    """Start the processes of all contenders. Returns name in the table -> process."""
     at_once = {**extent, "microbatch_size": m * extent["microbatch_size"], "drawn_together": m}
     return {name: Worker(name, extent, cores, m) for name in names} | {
         f"{name}, one microbatch": Worker(name, at_once, cores, 1) for name in names if name in AT_ONCE
@@ -157,7 +159,7 @@ def started(names: list[str], extent: dict, cores: int, m: int) -> dict[str, Wor
 
 
 def compare(names: list[str], extent: dict, cores: int, args: argparse.Namespace) -> list[Row]:
-    """A row for each contender; `over_flush`: its speed over that of flush, one ratio a round."""
+    """Run all rounds. Returns a row for each contender; `over_flush`: for each round, its speed over flush's."""
     workers = started(names, extent, cores, args.microbatches)
     running = {name: worker for name, worker in workers.items() if worker.failed is None}
     rounds = {name: [] for name in running}
@@ -186,7 +188,7 @@ def compare(names: list[str], extent: dict, cores: int, args: argparse.Namespace
 
 
 def complaints(rows: list[Row]) -> list[str]:
-    """What is not as it has to be, a sentence each."""
+    """The violated requirements, a sentence each."""
     found = []
     for row in rows:
         what = f"{row['contender']} on {row['cores']} cores"
@@ -203,7 +205,7 @@ def complaints(rows: list[Row]) -> list[str]:
 
 
 def shown_threads(row: Row) -> str:
-    """Milliseconds of a batch that each thread ran, the longest first: medians of the rounds."""
+    """The milliseconds for which each thread ran in a batch, the longest first, as medians of the rounds."""
     names = {name for each in row["threads"]["ran"] for name in each}
     times = {name: 1e3 * statistics.median(each.get(name, 0.0) for each in row["threads"]["ran"]) for name in names}
     chosen = sorted((name for name in times if times[name] >= 1), key=lambda name: -times[name])

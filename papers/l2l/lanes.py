@@ -1,7 +1,8 @@
-"""The relay on stages and lanes that sleep: measured beside simulated, the closed form and the paper's equation.
+"""The relay on stages and lanes that sleep: measured times beside the simulator, the closed form and the paper's
+equation.
 
-One process a rank; engine, executor, chain and lanes are real, and so are transfers between ranks (gloo). What a word
-or a computation takes is told alike to whoever sleeps and to the simulator, which knows nothing else.
+There is one process for each rank. Engine, executor, chain and lanes are real, and so are transfers between ranks
+(gloo). The emulated stages and lanes and the simulator get the same times; the simulator gets no other value.
 """
 
 import argparse
@@ -25,7 +26,18 @@ from megatron.pipeline.simulate.timeline import Timeline
 
 @dataclass(frozen=True, kw_only=True)
 class Relay:
-    """One rank's relay. `update`: eager or deferred."""
+    """The closed form of a relay on one rank, with the paper's names.
+
+    Attributes:
+        N: number of stages.
+        u: number of microbatches of a batch.
+        update: eager or deferred.
+        C: seconds of a forward of one microbatch through a stage.
+        X: seconds of a stage's fetch.
+        G: seconds of a stage's store of gradients.
+        R: seconds of a stage's reduction.
+        U: seconds of a stage's update.
+    """
 
     N: int
     u: int
@@ -38,16 +50,16 @@ class Relay:
 
     @property
     def computation(self) -> float:
-        """Forwards, recomputes and backwards; the last stage recomputes nothing."""
+        """The seconds of forwards, recomputes and backwards in a batch. The last stage recomputes nothing."""
         return (self.N - 1) * 4 * self.u * self.C + 3 * self.u * self.C
 
     @property
     def batch(self) -> float:
-        """Seconds of a batch in a run of many, as of a batch alone: nothing passes a border but deferred updates,
-        which hold up the next batch's forwards; eager ones pass beside the backwards.
+        """The seconds of a batch, alone or in a run of many batches.
 
-        Exact where `is_exact`, otherwise an upper bound. Where fetches alone are long, they pass one after
-        another, but for the two stages that stay where the relay turns.
+        The value is exact if `is_exact`, otherwise an upper bound. Batches do not overlap, except that deferred updates
+        delay the next batch's forwards; eager updates run beside the backwards. If only fetches are long, they run one
+        after another, except for the two stages that stay on the device where the relay turns back.
         """
         N, u, C, X, G, R, U = self.N, self.u, self.C, self.X, self.G, self.R, self.U
         up = max(u * C, X, 0.0 if self.update == EAGER else U)
@@ -58,25 +70,27 @@ class Relay:
 
     @property
     def is_exact(self) -> bool:
-        """Two gradient buffers are enough, and fetches alone are long or fit beside backwards."""
+        """Whether `batch` is exact: two gradient buffers suffice, and fetches fit beside backwards; or only fetches are
+        long."""
         if self._fetches_are_longest:
             return True
         return 3 * self.u * self.C >= self.X and self._lanes >= (3 * self.u * self.C + self.R + self.G) / 2
 
     @property
     def _lanes(self) -> float:
-        """The longest that passes on the way down, fetches aside."""
+        """The longest time of a stage on the way back, without fetches."""
         return max(3 * self.u * self.C, self.G, self.R, self.U if self.update == EAGER else 0.0)
 
     @property
     def _fetches_are_longest(self) -> bool:
-        """And all the rest fits beside backwards."""
+        """Whether fetches take longer than backwards, and all other copies fit beside backwards."""
         backwards = 3 * self.u * self.C
         return self.X > backwards >= max(self._lanes, self.R + self.G)
 
     @property
     def paper(self) -> float:
-        """Equation 4, N(4uC + 2X): transfers and computation one after the other, updates hidden."""
+        """The seconds of a batch by the paper's equation 4, N(4uC + 2X): transfers do not overlap, updates are
+        hidden."""
         return self.N * (4 * self.u * self.C + 2 * self.X)
 
 
@@ -86,22 +100,28 @@ BOTTLENECKS = {
     "store": (0.5, 4.0, 0.5, 0.5),
     "update": (0.5, 0.5, 0.5, 4.0),
 }
-"""What holds a batch up: X, G, R and U of a stage, in forwards of its whole batch (uC)."""
+"""Name of the bottleneck -> X, G, R and U of a stage, in forwards of a stage's whole batch (uC)."""
 LIMITS = {
     "96 stages, all hidden": (EAGER, (1.0, 1.5, 1.5, 3.0), 1.03),
     "96 stages, all hidden, deferred": (DEFERRED, (1.0, 1.5, 1.5, 1.0), 1.03),
     "96 stages, deferred, U = 3uC": (DEFERRED, (1.0, 1.5, 1.5, 3.0), None),
 }
-"""Deep relays: when the host updates, X, G, R and U in forwards of a stage's batch, and the most that a batch may take
-of its computation."""
+"""Deep relays: name -> time of the host's update; X, G, R and U in forwards of a stage's batch; and the largest allowed
+ratio of a batch's time to its computation, or None."""
 WITHIN = 0.02
-"""Measured over simulated may differ from 1 by this."""
+"""The largest allowed difference of measured over simulated time from 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A relay. `forward`: seconds of a microbatch through a stage, a backward takes two; `lanes`: X, G, R and U in
-    forwards of a stage's batch. `most`: of measured over the computation, or None."""
+    """A relay to measure.
+
+    Attributes:
+        update: eager or deferred.
+        forward: seconds of a microbatch's forward through a stage; a backward takes twice as long.
+        lanes: X, G, R and U in forwards of a stage's batch.
+        most: the largest allowed ratio of the measured time to the computation, or None.
+    """
 
     name: str
     update: str
@@ -131,14 +151,15 @@ class Case:
 
     @property
     def ideal(self) -> float:
-        """Seconds that the rank with most to compute computes in a batch: one without the last stage, if there is."""
+        """The seconds for which the busiest rank computes in a batch: with several ranks, a rank without the last
+        stage."""
         u, v = self.num_microbatches, self.num_virtual_stages
         stages = 4 * v if self.num_ranks > 1 else 4 * (v - 1) + 3
         return stages * u * self.forward
 
     @property
     def formula(self) -> Relay | None:
-        """The formula of one rank; None with several."""
+        """The closed form for one rank; None with several ranks."""
         if self.num_ranks > 1:
             return None
         costs = self.costs
@@ -148,16 +169,17 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class LaneJob(Job):
-    """`cases` in their order, all on so many ranks. `batches`: timed, of each."""
+    """A job that measures `cases` in their order, all with the same number of ranks. `batches`: timed batches of
+    each."""
 
     cases: tuple[Case, ...]
 
 
 class LaneRank(Rank):
-    """One process of a job."""
+    """One process of a job, which runs all cases and traces them."""
 
     def run(self) -> dict:
-        """Each case's timeline on rank 0, of batches that follow one another from a drained state."""
+        """Measure all cases. Returns on rank 0 each case's timeline, of consecutive batches from a drained state."""
         return {"runs": [self._measure(case) for case in self.job.cases]}
 
     def _measure(self, case: Case) -> dict:
@@ -174,15 +196,15 @@ class LaneRank(Rank):
 
 
 def steady_batches(run: Timeline) -> list[float]:
-    """Seconds of each batch but the first, which waits for no update, and the last, which nothing follows."""
+    """The seconds of each batch except the first, which waits for no update, and the last, which no batch follows."""
     return [after - before for before, after in pairwise(run.batch_starts()[1:])]
 
 
 def row_of(section: str, case: Case, run: dict) -> Row:
-    """A row of the table: times in seconds; `measured` has one entry a batch, the others are of one batch.
+    """A row of the table. Times are seconds of one batch; `measured` has an entry for each batch.
 
-    A steady batch that follows a late one measures short. The whole run cannot: `least` is what the simulator says of
-    it, `whole` what it took.
+    A steady batch after a late one measures short, but the whole run does not: `least` is its simulated time, `whole`
+    its measured time.
     """
     measured = Timeline.from_dict(run["measured"])
     batches = (case.num_microbatches,) * len(measured.batches)
@@ -211,7 +233,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def cases_of(args: argparse.Namespace) -> dict[str, list[Case]]:
-    """Section -> its cases."""
+    """The cases to measure, by section."""
     forward = args.forward / 1e3
     bottlenecks = [
         Case(name=name, update=update, num_microbatches=u, num_virtual_stages=args.stages, forward=forward,
@@ -226,7 +248,7 @@ def cases_of(args: argparse.Namespace) -> dict[str, list[Case]]:
     ranks = [
         Case(name=f"4 ranks, copies of {share:g}", update=update, num_ranks=4, num_microbatches=8, num_virtual_stages=4,
              forward=forward, lanes=(share,) * 4, most=most)
-        for share, most in ((0.125, 1.08), (0.5, None))  # longer ones show at the border of batches
+        for share, most in ((0.125, 1.08), (0.5, None))  # longer copies show at the border of batches
         for update in (EAGER, DEFERRED)
     ]  # fmt: skip
     return {"bottlenecks": bottlenecks, "deep": deep, "ranks": ranks}
@@ -269,7 +291,7 @@ def show(rows: list[Row]) -> None:
 
 
 def complaints(rows: list[Row]) -> list[str]:
-    """What is not as it has to be, a sentence each."""
+    """The violated requirements, a sentence each."""
     found = []
     for row in rows:
         what = f"{row['case']}, u={row['microbatches']}, {row['update']}"

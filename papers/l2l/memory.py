@@ -1,10 +1,10 @@
-"""What the relay needs of the device as models become deeper, and that a limit on it is no limit on depth.
+"""The device memory of the relay as models become deeper, and its training under a limit that `flush` exceeds.
 
-On a CPU the device's memory is the process's private memory, and the host's a shared mapping. Two views, neither of
-which knows anything of the relay's own accounts:
+On a CPU private memory of the process stands for the device's memory, and a shared mapping for the host's. There are
+two measurements, neither of which uses the relay's own accounts:
 
 depth   a meter of all private storages that torch's operations make (`DeviceMeter`), over the depth of a model. The
-        growth beside what the page says of it: m inputs a layer where they are saved on the device, else
+        table has the growth beside the expected growth: m inputs a layer if they are saved on the device, otherwise
         nothing. Counts of bytes do not depend on the machine.
 limit   `ulimit -d`: the same model, data and limit for `flush` and the relay, each in a process of its own.
 """
@@ -35,7 +35,7 @@ CONTENDERS = {
 
 
 def memory_of_process(name: str) -> int:
-    """Bytes of a row of /proc/self/status, such as VmData."""
+    """The bytes in row `name` of /proc/self/status, such as VmData."""
     rows = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(rows[name].split()[0]) * 1024
 
@@ -66,7 +66,7 @@ def train_limited() -> None:
     torch.set_num_threads(1)
     model = Model(layers=args.layers, hidden=args.hidden, sequence=args.sequence)
     print(json.dumps(train(args.contender, model, args.microbatches, args.batches)), flush=True)
-    os._exit(0)  # threads of a run that died may wait for ever
+    os._exit(0)  # threads of a failed run may wait for ever
 
 
 MIB = 1 << 20
@@ -75,9 +75,9 @@ RELAYS: dict[str, Callable[[Model], Relay]] = {
     "l2l, deferred": lambda model: Relay(model, update="deferred"),
     "l2l, inputs on the host": lambda model: Relay(model, update="deferred", stash=HOST),
 }
-"""Rows of `depth`, whose device is to grow by the inputs that they save there."""
+"""Name of a row of `depth` -> its relay, whose device memory must grow only by the inputs that it saves there."""
 RETURNS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
-"""For the C library of all limited processes: a tensor's memory is the system's again when it is freed."""
+"""Environment variables for limited processes, with which the C library returns freed memory to the system."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -96,7 +96,7 @@ def measure(args: argparse.Namespace) -> list[Row]:
 
 
 def depth_rows(args: argparse.Namespace) -> list[Row]:
-    """A row for each contender and depth: device and host bytes, and the device's growth over the depth before."""
+    """A row for each contender and depth: device and host bytes, and the device's growth since the smaller depth."""
     torch.set_num_threads(1)
     rows: list[Row] = []
     for name, make in {"flush": Flush, **RELAYS}.items():
@@ -126,11 +126,12 @@ def depth_rows(args: argparse.Namespace) -> list[Row]:
 
 
 def metered(make: Callable[[], Training], num_microbatches: int) -> tuple[int, int]:
-    """(peak of the device, host) in bytes, of a second batch; all that was built for it and is there counts."""
+    """Train two batches. Returns (peak of the device, host) in bytes in the second batch, with all memory of the
+    contender."""
     gc.collect()
     with DeviceMeter() as meter:
         contender = make()
-        contender.run(num_microbatches)  # the host's buffers of inputs are mapped on the way
+        contender.run(num_microbatches)  # maps the host's buffers of inputs
         meter.set_host_aside()
         contender.run(num_microbatches)
     host = contender.host_bytes if isinstance(contender, Relay) else 0
@@ -139,7 +140,7 @@ def metered(make: Callable[[], Training], num_microbatches: int) -> tuple[int, i
 
 
 def limit_rows(args: argparse.Namespace) -> list[Row]:
-    """Each contender at each depth, with and without the limit."""
+    """A row for each contender and depth, with the results with and without the limit."""
     imported = limited("flush", args, layers=1)["imported"]
     limit = imported + args.headroom * MIB
     rows = []
@@ -164,7 +165,7 @@ def limit_rows(args: argparse.Namespace) -> list[Row]:
 
 
 def limited(name: str, args: argparse.Namespace, *, layers: int, limit: int | None = None) -> dict:
-    """What a process of its own says that trains under a limit of so many bytes of private data."""
+    """Train in a process of its own with at most `limit` bytes of private data. Returns its result."""
     command = f"exec {sys.executable} -m {__spec__.name} '{name}' --layers {layers} --hidden {args.limited_hidden}"
     if limit is not None:
         command = f"ulimit -d {limit // 1024}; {command}"
@@ -180,7 +181,7 @@ def limited(name: str, args: argparse.Namespace, *, layers: int, limit: int | No
 
 
 def complaints(rows: list[Row]) -> list[str]:
-    """What is not as it has to be, a sentence each."""
+    """The violated requirements, a sentence each."""
     found = []
     for row in rows:
         what = f"{row['contender']} of {row['layers']} layers"
@@ -203,7 +204,7 @@ def complaints(rows: list[Row]) -> list[str]:
 
 
 def shortened(text: str) -> str:
-    """What torch says behind the place in its source."""
+    """torch's error message without the place in its source."""
     return re.sub(r"^\[enforce fail at .*?\] *(err == 0\. *)?", "", text)[:60]
 
 

@@ -1,7 +1,7 @@
-"""The model that the relay's benchmarks train, as the relay and as `flush`: a GPT of plain modules, without dropout.
+"""The model of the relay's benchmarks, for the relay and for `flush`: a GPT of plain modules, without dropout.
 
-Weights follow from a seed and the layer, data from the number of the microbatch, so that all contenders train alike,
-and losses can be compared to the last bit.
+Weights depend only on a seed and the layer, data only on the number of the microbatch, so that all contenders train
+alike, and losses can be compared to the last bit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Extent of the model, and of a microbatch, which has the data of `drawn_together` microbatches of others."""
+    """The sizes of the model and of a microbatch, which joins the data of `drawn_together` ordinary microbatches."""
 
     layers: int
     hidden: int
@@ -43,12 +43,12 @@ class Model:
 
     @property
     def boundary_bytes(self) -> int:
-        """The bytes that one microbatch hands from a layer to the next, FP32 [microbatch_size, sequence, hidden]."""
+        """The bytes of a microbatch's output of a layer, FP32 [microbatch_size, sequence, hidden]."""
         return 4 * self.microbatch_size * self.sequence * self.hidden
 
     @property
     def layer_parameters(self) -> int:
-        """12 h^2 of the four matrices, and the biases and norms."""
+        """The number of a layer's parameters: 12 h^2 of the four matrices, and the biases and norms."""
         return 12 * self.hidden**2 + 13 * self.hidden
 
     @property
@@ -62,7 +62,7 @@ class Model:
 
 
 class Layer(nn.Module):
-    """A transformer layer with its norms before, [microbatch_size, sequence, hidden]."""
+    """A pre-norm transformer layer for tensors [microbatch_size, sequence, hidden]."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """Logits."""
+    """The final norm and the output layer, which makes logits."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -108,9 +108,10 @@ class Head(nn.Module):
 
 
 def stage_module(model: Model, index: int, *, on_host: bool = False) -> nn.Module:
-    """Layer `index`, with the embedding before the first one and the head behind the last; no name comes twice.
+    """Make layer `index`, with the embedding before the first layer and the head after the last; names are unique.
 
-    `on_host`: the initial weights wait in the host's memory, so that the process never has those of two stages.
+    `on_host`: whether the initial weights are put into the host's memory, so that private memory never holds the
+    weights of two stages.
     """
     torch.manual_seed(1234 + index)
     made = nn.Sequential()
@@ -125,7 +126,7 @@ def stage_module(model: Model, index: int, *, on_host: bool = False) -> nn.Modul
 
 
 def tokens_of(model: Model, microbatch: int) -> tuple[Tensor, Tensor]:
-    """Tokens and their successors, each [microbatch_size, sequence] of int64."""
+    """The tokens of a microbatch and their successors, int64 tensors [microbatch_size, sequence]."""
     parts, shape = model.drawn_together, (model.microbatch_size // model.drawn_together, model.sequence + 1)
     generators = (torch.Generator().manual_seed(1000 + microbatch * parts + part) for part in range(parts))
     tokens = torch.cat([torch.randint(model.vocabulary, shape, generator=each) for each in generators])
@@ -133,12 +134,12 @@ def tokens_of(model: Model, microbatch: int) -> tuple[Tensor, Tensor]:
 
 
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean over the tokens."""
+    """The mean loss over the tokens."""
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 def make_optimizer(parameters) -> torch.optim.Optimizer:
-    """The same kernel for all."""
+    """Make the optimizer, with the same kernel for all contenders."""
     return torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
 
 
@@ -146,9 +147,9 @@ class Training:
     """A contender: `run(m)` trains a batch and returns its loss, `close()` ends it.
 
     Attributes:
-        device_state_bytes: of what is on the device all the time.
-        num_bytes_moved: between host and device, until now.
-        num_batches: trained until now.
+        device_state_bytes: bytes that are always on the device.
+        num_bytes_moved: bytes moved between host and device so far.
+        num_batches: number of batches trained so far.
     """
 
     num_bytes_moved = 0
@@ -168,7 +169,8 @@ class Training:
 
 
 class Flush(Training):
-    """All on the device. Each layer is recomputed from its input, as `--recompute-granularity full` does."""
+    """The contender with all state on the device, and layers recomputed from their inputs, as with
+    `--recompute-granularity full`."""
 
     def __init__(self, model: Model) -> None:
         module = Recomputed(*(stage_module(model, index) for index in range(model.layers)))
@@ -183,12 +185,12 @@ class Flush(Training):
 
     @property
     def device_state_bytes(self) -> int:
-        """Weights, gradients and two moments."""
+        """The bytes of weights, gradients and two moments."""
         return 4 * 4 * self._model.num_parameters
 
 
 class Relay(Training):
-    """Weights, gradients and moments in the host's memory, which a CPU's process shares and does not own."""
+    """The relay, with weights, gradients and moments in host memory, which on a CPU is a shared mapping."""
 
     def __init__(self, model: Model, *, update: str, resident: int = 2, stash: str = DEVICE) -> None:
         schedule = Schedule.preset(
@@ -211,12 +213,12 @@ class Relay(Training):
 
     @property
     def device_state_bytes(self) -> int:
-        """The arena and two gradient buffers."""
+        """The bytes of the arena of weights and of two gradient buffers."""
         return self.update.weights.num_bytes + self.update.gradients.num_bytes
 
     @property
     def num_bytes_moved(self) -> int:
-        """Weights fetched, and each stage's gradients stored once a batch."""
+        """The bytes of fetched weights, and of each stage's gradients, stored once in each batch."""
         gradients = sum(stage.gradient_layout.num_bytes for stage in self.store.stages.values())
         return self.update.weights.num_bytes_fetched + self.num_batches * gradients
 
@@ -227,9 +229,9 @@ class Relay(Training):
 
 
 def moments_on_host(optimizer: torch.optim.Optimizer, store: HostStore) -> int:
-    """Give AdamW the state with which it would begin, in the host's memory, flat for each stage; bytes.
+    """Create AdamW's initial state in the host's memory, flat for each stage. Returns its bytes.
 
-    Else AdamW makes them at its first step, and its counters of steps stay in memory of the process.
+    Otherwise AdamW would create it at its first step, with the step counters in private memory.
     """
     num_bytes = 0
     for place in store.stages.values():
@@ -244,7 +246,7 @@ def moments_on_host(optimizer: torch.optim.Optimizer, store: HostStore) -> int:
 
 
 class Recomputed(nn.Sequential):
-    """Layers of which autograd saves the inputs."""
+    """Layers of which autograd saves only the inputs; backwards recompute the rest."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         for module in self:

@@ -1,10 +1,9 @@
-"""What an UPDATE costs: nanoseconds a parameter of AdamW on the host, beside the memory's bandwidth as its limit.
+"""The cost of an UPDATE: nanoseconds a parameter of AdamW on the host, beside the limit by the memory's bandwidth.
 
-A step reads weight, gradient and two moments and writes all but the gradient, in place: 28 bytes a parameter in FP32.
-The limit is that many bytes at the bandwidth of an addition in place, `a.add_(b)`, which moves three for each of a
-buffer (a copy would not do: its target is read from memory before it is written, which a copy's bytes do not count).
-Each thread count runs in a process of
-its own; kernels take turns, and figures are medians.
+A step reads weight, gradient and two moments and writes all but the gradient in place: 28 bytes a parameter in FP32.
+The limit is the time of 28 bytes at the bandwidth of an addition in place, `a.add_(b)`, which moves three bytes for
+each byte of a buffer. (A copy would not do: its target is read from memory before it is written, and such reads would
+not be counted.) Each thread count runs in a process of its own; kernels take turns, and figures are medians.
 """
 
 import argparse
@@ -40,7 +39,7 @@ def measure(args: argparse.Namespace) -> list[Row]:
 
 
 def rows_of(found: dict, threads: int) -> list[Row]:
-    """A row for each kernel, and one for the limit: nanoseconds a parameter, one figure a repeat."""
+    """A row for each kernel, and a row for the limit: nanoseconds a parameter for each repeat."""
     streams = [3 * found["stream_bytes"] / seconds for seconds in found["stream"]]
     limit = 1e9 * BYTES_A_PARAMETER / statistics.median(streams)
     rows = []
@@ -53,7 +52,7 @@ def rows_of(found: dict, threads: int) -> list[Row]:
 
 
 def timed(threads: int, hidden: int, repeats: int) -> dict:
-    """Seconds of each kernel's steps and of additions in place, in turns, on a layer's tensors."""
+    """Measure the seconds of each kernel's steps and of additions in place, in turns, on a layer's tensors."""
     torch.set_num_threads(threads)
     shapes = [(3 * hidden, hidden), (hidden, hidden), (4 * hidden, hidden), (hidden, 4 * hidden), *[(hidden,)] * 13]
     optimizers = {}
@@ -88,7 +87,7 @@ def show(rows: list[Row]) -> None:
 
 
 def complaints(rows: list[Row]) -> list[str]:
-    """Nothing is promised."""
+    """The violated requirements: none, since this part has no requirements."""
     return []
 
 

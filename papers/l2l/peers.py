@@ -1,8 +1,8 @@
-"""Others that keep a model's state on the host, on the model of `l2l_model`, with torch's fused AdamW as all here.
+"""Other systems that keep a model's state on the host, with the model of `model.py` and torch's fused AdamW.
 
-Each layer is a unit of its own and recomputed from its input. They run on a CPU with gloo and one rank, where their
-"device" is private memory like their host: so their device bytes are what a batch makes beyond what was there before
-it, and what they never offload.
+Each layer is a unit of its own and recomputed from its input. The systems run on a CPU with gloo and one rank, so
+private memory stands for both their device and their host. Their device bytes are the bytes that a batch makes in
+addition to existing memory, and the bytes that they never offload.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Peer(ABC):
     """A contender: `run(m)` trains a batch and returns its loss.
 
     Attributes:
-        device_state_bytes: of what it never offloads.
-        num_bytes_moved: what it has brought to the device and back, where that can be counted, else None. On a CPU,
-            where the two are one memory, it is what it would have.
+        device_state_bytes: bytes that it never offloads.
+        num_bytes_moved: bytes that it has moved to the device and back, or would have moved with a device of its own;
+            None if they cannot be counted.
     """
 
     num_bytes_moved: int | None = None
@@ -42,10 +42,10 @@ class Peer(ABC):
 
     @abstractmethod
     def train(self, tokens: Tensor, labels: Tensor, num_microbatches: int) -> float:
-        """Forward and backward; the microbatch's loss."""
+        """Run forward and backward of a microbatch. Returns its loss."""
 
     def step(self) -> None:  # noqa: B027  DeepSpeed's engine steps in `train`
-        """Train on a batch."""
+        """Step the optimizer after the last microbatch of a batch."""
 
     @property
     def device_state_bytes(self) -> int:
@@ -56,7 +56,7 @@ class Peer(ABC):
 
 
 class FullyShard(Peer):
-    """FSDP2: `fully_shard` of each layer with `CPUOffloadPolicy`; weights leave the device behind each forward."""
+    """FSDP2: `fully_shard` of each layer with `CPUOffloadPolicy`. Weights leave the device after each forward."""
 
     def __init__(self, model: Model) -> None:
         from torch.distributed.device_mesh import init_device_mesh
@@ -69,7 +69,7 @@ class FullyShard(Peer):
         shards = {
             "mesh": init_device_mesh("cpu", (1,)),
             "offload_policy": CPUOffloadPolicy(pin_memory=False),
-            "reshard_after_forward": True,  # else a unit that no other contains keeps them until its backward
+            "reshard_after_forward": True,  # otherwise a top-level unit keeps its weights until its backward
         }
         stages = [stage_module(model, index) for index in range(model.layers)]
         self._module = Recomputed(*(fully_shard(stage, **shards) for stage in stages))
@@ -85,7 +85,7 @@ class FullyShard(Peer):
         self._optimizer.zero_grad(set_to_none=False)  # gradients stay where they are, on the host
 
     def _count_moves(self) -> None:
-        """Weights where a group of parameters is gathered, gradients where it has had its backward."""
+        """Count the bytes of weights when a group of parameters is gathered, and of gradients after its backward."""
         from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
         unshard, post_backward = FSDPParamGroup.unshard, FSDPParamGroup.post_backward
@@ -104,7 +104,7 @@ class FullyShard(Peer):
 
 
 class Zero(Peer):
-    """DeepSpeed's ZeRO-Offload (stage 2, optimizer and gradients on the host) and stage 3, weights too."""
+    """DeepSpeed's ZeRO with offload: stage 2 with optimizer and gradients on the host, or stage 3 with weights, too."""
 
     def __init__(self, model: Model, stage: int) -> None:
         super().__init__(model)
@@ -115,7 +115,7 @@ class Zero(Peer):
         self._stage = stage
         module = Recomputed(*(stage_module(model, index) for index in range(model.layers)))
         host = {"device": "cpu"}
-        bucket = model.layer_parameters  # the defaults take gigabytes at once
+        bucket = model.layer_parameters  # the default buckets take gigabytes
         zero = {"stage": stage, "offload_optimizer": host, "reduce_bucket_size": bucket}
         if stage == 3:
             zero |= {
@@ -128,7 +128,7 @@ class Zero(Peer):
             zero["allgather_bucket_size"] = bucket
         self._config = {
             "train_micro_batch_size_per_gpu": model.microbatch_size,
-            "gradient_accumulation_steps": 1,  # said for each batch
+            "gradient_accumulation_steps": 1,  # set again for each batch
             "zero_optimization": zero,
             "zero_force_ds_cpu_optimizer": False,
             "zero_allow_untested_optimizer": True,
@@ -144,7 +144,7 @@ class Zero(Peer):
     def train(self, tokens: Tensor, labels: Tensor, num_microbatches: int) -> float:
         loss = loss_of(self._engine(tokens), labels)
         self._engine.backward(loss)
-        self._engine.step()  # steps behind the batch's last microbatch
+        self._engine.step()  # steps only after the batch's last microbatch
         return loss.item()
 
     @property

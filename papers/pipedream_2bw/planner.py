@@ -1,4 +1,4 @@
-"""PipeDream-2BW's planner in closed form, as the paper states it, beside this project's.
+"""PipeDream-2BW's planner in closed form, as the paper states it, beside this project's planner.
 
     python -m papers.pipedream_2bw.planner --cluster V100-16 --model-script FILE --max-safe-batch 1024
 
@@ -12,8 +12,9 @@ Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training", sectio
     N    workers                                    g    microbatches are accumulated d * g at a time
     M    memory of a worker, bytes                  B    maximum safe batch size, sequences
 
-What it leaves out, `megatron.planner.search` counts: gradients and optimizer state, logits and embeddings, the bubble
-of schedules that flush, tensor parallelism. Where the text leaves a choice, a docstring says which one is made here.
+The paper's planner leaves out gradients and optimizer state, logits and embeddings, the bubble of schedules that flush,
+and tensor parallelism; `megatron.planner.search` counts them. If the paper's text leaves a choice, a docstring states
+the one made here.
 """
 
 import argparse
@@ -34,7 +35,7 @@ from megatron.planner.planner import Planner
 
 _GIGA, _GIB = 1e9, 2**30
 RECOMPUTE_FACTOR = 4 / 3
-"""c^extra of section 4.2.1: a backward takes twice as long as a forward, and the forward is run once more."""
+"""c^extra of section 4.2.1: a backward takes twice as long as a forward, and with recompute the forward runs twice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +43,11 @@ class BlockProfile:
     """A model of equal blocks, from a profile of one of them (4.2.1, "Estimating T^comp" and "Estimating T^comm").
 
     Attributes:
-        num_blocks: of the whole model.
-        block_seconds: forward and backward of one block for a microbatch of so many sequences.
-        weight_bytes: |W|, the parameters of all blocks.
-        activation_bytes: |A^total(1)|, what all blocks save of one sequence.
-        boundary_bytes: |A^inp.+out.(1)|, input and output of a block for one sequence.
+        num_blocks: number of blocks of the whole model.
+        block_seconds: sequences in a microbatch -> seconds of forward and backward of one block.
+        weight_bytes: |W|, bytes of the parameters of all blocks.
+        activation_bytes: |A^total(1)|, bytes that all blocks save for one sequence.
+        boundary_bytes: |A^inp.+out.(1)|, bytes of a block's input and output for one sequence.
     """
 
     num_blocks: int
@@ -58,7 +59,8 @@ class BlockProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class Servers:
-    """Workers in servers. Bandwidths are bytes per second: within a server, and between servers."""
+    """The workers and their servers. Bandwidths are bytes per second: `bandwidth_high` within a server, and
+    `bandwidth_low` between servers."""
 
     num_workers: int
     workers_per_server: int
@@ -67,16 +69,16 @@ class Servers:
     bandwidth_low: float
 
     def bandwidth(self, degree: int) -> float:
-        """bwth_width(w) of section 4.2.1: the high one for w below the number of GPUs in a server, else the low one.
+        """bwth_width(w) of section 4.2.1: the high bandwidth for w below the number of GPUs in a server, else the low.
 
-        The text prints it for the width; the depth's is taken alike.
+        The text gives it only for the width; the depth's bandwidth is computed in the same way.
         """
         return self.bandwidth_high if degree < self.workers_per_server else self.bandwidth_low
 
 
 @dataclass(frozen=True, kw_only=True)
 class TwoBWChoice:
-    """What Algorithm 1 weighs: w, d, b and r, with THROUGHPUT in sequences per second and MEMORY in bytes."""
+    """A candidate of Algorithm 1: w, d, b and r, with THROUGHPUT in sequences per second and MEMORY in bytes."""
 
     width: int
     depth: int
@@ -88,7 +90,7 @@ class TwoBWChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class TwoBWPlan:
-    """What Algorithm 1 returns. `accumulation`: g, which may be a fraction as the paper's formula has it."""
+    """The result of Algorithm 1. `accumulation`: g, which may be a fraction, as in the paper's formula."""
 
     choice: TwoBWChoice
     accumulation: float
@@ -114,33 +116,33 @@ class PaperPlanner:
     def reduction_seconds(self, w: int, d: int) -> float:
         """T_i^comm(b, w, d): the weight gradients of a stage, |W|/d, over its w replicas.
 
-        The paper refers to a closed form for the bytes of an all-reduce; taken is a ring's, 2 (w-1)/w of the data.
+        The paper refers to a closed form for the bytes of an all-reduce; a ring's is used here, 2 (w-1)/w of the data.
         """
         return ring_bytes(self.model.weight_bytes / d, w) / self.servers.bandwidth(w)
 
     def microbatch_seconds(self, w: int, d: int, b: int, *, recompute: bool) -> float:
-        """t, in which a pipeline processes a microbatch (second and third expression for t):
+        """t, the seconds in which a pipeline processes a microbatch (second and third expression for t):
 
             t = max_i max(c^extra T_i^comp, sum_j T_{j->i}^comm, T_i^comm)
 
-        All stages are alike. j is the stage before i, since the way back is counted by the factor 2 of a transfer.
+        All stages are equal. j is the stage before i; the factor 2 of a transfer counts gradients.
         """
         compute = self.compute_seconds(b, d) * (RECOMPUTE_FACTOR if recompute else 1.0)
         return max(compute, self.transfer_seconds(b, d), self.reduction_seconds(w, d))
 
     def microbatch_seconds_without_pipelining(self, w: int, d: int, b: int) -> float:
-        """t where the stages of a microbatch run one after another, and do not overlap (first expression):
+        """t, the seconds of a microbatch if its stages run one after another without overlap (first expression):
 
             t = sum_i max(T_i^comp + sum_j T_{j->i}^comm, T_i^comm)
 
-        The first stage has none before it.
+        The first stage has no stage before it.
         """
         compute, transfer = self.compute_seconds(b, d), self.transfer_seconds(b, d)
         reduction = self.reduction_seconds(w, d)
         return max(compute, reduction) + (d - 1) * max(compute + transfer, reduction)
 
     def throughput(self, w: int, d: int, b: int, *, recompute: bool) -> float:
-        """THROUGHPUT(w, d, b, r), sequences per second: b / t of each of the w pipelines, which work side by side."""
+        """THROUGHPUT(w, d, b, r) in sequences per second: b / t of each of the w pipelines, which work in parallel."""
         return w * b / self.microbatch_seconds(w, d, b, recompute=recompute)
 
     # --- 4.2.2
@@ -156,8 +158,8 @@ class PaperPlanner:
         """SEARCH(w, d, B): the b and r with the highest throughput among those that fit.
 
         A batch is at least one round of the pipeline, b w d sequences (section 5.2 with g = 1), and may not exceed B.
-        Where nothing fits, the choice that needs least memory is returned, which Algorithm 1 then drops. Of equals the
-        one without recomputation and with the smaller microbatch is taken.
+        If nothing fits, the choice that needs least memory is returned, which Algorithm 1 then drops. Of equal choices
+        the one without recomputation and with the smaller microbatch is returned.
         """
         safe = [b for b in sorted(microbatches) if b * w * d <= safe_batch]
         every = [self._choice(w, d, b, recompute=r) for r in (False, True) for b in safe or [min(microbatches)]]
@@ -167,9 +169,9 @@ class PaperPlanner:
         return max(fitting, key=lambda choice: choice.throughput)
 
     def sweep(self, *, safe_batch: int, microbatches: Sequence[int]) -> Iterator[TwoBWChoice]:
-        """The loops of Algorithm 1: w from 1 to N, d from 1 to N/w; those whose memory is above M are left out.
+        """Yield the choices in the loops of Algorithm 1, w from 1 to N and d from 1 to N/w, whose memory is at most M.
 
-        Left out are also depths that do not divide the blocks, and widths and depths whose smallest batch is above B.
+        Depths that do not divide the blocks are left out, and so are widths and depths whose smallest batch is above B.
         """
         num_workers, smallest = self.servers.num_workers, min(microbatches)
         for w in range(1, num_workers + 1):
@@ -181,13 +183,13 @@ class PaperPlanner:
                     yield choice
 
     def partition(self, *, safe_batch: int, microbatches: Sequence[int]) -> TwoBWPlan | None:
-        """Algorithm 1: the choice with the highest throughput, the first of equals, and g = B / (N b).
+        """Algorithm 1: the choice with the highest throughput, the first of equal ones, and g = B / (N b).
 
-        None: nothing fits.
+        Returns None if nothing fits.
 
         Args:
-            safe_batch: B, sequences.
-            microbatches: the sizes b that are tried.
+            safe_batch: B, in sequences.
+            microbatches: the sizes b to try.
         """
         best = None
         for choice in self.sweep(safe_batch=safe_batch, microbatches=microbatches):
@@ -207,12 +209,13 @@ class PaperPlanner:
 
 @dataclass(frozen=True, kw_only=True)
 class PaperResult:
-    """What Algorithm 1 returns, and this planner beside it.
+    """The result of Algorithm 1, with this project's estimate of it.
 
     Attributes:
-        plan: None where nothing fits by the paper's memory function.
-        whole: the best of its choices with w d = N; the loops of Algorithm 1 may leave GPUs idle.
-        estimate: this planner's, of `whole`; None where `reason` says why there is none.
+        plan: the result; None if nothing fits by the paper's memory function.
+        whole: the best choice with w d = N, since the loops of Algorithm 1 may leave GPUs idle.
+        estimate: the estimate of `whole` by this project's planner, or None.
+        reason: the reason why there is no estimate.
     """
 
     plan: TwoBWPlan | None
@@ -222,10 +225,10 @@ class PaperResult:
 
 
 def run_paper_algorithm(planner: Planner, *, safe_batch: int) -> PaperResult:
-    """Algorithm 1 with B = `safe_batch`, on the blocks of the planner's own cost model.
+    """Run Algorithm 1 with B = `safe_batch`, with the block times of the planner's cost model.
 
     Raises:
-        ValueError: one layer, of which no block can be told apart from the model's ends.
+        ValueError: the model has one layer, whose costs cannot be separated from those of the model's ends.
     """
     sizes = [2**power for power in range(safe_batch.bit_length())]
     paper, num_gpus = paper_planner(planner), planner.cluster.num_gpus
@@ -253,9 +256,9 @@ def _configuration(choice: TwoBWChoice, safe_batch: int) -> Configuration:
 
 
 def paper_planner(planner: Planner) -> PaperPlanner:
-    """The paper's cost functions with |W|, |A| and times of this model, in place of a profile.
+    """The paper's cost functions with |W|, |A| and times of the planner's model, in place of a profile.
 
-    B_low is what a GPU has of its server's network while all use it.
+    B_low is a GPU's share of its server's network bandwidth while all GPUs of the server use it.
     """
     model, cluster, software = planner.model, planner.cluster, planner.software
     if model.num_layers < 2:
@@ -265,7 +268,7 @@ def paper_planner(planner: Planner) -> PaperPlanner:
     activations = Activations(model, software.activation_setting(single))
 
     def block_seconds(size: int) -> float:
-        """What one layer more takes, forward and backward."""
+        """The seconds of forward and backward of one additional layer."""
         configuration = replace(single, micro_batch_size=size, global_batch_size=size * replicas)
         more, fewer = (
             planner.cost_model.costs(configuration, (count,)) for count in (model.num_layers, model.num_layers - 1)
@@ -290,7 +293,7 @@ def paper_planner(planner: Planner) -> PaperPlanner:
 
 
 def describe_paper(result: PaperResult) -> list[str]:
-    """Lines for people."""
+    """The result as lines of text."""
     if result.plan is None:
         return [result.reason]
     lines = [f"{_words(result.plan.choice)}, g={result.plan.accumulation:.3g}"]

@@ -1,33 +1,33 @@
 """PipeTransformer's speed-ups (its Figures 9 to 12) on stages that sleep: predicted by the simulator, then measured.
 
     python -m papers.pipetransformer.elastic                            # about 20 minutes, 8 processes; tables
-    python -m papers.pipetransformer.elastic --simulate                 # a few seconds: what is predicted alone
+    python -m papers.pipetransformer.elastic --simulate                 # a few seconds; only the predictions
     python -m papers.pipetransformer.elastic --alpha 0.5 --layer-times 0.004,0.012,0.008,0.008 --stages 4 --link 4ms
     python -m papers.pipetransformer.elastic --picture elastic.png --json result.json
 
-Problem: layers freeze over hours on eight accelerators, and a computer with two cores has neither.
+Problem: in the paper layers freeze over hours on eight accelerators; a test computer has two cores and little time.
 Solution: stages sleep instead of computing, while engines, programs with frozen stages, transfers, reductions and
-groups are real, between real processes. Of each pipeline that an arm goes through a few batches run, from drained to
-drained; their median, and of that the median over the repeats, stands for all those of its intervals. Transitions run
-as often as there are any.
+groups are real, between real processes. Each pipeline of an arm runs a few batches, from drained to drained. The median
+of these batches, and then over the repeats, stands for all batches of the pipeline's intervals. Every transition is
+run.
 
-Layers freeze by the bound of the paper's rule, L (1 - (1 - alpha)^T) behind interval T. The arms:
+Layers freeze by the bound of the paper's rule, L (1 - (1 - alpha)^T) after interval T. The arms:
 
-static         the pipeline that the run begins with, cut exactly, nothing frozen
-freeze only    its cut is kept
-AutoPipe       layers may be cut anew behind each freeze, on any number of ranks; those set free are idle,
-AutoDP         or become replicas; the batch stays, so each takes fewer microbatches
-AutoCache      from `--cache-from` frozen layers on the first rank may read what the prefix puts out; in the first epoch
-               at a depth it reads at the depth before, computes the layers that froze since, and writes
+static         the pipeline with which the run begins, cut exactly, without frozen layers
+freeze only    layers freeze, and the cut stays
+AutoPipe       layers may be cut anew after each freeze, on any number of ranks; ranks that are set free are idle,
+AutoDP         or become replicas; the batch stays the same, so each replica takes fewer microbatches
+AutoCache      with `--cache-from` and more frozen layers the first rank may read the prefix's output from a cache; in
+               the first epoch at a depth it reads at the depth before, computes the newly frozen layers, and writes
 
-Each of these is used where it pays over the whole run; Figure 12 alone has the cache on wherever it may be. A pipeline
-has to fit into what the rank of the static one that holds most takes: of each trained layer weights, gradients and
-optimizer, and activations of as many microbatches as are in flight; of a frozen one its weights.
+Each of these is used only where it saves time over the whole run; in Figure 12 alone the cache is on wherever possible.
+A pipeline must fit into the memory of the static pipeline's fullest rank: a trained layer counts with weights,
+gradients, optimizer state and the activations of all microbatches in flight, a frozen layer with its weights.
 
-What is told and not measured (`--help` has the defaults) is printed above the tables: seconds of layers, reads, writes,
-reductions and moved state. What is measured before anything is predicted: the latency of a transfer, an all-reduce of
-the norm over all ranks and of few bytes over replicas, what the engine takes around a computation, and a transition in
-which nothing moves.
+The given values (`--help` has the defaults) are printed above the tables: seconds of layers, reads, writes, reductions
+and moved state. Measured before the predictions are: the latency of a transfer, an all-reduce of the norm over all
+ranks and one of few bytes over replicas, the engine's time around a computation, and a transition in which nothing
+moves.
 """
 
 import argparse
@@ -50,24 +50,25 @@ from papers.pipetransformer.elastic_ranks import ElasticJob, ElasticRank
 # microbatches. BF16 with FP32 masters and Adam: 18 bytes a parameter.
 OUTPUT_BYTES = 197 * 12.5 * 768 * 2
 READ, WRITE = OUTPUT_BYTES / 6.4e9, OUTPUT_BYTES / 0.48e9
-"""At 6.4 and 0.48 GB/s, as a bare copy from and to a mapped file was measured on one core."""
+"""Seconds to read and to write a microbatch's output, at 6.4 and 0.48 GB/s, the measured rates of a bare copy from and
+to a mapped file on one core."""
 PARAMETERS = 7.09e6
-"""The parameters of a layer."""
+"""The number of a layer's parameters."""
 GRADIENT_BYTES, STATE_BYTES = 4 * PARAMETERS, 18 * PARAMETERS
 RATE = 10e9
-"""Bytes per second of a link of which nothing is told."""
+"""Bytes per second of a link if --link is not given."""
 SAVED = 0.73
-"""A layer's activations of a microbatch, (34 + 5 * 12 * 197 / 768) bytes for each of a token's 768 numbers, over its
-18 bytes for each of 7.09 million parameters."""
+"""A layer's activations of a microbatch relative to its state: (34 + 5 * 12 * 197 / 768) bytes for each of a token's
+768 numbers, over 18 bytes for each of 7.09 million parameters."""
 MOVE = 3.7
-"""Measured for 25 million parameters between four processes, through memory."""
+"""Seconds to move a transition's state, measured for 25 million parameters between four processes, through memory."""
 TIMES = {"ms": 1e-3, "s": 1.0, "": 1.0}
 RATES = {"GB/s": 1e9, "MB/s": 1e6, "kB/s": 1e3, "B/s": 1.0}
-"""Units, longer ones first."""
+"""Unit -> factor, longer units first."""
 
 
 def number(text: str) -> float:
-    """`0.5` or `1/3`."""
+    """Parse a number such as `0.5` or `1/3`."""
     try:
         numerator, *denominators = map(float, text.split("/"))
         value = numerator / math.prod(denominators)
@@ -79,7 +80,7 @@ def number(text: str) -> float:
 
 
 def seconds(text: str) -> float:
-    """`0.004`, `0.004s` or `4ms`."""
+    """Parse seconds such as `0.004`, `0.004s` or `4ms`."""
     found = _measure(text, TIMES)
     if found is None:
         raise argparse.ArgumentTypeError(f"{text} is no time; give seconds, 0 and more, such as 0.004 or 4ms")
@@ -87,7 +88,7 @@ def seconds(text: str) -> float:
 
 
 def times(text: str) -> list[float]:
-    """`0.004,0.008` or one number."""
+    """Parse the times of layers: one number, or several such as `0.004,0.008`."""
     found = [seconds(each) for each in text.split(",")]
     if not any(found):
         raise argparse.ArgumentTypeError("layers that take no time cannot be sped up; give times above 0")
@@ -95,7 +96,10 @@ def times(text: str) -> list[float]:
 
 
 def link(text: str) -> float:
-    """Seconds of a transfer: told as such, or by the bytes per second; of a bare number up to 1 it is seconds."""
+    """Parse a link, given as seconds of a transfer or as bytes per second, to seconds of a transfer.
+
+    A number without a unit is seconds if it is at most 1, otherwise bytes per second.
+    """
     rate, found = _measure(text, RATES), _measure(text, TIMES)
     if found is not None and found > 1.0 and not text.endswith("s"):
         rate = found
@@ -108,7 +112,7 @@ def link(text: str) -> float:
 
 
 def _measure(text: str, units: dict[str, float]) -> float | None:
-    """A number of 0 and more, times its unit; None: it is something else."""
+    """Parse a number of 0 or more with a unit; None for any other text."""
     unit = next((each for each in units if text.endswith(each)), None)
     try:
         value = math.nan if unit is None else float(text.removesuffix(unit)) * units[unit]
@@ -118,7 +122,7 @@ def _measure(text: str, units: dict[str, float]) -> float | None:
 
 
 def cache_from(text: str) -> int | None:
-    """Frozen layers; None: never."""
+    """Parse a number of frozen layers; None for `none` and `never`."""
     if text in ("none", "never"):
         return None
     if not text.isdecimal():
@@ -187,12 +191,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def seconds_of_state(args: argparse.Namespace) -> tuple[float, float, float]:
-    """Seconds to reduce a layer's gradients and to move a transition's state: at least, and for each trained layer that
-    a rank gets.
+    """The seconds to reduce a layer's gradients; the least seconds to move a transition's state; and the seconds to
+    move it for each trained layer that a rank gets.
 
-    A ring sends and receives gradients twice, whatever the number of replicas. Ranks get the state of their new layers
-    at once, each over its own link, so a transition takes what the rank does that gets most, and no less than was
-    measured over fast links, with plan, copies and checksums. Without --link it takes that.
+    A ring sends and receives gradients twice, whatever the number of replicas. All ranks get the state of their new
+    layers at the same time, each over its own link, so the rank that gets most decides. The least time is the measured
+    one over fast links, with planning, copies and checksums. Without --link only the least time counts.
     """
     rate = OUTPUT_BYTES / args.link if args.link else RATE
     reduce = 2 * GRADIENT_BYTES / rate if args.reduce is None else args.reduce
@@ -202,10 +206,10 @@ def seconds_of_state(args: argparse.Namespace) -> tuple[float, float, float]:
 
 
 def setting_of(args: argparse.Namespace, found: dict[str, float] | None = None) -> Setting:
-    """`found`: what was measured before; without it, it takes no time.
+    """The setting of all arms. `found`: measured seconds; None: they are 0.
 
     Raises:
-        ValueError: the static pipeline cannot be, or does not fit.
+        ValueError: the static pipeline is impossible, or does not fit into memory.
     """
     latency, norm, reduction, around, rebuild = (
         (found or {}).get(each, 0.0) for each in ("latency", "norm", "reduction", "around", "transition")
@@ -231,8 +235,7 @@ def setting_of(args: argparse.Namespace, found: dict[str, float] | None = None) 
 
 
 def calibrated(args: argparse.Namespace) -> Setting:
-    """The setting with what transfers, reductions, the engine and a transition between two pipelines of all ranks take
-    on this computer."""
+    """The setting with the measured seconds of transfers, reductions, the engine and a transition on this computer."""
     setting = setting_of(args)
     shapes = [each for each in setting.shapes(replicates=True) if each[0] < args.stages == math.prod(each)]
     others = [setting.of_shape(each, 0) for each in shapes[-1:]]
@@ -279,7 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _without_infinity(value: Any) -> Any:
-    """JSON has no number for it."""
+    """Replace infinity, which JSON cannot express, by None."""
     if isinstance(value, dict):
         return {name: _without_infinity(each) for name, each in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""PipeTransformer's Figures 10 to 12 as rows, simulated, and which assumption is worth how much."""
+"""PipeTransformer's Figures 10 to 12 as rows, by simulation, and the effect of each assumption."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from papers.pipetransformer.elastic_plan import ARMS, STATIC, Arm, Phase, Settin
 ALPHAS = (1 / 6, 1 / 5, 1 / 4, 1 / 3, 1 / 2, 2 / 3)
 SHOWN = ("freeze only", "freeze + AutoPipe + AutoDP", "all")
 MOST_CHUNKS = 6
-"""For each rank; the paper searches in p to 6p."""
+"""The most microbatches for each rank; the paper searches from p to 6p."""
 
 
 def speed_ups(setting: Setting, arms: Sequence[Arm] = ARMS) -> dict[str, float | None]:
-    """The speed-ups of arms over the static one; None: some stretch of an arm fits nowhere."""
+    """The speed-ups of arms over the static arm; None if no pipeline fits for a stretch of the arm."""
     static = seconds_of_arm(plan(STATIC, setting), setting)
     found: dict[str, float | None] = {}
     for arm in arms:
@@ -29,7 +29,7 @@ def speed_ups(setting: Setting, arms: Sequence[Arm] = ARMS) -> dict[str, float |
 
 
 def by_alpha(setting: Setting, own: float) -> list[dict]:
-    """Figure 10, with the alpha of the setting itself among the paper's."""
+    """The rows of Figure 10, for the paper's values of alpha and for the setting's own alpha."""
     rows = []
     for alpha in sorted({*ALPHAS, own}):
         frozen = depths(len(setting.layers.forward), alpha, len(setting.depths))
@@ -38,8 +38,8 @@ def by_alpha(setting: Setting, own: float) -> list[dict]:
 
 
 def by_static_cut(setting: Setting) -> list[dict]:
-    """All arms under the limits of memory that two cuts of the static pipeline set: the one that it has, and, of those
-    that are as even, the one that takes least.
+    """The speed-ups of all arms under two limits of memory: that of the static pipeline's own cut, and that of the
+    equally even cut that needs least memory.
     """
     least = replace(setting, limit=least_static(setting))
     return [
@@ -48,8 +48,10 @@ def by_static_cut(setting: Setting) -> list[dict]:
 
 
 def by_cache_from(setting: Setting) -> list[dict]:
-    """Figure 12: the cache on from so many frozen layers, whether that pays or not; and what a batch takes at so many,
-    of which some pipeline of its own is the fastest: computed, in a first epoch with nothing in the cache, and read.
+    """The rows of Figure 12, with the cache always on from each number of frozen layers on.
+
+    Each row also has the seconds of a batch on the fastest pipeline at that number of frozen layers: without a cache
+    (`computed`), in a first epoch with an empty cache (`written`), and from the cache (`read`).
     """
     arms = [each for each in ARMS if each.caches]
     rows = []
@@ -63,7 +65,7 @@ def by_cache_from(setting: Setting) -> list[dict]:
 
 
 def _fastest_at(setting: Setting, num_frozen: int, num_stored: int | None) -> float | None:
-    """Seconds of a batch; None: no pipeline fits."""
+    """The seconds of a batch on the fastest pipeline that fits; None if none fits."""
     least = {each: setting.at_least(each, num_frozen, num_stored) for each in setting.shapes(replicates=True)}
     found = math.inf
     for shape in sorted(least, key=least.__getitem__):
@@ -75,7 +77,7 @@ def _fastest_at(setting: Setting, num_frozen: int, num_stored: int | None) -> fl
 
 @dataclass(frozen=True)
 class Chunks:
-    """Seconds of a batch of a pipeline of so many ranks, by the number of microbatches, and the best of them."""
+    """The seconds of a batch on a pipeline of `num_ranks` ranks, by number of microbatches, and the best phase."""
 
     num_ranks: int
     seconds: dict[int, float]
@@ -87,8 +89,10 @@ class Chunks:
 
 
 def best_microbatches(setting: Setting, overhead: float) -> list[Chunks]:
-    """Figure 11: one pipeline, one batch, nothing frozen. `overhead`: the part of a layer's time, at the setting's
-    number of microbatches, that does not shrink with them.
+    """The results of Figure 11: one pipeline and one batch, without frozen layers.
+
+    `overhead`: the part of a layer's time, at the setting's number of microbatches, that does not shrink with smaller
+    microbatches.
     """
     found = []
     for num_ranks in range(setting.num_stages, 0, -1):
@@ -113,7 +117,7 @@ def best_microbatches(setting: Setting, overhead: float) -> list[Chunks]:
 
 
 def assumptions(setting: Setting) -> list[dict]:
-    """The arms under other assumptions, each alone."""
+    """The rows of the arms' speed-ups, each under one other assumption."""
     layers = setting.layers
     rows = []
     for name, other, anew in (
@@ -141,7 +145,7 @@ def assumptions(setting: Setting) -> list[dict]:
 
 
 def least_static(setting: Setting) -> float:
-    """What a rank takes where, of the cuts whose busiest rank has least work, the one that takes least is chosen."""
+    """The least memory of a rank over all cuts whose busiest rank has the least work."""
     now = replace(setting, limit=math.inf)
     limit, work = math.inf, None
     while True:
@@ -163,14 +167,14 @@ def _busiest(setting: Setting, pipeline: PipelineOption) -> float:
 
 
 def median_of_runs(runs: Sequence[Sequence[float]]) -> float:
-    """The middle one of the runs' medians, or the lower one of two: no single run that was woken late decides."""
+    """The lower median of the runs' medians, so that a single late run does not decide."""
     return median_low(median(each) for each in runs)
 
 
 def rows_of(
     setting: Setting, alpha: float, lengths: Sequence[Chunks], runs: list[list[dict]] | None
 ) -> dict[str, list[dict]]:
-    """All figures; of the lengths also what was measured."""
+    """The rows of all figures. `runs`: measurements for Figure 11, or None."""
     figure_11 = []
     for place, each in enumerate(lengths):
         row = {"p": each.num_ranks, "best": each.best, "seconds": {str(m): s for m, s in each.seconds.items()}}

@@ -1,8 +1,8 @@
-"""What `elastic.py` runs: the arms of PipeTransformer's Figure 9, and of each the pipelines that it goes through.
+"""The arms of PipeTransformer's Figure 9 for `elastic.py`, and the plan of each arm: the sequence of its pipelines.
 
-A run has intervals; behind each of them a few more layers freeze, by the bound of the paper's rule. A stretch of
-intervals with as many frozen layers has one pipeline. Of all ways through the stretches, each pipeline of which fits
-into memory, an arm takes the one that takes least altogether, transitions included.
+A run has intervals; after each interval a few more layers freeze, by the bound of the paper's rule. A stretch of
+intervals with the same number of frozen layers has one pipeline. Of all sequences whose pipelines fit into memory, an
+arm uses the fastest, transitions included.
 """
 
 from __future__ import annotations
@@ -22,9 +22,14 @@ _ROUNDING = 1 + 1e-9
 
 @dataclass(frozen=True)
 class Arm:
-    """Which parts are on: layers freeze, they are cut anew, ranks set free become replicas, the prefix is cached.
+    """An arm: the parts of PipeTransformer that are on.
 
-    `paper`: the speed-up over the static pipeline that the paper has (Figure 9), where it has one.
+    Attributes:
+        freezes: whether layers freeze.
+        recuts: whether layers are cut anew.
+        replicates: whether ranks that are set free become replicas.
+        caches: whether the prefix's output may be cached.
+        paper: the paper's speed-up over the static pipeline (Figure 9), or None.
     """
 
     name: str
@@ -40,7 +45,7 @@ class Arm:
 
 
 Shape = tuple[int, int]
-"""Ranks of a pipeline, and replicas."""
+"""(number of ranks of a pipeline, number of replicas)."""
 STATIC = Arm("static", freezes=False, paper=1.0)
 ARMS = (
     STATIC,
@@ -54,22 +59,23 @@ ARMS = (
 
 @dataclass(frozen=True)
 class Setting:
-    """What all arms share. Times are in seconds, memory in trained layers.
+    """The setting that all arms share. Times are in seconds, memory in trained layers.
 
     Attributes:
-        layers: what they cost.
-        num_stages: ranks, and stages of the static pipeline.
-        num_microbatches: of a batch, over all replicas.
-        depths: frozen layers in each interval.
-        cache_from: there may be a cache from so many frozen layers on.
-        epochs: of an interval; in the first at a new depth each sample is missing.
-        batches: of an interval.
-        on_host: what is cached needs no weights on the device.
-        limit: bytes of a rank.
-        rebuild: of a transition, engine and groups.
-        move, move_layer: of a transition in which layers change their ranks, the state: for each trained layer that the
-            rank gets that gets most, and at least.
-        is_forced: the cache is on wherever it may be and a pipeline with it fits, whether that pays or not.
+        layers: the costs of layers.
+        num_stages: number of ranks, and of stages of the static pipeline.
+        num_microbatches: number of microbatches of a batch, over all replicas.
+        depths: number of frozen layers in each interval.
+        cache_from: the least number of frozen layers with which a cache may be used.
+        epochs: number of epochs of an interval. In the first epoch at a new depth each sample is missing.
+        batches: number of batches of an interval.
+        preset: gpipe or flush.
+        on_host: whether cached layers need no weights on the device.
+        limit: memory of a rank.
+        rebuild: seconds of a transition for engine and groups.
+        move: the least seconds to move the state in a transition in which layers change their ranks.
+        move_layer: seconds to move the state of one trained layer; the rank that gets most decides.
+        is_forced: whether the cache is on wherever it may be used and a pipeline with it fits, even if it costs time.
     """
 
     layers: Layers
@@ -88,10 +94,10 @@ class Setting:
     is_forced: bool = False
 
     def static(self) -> PipelineOption:
-        """The pipeline that a run begins with.
+        """The pipeline with which a run begins.
 
         Raises:
-            ValueError: it cannot be, or does not fit.
+            ValueError: the schedule cannot run on this number of stages.
         """
         found = self.of_shape((self.num_stages, 1), 0)
         if found is None:
@@ -102,7 +108,7 @@ class Setting:
         return found
 
     def shapes(self, *, replicates: bool) -> list[Shape]:
-        """The shapes with ranks and microbatches for them; ranks that are left over are idle."""
+        """The possible shapes on the setting's ranks and microbatches; ranks that are left over are idle."""
         return [
             (num_ranks, num_replicas)
             for num_ranks in range(1, self.num_stages + 1)
@@ -114,8 +120,10 @@ class Setting:
         self, shape: Shape, num_frozen: int, num_stored: int | None = None,
         layers_of_rank: tuple[int, ...] | None = None,
     ) -> PipelineOption | None:  # fmt: skip
-        """The pipeline of a shape, if there is one. `num_stored`: layers of which a cache has the output, if there is
-        one; `layers_of_rank`: its cut, where that is given.
+        """The pipeline of a shape, or None.
+
+        `num_stored`: number of layers whose output a cache has; None: no cache. `layers_of_rank`: the cut; None: the
+        most even cut.
         """
         num_ranks, num_replicas = shape
         cached = num_stored is not None
@@ -127,8 +135,8 @@ class Setting:
         return found[0] if found else None
 
     def at_least(self, shape: Shape, num_frozen: int, num_stored: int | None = None) -> float:
-        """Seconds of a batch that the pipeline of a shape takes however it is cut: the mean of its ranks, or what only
-        one of them can do.
+        """A lower bound of the seconds of a batch on a shape, for any cut: the mean work of its ranks, or the work that
+        only one rank can do.
         """
         num_ranks, num_replicas = shape
         layers, num_microbatches = self.layers, self.num_microbatches / num_replicas
@@ -148,8 +156,10 @@ class Setting:
         return max(self.move, self.move_layer * len(self.layers.forward))
 
     def seconds_of_move(self, before: PipelineOption, behind: PipelineOption) -> float:
-        """Seconds to send ranks what they do not have, over links that all carry at once; what is frozen is its weights
-        alone. Nothing moves where none gets anything: a prefix stays where it is when its cache is turned on or off.
+        """The seconds to send the state of new layers to ranks, over all links at the same time.
+
+        A frozen layer's state is its weights alone. The result is 0 if no rank gets a layer: a prefix stays on its
+        ranks when its cache is turned on or off.
         """
         held, layers = _held(before), self.layers
         got = [
@@ -165,13 +175,13 @@ class Setting:
 
 @dataclass(frozen=True)
 class Phase:
-    """Batches of one kind on one pipeline.
+    """A phase of a run on one pipeline.
 
     Attributes:
-        interval: the first in which they are.
-        intervals: for how many they stand; a first epoch is a part of one.
-        transition: seconds before it.
-        moves: of these, for the state.
+        interval: the first interval of the phase.
+        intervals: the number of intervals of the phase; a first epoch is a part of an interval.
+        transition: seconds of the transition before the phase.
+        moves: the part of these seconds for moving the state.
     """
 
     layers: Layers
@@ -183,7 +193,7 @@ class Phase:
 
 
 def depths(num_layers: int, alpha: float, num_intervals: int) -> tuple[int, ...]:
-    """Frozen layers in each interval where gradients alone would freeze all but the last: the bound decides.
+    """The number of frozen layers in each interval, by the bound alone, as if gradients froze all layers but the last.
 
     Raises:
         ValueError: alpha is not between 0 and 1.
@@ -195,24 +205,24 @@ def depths(num_layers: int, alpha: float, num_intervals: int) -> tuple[int, ...]
 
 
 def places(pipeline: PipelineOption) -> tuple[int, ...]:
-    """How many layers each rank of a pipeline has, a cached prefix on the first one included."""
+    """The number of layers of each rank of a pipeline, including a cached prefix on the first rank."""
     first, *others = pipeline.layers_of_rank
     return (first + (pipeline.num_frozen if pipeline.cached else 0), *others)
 
 
 def _held(pipeline: PipelineOption) -> list[range]:
-    """The layers of each rank of all replicas."""
+    """The layers of each rank, for all replicas."""
     return [range(*ends) for ends in pairwise(accumulate(places(pipeline), initial=0))] * pipeline.num_replicas
 
 
 @lru_cache(maxsize=1024)
 def plan(arm: Arm, setting: Setting) -> tuple[Phase, ...]:
-    """What an arm goes through; never longer than the same arm with fewer parts.
+    """The phases of an arm; the plan is never slower than that of an arm with fewer parts.
 
-    By dynamic programming over the stretches. Behind each of them a way is given up that comes to no less than a plan
-    that is known, than another way to the same place, or than any other that then moves everything; each with as much
-    in the cache. So this is exact over the whole run for two cuts of each shape: the most even one, and the one that is
-    there.
+    The plan is found by dynamic programming over the stretches. After each stretch a way is dropped if it cannot become
+    faster than a known plan, than another way to the same state, or than any other way that then moves everything, with
+    at least as much in the cache. So the plan is optimal over the whole run for two cuts of each shape: the most even
+    cut, and the current one.
 
     Raises:
         ValueError: a stretch has no pipeline that fits.
@@ -237,7 +247,7 @@ def plan(arm: Arm, setting: Setting) -> tuple[Phase, ...]:
 
 
 def _of_fewer_parts(arm: Arm, setting: Setting) -> Iterator[tuple[Phase, ...]]:
-    """Plans that are this arm's, too; where a cache is forced, other arms' are not."""
+    """Yield the plans of arms with fewer parts, which are also possible for this arm; none if a cache is forced."""
     for other in () if setting.is_forced else ARMS:
         if other.freezes and other != arm and arm.has_parts_of(other):
             with suppress(ValueError):
@@ -246,7 +256,10 @@ def _of_fewer_parts(arm: Arm, setting: Setting) -> Iterator[tuple[Phase, ...]]:
 
 @dataclass(frozen=True)
 class _Way:
-    """What an arm may have gone through so far; `num_stored`: layers of which the cache has the output by then."""
+    """A possible sequence of phases so far.
+
+    `num_stored`: number of layers whose output the cache has at its end. `seconds`: the time of all its phases.
+    """
 
     phases: tuple[Phase, ...]
     num_stored: int
@@ -261,7 +274,7 @@ class _Way:
         return self.now.num_ranks, self.now.num_replicas
 
     def on(self, setting: Setting, pipeline: PipelineOption, intervals: float) -> _Way:
-        """The same with one more phase."""
+        """The way with one more phase."""
         begin = math.floor(sum(each.intervals for each in self.phases) + 1e-9)
         moves = transition = 0.0
         if self.phases and self.now.num_frozen < pipeline.num_frozen:
@@ -274,8 +287,12 @@ class _Way:
 
 @dataclass
 class _Found:
-    """Ways to the end of a stretch. `rest`: seconds that those behind it take at least, by the shape in it; what comes
-    to `most` with that is of no use.
+    """The ways to the end of a stretch.
+
+    Attributes:
+        most: the seconds of a known plan; a way that reaches them is useless.
+        rest: shape in the stretch -> the least seconds of the later stretches.
+        ways: the ways found so far.
     """
 
     setting: Setting
@@ -292,14 +309,14 @@ class _Found:
             self.ways.append(way)
 
     def is_of_use(self, seconds: float, num_stored: int, shape: Shape) -> bool:
-        """Whatever its cut is."""
+        """Whether a way with these properties, whatever its cut, may lead to a better plan."""
         return (seconds + self.rest[shape]) * _ROUNDING < self.most and not any(
             other.num_stored >= num_stored and other.seconds + self.setting.most_move() <= seconds
             for other in self.ways
         )
 
     def kept(self) -> list[_Way]:
-        """The ways to keep of all that were added."""
+        """The ways to keep: those that no other added way makes useless."""
         kept = _Found(self.setting, self.most, self.rest)
         for way in sorted(self.ways, key=lambda each: each.seconds):
             kept.add(way)
@@ -307,18 +324,18 @@ class _Found:
 
 
 Parts = tuple[tuple[int | None, float], ...]
-"""The parts of a stretch: layers whose output the cache has (None: there is no cache), for how many intervals."""
+"""The parts of a stretch: (number of layers whose output the cache has, or None without a cache; intervals)."""
 
 
 def _parts(setting: Setting, num_frozen: int, intervals: int, num_stored: int) -> Parts:
-    """The parts of intervals: with a cache, the first epoch and those after it."""
+    """Divide a stretch with a cache into its first epoch, which fills the cache, and the later epochs."""
     of_first = 1 / setting.epochs
     behind = ((num_frozen, intervals - of_first),) if intervals > of_first else ()
     return ((num_stored, of_first), *behind)
 
 
 def _go_on(found: _Found, ways: Sequence[_Way], arm: Arm, num_frozen: int, intervals: int) -> None:
-    """Through a stretch on each way, with a cache where there may be one, and without."""
+    """Extend each way by a stretch, with a cache if it may be used, and without; add the results to `found`."""
     shapes = _shapes(arm, found.setting)
     if _may_cache(arm, found.setting, num_frozen):
         for way in ways:
@@ -330,7 +347,7 @@ def _go_on(found: _Found, ways: Sequence[_Way], arm: Arm, num_frozen: int, inter
 
 
 def _go_on_from(found: _Found, way: _Way, shapes: Sequence[Shape], num_frozen: int, parts: Parts) -> None:
-    """Go on with what there is, as it is, and with each shape, those first that may take least."""
+    """Extend a way by a stretch with its current cut, and with each shape, in the order of their lower bounds."""
     setting, cached = found.setting, parts[0][0] is not None
 
     def at_least(shape: Shape) -> float:
@@ -354,7 +371,7 @@ def _go_on_from(found: _Found, way: _Way, shapes: Sequence[Shape], num_frozen: i
 def _cut(
     setting: Setting, shape: Shape, num_frozen: int, parts: Parts, cut: tuple[int, ...] | None
 ) -> Iterator[list[PipelineOption]]:
-    """A pipeline for each part, all with one cut, if they fit: as given, or the most even one of some part."""
+    """Yield a pipeline for each part, all with one cut, if all fit: `cut`, or else the most even cut of each part."""
     like = [setting.of_shape(shape, num_frozen, each) for each, _ in parts] if cut is None else []
     for layers_of_rank in [cut] if cut else dict.fromkeys(each.layers_of_rank for each in like if each):
         found = [setting.of_shape(shape, num_frozen, each, layers_of_rank) for each, _ in parts]
@@ -364,7 +381,8 @@ def _cut(
 
 
 def _kept_cut(now: PipelineOption, num_frozen: int, *, cached: bool) -> tuple[int, ...] | None:
-    """Nothing moves: what is cached has to be on the first rank, which has to have one layer more."""
+    """The cut with which no layer moves; None if there is none, since a cached prefix must lie on the first rank, which
+    needs at least one more layer."""
     first, *others = places(now)
     if not cached:
         return (first, *others)
@@ -372,7 +390,7 @@ def _kept_cut(now: PipelineOption, num_frozen: int, *, cached: bool) -> tuple[in
 
 
 def _worth_reading(num_stored: int, layers: Layers) -> int:
-    """How many of the layers whose output the cache has are read from it: none, if computing them is sooner."""
+    """The number of layers whose output is read from the cache: all that it has, or 0 if computing them is faster."""
     return num_stored if layers.read <= sum(layers.forward[:num_stored]) else 0
 
 
@@ -385,7 +403,10 @@ def _shapes(arm: Arm, setting: Setting) -> list[Shape]:
 
 
 def _at_least(arm: Arm, setting: Setting, stretches: Sequence[tuple[int, int]]) -> dict[Shape, float]:
-    """Seconds of stretches (frozen layers, intervals) by the shape before them: it stays, or something moves once."""
+    """Lower bounds of the seconds of later stretches, by the shape before them: it stays, or layers move once.
+
+    `stretches`: (frozen layers, intervals) of each stretch.
+    """
     stays = dict.fromkeys(_shapes(arm, setting) or [(setting.num_stages, 1)], 0.0)
     moves = setting.move
     for num_frozen, intervals in stretches:
@@ -400,13 +421,14 @@ def _at_least(arm: Arm, setting: Setting, stretches: Sequence[tuple[int, int]]) 
 
 
 def seconds_of(phase: Phase, setting: Setting, seconds: float | None = None, transition: float | None = None) -> float:
-    """Seconds of all batches that a phase stands for and of the transition before it; simulated, or by given seconds of
-    a batch and of the transition.
+    """The seconds of all batches of a phase and of the transition before it.
+
+    `seconds`, `transition`: measured seconds of a batch and of the transition; None: the simulated ones.
     """
     seconds = phase.pipeline.seconds if seconds is None else seconds
     return setting.batches * phase.intervals * seconds + (phase.transition if transition is None else transition)
 
 
 def seconds_of_arm(phases: Sequence[Phase], setting: Setting) -> float:
-    """Simulated."""
+    """The simulated seconds of all phases."""
     return sum(seconds_of(each, setting) for each in phases)

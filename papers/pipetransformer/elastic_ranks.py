@@ -1,8 +1,8 @@
-"""What the processes of `elastic.py` run: an arm's phases one after another, with an engine each on emulated stages.
+"""The processes of `elastic.py`, which run an arm's phases one after another, each with an engine on emulated stages.
 
-Between two phases that have a transition every rank closes its engine, destroys the groups, sleeps for the state that
-would move, makes new groups and builds its next engine, proof of the program included. Ranks that have no pipeline
-wait. Where only the cache has filled, stages take less time from then on and nothing else happens.
+In a transition between two phases every rank closes its engine, destroys the groups, sleeps for the time of moving
+state, makes new groups and builds its next engine, including the proof of the program. Ranks without a pipeline wait.
+If only the cache has been filled, the stages' times become shorter, and there is no transition.
 """
 
 import gc
@@ -35,7 +35,7 @@ from megatron.pipeline.runtime.transport.links import LINKS, GlooLink
 from papers.pipetransformer.elastic_plan import Phase
 
 EMULATED = "gloo, emulated"
-"""A backend of this benchmark: layers say what its links are."""
+"""The name of this benchmark's backend, whose links depend on the phase's layers."""
 NUM_TRIALS, NUM_NORMS, NUM_TRACED = 4, 20, 2
 COMPUTATIONS = Kind.FORWARD, Kind.BACKWARD
 TRANSFERS = Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B
@@ -43,9 +43,14 @@ TRANSFERS = Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticJob(Job):
-    """`arms`: name -> phases, each arm `repeats` times, in turns. Without arms, what the planning has to be told is
-    measured: the latency of a transfer, all-reduces of few bytes, and between `trial`'s pipelines transitions in which
-    nothing moves and what the engine takes around a computation.
+    """A job that runs arms in turns, or measures the values that the plan needs.
+
+    Attributes:
+        arms: name -> phases; each arm runs `repeats` times. If empty, these values are measured: the latency of a
+            transfer, all-reduces of few bytes, transitions between the pipelines of `trial` in which nothing moves, and
+            the engine's time around a computation.
+        trial: the pipelines for these measurements.
+        layers: the layers of these pipelines.
     """
 
     arms: dict[str, tuple[Phase, ...]]
@@ -65,10 +70,10 @@ class TimedStage(EmulatedStage):
 
 
 class ElasticRank(Rank):
-    """One process of a job."""
+    """One process of a job, which runs the phases of all arms, or measures the values for the plan."""
 
     def run(self) -> dict:
-        """Measure everything; on rank 0 as plain data."""
+        """Measure everything. Returns the results as plain data, of which rank 0's are used."""
         self._engine_now: PipelineEngine | None = None
         self._tracer: Tracer | None = None
         self._phase_now: Phase | None = None
@@ -101,8 +106,8 @@ class ElasticRank(Rank):
         }  # fmt: skip
 
     def _reduction(self) -> float:
-        """Seconds of an all-reduce within each half of the ranks, in both at once, as replicas of two stages have
-        it."""
+        """Measure the seconds of an all-reduce within each half of the ranks, in both halves at the same time, as for
+        replicas of two stages."""
         world = dist.get_world_size()
         halves = [dist.new_group(list(half)) for half in (range(world // 2), range(world // 2, world)) if half]
         (own,) = [each for each in halves if each is not dist.GroupMember.NON_GROUP_MEMBER]
@@ -111,7 +116,7 @@ class ElasticRank(Rank):
         return found
 
     def _all_reduce(self, group) -> float:
-        """Seconds of an all-reduce over ranks that come to it together, as they do where all wait for it."""
+        """Measure the seconds of an all-reduce over ranks that begin it at the same time."""
         sums, samples = torch.zeros(6, dtype=torch.float64), []
         for _ in range(NUM_NORMS):
             meeting = torch.tensor([time.monotonic() + 0.01], dtype=torch.float64)
@@ -122,8 +127,8 @@ class ElasticRank(Rank):
         return statistics.median(samples)
 
     def _around(self) -> float:
-        """Seconds that the engine took for a computation besides what the stage slept for, its transfers' instructions
-        included; the mean over all ranks."""
+        """The engine's seconds for a computation in addition to the stage's sleep, including the instructions of its
+        transfers, as the mean over all ranks."""
         taken, count = 0.0, 0
         if self._engine_now is not None:
             of_stage = {stage.index: stage.times for stage in self._stages_now}
@@ -139,7 +144,8 @@ class ElasticRank(Rank):
         return sum(each for each, _ in everyone) / sum(each for _, each in everyone)
 
     def _run_phase(self, phase: Phase) -> dict:
-        """Seconds of each batch but the first, of all from drained to drained, and of the transition before them."""
+        """Run a phase. Returns the seconds of each batch except the first, of the whole run with its drain, and of the
+        transition before it; and the used share of the cores."""
         seconds = None
         if self._phase_now is not None and _is_same_place(phase.pipeline, self._phase_now.pipeline):
             for stage, times in zip(self._stages_now, self._times(phase), strict=True):
@@ -156,9 +162,12 @@ class ElasticRank(Rank):
         }
 
     def _run_batches(self, pipeline: PipelineOption, count: int) -> tuple[list[float], float]:
-        """Seconds from the end of one batch to that of the next, of the slowest replica, and from drained to drained.
+        """Run `count` batches, from a drained state to a drained state.
 
-        The last rank of a pipeline has the last step of each batch; ranks with frozen layers alone are ahead.
+        Returns the seconds from the end of each batch to the end of the next, on the slowest replica; and the seconds
+        of the whole run, drain included.
+
+        The last rank of a pipeline makes the last step of each batch; ranks with only frozen layers run ahead.
         """
         m = pipeline.num_microbatches
         dist.barrier()
@@ -176,7 +185,7 @@ class ElasticRank(Rank):
         return [max(each) for each in zip(*lasts, strict=True)], max(gathered(run))
 
     def _transition(self, phase: Phase) -> float:
-        """From a drained pipeline to one that has been built; the slowest rank's seconds."""
+        """Change from a drained pipeline to a new one. Returns the slowest rank's seconds."""
         dist.barrier()
         start = time.perf_counter()
         self._change_to(phase)
@@ -196,10 +205,10 @@ class ElasticRank(Rank):
         self._build(phase)
         gc.unfreeze()
         gc.collect()
-        gc.freeze()  # as in training: else all ranks, in step as they are, collect the programs at the same batch
+        gc.freeze()  # as in training; otherwise all ranks would collect garbage at the same batch
 
     def _build(self, phase: Phase) -> None:
-        """Groups in the one order in which all ranks make them, then the engine of a rank that has a pipeline."""
+        """Make the groups, in the same order on all ranks, and then the engine of a rank that has a pipeline."""
         pipeline, layers = phase.pipeline, phase.layers
         p, d, rank = pipeline.num_ranks, pipeline.num_replicas, dist.get_rank()
         active = p * d
@@ -219,7 +228,7 @@ class ElasticRank(Rank):
         if not num_trained:
             update = FrozenUpdate(job_group=job)
         else:
-            if schedule.num_frozen:  # those with frozen stages alone use it once when they are built
+            if schedule.num_frozen:  # ranks with only frozen stages use the group once when they are built
                 ModuleReduction(job_group=job, device=torch.device("cpu")).warm_up()
             grad = EmulatedReduction(4, replicas[place], layers.reduce * num_trained) if d > 1 else None
             update = EmulatedUpdate(grad=grad, job_group=job)
@@ -234,7 +243,7 @@ class ElasticRank(Rank):
         prove(schedule, [pipeline.num_microbatches] * 2)
 
     def _times(self, phase: Phase) -> list[EmulatedTimes]:
-        """The times of this rank's stages."""
+        """The times of this rank's stages in a phase."""
         pipeline, rank = phase.pipeline, dist.get_rank()
         if rank >= pipeline.num_ranks * pipeline.num_replicas:
             return []
@@ -244,6 +253,6 @@ class ElasticRank(Rank):
 
 
 def _is_same_place(one: PipelineOption, other: PipelineOption) -> bool:
-    """Whether only what the cache has differs, and with it what stages take."""
+    """Whether two pipelines differ only in the content of the cache, and so in the stages' times."""
     unlike = {"num_stored": 0, "seconds": 0.0, "num_bytes": 0.0}
     return replace(one, **unlike) == replace(other, **unlike)

@@ -1,4 +1,4 @@
-"""What `elastic.py` prints: what it was told, what is predicted, and what was measured beside it."""
+"""The output of `elastic.py`: the given values, the predictions, and the measurements beside them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from papers.pipetransformer.elastic_plan import ARMS, STATIC, Phase, Setting, se
 
 _COLOURS = {"predicted": "#3873b8", "measured": "#c8102e", "p": "#8457ae", "d": "#3d9140", "frozen": "#e58a00"}
 _SAMPLES = 400
-"""Samples in a batch, the paper's."""
+"""The number of samples in a batch, as in the paper."""
 
 
 def draw(rows: Sequence[dict], phases: Sequence[Phase], setting: Setting, path: Path) -> None:
-    """`rows`: of the phases, as `elastic_tables` has them. Time is what was measured, else what is predicted."""
+    """Draw the phases of an arm over time. `rows`: the phases' rows. Times are measured, or else predicted."""
     begin, spans = 0.0, []
     for row, phase in zip(rows, phases, strict=True):
         transition = row.get("measured_transition", phase.transition)
@@ -53,7 +53,7 @@ def draw(rows: Sequence[dict], phases: Sequence[Phase], setting: Setting, path: 
 
 
 def _steps(axes, spans: Sequence[tuple[float, float, float]], values: Sequence[float], **style) -> None:
-    """A level for each phase, with nothing in a transition."""
+    """Draw a level for each phase, with gaps at transitions."""
     xs, ys = [], []
     for (_, begin, end), value in zip(spans, values, strict=True):
         xs += [begin, end, end]
@@ -65,7 +65,7 @@ Runs = dict[str, list[list[dict]]]
 
 
 def rows_of(phases: dict[str, tuple[Phase, ...]], setting: Setting, runs: Runs) -> list[dict]:
-    """An arm each, with its phases: seconds of all batches of all intervals, transitions included."""
+    """A row for each arm, with the rows of its phases: seconds of all batches of all intervals, with transitions."""
     static = seconds_of_arm(phases[STATIC.name], setting)
     rows = []
     for arm in ARMS:
@@ -110,7 +110,7 @@ def _phase_row(phase: Phase, setting: Setting, runs: Sequence[dict]) -> dict:
 
 
 def _busiest(phase: Phase) -> float:
-    """Seconds of a microbatch on the rank that computes most."""
+    """The seconds of a microbatch on the busiest rank."""
     of_rank: dict[int, float] = {}
     for stage in stages_of(phase.layers, phase.pipeline):
         of_rank[stage.rank] = of_rank.get(stage.rank, 0.0) + stage.forward + stage.backward
@@ -127,7 +127,7 @@ def _cache(phase: Phase) -> str:
     return f"{'read, ' if pipeline.num_stored else ''}compute {new}, write"
 
 
-# What is shown.
+# --- tables
 
 
 def _table(title: str, rows: Sequence[dict], columns: dict[str, Callable[[dict], str]]) -> None:
@@ -143,7 +143,7 @@ def _speed_up(name: str) -> Callable[[dict], str]:
 
 
 def show_setting(setting: Setting, args: argparse.Namespace) -> None:
-    """What is assumed."""
+    """Print the assumptions."""
     layers, static = setting.layers, setting.static()
     times = sorted(set(layers.forward))
     forward = f"{1e3 * times[0]:g}" if len(times) == 1 else f"{1e3 * times[0]:g} to {1e3 * times[-1]:g}"

@@ -1,4 +1,4 @@
-"""The peers of `freeze_peers.py`: each trains a stage of a ViT, of which some layers are frozen by hand."""
+"""The peers of `freeze_peers.py`, each of which trains a stage of a ViT with some layers frozen by hand."""
 
 import gc
 import json
@@ -27,7 +27,7 @@ from megatron.trainer.start_up.run import Run
 
 
 def freeze(chunk: torch.nn.Module, args, depth: int) -> None:
-    """Let the first `depth` layers, and the embedding with them, have no gradient."""
+    """Freeze the first `depth` layers, and with them the embedding."""
     if depth and chunk.pre_process:
         chunk.embedding.requires_grad_(False)
     for layer in chunk.decoder.layers:
@@ -35,7 +35,8 @@ def freeze(chunk: torch.nn.Module, args, depth: int) -> None:
 
 
 def forward_step(data_iterator, model):
-    """Megatron's contract, with a mean for each microbatch: the schedule counts tokens in whole numbers."""
+    """Run a forward step in Megatron-LM's form, with a mean for each microbatch, since the schedule counts tokens in
+    whole numbers."""
     output, loss_function = door.forward_step(data_iterator, model)
 
     def mean(logits: torch.Tensor):
@@ -105,7 +106,7 @@ class Torch:
 
 
 class _Stage(torch.nn.Module):
-    """The chunk as torch.distributed.pipelining wants it: what is received comes as an argument."""
+    """The chunk in the form of torch.distributed.pipelining, which passes received tensors as arguments."""
 
     def __init__(self, chunk: torch.nn.Module) -> None:
         super().__init__()
@@ -122,7 +123,8 @@ PEERS = {"torch 1F1B": Torch, "megatron.core 1F1B": Core}
 
 
 def train(name: str, depth: str, result: str, *flags: str) -> None:
-    """One rank of a job; the last stage's writes the seconds of each batch and the first loss to `result`."""
+    """Train on one rank of a job. The last stage's rank writes the seconds of each batch and the first loss to
+    `result`."""
     args = parse_args(list(flags), defaults=door.DEFAULTS)
     complete(args)
     initialize.join_process_group(args, initialize.rendezvous())

@@ -1,19 +1,19 @@
-"""Seconds of a batch with frozen layers: this project's pipeline, and peers whose layers are frozen by hand.
+"""The seconds of a batch with frozen layers: this project's pipeline beside peers whose layers are frozen by hand.
 
     python -m papers.pipetransformer.freeze_peers                       # about 15 minutes, two processes; a table
     python -m papers.pipetransformer.freeze_peers --alpha 0.33 --json found.json
 
-A ViT in two stages is trained on digits with 0, then some layers frozen, by turns, each turn a job of its own:
+A ViT in two stages is trained on digits with different numbers of frozen layers, in turns, each turn a job of its own:
 
-torch 1F1B            torch.distributed.pipelining; frozen layers ask for no gradient and are in no optimizer
-megatron.core 1F1B    its schedule, DDP and optimizer, likewise
-frozen                --freeze-training: the stages that the run began with
-elastic               with --elastic-pipeline: what it makes of two ranks
-all                   with --activation-cache, in the second epoch at this depth
+torch 1F1B            torch.distributed.pipelining; frozen layers have no gradient and are in no optimizer
+megatron.core 1F1B    megatron.core's schedule, DDP and optimizer, with layers frozen in the same way
+frozen                --freeze-training, with the stages with which the run began
+elastic               also with --elastic-pipeline, which may change the pipeline on the two ranks
+all                   also with --activation-cache, in the second epoch at this depth
 
-A figure is the median of batches behind the first few, on the slower rank; a depth's, the median of the rounds. "whole"
-adds up a run whose layers freeze by the bound of the paper's rule. All jobs have the same weights and data: their first
-losses are compared, and have to agree.
+A time is the median of the batches after the first few, on the slower rank, and over the rounds. "whole" adds up the
+times of a run whose layers freeze by the bound of the paper's rule. All jobs have the same weights and data, so their
+first losses are compared, and must agree.
 """
 
 import argparse
@@ -38,17 +38,17 @@ OWN = {
     "elastic": ("--elastic-pipeline",),
     "all": ("--elastic-pipeline", "--activation-cache", "{cache}"),
 }
-DECIDED = 10  # batches before layers freeze; an epoch, so that the times of a batch are known
+DECIDED = 10  # number of batches before layers freeze: an epoch, after which the times of a batch are known
 SECOND_EPOCH = 2 * DECIDED + 2
 
 
 def depths(alpha: float, intervals: int) -> list[int]:
-    """Frozen layers of each interval by the bound alone."""
+    """The number of frozen layers in each interval, by the bound alone."""
     return [int(LAYERS * (1 - (1 - alpha) ** number) + 1e-9) for number in range(intervals)]
 
 
 def turn(contender: str, depth: int, folder: Path) -> tuple[float, float]:
-    """Seconds of a batch, and the first loss."""
+    """Run one turn of a contender with `depth` frozen layers. Returns the seconds of a batch, and the first loss."""
     data = [str(folder / f"{part}.npz") for part in ("train", "validation")]
     flags = [
         *VIT.split(), "--num-layers", str(LAYERS), "--pipeline-model-parallel-size", "2", "--data-path", *data,
@@ -73,7 +73,7 @@ def turn(contender: str, depth: int, folder: Path) -> tuple[float, float]:
 
 
 def measure(options: argparse.Namespace) -> dict:
-    """contender -> depth -> seconds of a batch by round."""
+    """Run all turns. Returns the results; `seconds`: contender -> depth -> seconds of a batch by round."""
     needed = sorted(set(depths(options.alpha, options.intervals)))
     found = {name: {depth: [] for depth in needed} for name in (*PEERS, *OWN)}
     losses = []

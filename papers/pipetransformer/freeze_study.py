@@ -1,26 +1,26 @@
-"""What freezing costs and gains on real data: a ViT and a BERT are fine-tuned dense, frozen, and with everything.
+"""The cost and the gain of freezing on real data: a ViT and a BERT, fine-tuned dense, frozen, and with everything.
 
     python -m papers.pipetransformer.freeze_study vit --output runs              # digits of scikit-learn
     python -m papers.pipetransformer.freeze_study bert --reviews ARCHIVE --output runs   # examples/reviews.py names it
     python -m papers.pipetransformer.freeze_study --show runs/vit.json runs/bert.json
 
-Two processes with one thread each. The model is pretrained once: the ViT on the digits 0 to 4, the BERT on texts alone.
-Then it is fine-tuned for the same epochs in three ways:
+Two processes with one thread each train. The model is pretrained once: the ViT on the digits 0 to 4, the BERT on
+unlabelled texts. Then it is fine-tuned for the same epochs in three ways:
 
 dense    p=2, flush
-frozen   the same stages, --freeze-training
-all      with --elastic-pipeline and --activation-cache, too
+frozen   the same stages, with --freeze-training
+all      also with --elastic-pipeline and --activation-cache
 
 First each way of freezing (epochs before it begins, and alpha) is tried with everything, on seeds that are not used
-again, and no run is given test data: of those that are at least `--sooner` times as soon as dense, by the sums over the
-seeds, the one that freezes latest is taken, and what it costs is not asked: the validation data of a few seeds cannot
-tell a point from none. Then each seed trains all three arms, in an order that changes, and reads its test data once, at
-the end. A seed also shares out the images, or the labelled texts, anew.
+again, without test data. Of the ways that are at least `--sooner` times as fast as dense, by the sums over the seeds,
+the one that freezes latest is chosen. Its loss of accuracy is not considered, since the validation data of a few seeds
+cannot resolve one point. Then each seed trains all three arms, in an order that changes, and reads its test data once,
+at the end. A seed also decides the split of the images, or of the labelled texts.
 
-seconds   of batches and changes: what training takes. Evaluations and the launch come on top for all alike
+seconds   seconds of training: batches and changes. Evaluations and the launch are additional, and equal for all arms
 sooner    seconds of dense over those of the arm, within a seed
-accuracy  of the test data at the end; "lower" in points, mean over the seeds with its 95% interval (Student's t)
-reaches   seconds until the validation accuracy first is what dense has at its end, over dense's own until then
+accuracy  on the test data at the end; "lower" in points, as the mean over the seeds with its 95% interval (Student's t)
+reaches   seconds until the validation accuracy first reaches the final one of dense, over dense's seconds to reach it
 """
 
 import argparse
@@ -62,10 +62,10 @@ BERT = (
 
 
 class Study(ABC):
-    """One model: its data, its pretraining, and how it is fine-tuned."""
+    """The study of one model: its data, its pretraining and its fine-tuning."""
 
     ways: tuple[tuple[int, float], ...]
-    """To be tried, the latest first: epochs before the first interval, and alpha."""
+    """The ways of freezing to try, the latest first: (epochs before the first interval, alpha)."""
     tried_seeds: tuple[int, ...]
 
     def __init__(self, options: argparse.Namespace, *, epochs: int, epochs_of_interval: float) -> None:
@@ -77,18 +77,18 @@ class Study(ABC):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Make data and the pretrained checkpoint, where they are not there already."""
+        """Make the data and the pretrained checkpoint, unless they exist."""
 
     @abstractmethod
     def command(self, seed: int, *, test: bool) -> list[str]:
-        """The program with its flags."""
+        """The command line of the fine-tuning program. `test`: whether to evaluate on the test data."""
 
     @abstractmethod
     def batches(self, seed: int) -> int:
-        """The batches of an epoch, rounded up."""
+        """The number of batches of an epoch, rounded up."""
 
     def arm(self, name: str, seed: int, way: tuple[int, float], *, test: bool) -> dict:
-        """One run; its seconds, accuracies and changes."""
+        """Run an arm. Returns its seconds, accuracies and changes. `way`: the way of freezing."""
         flags = [*self.command(seed, test=test), "--seed", str(seed), "--epochs", str(self.epochs)]
         epoch, (start, alpha) = self.batches(seed), way
         cache = self.folder / "cache"
@@ -204,7 +204,7 @@ def python(*argv: str) -> None:
 
 
 def launch(argv: list[str], log: Path) -> None:
-    """A training program on two processes; what it says goes to `log`, which is shown if it fails."""
+    """Run a training program on two processes. Its output goes to `log`, which is shown if the program fails."""
     log.parent.mkdir(parents=True, exist_ok=True)
     variables = environment(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
     with open(log, "w") as stream:
@@ -214,8 +214,11 @@ def launch(argv: list[str], log: Path) -> None:
 
 
 def read_run(metrics: Path) -> dict:
-    """A metrics file's `seconds` of batches and changes, `validation` [(seconds until then, accuracy)], `test` and
-    `changes` [(iteration, frozen layers, ranks, replicas, seconds)]."""
+    """Read a metrics file.
+
+    Returns `seconds`, of batches and changes; `validation`, a list of (seconds so far, accuracy); `test`, the accuracy
+    or None; and `changes`, a list of (iteration, frozen layers, ranks, replicas, seconds).
+    """
     seconds, validation, test, changes = 0.0, [], None, []
     for record in read_metrics(str(metrics)):
         if "iteration_time_ms" in record:
@@ -232,7 +235,7 @@ def read_run(metrics: Path) -> dict:
 
 
 def choose(study: Study) -> tuple[tuple[int, float], dict]:
-    """The way to freeze, and what each run of the choice came to: [[seconds, validation accuracy], ...] by way."""
+    """Choose the way of freezing. Returns it, and way -> (seconds, validation accuracy) of each trial run."""
     tried: dict[str, list] = {}
     for way in (None, *study.ways):
         runs = [study.arm("all" if way else "dense", seed, way or (0, 0.0), test=False) for seed in study.tried_seeds]
@@ -269,7 +272,7 @@ ARMS = ("dense", "frozen", "all")
 
 
 def interval(values: Sequence[float]) -> str:
-    """Mean and the half of its 95% interval."""
+    """The mean and half of its 95% interval, as text."""
     if len(values) < 2:
         return f"{values[0]:+.2f}"
     quantile = student.ppf(0.975, len(values) - 1)
@@ -277,7 +280,7 @@ def interval(values: Sequence[float]) -> str:
 
 
 def reached(run: dict, accuracy: float) -> float | None:
-    """Seconds until the validation accuracy first is as good."""
+    """The seconds until the validation accuracy first reaches `accuracy`; None if it never does."""
     return next((seconds for seconds, found in run["validation"] if found >= accuracy), None)
 
 

@@ -1,28 +1,28 @@
-"""What splitting a backward costs on real chunks of a GPT, and what ZB-H1 makes of it on two cores.
+"""The cost of splitting a backward on real chunks of a GPT, and the speed of ZB-H1 with split backwards on two cores.
 
     python -m papers.zero_bubble halves     # about 3 minutes: B against I and W, one process of one thread
-    python -m papers.zero_bubble modules    # a minute: the same on modules of plain torch, beside torch's own split
+    python -m papers.zero_bubble modules    # a minute: modules of plain torch, beside torch's own split
     python -m papers.zero_bubble pipeline   # about 4 minutes: zb-h1 and flush on two processes, and simulated
 
-`halves` runs a stage of megatron.core as training does (DDP, FP32 gradients). In each repeat a microbatch has a whole
-backward (B), another its halves (I and W), and the stage's weight products are computed by themselves, on random
+`halves` runs a stage of megatron.core as in training (DDP, FP32 gradients). In each repeat one microbatch has a whole
+backward (B), another has its halves (I and W), and the stage's weight products (P) are computed alone, on random
 matrices of the same shapes; the order changes from repeat to repeat.
 
-    (I+W)/B       what splitting costs: at most 1.05
-    (B-I)/P       how much of the weight products P has left I: at least 0.8
-    kept          MiB that a microbatch keeps between I and W; beside it what its graph saves in full
+    (I+W)/B       the cost of splitting: at most 1.05
+    (B-I)/P       the part of the weight products P that is no longer in I: at least 0.8
+    kept          MiB that a microbatch keeps between I and W, and MiB that its graph saves in full
 
-The figures are medians over the repeats of the ratios within them. On a CPU times are the thread's CPU time, which
+The figures are medians over the repeats of the ratios within a repeat. On a CPU, times are the thread's CPU time, which
 other programs disturb least.
 
-`modules` does so with layers of plain torch. "torch" is torch.distributed.pipelining's split of a backward on the same
-module (stage_backward_input and stage_backward_weight); between its halves it keeps the graph, whose bytes are counted
-here, and gradients, which are not.
+`modules` measures layers of plain torch in the same way. "torch" is torch.distributed.pipelining's split of a backward
+on the same module (stage_backward_input and stage_backward_weight). Between its halves it keeps the graph, whose bytes
+are counted, and gradients, which are not counted.
 
-`pipeline` trains a GPT on two stages with m = 2, by zb-h1 and by flush in turn. Before each round both stages measure
-their f, i, w and steps beside each other, without a word between them; the simulator executes the program on these.
+`pipeline` trains a GPT on two stages with m = 2, under zb-h1 and flush in turn. Before each round both stages measure
+their own f, i, w and steps at the same time, without communication; the program is simulated with these times.
 
-    reached       the simulated batch over the measured one, median over the rounds: at least 95% for zb-h1
+    reached       the simulated time of a batch over the measured time, median over the rounds: at least 95% for zb-h1
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What `zero_bubble.py modules` does: split backwards of modules of plain torch, beside torch's own split of them."""
+"""The part `modules` of `papers.zero_bubble`: split backwards of modules of plain torch, beside torch's own split."""
 
 import copy
 import random
@@ -18,7 +18,7 @@ _WARM_UP = 2
 
 
 class _Block(nn.Module):
-    """An MLP as of a transformer, with its norm and its residual."""
+    """The MLP of a transformer layer, with its norm and its residual."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class _Block(nn.Module):
 
 
 def measure(args: dict) -> list[dict]:
-    """A row for each module: seconds in each repeat, and bytes."""
+    """Measure a row for each module: seconds in each repeat, and bytes."""
     torch.manual_seed(0)
     backend.keep_freed_memory()
     width, layers = args["hidden_size"], args["layers"]
@@ -56,7 +56,10 @@ def _time(module: nn.Module, input: Tensor, num_repeats: int) -> dict:
 
 
 class _Turns:
-    """What takes turns, on one module and a copy of it; `found` gets the seconds of each, and bytes."""
+    """The measurements that take turns: a module's whole backward, its halves by this project, and by torch.
+
+    `found`: receives the seconds and the bytes of each turn, by name.
+    """
 
     def __init__(self, module: nn.Module, input: Tensor, found: dict[str, list]) -> None:
         self._module, self._split, self._found = module, copy.deepcopy(module), found

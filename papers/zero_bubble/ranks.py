@@ -1,4 +1,4 @@
-"""What the processes of `python -m papers.zero_bubble` do."""
+"""The parts `halves` and `pipeline` of `python -m papers.zero_bubble`, in its processes."""
 
 import gc
 import random
@@ -28,18 +28,18 @@ _WARM_UP = 3
 
 
 def _now() -> float:
-    """Seconds that this thread computed; on CUDA of the clock, when the device is at rest."""
+    """The CPU seconds of this thread; on CUDA the wall time after the device has finished its work."""
     if backend.is_cuda():
         backend.synchronize()
         return time.perf_counter()
     return time.thread_time()
 
 
-# Halves.
+# --- halves
 
 
 def measure_halves(args: dict) -> list[dict]:
-    """A row for each stage, dtype and recompute scope: seconds in each repeat, and bytes."""
+    """Measure a row for each stage, dtype and recompute scope: seconds in each repeat, and bytes."""
     warnings.filterwarnings("ignore", category=UserWarning)
     backend.keep_freed_memory()
     rows = []
@@ -59,7 +59,7 @@ def _row(args: dict, place: str, dtype: str, scope: RecomputeScope) -> dict:
     plan = _plan(args, place, dtype, scope)
     flags = plan.arguments()
     flags.log_saved_activations = True
-    flags.num_workers = 0  # whoever loads data takes the core
+    flags.num_workers = 0  # processes that load data would take the core
     prepare(flags, None)
     lone = build_lone_stage(flags, training_program("gpt"), plan.place, plan.weights)
     try:
@@ -89,7 +89,8 @@ def _plan(args: dict, place: str, dtype: str, scope: RecomputeScope) -> StagePla
 
 
 def _time_halves(lone, args: dict) -> dict:
-    """Each repeat is a batch: one microbatch whole, one in halves, and the products alone, in changing order."""
+    """Measure all repeats. Each is a batch: one microbatch with a whole backward, one in halves, and the weight
+    products alone, in changing order."""
     update, found, order = lone.update, defaultdict(list), random.Random(0)
     lone.stage.split_backward()
     turns = _Turns(lone, _products(lone.stage.model, args["seq_length"] * args["micro_batch_size"]), found)
@@ -113,7 +114,10 @@ def _time_halves(lone, args: dict) -> dict:
 
 
 class _Turns:
-    """What takes turns; `found` gets the seconds of each, and bytes."""
+    """The measurements that take turns: a whole backward, its halves, and the weight products alone.
+
+    `found`: receives the seconds and the bytes of each turn, by name.
+    """
 
     def __init__(self, lone, products: Callable[[], None], found: dict[str, list]) -> None:
         self._lone, self._stage, self._products, self._found = lone, lone.stage, products, found
@@ -139,7 +143,7 @@ class _Turns:
 
 
 def _products(model: torch.nn.Module, num_tokens: int) -> Callable[[], None]:
-    """What computes the weight product of each linear of `model` once, from random matrices, into nothing."""
+    """A function that computes the weight product of each linear of `model` once, from random matrices."""
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
     factors = [
@@ -156,11 +160,12 @@ def _products(model: torch.nn.Module, num_tokens: int) -> Callable[[], None]:
     return compute
 
 
-# The pipeline.
+# --- the pipeline
 
 
 def measure_pipeline(args: dict) -> list[dict]:
-    """A row for each schedule: round by round, seconds of a batch, measured and simulated, and the stages' times."""
+    """Measure a row for each schedule: for each round, measured and simulated seconds of a batch, and the stages' own
+    times."""
     warnings.filterwarnings("ignore", category=UserWarning)
     backend.keep_freed_memory()
     from benchmarks.common.gpt import Model
@@ -191,7 +196,7 @@ def measure_pipeline(args: dict) -> list[dict]:
 
 
 def _simulated(preset: str, own: dict[str, list[float]], num_microbatches: int) -> float:
-    """Seconds of a batch on the stages' own times, with transfers that take nothing."""
+    """The simulated seconds of a batch, with the stages' own times and transfers that take no time."""
     costs = Costs(
         forward=own["forward"], backward=own["backward"], backward_input=own["input"], backward_weight=own["weight"],
         step=own["step"],
@@ -200,7 +205,7 @@ def _simulated(preset: str, own: dict[str, list[float]], num_microbatches: int) 
 
 
 def _batch_seconds(engine, num_microbatches: int, num_batches: int) -> float:
-    """On the rank that took longer; one batch runs before the clock."""
+    """Measure the seconds of a batch on the slower rank, after one untimed batch."""
     engine.run(num_microbatches)
     engine.finish()
     dist.barrier()
@@ -212,7 +217,7 @@ def _batch_seconds(engine, num_microbatches: int, num_batches: int) -> float:
 
 
 class _StageInHalves:
-    """This rank's stage, on inputs and output gradients that are made up, beside the other rank's."""
+    """This rank's stage on random inputs and output gradients, measured at the same time as the other rank's stage."""
 
     def __init__(self, model) -> None:
         from benchmarks.common.gpt import chunk_with_optimizer, forward_step
@@ -236,7 +241,8 @@ class _StageInHalves:
         self._batch = 0
 
     def measure(self, num_microbatches: int, num_batches: int) -> dict[str, list[float]]:
-        """What -> seconds at each stage, medians over microbatches: forward, backward, input, weight, step."""
+        """Measure the seconds of forward, backward, input, weight and step at each stage, as medians over
+        microbatches."""
         found = defaultdict(list)
         for number in range(2 * num_batches + 1):
             for name, values in self._run_batch(num_microbatches, split=number % 2 == 0).items():

@@ -1,11 +1,11 @@
-"""What a frozen prefix of layers puts out, per sample, in files on the node (PipeTransformer, section 3.4).
+"""A cache of the outputs of a frozen prefix of layers, per sample, in files on the node (PipeTransformer, section 3.4).
 
-activation_cache  the face: get, put, prefetch, deepen; what reading and writing takes on a disk
-background        a thread that reads ahead, and one that writes
-store             the files of values and their indexes, the limit, what is done about errors
-folder            opening what was left there: locks, the limit, damage
-generation        what decides the bits of a value
-measured          counts, medians, and whether reading pays
+activation_cache  the interface: get, put, prefetch, deepen; the measurement of a disk's times
+background        a thread that reads ahead, and a thread that writes
+store             the files of values and their indexes, the limit on bytes, the handling of errors
+folder            the opening of an existing folder: locks, the limit, damage
+generation        the properties that decide the bits of a value
+measured          counts, median times, and whether reading is faster than computing
 """
 
 from megatron.elastic.cache.activation_cache import ActivationCache, CacheSeconds, measure

@@ -1,4 +1,4 @@
-"""The outputs of a frozen prefix of layers, one per sample, for all processes of a node."""
+"""A cache of the outputs of a frozen prefix of layers, one per sample, for all processes of a node."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from megatron.elastic.cache.measured import Measured
 from megatron.elastic.cache.store import CacheStore
 
 PUT_PATIENCE = 10.0
-"""Seconds that `put` waits for a writer that has fallen behind before it gives up its samples."""
+"""Seconds that `put` waits for a writer that has fallen behind before it drops its samples."""
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class _Here:
-    """What this process, and no fork of it, has open."""
+    """The open files and threads of this process, which a forked process must not use."""
 
     store: CacheStore
     writer: Writer
@@ -40,23 +40,23 @@ class _Here:
 
 
 class ActivationCache:
-    """Reads and writes values of one generation, and reads those of the one before it. Never raises for a fault of
-    the disk or its files: such is one warning, and a miss.
+    """A cache that reads and writes values of one generation, and reads values of the generation before.
 
-    To be used by one thread of a process, and by any number of processes. A process that was forked opens the cache
-    anew, and so does one that it is pickled for; each closes its own.
+    A fault of the disk or of the files raises no error: it is logged as one warning, and the value counts as a miss.
+    Any number of processes may use the cache, each from one thread. A forked process opens the cache again, and so does
+    a process that unpickles it; each process closes its own.
 
     Args:
-        folder: on a disk of this node; may be shared with other jobs.
-        generation: whose values are read and written.
-        most_bytes: the files never become larger. Where others have them open already, their limit stays.
-        older: the generation before, if the job went on from there.
-        window: samples that `prefetch` may hold in memory.
-        most_waiting: calls of `put` whose samples wait in memory for the writer.
-        in_background: write on a thread.
+        folder: a folder on a disk of this node, which may be shared with other jobs.
+        generation: the generation whose values are read and written.
+        most_bytes: the limit on the bytes of all files. If other processes have them open already, their limit stays.
+        older: the generation before, if the job continued from it.
+        window: number of samples that `prefetch` may hold in memory.
+        most_waiting: number of calls of `put` whose samples may wait in memory for the writer.
+        in_background: whether to write on a thread.
 
     Raises:
-        ValueError: the limit is too small, or the folder cannot be one of a cache.
+        ValueError: the limit is too small, or the folder cannot hold a cache.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class ActivationCache:
         }
         self.generation = generation
         self.older = older if older is not None and generation.deepens(older) else None
-        """Whose values `get_older` finds."""
+        """The generation whose values `get_older` finds; None if there is none."""
         self._said: set[str] = set()
         self._closed = False
         self._here: _Here | None = None
@@ -89,13 +89,13 @@ class ActivationCache:
         _caches.add(self)
 
     def get(self, samples: Sequence[Hashable]) -> list[Tensor | None]:
-        """The outputs of these samples, in the host's memory and the caller's own; None where there is none.
+        """The outputs of samples, in host memory that belongs to the caller; None for a sample without a value.
 
         Args:
-            samples: whole numbers or texts that name them in the data set of the generation.
+            samples: the samples' names in the generation's data set, as whole numbers or texts.
 
         Raises:
-            ValueError: a name of another kind.
+            ValueError: a name is of another type.
         """
         found = self._get(self.generation, samples)
         count = sum(each is not None for each in found)
@@ -103,17 +103,18 @@ class ActivationCache:
         return found
 
     def get_older(self, samples: Sequence[Hashable]) -> list[Tensor | None]:
-        """The same of the generation before, from which the new layers are computed; None where there is none."""
+        """The outputs of samples in the generation before, from which new layers compute; None for a missing value."""
         found = [None] * len(samples) if self.older is None else self._get(self.older, samples)
         self.measured.add(older_hits=sum(each is not None for each in found))
         return found
 
     def put(self, samples: Sequence[Hashable], tensors: Sequence[Tensor]) -> None:
-        """Keep these outputs; the older ones of the same samples make way where there is no room for both. The tensors
-        are copied before it returns (on a device: before what its stream is given next).
+        """Store outputs of samples. Without room for more, they replace the samples' values of the generation before.
+
+        The tensors are copied before the call returns, or on a device before any later work of its current stream.
 
         Raises:
-            ValueError: a tensor is not of the generation's dtype and shape, or a name is of another kind.
+            ValueError: a tensor has another dtype or shape than the generation, or a name is of another type.
         """
         assert len(samples) == len(tensors)
         generation, older = self.generation, self.older
@@ -151,18 +152,21 @@ class ActivationCache:
             self._warn("behind", f"writing to the cache in {self.folder} takes too long; some samples are not written")
 
     def prefetch(self, samples: Sequence[Hashable]) -> None:
-        """Read these ahead on a thread, at this depth or else at the one before, for the `get` that comes."""
+        """Read values of samples ahead on a thread, for a later `get` or `get_older`.
+
+        For a sample without a value in this generation, the value of the generation before is read.
+        """
         keys = [key_of_sample(sample) for sample in samples]
         here = self._opened()
         if here is not None:
             here.window.request(keys)
 
     def deepen(self, generation: Generation) -> None:
-        """From now on read and write another generation. What there is of the present one can be had by `get_older`, if
-        it is the same but for depth and weights; else, and what is older than that, is deleted unless another process
-        needs it. Waits for what was put before.
+        """Make `generation` the generation that is read and written, after all earlier `put` calls are written.
 
-        The weights of the layers that were frozen before have to be those that they were.
+        If the generation so far differs in depth and weights only, `get_older` finds its values. Otherwise its values
+        are deleted, and so are those of the generation before it, unless another process needs them. Precondition: the
+        weights of the layers that were frozen before have not changed.
         """
         assert generation.depth >= self.generation.depth, "what is frozen stays so"
         if generation != self.generation:
@@ -175,12 +179,12 @@ class ActivationCache:
             self._need(self.generation, None)
 
     def flush(self) -> None:
-        """Wait until what was put is written."""
+        """Wait until the samples of all earlier `put` calls are written."""
         if self._here is not None:
             self._here.writer.flush()
 
     def close(self) -> None:
-        """Write what was put, end the threads, close the files. What was written stays for the next one."""
+        """Write all samples that were put, end the threads and close the files, which stay for later caches."""
         here, self._here, self._closed = self._here, None, True
         if here is not None:
             try:
@@ -231,7 +235,7 @@ class ActivationCache:
             here.store.need(self._generations())
 
     def _opened(self) -> _Here | None:
-        """What this process has open, opened if need be; None where that cannot be."""
+        """The open files and threads of this process, which are opened if necessary; None if this is impossible."""
         assert not self._closed
         if self._here is None and not self._off:
             try:
@@ -275,12 +279,13 @@ os.register_at_fork(after_in_child=_in_child)
 
 @dataclass(frozen=True)
 class CacheSeconds:
-    """Times of a sample. What is read is still in memory: a cache that does not fit there reads as fast as its disk.
+    """Measured seconds for one sample. The files are still in memory when they are read; a cache that does not fit into
+    memory reads at the speed of its disk.
 
     Attributes:
-        read: by who asks.
-        write: on the thread that writes.
-        put: that the training waits for its copy.
+        read: seconds of reading, on the thread that asks.
+        write: seconds of writing, on the thread that writes.
+        put: seconds that the training waits in `put` for the copy.
     """
 
     read: float
@@ -292,8 +297,9 @@ _NEVER = CacheSeconds(math.inf, math.inf, math.inf)
 
 
 def measure(folder: Path | str, num_bytes: int, *, microbatch_rows: int = 8, num_microbatches: int = 4) -> CacheSeconds:
-    """Medians of a few microbatches of samples of `num_bytes`, in a folder of its own in `folder` that is removed. All
-    are infinite, with a warning, where it cannot be written.
+    """Measure reading and writing of a few microbatches of samples, in a temporary folder within `folder`.
+
+    `num_bytes`: bytes of a sample. Returns medians; all are infinite, with a warning, if the folder cannot be written.
 
     Raises:
         ValueError: as `ActivationCache`.
@@ -312,7 +318,7 @@ def measure(folder: Path | str, num_bytes: int, *, microbatch_rows: int = 8, num
         data="",
     )
     most_bytes = 4 * FEWEST_BYTES + 2 * (num_bytes + 8192) * microbatch_rows * num_microbatches
-    draws = torch.Generator().manual_seed(0)  # of its own: who measures draws as others do
+    draws = torch.Generator().manual_seed(0)  # its own, so that a measurement does not change the run's random numbers
     value = torch.randint(-(1 << 15), 1 << 15, generation.shape, dtype=torch.int16, generator=draws)
     samples = torch.arange(num_microbatches * microbatch_rows).split(microbatch_rows)
     puts = []

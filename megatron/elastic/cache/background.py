@@ -1,4 +1,4 @@
-"""A cache's threads: one reads ahead, and one writes. Each starts with its first call."""
+"""The threads of a cache: one reads ahead, and one writes. Each thread starts with the first call for it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _AT_ONCE = 8
 
 
 class Window:
-    """Values that are read ahead on one thread, until they are asked for. Used by one thread.
+    """Values that a thread reads ahead, held until they are taken. Only one other thread may use it.
 
     Args:
-        read: generation and value of each key that has one.
-        most: values that are held or about to be. Beyond that the oldest are given up.
+        read: keys -> generation and value of each key that has a value.
+        most: number of values that are held or being read. Beyond this number the oldest are dropped.
     """
 
     def __init__(self, read: Callable[[Sequence[bytes]], dict[bytes, tuple[Generation, Tensor]]], most: int) -> None:
@@ -28,7 +28,7 @@ class Window:
         self._readings: dict[bytes, Future] = {}  # by key, the oldest first
 
     def request(self, keys: Iterable[bytes]) -> None:
-        """Have the values read, of the first `most` keys."""
+        """Begin to read the values of `keys`, of which only the first `most` new ones count."""
         new = [key for key in dict.fromkeys(keys) if key not in self._readings][: self._most]
         for key in list(self._readings)[: max(0, len(self._readings) + len(new) - self._most)]:
             self._taken(key)
@@ -37,17 +37,19 @@ class Window:
             self._readings |= dict.fromkeys(new[first : first + _AT_ONCE], reading)
 
     def take(self, generation: Generation, key: bytes) -> Tensor | None:
-        """The value of this generation, if it was read ahead or is being read; it is no longer held then. What is not
-        begun is given up, since reading it at once is quicker."""
+        """Take the value of `key` out of the window, if it was read ahead or is being read in this generation.
+
+        Returns None otherwise. A reading that has not begun is cancelled, since the caller reads faster itself.
+        """
         reading = self._readings.get(key)
         found = None if reading is None or reading.cancel() else reading.result().get(key)
         if found is not None and found[0] != generation:
-            return None  # of the other depth
+            return None  # a value of the other generation stays
         self._taken(key)
         return None if found is None else found[1]
 
     def clear(self) -> None:
-        """Forget all values. None is being read then."""
+        """Forget all values, after the readings in progress have ended."""
         wait([reading for reading in self._readings.values() if not reading.cancel()])
         self._readings.clear()
 
@@ -62,10 +64,10 @@ class Window:
 
 
 class Writer:
-    """Calls that the training thread hands over, made in order on one thread. Used by one thread.
+    """Runs calls of the training thread in order on another thread. Only the training thread may use it.
 
     Args:
-        most_waiting: calls that wait while another is made.
+        most_waiting: number of calls that may wait while another call runs.
     """
 
     def __init__(self, most_waiting: int) -> None:
@@ -74,8 +76,10 @@ class Writer:
         self._calls: deque[Future] = deque()
 
     def submit(self, call: Callable[[], None], patience: float) -> bool:
-        """Have it called. False, and it is not, where there has been no room for `patience` seconds. Raises what an
-        earlier call raised."""
+        """Submit a call. Returns False, without submitting it, if there is no room for `patience` seconds.
+
+        Raises the error of an earlier call, if one has failed.
+        """
         while self._calls and self._calls[0].done():
             self._calls.popleft().result()
         if not self._room.acquire(timeout=patience):
@@ -85,11 +89,11 @@ class Writer:
         return True
 
     def flush(self) -> None:
-        """Wait for all calls. Raises what one raised."""
+        """Wait for all calls. Raises the error of a call that has failed."""
         while self._calls:
             self._calls.popleft().result()
 
     def close(self) -> None:
-        """End the thread when all calls are made. Raises what one raised."""
+        """Wait for all calls, and end the thread. Raises the error of a call that has failed."""
         self._thread.shutdown()
         self.flush()

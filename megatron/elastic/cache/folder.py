@@ -1,15 +1,15 @@
-"""A cache's folder: its lock and limit, and what is done with the files that are found there.
+"""A cache's folder: its lock, its limit on bytes, and the handling of files that an earlier process has left.
 
-    FOLDER/cache.lock            held while something is written, opened or deleted
+    FOLDER/cache.lock            locked while files are written, opened or deleted
     FOLDER/activations/          locked, shared, by each process that has it open
         state.json               format, version, and the limit of the processes that have it open
         65536.values             slots of 65,536 bytes each
-        65536-DIGEST.index       one generation: what it is, and where its values are; locked, shared, by each process
-                                 that needs it
-    FOLDER/activations.damaged   what was found and could not be used, once
+        65536-DIGEST.index       one generation: its description, and the slots of its values; locked, shared, by each
+                                 process that needs the generation
+    FOLDER/activations.damaged   the last files that were found and could not be used
 
-The kernel gives up a lock (flock) when its process ends, however it ends. Locks are not seen across a remote file
-system, so a folder there is refused.
+The kernel releases a lock (flock) when its process ends, however it ends. Locks do not work across a remote file
+system, so a folder on one is refused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 
 FEWEST_BYTES = 1 << 20
 PATIENCE = 60.0
-"""Seconds that an opening waits for the folder's lock."""
+"""Seconds to wait for the folder's lock when the folder is opened."""
 _REMOTE = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "gpfs", "ceph", "glusterfs", "beegfs", "fuse.sshfs"}
 _NAME = "activations"
 _STATE, _NEW = "state.json", "new"
@@ -34,15 +34,17 @@ _FORMAT = {"format": "activation cache", "version": 2}
 _BETWEEN_TRIES = 0.02
 
 Warn = Callable[[str, str], None]
-"""Log a sentence, once for each kind (the first word)."""
+"""(kind, sentence): logs a warning, once for each kind."""
 
 
 class CacheFolder:
-    """An open folder. Names are looked up in the directory that was opened, even where it has been moved since.
+    """An open folder of a cache. Names refer to the directory that was opened, even if it has been moved since.
 
     Args:
-        folder: on a disk of this node; made if it is missing.
-        most_bytes: the limit of all files together. Where other processes have the folder open, their limit stays.
+        folder: a folder on a disk of this node, which is made if it is missing.
+        most_bytes: the limit on the bytes of all files together. If other processes have the folder open, their limit
+            stays.
+        warn: logs warnings.
 
     Raises:
         ValueError: as `require_usable`.
@@ -64,7 +66,8 @@ class CacheFolder:
 
     @contextmanager
     def locked(self, patience: float) -> Iterator[None]:
-        """Hold the folder's lock alone. Raises TimeoutError where others have had it for `patience` seconds."""
+        """A block that holds the folder's lock exclusively. Raises TimeoutError if the lock is not free within
+        `patience` seconds."""
         end = time.monotonic() + patience
         while not try_lock(self._lock, fcntl.LOCK_EX):
             if time.monotonic() > end:
@@ -76,16 +79,16 @@ class CacheFolder:
             fcntl.flock(self._lock, fcntl.LOCK_UN)
 
     def open(self, name: str, flags: int) -> int:
-        """The descriptor of a file here."""
+        """Open a file of the folder. Returns its descriptor."""
         return os.open(name, flags | os.O_CLOEXEC, 0o666, dir_fd=self._directory)
 
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """Inode and bytes of each file here."""
+        """The inode and the size in bytes of each file of the folder, by name."""
         with os.scandir(self._directory) as files:
             return {each.name: (each.inode(), each.stat(follow_symlinks=False).st_size) for each in files}
 
     def write_whole(self, name: str, content: bytes) -> None:
-        """Make a file appear with all of its content. The folder's lock is held."""
+        """Write a file atomically. Precondition: the folder's lock is held."""
         file = self.open(_NEW, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
             write_all(file, memoryview(content))
@@ -97,7 +100,7 @@ class CacheFolder:
         os.unlink(name, dir_fd=self._directory)
 
     def set_aside(self, name: str, reason: str) -> None:
-        """Move a file away that cannot be used."""
+        """Move a file that cannot be used out of the folder."""
         _remove(self._aside)
         os.replace(name, self._aside, src_dir_fd=self._directory)
         self._say_set_aside(self.path / name, reason)
@@ -108,12 +111,12 @@ class CacheFolder:
                 unlock_and_close(file)
 
     def abandon(self) -> None:
-        """Leave the locks to the parent of this forked process."""
+        """Close the descriptors of a forked process, whose parent keeps the locks."""
         for file in (self._directory, self._lock):
             os.close(file)
 
     def _open(self, most_bytes: int) -> int:
-        """Open the directory, empty if what is there cannot be used. The limit."""
+        """Open the directory, which is replaced by an empty one if it cannot be used. Returns the limit in bytes."""
         if os.path.lexists(self.path) and not self.path.is_dir():
             self._set_all_aside("it is no folder")
         self.path.mkdir(exist_ok=True)
@@ -131,7 +134,7 @@ class CacheFolder:
             reason = f"it has {num_bytes} bytes, and {most_bytes} are allowed"
             self._warn("removed", f"the cache in {self.path} is removed ({reason}), and starts empty")
         else:
-            with suppress(*() if limit is None else (OSError,)):  # on a full disk what is found can still be read
+            with suppress(*() if limit is None else (OSError,)):  # on a full disk the existing files can still be read
                 self.write_whole(_STATE, json.dumps({**_FORMAT, "most_bytes": most_bytes}).encode())
             fcntl.flock(self._directory, fcntl.LOCK_SH)
             return most_bytes
@@ -139,7 +142,7 @@ class CacheFolder:
         return self._open(most_bytes)
 
     def _limit(self) -> int | None:
-        """None where there is no state that a cache of this version has written."""
+        """The limit in the folder's state; None if there is no state of a cache of this version."""
         with suppress(OSError, ValueError, TypeError, KeyError):
             state = json.loads((self.path / _STATE).read_text())
             if state == {**_FORMAT, "most_bytes": int(state["most_bytes"])}:
@@ -156,7 +159,7 @@ class CacheFolder:
 
 
 def require_usable(folder: Path | str, *, most_bytes: int) -> Path:
-    """The folder's absolute path. The folder and its lock are made if they are missing.
+    """Check that a folder can hold a cache, and return its absolute path. The folder and its lock are made if missing.
 
     Raises:
         ValueError: the limit is too small, or the folder cannot be written or lies on a remote file system.
@@ -184,7 +187,7 @@ def require_usable(folder: Path | str, *, most_bytes: int) -> Path:
 
 
 def try_lock(file: int, kind: int) -> bool:
-    """Take the lock of an open file, `fcntl.LOCK_EX` or `LOCK_SH`, if nobody is in the way."""
+    """Take the lock of an open file, `fcntl.LOCK_EX` or `LOCK_SH`. Returns False if another lock prevents this."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -193,13 +196,14 @@ def try_lock(file: int, kind: int) -> bool:
 
 
 def unlock_and_close(file: int) -> None:
-    """A forked process has the same lock, so closing the file would not be enough."""
+    """Release the lock of a file and close it. Closing alone would not do, since a forked process shares the lock."""
     fcntl.flock(file, fcntl.LOCK_UN)
     os.close(file)
 
 
 def write_all(file: int, content: memoryview, begin: int | None = None) -> None:
-    """Write at byte `begin`, or where the file stands. Raises OSError where the disk takes only a part."""
+    """Write all of `content` at byte `begin`, or at the file's position if it is None. Raises OSError if the disk
+    cannot take all of it."""
     while content:
         written = os.write(file, content) if begin is None else os.pwrite(file, content, begin)
         content, begin = content[written:], None if begin is None else begin + written
@@ -210,13 +214,13 @@ def _open_lock(root: Path) -> int:
 
 
 def _file_system(path: Path) -> str:
-    """The kind of file system that a path lies on; empty where the system does not say."""
+    """The type of the file system that contains `path`; empty if it is unknown."""
     here = os.path.realpath(path)
     kind, longest = "", -1
     with suppress(OSError):
         for line in Path("/proc/self/mountinfo").read_text().splitlines():
             mount, _, rest = line.partition(" - ")
-            where = mount.split()[4].encode().decode("unicode_escape")  # blanks are written \040
+            where = mount.split()[4].encode().decode("unicode_escape")  # spaces are written \040
             inside = here == where or here.startswith(where.rstrip("/") + "/")
             if inside and len(where) >= longest:
                 kind, longest = rest.split()[0], len(where)

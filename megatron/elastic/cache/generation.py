@@ -1,8 +1,9 @@
-"""What decides the bits of a frozen prefix's output. Values are found only under the same generation.
+"""A generation: the properties that decide the bits of a frozen prefix's output. A value is found only under an equal
+generation.
 
 A matrix kernel rounds differently with another number of rows, threads or tensor ranks, and so does another attention
-kernel. So all of that is in the key, beside the weights, and an epoch that reads is the epoch that computes, bit for
-bit.
+kernel. So all these properties are in the key, beside the weights, and an epoch that reads values is equal to an epoch
+that computes them, bit for bit.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""What can be stored."""
+"""The dtypes of values that can be stored."""
 _PIECE_BYTES = 1 << 24
 _PACKAGES = ("megatron-core", "transformer-engine", "flash-attn", "flash-attn-3")
 _VARIABLES = ("NVTE_", "MKL_", "ONEDNN_", "DNNL_", "CUBLAS_", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32")
 
 
 def software_of_this_process() -> str:
-    """Versions, instructions and variables on which the last bits of kernels depend, or which of them is taken."""
+    """The versions, CPU instructions and environment variables that decide the last bits or the choice of kernels."""
     found = [f"torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()}"]
     for name in _PACKAGES:
         with suppress(PackageNotFoundError):
@@ -40,24 +41,24 @@ def software_of_this_process() -> str:
 
 @dataclass(frozen=True)
 class Generation:
-    """The prefix that computes, and how it does.
+    """A frozen prefix, and all properties of its computation that decide the bits of its output.
 
     Attributes:
         weights: `weights_digest` of the prefix, on this tensor rank.
-        depth: frozen layers.
-        dtype: of the output.
-        shape: of one sample's output, such as (sequence length, hidden size).
-        tensor_ranks: t.
-        tensor_rank: of this process.
-        microbatch_rows: samples that are computed together.
-        padding: how samples come to their length.
-        threads: of a CPU's kernels.
-        kernels: what computes: transformer implementation, attention kernel, device.
-        data: which data set, and how its samples are made.
-        software: versions of what computes.
+        depth: number of frozen layers.
+        dtype: dtype of the output.
+        shape: shape of one sample's output, such as (sequence length, hidden size).
+        tensor_ranks: tensor parallel size t.
+        tensor_rank: tensor rank of this process.
+        microbatch_rows: number of samples that are computed together.
+        padding: a text on how samples are padded.
+        threads: number of threads of a CPU's kernels.
+        kernels: a text on the transformer implementation, the attention kernel and the device.
+        data: a text on the data set and the making of its samples.
+        software: the versions of the software that computes.
 
     Raises:
-        ValueError: a dtype that is not stored.
+        ValueError: the dtype cannot be stored.
     """
 
     weights: str
@@ -86,29 +87,31 @@ class Generation:
 
     @property
     def num_bytes(self) -> int:
-        """Of one sample's output."""
+        """The number of bytes of one sample's output."""
         return prod(self.shape) * self.dtype.itemsize
 
     @cached_property
     def text(self) -> str:
-        """All of it, the same in every process."""
+        """All attributes as a JSON text, equal in every process."""
         said = {each.name: getattr(self, each.name) for each in fields(self)}
         said |= {"dtype": _name(self.dtype), "shape": list(self.shape)}
         return json.dumps(said, sort_keys=True)
 
     @cached_property
     def digest(self) -> bytes:
-        """16 bytes that stand for `text`."""
+        """The digest of `text`, 16 bytes."""
         return digest_of(self.text.encode())
 
     def deepens(self, other: Generation) -> bool:
-        """Whether `other` is what stands in front of the layers that are new here, and all else is the same: only then
-        computing on from its values gives the bits of computing from the start."""
+        """Whether this generation adds layers to `other`, and all properties but weights and depth are equal.
+
+        Only then the new layers, computed from values of `other`, give the same bits as the whole prefix.
+        """
         return self.depth > other.depth and replace(self, weights="", depth=1) == replace(other, weights="", depth=1)
 
 
 def key_of_sample(sample: Hashable) -> bytes:
-    """16 bytes that stand for a sample's name.
+    """The digest of a sample's name, 16 bytes.
 
     Raises:
         ValueError: the name is neither a whole number from 0 to 2**64 - 1 nor a text.
@@ -131,13 +134,15 @@ def digest_of(content: bytes) -> bytes:
 
 
 def weights_digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """A text of 32 letters that stands for names, shapes, dtypes and every bit, in any process and any order.
+    """The digest of tensors' names, shapes, dtypes and bits, as 32 hexadecimal digits.
+
+    It is equal in every process, and does not depend on the order of the tensors.
 
     Args:
-        tensors: parameters and buffers of the prefix under names that do not depend on the layout of the pipeline.
+        tensors: the prefix's parameters and buffers, under names that do not depend on the layout of the pipeline.
 
     Raises:
-        ValueError: a name comes twice.
+        ValueError: a name is given twice.
     """
     found = dict[str, Tensor]()
     for name, tensor in tensors:

@@ -1,4 +1,4 @@
-"""Counts and times of a cache, and whether reading beats computing."""
+"""Counts and times of a cache, and the decision whether reading is faster than computing."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ _MOST_TIMES = 256
 
 @dataclass(frozen=True)
 class CacheCounts:
-    """What has happened since the cache was opened in this process.
+    """The counts of a cache since this process has opened it.
 
     Attributes:
-        hits, misses: samples asked for, at the depth that is current.
-        older_hits: samples found at the depth before.
-        prefetched: of both kinds of hits, those that were read ahead.
-        written: samples that were put and are there.
-        not_written: samples, because of the limit, the disk, or a writer that fell behind.
-        damaged: values found that could not be used.
-        bytes_read, bytes_written: of tensors.
+        hits, misses: number of samples found and not found, in the current generation.
+        older_hits: number of samples found in the generation before.
+        prefetched: number of hits of both kinds that were read ahead.
+        written: number of samples that were put and are stored.
+        not_written: number of samples that were put and not stored: because of the limit, the disk, or a writer that
+            fell behind.
+        damaged: number of stored values that could not be used.
+        bytes_read, bytes_written: bytes of tensors read and written.
     """
 
     hits: int = 0
@@ -36,7 +37,7 @@ class CacheCounts:
 
 
 class Measured:
-    """Counts, and seconds per sample, as medians over the last calls."""
+    """The counts of a cache, and its seconds per sample as medians over the last calls."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -50,14 +51,14 @@ class Measured:
             self._counts = replace(self._counts, **now)
 
     def add_read(self, seconds: float, num_samples: int, num_bytes: int) -> None:
-        """Count one call that found so many samples."""
+        """Add the time of one call that read `num_samples` samples."""
         if num_samples:
             self.add(bytes_read=num_bytes)
             with self._lock:
                 self._reads.append(seconds / num_samples)
 
     def add_write(self, seconds: float, num_samples: int, num_bytes: int) -> None:
-        """Count one transaction."""
+        """Add the time of one call that wrote `num_samples` samples, and count them."""
         if num_samples:
             self.add(written=num_samples, bytes_written=num_bytes)
             with self._lock:
@@ -69,13 +70,13 @@ class Measured:
 
     @property
     def read_seconds(self) -> float | None:
-        """The time to read a sample that is found, prefetched or not; None where none was."""
+        """The median seconds to read a sample, prefetched or not; None if no sample was read."""
         with self._lock:
             return median(self._reads) if self._reads else None
 
     @property
     def write_seconds(self) -> float | None:
-        """The time to write a sample, on the thread that writes; None where none was."""
+        """The median seconds to write a sample, on the thread that writes; None if no sample was written."""
         with self._lock:
             return median(self._writes) if self._writes else None
 
@@ -83,16 +84,16 @@ class Measured:
 def reading_pays(
     read_seconds: float, compute_seconds: float, *, write_seconds: float = 0.0, num_readings: float = float("inf")
 ) -> bool:
-    """Whether a sample's output is had sooner from the cache than from the frozen layers.
+    """Whether reading a sample's output from the cache takes less time than computing it by the frozen layers.
 
     Args:
-        read_seconds: of one sample.
-        compute_seconds: of one sample, through all frozen layers.
-        write_seconds: of one sample, once, where the training waits for it.
-        num_readings: epochs that will read what one epoch writes.
+        read_seconds: seconds to read one sample.
+        compute_seconds: seconds to compute one sample through all frozen layers.
+        write_seconds: seconds to write one sample once, if the training waits for the write.
+        num_readings: number of epochs that will read the samples that one epoch writes.
 
     Raises:
-        ValueError: seconds that are negative or no numbers.
+        ValueError: seconds are negative or not a number.
     """
     for name, seconds in (("reading", read_seconds), ("computing", compute_seconds), ("writing", write_seconds)):
         if not seconds >= 0.0:

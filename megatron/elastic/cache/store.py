@@ -1,18 +1,18 @@
-"""Values of one size in slots of one file, and an index for each generation.
+"""The storage of values of one size in slots of one file, with an index for each generation.
 
-An index file has a head, which says what the generation is, and then entries that are only appended:
+An index file has a head, which describes the generation, and then entries, which are only appended:
 
     key of the sample, 16 bytes | slot | checksum of the value | checksum of head and entry
 
-The last entry of a key counts; one without a slot says that the value is gone. A value is written before its entry, and
-a slot is used again only when an entry says that its value is gone, or when its generation is deleted. So a process
-that is killed leaves at worst a slot that no entry names, or the beginning of an entry, which the next writer cuts off.
-What a reader returns has the checksum of its entry; whatever else is found is a miss.
+The last entry of a key is valid; an entry without a slot marks the value as deleted. A value is written before its
+entry, and a slot is used again only after an entry has marked its value as deleted, or after its generation is deleted.
+So a process that is killed leaves at worst a slot that no entry names, or the beginning of an entry, which the next
+writer cuts off. A reader returns a value only if it has the checksum of its entry; any other value is a miss.
 
-Writers hold the folder's lock; readers hold none. Where the limit leaves one slot, it stays free for values that take
-the place of older ones, so these are deleted only when the new ones are there.
+Writers hold the folder's lock; readers hold none. The last slot within the limit stays free for values that replace
+older values, so that an older value is deleted only after the new value is written.
 
-Files are read and written, not mapped: where a disk is full or a file is cut short, that is an error and no signal.
+Files are read and written, not mapped: a full disk or a truncated file then raises an error, not a signal.
 """
 
 from __future__ import annotations
@@ -37,20 +37,23 @@ from megatron.elastic.cache.generation import Generation, digest_of
 from megatron.elastic.cache.measured import Measured
 
 WRITE_PATIENCE = 10.0
-"""Seconds that writing waits for other processes before it gives up its values."""
+"""Seconds that a write waits for other processes before it drops its values."""
 _MAGIC, _VERSION = b"frozen\r\n", 2
 _HEAD = struct.Struct("<8sII")  # magic, version, bytes of the generation's text
 _ENTRY = struct.Struct("<16sIII")
 _CHECKSUM = struct.Struct("<I")
 _GONE = (1 << 32) - 1
 _AT_ONCE = _ENTRY.size << 15
-_ENTRIES_OF_SLOT = 3  # for which there is to be room: of its value, that this is gone, and of the next value
+_ENTRIES_OF_SLOT = 3  # entries counted for each slot: for its value, for the deletion of it, and for the next value
 _MOST_HEAD_BYTES = 1 << 16
 
 
 @dataclass
 class _Index:
-    """What this process knows of one generation. `places`: slot << 32 | checksum of the value, by key."""
+    """The entries of one generation that this process has read.
+
+    `places`: key -> slot << 32 | checksum of the value. `damaged`: the keys whose values could not be used.
+    """
 
     inode: int
     seed: int  # checksum of the head
@@ -64,27 +67,30 @@ class _Index:
 
 
 class CacheStore:
-    """The values of the generations that this process needs. Faults are one warning each, and are not raised.
+    """The values of the generations that this process needs.
 
-    One thread may write while others read.
+    A fault of the disk is logged as one warning, and not raised. One thread may write while others read.
     """
 
     def __init__(self, folder: CacheFolder, measured: Measured, warn: Warn) -> None:
         self._folder, self._measured, self._warn = folder, measured, warn
-        self._mutex = threading.RLock()  # of what is read from indexes
+        self._mutex = threading.RLock()  # guards the entries that are read from indexes
         self._num_bytes = self._slot_bytes = 0
         self._values = -1
         self._indexes: dict[str, _Index] = {}  # by name, of all generations with values of this size
-        self._uses = array("I")  # of each slot, how many indexes name it
-        self._free: set[int] = set()  # slots without a use
+        self._uses = array("I")  # by slot, the number of indexes that name it
+        self._free: set[int] = set()  # slots that no index names
         self._bytes_left = 0
         self.writable = True
         self.full = False
-        """Whether a value found no room; then only values that replace others are tried."""
+        """Whether there was no room for a value; then only values that replace others are written."""
 
     def need(self, generations: Sequence[Generation]) -> None:
-        """From now on read and write these, all of one size, while no thread reads or writes. Those that were needed
-        before are deleted unless another process needs them."""
+        """Make `generations`, whose values have one size, the generations that are read and written.
+
+        Call it only while no thread reads or writes. Generations that were needed before are deleted unless another
+        process needs them.
+        """
         with self._errors(), self._folder.locked(PATIENCE):
             names = [_name(each) for each in generations]
             given_up = [name for name, index in self._indexes.items() if index.file is not None and name not in names]
@@ -99,7 +105,7 @@ class CacheStore:
             self._delete_unneeded(given_up)
 
     def read(self, generation: Generation, keys: Sequence[bytes]) -> list[Tensor | None]:
-        """The values in memory of their own; None where there is none."""
+        """Read the values of `keys` into new memory; None for a key without a value."""
         begin = time.perf_counter()
         found: list[Tensor | None] = [None] * len(keys)
         with self._errors():
@@ -113,10 +119,10 @@ class CacheStore:
         return [None if each is None else each.view(generation.dtype).view(generation.shape) for each in found]
 
     def write(self, generation: Generation, older: Generation | None, keys: Sequence[bytes], values: Tensor) -> None:
-        """Add the values for which there is room; where there is none, values of `older` make way.
+        """Write the values for which there is room; if there is none, they replace the same keys' values of `older`.
 
         Args:
-            values: of each key the bytes (uint8), on the host.
+            values: the bytes of each key's value, a uint8 tensor [key, byte] on the host.
         """
         begin = time.perf_counter()
         num_present = num_kept = 0
@@ -138,7 +144,7 @@ class CacheStore:
         self._measured.add_write(time.perf_counter() - begin, num_new, num_new * generation.num_bytes)
 
     def takes(self, *, replacing: bool) -> bool:
-        """Whether there is a point in writing a value that replaces another one, or does not."""
+        """Whether a value may still be written. `replacing`: whether the value may replace an older one."""
         return self.writable and (replacing or not self.full)
 
     def close(self) -> None:
@@ -149,7 +155,7 @@ class CacheStore:
         self._folder.close()
 
     def abandon(self) -> None:
-        """Leave files and locks to the parent of this forked process."""
+        """Close the descriptors of a forked process, whose parent keeps files and locks."""
         files = [index.file for index in self._indexes.values() if index.file is not None]
         for file in (*files, *([self._values] if self._values >= 0 else [])):
             os.close(file)
@@ -160,7 +166,7 @@ class CacheStore:
         return None if index is None or index.file is None else index
 
     def _begin(self, num_bytes: int) -> None:
-        """Turn to values of another size."""
+        """Open the file of values of another size, and forget all indexes."""
         if self._values >= 0:
             os.close(self._values)
         self._indexes, self._uses, self._free = {}, array("I"), set()
@@ -170,7 +176,7 @@ class CacheStore:
         self._slot_bytes = num_bytes + _ENTRIES_OF_SLOT * _ENTRY.size
 
     def _hold(self, name: str, generation: Generation) -> None:
-        """Open and lock an index, made if it is missing."""
+        """Open and lock the index of a generation, which is made if it is missing."""
         head = _head(generation.text.encode())
         while True:
             if name not in self._folder.sizes():
@@ -191,7 +197,8 @@ class CacheStore:
             index.file = None
 
     def _delete_unneeded(self, names: Sequence[str] | None) -> None:
-        """Delete those of the generations, or of all, that no process needs; and files of values without any."""
+        """Delete the indexes in `names` (None: all indexes) that no process needs, and files of values without an
+        index."""
         sizes = self._folder.sizes()
         for name in sizes if names is None else names:
             if name.endswith(".index") and name in sizes:
@@ -206,13 +213,13 @@ class CacheStore:
         self._look()
 
     def _look(self) -> None:
-        """See what other processes have written and deleted. The folder's lock is held."""
+        """Read what other processes have written and deleted. Precondition: the folder's lock is held."""
         with self._mutex:
             sizes = self._folder.sizes()
             for name, index in list(self._indexes.items()):
                 if index.file is not None:
                     self._catch_up(index, index.file)
-                    if os.fstat(index.file).st_size != index.end:  # it ends with the beginning of an entry
+                    if os.fstat(index.file).st_size != index.end:  # the file ends with an incomplete entry
                         os.ftruncate(index.file, index.end)
                 elif sizes.get(name, (0, 0))[0] != index.inode:
                     self._forget(name)
@@ -229,7 +236,7 @@ class CacheStore:
             self._bytes_left = self._folder.most_bytes - used
 
     def _read_foreign(self, index: _Index, name: str) -> None:
-        """Read which slots a generation has that this process does not need; none where nobody can read it."""
+        """Read the slots of a generation that this process does not need. A damaged index has no slots."""
         file = self._folder.open(name, os.O_RDONLY)
         try:
             if not index.end:
@@ -250,7 +257,7 @@ class CacheStore:
                 self._use(place >> 32, -1)
 
     def _catch_up(self, index: _Index, file: int) -> None:
-        """Read the entries that are new."""
+        """Read the entries that were appended to an index since the last call."""
         with self._mutex:
             while (count := len(content := os.pread(file, _AT_ONCE, index.end)) // _ENTRY.size) > 0:
                 for at in range(0, count * _ENTRY.size, _ENTRY.size):
@@ -271,7 +278,8 @@ class CacheStore:
                 index.end += count * _ENTRY.size
 
     def _use(self, slot: int, change: int) -> None:
-        """Count the indexes that name a slot: one may still say what is gone when the next one is read already."""
+        """Add `change` to the number of indexes that name a slot. For a while two indexes may name the same slot, when
+        the new entry is read before the deletion of the old one."""
         self._count_slots(slot + 1)
         self._uses[slot] += change
         if self._uses[slot]:
@@ -280,16 +288,16 @@ class CacheStore:
             self._free.add(slot)
 
     def _count_slots(self, num_slots: int) -> None:
-        """There are so many at least; those that are new here are free."""
+        """Raise the number of known slots to at least `num_slots`. New slots are free."""
         self._free.update(range(len(self._uses), num_slots))
         self._uses.extend([0] * (num_slots - len(self._uses)))
 
     def _room(self) -> int:
-        """How many values can be written."""
+        """The number of values that can be written within the limit."""
         return len(self._free) + max(0, self._bytes_left // self._slot_bytes)
 
     def _add(self, index: _Index, older: _Index | None, values: Sequence[tuple[bytes, memoryview, int]]) -> None:
-        """Write the values (key, bytes, checksum) for which there is room, or older ones make way."""
+        """Write the values (key, bytes, checksum) for which there is room, or that may replace values of `older`."""
         entries = []
         try:
             for key, content, checksum in values:
@@ -307,7 +315,7 @@ class CacheStore:
             self._append(index, entries)
 
     def _slot(self, makes_way: bool) -> int | None:
-        """A slot for a value that another one makes way for, or not; None where there is no room."""
+        """A slot for a new value; None if there is no room. `makes_way`: whether the value replaces an older one."""
         if self._room() < 2 and not self.full:
             self._delete_unneeded(None)
         self.full = self._room() < 2
@@ -328,7 +336,7 @@ class CacheStore:
         self._catch_up(index, index.file)
 
     def _value(self, index: _Index, key: bytes) -> Tensor | None:
-        """The bytes of a value, if they have the checksum."""
+        """The bytes of a value; None if there is no value with the right checksum."""
         while (place := index.places.get(key)) is not None and key not in index.damaged:
             value = torch.empty(self._num_bytes, dtype=torch.uint8)
             content = memoryview(value.numpy())
@@ -337,7 +345,7 @@ class CacheStore:
                 return value
             assert index.file is not None
             self._catch_up(index, index.file)
-            if index.places.get(key) == place:  # else it has made way while it was read
+            if index.places.get(key) == place:  # otherwise the value was replaced while it was read
                 index.damaged.add(key)
                 self._miss_damaged("its checksum is wrong")
         return None
@@ -378,7 +386,7 @@ def _head(text: bytes) -> bytes:
 
 
 def _read_all(file: int, content: memoryview, begin: int) -> bool:
-    """Fill `content` from byte `begin` on. Whether there were so many bytes, and the disk gave them."""
+    """Fill `content` from byte `begin` of a file. Returns False if the file is too short or the disk fails."""
     while content:
         try:
             count = os.preadv(file, [content], begin)

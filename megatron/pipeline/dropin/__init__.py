@@ -1,36 +1,36 @@
 """This project's pipeline schedules in a user's own checkout or fork of Megatron-LM.
 
-Problem: most users train with their own Megatron-LM: their models, data, arguments, checkpoints and logs. A schedule
-that needs another program is of no use to them.
+Problem: most users train with their own Megatron-LM, with their own models, data, arguments, checkpoints and logs. A
+schedule that needs another program is of no use to these users.
 
-Solution: their training runs as it is, and a few functions of `megatron.training` are replaced when it starts. Either a
-launcher does it,
+Solution: the user's training runs unchanged, and a few functions of `megatron.training` are replaced when the training
+starts. Either a launcher replaces the functions,
 
     torchrun ... -m megatron.pipeline.dropin pretrain_gpt.py <their flags> --pipeline-schedule 2bw
 
-or one import at the top of the script, before anything of Megatron is imported:
+or the script does so by one import at its top, before it imports anything of Megatron:
 
     import megatron.pipeline.dropin
     megatron.pipeline.dropin.install()
 
-Without `--pipeline-schedule` training is theirs, untouched. Nothing of this room is imported by the other rooms.
+Without `--pipeline-schedule` the training is Megatron-LM's own, unchanged. No other folder imports this one.
 """
 
 _installed = False
 
 
 def install(*, quiet: bool = False) -> None:
-    """Put the schedules into `megatron.training`; again is free. Call before the first import of Megatron.
+    """Put the schedules into `megatron.training`. Call it before the first import of Megatron; later calls are no-ops.
 
-    Rank 0 writes a line that says which Megatron-LM was found, and one for whatever is unusual about it. On a machine
-    without CUDA `cpu.py` makes their training run on the CPU; with CUDA nothing of torch, of megatron.core or of the
-    environment is changed.
+    Rank 0 writes a line that names the Megatron-LM that was found, and one line for each of its unusual properties. On
+    a machine without CUDA `cpu.py` makes the user's training run on the CPU. With CUDA torch, megatron.core and the
+    environment stay unchanged.
 
     Args:
-        quiet: no lines; for processes that a rank starts.
+        quiet: whether to write no lines; for processes that a rank starts.
 
     Raises:
-        ValueError: there is no Megatron-LM here, or not one whose functions could be replaced, or something that it
+        ValueError: no Megatron-LM is found, or the functions of the one found cannot be replaced, or a package that it
             imports is missing.
     """
     global _installed

@@ -1,4 +1,4 @@
-"""`python -m megatron.pipeline.dropin SCRIPT ...`"""
+"""The entry point of `python -m megatron.pipeline.dropin SCRIPT ...`."""
 
 from megatron.pipeline.dropin.launcher import main
 

@@ -1,16 +1,17 @@
-"""Their unmodified training on a machine without CUDA.
+"""A user's unmodified Megatron-LM training on a machine without CUDA.
 
 Problem: Megatron-LM's training asks for CUDA, NCCL, compiled kernels and triton. So nobody could try a job, or a
 schedule, without a GPU.
 
-Solution: `megatron.backend` makes megatron.core usable there. What their training asks for beyond that is put in place
-here, in the process only: no file of theirs is changed. Some modules that it always imports, import triton outright; a
-module stands for it in which every name exists, decorates a kernel or describes one, and says so where one is launched.
-torch has made up its mind before, and goes on without triton. With CUDA nothing of this file is used.
+Solution: `megatron.backend` makes megatron.core usable on the CPU. This module replaces what Megatron-LM's training
+needs beyond megatron.core, in the process only: no file of the checkout is changed. Some modules of Megatron-LM always
+import triton. A stand-in module takes triton's place: every name exists there and can decorate or describe a kernel,
+and launching a kernel raises an error. torch decides before the stand-in is set up whether triton exists, and works
+without it. With CUDA nothing of this file is used.
 
-Their training compiles the helpers of megatron.core's datasets into the checkout by `make` when it starts, with fused
-CUDA kernels behind them in older versions. The wheel has no makefile, and a checkout may be read-only. So what is
-compiled already is used; else each host compiles the one source file into the user's cache.
+When it starts, Megatron-LM's training compiles the helpers of megatron.core's datasets into the checkout by `make`, and
+older versions then compile fused CUDA kernels. The wheel has no makefile, and a checkout may be read-only. So helpers
+that are compiled already are used; otherwise each host compiles their one source file into the user's cache.
 """
 
 import functools
@@ -37,8 +38,10 @@ NAME = "megatron.core.datasets.helpers_cpp"
 
 
 def provide() -> None:
-    """Make the helpers importable on every rank. Collective. If a host cannot compile them, the job ends with one
-    sentence."""
+    """Make the helpers importable on every rank. Collective: every rank of the job must call it.
+
+    If a host cannot compile the helpers, the job ends with one sentence.
+    """
     problem = None
     if importlib.util.find_spec(NAME) is None and number_of("LOCAL_RANK", 0) == 0 and not cached().exists():
         try:
@@ -62,7 +65,10 @@ def source() -> Path:
 
 
 def compile_into(library: Path) -> None:
-    """Compile the source with the headers of pybind11 that torch brings. Raises ValueError."""
+    """Compile the helpers' source into `library`, with the headers of pybind11 that torch brings.
+
+    Raises ValueError if the compiler fails or is missing.
+    """
     library.parent.mkdir(parents=True, exist_ok=True)
     unfinished = library.with_name(f"{library.name}.{os.getpid()}")
     includes = (Path(torch.__file__).with_name("include"), sysconfig.get_paths()["include"])
@@ -78,11 +84,11 @@ def compile_into(library: Path) -> None:
             f"the dataset helpers of {source()} could not be compiled ({problem}); install a C++ compiler and Python's "
             "headers, or run `make` in that folder"
         )
-    os.replace(unfinished, library)  # whoever reads it meanwhile has all of it
+    os.replace(unfinished, library)  # atomic, so that another process never reads a part of the library
 
 
 def cached() -> Path:
-    """This host's path of the compiled source, for this Python and torch."""
+    """The path of the compiled helpers in this host's cache, for this Python and torch."""
     version = f"{sys.version} {torch.__version__}".encode()
     digest = hashlib.sha256(source().read_bytes() + version).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -90,7 +96,7 @@ def cached() -> Path:
 
 
 def load(library: Path) -> None:
-    """Import the compiled helpers under their name."""
+    """Import the compiled helpers `library` under the name of megatron.core's module."""
     import megatron.core.datasets
 
     spec = importlib.util.spec_from_file_location(NAME, library)
@@ -104,10 +110,10 @@ def load(library: Path) -> None:
 
 
 def install(*, quiet: bool = False) -> None:
-    """Without CUDA: make their training usable on the CPU, with gloo, and import it. With CUDA: nothing.
+    """Make Megatron-LM's training usable on the CPU, with gloo, and import it. A no-op with CUDA.
 
     Args:
-        quiet: no line on rank 0.
+        quiet: whether rank 0 writes no line.
 
     Raises:
         ValueError: megatron.core was imported before.
@@ -133,18 +139,19 @@ def install(*, quiet: bool = False) -> None:
 
 
 def _pretend_one_device() -> None:
-    torch.cuda.device_count = lambda: 1  # with none they set up neither model parallelism nor random numbers
-    # Asked for its generation: from 10 on, no order of launches is demanded through CUDA_DEVICE_MAX_CONNECTIONS.
+    # With no device Megatron-LM sets up neither model parallelism nor random numbers.
+    torch.cuda.device_count = lambda: 1
+    # From generation 10 on, Megatron-LM does not demand an order of launches through CUDA_DEVICE_MAX_CONNECTIONS.
     torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(
         name="CPU", major=10, minor=0, total_memory=backend.device_bytes(), multi_processor_count=1
     )
     torch.cuda.get_device_capability = lambda device=None: (10, 0)
     torch.cuda.set_stream = lambda stream: None
-    torch.cuda.device_memory_used = lambda device=None: 0  # a column of their memory report
+    torch.cuda.device_memory_used = lambda device=None: 0  # a column of Megatron-LM's memory report
 
 
 def _take_gloo() -> None:
-    """nccl is their default and cannot work here."""
+    """Use gloo for process groups that ask for nccl, Megatron-LM's default, which needs CUDA."""
     form_group = torch.distributed.init_process_group
 
     @functools.wraps(form_group)
@@ -155,7 +162,7 @@ def _take_gloo() -> None:
 
 
 def _allow_no_cuda(initialize) -> None:
-    """Replace the function in every module that has imported it by its name."""
+    """Replace `initialize`, in every module of megatron that has imported it, by a version that allows no CUDA."""
     allowed = functools.partial(initialize, allow_no_cuda=True)
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.") and getattr(module, initialize.__name__, None) is initialize:
@@ -168,10 +175,10 @@ _TRITON = ("triton", "triton.language", "triton.language.extra", "triton.languag
 
 
 def stand_in_for_triton() -> None:
-    """Put a module in the place of triton in which every name exists, unless triton is installed."""
+    """Put a stand-in module, in which every name exists, in the place of triton, unless triton is installed."""
     if "triton" in sys.modules or importlib.util.find_spec("triton") is not None:
         return
-    assert not has_triton_package()  # which torch remembers: the stand-in would not do for its compiler
+    assert not has_triton_package()  # torch caches the answer: its compiler must not use the stand-in
     for name in _TRITON:
         module = sys.modules[name] = TritonStandIn(name)
         parent, _, last = name.rpartition(".")
@@ -180,7 +187,7 @@ def stand_in_for_triton() -> None:
 
 
 class TritonStandIn(ModuleType):
-    """A module named as one of triton's, in which every name exists."""
+    """A stand-in for a module of triton, in which every name exists."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -201,7 +208,7 @@ class _Named:
         self._name = name
 
     def __call__(self, *args: object, **kwargs: object) -> "_Named":
-        """As a decorator, with or without arguments, or as a description: another that may be called again."""
+        """Return another stand-in: the call may be a decorator, with or without arguments, or a description."""
         return _Named(self._name)
 
     def __getattr__(self, name: str) -> "_Named":
@@ -210,5 +217,5 @@ class _Named:
         return _Named(f"{self._name}.{name}")
 
     def __getitem__(self, grid: object) -> object:
-        """A kernel's launch."""
+        """Raise RuntimeError: indexing a kernel with a grid is its launch."""
         raise RuntimeError(f"{self._name}: a kernel of triton is launched, and this machine has no triton")

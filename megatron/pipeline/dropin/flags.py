@@ -1,6 +1,6 @@
-"""The project's flags in Megatron-LM's parser, and the schedule and batches that its arguments ask for.
+"""The project's flags in Megatron-LM's parser, and the schedule and batches that the parsed arguments ask for.
 
-All flags begin with `--pipeline-` or `--2bw-`, so that none equals a flag of a fork.
+All flags begin with `--pipeline-` or `--2bw-`, so that no flag equals a flag of a fork.
 """
 
 import argparse
@@ -23,7 +23,8 @@ _NOT_HERE = {
 
 
 def reason_against(name: str) -> str | None:
-    """Why the preset of that name cannot run in Megatron-LM's training, and what to use instead; None: it can."""
+    """The reason why preset `name` cannot run in Megatron-LM's training, and what to use instead; None if it can
+    run."""
     preset = PRESETS[name]
     if name in _NOT_HERE:
         return _NOT_HERE[name]
@@ -55,19 +56,20 @@ def flag_of(args: argparse.Namespace) -> str:
 
 
 def weights_of(args: argparse.Namespace) -> WeightPolicy:
-    """The weight policy of the run without predictions. Raises ValueError where the file is no schedule."""
+    """The weight policy of the run, without predictions. Raises ValueError if the program file is no schedule."""
     if args.pipeline_program is None:
         return PRESETS[args.pipeline_schedule].policy
     return _read(args.pipeline_program).weights
 
 
 def schedule_of(args: argparse.Namespace, *, tied_embeddings: bool) -> Schedule | ProgramSchedule:
-    """The schedule that `args` name, for the stages of `args`.
+    """The schedule that `args` name, for the number of stages in `args`.
 
-    Where Megatron-LM updates the weights, a preset's program has no reductions, and those of a file do nothing.
+    If Megatron-LM updates the weights, a preset's program has no reductions, and the reductions in a file's program do
+    nothing.
 
     Raises:
-        ValueError: it does not take these stages.
+        ValueError: the schedule cannot run on these stages.
     """
     tied_embeddings = tied_embeddings and args.pipeline_model_parallel_size > 1
     if args.pipeline_program is not None:
@@ -119,7 +121,7 @@ def _read(path: str, **facts: bool | int) -> ProgramSchedule:
 
 
 def batches_of(args: argparse.Namespace) -> Sequence[int]:
-    """The numbers of microbatches in the run's batches, per pipeline, in their order."""
+    """The number of microbatches of each batch size of the run, per pipeline, in the order of the run."""
     per_microbatch = args.micro_batch_size * args.data_parallel_size
     sizes = [args.global_batch_size]
     if getattr(args, "rampup_batch_size", None) is not None:
@@ -131,10 +133,10 @@ def batches_of(args: argparse.Namespace) -> Sequence[int]:
 def prove(schedule: Schedule | ProgramSchedule, batches: Sequence[int]) -> None:
     """Build and prove the programs of the run: every batch size, each change to the next size, and the drain.
 
-    The engine proves each batch again when it comes, from the proofs kept here.
+    The engine proves each batch again when the batch begins, from the proofs that this function caches.
 
     Raises:
-        ValueError: the schedule does not take a batch.
+        ValueError: the schedule cannot run a batch.
     """
     stream = schedule.stream()
     for size in dict.fromkeys(batches):
@@ -152,15 +154,16 @@ STANDARD, PAIR_ADJACENT = "standard", "pair-adjacent"
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The values of our flags.
+    """The values of the project's flags.
 
     Attributes:
         schedule: the name of the schedule: a preset's name, or the path of a program.
-        flag: the flag that chooses it, with its value.
-        timeline: where the picture of the last iterations goes; None: nothing is traced.
-        timeline_iterations: how many it shows at most.
+        flag: the flag that chooses the schedule, with its value.
+        timeline: the folder for the picture of the last iterations; None: nothing is traced.
+        timeline_iterations: the greatest number of iterations in the picture.
         rank_mapping: `standard`, `pair-adjacent`, or the path of a file.
-        counts_activations: say at the end how many bytes of activations each stage has saved at most.
+        counts_activations: whether to write at the end the greatest number of bytes of activations that each stage has
+            saved.
     """
 
     schedule: str
@@ -172,7 +175,7 @@ class Options:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add our flags to Megatron-LM's parser; returns it."""
+    """Add the project's flags to Megatron-LM's parser, and return the parser."""
     group = parser.add_argument_group("pipeline schedules", "of megatron.pipeline.dropin")
     group.add_argument(
         "--pipeline-schedule",
@@ -245,7 +248,7 @@ def asks_for_schedule(args: argparse.Namespace) -> bool:
 
 
 def options_of(args: argparse.Namespace) -> Options | None:
-    """The options of the parsed `args`; None where they ask for no schedule."""
+    """The options of the parsed `args`; None if `args` name neither a schedule nor a program."""
     if not asks_for_schedule(args):
         return None
     return Options(

@@ -1,8 +1,8 @@
-"""What is put in place in `megatron.training`: our flags, our schedule, and a drain before whatever reads weights.
+"""The replacements in `megatron.training`: the project's flags and schedule, and a drain before weights are read.
 
-Megatron-LM has no place to extend it. Its modules call one another by names at their top, so these are replaced,
-wherever a module has imported one. Each replacement calls the original; without `--pipeline-schedule` it does nothing
-else.
+Megatron-LM has no extension point. Its modules call one another's functions by names at module level, so a function is
+replaced in every module that has imported it. Each replacement calls the original; without `--pipeline-schedule` the
+replacement does nothing else.
 """
 
 import functools
@@ -16,16 +16,16 @@ from megatron.pipeline.dropin.flags import add_flags, asks_for_schedule, options
 from megatron.pipeline.dropin.sentences import errors_end_the_job
 
 _BLACKWELL = 10
-_session = None  # of this process, if its arguments name a schedule
+_session = None  # this process's session; None if its arguments name no schedule
 
 
 def install_hooks() -> None:
-    """Import `megatron.training` and replace its functions by ours."""
+    """Import `megatron.training` and replace the functions of `NEEDED`, and those that only some versions have."""
     from megatron.training import arguments, checkpointing, training
 
     modules = {"arguments.py": arguments, "checkpointing.py": checkpointing, "training.py": training}
     needed = [(modules[file], name, around) for file, names in NEEDED.items() for name, around in names.items()]
-    where_there = (  # all ranks wait for each other in these
+    where_there = (  # functions that only some versions have, in which all ranks wait for each other
         (training, "logical_and_across_model_parallel_group", _known_on_all_ranks),
         (training, "reduce_max_stat_across_model_parallel_group", _known_on_all_ranks),
         (training, "get_signal_handler", _with_agreed_requests),
@@ -35,10 +35,10 @@ def install_hooks() -> None:
 
 
 def replace(module: ModuleType, name: str, around: Callable[[Callable], Callable]) -> None:
-    """Put ``around(original)`` in the place of a function wherever Megatron-LM's modules, or the script, hold it.
+    """Put ``around(original)`` in the place of a function in all of Megatron-LM's modules, and in the script.
 
     Raises:
-        ValueError: there is no such function.
+        ValueError: `module` has no function `name`.
     """
     original = getattr(module, name, None)
     if original is None:
@@ -62,7 +62,7 @@ def _with_our_flags(original: Callable) -> Callable:
 
 
 def _with_no_other_file(original: Callable) -> Callable:
-    """A file of arguments takes the place of the whole command line, our flags included."""
+    """Refuse a file of arguments beside the project's flags: the file replaces the whole command line."""
 
     def parse_args(*args: Any, **named: Any):
         parsed = original(*args, **named)
@@ -80,7 +80,8 @@ def _with_no_other_file(original: Callable) -> Callable:
 
 
 def _with_our_rules(original: Callable) -> Callable:
-    """Refuse arguments that do not go together; they are complete here, and there is no process group yet."""
+    """Refuse combinations of arguments that are not supported. The arguments are complete here, and no process group
+    exists yet."""
 
     def validate_args(args, *further, **named):
         with _any_number_of_queues(original, args):
@@ -93,8 +94,10 @@ def _with_our_rules(original: Callable) -> Callable:
 
 @contextmanager
 def _any_number_of_queues(validate: Callable, args) -> Iterator[None]:
-    """Before Blackwell, Megatron-LM wants one hardware queue for tensor parallelism, for an overlap; the schedule says
-    by itself how many it needs (`start.py`). With Blackwell it leaves the number open, and so it is asked as if there.
+    """A block in which Megatron-LM validates as on a Blackwell GPU, where it accepts any number of hardware queues.
+
+    Before Blackwell, Megatron-LM demands one hardware queue for the overlap of tensor parallelism. The schedule checks
+    the number of queues that it needs by itself (`start.py`).
     """
     names = vars(sys.modules[validate.__module__])
     generation = names.get("get_device_arch_version")
@@ -157,7 +160,8 @@ def _with_engine_update(original: Callable) -> Callable:
 
 def _with_both_versions_loaded(original: Callable) -> Callable:
     def load_checkpoint(*args: Any, **named: Any):
-        is_of_the_run = len(args) >= 3 and args[1] is not None  # (chunks, optimizer, scheduler); others are read, too
+        # The run's own checkpoint is loaded with (chunks, optimizer, scheduler); other checkpoints are read, too.
+        is_of_the_run = len(args) >= 3 and args[1] is not None
         if _session is None or not is_of_the_run:
             return original(*args, **named)
         with errors_end_the_job():
@@ -211,8 +215,10 @@ def _drained_and_saved(original: Callable) -> Callable:
 
 
 def _to_the_end(original: Callable) -> Callable:
-    """Drain the pipeline when the loop returns, or raises SystemExit after a request to stop. After any other error it
-    cannot be drained, and the guard ends all ranks."""
+    """Drain the pipeline when the loop returns, or raises SystemExit after a request to stop.
+
+    After any other error the pipeline cannot be drained, and the guard ends all ranks.
+    """
 
     def train(*args: Any, **named: Any):
         session = _session
@@ -228,9 +234,9 @@ def _to_the_end(original: Callable) -> Callable:
         if leaves is None:
             return result
         try:
-            raise leaves  # behind the guard, to which a status other than 0 is a failure: launchers read it
+            raise leaves  # outside the guard, to which the status for launchers, if it is not 0, is a failure
         finally:
-            del leaves  # else it keeps this frame, and so what loads samples, beyond the end of the process
+            del leaves  # otherwise the exception keeps this frame, and so the data loaders, past the process's end
 
     return train
 
@@ -246,7 +252,8 @@ def _guarded(session):
 
 
 def _known_on_all_ranks(original: Callable) -> Callable:
-    """Skip the question to all ranks: the engine's report is equal on all, and asking would make them wait."""
+    """Return the value without a reduction if the engine steps: its report is equal on all ranks, and a reduction would
+    make the ranks wait."""
 
     def reduce(value, *args: Any, **named: Any):
         if _session is not None and _session.steps_itself:
@@ -257,7 +264,8 @@ def _known_on_all_ranks(original: Callable) -> Callable:
 
 
 def _with_agreed_requests(original: Callable) -> Callable:
-    """Whether a rank was asked to stop travels with the engine's reductions, and all ranks read it off one report."""
+    """Agree on requests to stop through the engine's reductions: all ranks read the sum from the same batch's
+    report."""
 
     def get_signal_handler():
         handler, session = original(), _session
@@ -286,6 +294,7 @@ NEEDED = {
         "train": _to_the_end,
     },
 }
-"""File of `megatron.training` -> the names at its top that are replaced, and by what. `origin` looks for them before
-anything is imported.
+"""The functions that are replaced: file of `megatron.training` -> name at module level -> replacement.
+
+`origin` looks for these names before anything is imported.
 """

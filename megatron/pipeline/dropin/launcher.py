@@ -1,12 +1,12 @@
-"""Start a user's script with the schedules in place: `-m megatron.pipeline.dropin SCRIPT [its arguments]`.
+"""The launcher of a user's script with the schedules in place: `-m megatron.pipeline.dropin SCRIPT [its arguments]`.
 
-Problem: `python -m` puts the working directory first on the path and not the script's folder, so that another
-Megatron-LM may be found than `python SCRIPT` would find, without a word. And scripts look at `__main__`: for their own
-functions when they pickle them, and for the module that processes which they spawn import again.
+Problem: `python -m` puts the working directory first on the path and not the script's folder, so Python may silently
+find another Megatron-LM than `python SCRIPT` would find. And scripts rely on the module `__main__`: pickled functions
+of the script refer to that module, and spawned processes import it again.
 
-Solution: the script's folder takes the working directory's place, then the schedules are installed, then the script
-runs as a module `__main__`, as under `python SCRIPT`. The module's spec is that of `spawned.py`, which children import
-instead of the script.
+Solution: the script's folder takes the working directory's place on the path, the schedules are installed, and then the
+script runs as a module `__main__`, as under `python SCRIPT`. The module has the spec of `spawned.py`, which child
+processes import instead of the script.
 """
 
 import importlib.util
@@ -33,7 +33,8 @@ OUR_ROOT = Path(__file__).resolve().parents[3]
 
 
 def main() -> None:
-    """Run the command line of this process. Ends it with status 2 and one sentence where the script cannot start."""
+    """Run the command line of this process. The process ends with status 2 and one sentence if the script cannot
+    start."""
     arguments = sys.argv[1:]
     if arguments and arguments[0] in ("-h", "--help"):
         sys.stdout.write(USAGE)
@@ -47,7 +48,7 @@ def main() -> None:
 
 
 def script_of(arguments: list[str]) -> Path:
-    """The script that the launcher's arguments begin with. Raises ValueError where they don't."""
+    """The script that the launcher's arguments begin with. Raises ValueError if the first argument is no script."""
     if not arguments:
         raise ValueError(
             "no script is named; name one behind -m megatron.pipeline.dropin, such as pretrain_gpt.py of your "
@@ -65,8 +66,11 @@ def script_of(arguments: list[str]) -> Path:
 
 
 def path_for(script: Path, path: list[str], working_directory: Path) -> list[str]:
-    """`path` as `python SCRIPT` has it: the script's folder first, and not the working directory that `-m` puts there.
-    Where this project was found through that only, it comes last."""
+    """Return `path` as under `python SCRIPT`: the script's folder comes first, in place of the working directory that
+    `-m` adds.
+
+    If this project was found only through the working directory, the project's folder comes last.
+    """
     rest = path[1:] if path and path[0] in ("", str(working_directory)) else list(path)
     if OUR_ROOT not in (Path(entry).resolve() for entry in rest if entry):
         rest.append(str(OUR_ROOT))
@@ -75,7 +79,7 @@ def path_for(script: Path, path: list[str], working_directory: Path) -> list[str
 
 SPAWNED = "megatron.pipeline.dropin.spawned"
 SCRIPT_VARIABLE = "MEGATRON_PIPELINE_DROPIN_SCRIPT"
-"""Tells children which script it is."""
+"""The environment variable that tells child processes the script's path."""
 
 
 def run(script: Path) -> None:
@@ -86,11 +90,14 @@ def run(script: Path) -> None:
     module.__spec__ = importlib.util.find_spec(SPAWNED)
     os.environ[SCRIPT_VARIABLE] = module.__file__
     sys.modules["__main__"] = module
-    sys.modules["__mp_main__"] = module  # what children call it when they send something of it back
+    sys.modules["__mp_main__"] = module  # the name of the script in objects that child processes send back
     execute(script, vars(module))
 
 
 def execute(script: Path, namespace: dict) -> None:
-    """Run the script's code in `namespace`. Not by runpy: it takes the module away again that children would import."""
+    """Run the script's code in `namespace`.
+
+    runpy would not do: it removes the module that child processes import.
+    """
     code = compile(script.read_bytes(), os.path.abspath(script), "exec", dont_inherit=True)
     exec(code, namespace)

@@ -1,11 +1,11 @@
-"""Which Megatron-LM a job would train with, found before anything of it is imported.
+"""The Megatron-LM that a job would train with, found before any of its modules is imported.
 
 Problem: `megatron` is a namespace package. Its parts may come from a checkout, from the wheel of megatron-core, which
-packages `megatron.training` from 0.17 on, and from this project, and Python merges them in silence. Training of one
-version on the core of another fails late and obscurely, or trains something else.
+packages `megatron.training` from 0.17 on, and from this project, and Python merges the parts silently. Training code of
+one version on the core of another version fails late and obscurely, or trains something else.
 
-Solution: ask the import system where `megatron.training` and `megatron.core` would come from, and read in their
-sources, without running them, whether what we replace is there.
+Solution: the import system tells where `megatron.training` and `megatron.core` would come from. Their source files are
+parsed, not executed, to find whether the functions that the hooks replace exist.
 """
 
 import ast
@@ -19,7 +19,7 @@ from pathlib import Path
 from megatron.pipeline.dropin.hooks import NEEDED
 
 OLDEST = (0, 14)
-"""The first version of megatron.core that has what the runtime calls."""
+"""The first version of megatron.core that has all functions that the runtime calls."""
 
 RUN = ((0, 14), (0, 15), (0, 16), (0, 20))
 """Versions of megatron.core that these schedules have trained on."""
@@ -27,14 +27,14 @@ RUN = ((0, 14), (0, 15), (0, 16), (0, 20))
 
 @dataclass(frozen=True)
 class Origin:
-    """The place of a job's Megatron-LM."""
+    """The folders and the version of a job's Megatron-LM."""
 
     training: Path
     """The folder of `megatron.training`."""
     core: Path
     """The folder of `megatron.core`."""
     version: tuple[int, ...] | None
-    """Of the core; None where it does not say."""
+    """The version of megatron.core; None if its sources do not state one."""
 
     @property
     def root(self) -> Path:
@@ -46,7 +46,7 @@ class Origin:
 
 
 def find() -> Origin:
-    """The Megatron-LM on `sys.path`. Imports nothing of it.
+    """The Megatron-LM on `sys.path`. No module of it is imported.
 
     Raises:
         ValueError: there is no `megatron.training`, or no `megatron.core`.
@@ -66,7 +66,8 @@ def find() -> Origin:
 
 
 def check(origin: Origin) -> None:
-    """Raises ValueError where the schedules could not be put in place, or core and training don't belong together."""
+    """Raise ValueError if the schedules cannot be put in place, or if megatron.core and megatron.training do not belong
+    together."""
     if origin.version is not None and origin.version[:2] < OLDEST:
         raise ValueError(
             f"megatron.core {_dotted(origin.version)} of {origin.core.parents[1]} is too old: schedules call what "
@@ -88,7 +89,7 @@ def check(origin: Origin) -> None:
 
 
 def notes(origin: Origin) -> Iterator[str]:
-    """The unusual properties of a Megatron-LM, one sentence each."""
+    """Yield one sentence for each unusual property of a Megatron-LM."""
     if origin.version is None or origin.version[:2] not in RUN:
         *others, last = map(_dotted, RUN)
         yield (
@@ -98,7 +99,7 @@ def notes(origin: Origin) -> Iterator[str]:
 
 
 def explain(origin: Origin, error: ImportError) -> str:
-    """One sentence for what its modules import and this Python has not: what to install, or which Python to use."""
+    """A sentence on why Megatron-LM could not be imported: the package to install, or the Python version to use."""
     module = (error.name or "").partition(".")[0]
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     if module in sys.stdlib_module_names:
@@ -111,11 +112,11 @@ def explain(origin: Origin, error: ImportError) -> str:
 
 
 _PACKAGES = {"yaml": "pyyaml"}
-"""Modules whose package has another name."""
+"""Module -> package, where the names differ."""
 
 
 def _python_of(root: Path) -> str | None:
-    """The checkout's requirement on Python's version, such as `>=3.12`."""
+    """The checkout's requirement on Python's version, such as `>=3.12`; None if it states none."""
     try:
         found = re.search(r'^requires-python *= *"(.+)"', (root / "pyproject.toml").read_text(), flags=re.MULTILINE)
     except OSError:
@@ -124,7 +125,8 @@ def _python_of(root: Path) -> str | None:
 
 
 def _package(name: str) -> Path | None:
-    """The folder of a package that has an `__init__.py`, found as an import would; None where there is none."""
+    """The folder of a package that has an `__init__.py`, found as an import finds it; None if there is no such
+    package."""
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None:
         return None
@@ -142,7 +144,7 @@ def _remedy() -> str:
 
 
 def _names_at_top(file: Path) -> set[str]:
-    """The names that a module defines, assigns or imports at its top, also within `if`, `try` and `with`."""
+    """The names that a module defines, assigns or imports at module level, also within `if`, `try` and `with`."""
     try:
         module = ast.parse(file.read_bytes())
     except OSError:
@@ -173,7 +175,7 @@ def _bound(statements: list[ast.stmt]) -> Iterator[str]:
 
 
 def _version(core: Path) -> tuple[int, ...] | None:
-    """The version of megatron.core, read in its sources."""
+    """The version of megatron.core, read from its sources; None if they do not state one."""
     try:
         module = ast.parse((core / "package_info.py").read_bytes())
     except (OSError, SyntaxError):

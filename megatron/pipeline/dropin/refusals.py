@@ -1,7 +1,7 @@
-"""What of Megatron-LM's settings a schedule of ours does not go with: each by its flag, with the reason and the remedy.
+"""The settings of Megatron-LM that the project's schedules do not support: each with flag, reason and remedy.
 
-Read off the arguments when Megatron-LM has validated them, which is before any process group. A version that lacks an
-argument has it off.
+The settings are read from the arguments after Megatron-LM has validated them and before any process group exists. An
+argument that a version of Megatron-LM lacks counts as off.
 """
 
 import argparse
@@ -36,7 +36,10 @@ def _is_other_than(*off: Any) -> Callable[[Any], bool]:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """One argument, when it is refused, and why: `reason` goes on after the flag, `remedy` after a semicolon."""
+    """An argument, the condition under which it is refused, and the words of the refusal.
+
+    The error message is the flag with its value, then `reason`, then `remedy` after a semicolon.
+    """
 
     argument: str
     flag: str
@@ -165,7 +168,7 @@ OF_DELAYED_WEIGHTS = (
 
 
 def require_supported(args: argparse.Namespace) -> None:
-    """Raises ValueError where the validated `args` contain a combination that is not supported."""
+    """Raise ValueError if the validated `args` contain a combination that is not supported."""
     if not asks_for_schedule(args):
         _require_no_flag_without(args)
         return
@@ -187,7 +190,7 @@ def require_supported(args: argparse.Namespace) -> None:
 
 
 def require_supported_model(args: argparse.Namespace, config: Any) -> None:
-    """Check what a model provider has set by itself: `config` is the built model's, and `args` may have changed.
+    """Check the settings of the built model again, since a model provider may set `config` and change `args`.
 
     Raises:
         ValueError: a combination that is not supported.
@@ -205,7 +208,7 @@ def _require_none_of(settings: Any, args: argparse.Namespace) -> None:
 
 
 def _require_no_flag_without(args: argparse.Namespace) -> None:
-    """Raises ValueError for our flags that mean nothing without a schedule."""
+    """Raise ValueError for a flag of the project that has no effect without a schedule."""
     given = {
         f"--pipeline-timeline {args.pipeline_timeline}": args.pipeline_timeline is not None,
         "--pipeline-log-saved-activations": args.pipeline_log_saved_activations,

@@ -1,9 +1,9 @@
 """The output of the drop-in for users: lines on rank 0, and errors that end the job with one sentence.
 
-Problem: Megatron-LM's training does not catch our errors, and a traceback from every rank hides what is wrong.
+Problem: Megatron-LM's training does not catch this project's errors, and a traceback from every rank hides the reason.
 
-Solution: a block in which a ValueError is the user's to mend: it ends every rank with status 2, and rank 0 prints its
-sentence, whether the launcher or an import has installed the schedules.
+Solution: in the block `errors_end_the_job` a ValueError is an error of the user. It ends every rank with status 2, and
+rank 0 prints its sentence, whether the launcher or an import has installed the schedules.
 """
 
 import sys
@@ -24,7 +24,8 @@ def say(line: str) -> None:
 
 @contextmanager
 def errors_end_the_job() -> Iterator[None]:
-    """A ValueError in the block, the same on every rank, is printed once and ends each with status 2 (SystemExit)."""
+    """A block in which a ValueError, which must be raised on every rank alike, is printed once and ends each rank with
+    status 2 (SystemExit)."""
     try:
         yield
     except ValueError as error:

@@ -1,14 +1,15 @@
-"""One run of Megatron-LM's training under a schedule: the calls of its hooked functions, in the order of a run.
+"""One run of Megatron-LM's training under a schedule: the methods that the hooks call, in the order of a run.
 
 Megatron-LM builds model and optimizer and loads a checkpoint; then its loop calls its schedule once a batch, evaluates
-and saves in between, and ends. Here a batch runs through the engine, and before anything reads weights, or the loop
-ends, the pipeline is drained. All ranks come to the same calls in the same order, so all drain after the same batch.
+and saves between batches, and ends. Under the drop-in a batch runs through the engine, and the pipeline is drained
+before anything reads weights and before the loop ends. All ranks make the same calls in the same order, so all ranks
+drain after the same batch.
 
-Checkpoints: between two batches of 2bw two versions are alive, and the next batch uses the older one, or the predicted
-one. Megatron-LM's state of a checkpoint gets two more entries, in this project's own format (`checkpointed_versions`):
-that version, tensor by tensor like the model, and 'pipeline', the update's state beside the optimizer. So a resumed run
-continues exactly, here and under this project's own programs; Megatron-LM, which asks for neither entry, loads the
-checkpoint as any other.
+Checkpoints: between two batches of 2bw two weight versions are alive, and the next batch uses the older or the
+predicted version. Megatron-LM's state of a checkpoint gets two more entries, in this project's own format
+(`checkpointed_versions`): that version, tensor by tensor like the model, and 'pipeline', the update's state beside the
+optimizer. So a resumed run continues exactly, under the drop-in and under this project's own programs. Megatron-LM asks
+for neither entry and loads the checkpoint like any other.
 """
 
 import argparse
@@ -50,13 +51,14 @@ class Session:
     """One rank's part of the run.
 
     Args:
-        args: Megatron-LM's, validated.
-        options: the values of our flags.
-        proved: the schedule of `args`, before the model is known.
+        args: Megatron-LM's validated arguments.
+        options: the values of the project's flags.
+        proved: the schedule of `args`, proved before the model is known.
 
     Attributes:
-        checkpoints: our entries in checkpoints; None where there are none, and before the model is built.
-        is_saving: Megatron-LM makes the state of a checkpoint that it saves.
+        checkpoints: the project's entries in checkpoints; None under a schedule that drains, and before the model is
+            built.
+        is_saving: whether Megatron-LM is making the state of a checkpoint that it saves.
     """
 
     def __init__(self, args: argparse.Namespace, options: Options, proved: PipelineSchedule) -> None:
@@ -76,23 +78,27 @@ class Session:
         self.is_saving = False
 
     def is_of(self, args: argparse.Namespace) -> bool:
-        """Whether these arguments were seen before; some programs validate them twice."""
+        """Whether this session was made for `args`; some programs validate their arguments twice."""
         return self._args is args
 
     @property
     def steps_itself(self) -> bool:
-        """Whether the engine makes the optimizer's steps; then the values that Megatron-LM reduces are known."""
+        """Whether the engine steps the optimizer. If it does, all ranks already know the values that Megatron-LM would
+        reduce."""
         return self._ours is not None
 
     @property
     def timeout(self) -> timedelta:
-        """How long a transfer or a reduction may take."""
+        """The longest time that a transfer or a reduction may take."""
         return timedelta(minutes=self._args.distributed_timeout_minutes)
 
     # --- building
 
     def take_parts(self, chunks: Sequence[torch.nn.Module], optimizer: Any, scheduler: Any) -> None:
-        """Take the built model and optimizer, before a checkpoint is loaded; later calls do nothing. Collective."""
+        """Make schedule and weight update for the built model and optimizer, before a checkpoint is loaded.
+
+        Later calls are no-ops, and so is a call without an optimizer. Collective: every rank of the job must call it.
+        """
         if self._schedule is not None or optimizer is None:
             return
         self._chunks = list(chunks)
@@ -101,7 +107,7 @@ class Session:
         if self._schedule != self._proved:
             prove(self._schedule, batches_of(self._args))
         if "overlap_grad_reduce" in overlaps_off(self._args, self._options, self._schedule):
-            for chunk in self._chunks:  # its buckets stay: norms are summed, and checkpoints laid out, by them
+            for chunk in self._chunks:  # the buckets stay: they decide the order of norms and checkpoints' layout
                 chunk.ddp_config.overlap_grad_reduce = False
         if self._schedule.splits_backward or not self._schedule.weights.drains:
             follow_shown_gradients()
@@ -115,17 +121,17 @@ class Session:
                 self._chunks, optimizer, scheduler, schedule=self._schedule,
                 stage=parallel_state.get_pipeline_model_parallel_rank(), timeout=self.timeout,
             )  # fmt: skip
-            self._ours.update.show_newest()  # what a checkpoint has goes there, and not into a prediction
+            self._ours.update.show_newest()  # a checkpoint must be loaded into the newest version, not a prediction
             self.checkpoints = VersionsInCheckpoints(self._chunks, self._ours.update, name=self._options.schedule)
 
     def loaded(self, iteration: int) -> None:
-        """Note that a checkpoint of this many batches has been loaded, or none (0)."""
+        """Restore the project's entries of the loaded checkpoint. `iteration`: its batches; 0 if none was loaded."""
         if self.checkpoints is not None:
             takes_state = iteration > 0 and not getattr(self._args, "no_load_optim", False)
             self.checkpoints.complete(iteration, takes_state=takes_state)
 
     def begin(self) -> None:
-        """Begin the run with the present model and optimizer, after `args.iteration` batches; repeats do nothing."""
+        """Begin the run with the current model and optimizer, after `args.iteration` batches. Repeats are no-ops."""
         if self._began:
             return
         self._began = True
@@ -151,7 +157,8 @@ class Session:
     # --- batches
 
     def run_batch(self, call: Mapping[str, Any]) -> list[Any]:
-        """Train one batch, as Megatron-LM calls its schedule; returns each microbatch's losses on the last stage."""
+        """Train one batch, by the arguments `call` of Megatron-LM's schedule. Returns the losses of each microbatch on
+        the last stage, and [] on other stages."""
         if self._rank is None:
             with self._refusing():
                 require_ordinary_call(call)
@@ -170,9 +177,8 @@ class Session:
         return rank.losses
 
     def drain(self) -> None:
-        """Step all batches, and show the newest weights. The rest of the batches is computed in training mode, whatever
-        the model's present mode.
-        """
+        """Finish and step all batches in flight, and show the newest weights.
+        The rest of the batches is computed in training mode, whatever the model's current mode."""
         if self._rank is None or self._rank.engine.is_drained:
             return
         was_training = [chunk.training for chunk in self._chunks]
@@ -187,22 +193,22 @@ class Session:
         self._note(reports)
 
     def agrees_to_stop(self, is_asked: bool) -> bool:
-        """Whether any rank was asked to stop, equal on all ranks; `is_asked`: whether this one was. For runs in which
-        the engine steps.
-        """
+        """Whether any rank was asked to stop, equal on all ranks. `is_asked`: whether this rank was asked to stop.
+        Precondition: the engine steps the optimizer."""
         if self._rank is not None and is_asked:
             self._rank.engine.stop_requests |= 1
         return self._ours.newest is not None and bool(self._ours.newest.stop_requests)
 
     def add_to_checkpoint(self, state: dict[str, Any]) -> None:
-        """Add our entries to the state of a checkpoint."""
+        """Add the project's entries to the state of a checkpoint that is saved."""
         if self.is_saving and self.checkpoints is not None:
             self.checkpoints.add_to(state, num_batches=self._num_batches or self._args.iteration)
 
     def finish(self) -> None:
-        """Drain, write the timeline and close, after an orderly end of the loop. Collective.
+        """Drain, write the timeline and close the engine, after an orderly end of the loop.
 
-        Drops all references to the loop: data loaders end their processes when nothing refers to them.
+        Collective: every rank of the job must call it. All references to the loop's objects are dropped, since data
+        loaders end their processes only when nothing refers to the loaders.
         """
         if self._rank is None or self._is_refused:
             return
@@ -244,7 +250,7 @@ class Session:
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
-        """A block in which a ValueError, raised alike on all ranks, ends the job with its sentence."""
+        """A block in which a ValueError, which must be raised on all ranks alike, ends the job with its sentence."""
         with errors_end_the_job():
             try:
                 yield
@@ -257,7 +263,8 @@ class Session:
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        """Time a batch as Megatron-LM's schedules do; where batches overlap, ranks do not wait for one another."""
+        """A block that is timed as a batch in Megatron-LM's schedules. Ranks wait for one another before the timer
+        starts only if batches do not overlap."""
         config = get_model_config(self._chunks[0])
         if config.timers is None:
             yield
@@ -269,7 +276,8 @@ class Session:
 
 
 def _any_rank_ties(chunks: Sequence[torch.nn.Module]) -> bool:
-    """Whether the model's first and last stage share an embedding; the ranks between them do not see it. Collective."""
+    """Whether the model's first and last stage share an embedding, which the ranks between them do not see.
+    Collective: every rank of the pipeline must call it."""
     found = [False] * parallel_state.get_pipeline_model_parallel_world_size()
     group = parallel_state.get_pipeline_model_parallel_group()
     torch.distributed.all_gather_object(found, bool(tied_embeddings(chunks)), group=group)
@@ -288,8 +296,14 @@ _VERSIONS = (OLDER_VERSIONS, PREDICTED_VERSION)
 
 @dataclass
 class _Found:
-    """The checkpoint that is being loaded. `common`: its entries without tensors. `loaded`: our tensors, for which
-    `versions` asked."""
+    """The checkpoint that is being loaded.
+
+    Attributes:
+        folder: its path.
+        common: its entries without tensors.
+        loaded: the project's tensors, which `versions` asked for.
+        versions: the weight versions to restore; None if Megatron-LM asked for no tensors.
+    """
 
     folder: str = ""
     common: dict[str, Any] = field(default_factory=dict)
@@ -301,9 +315,9 @@ class VersionsInCheckpoints:
     """The weight versions of one rank in checkpoints.
 
     Args:
-        chunks: as Megatron-LM wraps them.
-        update: the one that holds the versions.
-        name: that of the run's schedule.
+        chunks: the model chunks, as Megatron-LM wraps them.
+        update: the update that holds the versions.
+        name: the name of the run's schedule.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], update: MegatronWeightUpdate, *, name: str) -> None:
@@ -315,22 +329,21 @@ class VersionsInCheckpoints:
     # Saving.
 
     def add_to(self, state: dict[str, Any], *, num_batches: int) -> None:
-        """Add the entries to the state that Megatron-LM saves, drained, after this many batches of the whole run."""
+        """Add the project's entries to the state that Megatron-LM saves after `num_batches` batches of the whole run.
+        Precondition: the pipeline is drained."""
         state[PIPELINE] = {"update": self._update.state_dict()}
         older = self._older(num_batches)
         state.update(older.to_save(self._models(state)))
 
-    # Loading: the common state, then the tensors, then what follows from both.
+    # Loading: the common state, then the tensors, then the restored versions.
 
     def note_common(self, folder: str, state: dict[str, Any] | None) -> None:
-        """Keep the entries without tensors of the checkpoint in `folder`, which Megatron-LM reads first."""
+        """Keep the entries without tensors of the checkpoint in `folder`. Megatron-LM reads these entries first."""
         self._found = _Found(str(folder), dict(state or {}))
 
     def ask_for(self, state: dict[str, Any], *, starts_anew: bool) -> None:
-        """Add the versions that the checkpoint has to the state that Megatron-LM asks of it.
-
-        `starts_anew`: weights are taken alone, and batches are counted from 0.
-        """
+        """Add the weight versions that the checkpoint has to the state that Megatron-LM asks for. `starts_anew`:
+        whether only weights are loaded, and batches are counted from 0."""
         keys = dist_checkpointing.load_tensors_metadata(self._found.folder)
         self._found.versions = self._older(0 if starts_anew else int(self._found.common.get("iteration", 0)))
         entries = self._found.versions.to_load(
@@ -339,17 +352,17 @@ class VersionsInCheckpoints:
         state.update(entries)
 
     def note_loaded(self, state: dict[str, Any]) -> None:
-        """Remove our entries from the loaded state and keep them."""
+        """Remove the project's entries from the loaded state, and keep them for `complete`."""
         self._found.loaded = {key: state.pop(key) for key in list(state) if key.startswith(_VERSIONS)}
         if PIPELINE in state:
             self._found.common[PIPELINE] = state.pop(PIPELINE)
 
     def complete(self, iteration: int, *, takes_state: bool) -> None:
-        """Megatron-LM has loaded weights, of so many batches: the older version and the rest follow.
+        """Restore the older version and the update's state, after Megatron-LM has loaded the weights.
 
         Args:
-            iteration: 0 also where it found no checkpoint, or took its weights alone.
-            takes_state: it has loaded the optimizer, too.
+            iteration: number of batches of the loaded checkpoint; 0 if none was found, or only weights were loaded.
+            takes_state: whether Megatron-LM has loaded the optimizer, too.
         """
         found, self._found = self._found, _Found()
         older = found.versions.counted_from(iteration) if found.versions else self._older(iteration)
@@ -358,7 +371,8 @@ class VersionsInCheckpoints:
         self._update.load_state_dict(state.get("update") if takes_state else None)
         saved = found.common.get("args")
         saved_under = getattr(saved, "pipeline_program", None) or getattr(saved, "pipeline_schedule", None)
-        is_due = self._update.weights.predicts or saved_under != self._name  # a skipped step leaves one version, too
+        # Under the same schedule a checkpoint may have one version, too: after a skipped step.
+        is_due = self._update.weights.predicts or saved_under != self._name
         if iteration and not found.loaded and is_due:
             other = "the predicted one" if self._update.weights.predicts else "the one before"
             say(
@@ -377,6 +391,6 @@ class VersionsInCheckpoints:
         return OlderVersions(self._chunks, self._update.versions, self._update.weights, num_batches)
 
     def _models(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The chunks' entries of a state."""
+        """The model chunks' entries in a state, by name."""
         names = ["model"] if len(self._chunks) == 1 else [f"model{index}" for index in range(len(self._chunks))]
         return {name: state[name] for name in names}

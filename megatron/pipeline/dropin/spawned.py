@@ -1,11 +1,12 @@
-"""What a process imports as its main module that a launched script has spawned.
+"""The main module of a process that a launched script has spawned.
 
-Problem: `multiprocessing` has a spawned child import the parent's main module, so that it knows the functions and
-classes there. The script alone would be imported without the schedules, and without the layer that a CPU needs.
+Problem: `multiprocessing` makes a spawned child process import the parent's main module, so that the child knows its
+functions and classes. The script alone would be imported without the schedules, and without the layer that a CPU needs.
 
-Solution: the child imports this module as `__mp_main__`. It does what the launcher does, without the lines, and then
-runs the script's code under that name, with what stands under `if __name__ == "__main__"` left out. The environment
-says which script, since Python puts this file's name into `sys.argv[0]` for the time being.
+Solution: the child process imports this module as `__mp_main__`. The module installs the schedules as the launcher
+does, without writing lines, and then runs the script's code under the name `__mp_main__`, so the code under
+`if __name__ == "__main__"` does not run. The environment holds the script's path, since Python puts this file's name
+into `sys.argv[0]` during the import.
 """
 
 if __name__ == "__mp_main__":

@@ -1,4 +1,4 @@
-"""The engine of a run over the chunks that Megatron-LM has built: its stages, its memory of activations, its tracer."""
+"""The engine of a run over the model chunks that Megatron-LM has built, with stages, activation memory and tracer."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class OverlappedStage(MegatronStage):
             return super().backward(microbatch, output_grad)
 
 
-_TRACED_EXTRA = 8  # segments beyond those that a timeline shows: drains, and batches cut by them
+_TRACED_EXTRA = 8  # segments traced beyond those that a timeline shows: drains, and batches that a drain cuts
 
 
 @dataclass
 class RankStages:
-    """The stages of one rank."""
+    """The engine and the stages of one rank."""
 
     engine: PipelineEngine
     stages: Sequence[MegatronStage]
@@ -51,7 +51,8 @@ class RankStages:
     memory: ActivationMemory | None
 
     def feed(self, call: Mapping[str, Any]) -> None:
-        """Give the stages the arguments of Megatron-LM's call, for the next batch."""
+        """Give the stages the data and the forward step of `call`, the arguments of Megatron-LM's call for the next
+        batch."""
         iterators = call["data_iterator"]
         if not isinstance(iterators, list):
             iterators = [iterators] * len(self.stages)
@@ -60,8 +61,10 @@ class RankStages:
             step.begin_batch(call["forward_step_func"])
 
     def let_go(self) -> None:
-        """Hold nothing of the user's any more. An engine is a circle of objects, which live on until they are
-        collected, and with them would live the processes that load samples.
+        """Drop all references to the user's objects.
+
+        The objects of an engine refer to one another in a circle and live until garbage collection. They would keep
+        alive the processes that load samples.
         """
         for stage, step in zip(self.stages, self.forward_steps, strict=True):
             stage.data_iterator = None
@@ -69,12 +72,12 @@ class RankStages:
 
     @property
     def losses(self) -> list[Any]:
-        """What the loss function said of each microbatch of the batch; [] but on the last stage."""
+        """The results of the loss function for each microbatch of the batch; [] on all stages but the last."""
         return self.forward_steps[-1].losses
 
 
 def require_ordinary_call(call: Mapping[str, Any]) -> None:
-    """Raises ValueError where Megatron-LM calls its schedule with arguments that ours do not support."""
+    """Raise ValueError if Megatron-LM calls its schedule with arguments that the project's schedules do not support."""
     if call.get("adjust_tensor_shapes_fn") is not None:
         raise ValueError(
             "adjust_tensor_shapes_fn, which this program hands to its schedule, changes the shapes of what travels; "
@@ -102,7 +105,7 @@ _GROUPS = {
 
 
 def _require_global(name: str, expected: Mapping[str, Callable[[], Any]], given: Any) -> None:
-    """Raises ValueError where `given` has other groups than Megatron-LM's global ones, which the runtime uses."""
+    """Raise ValueError if `given` has other groups than Megatron-LM's global groups, which the runtime uses."""
     for attribute, get in expected.items():
         group = getattr(given, attribute, None)
         ranks = None if group is None else torch.distributed.get_process_group_ranks(group)
@@ -121,7 +124,10 @@ def build_stages(
     update: MegatronUpdate | MegatronWeightUpdate,
     call: Mapping[str, Any],
 ) -> RankStages:
-    """Build them for the shapes of `call`, what Megatron-LM calls its schedule with. Collective."""
+    """Build this rank's engine and stages for the shapes in `call`, the arguments of Megatron-LM's schedule.
+
+    Collective: every rank of the job must call it.
+    """
     rank = parallel_state.get_pipeline_model_parallel_rank()
     own = list(schedule.stages_of(rank))
     steps = [

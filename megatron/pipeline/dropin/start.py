@@ -1,4 +1,4 @@
-"""Before the process group forms: whether the schedule can run here, and which process becomes which rank."""
+"""The preparation before the process group forms: the check that the schedule can run, and the ranks of processes."""
 
 import argparse
 import os
@@ -25,21 +25,23 @@ from megatron.pipeline.start_up.late_weights import (
 from megatron.pipeline.start_up.rank_exchange import exchange_ranks
 
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-"""torchrun says `True` here where its agent hosts the job's store, which stays wherever ranks go."""
+"""The variable that torchrun sets to `True` if its agent hosts the job's store, which does not move with the ranks."""
 
 
 def prepare(args: argparse.Namespace, options: Options) -> PipelineSchedule:
-    """The schedule that `args` name, proved; gives this process its rank. Collective where ranks change.
+    """Prove the schedule that `args` name, give this process its rank, and return the schedule.
+
+    Collective if the ranks change: every rank of the job must call it.
 
     Raises:
-        ValueError: it cannot run here.
+        ValueError: the schedule cannot run with these arguments on this machine.
     """
     schedule = schedule_of(args, tied_embeddings=not getattr(args, "untie_embeddings_and_output_weights", False))
     batches = batches_of(args)
     prove(schedule, batches)
     for name, reason in overlaps_off(args, options, schedule).items():
         say(f"note: --{name.replace('_', '-')} is off: {options.flag} {reason}")
-        if name == "overlap_param_gather":  # the other is turned off when the buckets are laid out (`Session`)
+        if name == "overlap_param_gather":  # `Session` turns overlap_grad_reduce off after the buckets are laid out
             args.overlap_param_gather = False
     if backend.is_cuda() and getattr(args, "distributed_backend", "nccl") == "nccl":
         _require_queues(args, options, schedule, max(batches))
@@ -56,10 +58,11 @@ def prepare(args: argparse.Namespace, options: Options) -> PipelineSchedule:
 
 
 def overlaps_off(args: argparse.Namespace, options: Options, schedule: PipelineSchedule) -> dict[str, str]:
-    """Which of the overlaps that `args` ask for the schedule has no room for: name -> why.
+    """The overlaps that `args` ask for and that the schedule cannot support: name -> reason.
 
-    Under schedules that drain, with whole backwards and activations that stay, Megatron-LM's hooks reduce each bucket
-    within the last backward of a batch (`OverlappedStage`), and its gathers lie before the forwards as ever.
+    Under a schedule that drains, with whole backwards and activations that stay on their rank, all overlaps work:
+    Megatron-LM's hooks reduce each bucket within the last backward of a batch (`OverlappedStage`), and parameters are
+    gathered before the forwards as usual.
     """
     if not schedule.weights.drains:
         why = {
@@ -92,7 +95,10 @@ def _require_queues(
 
 
 def _require_engine_that_follows(args: argparse.Namespace, options: Options) -> None:
-    """Two batches have gradient buffers of their own, and some Transformer Engines add to the one of their forward."""
+    """Raise ValueError if this Transformer Engine adds gradients to the buffer that was current in the forward.
+
+    Under delayed weights two batches have gradient buffers of their own, so the backward must choose the buffer.
+    """
     fuses = getattr(args, "gradient_accumulation_fusion", False)
     if getattr(args, "transformer_impl", None) != "transformer_engine" or not fuses:
         return

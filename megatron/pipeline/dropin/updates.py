@@ -1,16 +1,16 @@
-"""What is left of Megatron-LM's training step under our schedules: the user's forward step, and who makes the update.
+"""The parts of Megatron-LM's training step under a schedule: the user's forward step, and the weight update.
 
-Under schedules that drain with every batch the update is Megatron-LM's own, behind the program's STEP. A batch's
-program ends with all backwards done and nothing in flight. There the rank stands where Megatron-LM's own schedule
-stands before it finishes the gradients, so that is called, and the rest of its training step follows: the norm, the
-step, the learning rate. The program's reductions and its STEP have nothing to do.
+Under schedules that drain with every batch, Megatron-LM makes the update, after the program's STEP. A batch's program
+ends with all backwards done and nothing in flight. This is the state in which Megatron-LM's own schedule finishes the
+gradients, so its function for that is called, and the rest of its training step follows: the norm, the step, the
+learning rate. The program's reductions and its STEP are no-ops.
 
-Under 2bw the update is the engine's. Megatron-LM's step of a batch zeroes gradients, runs the batch, steps the
-optimizer and the learning rate; under 2bw the last batch's step is made while this one runs, so the engine makes it,
-and the four calls are answered for it: the objects that Megatron-LM holds keep their methods for the engine, and say to
-everybody else what the engine's newest report says. So the gradient's norm, whether a batch was skipped and the
-learning rate come one iteration late; losses do not, for the last stage has run all forwards of a batch when its
-segment ends.
+Under 2bw the engine makes the update. Megatron-LM's training step zeroes gradients, runs the batch, and steps the
+optimizer and the learning rate. Under 2bw the step of the last batch is made while the current batch runs, so the
+engine makes it. The methods that Megatron-LM would call for these steps are replaced on its objects: they work for the
+engine, and every other caller gets the values of the engine's newest report. So the gradient norm, the skipping of a
+batch and the learning rate are reported one iteration late. Losses are reported in time, since the last stage has run
+all forwards of a batch when the batch's segment ends.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,12 +39,15 @@ _set_current_microbatch = getattr(schedules, "set_current_microbatch", None)  # 
 
 
 class ForwardStep:
-    """One stage's. A batch's microbatches come in their order, so their losses are the list that Megatron-LM returns.
+    """The user's forward step for one stage, with the losses of its batch.
+
+    The forwards of a batch run in the order of its microbatches, so `losses` is the list that Megatron-LM's schedule
+    returns.
 
     Args:
-        model: the chunk, as Megatron-LM wraps it.
-        chunk: its number among those of the rank; None where the rank has one.
-        is_last: its losses count.
+        model: the model chunk, as Megatron-LM wraps it.
+        chunk: the chunk's number on its rank; None if the rank has one chunk.
+        is_last: whether the stage is the last one, whose losses are recorded.
     """
 
     def __init__(self, model: torch.nn.Module, *, chunk: int | None, is_last: bool) -> None:
@@ -57,11 +60,11 @@ class ForwardStep:
         self.num_tokens: Tensor | int = 0
 
     def begin_batch(self, user: UserForwardStep) -> None:
-        """Prepare for the forwards of the next batch, by the user's function."""
+        """Prepare for the forwards of the next batch with the user's function `user`."""
         self._user, self._count, self.losses, self.num_tokens = user, 0, [], 0
 
     def let_go(self) -> None:
-        """Drop the user's function; no batch follows."""
+        """Drop the user's function and the losses. Call it after the last batch."""
         self._user, self.losses = None, []
 
     def __call__(self, data: Iterator | None, model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], tuple]]:
@@ -91,16 +94,17 @@ class ForwardStep:
 
 
 class EngineUpdate:
-    """The weight update of a rank's chunks, with Megatron-LM's optimizer and scheduler in its hands.
+    """The weight update of a rank's chunks by the engine, which calls Megatron-LM's optimizer and scheduler.
 
     Args:
-        chunks, optimizer, scheduler: Megatron-LM's; their methods are replaced on these objects alone.
-        schedule: says which weights batches use.
-        timeout: of the chain's reductions.
+        chunks, optimizer, scheduler: Megatron-LM's objects. Methods are replaced on these objects alone.
+        schedule: the schedule, whose policy decides the weight version of each batch.
+        stage: the rank's position in the pipeline.
+        timeout: the longest time of a reduction in the chain.
 
     Attributes:
-        update: what stages and engine are given.
-        newest: the report of the newest batch that has been stepped; None before the first.
+        update: the update for stages and engine.
+        newest: the report of the newest batch that has been stepped; None before the first step.
     """
 
     def __init__(
@@ -123,8 +127,10 @@ class EngineUpdate:
         )  # fmt: skip
 
     def begin(self, iteration: int) -> None:
-        """After so many batches the engine steps. Behind the loading of a checkpoint, which uses the methods, and which
-        may count batches as it likes. Collective.
+        """Hand the optimizer's methods to the engine, which steps from now on, after `iteration` batches.
+
+        Call it after a checkpoint is loaded, since loading uses the original methods and sets the number of batches.
+        Collective: every rank of the job must call it.
         """
         versions = self.update.versions
         if versions.newest != iteration:
@@ -141,7 +147,7 @@ class EngineUpdate:
 
     @contextmanager
     def engine_acts(self) -> Iterator[None]:
-        """In this block the engine calls the methods, which are the original ones."""
+        """A block in which the engine acts: calls of the replaced methods reach the original methods."""
         self._engine_acts = True
         try:
             yield
@@ -149,7 +155,7 @@ class EngineUpdate:
             self._engine_acts = False
 
     def note(self, reports: Sequence[BatchReport]) -> None:
-        """Take the reports that the engine has returned, oldest first."""
+        """Keep the newest of the reports that the engine has returned. `reports`: oldest first."""
         if reports:
             self.newest = reports[-1]
 
@@ -160,17 +166,17 @@ class EngineUpdate:
         return call
 
     def _outcome(self) -> tuple[bool, float | None, None]:
-        """(stepped, gradient norm, zeros in the gradient), as Megatron-LM's optimizers return them."""
+        """The newest step's (stepped, gradient norm, zeros in the gradient), as Megatron-LM's optimizers return it."""
         if self.newest is None or self.newest.skipped:
             return self.newest is None, None, None
         return True, self.newest.grad_norm, None
 
     def _nothing(self, *args: Any, **kwargs: Any) -> None:
-        """The engine steps the learning rate."""
+        """A no-op in the place of the scheduler's step, since the engine steps the learning rate."""
 
 
 def _warm_up() -> None:
-    """Use the groups that Megatron-LM's loop uses between batches, while nothing else runs (see `reduction.py`)."""
+    """Use each process group of Megatron-LM's loop once, while no other communication runs (see `reduction.py`)."""
     number = torch.zeros(2, device=backend.device())
     torch.distributed.all_reduce(number, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
     torch.distributed.all_reduce(number, group=parallel_state.get_pipeline_model_parallel_group())
@@ -183,29 +189,29 @@ def _warm_up() -> None:
 
 
 class _OneVersion:
-    """The weights are what the parameters show."""
+    """The one weight version of a stage: the values of its parameters, so nothing has to be loaded."""
 
     def load(self, version: int) -> None:
         pass
 
 
 class MegatronUpdate:
-    """`WeightUpdate` that leaves the update to Megatron-LM.
+    """A `WeightUpdate` that leaves the update to Megatron-LM: reductions and steps are no-ops.
 
     Args:
-        chunks: the rank's, as Megatron-LM wraps them.
-        config: the model's, with the scaling of losses and the function that finishes gradients.
+        chunks: the rank's model chunks, as Megatron-LM wraps them.
+        config: the model's configuration, with the scaling of losses and the function that finishes gradients.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], config: TransformerConfig) -> None:
         self._chunks = list(chunks)
         self._config = config
-        self._loss_scale = 1.0  # of the one batch that runs
+        self._loss_scale = 1.0  # of the running batch; batches do not overlap
 
     def finish_batch(self, forward_steps: Sequence[ForwardStep], call: Mapping[str, Any]) -> None:
-        """Finish the gradients of a batch that is drained, as Megatron-LM's schedules do at their end.
+        """Finish the gradients of a drained batch, as Megatron-LM's schedules do at their end.
 
-        `call`: the arguments of the schedule.
+        `call`: the arguments with which Megatron-LM calls its schedule.
         """
         finish = self._config.finalize_model_grads_func
         if finish is None:
@@ -214,7 +220,7 @@ class MegatronUpdate:
         finish(self._chunks, self._num_tokens(forward_steps), **further)
 
     def _num_tokens(self, forward_steps: Sequence[ForwardStep]) -> torch.Tensor | None:
-        """Tokens of the batch on this rank; None where losses count by microbatch."""
+        """The number of tokens of the batch on this rank; None if losses are averaged by microbatch."""
         if not self._config.calculate_per_token_loss:
             return None
         count = torch.zeros([], dtype=torch.int, device=backend.device())
@@ -249,7 +255,7 @@ class MegatronUpdate:
         """The weight versions that a stage uses."""
         return _OneVersion()
 
-    # In the programs of files: Megatron-LM reduces.
+    # A program from a file may contain these reductions, which Megatron-LM makes itself.
 
     def reduce_grad(self, version: int, stage: int) -> None:
         pass

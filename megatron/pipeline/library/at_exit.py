@@ -1,5 +1,6 @@
-"""Pipelines whose threads run when a script ends: a thread that wakes up while the interpreter shuts down would abort
-the process.
+"""The closing of pipelines when a script ends.
+
+A pipeline's thread that wakes up while the interpreter shuts down would abort the process.
 """
 
 from __future__ import annotations
@@ -15,30 +16,31 @@ import torch.distributed as dist
 
 
 class Running(Protocol):
-    """A running pipeline. `has_failed`: the state of its work is unknown, so it cannot be closed."""
+    """A running pipeline. `has_failed`: whether the state of its work is unknown, so that it cannot be closed."""
 
     has_failed: bool
 
     def close(self) -> None: ...
 
 
-_running: dict[Running, bool] = {}  # whether it needs the process group
+_running: dict[Running, bool] = {}  # pipeline -> whether closing it needs the process group
 
 
 def watch(pipeline: Running, *, needs_group: bool) -> None:
-    """Close `pipeline`, whose threads run, when the script ends."""
+    """Close `pipeline` when the script ends. `needs_group`: whether closing it needs the process group."""
     _running[pipeline] = needs_group
 
 
 def forget(pipeline: Running) -> None:
-    """Forget a pipeline that is closed, or whose failure ends the process."""
+    """Do not close `pipeline` when the script ends: it is closed already, or its failure ends the process."""
     _running.pop(pipeline, None)
 
 
 @atexit.register
 def _close_all() -> None:
-    """Close all pipelines. After an uncaught exception other ranks may not come here, and the threads of a failed
-    pipeline would abort the process after the exception's message; then the process ends without closing.
+    """Close all pipelines, unless the script ends by an uncaught exception, after which other ranks may not close.
+
+    After an exception the threads of a failed pipeline would abort the process, so the process ends at once.
     """
     if getattr(sys, "last_value", None) is not None:
         if any(each.has_failed for each in _running):

@@ -1,9 +1,9 @@
-"""Batches as a user gives them, their microbatches as the stages take them, and what goes ahead of each batch.
+"""A user's batches, their division into microbatches for the stages, and the announcement of each batch.
 
-Problem: ranks post receives before they have seen anything of a batch, and its last one may be smaller. Solution: a few
-numbers go ahead of each batch, one way: its samples, and whether its shapes are known. Nobody waits for them longer
-than for the batch's first activation: what a rank does first with a batch depends on the first stage, which has
-announced it by then.
+Problem: ranks post receives before any data of a batch arrive, and the last batch of a run may be smaller. Solution:
+the rank of the first stage announces each batch by a few numbers: its number of samples, and the number of its shapes.
+No rank waits longer for the announcement than for the batch's first activation: the first work of a rank in a batch
+depends on the first stage, which announces the batch before it computes.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ _NAMES = frozenset({"inputs", "targets"})
 
 @dataclass(frozen=True)
 class MicrobatchData:
-    """The microbatch's data for the first and for the last stage, where this rank has the stage: tensors, or tuples,
-    lists and dicts of them.
+    """A microbatch's inputs for the first stage and targets for the last stage: tensors, or tuples, lists and dicts of
+    tensors.
+
+    None stands for the data of a stage that this rank does not have.
     """
 
     inputs: Any = None
@@ -36,8 +38,12 @@ class MicrobatchData:
 
 @dataclass(frozen=True)
 class BatchData:
-    """A batch in microbatches. `num_samples`: of this pipeline. `signature`: of a microbatch's inputs, where this rank
-    has them; equal ones make equal shapes.
+    """A batch, divided into microbatches.
+
+    Attributes:
+        num_samples: number of samples for this pipeline.
+        signature: structure, shapes and dtypes of a microbatch's inputs; () on a rank without the first stage. Batches
+            with equal signatures lead to equal shapes on all edges.
     """
 
     microbatches: tuple[MicrobatchData, ...]
@@ -51,12 +57,13 @@ def split_batch(
     """Split a batch on dimension 0 into equal parts, on `device`.
 
     Args:
-        batch: a pair (inputs, targets), or a dict of `inputs` and `targets`; anything else is both, so that the first
-            rank may be given inputs and the last one targets alone. Each is a tensor, or a tuple, list or dict of them.
-        has_inputs, has_targets: what this rank takes of it.
+        batch: a pair (inputs, targets), or a dict of `inputs` and `targets`. Any other value serves as inputs and as
+            targets, so that the first rank may be given inputs alone and the last rank targets alone. Inputs and
+            targets are a tensor each, or a tuple, list or dict of tensors.
+        has_inputs, has_targets: whether this rank takes the inputs, and the targets.
 
     Raises:
-        ValueError: nothing is given, or it cannot be split.
+        ValueError: no batch is given, or the batch cannot be split.
     """
     if batch is None:
         what = "inputs" if has_inputs else "targets"
@@ -107,8 +114,9 @@ def _signature(inputs: Any) -> tuple:
 
 
 class MicrobatchFeed:
-    """Called with a microbatch, returns a stage's data for it. Data are kept until their batch has ended, since a
-    recompute asks for them again.
+    """The data of the microbatches in flight: a call with a microbatch returns its data.
+
+    Data are kept until their batch has ended, since a recompute asks for the data again.
     """
 
     def __init__(self) -> None:
@@ -125,7 +133,7 @@ class MicrobatchFeed:
             del self._training[index]
 
     def evaluate(self, data: BatchData | None) -> None:
-        """Begin an evaluation of this batch; None: end it."""
+        """Begin the evaluation of a batch, or end it if `data` is None."""
         self._evaluated = () if data is None else data.microbatches
 
     def __call__(self, microbatch: Microbatch) -> MicrobatchData | None:
@@ -134,19 +142,29 @@ class MicrobatchFeed:
         return self._training.get(microbatch.index)
 
 
-# --- what the rank of the first stage says before a batch begins ------------------------------------------------------
+# --- the announcement of a batch by the rank of the first stage -------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Announcement:
-    """`number`: of the shapes, counted as they come up. `num_samples`: of this pipeline."""
+    """The announcement of a batch.
+
+    Attributes:
+        number: the number of the batch's shapes, in the order in which shapes first occur.
+        num_samples: number of samples for this pipeline.
+    """
 
     number: int
     num_samples: int
 
 
 class Announcements:
-    """`source`: the global rank that has the first stage. `group`: of the pipeline's ranks; None for a single one."""
+    """The announcements of all batches, from the rank of the first stage to its pipeline.
+
+    Args:
+        source: the global rank that has the first stage.
+        group: the process group of the pipeline's ranks; None for a single rank.
+    """
 
     def __init__(self, source: int, group: Any) -> None:
         self._source, self._group = source, group
@@ -155,10 +173,12 @@ class Announcements:
         self._new: Hashable = None
 
     def exchange(self, data: BatchData | None, problem: ValueError | None, *, evaluates: bool) -> Announcement:
-        """What is to be known of the batch; `data` and `problem` count on the source alone.
+        """Send the batch's announcement to all ranks of the pipeline, and return it.
+
+        `data` and `problem` are read on the source rank alone.
 
         Raises:
-            ValueError: on all ranks, where the source has a problem.
+            ValueError: on all ranks, if the source has a problem.
         """
         number = num_samples = 0
         if self._is_source and problem is None:
@@ -179,6 +199,6 @@ class Announcements:
         return Announcement(number, num_samples)
 
     def confirm(self) -> None:
-        """Note that the shapes announced last are known."""
+        """Note that all ranks now know the shapes that were announced last."""
         if self._is_source:
             self._numbers[self._new] = len(self._numbers)

@@ -1,7 +1,7 @@
-"""From a user's modules to the runtime's objects: parameters, device, stages, and the schedule of all ranks.
+"""The construction of the runtime's objects from a user's modules: parameters, device, stages, and the job's schedule.
 
-A user names a schedule, gives a `Schedule`, or gives the file of a program. All ranks agree on it, and on which modules
-each rank brings.
+A user names a schedule, gives a `Schedule`, or gives the file of a program. All ranks agree on the schedule, and on the
+number of modules of each rank.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megatron.pipeline.schedules.placements import rank_of_stage
 
 
 def modules_of(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    """The modules that a user gives. Raises ValueError where there is none."""
+    """The modules that a user gives, as a list. Raises ValueError if there is none, or one is given twice."""
     is_list = isinstance(module, (Sequence, nn.ModuleList)) and not isinstance(module, nn.Sequential)
     modules = list(module) if is_list else [module]
     if not modules or not all(isinstance(each, nn.Module) for each in modules):
@@ -44,7 +44,7 @@ def modules_of(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def device_of(modules: Iterable[nn.Module], device: torch.device | str | None) -> torch.device:
-    """Where the modules are. Raises ValueError where that is in several places, or not where it is said."""
+    """The device of the modules. Raises ValueError if they are on several devices, or not on the given `device`."""
     tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
     if any(isinstance(each, nn.parameter.UninitializedTensorMixin) for each in tensors):
         raise ValueError("a lazy module has no shapes yet; call it once before")
@@ -61,10 +61,12 @@ def device_of(modules: Iterable[nn.Module], device: torch.device | str | None) -
 
 
 def trained(modules: Mapping[int, nn.Module], *, stepping_alone: bool) -> dict[int, dict[str, nn.Parameter]]:
-    """For each stage its parameters that require gradients, each once, by its number and their names: `2.weight`.
+    """By stage, the parameters that require gradients, under the stage's number and the parameter's name: `2.weight`.
+
+    A parameter that a module uses under several names is listed once.
 
     Raises:
-        ValueError: two stages share one, and each steps by itself.
+        ValueError: two stages share a parameter, and each stage steps by itself.
     """
     found = {
         index: {f"{index}.{name}": each for name, each in module.named_parameters() if each.requires_grad}
@@ -78,8 +80,12 @@ def trained(modules: Mapping[int, nn.Module], *, stepping_alone: bool) -> dict[i
 
 @dataclass(frozen=True)
 class Tie:
-    """A parameter that the first and the last stage share: `name` on this rank, None where it has no copy; `ends`: the
-    global ranks that have, of each pipeline.
+    """A parameter that the first and the last stage share.
+
+    Attributes:
+        name: the parameter's name on this rank; None if this rank has no copy.
+        ends: for each pipeline, the global ranks of the first and the last stage.
+        is_first: whether this rank has the first stage.
     """
 
     name: str | None
@@ -88,7 +94,10 @@ class Tie:
 
     @staticmethod
     def of(tied: nn.Parameter | None, of_stage: OfStage, schedule: Any, ranks: Ranks) -> Tie:
-        """Raises ValueError where this rank has to say which parameter it is, or cannot have one."""
+        """Make the tie on this rank. `tied`: this rank's copy of the parameter; None on a rank without a copy.
+
+        Raises ValueError if a copy is missing on this rank, or if this rank cannot have a copy.
+        """
         first, last = schedule.rank_of_stage[0], schedule.rank_of_stage[-1]
         ends = ranks.pipeline[first], ranks.pipeline[last]
         if ends[0] == ends[1]:
@@ -105,7 +114,10 @@ class Tie:
         return Tie(names[0] if names else None, of_pipelines, ranks.own == ends[0])
 
     def parameter(self, groups: Groups) -> TiedParameter | None:
-        """The tied parameter for an update; None where this rank has no copy. Collective."""
+        """The tied parameter for an update; None if this rank has no copy.
+
+        Collective: every rank of the job must call it.
+        """
         group = groups.of(self.ends)
         return None if self.name is None else TiedParameter((self.name,), group, counts_in_norm=self.is_first)
 
@@ -114,7 +126,7 @@ def stage_module(
     module: nn.Module, index: int, schedule: Any, *, loss: LossFunction | None, autocast: torch.dtype | None,
     device: torch.device,
 ) -> StageModule:  # fmt: skip
-    """The module, wrapped as a stage of the schedule's graph."""
+    """Wrap a module as a stage of the schedule's graph."""
     graph = schedule.graph
     return StageModule(
         module, index=index, targets=graph.takers(Travelling.ACTIVATION, index),
@@ -126,10 +138,10 @@ def build_stage(
     module: StageModule, index: int, schedule: Any, *, versions: WeightVersions, specs: Specs, feed: MicrobatchFeed,
     counts: LossCounts, memory: ActivationMemory | None, device: torch.device,
 ) -> Stage | GraphStage:  # fmt: skip
-    """The stage for the executor. Where activations move it is a stage of a chain, with one tensor in and one out.
+    """Build the executor's stage: a `ModuleStage` of a chain if activations move between ranks, else a `LibraryStage`.
 
     Raises:
-        ValueError: several tensors, where activations move.
+        ValueError: activations move, and stages exchange more than one tensor.
     """
     last, recomputes = schedule.num_stages - 1, schedule.recomputes(index)
     if memory is None:
@@ -155,12 +167,12 @@ def build_stage(
     )  # fmt: skip
 
 
-# --- the schedule that a user means -----------------------------------------------------------------------------------
+# --- the choice of the schedule ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Choices:
-    """The choices of a run besides the schedule; see `Pipeline`. `modules_of_rank`: number of modules of each rank."""
+    """The choices of a run besides the schedule, as in `Pipeline`. `modules_of_rank`: number of modules by rank."""
 
     modules_of_rank: Sequence[int]
     num_microbatches: int | None
@@ -175,7 +187,7 @@ def _choose_schedule(schedule: str | Path | Any, choices: _Choices) -> Any:
     """The schedule of a run.
 
     Raises:
-        ValueError: there is none, or it does not go with the choices.
+        ValueError: there is no such schedule, or the schedule contradicts the choices.
     """
     if isinstance(schedule, Path) or (isinstance(schedule, str) and schedule not in PRESETS):
         chosen = _of_file(schedule, choices)
@@ -188,7 +200,7 @@ def _choose_schedule(schedule: str | Path | Any, choices: _Choices) -> Any:
 
 
 def _microbatches_of(schedule: Any, choices: _Choices) -> int:
-    """The number of microbatches of a batch: the run's choice, else that of the file's program."""
+    """The number of microbatches of a batch: the run's choice, or else the number in the file's program."""
     num_microbatches = choices.num_microbatches
     if num_microbatches is None:
         num_microbatches = getattr(schedule, "num_microbatches", None)
@@ -274,8 +286,11 @@ def _validate(schedule: Any, choices: _Choices) -> None:
 
 @dataclass(frozen=True)
 class Placed:
-    """A rank's part of a pipeline. `modules`: those of its stages, ascending. `is_tied`: some rank gives a tied
-    parameter.
+    """A rank's part of a pipeline.
+
+    Attributes:
+        modules: the modules of the rank's stages, in ascending order of the stages.
+        is_tied: whether any rank gives a tied parameter.
     """
 
     schedule: Any
@@ -300,10 +315,12 @@ def place(
     provisional: bool,
     autocast: torch.dtype | None,
 ) -> Placed:
-    """Collective over the job; the arguments are those of `Pipeline`.
+    """Agree with all ranks on the schedule, and return this rank's part. The arguments are those of `Pipeline`.
+
+    Collective: every rank of the job must call it.
 
     Raises:
-        ValueError: on all ranks: what does not go together, or is not the same on all of them.
+        ValueError: on all ranks, if arguments contradict each other or differ between ranks.
     """
     facts = {"num_microbatches": num_microbatches, "clip_grad": clip_grad, "recompute": recompute,
              "provisional": provisional, "autocast": autocast}  # fmt: skip

@@ -1,7 +1,7 @@
-"""Train any ``nn.Module`` as a pipeline: a program, and nothing else of this project, around modules of plain torch.
+"""The training of any ``nn.Module`` as a pipeline, without megatron.core and without this project's trainer.
 
-What a schedule demands is derived: how many weight versions and gradient buffers there are, which tensors travel, where
-each batch's reductions and its step stand. The user brings modules, a loss and an optimizer, and batches.
+The user gives modules, a loss, an optimizer and batches. The schedule decides the rest: the number of weight versions
+and gradient buffers, the tensors that ranks exchange, and the place of each batch's reductions and step.
 """
 
 from __future__ import annotations
@@ -41,40 +41,43 @@ MakeScheduler = Callable[[torch.optim.Optimizer], Any]
 
 
 class Pipeline:
-    """This rank's part of a pipeline. Every rank of the job makes one; all calls but `step` are collective.
+    """This rank's part of a pipeline.
+
+    Every rank of the job must make a `Pipeline` and call `step` for every batch. All other methods but `trace` are
+    collective: every rank must call them after the same batch.
 
     Args:
-        module: this rank's stage; or several, in ascending order of their stages. On one device, the same for all.
+        module: this rank's stage, or its stages in ascending order. All modules of a rank must be on one device.
         schedule: a name in `PRESETS`, a schedule, or the path of a CSV file with a program.
-        num_microbatches: of each batch. None: as the file says.
-        loss: (output of the last stage, targets) of a microbatch -> its mean loss, a scalar, or (sum, count). Needed on
-            the rank of the last stage. A batch's loss and gradient are the means over its microbatches, or over what
-            its sums count.
-        optimizer: makes a torch optimizer of a list of parameters: those of this rank that require gradients. Under
-            `ftpipe`'s stale weights it is called for each stage.
-        scheduler: makes a learning-rate scheduler of that optimizer; it steps with each step.
-        group: the ranks of this pipeline, in its order; default: all, or the part that `replicas` says.
-        data_parallel_group: the ranks that hold the same stages in other pipelines, and this one.
-        replicas: how many pipelines there are, each of successive ranks, where no group says it.
-        clip_grad: the largest norm of all gradients together; 0: they are not clipped.
-        recompute: keep the inputs of each stage alone, and compute its activations again for the backward.
-        provisional: predict the weights (of 2bw).
+        num_microbatches: number of microbatches of each batch; None: the number in the program's file.
+        loss: (output of the last stage, targets) of a microbatch -> its mean loss, a scalar, or (sum, count). Required
+            on the rank of the last stage. A batch's loss and gradient are the means over its microbatches, or over the
+            total count.
+        optimizer: makes a torch optimizer for a list of parameters: this rank's parameters that require gradients.
+            Under `ftpipe`'s stale weights it is called once for each stage.
+        scheduler: makes a learning-rate scheduler for that optimizer; the scheduler steps when the optimizer steps.
+        group: the ranks of this pipeline, in pipeline order; None: all ranks, or this rank's part of `replicas`.
+        data_parallel_group: the ranks that hold the same stages as this rank in all pipelines, with this rank.
+        replicas: the number of pipelines, each of consecutive ranks, if no group is given.
+        clip_grad: the largest norm of all gradients together; 0: gradients are not clipped.
+        recompute: whether to save only the inputs of each stage, and to recompute its activations for the backward.
+        provisional: whether to predict the weights of 2bw.
         autocast: the dtype in which modules and loss compute under ``torch.autocast``: bfloat16, or None.
         tied: this rank's copy of a parameter that the first and the last stage share; None on the other ranks. The
-            copies have to begin equal.
-        device: where the modules are; None: where their parameters are.
-        timeout: how long a transfer, or another rank, may take.
-        traced_batches: how many of the last batches `timeline` shows; 0: nothing is traced.
+            copies must be equal at the start.
+        device: the device of the modules; None: the device of their parameters.
+        timeout: the longest time to wait for a transfer or for another rank.
+        traced_batches: number of last batches that `timeline` shows; 0: nothing is traced.
 
     Attributes:
         schedule: the schedule that is run.
-        num_microbatches: of each batch.
+        num_microbatches: number of microbatches of each batch.
         stages: the indices of this rank's stages.
-        takes_batch: whether this rank has the first or the last stage, and so is given batches.
-        has_failed: whether nothing is known of what is under way, so that it takes no batch any more.
+        takes_batch: whether this rank has the first or the last stage, so that `step` needs a batch.
+        has_failed: whether the state of the work in flight is unknown, so that the pipeline accepts no more batches.
 
     Raises:
-        ValueError: on all ranks: what does not go together.
+        ValueError: on all ranks, if arguments contradict each other or differ between ranks.
     """
 
     def __init__(
@@ -119,7 +122,7 @@ class Pipeline:
         self._versions = make_versions(weights, of_stage, num_stages=self.schedule.num_stages, first_version=0)
 
         def stepping(parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
-            # a rank that trains nothing has a learning rate to report, too
+            # A rank without trained parameters reports a learning rate, too, so it gets an empty parameter.
             made = optimizer(list(parameters.values()) or [nn.Parameter(torch.zeros(0, device=self._device))])
             return {"optimizer": made, "scheduler": None if scheduler is None else scheduler(made)}
 
@@ -146,10 +149,10 @@ class Pipeline:
             clock = CudaClock() if self._device.type == "cuda" else None
             self._tracer = Tracer(num_batches=traced_batches, clock=clock)
         self._engine: PipelineEngine | None = None
-        self._start = 0, 0  # batch and microbatch where the run goes on
-        self._specs: list[Specs] = []  # by the number of what first stages announce
-        self._travelling: int | None = None  # its number
-        self._reports: deque[BatchReport] = deque()  # that no call has returned yet
+        self._start = 0, 0  # batch and microbatch at which the next engine begins
+        self._specs: list[Specs] = []  # by the number of shapes in the announcements
+        self._travelling: int | None = None  # the number of the shapes that are exchanged now
+        self._reports: deque[BatchReport] = deque()  # the reports that no call has returned yet
         self.has_failed = self._is_closed = False
         self._guard = ExitStack()
 
@@ -159,16 +162,17 @@ class Pipeline:
         """Train on one batch.
 
         Args:
-            batch: on the ranks of the first and the last stage: (inputs, targets), split on dimension 0 into
-                microbatches; see `split_batch`. A rank that has one of these stages alone may be given its part alone.
+            batch: (inputs, targets) on the ranks of the first and the last stage, split on dimension 0 into
+                microbatches; see `split_batch`. A rank with only one of these stages may be given only inputs, or only
+                targets.
 
         Returns:
-            The report of the newest batch that is through on all ranks, equal on all: with flushes this one's, under
-            2bw that of the batch before, or None.
+            The report of the newest batch that all ranks have finished, equal on all ranks: with flushes the report of
+            this batch, under 2bw of the batch before. None if no report is due.
 
         Raises:
-            ValueError: a batch that is missing or cannot be split. Where the first stage's rank sees it, on all ranks
-                of the pipeline, and nothing has begun.
+            ValueError: the batch is missing or cannot be split. If the rank of the first stage finds this, all ranks of
+                the pipeline raise the error, and the batch has not begun.
         """
         data, head = self._receive(batch, evaluates=False)
         engine = self._running()
@@ -181,8 +185,9 @@ class Pipeline:
         return self._reports.popleft() if is_due else None
 
     def drain(self) -> list[BatchReport]:
-        """Finish all batches. Returns the reports that no call has returned yet, oldest first; the modules then hold
-        the newest weights.
+        """Finish all batches, so that the modules hold the newest weights.
+
+        Returns the reports that no call has returned yet, oldest first.
         """
         self._settle()
         reports = list(self._reports)
@@ -190,8 +195,10 @@ class Pipeline:
         return reports
 
     def evaluate(self, batch: Any = None) -> BatchReport:
-        """Run forwards of one batch, with the newest weights and all modules in evaluation mode; `batch` as in `step`.
-        The pipeline is drained before. Returns a report with the mean loss over all replicas.
+        """Run the forwards of one batch, with the newest weights and all modules in evaluation mode.
+
+        The pipeline is drained first. `batch` is given as to `step`. Returns a report with the mean loss over all
+        replicas.
         """
         self._settle()
         data, head = self._receive(batch, evaluates=True)
@@ -205,17 +212,18 @@ class Pipeline:
         num_samples = head.num_samples * len(self._ranks.pipelines)
         return BatchReport(batch=EVALUATION_BATCH, losses=means, num_samples=num_samples)
 
-    # --- where a run stands
+    # --- progress and state
 
     @property
     def next_batch(self) -> int:
-        """How many batches the run has begun, over restarts."""
+        """The number of batches that the run has begun, across restarts."""
         return self._start[0] if self._engine is None else self._engine.next_batch
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state, to continue exactly here: a copy on the CPU, for ``torch.save`` in a file of its own.
+        """This rank's state, from which the run continues exactly: a copy on the CPU for ``torch.save``, one file for
+        each rank.
 
-        The pipeline is drained before. `state["modules"][stage]` is the state dict of a stage's module.
+        The pipeline is drained first. `state["modules"][stage]` is the state dict of a stage's module.
         """
         self._settle()
         if self._engine is not None:
@@ -226,10 +234,10 @@ class Pipeline:
         )  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was called, with this rank's part of it: the same schedule, modules and optimizer.
+        """Continue the run from this rank's `state_dict`, with the same schedule, modules and optimizer.
 
         Raises:
-            ValueError: on all ranks: the state of another rank, schedule or module.
+            ValueError: on all ranks, if the state belongs to another rank, schedule or module.
         """
         self._settle()
         self._agreement.on(lambda: require_loadable(state, self._description()))
@@ -237,18 +245,19 @@ class Pipeline:
         self._stop()
         self._start, self._reports = start, deque(reports)
 
-    # --- what it did
+    # --- traces
 
     def trace(self) -> RankTrace:
-        """This rank's trace of the last batches."""
+        """This rank's trace of the last batches. Raises ValueError if nothing was traced."""
         if self._engine is None or self._tracer is None:
             raise ValueError("nothing was traced; give traced_batches, and run a batch")
         return self._engine.trace()
 
     def timeline(self) -> Timeline | None:
-        """The last batches as they ran, on the first rank; None on all others. Collective over the pipeline.
+        """The measured timeline of the last batches, on the first rank of the pipeline; None on all other ranks.
 
-        `draw.draw_timeline` makes a picture of it, `write_chrome_trace` of `trace` a file for Perfetto.
+        Collective: every rank of the pipeline must call it. `draw.draw_timeline` draws the timeline.
+        `write_chrome_trace` writes a `trace` to a file for Perfetto.
         """
         self._settle()
         trace = self.trace()
@@ -258,9 +267,10 @@ class Pipeline:
     # --- the end
 
     def close(self) -> None:
-        """End the run on all ranks: what is under way is finished, the modules hold the newest weights, threads and
-        groups end. Reports that no call has returned are lost. A script that ends without it is closed at its end, if
-        the process group is still there.
+        """End the run on all ranks: finish all batches in flight, show the newest weights, and end threads and groups.
+
+        Reports that no call has returned are lost. If a script does not call `close`, the pipeline is closed when the
+        script ends, provided that the process group still exists.
         """
         if self._is_closed:
             return
@@ -276,9 +286,10 @@ class Pipeline:
         self._groups.close()
 
     def __enter__(self) -> Pipeline:
-        """Within the block a rank that fails, or is killed, ends the whole job in seconds, and every rank says why.
+        """Begin a block in which a rank that fails, or is killed, ends the whole job in seconds; every rank prints the
+        reason.
 
-        What all ranks refuse alike, such as a batch that cannot be split, leaves the block as an exception.
+        An error that all ranks raise alike, such as a batch that cannot be split, leaves the block as an exception.
         """
         if failure_guard.active() is None and self._ranks.is_whole_world:
             self._guard.enter_context(failure_guard.guard(timeout=self._timeout))
@@ -298,7 +309,7 @@ class Pipeline:
     # --- parts
 
     def _receive(self, batch: Any, *, evaluates: bool) -> tuple[BatchData | None, Announcement]:
-        """A batch, after the first stage's announcement; tensors of its shapes can then be exchanged."""
+        """Split a batch and exchange its announcement. Afterwards tensors of the batch's shapes can be exchanged."""
         if self._is_closed or self.has_failed:
             raise RuntimeError("the pipeline is closed, or has failed; make another")
         data, problem = None, None
@@ -322,7 +333,8 @@ class Pipeline:
         return data, head
 
     def _change_shapes(self, number: int, data: BatchData | None, *, evaluates: bool) -> None:
-        """Change the shapes of the exchanged tensors; new shapes are found by running the microbatch."""
+        """Change the shapes of the exchanged tensors to those of `number`. New shapes are found by running the first
+        microbatch."""
         self._settle()
         if number == len(self._specs):
             first = None if data is None else data.microbatches[0]
@@ -380,14 +392,14 @@ class Pipeline:
         self._update.show_newest()
 
     def _stop(self) -> None:
-        """End the engine, drained; the next batch begins with another."""
+        """End the engine, which must be drained. The next batch makes another engine."""
         if self._engine is not None:
             self._start = self._engine.next_batch, self._engine.next_microbatch
             self._engine.close()
             self._engine = None
 
     def _description(self) -> dict[str, Any]:
-        """The properties that have to be equal where a run goes on."""
+        """The properties that must be equal when a run continues from a saved state."""
         schedule = self.schedule
         return {
             "weights": schedule.weights.name, "rank_of_stage": tuple(schedule.rank_of_stage), "stages": self.stages,
@@ -397,8 +409,9 @@ class Pipeline:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """A block whose failure leaves the state of the pipeline's work unknown. Outside of a ``with`` block the
-        launcher is told the first failure.
+        """A block whose failure leaves the state of the pipeline's work unknown.
+
+        If the pipeline is not used as a context manager, the first failure is written to the launcher's error file.
         """
         try:
             yield

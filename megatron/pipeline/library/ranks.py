@@ -1,10 +1,10 @@
 """The place of a rank in a job of one or more pipelines, its groups, and the counts of losses that ranks exchange.
 
-Problem: where losses are sums, a step divides by the count of its batch. Only the last stage learns the count, and
-under `ftpipe` and `pipedream` the other stages step without having taken part in a reduction.
+Problem: if losses are sums, a step divides by the count of its batch. Only the last stage knows the count, and under
+`ftpipe` and `pipedream` the other stages step without taking part in a reduction.
 
-Solution: the last stage's rank writes the count of each microbatch into the store at its forward. A stage steps after
-the backwards of the batch, which come after these forwards, so it finds all counts there.
+Solution: the last stage's rank writes the count of each microbatch into the store at the microbatch's forward. A stage
+steps after the backwards of the batch, which run after these forwards, so the stage finds all counts in the store.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron.pipeline.runtime.stages.module.update import ModuleUpdate
 
 @dataclass(frozen=True)
 class Ranks:
-    """The global ranks of a job. `pipelines`: those of each replica's pipeline, in its order. `own`: this rank."""
+    """The global ranks of a job. `pipelines`: by replica, the ranks in pipeline order. `own`: this rank."""
 
     pipelines: tuple[tuple[int, ...], ...]
     own: int
@@ -61,10 +61,12 @@ class Ranks:
 
 
 def find_ranks(group: Any, data_parallel_group: Any, replicas: int) -> Ranks:
-    """The rank's place in the job; collective where groups of replicas are given.
+    """The ranks of the job, with the place of this rank.
+
+    Collective if `data_parallel_group` is given: every rank of the job must call it.
 
     Raises:
-        ValueError: groups without a process group, or that do not go together.
+        ValueError: torch.distributed is not initialized although groups are given, or the groups contradict each other.
     """
     if replicas < 1:
         raise ValueError(f"a job cannot have {replicas} replicas; give 1 and more")
@@ -90,7 +92,10 @@ def find_ranks(group: Any, data_parallel_group: Any, replicas: int) -> Ranks:
 
 
 def _beside_replicas(own: int, group: Any, peers: Sequence[int], replicas: int) -> Ranks:
-    """The pipeline is `group`; or else each consists of the ranks of one place in the groups of replicas."""
+    """The ranks of a job whose ranks give their groups of replicas, `peers`.
+
+    This rank's pipeline is `group`; without `group`, pipeline i consists of the i-th rank of each group of replicas.
+    """
     if replicas not in (1, len(peers)):
         raise ValueError(
             f"replicas is {replicas}, and data_parallel_group has {len(peers)} ranks; leave one of them out"
@@ -110,10 +115,15 @@ def _beside_replicas(own: int, group: Any, peers: Sequence[int], replicas: int) 
 
 
 class Groups:
-    """The pipeline's own groups, so that nobody else's traffic meets theirs. Collective over the job.
+    """The process groups of a pipeline, which carry no other traffic.
 
-    `reductions`: all ranks of the job, for the chain. `replicas`: this rank's, for the chain. Both are None for a
-    single rank. `job`, `pipeline`: gloo groups for the thread that computes; None without torch.distributed.
+    Collective: every rank of the job must make them.
+
+    Attributes:
+        reductions: all ranks of the job, for the chain; None for a single rank.
+        replicas: the ranks with the same stages as this rank, for the chain; None for a single rank.
+        job: a gloo group of the job for the computing thread; None without torch.distributed.
+        pipeline: a gloo group of this rank's pipeline for the computing thread; None without torch.distributed.
     """
 
     def __init__(self, ranks: Ranks, timeout: timedelta) -> None:
@@ -125,8 +135,10 @@ class Groups:
         self.pipeline = self.job if len(ranks.pipelines) == 1 else self._group(ranks.pipelines, "gloo")
 
     def of(self, sets: Sequence[Sequence[int]]) -> Any:
-        """A group for the chain, of the one of these sets of ranks in which this one is; None where it is alone or in
-        none. Collective over the job.
+        """A process group for the chain, with the ranks of the set in `sets` that contains this rank.
+
+        None if no set contains this rank, or if sets have a single rank. Collective: every rank of the job must call
+        it.
         """
         return self._group(sets, None) if len(sets[0]) > 1 else None
 
@@ -143,7 +155,8 @@ class Groups:
             )
             if is_member:
                 found = group
-            if is_member and whole:  # others have a name that follows from their ranks, which must not come again
+            # Under local synchronization a name follows from the ranks and must not recur, so such a group stays.
+            if is_member and whole:
                 self._made.append(group)
         return found
 
@@ -152,13 +165,14 @@ class Groups:
             dist.destroy_process_group(self._made.pop())
 
 
-_num_made: Counter[tuple[int, ...]] = Counter()  # by the ranks of the job, which make pipelines in the same order
+_num_made: Counter[tuple[int, ...]] = Counter()  # number of pipelines by the job's ranks, equal on all of them
 
 
 class LossCounts:
-    """Called with a batch and n, returns the count of its first n microbatches, the mean over the replicas.
+    """The counts of losses: a call with a batch and n returns the count of its first n microbatches, as the mean over
+    the replicas.
 
-    Nothing is written, and a microbatch counts 1, where losses are means, or the norm comes before the steps.
+    If losses are means, or a norm is computed before each step, no count is written, and a microbatch counts as 1.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -171,11 +185,14 @@ class LossCounts:
         self._are_said = False
 
     def expect(self, counts: Sequence[float | None], weights: WeightPolicy, updates: Iterable[ModuleUpdate]) -> None:
-        """Set the expected count, before the first batch, on all ranks. `counts`: for each rank, the count of its
-        pipeline's first loss; None: losses are means. `updates`: those that have not stepped, whose predictions divide
-        by it.
+        """Set the expected count of a microbatch, before the first batch, on all ranks.
 
-        Raises ValueError where losses are of two kinds.
+        Args:
+            counts: by rank, the count of its pipeline's first loss; None if losses are means.
+            weights: the policy, which decides whether counts are written.
+            updates: the updates that have not stepped, whose predictions divide by the expected count.
+
+        Raises ValueError if some losses are means and others sums.
         """
         if None not in counts:
             self._are_said = weights.updates_alone
@@ -185,7 +202,7 @@ class LossCounts:
             raise ValueError("the loss returns means in some replicas and (sum, count) in others; give all the same")
 
     def say(self, microbatch: Microbatch, loss: Loss) -> None:
-        """Write the count of a microbatch into the store; called on the rank of the last stage, after its forward."""
+        """Write the count of a microbatch into the store. The rank of the last stage calls it after the forward."""
         if self._are_said:
             _, count = sum_and_count(loss)
             key = self._key(microbatch.batch, microbatch.position, self._ranks.replica)
@@ -203,7 +220,7 @@ class LossCounts:
         return sum(self._read[batch, position] for position in range(num_microbatches)) / len(replicas)
 
     def forget(self, batch: int) -> None:
-        """Remove the counts of a batch with which all ranks have stepped."""
+        """Remove the counts of a batch after all ranks have stepped with the batch's gradients."""
         for key in self._written.pop(batch, ()):
             self._store.delete_key(key)
         for each in [each for each in self._read if each[0] <= batch]:

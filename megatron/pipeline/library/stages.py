@@ -1,11 +1,13 @@
 """A user's module as a stage, called with tensors, and the shapes of the tensors that stages exchange.
 
-The first stage's module is called with the inputs of a microbatch: a tensor as it is, a tuple or list as arguments, a
-dict as keywords. Every other module gets the tensors of the stages before it, in the order of the stages. It returns a
-tensor, a tuple or list of tensors, or, where several stages take something of it, a dict from the stage to either.
+The first stage's module is called with the inputs of a microbatch: with a tensor, or with the items of a tuple or list
+as positional arguments, or with the items of a dict as keyword arguments. Every other module is called with the tensors
+of its source stages, in the order of the stages. A module returns a tensor, or a tuple or list of tensors. If several
+stages take its output, a module may return a dict from stage to output.
 
-Shapes are found by running the first microbatch: each stage computes it once more, in turn, without a graph, and
-restores its buffers and the random state. So any module may be a stage, also one whose shapes depend on values.
+Shapes are found by an additional run of the first microbatch: each stage in turn computes the microbatch without an
+autograd graph, and restores its buffers and the random state. So any module may be a stage, also a module whose shapes
+depend on values.
 """
 
 from __future__ import annotations
@@ -34,13 +36,13 @@ LossFunction = Callable[[Any, Any], Loss]
 
 
 class StageModule(nn.Module):
-    """`module` with the interface that `GraphModuleStage` calls.
+    """A user's module with the interface that `GraphModuleStage` calls.
 
     Args:
-        index: of the stage.
-        targets: the stages that take what it makes; none: it has the `loss`.
-        with_gradients: those of them that give a gradient back.
-        autocast: the dtype in which module and loss compute under ``torch.autocast``; None: as they are.
+        index: the index of the stage.
+        targets: the stages that take the module's output; empty on the last stage, which computes the `loss`.
+        with_gradients: the targets that send a gradient back.
+        autocast: the dtype in which module and loss compute under ``torch.autocast``; None: no autocast.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class StageModule(nn.Module):
         self._with_gradients = frozenset(with_gradients)
         self._autocast, self._device = autocast, device
         self._modes: list[tuple[nn.Module, bool]] = []
-        self._has_sums: bool | None = None  # the loss returns (sum, count)
+        self._has_sums: bool | None = None  # whether the loss returns (sum, count); None before its first call
 
     def forward(
         self, data: MicrobatchData | None, inputs: Mapping[int, tuple[Tensor, ...]]
@@ -70,14 +72,17 @@ class StageModule(nn.Module):
         return (self._handed_on(output), None) if self._targets else ({}, self.loss_of(output, data.targets))
 
     def output_of(self, inputs: Any) -> Any:
-        """The module's output for these inputs."""
+        """The module's output for `inputs`, which are passed as positional or keyword arguments (see above)."""
         with self._precision():
             if isinstance(inputs, Mapping):
                 return self.module(**inputs)
             return self.module(*inputs) if isinstance(inputs, (tuple, list)) else self.module(inputs)
 
     def loss_of(self, output: Any, targets: Any) -> Loss:
-        """The loss of a microbatch: its mean, or its sum and count, the same of all. Raises ValueError for others."""
+        """The loss of a microbatch: a mean, or a sum and a count.
+
+        Raises ValueError for any other value, or if microbatches return different kinds.
+        """
         with self._precision():
             loss = self._loss(output, targets)
         has_sum = isinstance(loss, (tuple, list)) and len(loss) == 2
@@ -129,7 +134,7 @@ class StageModule(nn.Module):
             )
         return loss.reshape(())
 
-    # An evaluation leaves each module in the mode in which it was; `train` would give all of them one.
+    # After an evaluation each submodule returns to its former mode; `nn.Module.train` would give all the same mode.
 
     def eval(self) -> StageModule:
         self._modes = [(each, each.training) for each in self.module.modules()]
@@ -146,7 +151,7 @@ class StageModule(nn.Module):
 
 @contextmanager
 def spare_buffers(module: nn.Module) -> Iterator[None]:
-    """A block that computes on copies of the module's buffers, such as running means, which it may change."""
+    """A block that works on copies of the module's buffers, such as running means; the originals stay unchanged."""
     kept = [(each, name, buffer) for each in module.modules() for name, buffer in each._buffers.items()]
     for each, name, buffer in kept:
         each._buffers[name] = None if buffer is None else buffer.clone()
@@ -158,8 +163,9 @@ def spare_buffers(module: nn.Module) -> Iterator[None]:
 
 
 class LibraryStage(GraphModuleStage):
-    """A `GraphModuleStage` whose recompute changes no buffers, since the forward has changed them. `counts`: publishes
-    the counts of losses to other ranks.
+    """A `GraphModuleStage` whose recompute leaves the module's buffers unchanged, since the forward has updated them.
+
+    `counts`: publishes the counts of losses to other ranks.
     """
 
     def __init__(self, module: StageModule, *, counts: LossCounts, **options: Any) -> None:
@@ -197,12 +203,12 @@ class ChainModule(nn.Module):
 
 
 Specs = dict[tuple[int, int], tuple[TensorSpec, ...]]
-"""(from, to) -> the tensors that a stage hands to another in each microbatch."""
+"""(source stage, target stage) -> the tensors that the source sends for each microbatch."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """The specifications found from a microbatch. `count`: that of its loss if it is a sum; None: it is a mean."""
+    """The result of running a microbatch. `count`: the count of its loss if the loss is a sum; None if it is a mean."""
 
     specs: Specs
     count: float | None
@@ -218,19 +224,21 @@ def find_specs(
     evaluates: bool,
     device: torch.device,
 ) -> Found:
-    """The tensors of all edges, and the loss's kind. Collective over the pipeline.
+    """Find the tensors of all edges, and the kind of the loss, by running a microbatch.
+
+    Collective: every rank of the pipeline must call it.
 
     Args:
-        modules: of this rank's stages; they show the newest weights.
-        group: of the pipeline's ranks; None for a single one.
-        data: the first microbatch, where this rank has the first or the last stage.
-        evaluates: find those of an evaluation.
+        modules: the modules of this rank's stages, which must show the newest weights.
+        group: the process group of the pipeline's ranks; None for a single rank.
+        data: the first microbatch, on ranks with the first or the last stage.
+        evaluates: whether to run the modules in evaluation mode.
 
     Raises:
-        ValueError: on all ranks: a stage that cannot compute the microbatch.
+        ValueError: on all ranks, if a stage cannot compute the microbatch.
     """
     graph: StageGraph = schedule.graph
-    made: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # what goes to a stage of this rank
+    made: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # the tensors for stages of this rank, by (source, target)
     specs: Specs = {}
     count: float | None = None
     for index, place in enumerate(schedule.rank_of_stage):
@@ -264,7 +272,7 @@ def find_specs(
 
 
 def edges_of(specs: Specs, stages: Iterable[int]) -> dict[int, dict[int, EdgeTensors]]:
-    """For each of some stages, the other stage -> the tensors between them."""
+    """For each stage in `stages`: neighbouring stage -> the tensors of the edge between the two stages."""
     edges = {pair: EdgeTensors(each) for pair, each in specs.items()}
     return {
         stage: {(set(pair) - {stage}).pop(): each for pair, each in edges.items() if stage in pair} for stage in stages

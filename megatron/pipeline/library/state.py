@@ -28,12 +28,14 @@ def state_of(
     reports: list[BatchReport],
     device: torch.device,
 ) -> dict[str, Any]:
-    """The state of a drained rank whose modules show the newest weights. Tensors are copies on the CPU.
+    """The state of a rank, with copies of its tensors on the CPU.
+
+    Precondition: the rank is drained, and its modules show the newest weights.
 
     Args:
-        description: properties that have to be equal where the run goes on.
-        progress: batches and microbatches begun.
-        reports: those that no call has returned yet.
+        description: the properties that must be equal when the run continues.
+        progress: number of batches and of microbatches begun.
+        reports: the reports that no call has returned yet.
     """
     random_state = RandomState.capture(device)
     return {
@@ -49,7 +51,7 @@ def state_of(
 
 
 def require_loadable(state: Any, description: Mapping[str, Any]) -> None:
-    """Raises ValueError where a rank like `description` cannot go on from `state`."""
+    """Raise ValueError if a rank with the properties in `description` cannot continue from `state`."""
     if not isinstance(state, Mapping) or state.get("format") != _FORMAT:
         raise ValueError("this is no state of a Pipeline's rank; give what its state_dict returned")
     saved = state["description"]
@@ -68,13 +70,15 @@ def load_state(
     *,
     device: torch.device,
 ) -> tuple[tuple[int, int], list[BatchReport]]:
-    """Take a state that is loadable, on a drained rank whose modules show the newest weights.
+    """Load a state for which `require_loadable` has passed.
+
+    Precondition: the rank is drained, and its modules show the newest weights.
 
     Returns:
-        Its progress, and its reports.
+        (batches begun, microbatches begun), and the reports that no call has returned yet.
 
     Raises:
-        ValueError: modules or optimizers of another kind.
+        ValueError: the state does not fit the modules or the optimizers.
     """
     try:
         for index, module in modules.items():
@@ -90,7 +94,8 @@ def load_state(
 
 def _state_of_update(update: ModuleUpdate) -> dict[str, Any]:
     versions = update.versions
-    kept = versions.live() if isinstance(versions, PredictedVersions) else versions.live()[:-1]  # modules have the rest
+    # The modules' own state holds the newest version, unless the modules show a prediction.
+    kept = versions.live() if isinstance(versions, PredictedVersions) else versions.live()[:-1]
     return {
         "newest": versions.newest,
         "versions": {version: _copied(versions.tensors(version)) for version in kept},
@@ -116,7 +121,7 @@ def _load_update(update: ModuleUpdate, state: dict[str, Any]) -> None:
 
 
 def _copied(values: Any) -> Any:
-    """A copy, with tensors on the CPU."""
+    """A deep copy of `values`, with tensors on the CPU."""
     return tree_map(
         lambda each: each.detach().to("cpu", copy=True) if isinstance(each, Tensor) else copy.deepcopy(each), values
     )

@@ -1,6 +1,6 @@
-"""Which rank runs where: mappings from slots (node, GPU) to logical ranks, what they cost, and pictures of them.
+"""The placement of ranks on GPUs: mappings from slots (node, GPU) to logical ranks, their costs, and pictures of them.
 
-Pure Python: neither torch nor megatron.core. docs/placement.md shows how it is used.
+Pure Python: neither torch nor megatron.core. docs/placement.md shows how placements are used.
 """
 
 from megatron.pipeline.placement.cost import Level, PlacementCost, placement_cost

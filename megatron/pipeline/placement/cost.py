@@ -1,21 +1,21 @@
-"""The cost of a placement: which traffic stays within a node, which crosses nodes, how long each takes; and BPipe's
-pairs.
+"""The cost of a placement: the traffic within nodes and between nodes, its seconds, and the transfers of BPipe's pairs.
 
-Two questions need two numbers. *How long does it take?* A GPU's link within its node and a node's link to the network
-are each busy for bytes over bandwidth; the busiest link decides (`busiest_seconds`). *Which placement is better?* A
-maximum says nothing about the other links, so placements are compared by the sum over all transfers, where a transfer
-across nodes has its GPU's share of the node's bandwidth (`total_seconds`; BPipe's appendix B divides in the same way).
+Two questions need two numbers. *How long does the traffic take?* A GPU's link within its node and a node's link to the
+network are each busy for bytes over bandwidth; the busiest link decides (`busiest_seconds`). *Which placement is
+better?* A maximum says nothing about the other links, so placements are compared by the sum over all transfers. A
+transfer across nodes gets its GPU's share of the node's bandwidth (`total_seconds`; BPipe's appendix B divides in the
+same way).
 
 Links send and receive at the same time. Only sent bytes are counted: every transfer has one sender. An all-reduce
 enters and leaves each of its nodes once, since collective libraries order their rings by node.
 
-Pairs. Two paired stages on one node have the bandwidth of a GPU within it. A pair across nodes shares the node's
-network with all GPUs of the node whose pairs cross too (BPipe, appendix B: with t=8 on nodes of 8, the network divided
-by 8). Moving activations costs no time if the transfer of a microbatch's saved activations ends within a forward, so
-these bytes over the time of a forward are the bandwidth that a GPU needs (equations 7 to 9). In the steady phase an
-eviction and the load beside it may together take a backward and a forward, that is three forwards, which lowers the
-need to two thirds (10 to 12). Units: bytes, seconds, and GB/s of 10^9 bytes per second, all of one GPU. The pairs are
-those of a pipeline that trains all its stages: s with p-1-s.
+Pairs. Two paired stages on one node have the bandwidth of a GPU within its node. A pair across nodes shares the node's
+network with all GPUs of the node whose pairs also cross nodes (BPipe, appendix B: with t=8 on nodes of 8, the network
+bandwidth divided by 8). Moving activations costs no time if the transfer of a microbatch's saved activations ends
+within a forward, so a GPU needs the bandwidth of those bytes over the time of a forward (equations 7 to 9). In the
+steady phase an eviction and the load beside it may together take a backward and a forward, that is three forwards,
+which lowers the needed bandwidth to two thirds (equations 10 to 12). Units: bytes, seconds, and GB/s of 10^9 bytes per
+second, for one GPU. The pairs are those of a pipeline that trains all its stages: stage s with stage p-1-s.
 """
 
 from collections import defaultdict
@@ -58,7 +58,7 @@ NOTHING = LevelCost(num_transfers=0, total_bytes=0.0, busiest_seconds=0.0, total
 
 @dataclass(frozen=True)
 class PlacementCost:
-    """Costs by kind and level; `at` returns zeros if nothing is sent."""
+    """Costs by kind and level of traffic. `at` returns a cost of zeros for a kind that sends nothing at a level."""
 
     by_kind_and_level: dict[tuple[TrafficKind, Level], LevelCost]
 
@@ -94,7 +94,7 @@ def placement_cost(mapping: Sequence[int], degrees: Degrees, traffic: Traffic, t
 
 
 class _Counter:
-    """Adds up transfers by kind, level and link."""
+    """A counter that adds up transfers by kind of traffic, level and link."""
 
     def __init__(self, slots: Sequence[int], topology: Topology) -> None:
         self._slots, self._topology = slots, topology
@@ -160,7 +160,7 @@ class PairTransfer:
     crosses: bool
     num_bytes: float
     bandwidth: float
-    """GB/s"""
+    """The bandwidth of the transfer in GB/s."""
 
     @property
     def seconds(self) -> float:
@@ -189,9 +189,12 @@ def pair_transfers(
     moved: Sequence[float],
     evictors: Collection[int],
 ) -> list[PairTransfer]:
-    """The slowest transfer of each pair whose first stage is among `evictors`. `moved`: bytes of a move, by stage."""
+    """The slowest transfer of each pair whose first stage is in `evictors`.
+
+    `moved`: bytes of one microbatch's saved activations, by stage.
+    """
     moving = [pair for pair in pair_nodes(mapping, degrees, topology.node_of_slot) if pair.evictor in evictors]
-    sharing = [0] * len(topology.nodes)  # ranks of a node whose pairs cross
+    sharing = [0] * len(topology.nodes)  # by node: number of ranks whose pair crosses nodes
     for pair in moving:
         for first, second in pair.nodes:
             if first != second:
@@ -217,7 +220,7 @@ def pair_transfers(
 
 
 def count_crossing(mapping: Sequence[int], degrees: Degrees, nodes: Sequence[int], evictors: Collection[int]) -> int:
-    """The number of pairs of ranks across nodes whose stage is among `evictors`. `nodes`: slots by node."""
+    """The number of rank pairs across nodes whose first stage is in `evictors`. `nodes`: number of slots by node."""
     return sum(pair.num_crossing for pair in _moving(mapping, degrees, nodes, evictors))
 
 
@@ -229,8 +232,10 @@ def _moving(
 
 
 def describe_crossing(mapping: Sequence[int], degrees: Degrees, nodes: Sequence[int], evictors: Collection[int]) -> str:
-    """A sentence on the pairs of `evictors` across nodes, with the reason if no mapping avoids it. `nodes`: slots by
-    node."""
+    """A sentence on the pairs of `evictors` across nodes, with the reason if no mapping avoids such pairs.
+
+    `nodes`: number of slots by node.
+    """
     moving = _moving(mapping, degrees, nodes, evictors)
     if not moving:
         return "no pair has activations to move"
@@ -243,7 +248,7 @@ def describe_crossing(mapping: Sequence[int], degrees: Degrees, nodes: Sequence[
 
 
 def describe_need(transfers: Sequence[PairTransfer], *, forward_seconds: float | None) -> str:
-    """A sentence on the bandwidth that the slowest transfer needs and has. `transfers` is not empty."""
+    """A sentence on the bandwidth that the slowest transfer needs and has. `transfers` must not be empty."""
     slowest = max(transfers, key=lambda transfer: transfer.seconds)
     where = "between nodes" if slowest.crosses else "within a node"
     has = (
@@ -273,13 +278,19 @@ def fits_under_forward(transfers: Sequence[PairTransfer], forward_seconds: float
 
 
 def required_bandwidth(num_bytes: float, *, forward_seconds: float) -> float:
-    """GB/s at which the transfer takes as long as a forward: equations 7 to 9. Raises ValueError for a time of 0."""
+    """The bandwidth in GB/s at which the transfer takes as long as a forward: equations 7 to 9.
+
+    Raises ValueError if `forward_seconds` is not positive.
+    """
     if not forward_seconds > 0:
         raise ValueError(f"{forward_seconds} is not positive; give a time above 0")
     return num_bytes / forward_seconds / _GIGA
 
 
 def required_steady_bandwidth(num_bytes: float, *, forward_seconds: float) -> float:
-    """GB/s at which an eviction and a load take as long as a backward and a forward, a backward being two forwards:
-    equations 10 to 12."""
+    """The bandwidth in GB/s at which an eviction and a load take as long as a backward and a forward: equations 10 to
+    12.
+
+    A backward counts as two forwards.
+    """
     return 2 / 3 * required_bandwidth(num_bytes, forward_seconds=forward_seconds)

@@ -5,7 +5,8 @@ order "tp-cp-ep-dp-pp" the tensor rank changes fastest, then the data rank, then
 stage changes before the data rank, so that the ranks of a pipeline are consecutive.
 
 Problem: launchers number processes node by node, and Megatron gives consecutive ranks to consecutive replicas and
-stages. BPipe moves activations between stages s and p-1-s, which then lie on different nodes, behind a slow network.
+stages. BPipe moves activations between stages s and p-1-s. In Megatron's order these stages lie on different nodes,
+behind a slow network.
 
 Solution: a mapping is a permutation. Slots are counted node by node and GPU by GPU; entry i is the logical rank of the
 process in slot i. `pair-adjacent` (BPipe, section 3.5, Figures 5 and 6) keeps tensor parallel ranks together, then the
@@ -15,9 +16,9 @@ two stages of a pair, then the pairs of a pipeline, then replicas:
     standard         stage 0  1  2  3
     pair-adjacent    stage 0  3  1  2
 
-A job chooses its mapping once, when it starts, by the pairs of its first program. Where the pipeline changes later,
-processes keep their ranks, and `Degrees` says anew what the ranks stand for. With frozen layers other ranks are pairs
-(`program.move_order.Pairs`), and their moves may cross nodes.
+A job chooses its mapping once, when it starts, by the pairs of its first program. If the pipeline changes later,
+processes keep their ranks, and new `Degrees` assign a new place in the model to each rank. With frozen layers other
+ranks become pairs (`program.move_order.Pairs`), and the moves between those ranks may cross nodes.
 """
 
 from collections.abc import Sequence
@@ -39,7 +40,7 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Degrees:
-    """Tensor, pipeline and data parallel size (t, p, d), and whether ranks of a pipeline are consecutive.
+    """Tensor, pipeline and data parallel size (t, p, d), and whether the ranks of a pipeline are consecutive.
 
     Raises ValueError if a size is below 1.
     """
@@ -94,13 +95,13 @@ def pair_adjacent(degrees: Degrees) -> Mapping:
 
 
 NAMED = {"standard": standard, "pair-adjacent": pair_adjacent}
-"""By name, what follows from the degrees alone."""
+"""The mappings that depend on the degrees alone, by name."""
 
 NAMES = (*NAMED, "optimized")
 
 
 def pair_order(num_stages: int) -> list[int]:
-    """The stages with each next to its pair: 0, p-1, 1, p-2, ...; the middle stage of an odd number comes last."""
+    """The stages, each next to its pair: 0, p-1, 1, p-2, ... With an odd number of stages the middle one comes last."""
     return [step // 2 if step % 2 == 0 else pair_of(step // 2, num_stages) for step in range(num_stages)]
 
 
@@ -113,7 +114,8 @@ def inverse(mapping: Sequence[int]) -> Mapping:
 
 
 def check_mapping(ranks: object, world_size: int, *, source: str) -> Mapping:
-    """`ranks` as a mapping. Raises ValueError, naming `source`, if `ranks` is no permutation of range(world size)."""
+    """Return `ranks` as a mapping. Raises ValueError, which names `source`, if `ranks` is not a permutation of
+    range(world size)."""
     if not isinstance(ranks, list) or any(type(rank) is not int for rank in ranks):
         raise ValueError(f"{source} is no list of whole numbers; write the logical rank of each slot, as [0, 3, 1, 2]")
     if len(ranks) != world_size:
@@ -127,5 +129,8 @@ def check_mapping(ranks: object, world_size: int, *, source: str) -> Mapping:
 
 
 def load_mapping(path: str | Path, world_size: int) -> Mapping:
-    """Load a mapping from a YAML or JSON file that holds one list. Raises ValueError naming the file."""
+    """Load a mapping from a YAML or JSON file that holds one list.
+
+    Raises ValueError, which names the file, if the file cannot be read or holds no mapping.
+    """
     return check_mapping(read_document(path), world_size, source=str(path))

@@ -1,22 +1,22 @@
-"""Finds the mapping with the least total transfer time on a topology.
+"""A search for the mapping with the least total transfer time on a topology.
 
-Problem: which stages and replicas share a node is a partition of a graph into parts of given sizes, for which no fast
-exact method is known. 4,096 GPUs have to be placed in seconds.
+Problem: to choose the stages and replicas that share a node is to partition a graph into parts of given sizes, for
+which no fast exact method is known. 4,096 GPUs have to be placed in seconds.
 
-Solution: small jobs are solved exactly, by branch and bound over all distinct assignments. Larger jobs start from
-regular arrangements (blocks of so many replicas by so many stages, in standard and pair-adjacent order) and exchange
-units, alone and together with their pair, as long as the cost falls. Local optima are left by a few random exchanges,
-followed by descent; the best result is kept. The named mappings are candidates too, so the result is never worse than
-they are. The seed of the random numbers is fixed: the same input gives the same mapping.
+Solution: small jobs are solved exactly, by branch and bound over all distinct assignments. For larger jobs the search
+starts from regular arrangements (blocks of replicas by stages, in standard and pair-adjacent order) and exchanges
+units, alone and together with their pairs, as long as the cost falls. A few random exchanges, followed by descent,
+leave local optima; the best result is kept. The named mappings are candidates too, so the result is never worse than a
+named mapping. The seed of the random numbers is fixed: the same input gives the same mapping.
 
-Cost. The unit is one stage of one replica with all its tensor ranks; unit i is replica i // p, stage i % p. Traffic
-inside a location costs the same in every location, so only which units share a location matters. The cost counts, for
-each byte that leaves a location, the difference to a byte that stays. It is additive over pairs of units and over the
-all-reduces of replicas, which makes the effect of an exchange cheap to compute.
+Cost. The unit is one stage of one replica with all its tensor ranks; unit i is stage i % p of replica i // p. Traffic
+inside a location costs the same in every location, so the cost depends only on which units share a location. For each
+byte that leaves a location, the cost counts the difference to a byte that stays. The cost is additive over pairs of
+units and over the all-reduces of replicas, so the effect of an exchange is cheap to compute.
 
 A location is a node, or the slots of one tensor parallel group. Tensor parallel ranks communicate in every layer, so a
-group stays within a node wherever the node has t free slots. Slots left over on nodes whose GPUs do not divide by t
-form groups that span nodes, in slot order.
+group stays within a node wherever the node has t free slots. Slots left over on nodes whose number of GPUs t does not
+divide form groups that span nodes, in slot order.
 """
 
 import math
@@ -31,7 +31,7 @@ from megatron.pipeline.placement.topology import Topology
 from megatron.pipeline.placement.traffic import Traffic, point_to_point, ring_bytes
 from megatron.pipeline.program.move_order import pair_of
 
-# --- groups of t slots that one tensor parallel group takes -----------------------------------------------------------
+# --- groups of t slots, one for each tensor parallel group ------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class SlotGroup:
 class SlotGroups:
     """All slot groups of a topology. A location is a node, or a single group that spans nodes.
 
-    `network_seconds_per_byte` and `node_seconds_per_byte` are the seconds by location of a byte that one GPU sends to
-    another location, or within its own location.
+    `network_seconds_per_byte`: by location, the seconds for one GPU to send a byte to another location.
+    `node_seconds_per_byte`: the seconds for one GPU to send a byte within its own location.
     """
 
     groups: tuple[SlotGroup, ...]
@@ -56,7 +56,7 @@ class SlotGroups:
 
     @property
     def capacities(self) -> list[int]:
-        """Number of groups by location."""
+        """The number of slot groups by location."""
         counts = [0] * len(self.network_seconds_per_byte)
         for group in self.groups:
             counts[group.location] += 1
@@ -64,7 +64,8 @@ class SlotGroups:
 
 
 def slot_groups_of(topology: Topology, tensor: int) -> SlotGroups:
-    """The slot groups of `topology` for tensor parallel groups of `tensor` ranks, which divides its number of slots."""
+    """The slot groups of `topology` for tensor parallel groups of `tensor` ranks. `tensor` must divide the number of
+    slots."""
     assert topology.num_slots % tensor == 0
     groups, left_over, slot = [], [], 0
     for index, node in enumerate(topology.nodes):
@@ -85,7 +86,7 @@ def slot_groups_of(topology: Topology, tensor: int) -> SlotGroups:
 
 
 class Assignment:
-    """Units on locations, by `location_of[unit]`; `exchange` swaps two units and keeps the cost up to date."""
+    """An assignment of units to locations, `location_of[unit]`, with the cost of exchanging two units."""
 
     def __init__(self, degrees: Degrees, traffic: Traffic, groups: SlotGroups) -> None:
         self.num_stages, self.num_units = degrees.pipeline, degrees.pipeline * degrees.data
@@ -104,11 +105,12 @@ class Assignment:
         self.members: list[list[int]] = []
 
     def set(self, location_of: Sequence[int]) -> float:
-        """Start from these locations; returns the cost in seconds beyond that of traffic that leaves no location."""
+        """Start from the given location of each unit. Returns the cost in seconds, in addition to the cost of the same
+        traffic within locations."""
         self.location_of = list(location_of)
         self.members = [[] for _ in self.capacities]
-        self.replicas = [Counter() for _ in range(self.num_stages)]  # by stage: how many replicas at which location
-        self.ring_extra = [0.0] * self.num_stages  # by stage: sum of `extra` over these locations
+        self.replicas = [Counter() for _ in range(self.num_stages)]  # by stage: number of replicas by location
+        self.ring_extra = [0.0] * self.num_stages  # by stage: sum of `extra` over the locations of its replicas
         for unit, location in enumerate(self.location_of):
             self.members[location].append(unit)
             self._add(unit % self.num_stages, location, 1)
@@ -172,16 +174,18 @@ class Assignment:
             self.ring_extra[stage] -= self.extra[location]
 
 
-_EXACT_ASSIGNMENTS = 20_000  # all are tried up to so many
-_EXACT_UNITS = 200  # and where the method, which calls itself once for each unit, is not too deep
-_STARTS = 8  # best regular arrangements that are improved further
-_KICKS = 40  # times that exchanges at random are tried on the best
-_EXCHANGES = 300_000  # looked at in all
+_EXACT_ASSIGNMENTS = 20_000  # the greatest number of assignments that are all tried
+_EXACT_UNITS = 200  # the greatest depth of recursion of the exact method: one call for each unit
+_STARTS = 8  # number of best regular arrangements that are improved further
+_KICKS = 40  # number of times that random exchanges start from the best assignment
+_EXCHANGES = 300_000  # number of exchanges evaluated in the whole search
 
 
 def optimized(degrees: Degrees, traffic: Traffic, topology: Topology) -> Mapping:
-    """The mapping with the least `placement_cost(...).total_seconds` that is found; `standard` or `pair-adjacent` where
-    nothing is better."""
+    """The mapping with the least `placement_cost(...).total_seconds` that the search finds.
+
+    The result is `standard` or `pair-adjacent` if the search finds no better mapping.
+    """
     groups = slot_groups_of(topology, degrees.tensor)
     assignment = Assignment(degrees, traffic, groups)
     if assignment.num_units <= _EXACT_UNITS and _num_assignments(assignment.capacities) <= _EXACT_ASSIGNMENTS:
@@ -204,7 +208,8 @@ def _num_assignments(capacities: list[int]) -> int:
 
 
 def _exact(assignment: Assignment) -> list[int]:
-    """The best of all assignments, by branch and bound: units are placed in order, and dearer branches are cut."""
+    """The best of all assignments, by branch and bound: units are placed in order, and a branch is cut when its cost
+    reaches the best one found."""
     num_units, free = assignment.num_units, list(assignment.capacities)
     can_bound = min(assignment.extra) >= 0
     locations: list[int] = []
@@ -238,7 +243,8 @@ def _exact(assignment: Assignment) -> list[int]:
 
 
 def _arrangements(degrees: Degrees, groups: SlotGroups) -> Iterator[list[int]]:
-    """Locations by unit: blocks of replicas by stages that fit a node, laid out one after another."""
+    """Yield regular arrangements, each as locations by unit: blocks of replicas by stages that fit a node, laid out one
+    after another."""
     capacities = groups.capacities
     by_size = sorted(range(len(capacities)), key=lambda location: -capacities[location])
     for stages in (list(range(degrees.pipeline)), pair_order(degrees.pipeline)):
@@ -259,7 +265,7 @@ def _arrangements(degrees: Degrees, groups: SlotGroups) -> Iterator[list[int]]:
 def _blocks(
     degrees: Degrees, stages: list[int], num_replicas: int, num_stages: int, *, replicas_first: bool
 ) -> list[int]:
-    """Units in the order of a tiling with blocks of `num_replicas` x `num_stages`."""
+    """All units, in the order of a tiling with blocks of `num_replicas` x `num_stages`."""
     corners = [
         (replica, stage)
         for replica in range(0, degrees.data, num_replicas)
@@ -280,7 +286,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _searched(assignment: Assignment, arrangements: Iterable[list[int]]) -> list[int]:
-    """The best assignment found from these arrangements, within a budget of exchanges to try."""
+    """The locations by unit of the best assignment found from `arrangements`, within a budget of exchanges."""
     starts = {tuple(start): assignment.set(start) for start in arrangements}
     budget, best, best_locations = _EXCHANGES, math.inf, []
     for start in sorted(starts, key=starts.__getitem__)[:_STARTS]:
@@ -303,9 +309,10 @@ def _searched(assignment: Assignment, arrangements: Iterable[list[int]]) -> list
 
 
 def _improve(assignment: Assignment, locations: Sequence[int], budget: int) -> tuple[float, int]:
-    """Set `locations` and exchange pairs and units until none helps or `budget` of them were looked at.
+    """Set `locations`, and exchange pairs and units until no exchange lowers the cost or `budget` exchanges were
+    evaluated.
 
-    Returns the cost, and what is left of the budget.
+    Returns the cost and the rest of the budget.
     """
     cost = assignment.set(locations)
     threshold = -1e-12 * (abs(cost) + 1e-30)
@@ -328,7 +335,7 @@ def _improve(assignment: Assignment, locations: Sequence[int], budget: int) -> t
 
 
 def _targets(assignment: Assignment, unit: int) -> list[int]:
-    """Other locations with units that this unit, or its pair, communicates with."""
+    """The other locations that hold a unit with which `unit` communicates."""
     here, targets = assignment.location_of[unit], {}
     for other, _ in assignment.edges[unit]:
         targets[assignment.location_of[other]] = None
@@ -339,9 +346,9 @@ def _targets(assignment: Assignment, unit: int) -> list[int]:
 
 
 def _exchange_if_better(assignment: Assignment, unit: int, other: int, threshold: float, *, together: bool) -> float:
-    """Exchange two units (`together`: and then the units of their pairs) if that lowers the cost.
+    """Exchange two units if the exchange lowers the cost. `together`: also exchange the units of their pairs.
 
-    Returns the change, 0 where they stay.
+    Returns the change of the cost in seconds; 0 if the units stay.
     """
     if assignment.location_of[unit] == assignment.location_of[other]:
         return 0.0
@@ -374,7 +381,7 @@ def _pair(assignment: Assignment, unit: int) -> int:
 
 
 def _in_slot_groups(degrees: Degrees, groups: SlotGroups, locations: list[int]) -> Mapping:
-    """Units into the groups of their locations: replica by replica, pairs side by side."""
+    """The mapping that puts units into the slot groups of their locations: replica by replica, pairs side by side."""
     position = {stage: index for index, stage in enumerate(pair_order(degrees.pipeline))}
     by_location: dict[int, list[tuple[int, int, int]]] = {}
     for unit, location in enumerate(locations):

@@ -1,9 +1,9 @@
-"""A placement as a record (which rank runs where, and what the ranks send), as tables for a terminal, and as a picture.
+"""A placement as a record (the slot of each rank, and the ranks' traffic), as tables for a terminal, and as a picture.
 
-The picture follows Figure 5 of the BPipe paper. One row per node, one box per GPU with its rank and its place in the
-model. The two stages of a pair have one colour. Dotted lines join the pairs: grey within a node, red across nodes. If
-the traffic is known, bars show how long each kind keeps the busiest GPU (grey) and the busiest node's network (red)
-sending.
+The picture follows Figure 5 of the BPipe paper: one row per node, and one box per GPU with its rank and its place in
+the model. The two stages of a pair have one colour. Dotted lines join the pairs: grey within a node, red across nodes.
+If the traffic is known, bars show the time for which the busiest GPU (grey) and the busiest node's network (red) send
+each kind of traffic.
 """
 
 from collections.abc import Collection
@@ -30,8 +30,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementReport:
-    """A mapping on a topology. `costs` holds, by name, this mapping's cost first and then those that it is compared
-    with; empty where the model, and so its traffic, is not known. `evictors` are the stages that move activations."""
+    """A mapping on a topology, with its costs.
+
+    Attributes:
+        evictors: the stages that move activations.
+        costs: costs by the name of the mapping: first of this mapping, then of the mappings that it is compared with.
+            Empty if the traffic is not known because the model is not known.
+    """
 
     name: str
     mapping: Mapping
@@ -41,7 +46,7 @@ class PlacementReport:
     costs: Dictionary[str, PlacementCost]
 
     def to_dict(self) -> dict:
-        """Everything, for JSON. Bytes, seconds and GB/s."""
+        """The whole report as a dictionary for JSON, in bytes and seconds."""
         slots = []
         for slot, rank in enumerate(self.mapping):
             node = self.topology.node_of_slot[slot]
@@ -81,7 +86,7 @@ def make_report(
     traffic: Traffic | None = None,
     others: Dictionary[str, Mapping] | None = None,
 ) -> PlacementReport:
-    """Report on `mapping`, compared with `others` by name. Without `traffic` it holds no costs."""
+    """Report on `mapping`, compared with the mappings `others`, by name. Without `traffic` the report has no costs."""
     compared = {name: mapping, **{key: each for key, each in (others or {}).items() if key != name}}
     costs = {}
     if traffic is not None:
@@ -95,7 +100,8 @@ def make_report(
 
 
 def label(rank: int, degrees: Degrees) -> str:
-    """A rank and its place, with the names of Figure 6; what has only one value is left out: `3: PP 1 TP 1`."""
+    """A rank and its place in the model with the names of Figure 6, such as `3: PP 1 TP 1`. Degrees of 1 are left
+    out."""
     coordinates = degrees.coordinates(rank)
     parts = (
         ("PP", coordinates.stage, degrees.pipeline),
@@ -106,9 +112,11 @@ def label(rank: int, degrees: Degrees) -> str:
 
 
 def tables(report: PlacementReport, *, plain: bool, max_nodes: int | None = None) -> "list[tuple[str, Table]]":
-    """Title and table of everything that a report holds; `plain` ones have neither lines nor colours.
+    """The title and table of each part of a report.
 
-    `max_nodes`: who sits where is shown for so many nodes; default: all.
+    Args:
+        plain: whether to make tables without lines and colours.
+        max_nodes: number of nodes whose ranks are shown; None: all nodes.
     """
     degrees = report.degrees
     title = f"{report.name}: tensor {degrees.tensor} x pipeline {degrees.pipeline} x data {degrees.data}"
@@ -164,10 +172,11 @@ _WITHIN, _CROSSING, _INK = "#666666", "#c8102e", "#1a1a1a"
 
 
 def draw_placement(report: PlacementReport, path: str | Path | None = None) -> "Figure":
-    """Draw a report; the suffix of `path` chooses the format (.png, .svg, .pdf). None: only return the figure.
+    """Draw a report, and write the figure to `path` in the format of its suffix (.png, .svg, .pdf) unless `path` is
+    None.
 
-    Lines of pairs have the gid "pair" or "pair-crossing". Raises ValueError for more than 64 nodes, or a suffix that is
-    no image format.
+    The lines that join pairs have the gid "pair" or "pair-crossing". Raises ValueError for more than 64 nodes, or for a
+    suffix that is not an image format.
     """
     topology = report.topology
     num_nodes, widest = len(topology.nodes), max(node.gpus for node in topology.nodes)
@@ -202,7 +211,7 @@ def draw_placement(report: PlacementReport, path: str | Path | None = None) -> "
 
 
 def _corners(report: PlacementReport) -> list[tuple[float, float]]:
-    """Left upper corner of each slot's box, in boxes and rows."""
+    """The upper left corner of each slot's box: x in boxes, y in rows."""
     return [(gpu, index) for index, node in enumerate(report.topology.nodes) for gpu in range(node.gpus)]
 
 
@@ -250,7 +259,7 @@ def _draw_pairs(axes: "Axes", report: PlacementReport, corners: list[tuple[float
 
 
 def _draw_bars(axes: "Axes", report: PlacementReport) -> None:
-    """Milliseconds of an iteration, by kind of traffic and level."""
+    """Draw bars of the milliseconds of an iteration, by kind and level of traffic."""
     cost = report.costs[report.name]
     kinds = [kind for kind in TrafficKind if any(cost.at(kind, level).total_bytes for level in Level)]
     for index, kind in enumerate(kinds):

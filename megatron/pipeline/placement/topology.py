@@ -1,4 +1,4 @@
-"""The machine as a placement sees it: nodes, their GPUs, bandwidths at each level, and the processes of a job on them.
+"""The machine of a job: its nodes and their GPUs, the bandwidth at each level, and the slots of the job's processes.
 
 A topology file is YAML or JSON:
 
@@ -8,13 +8,13 @@ A topology file is YAML or JSON:
     bandwidth:               # GB/s (10^9 bytes) in one direction
       within_node: 300       # of one GPU, to the others of its node
       between_nodes: 100     # of one node to the network, shared by its GPUs
-    teraflops_per_gpu: 180   # optional: what a GPU sustains in a forward, to estimate the time of one
+    teraflops_per_gpu: 180   # optional: sustained speed of a GPU in a forward, to estimate a forward's time
 
 Slots are counted in the order of the file: the GPUs of the first node, then those of the second, and so on.
 
-A launcher numbers processes in any order (physical ranks). A slot is a host and a LOCAL_RANK on it. Hosts are taken in
-the order of the topology, or without a topology by their lowest physical rank; the slots of a host by LOCAL_RANK. Where
-a launcher sets no LOCAL_RANK, the processes of a host are counted by physical rank.
+A launcher numbers processes in any order (physical ranks). A slot is a host and a LOCAL_RANK on that host. Hosts are
+ordered as in the topology, or without a topology by their lowest physical rank; the slots of a host are ordered by
+LOCAL_RANK. If the launcher sets no LOCAL_RANK, the processes of a host are ordered by physical rank.
 """
 
 import os
@@ -32,7 +32,7 @@ from megatron.documents.files import read_document
 from megatron.pipeline.placement.mapping import Mapping
 
 _GIGA = 1e9
-_MOST_GPUS = 65_536  # of a node; more is a slip of the pen, which would fill the memory
+_MOST_GPUS = 65_536  # of a node; a greater number is a typing error that would fill the memory
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -48,14 +48,15 @@ class Node(_Record):
 
 
 class Bandwidth(_Record):
-    """GB/s in one direction: of a GPU inside its node, and of a node to the network."""
+    """Bandwidths in GB/s in one direction: of a GPU inside its node, and of a node to the network."""
 
     within_node: _Positive
     between_nodes: _Positive
 
 
 class Topology(_Record):
-    """Nodes in slot order, and bandwidths. `teraflops_per_gpu` is what a GPU sustains (10^12 operations per second)."""
+    """Nodes in slot order, and bandwidths. `teraflops_per_gpu` is the speed that a GPU sustains in a forward, in 10^12
+    operations per second."""
 
     nodes: Annotated[tuple[Node, ...], Field(min_length=1, strict=False)]
     bandwidth: Bandwidth
@@ -67,7 +68,7 @@ class Topology(_Record):
 
     @cached_property
     def node_of_slot(self) -> tuple[int, ...]:
-        """Index of each slot's node."""
+        """The index of each slot's node."""
         return tuple(index for index, node in enumerate(self.nodes) for _ in range(node.gpus))
 
     def first_slot(self, node: int) -> int:
@@ -111,7 +112,7 @@ class Topology(_Record):
 
 
 def load_topology(path: str | Path) -> Topology:
-    """Read a topology file. Raises ValueError with file, field and reason."""
+    """Read a topology file. Raises ValueError with the file, the field and the reason if the file is invalid."""
     try:
         topology = Topology.model_validate(read_document(path))
     except ValidationError as error:
@@ -139,26 +140,31 @@ def _shown(names: Sequence[str]) -> str:
 
 
 HOST_NAME = "PIPELINE_HOST_NAME"
-"""Environment variable that names the host where host names do not tell nodes apart, as in some containers."""
+"""The environment variable that names the host if host names do not distinguish nodes, as in some containers."""
 
 
 @dataclass(frozen=True)
 class Process:
-    """The place of a process. `local_rank` is None if the launcher sets no LOCAL_RANK."""
+    """The host and LOCAL_RANK of a process. `local_rank` is None if the launcher sets no LOCAL_RANK."""
 
     host: str
     local_rank: int | None
 
 
 def this_process() -> Process:
-    """Host and LOCAL_RANK of this process."""
+    """The host and LOCAL_RANK of this process."""
     local_rank = os.environ.get("LOCAL_RANK")
     return Process(os.environ.get(HOST_NAME) or socket.gethostname(), int(local_rank) if local_rank else None)
 
 
 @dataclass(frozen=True)
 class JobSlots:
-    """The slots of a job: physical rank by slot, and the names and numbers of slots of its nodes, in order."""
+    """The slots of a job.
+
+    Attributes:
+        process_of_slot: physical rank by slot.
+        nodes: the name and the number of slots of each node, in slot order.
+    """
 
     process_of_slot: tuple[int, ...]
     nodes: tuple[tuple[str, int], ...]
@@ -176,10 +182,10 @@ class JobSlots:
 
 
 def find_slots(processes: Sequence[Process], topology: Topology | None = None) -> JobSlots:
-    """The slots of processes that are given by physical rank.
+    """The slots of `processes`, which are ordered by physical rank.
 
     Raises:
-        ValueError: two processes claim one slot, or the topology does not have a process's place.
+        ValueError: two processes claim one slot, or the topology has no slot for a process.
     """
     by_host: dict[str, list[int]] = {}
     for rank, process in enumerate(processes):

@@ -1,20 +1,20 @@
 """The bytes that the ranks of a job send each other in one iteration, independent of where the ranks run.
 
-| kind | who | how much |
+| kind | ranks | traffic |
 |---|---|---|
 | pipeline | a rank of a pipeline and the next one | an activation forward and its gradient back, for each microbatch |
-| pair | ranks s and p-1-s of a pipeline | BPipe's evictions, and as much back when they are loaded |
-| data | the replicas of a rank | one all-reduce of its gradients |
+| pair | ranks s and p-1-s of a pipeline | BPipe's evictions, and the same number of loads back |
+| data | the replicas of a rank | one all-reduce of the rank's gradients |
 | tensor | the ranks that share layers | all-reduces in every layer and microbatch |
 | embedding | first and last rank of a pipeline | one all-reduce of the tied embedding's gradient |
 
-How often ranks send is counted in the rows of the program (`count_transfers`), so the counts hold for every schedule;
-with several stages on each rank the last rank of a pipeline also sends to the first. Under a schedule without flushes
-the counts are of a batch of the steady period. The bytes of each message need the model (`planner.time.traffic`).
+Messages are counted in the rows of the program (`count_transfers`), so the counts hold for every schedule. With several
+stages on each rank, the last rank of a pipeline also sends to the first. For a schedule without flushes, the counts
+belong to one batch of the steady period. The bytes of a message depend on the model (`planner.time.traffic`).
 "Stage" in this folder is the rank of a pipeline, 0 to p-1.
 
 An all-reduce of n ranks is a ring: each member sends 2(n-1)/n of the bytes to the next one. A reduce-scatter
-followed by an all-gather (sequence parallelism, distributed optimizer) sends as many bytes.
+followed by an all-gather (sequence parallelism, distributed optimizer) sends the same number of bytes.
 """
 
 from collections import Counter
@@ -34,11 +34,13 @@ class MessageCounts:
 
     Attributes:
         num_microbatches: microbatches of the batch.
-        activations: tensors that a rank and the next rank send each other, each way: activations one way and as many
-            gradients back; the mean of both ways if frozen stages get no gradients. The last rank's next is the first.
-        evictions: microbatches that a rank moves to its pair, each of one of its stages; as many come back.
+        activations: number of tensors that a rank and the next rank send each other in each direction: activations
+            forward and the same number of gradients back; the mean of both directions if frozen stages get no
+            gradients. The next rank of the last rank is the first.
+        evictions: number of moves from a rank to its pair, each of one microbatch at one stage; the same number is
+            loaded back.
         ends: the ranks of the first and the last stage; None: the first and the last rank.
-        pair_of_rank: by rank, the rank with the paired stages; None: p-1-s.
+        pair_of_rank: by rank, the rank with the paired stages; None: rank p-1-s for rank s.
     """
 
     num_microbatches: int
@@ -49,15 +51,15 @@ class MessageCounts:
 
     @property
     def evictors(self) -> tuple[int, ...]:
-        """The ranks that move anything."""
+        """The ranks that evict activations."""
         return tuple(rank for rank, count in enumerate(self.evictions) if count)
 
 
 def count_transfers(schedule: PipelineSchedule, num_microbatches: int) -> MessageCounts:
-    """Count what the ranks of `schedule` send in a batch.
+    """Count the messages that the ranks of `schedule` send in a batch.
 
     Raises:
-        ValueError: the schedule cannot run the batch, or ranks send to ranks that are not neighbours.
+        ValueError: the schedule cannot run the batch, or a rank sends to a rank that is not its neighbour.
     """
     num_batches = 1
     if schedule.weights.drains:
@@ -69,7 +71,7 @@ def count_transfers(schedule: PipelineSchedule, num_microbatches: int) -> Messag
     for instruction in chain(*rows):
         sent = instruction.kind.row.sends
         if sent is not None:
-            first = instruction.stage - (sent is Tensor.GRADIENT)  # the lower one of the two stages
+            first = instruction.stage - (sent is Tensor.GRADIENT)  # the lower of the two stages
             sends[placement[first], placement[first + 1]] += 0.5 / num_batches
     if schedule.num_frozen and schedule.balance:
         pairs = tuple(map(Pairs(placement, schedule.num_frozen).of_rank, range(schedule.num_ranks)))
@@ -83,10 +85,10 @@ def count_transfers(schedule: PipelineSchedule, num_microbatches: int) -> Messag
 
 
 def exchanged(sent: Mapping[tuple[int, int], float], num_ranks: int) -> tuple[float, ...]:
-    """The activations, or bytes, that each rank and the next rank send each other, each way.
+    """The number of activations, or of bytes, that each rank and the next rank send each other in each direction.
 
     Args:
-        sent: activations or bytes by sender and receiver. As many gradients come back.
+        sent: number of activations or bytes by sender and receiver. The same amount of gradients is sent back.
 
     Raises:
         ValueError: a sender and its receiver are not neighbours.
@@ -112,7 +114,7 @@ def ends_of(rank_of_stage: Sequence[int]) -> tuple[int, int] | None:
 
 
 class TrafficKind(str, Enum):
-    """Kinds of traffic, as in the table above."""
+    """The kinds of traffic of the module's table."""
 
     PIPELINE = "pipeline"
     PAIR = "pair"
@@ -123,17 +125,17 @@ class TrafficKind(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Bytes that are sent in one iteration, by stage.
+    """The bytes that ranks send in one iteration, by stage.
 
     Attributes:
-        pipeline: bytes that a stage's rank and the next rank send each other, each way: activations one way and as many
-            bytes of gradients back. After the last stage comes the first.
-        pair: bytes that a stage's rank evicts to the rank of its pair; as many come back.
+        pipeline: bytes that a stage's rank and the next rank send each other in each direction: activations forward and
+            the same number of bytes of gradients back. The next stage of the last stage is the first.
+        pair: bytes that a stage's rank evicts to the rank of its pair; the same number of bytes is loaded back.
         data: bytes of gradients that replicas all-reduce.
         tensor: bytes that a rank all-reduces with the ranks that share its layers.
         embedding: bytes that the ranks in `ends` all-reduce; 0 if embeddings are not tied.
         ends: the ranks of the model's first and last stage; None: the first and the last rank.
-        pair_of_rank: the other stage of the pair; None: p-1-s.
+        pair_of_rank: the other stage of each stage's pair; None: stage p-1-s for stage s.
     """
 
     pipeline: tuple[float, ...]
@@ -147,7 +149,7 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True)
 class PointToPoint:
-    """Two places of a replica's pipeline that send each other `bytes_each_way` from every tensor rank."""
+    """Two stages of a replica's pipeline whose tensor ranks each send `bytes_each_way` to the other stage."""
 
     kind: TrafficKind
     first_stage: int
@@ -156,7 +158,7 @@ class PointToPoint:
 
 
 def point_to_point(traffic: Traffic) -> Iterator[PointToPoint]:
-    """All traffic between stages of more than 0 bytes."""
+    """Yield all traffic of more than 0 bytes between stages."""
     num_stages = len(traffic.pair)
     for stage, num_bytes in enumerate(traffic.pipeline):
         if num_bytes:
@@ -178,5 +180,5 @@ def point_to_point(traffic: Traffic) -> Iterator[PointToPoint]:
 
 
 def ring_bytes(num_bytes: float, num_members: int) -> float:
-    """Bytes that each member of an all-reduce sends to the next member of the ring."""
+    """The bytes that each member of an all-reduce of `num_bytes` sends to the next member of the ring."""
     return 2 * (num_members - 1) / num_members * num_bytes

@@ -1,1 +1,1 @@
-"""Before a job's process group forms: which process becomes which rank, and which weights and engines go together."""
+"""Decisions before a job's process group forms: the rank of each process, and the support for late weights."""

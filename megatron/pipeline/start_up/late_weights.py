@@ -11,10 +11,12 @@ from megatron.pipeline.schedules.pipeline_schedule import PipelineSchedule
 
 
 def require_predictions(args: argparse.Namespace, weights: WeightPolicy, name: str) -> None:
-    """Raises ValueError where `--2bw-provisional` and its kind ask for what the run does not have.
+    """Raise ValueError if `--2bw-provisional` or a flag that belongs to it is not possible in this run.
 
-    `args`: their destinations begin with `pipeline_2bw_provisional`. `weights`: without predictions; `name`: what the
-    schedule is called.
+    Args:
+        args: the parsed arguments, in which the flags' names begin with `pipeline_2bw_provisional`.
+        weights: the weight policy of the schedule, without predictions.
+        name: the name of the schedule for messages.
     """
     mode, number = args.pipeline_2bw_provisional, args.pipeline_2bw_provisional_microbatches
     flag = f"--2bw-provisional {mode}"
@@ -38,9 +40,9 @@ def require_predictions(args: argparse.Namespace, weights: WeightPolicy, name: s
 
 
 def description(schedule: PipelineSchedule, name: str, num_microbatches: int) -> str | None:
-    """What to say of the weights that batches of so many microbatches are computed at; None where there is nothing.
+    """The log line on the weights at which a batch of `num_microbatches` is computed; None for the newest weights.
 
-    `name`: what the schedule is called.
+    `name`: the name of the schedule for messages.
     """
     if schedule.weights == TWO_BW:
         return (
@@ -67,12 +69,12 @@ def description(schedule: PipelineSchedule, name: str, num_microbatches: int) ->
 
 LOOKS_UP_GRADIENTS = "2.6.0"
 """The first Transformer Engine whose linear layers (`Linear`, `LayerNormLinear`, `LayerNormMLP`) look up a weight's
-`main_grad` in the backward. Older ones take it in the forward (2.0 to 2.5), or from the weight that the graph has
-saved, which need not be the parameter (1.x)."""
+`main_grad` in the backward. Older versions read it in the forward (2.0 to 2.5), or from the weight that the autograd
+graph has saved, which need not be the parameter (1.x)."""
 
 
 def installed_version() -> str:
-    """Of Transformer Engine; one that never was where it is not installed, or cannot say (built from source)."""
+    """The installed version of Transformer Engine; "0.0" if it has no package metadata, as when built from source."""
     try:
         return importlib.metadata.version("transformer_engine")
     except importlib.metadata.PackageNotFoundError:
@@ -80,5 +82,6 @@ def installed_version() -> str:
 
 
 def engine_keeps_main_grad(version: str) -> bool:
-    """Whether this version of Transformer Engine ("2.5.0+a1b2c3") adds to the gradient buffer of its forward's time."""
+    """Whether this version of Transformer Engine ("2.5.0+a1b2c3") adds gradients to the buffer that was current in the
+    forward."""
     return Version(version) < Version(LOOKS_UP_GRADIENTS)

@@ -1,9 +1,9 @@
-"""Which process becomes which rank, decided by one process for all, before the process group forms.
+"""The assignment of ranks to processes, which one process decides for all before the process group forms.
 
-Problem: nodes may see different files, and each process knows its own host only.
+Problem: nodes may see different files, and each process knows only its own host.
 
-Solution: every process tells its host and LOCAL_RANK through the job's store. The process with physical rank 0 decides
-and answers, so that all follow one decision.
+Solution: every process writes its host and LOCAL_RANK into the job's store. The process with physical rank 0 decides
+and writes the answer, so that all processes follow one decision.
 """
 
 import json
@@ -18,12 +18,15 @@ from megatron.pipeline.runtime.failure.agreement import wait_for_readers
 from megatron.pipeline.runtime.failure.errors import OnThisRank, SameEverywhere
 
 Decide = Callable[[Sequence[Process]], tuple[Sequence[int], Sequence[str]]]
-"""Processes by physical rank -> logical rank by physical rank, and lines for the log. Raises ValueError."""
+"""A function: processes by physical rank -> logical rank by physical rank, and lines for the log.
+
+Raises ValueError to refuse.
+"""
 
 
 @dataclass(frozen=True)
 class RankDecision:
-    """What was decided: logical rank by physical rank, and lines for the log."""
+    """The decision: logical rank by physical rank, and lines for the log."""
 
     ranks: tuple[int, ...]
     lines: tuple[str, ...]
@@ -32,15 +35,17 @@ class RankDecision:
 def exchange_ranks(
     store: Store, process: Process, decide: Decide, *, rank: int, world_size: int, timeout: timedelta
 ) -> RankDecision:
-    """What `decide` says on physical rank 0, on every rank. Collective over the job's `store`, once.
+    """Call `decide` on physical rank 0, and return its decision on every rank.
+
+    Collective: every rank of the job must call it, once for each `store`.
 
     Args:
-        process: this one.
-        rank: its physical rank, as the launcher gave it.
+        process: the place of this process.
+        rank: the physical rank of this process, as the launcher numbered it.
 
     Raises:
-        SameEverywhere: on every rank, what `decide` refused.
-        OnThisRank: another process is gone, or did not come within `timeout`.
+        SameEverywhere: on every rank, if `decide` raises ValueError.
+        OnThisRank: another process has ended, or did not call it within `timeout`.
     """
     store = PrefixStore("placement", store)
     try:
