@@ -223,6 +223,8 @@ class GraphStage(Protocol):
     ) -> Mapping[int, tuple[Tensor | None, ...]]:
         """Accumulate weight gradients; return the gradients of the inputs, for the stages that need them."""
 
+    def free_output(self, microbatch: Microbatch) -> None: ...
+
     def load_version(self, version: int) -> None: ...
 
     def load_ahead(self, version: int, horizon: int) -> None:
