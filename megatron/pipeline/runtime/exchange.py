@@ -28,7 +28,7 @@ from torch import Tensor
 from megatron.pipeline.program.edges import StageGraph
 from megatron.pipeline.program.instruction import Instruction, Kind
 from megatron.pipeline.program.weight_policies import Ahead, WeightPolicy
-from megatron.pipeline.runtime.contract.stage import EVALUATION_BATCH, GraphStage, Microbatch, Stage
+from megatron.pipeline.runtime.contract.stage import EVALUATION_BATCH, AnyStage, GraphStage, Microbatch
 from megatron.pipeline.runtime.contract.tensors import TravellingTensors
 from megatron.pipeline.runtime.transport.channels import Channels
 
@@ -109,7 +109,7 @@ class Exchange:
 
     def __init__(
         self,
-        stages: Mapping[int, Stage | GraphStage],
+        stages: Mapping[int, AnyStage],
         graph: StageGraph,
         weights: WeightPolicy,
         channels: Channels,

@@ -24,16 +24,15 @@ from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.pipeline.runtime.activations.transfers import ActivationTransfers, SavedMicrobatches
 from megatron.pipeline.runtime.contract.stage import (
     EVALUATION_BATCH,
+    AnyStage,
+    AnyUpdate,
     BatchInfo,
     BatchReport,
     GraphStage,
     Microbatch,
-    PredictingUpdate,
-    RelayUpdate,
     SplittingStage,
     Stage,
     StageUpdate,
-    StagewiseUpdate,
     WeightUpdate,
 )
 from megatron.pipeline.runtime.contract.trace import Tracer
@@ -66,8 +65,8 @@ class Executor:
 
     def __init__(
         self,
-        stages: Sequence[Stage | GraphStage],
-        update: WeightUpdate | PredictingUpdate | RelayUpdate | StagewiseUpdate,
+        stages: Sequence[AnyStage],
+        update: AnyUpdate,
         channels: Channels,
         chain: Chain,
         late_chain: Chain,
@@ -294,7 +293,7 @@ class Executor:
         self._wait_for_lanes(instruction)
         self._infer(stage, microbatch, instruction)
 
-    def _infer(self, stage: Stage | GraphStage, microbatch: Microbatch, instruction: Instruction) -> None:
+    def _infer(self, stage: AnyStage, microbatch: Microbatch, instruction: Instruction) -> None:
         output = stage.forward_only(microbatch, self._take_input[stage.index](instruction))
         self._give_output[stage.index](instruction, output)
 
