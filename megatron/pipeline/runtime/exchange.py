@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from torch import Tensor
@@ -78,23 +78,6 @@ class SharedParameters:
         return next(batch for batch, microbatches in reversed(self._batches) if index >= microbatches.start)
 
 
-class _Alone:
-    """The `TravellingTensors` of a chain's edge: one tensor without a tuple."""
-
-    has_shared = False
-
-    @staticmethod
-    def pack(tensor: Tensor) -> Tensor:
-        return tensor
-
-    @staticmethod
-    def unpack(packed: Tensor, present: None) -> Tensor:
-        return packed
-
-
-_ALONE = _Alone()
-
-
 class Exchange:
     """The tensors between the stages of a rank and others.
 
@@ -121,6 +104,7 @@ class Exchange:
         self.most_unread = {each: graph.most_unread(each) for each in stages if graph.is_forward_only(each)}
         self._stages, self._channels = stages, channels
         self._about, self._waited, self._on_boundary = about, waited, on_boundary
+        # The stages of a chain: what they exchange is one tensor, without a tuple, which costs no packing.
         self._alone = frozenset(index for index, stage in stages.items() if not isinstance(stage, GraphStage))
         self._graph = graph
         self._peer_of = cache(lambda kind, stage, peer: graph.peer_of(Instruction(kind, stage, peer=peer)))
@@ -149,26 +133,26 @@ class Exchange:
         It waits for posted receives. `kind`: RECV_F for activations, RECV_B for gradients.
         """
         peers, stages, pop = self._graph.makers(kind.row.receives, index), self._stages, self._handed.pop
+        if index in self._alone:
+            if not peers:
+                return lambda instruction: None
+            [peer] = peers
+            if peer in stages:
+                return lambda instruction: pop((peer, index, instruction.microbatch))
+            return partial(self._waited_for, kind, None)
         sharing = {peer for peer in peers if self._travelling(peer, index).has_shared and kind is Kind.RECV_F}
 
         def take(instruction: Instruction) -> dict[int, Any]:
             taken = {}
             for peer in peers:
-                here = peer in stages
-                tensors = (
-                    pop((peer, index, instruction.microbatch)) if here else self._received(kind, instruction, peer)
-                )
+                if peer in stages:
+                    tensors = pop((peer, index, instruction.microbatch))
+                else:
+                    tensors = self._received(kind, instruction, peer)
                 taken[peer] = self._with_values(peer, index, tensors) if peer in sharing else tensors
             return taken
 
-        if index not in self._alone:
-            return take
-        if not peers:
-            return lambda instruction: None
-        [peer] = peers
-        if peer in stages:
-            return lambda instruction: pop((peer, index, instruction.microbatch))
-        return lambda instruction: self._received(kind, instruction, peer)
+        return take
 
     def giver(self, kind: Kind, index: int) -> Callable[[Instruction, Any], None]:
         """The function that keeps what a computation of a stage has made, for its SENDs and for stages of this rank.
@@ -176,6 +160,14 @@ class Exchange:
         `kind`: SEND_F for activations, SEND_B for gradients.
         """
         peers, handed, on_boundary = self._graph.takers(kind.row.sends, index), self._handed, self._on_boundary
+
+        def give_alone(instruction: Instruction, made: Tensor | None) -> None:
+            on_boundary(made)
+            if made is not None and peers:
+                handed[index, peers[0], instruction.microbatch] = made
+
+        if index in self._alone:
+            return give_alone
         sharing = {peer for peer in peers if self._travelling(index, peer).has_shared and kind is Kind.SEND_F}
 
         def give(instruction: Instruction, made: Mapping[int, Any]) -> None:
@@ -184,12 +176,7 @@ class Exchange:
                     tensors = self._as_of_now(index, peer, instruction.microbatch, tensors)
                 handed[index, peer, instruction.microbatch] = tensors
 
-        def give_alone(instruction: Instruction, made: Tensor | None) -> None:
-            on_boundary(made)
-            if made is not None and peers:
-                handed[index, peers[0], instruction.microbatch] = made
-
-        return give_alone if index in self._alone else give
+        return give
 
     def send(self, instruction: Instruction) -> None:
         """Start the transfer of a SEND. Few of a frozen stage's outputs may be unread: no gradient holds it back."""
@@ -197,6 +184,10 @@ class Exchange:
         if stage in self.most_unread:
             self._channels.wait_until_read(instruction, self.most_unread[stage] - 1)
             self._waited()
+        if stage in self._alone:
+            peer = stage + 1 if kind is Kind.SEND_F else stage - 1
+            self._channels.post_send(kind, stage, microbatch, self._handed.pop((stage, peer, microbatch)))
+            return
         peer = self._peer_of(kind, stage, instruction.peer)
         tensors = self._handed.pop((stage, peer, microbatch))
         travelling = self._travelling(stage, peer)
@@ -209,6 +200,9 @@ class Exchange:
     def post_receive(self, instruction: Instruction) -> None:
         """Start the transfer of a RECV."""
         kind, stage, microbatch = instruction.kind, instruction.stage, instruction.microbatch
+        if stage in self._alone:
+            self._channels.post_receive(kind, stage, microbatch)
+            return
         peer, spec = self._peer_of(kind, stage, instruction.peer), None
         travelling = self._travelling(peer, stage)
         if travelling.has_shared:
@@ -225,16 +219,19 @@ class Exchange:
             present = self._present(peer, stage, microbatch)
             if not any(present):
                 return (None,) * len(present)
-        packed = self._channels.wait(kind, stage, microbatch, instruction, self._named(kind, stage, peer))
-        self._waited()
-        self._on_boundary(packed)
+        packed = self._waited_for(kind, self._named(kind, stage, peer), instruction)
         return travelling.unpack(packed, present)
 
-    def _travelling(self, source: int, target: int) -> TravellingTensors | _Alone:
+    def _waited_for(self, kind: Kind, peer: int | None, instruction: Instruction) -> Tensor:
+        """The tensor of a posted receive; `peer` where there are several."""
+        tensor = self._channels.wait(kind, instruction.stage, instruction.microbatch, instruction, peer)
+        self._waited()
+        self._on_boundary(tensor)
+        return tensor
+
+    def _travelling(self, source: int, target: int) -> TravellingTensors:
         """The tensors that one stage hands to another, of which one is on this rank."""
         own, other = (source, target) if source in self._stages else (target, source)
-        if own in self._alone:
-            return _ALONE
         edge = self._stages[own].edges[other]
         return edge.activations if source < target else edge.gradients
 

@@ -278,6 +278,7 @@ class FrozenUpdate:
         self._reports[info.index + 1] = BatchReport(batch=info.index, num_samples=info.num_samples)
 
     def step(self, version: int) -> BatchReport:
+        """The report of the batch; `reduce_norm` completes it."""
         return self._reports[version]
 
     def reduce_norm(self, version: int, stop_requests: int, losses: Mapping[str, tuple[float, float]]) -> None:
