@@ -206,8 +206,8 @@ class SplittingStage(Protocol):
 @runtime_checkable
 class GraphStage(AnyStage, Protocol):
     """A stage of a graph: it exchanges several tensors with each stage to which it has an edge. Its activations are
-    never moved. Gradients belong to the tensors of floating dtype, in their order; the
-    gradient of a shared parameter, in and out, is None except with the last microbatch of a batch.
+    never moved. Gradients belong to the tensors of floating dtype, in their order; the gradient of a shared parameter,
+    in and out, is None except with the last microbatch of a batch.
     """
 
     edges: Mapping[int, EdgeTensors]
