@@ -300,7 +300,8 @@ class Executor:
     def _recompute(self, instruction: Instruction) -> None:
         stage = self._stages[instruction.stage]
         self._wait_for_lanes(instruction)
-        self._finish_load(stage, instruction)
+        if self._transfers is not None:
+            self._finish_load(stage, instruction)
         if self._stash is not None:
             self._stash.restore(stage, self._microbatches[instruction.microbatch])
         stage.load_version(instruction.version)
@@ -308,17 +309,21 @@ class Executor:
 
     def _backward(self, instruction: Instruction) -> None:
         stage, microbatch = self._begin_backward(instruction)
-        self._finish_load(stage, instruction)
+        if self._transfers is not None:
+            self._finish_load(stage, instruction)
         input_grad = stage.backward(microbatch, self._take_output_grad[stage.index](instruction))
-        self._end_graph(instruction)
+        if self._transfers is not None:
+            self._transfers.end_backward(instruction.stage, instruction.microbatch)
         self._end_backward(stage.index, microbatch)
         self._give_input_grad[stage.index](instruction, input_grad)
 
     def _backward_input(self, instruction: Instruction) -> None:
         stage, microbatch = self._begin_backward(instruction)
-        self._finish_load(stage, instruction)
+        if self._transfers is not None:
+            self._finish_load(stage, instruction)
         input_grad = stage.backward_input(microbatch, self._take_output_grad[stage.index](instruction))
-        self._end_graph(instruction)
+        if self._transfers is not None:
+            self._transfers.end_backward(instruction.stage, instruction.microbatch)
         self._saved.defer(stage.index, microbatch.index, stage.deferred_bytes(microbatch))
         self._trace_deferred()
         self._give_input_grad[stage.index](instruction, input_grad)
@@ -333,7 +338,8 @@ class Executor:
     def _begin_backward(self, instruction: Instruction) -> tuple[Stage | SplittingStage, Microbatch]:
         """The stage and the microbatch of a backward, whole or half; shows their weights and gradients."""
         stage, microbatch = self._stages[instruction.stage], self._microbatches[instruction.microbatch]
-        self._accumulate_for(stage.index, microbatch.batch)
+        if self._stepping[stage.index].accumulating != microbatch.batch:
+            self._accumulate_for(self._stepping[stage.index], microbatch.batch)
         if self._lanes is not None:
             self._wait_for_lanes(instruction)
             self._update.accumulate(stage.index)
@@ -344,21 +350,13 @@ class Executor:
         if self._tracer is not None:
             self._tracer.record_deferred(self._saved.deferred_bytes.now)
 
-    def _end_graph(self, instruction: Instruction) -> None:
-        """Tell the moves that no computation reads the microbatch's saved graph any more."""
-        if self._transfers is not None:
-            self._transfers.end_backward(instruction.stage, instruction.microbatch)
-
     def _end_backward(self, stage: int, microbatch: Microbatch) -> None:
         """Count a backward, whole or both halves, as done."""
         self._saved.remove(stage)
         self._num_backwards[microbatch.batch] += 1
 
-    def _accumulate_for(self, stage: int, batch: int) -> None:
+    def _accumulate_for(self, stepping: _Stepping, batch: int) -> None:
         """Make the following backwards add to the gradients of `batch`, which other batches may have interrupted."""
-        stepping = self._stepping[stage]
-        if batch == stepping.accumulating:
-            return
         if batch in stepping.with_backwards:
             stepping.update.resume_backward(self._batches[batch])
         else:
@@ -379,9 +377,8 @@ class Executor:
             self._waited()
 
     def _finish_load(self, stage: Stage, instruction: Instruction) -> None:
-        if self._transfers is not None:
-            self._wait_for_moves(instruction)
-            self._transfers.finish_load(stage, self._microbatches[instruction.microbatch])
+        self._wait_for_moves(instruction)
+        self._transfers.finish_load(stage, self._microbatches[instruction.microbatch])
 
     def _evict(self, instruction: Instruction) -> None:
         self._transfers.evict(self._stages[instruction.stage], self._microbatches[instruction.microbatch], instruction)
