@@ -34,7 +34,6 @@ from megatron.pipeline.runtime.contract.trace import BatchExtent, RankTrace, Tra
 from megatron.pipeline.runtime.executor import Executor
 from megatron.pipeline.runtime.failure import failure_guard
 from megatron.pipeline.runtime.failure.errors import annotate
-from megatron.pipeline.runtime.graph_executor import GraphExecutor, StagewiseExecutor
 from megatron.pipeline.runtime.relay.input_stash import InputStash
 from megatron.pipeline.runtime.relay.lanes import Lanes
 from megatron.pipeline.runtime.relay.ledger import RelayLedger
@@ -179,29 +178,25 @@ class PipelineEngine:
                 pairs=schedule.pairs,
                 timeout=timeout,
             )
-        executor, of_graph, graph = Executor, {}, schedule.graph
-        if isinstance(self._stages[0], GraphStage):
-            executor = StagewiseExecutor if schedule.weights.refreshes else GraphExecutor
-            of_graph = {"graph": graph, "weights": schedule.weights}
-        elif schedule.edges and not schedule.num_frozen:
+        if schedule.edges and not schedule.num_frozen and not isinstance(self._stages[0], GraphStage):
             raise ValueError(
                 f"the stages of the schedule have the edges {' '.join(map(str, schedule.edges))}, and "
                 f"{type(self._stages[0]).__name__} is for a chain; give stages of a graph, such as GraphModuleStage"
             )
-        self._executor = executor(
+        self._executor = Executor(
             self._stages,
             update,
             self._channels,
             self._chain,
             self._late_chain,
             self._saved,
+            graph=schedule.graph,
+            weights=schedule.weights,
             transfers=self._transfers,
             lanes=self._lanes,
             stash=self._stash,
             tracer=tracer,
             stop_requests=lambda: self.stop_requests,
-            most_unread={each: graph.most_unread(each) for each in due if graph.is_forward_only(each)},
-            **of_graph,
             **({} if ledger is None else {"on_boundary": ledger.note_on_device}),
         )
         self._stream = schedule.stream(first_batch=first_batch, first_microbatch=first_microbatch)

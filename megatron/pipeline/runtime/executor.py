@@ -1,35 +1,42 @@
-"""The executor: runs one rank's row of a program under any schedule.
+"""The executor: runs one rank's row of a program under any schedule, on the stages of a chain or of another graph.
 
 A table gives the method of each instruction kind, and a loop calls them in the order of the row. Sends and receives
 are posted; the instruction that needs a tensor waits for it; the reductions go to the chain thread and STEP waits for
 them. A reduction behind its STEP, for which only the report waits, has a thread of its own: in the chain it would hold
 up the next STEP until all ranks have reached it. A kind without a method is an error before anything of the row is
 executed. The executor knows no schedule: between rows it keeps only the results of instructions (posted receives,
-outputs to send or to give to the rank's next stage, saved microbatches).
+outputs to send or to give to the rank's next stage, in its `Exchange`; saved microbatches).
+
+Where weights are stale each stage steps by itself (FTPipe, Table 1), with an update of its own: `StagewiseUpdate`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from megatron.pipeline.program.edges import StageGraph
 from megatron.pipeline.program.instruction import HALVES, Instruction, Kind
+from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.pipeline.runtime.activations.transfers import ActivationTransfers, SavedMicrobatches
 from megatron.pipeline.runtime.contract.stage import (
     EVALUATION_BATCH,
+    AnyStage,
+    AnyUpdate,
     BatchInfo,
     BatchReport,
+    GraphStage,
     Microbatch,
-    PredictingUpdate,
-    RelayUpdate,
     SplittingStage,
     Stage,
+    StageUpdate,
     WeightUpdate,
 )
 from megatron.pipeline.runtime.contract.trace import Tracer
+from megatron.pipeline.runtime.exchange import Exchange
 from megatron.pipeline.runtime.failure.errors import annotate
 from megatron.pipeline.runtime.relay.input_stash import InputStash
 from megatron.pipeline.runtime.relay.lanes import Lanes
@@ -37,37 +44,50 @@ from megatron.pipeline.runtime.transport.channels import Channels
 from megatron.pipeline.runtime.update.chain import Chain
 
 
+@dataclass(slots=True)
+class _Stepping:
+    """The stages that step together: those of a rank, or one alone."""
+
+    update: WeightUpdate | StageUpdate
+    accumulating: int | None = None  # the batch that the last backward belonged to
+    with_backwards: set[int] = field(default_factory=set)  # batches whose gradients have begun to be added up
+    with_forwards: int | None = None  # the batch of the last forward, where a stage steps alone
+
+
 class Executor:
-    """Executes rows on the stages of one rank.
+    """Executes rows on the stages of one rank, which `graph` connects with others.
 
     After a row, `reports` holds the reports of the batches stepped so far (the caller removes them). `saved` counts the
     saved microbatches. `transfers` moves them, and counts in `saved`, too; None: the rows have no moves. `lanes` carry
     weights and gradients between device and host, for an update that is a `RelayUpdate`, and the inputs in the `stash`;
-    None: the rows have no such instructions. `on_boundary` is called with each tensor that stages exchange, or None
-    where an exchange has no tensor. `most_unread`: frozen stage, for which nothing is saved -> how many unread outputs
-    it may have.
+    None: the rows have no such instructions. `on_boundary`: as for `Exchange`.
     """
 
     def __init__(
         self,
-        stages: Sequence[Stage],
-        update: WeightUpdate | PredictingUpdate | RelayUpdate,
+        stages: Sequence[AnyStage],
+        update: AnyUpdate,
         channels: Channels,
         chain: Chain,
         late_chain: Chain,
         saved: SavedMicrobatches,
         *,
+        graph: StageGraph,
+        weights: WeightPolicy,
         transfers: ActivationTransfers | None = None,
         lanes: Lanes | None = None,
         stash: InputStash | None = None,
         tracer: Tracer | None = None,
         stop_requests: Callable[[], int] = lambda: 0,
         on_boundary: Callable[[Tensor | None], None] = lambda tensor: None,
-        most_unread: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
-        self._most_unread = most_unread
         self._stages = {stage.index: stage for stage in stages}
         self._update = update
+        self._steps_alone = weights.refreshes
+        of_rank = _Stepping(update)
+        self._stepping = {
+            each: _Stepping(update.of_stage(each)) if self._steps_alone else of_rank for each in self._stages
+        }
         self._channels = channels
         self._chain = chain
         self._late_chain = late_chain
@@ -78,23 +98,30 @@ class Executor:
         self._newest = dict.fromkeys(self._stages, -1)  # the last version stepped to at each stage
         self._tracer = tracer
         self._stop_requests = stop_requests
-        self._on_boundary = on_boundary
+        self._exchange = Exchange(
+            self._stages, graph, weights, channels, about=lambda index: self._microbatches[index],
+            waited=self._waited, on_boundary=on_boundary,
+        )  # fmt: skip
+        self._frozen = self._exchange.most_unread
+        self._take_input, self._take_output_grad = (
+            {index: self._exchange.taker(kind, index) for index in self._stages} for kind in (Kind.RECV_F, Kind.RECV_B)
+        )
+        self._give_output, self._give_input_grad = (
+            {index: self._exchange.giver(kind, index) for index in self._stages} for kind in (Kind.SEND_F, Kind.SEND_B)
+        )
         self._batches: dict[int, BatchInfo] = {}
         self._microbatches: dict[int, Microbatch] = {}
         self._with_forwards: set[int] = set()  # batches that have begun
-        self._with_backwards: set[int] = set()  # batches whose gradients have begun to be added up
         self._num_backwards: Counter[int] = Counter()  # of each batch, those that have ended
         self._splitting: set[int] = set()  # stages prepared for split backwards
-        self._accumulating: int | None = None  # the batch that the last backward belonged to
-        self._outputs: dict[tuple[int, int], Tensor] = {}
-        self._input_grads: dict[tuple[int, int], Tensor] = {}
+        self._num_stepped: Counter[int] = Counter()  # version -> stages that have stepped alone
         self.reports: dict[int, BatchReport] = {}
         self.current: Instruction | None = None
         self.num_executed = 0
         self._ready = 0.0
         shared = {
             Kind.SEND_F: self._send_output,
-            Kind.RECV_F: self._post_receive,
+            Kind.RECV_F: self._exchange.post_receive,
         }
         self._training = shared | {
             Kind.FORWARD: self._forward,
@@ -102,8 +129,8 @@ class Executor:
             Kind.BACKWARD: self._backward,
             Kind.BACKWARD_INPUT: self._backward_input,
             Kind.BACKWARD_WEIGHT: self._backward_weights,
-            Kind.SEND_B: self._send_input_grad,
-            Kind.RECV_B: self._post_receive,
+            Kind.SEND_B: self._exchange.send,
+            Kind.RECV_B: self._exchange.post_receive,
             Kind.REDUCE_GRAD: self._reduce_grad,
             Kind.REDUCE_EMBED: self._reduce_embed,
             Kind.REDUCE_NORM: self._reduce_norm,
@@ -134,6 +161,7 @@ class Executor:
         """Announce a batch whose microbatches are in the following rows."""
         if info.index != EVALUATION_BATCH:
             self._batches[info.index] = info
+            self._exchange.begin_batch(info.index, range(first_microbatch, first_microbatch + info.num_microbatches))
         for position in range(info.num_microbatches):
             index = first_microbatch + position
             self._microbatches[index] = Microbatch(index, info.index, position, info.num_microbatches)
@@ -171,6 +199,7 @@ class Executor:
 
     def settle(self) -> None:
         """Drop what was kept for later microbatches; called when nothing is in flight any more."""
+        self._exchange.settle()
 
     @staticmethod
     def _count_forwards(row: Sequence[Instruction]) -> int:
@@ -222,54 +251,57 @@ class Executor:
 
     # -- computation --------------------------------------------------------------------------------------------------
 
-    def _input_of(self, stage: Stage, instruction: Instruction) -> Tensor | None:
-        """The output of the stage before, which is the input of a forward."""
-        if stage.input_spec is None:
-            return None
-        if instruction.stage - 1 in self._stages:
-            return self._outputs.pop((instruction.stage - 1, instruction.microbatch))
-        tensor = self._channels.wait(Kind.RECV_F, instruction.stage, instruction.microbatch, instruction)
-        self._waited()
-        self._on_boundary(tensor)
-        return tensor
-
     def _forward(self, instruction: Instruction) -> None:
         index = instruction.stage
         stage = self._stages[index]
         microbatch = self._microbatches[instruction.microbatch]
-        self._wait_for_lanes(instruction)
+        if self._lanes is not None:
+            self._wait_for_lanes(instruction)
         if microbatch.batch not in self._with_forwards:
             self._with_forwards.add(microbatch.batch)
             self._update.begin_batch(self._batches[microbatch.batch])
-        if index in self._most_unread:
-            self._hand_on(instruction, stage.forward_only(microbatch, self._input_of(stage, instruction)))
+        if index in self._frozen:
+            self._infer(stage, microbatch, instruction)
             return
-        self._show_weights(stage, instruction)
-        input = self._input_of(stage, instruction)
-        self._wait_for_moves(instruction)
+        if self._steps_alone:
+            self._show_stale(stage, microbatch.batch, instruction)
+        else:
+            stage.load_version(instruction.version)
+        input = self._take_input[index](instruction)
+        if self._transfers is not None:
+            self._wait_for_moves(instruction)
         self._saved.add(index)
-        self._hand_on(instruction, stage.forward(microbatch, input))
+        self._give_output[index](instruction, stage.forward(microbatch, input))
 
-    def _show_weights(self, stage: Stage, instruction: Instruction) -> None:
-        """Show the weights of a forward in the stage's parameters."""
-        stage.load_version(instruction.version)
+    def _show_stale(self, stage: GraphStage, batch: int, instruction: Instruction) -> None:
+        """Show the weights of a forward where the stage steps alone."""
+        if instruction.horizon:
+            stage.load_ahead(instruction.version, instruction.horizon)
+        elif instruction.unstepped:
+            self._require_whole(instruction, instruction.version)
+            stage.load_provisional(instruction.version, instruction.unstepped)
+        else:
+            stage.load_version(instruction.version)
+        stepping = self._stepping[stage.index]
+        if stepping.with_forwards != batch:
+            stepping.with_forwards = batch
+            stepping.update.begin_forward(self._batches[batch], instruction.version)
 
     def _forward_only(self, instruction: Instruction) -> None:
         stage = self._stages[instruction.stage]
         microbatch = self._microbatches[instruction.microbatch]
         self._wait_for_lanes(instruction)
-        self._hand_on(instruction, stage.forward_only(microbatch, self._input_of(stage, instruction)))
+        self._infer(stage, microbatch, instruction)
 
-    def _hand_on(self, instruction: Instruction, output: Tensor | None) -> None:
-        """Keep a forward's output for its SEND, or for the next stage on this rank."""
-        self._on_boundary(output)
-        if output is not None:
-            self._outputs[instruction.stage, instruction.microbatch] = output
+    def _infer(self, stage: AnyStage, microbatch: Microbatch, instruction: Instruction) -> None:
+        output = stage.forward_only(microbatch, self._take_input[stage.index](instruction))
+        self._give_output[stage.index](instruction, output)
 
     def _recompute(self, instruction: Instruction) -> None:
         stage = self._stages[instruction.stage]
         self._wait_for_lanes(instruction)
-        self._finish_load(stage, instruction)
+        if self._transfers is not None:
+            self._finish_load(stage, instruction)
         if self._stash is not None:
             self._stash.restore(stage, self._microbatches[instruction.microbatch])
         stage.load_version(instruction.version)
@@ -277,20 +309,24 @@ class Executor:
 
     def _backward(self, instruction: Instruction) -> None:
         stage, microbatch = self._begin_backward(instruction)
-        self._finish_load(stage, instruction)
-        input_grad = stage.backward(microbatch, self._output_grad_of(stage, instruction))
-        self._end_graph(instruction)
+        if self._transfers is not None:
+            self._finish_load(stage, instruction)
+        input_grad = stage.backward(microbatch, self._take_output_grad[stage.index](instruction))
+        if self._transfers is not None:
+            self._transfers.end_backward(instruction.stage, instruction.microbatch)
         self._end_backward(stage.index, microbatch)
-        self._hand_back(instruction, input_grad)
+        self._give_input_grad[stage.index](instruction, input_grad)
 
     def _backward_input(self, instruction: Instruction) -> None:
         stage, microbatch = self._begin_backward(instruction)
-        self._finish_load(stage, instruction)
-        input_grad = stage.backward_input(microbatch, self._output_grad_of(stage, instruction))
-        self._end_graph(instruction)
+        if self._transfers is not None:
+            self._finish_load(stage, instruction)
+        input_grad = stage.backward_input(microbatch, self._take_output_grad[stage.index](instruction))
+        if self._transfers is not None:
+            self._transfers.end_backward(instruction.stage, instruction.microbatch)
         self._saved.defer(stage.index, microbatch.index, stage.deferred_bytes(microbatch))
         self._trace_deferred()
-        self._hand_back(instruction, input_grad)
+        self._give_input_grad[stage.index](instruction, input_grad)
 
     def _backward_weights(self, instruction: Instruction) -> None:
         stage, microbatch = self._begin_backward(instruction)
@@ -302,7 +338,8 @@ class Executor:
     def _begin_backward(self, instruction: Instruction) -> tuple[Stage | SplittingStage, Microbatch]:
         """The stage and the microbatch of a backward, whole or half; shows their weights and gradients."""
         stage, microbatch = self._stages[instruction.stage], self._microbatches[instruction.microbatch]
-        self._accumulate_for(stage.index, microbatch.batch)
+        if self._stepping[stage.index].accumulating != microbatch.batch:
+            self._accumulate_for(self._stepping[stage.index], microbatch.batch)
         if self._lanes is not None:
             self._wait_for_lanes(instruction)
             self._update.accumulate(stage.index)
@@ -313,76 +350,35 @@ class Executor:
         if self._tracer is not None:
             self._tracer.record_deferred(self._saved.deferred_bytes.now)
 
-    def _end_graph(self, instruction: Instruction) -> None:
-        """Tell the moves that no computation reads the microbatch's saved graph any more."""
-        if self._transfers is not None:
-            self._transfers.end_backward(instruction.stage, instruction.microbatch)
-
     def _end_backward(self, stage: int, microbatch: Microbatch) -> None:
         """Count a backward, whole or both halves, as done."""
         self._saved.remove(stage)
         self._num_backwards[microbatch.batch] += 1
 
-    def _output_grad_of(self, stage: Stage, instruction: Instruction) -> Tensor | None:
-        """The gradient of the output, from the next stage, which is the input of a backward."""
-        index = instruction.stage
-        if index + 1 in self._stages:
-            return self._input_grads.pop((index + 1, instruction.microbatch))
-        if stage.output_spec is None:
-            return None
-        output_grad = self._channels.wait(Kind.RECV_B, index, instruction.microbatch, instruction)
-        self._waited()
-        self._on_boundary(output_grad)
-        return output_grad
-
-    def _hand_back(self, instruction: Instruction, input_grad: Tensor | None) -> None:
-        """Keep a backward's gradient for its SEND, or for the stage before on this rank."""
-        self._on_boundary(input_grad)
-        if input_grad is not None:
-            self._input_grads[instruction.stage, instruction.microbatch] = input_grad
-
-    def _accumulate_for(self, stage: int, batch: int) -> None:
+    def _accumulate_for(self, stepping: _Stepping, batch: int) -> None:
         """Make the following backwards add to the gradients of `batch`, which other batches may have interrupted."""
-        if batch == self._accumulating:
-            return
-        if batch in self._with_backwards:
-            self._update.resume_backward(self._batches[batch])
+        if batch in stepping.with_backwards:
+            stepping.update.resume_backward(self._batches[batch])
         else:
-            self._with_backwards.add(batch)
-            self._update.begin_backward(self._batches[batch])
-        self._accumulating = batch
+            stepping.with_backwards.add(batch)
+            stepping.update.begin_backward(self._batches[batch])
+        stepping.accumulating = batch
 
     # -- transfers ----------------------------------------------------------------------------------------------------
 
     def _send_output(self, instruction: Instruction) -> None:
-        stage, microbatch = instruction.stage, instruction.microbatch
-        self._wait_until_read(instruction)
-        self._channels.post_send(Kind.SEND_F, stage, microbatch, self._outputs.pop((stage, microbatch)))
-        self._stages[stage].free_output(self._microbatches[microbatch])
-
-    def _wait_until_read(self, instruction: Instruction) -> None:
-        """Wait until few of a frozen stage's sent outputs are unread; no gradient holds such a stage back."""
-        if instruction.stage in self._most_unread:
-            self._channels.wait_until_read(instruction, self._most_unread[instruction.stage] - 1)
-            self._waited()
-
-    def _send_input_grad(self, instruction: Instruction) -> None:
-        stage, microbatch = instruction.stage, instruction.microbatch
-        self._channels.post_send(Kind.SEND_B, stage, microbatch, self._input_grads.pop((stage, microbatch)))
-
-    def _post_receive(self, instruction: Instruction) -> None:
-        self._channels.post_receive(instruction.kind, instruction.stage, instruction.microbatch)
+        self._exchange.send(instruction)
+        self._stages[instruction.stage].free_output(self._microbatches[instruction.microbatch])
 
     # -- moved activations --------------------------------------------------------------------------------------------
 
     def _wait_for_moves(self, instruction: Instruction) -> None:
-        if self._transfers is not None and self._transfers.wait_for(instruction):
+        if self._transfers.wait_for(instruction):
             self._waited()
 
     def _finish_load(self, stage: Stage, instruction: Instruction) -> None:
         self._wait_for_moves(instruction)
-        if self._transfers is not None:
-            self._transfers.finish_load(stage, self._microbatches[instruction.microbatch])
+        self._transfers.finish_load(stage, self._microbatches[instruction.microbatch])
 
     def _evict(self, instruction: Instruction) -> None:
         self._transfers.evict(self._stages[instruction.stage], self._microbatches[instruction.microbatch], instruction)
@@ -439,12 +435,21 @@ class Executor:
         self._post_reduction(instruction, reduce)
 
     def _step(self, instruction: Instruction) -> None:
-        self._chain.wait(instruction.version)
+        stage, version = instruction.stage, instruction.version
+        self._chain.wait(version)
         self._late_chain.raise_error()
         self._waited()
-        self.reports[instruction.version - 1] = self._update.step(instruction.version)
-        self._newest[instruction.stage] = instruction.version
-        self._forget_batch(instruction.version - 1)
+        report = self._stepping[stage].update.step(version)
+        self._stepping[stage].with_backwards.discard(version - 1)
+        self._newest[stage] = version
+        if self._steps_alone:
+            self._num_stepped[version] += 1
+            if self._num_stepped[version] < len(self._stages):
+                return
+            del self._num_stepped[version]
+            report = self._update.step(version)
+        self.reports[version - 1] = report
+        self._forget_batch(version - 1)
 
     # -- predictions --------------------------------------------------------------------------------------------------
 
@@ -481,7 +486,6 @@ class Executor:
     def _forget_batch(self, batch: int) -> None:
         info = self._batches.pop(batch)
         self._with_forwards.discard(batch)
-        self._with_backwards.discard(batch)
         del self._num_backwards[batch]
         first = next(index for index, microbatch in self._microbatches.items() if microbatch.batch == batch)
         for index in range(first, first + info.num_microbatches):

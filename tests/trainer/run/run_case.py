@@ -202,7 +202,7 @@ def _digests_of_gradients(update) -> list[str]:
 
     def watched(batch, coefficient: float) -> None:
         update._prepare(batch)
-        content = b"".join(flat.view(torch.uint8).numpy().tobytes() for flat in update._gradients[batch.slot].flats)
+        content = b"".join(flat.view(torch.uint8).numpy().tobytes() for flat in batch.buffer.flats)
         digests.append(hashlib.blake2b(content).hexdigest())
         apply(batch, coefficient)
 

@@ -81,6 +81,7 @@ class SavedMicrobatches:
         self.deferred_peaks = dict.fromkeys(self.peaks, 0)
         self.deferred_bytes = deferred_bytes or DeferredBytes()
         self._counts = dict.fromkeys(self.peaks, 0)
+        self._count = 0
         self._deferred: dict[tuple[int, int], int] = {}  # (stage, microbatch) -> bytes
         self._lock = threading.Lock()
 
@@ -88,13 +89,15 @@ class SavedMicrobatches:
         """Count one more microbatch: a forward starts, or a LOAD or ACCEPT is posted."""
         with self._lock:
             self._counts[stage] += 1
+            self._count += 1
             self.peaks[stage] = max(self.peaks[stage], self._counts[stage])
-            self.peak_on_rank = max(self.peak_on_rank, sum(self._counts.values()))
+            self.peak_on_rank = max(self.peak_on_rank, self._count)
 
     def remove(self, stage: int) -> None:
         """Count one microbatch less: a backward (if split, its W) has ended, or an EVICT or RETURN is complete."""
         with self._lock:
             self._counts[stage] -= 1
+            self._count -= 1
             assert self._counts[stage] >= 0
 
     def defer(self, stage: int, microbatch: int, num_bytes: int) -> None:

@@ -114,36 +114,50 @@ class Eviction:
     held: list[Tensor] = field(default_factory=list)
 
 
-@runtime_checkable
-class Stage(Protocol):
-    """One stage of the model on this rank. All calls come from the main thread, except `take_losses` and what `evict`
-    returns.
+class AnyStage(Protocol):
+    """One stage of the model on this rank, of a chain or of another graph. All calls come from the main thread, except
+    `take_losses` and what `evict` returns.
     """
 
     index: int
     num_stages: int
+    loss_names: tuple[str, ...]
+    """Names of the losses, the same on every stage, so that ranks without losses can take part in their sum."""
+
+    def recompute(self, microbatch: Microbatch) -> None:
+        """Run the forward of `microbatch` again from its saved input, with its random state, for the backward."""
+
+    def free_output(self, microbatch: Microbatch) -> None:
+        """Drop the stage's reference to an output that is being sent; the channel keeps its storage until then."""
+
+    def load_version(self, version: int) -> None:
+        """Show weight `version` in the parameters; called before every forward, recompute and backward."""
+
+    def take_losses(self, batch: int) -> Mapping[str, tuple[float, float]]:
+        """Remove and return the loss sums of `batch`, name -> (numerator, denominator); {} but on the last stage.
+
+        Called on the chain thread (main thread for an evaluation), while the main thread may run the next batch.
+        """
+
+
+@runtime_checkable
+class Stage(AnyStage, Protocol):
+    """A stage of a chain."""
+
     input_spec: TensorSpec | None
     """What arrives per microbatch; None on the first stage."""
     output_spec: TensorSpec | None
     """What leaves per microbatch; None on the last stage."""
-    loss_names: tuple[str, ...]
-    """Names of the losses, the same on every stage, so that ranks without losses can take part in their sum."""
 
     def forward(self, microbatch: Microbatch, input: Tensor | None) -> Tensor | None:
         """Forward with what backward needs saved. Returns the output, contiguous and detached (None on the last
         stage).
         """
 
-    def recompute(self, microbatch: Microbatch) -> None:
-        """Run the forward of `microbatch` again from its saved input, with its random state, for the backward."""
-
     def backward(self, microbatch: Microbatch, output_grad: Tensor | None) -> Tensor | None:
         """Accumulate weight gradients; return the gradient of the input (None on the first stage); drop what was
         saved.
         """
-
-    def free_output(self, microbatch: Microbatch) -> None:
-        """Drop the stage's reference to an output that is being sent; the channel keeps its storage until then."""
 
     def saved_bytes(self, microbatch: Microbatch) -> int:
         """The bytes saved for the backward of `microbatch` on this stage; 0 while they are evicted.
@@ -163,17 +177,8 @@ class Stage(Protocol):
     def restore_input(self, microbatch: Microbatch, input: Tensor) -> None:
         """Save this input, with the same values, shape and dtype; called before the recompute."""
 
-    def load_version(self, version: int) -> None:
-        """Show weight `version` in the parameters; called before every forward, recompute and backward."""
-
     def forward_only(self, microbatch: Microbatch, input: Tensor | None) -> Tensor | None:
         """Forward for evaluation with the shown weights; saves nothing."""
-
-    def take_losses(self, batch: int) -> Mapping[str, tuple[float, float]]:
-        """Remove and return the loss sums of `batch`, name -> (numerator, denominator); {} but on the last stage.
-
-        Called on the chain thread (main thread for an evaluation), while the main thread may run the next batch.
-        """
 
 
 class SplittingStage(Protocol):
@@ -199,31 +204,24 @@ class SplittingStage(Protocol):
 
 
 @runtime_checkable
-class GraphStage(Protocol):
-    """A stage of a graph: it exchanges several tensors with each stage to which it has an edge. Otherwise it is as
-    `Stage`, but its activations are never moved. Gradients belong to the tensors of floating dtype, in their order; the
-    gradient of a shared parameter, in and out, is None except with the last microbatch of a batch.
+class GraphStage(AnyStage, Protocol):
+    """A stage of a graph: it exchanges several tensors with each stage to which it has an edge. Its activations are
+    never moved. Gradients belong to the tensors of floating dtype, in their order; the gradient of a shared parameter,
+    in and out, is None except with the last microbatch of a batch.
     """
 
-    index: int
-    num_stages: int
     edges: Mapping[int, EdgeTensors]
     """The other stage -> what travels between them, in both directions."""
-    loss_names: tuple[str, ...]
 
     def forward(
         self, microbatch: Microbatch, inputs: Mapping[int, tuple[Tensor, ...]]
     ) -> Mapping[int, tuple[Tensor, ...]]:
         """Forward that saves what backward needs; stage -> tensors, in and out. The outputs are detached."""
 
-    def recompute(self, microbatch: Microbatch) -> None: ...
-
     def backward(
         self, microbatch: Microbatch, output_grads: Mapping[int, tuple[Tensor | None, ...]]
     ) -> Mapping[int, tuple[Tensor | None, ...]]:
         """Accumulate weight gradients; return the gradients of the inputs, for the stages that need them."""
-
-    def load_version(self, version: int) -> None: ...
 
     def load_ahead(self, version: int, horizon: int) -> None:
         """Show weight `version`, the newest, predicted this many steps ahead; called before a forward."""
@@ -237,15 +235,36 @@ class GraphStage(Protocol):
         self, microbatch: Microbatch, inputs: Mapping[int, tuple[Tensor, ...]]
     ) -> Mapping[int, tuple[Tensor, ...]]: ...
 
-    def take_losses(self, batch: int) -> Mapping[str, tuple[float, float]]: ...
 
-
-@runtime_checkable
-class WeightUpdate(Protocol):
+class AnyUpdate(Protocol):
     """The path from a batch's gradients to the next weight version, one per rank."""
 
     def begin_batch(self, info: BatchInfo) -> None:
         """Called before the first forward of the batch on this rank."""
+
+    def reduce_norm(self, version: int, stop_requests: int, losses: Mapping[str, tuple[float, float]]) -> None:
+        """Chain thread: one float64 all-reduce over the job of norm, overflow, loss sums and stop requests.
+
+        Before it, the gradients of tied embeddings whose stages are both on this rank are added up.
+        """
+
+    def step(self, version: int) -> BatchReport:
+        """Make weight `version` from the gradients of batch ``version - 1``; called after waiting for the chain, or
+        where stages step separately, when all have.
+
+        The report may be completed later, by a `reduce_norm` that the program places after the step.
+        """
+
+    def begin_evaluation(self) -> None:
+        """Prepare for forwards with the newest weights; the pipeline is drained."""
+
+    def show_newest(self) -> None:
+        """Show the newest weights in the parameters, for a checkpoint; the pipeline is drained."""
+
+
+@runtime_checkable
+class WeightUpdate(AnyUpdate, Protocol):
+    """The weight update of a rank whose stages step together."""
 
     def begin_backward(self, info: BatchInfo) -> None:
         """Called before the first backward of the batch on this rank: takes a gradient buffer for the batch."""
@@ -263,39 +282,10 @@ class WeightUpdate(Protocol):
     def reduce_embed(self, version: int) -> None:
         """Chain thread: add up the gradients of the tied embeddings of the first and the last stage."""
 
-    def reduce_norm(self, version: int, stop_requests: int, losses: Mapping[str, tuple[float, float]]) -> None:
-        """Chain thread: one float64 all-reduce over the job of norm, overflow, loss sums and stop requests.
-
-        Before it, the gradients of tied embeddings whose stages are both on this rank are added up.
-        """
-
-    def step(self, version: int) -> BatchReport:
-        """Make weight `version` from the gradients of batch ``version - 1``; called after waiting for the chain.
-
-        The report may be completed later, by a `reduce_norm` that the program places after the step.
-        """
-
-    def begin_evaluation(self) -> None:
-        """Prepare for forwards with the newest weights; the pipeline is drained."""
-
-    def show_newest(self) -> None:
-        """Show the newest weights in the parameters, for a checkpoint; the pipeline is drained."""
-
 
 @runtime_checkable
-class StagewiseUpdate(Protocol):
-    """The weight update of a rank whose stages step separately; otherwise as `WeightUpdate`."""
-
-    def begin_batch(self, info: BatchInfo) -> None: ...
-
-    def step(self, version: int) -> BatchReport:
-        """Complete the step of `version`, which all stages have made."""
-
-    def reduce_norm(self, version: int, stop_requests: int, losses: Mapping[str, tuple[float, float]]) -> None: ...
-
-    def begin_evaluation(self) -> None: ...
-
-    def show_newest(self) -> None: ...
+class StagewiseUpdate(AnyUpdate, Protocol):
+    """The weight update of a rank whose stages step separately."""
 
     def of_stage(self, stage: int) -> StageUpdate:
         """The update of one stage."""

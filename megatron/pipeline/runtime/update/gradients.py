@@ -20,6 +20,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -100,6 +101,16 @@ class GradientBuffers:
         self._shown = buffer
         for name, parameter in self._parameters.items():
             parameter.grad = None if buffer is None or name in without else buffer.views[name]
+
+    @property
+    def shown(self) -> GradientBuffer | None:
+        """The buffer to which backwards add."""
+        return self._shown
+
+    def copy_of(self, buffer: GradientBuffer) -> SimpleNamespace:
+        """A copy of the present gradients, with the same `views`; `flat` holds these."""
+        views = {name: view.clone() for name, view in buffer.views.items()}
+        return SimpleNamespace(views=views, flat=views.values())
 
     def give_back(self, buffer: GradientBuffer) -> None:
         self._free.append(buffer)

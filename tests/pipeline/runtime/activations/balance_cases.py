@@ -55,7 +55,7 @@ def train(preset: str, training: Training, *, moves: bool, drains: tuple[int, ..
     step = update.step
 
     def remembering_step(version):
-        gradients.append(torch.cat(update._pending[version].buffer.flat).cpu())
+        gradients.append(torch.cat(update._batches[version].buffer.flat).cpu())
         return step(version)
 
     def remember_sizes(stage):

@@ -164,7 +164,7 @@ def run(
         num_bytes_fetched=relay.update.weights.num_bytes_fetched,
         num_unread_sends=engine.num_unread_sends(),
         num_saved_at_end=sum(len(stage.activations) for stage in relay.stages),
-        num_batches_at_end=len(relay.update._pending),
+        num_batches_at_end=len(relay.update._batches),
         num_connections=len({each.group for each in (relay.store.replicas, relay.update._tied_replicas) if each}),
         num_offloaded=engine.input_stash.num_offloaded if engine.input_stash else 0,
         num_bytes_offloaded=engine.input_stash.num_bytes_offloaded if engine.input_stash else 0,

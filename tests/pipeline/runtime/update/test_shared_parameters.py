@@ -8,7 +8,7 @@ from megatron.pipeline.program.edges import Edge, StageGraph
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.program.weight_policies import FLUSH, STALE
 from megatron.pipeline.runtime.contract.stage import EVALUATION_BATCH, Microbatch
-from megatron.pipeline.runtime.graph_executor import SharedParameters
+from megatron.pipeline.runtime.exchange import SharedParameters
 from megatron.pipeline.schedules import Schedule
 from tests.pipeline.runtime import graph_cases
 from tests.pipeline.runtime.graph_cases import Shape

@@ -1,4 +1,4 @@
-"""A stage and a host update that sleep instead of computing, and really transfer what they should.
+"""Stages and updates that sleep instead of computing, and really transfer what they should.
 
 Problem: two cores cannot show how well a schedule of sixteen stages overlaps, nor whether lanes overlap as a program
 promises: the processors and their memory would be the limit.
@@ -20,10 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.pipeline.program.edges import StageGraph
 from megatron.pipeline.program.instruction import Kind
+from megatron.pipeline.program.instruction import Tensor as Travelling
 from megatron.pipeline.runtime.activations.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.contract.stage import BatchInfo, BatchReport, Eviction, Microbatch
-from megatron.pipeline.runtime.contract.tensors import TensorSpec
+from megatron.pipeline.runtime.contract.tensors import EdgeTensors, TensorSpec
 from megatron.pipeline.runtime.update.gradients import all_reduce_norm
 
 _PR_SET_TIMERSLACK = 29
@@ -108,6 +110,8 @@ class EmulatedStage:
         self.output_spec = None if index == num_stages - 1 else spec
         self._times = times
         self._payload = torch.zeros(spec.shape, dtype=spec.dtype)  # never written: every send may read the same tensor
+        self._output = None if self.output_spec is None else self._payload
+        self._input_grad = None if self.input_spec is None else self._payload
         if activation_memory is not None and activation_bytes < 8:
             raise ValueError(
                 f"activation_bytes is {activation_bytes}; give 8 and more, for a moved microbatch carries its number"
@@ -127,7 +131,7 @@ class EmulatedStage:
         if self._memory is not None:
             self._saved[microbatch.index] = None
             self._memory.hold(self.index, microbatch.index, self._activation_bytes)
-        return None if self.output_spec is None else self._payload
+        return self._output
 
     def recompute(self, microbatch: Microbatch) -> None:
         sleep_for(self._times.recompute)
@@ -156,7 +160,7 @@ class EmulatedStage:
         if self._memory is not None:
             del self._saved[microbatch.index]
             self._memory.drop(self.index, microbatch.index)
-        return None if self.input_spec is None else self._payload
+        return self._input_grad
 
     def free_output(self, microbatch: Microbatch) -> None:
         """The payload stays."""
@@ -194,10 +198,29 @@ class EmulatedStage:
 
     def forward_only(self, microbatch: Microbatch, input: Tensor | None) -> Tensor | None:
         sleep_for(self._times.forward)
-        return None if self.output_spec is None else self._payload
+        return self._output
 
     def take_losses(self, batch: int) -> Mapping[str, tuple[float, float]]:
         return {}
+
+
+class EmulatedGraphStage(EmulatedStage):
+    """Stage `index` of `graph` that takes `times` and sends `payload_bytes` per microbatch over each of its edges, in
+    both directions.
+    """
+
+    def __init__(self, *, index: int, graph: StageGraph, times: EmulatedTimes, payload_bytes: int) -> None:
+        super().__init__(index=index, num_stages=graph.num_stages, times=times, payload_bytes=payload_bytes)
+        targets, spec = graph.takers(Travelling.ACTIVATION, index), TensorSpec(tuple(self._payload.shape))
+        self.edges = {other: EdgeTensors([spec]) for other in (*graph.makers(Travelling.ACTIVATION, index), *targets)}
+        self._output = dict.fromkeys(targets, (self._payload,))
+        self._input_grad = dict.fromkeys(graph.takers(Travelling.GRADIENT, index), (self._payload,))
+
+    def load_ahead(self, version: int, horizon: int) -> None:
+        """No weights to predict."""
+
+    def load_provisional(self, version: int, unstepped: int) -> None:
+        """No weights to step."""
 
 
 @dataclass(frozen=True)
@@ -310,6 +333,27 @@ class EmulatedUpdate:
             return self._reports[version]
         del self._unfinished[version]
         return self._reports.pop(version)
+
+
+class EmulatedStageUpdates(EmulatedUpdate):
+    """Where each stage steps by itself: its STEP takes `step_seconds`."""
+
+    def of_stage(self, stage: int) -> _StageStep:
+        return _StageStep(step_seconds=self._step_seconds)
+
+    def step(self, version: int) -> BatchReport:
+        """All stages have stepped."""
+        return self._report(version)
+
+
+class _StageStep(EmulatedUpdate):
+    """The update of one stage that steps by itself."""
+
+    def begin_forward(self, info: BatchInfo, version: int) -> None:
+        """No weights."""
+
+    def step(self, version: int) -> None:
+        sleep_for(self._step_seconds)
 
 
 class EmulatedRelayUpdate(EmulatedUpdate):

@@ -30,6 +30,7 @@ class Decisions:
     Attributes:
         scales: the loss scales of the batches.
         clip_grad: the largest norm; 0: no clipping.
+        rank_metrics: as given; others may be added before the first batch.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class Decisions:
         self._scaler = getattr(inner, "grad_scaler", None)
         self._world = world
         self._loss_names = loss_names
-        self._rank_metrics = dict(rank_metrics or {})
+        self.rank_metrics = dict(rank_metrics or {})
         self.clip_grad = inner.config.clip_grad
         self.scales = LossScales(self._scaler, delay=delay + 1)
 
@@ -80,7 +81,7 @@ class Decisions:
             group=self._world and self._world.process_group,
             device=backend.device() if self._world and self._world.uses_nccl else torch.device("cpu"),
             layers_squared=layers_squared,
-            rank_metrics={name: read() for name, read in self._rank_metrics.items()},
+            rank_metrics={name: read() for name, read in self.rank_metrics.items()},
         )
         overflow = sums.num_overflows > 0
         report.grad_norm = sums.norm / report.loss_scale

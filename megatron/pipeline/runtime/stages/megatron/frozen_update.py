@@ -9,16 +9,14 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.pipeline.program.weight_policies import FLUSH, WeightPolicy, weight_policy
+from megatron.pipeline.program.weight_policies import FLUSH, WeightPolicy
 from megatron.pipeline.runtime.contract.stage import BatchInfo, BatchReport
-from megatron.pipeline.runtime.stages.megatron.decisions import Decisions
-from megatron.pipeline.runtime.stages.megatron.groups import DEFAULT_TIMEOUT, ChainGroups
+from megatron.pipeline.runtime.stages.megatron.core_update import CoreUpdate
 from megatron.pipeline.runtime.stages.megatron.reduction import warm_up_common
 
 
@@ -49,7 +47,7 @@ class _NoVersions:
         """Nothing to restore."""
 
 
-class MegatronFrozenUpdate:
+class MegatronFrozenUpdate(CoreUpdate):
     """`WeightUpdate` of a rank without trainable parameters.
 
     Args:
@@ -58,8 +56,6 @@ class MegatronFrozenUpdate:
         num_layers: of the model, where the norms of layers come with the reports; 0: they do not.
         scheduler, weights, loss_names, timeout, rank_metrics: as for `MegatronWeightUpdate`.
     """
-
-    replicas_predict_apart = False
 
     def __init__(
         self,
@@ -73,18 +69,10 @@ class MegatronFrozenUpdate:
         timeout: timedelta | None = None,
         rank_metrics: Mapping[str, Callable[[], float]] | None = None,
     ) -> None:
+        super().__init__(optimizer, scheduler, weights=weights, loss_names=loss_names)
         self.chunks = chunks
-        self.optimizer = optimizer
-        self.scheduler = scheduler
-        self.weights = weight_policy(weights)
-        self.loss_names = loss_names
         self._nothing = (0.0,) * num_layers
-        self._groups = ChainGroups.create(timeout=timeout or DEFAULT_TIMEOUT)
-        self._decisions = Decisions(
-            optimizer, scheduler, delay=self.weights.delay or 0, world=self._groups.world, loss_names=loss_names,
-            rank_metrics=rank_metrics,
-        )  # fmt: skip
-        self._last_norm: float | None = None
+        self._connect(timeout, rank_metrics)
         self._reports: dict[int, BatchReport] = {}  # by the version that the batch leads to
         self.versions = _NoVersions()
         with torch.no_grad():
@@ -112,21 +100,3 @@ class MegatronFrozenUpdate:
 
     def show_newest(self) -> None:
         """They are shown."""
-
-    @property
-    def learning_rate(self) -> float:
-        """See `MegatronWeightUpdate.learning_rate`."""
-        return self._decisions.learning_rate
-
-    def close(self) -> None:
-        """End the groups, drained. Collective, as `MegatronWeightUpdate.close`."""
-        dist.barrier()
-        self._groups.close()
-
-    def state_dict(self) -> dict:
-        """The part of `MegatronWeightUpdate`'s state that is equal on all ranks."""
-        return {"loss_scales": self._decisions.scales.state_dict(), "last_grad_norm": self._last_norm}
-
-    def load_state_dict(self, state: dict | None) -> None:
-        self._decisions.scales.load_state_dict(state and state["loss_scales"])
-        self._last_norm = state["last_grad_norm"] if state else None

@@ -75,7 +75,7 @@ def gradients_of(optimizer: MegatronCoreOptimizer) -> list[Tensor]:
     return [param.grad for param in optimizer.get_parameters() if param.grad is not None]
 
 
-@dataclass
+@dataclass(eq=False)
 class GradientSlot:
     """One set of flat gradient buffers, and each parameter's view of them."""
 
@@ -90,8 +90,9 @@ class CoreGradientBuffers:
         self._chunks = chunks
         self.buffers = [buffer for chunk in chunks for buffer in chunk.buffers]
         self._slots = [self._slot([buffer.grad_data for buffer in self.buffers])]
-        self._busy: set[int] = set()
-        self._shown = 0
+        self._free = list(self._slots)
+        self.shown = self._slots[0]
+        """The slot that backwards accumulate into."""
 
     @property
     def num_slots(self) -> int:
@@ -105,56 +106,46 @@ class CoreGradientBuffers:
                 views[param] = flat[start:end].view(param.shape)
         return GradientSlot(flats, views)
 
-    def take(self) -> int:
-        """Reserve a free slot, zeroed, for a batch; returns its number. Allocates where none is free."""
-        for slot in range(len(self._slots)):
-            if slot not in self._busy:
-                for flat in self._slots[slot].flats:
-                    flat.zero_()
-                break
+    def take(self) -> GradientSlot:
+        """Reserve a free slot, zeroed, and let backwards accumulate into it. Allocates where none is free."""
+        if self._free:
+            slot = self._free.pop()
+            for flat in slot.flats:
+                flat.zero_()
         else:
-            self._slots.append(self._slot([torch.zeros_like(flat) for flat in self._slots[0].flats]))
-            slot = len(self._slots) - 1
-        self._busy.add(slot)
+            slot = self._slot([torch.zeros_like(flat) for flat in self._slots[0].flats])
+            self._slots.append(slot)
+        self.show(slot)
+        for chunk in self._chunks:  # what fused kernels have added to, which megatron.core notes for each batch
+            for param in chunk.params_with_grad:
+                param.grad_added_to_main_grad = False
         return slot
 
-    def copy_of(self, slot: int) -> GradientSlot:
+    def copy_of(self, slot: GradientSlot) -> GradientSlot:
         """A copy of a slot's present gradients."""
-        return self._slot([flat.clone() for flat in self._slots[slot].flats])
+        return self._slot([flat.clone() for flat in slot.flats])
 
-    def release(self, slot: int) -> None:
+    def give_back(self, slot: GradientSlot) -> None:
         """The gradients in `slot` are no longer needed."""
-        self._busy.discard(slot)
+        self._free.append(slot)
 
-    def __getitem__(self, slot: int) -> GradientSlot:
-        return self._slots[slot]
+    def __getitem__(self, number: int) -> GradientSlot:
+        return self._slots[number]
 
-    @property
-    def shown(self) -> int:
-        """The slot that backwards accumulate into."""
-        return self._shown
-
-    def show(self, slot: int) -> None:
+    def show(self, slot: GradientSlot) -> None:
         """Let backwards accumulate into `slot`, and megatron.core's optimizers read from it."""
-        if slot == self._shown:
+        if slot is self.shown:
             return
-        content = self._slots[slot]
-        for buffer, flat in zip(self.buffers, content.flats, strict=True):
+        for buffer, flat in zip(self.buffers, slot.flats, strict=True):
             buffer.grad_data = flat
             for bucket in buffer.buckets:
                 bucket.grad_data = bucket_of(flat, bucket)
         for chunk in self._chunks:
             for group in chunk.bucket_groups:
                 group.cached_grad_buffer_shard_list = [None] * len(group.buckets)
-        for param, view in content.views.items():
+        for param, view in slot.views.items():
             param.main_grad = view
-        self._shown = slot
-
-    def start_accumulation(self) -> None:
-        """Forget which parameters' gradients a fused kernel has already added (megatron.core sets it per batch)."""
-        for chunk in self._chunks:
-            for param in chunk.params_with_grad:
-                param.grad_added_to_main_grad = False
+        self.shown = slot
 
 
 def bucket_of(flat: Tensor, bucket) -> Tensor:

@@ -12,7 +12,6 @@ gradient, which both stages have, so its copies stay equal.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -27,7 +26,6 @@ from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.pipeline.runtime.stages.megatron.optimizers import (
     DistributedSlots,
-    GradientSlot,
     MegatronCoreOptimizer,
     named_parameters,
     separate_masters,
@@ -35,23 +33,8 @@ from megatron.pipeline.runtime.stages.megatron.optimizers import (
 from megatron.pipeline.runtime.stages.megatron.reduction import GradientReduction, tensor_parallel_parameters
 from megatron.pipeline.runtime.update.gradients import norm_squared
 from megatron.pipeline.runtime.update.provisional_step import ProvisionalStep, is_scale_invariant
+from megatron.pipeline.runtime.update.update import Partial
 from megatron.pipeline.runtime.update.weight_prediction import PredictedVersions, prediction_factor
-
-
-@dataclass
-class PartialGradients:
-    """The sum of the gradients of some microbatches of a batch."""
-
-    slot: GradientSlot
-    num_microbatches: int
-
-
-@dataclass
-class PartialEmbedding:
-    """The sum of a tied embedding's gradients of some microbatches."""
-
-    gradient: Tensor
-    num_microbatches: int
 
 
 class MegatronPrediction:
@@ -131,40 +114,23 @@ class MegatronPrediction:
                     part = slice(within.start, within.end)
                 yield master, (model, part)
 
-    # Called on the chain thread.
-
-    def reduce(self, partial: PartialGradients) -> None:
-        """Average the kept gradients over the replicas."""
-        self._reduction().over_data(partial.slot)
-
-    def reduce_embedding(self, partial: PartialEmbedding) -> None:
-        """Add up the kept gradients of the tied embedding over its two stages."""
-        self._reduction().over_partial_embedding(partial.gradient, over_data=self.reduces)
-
-    # Called on the main thread.
-
-    def hold_embedding(self, slot: GradientSlot, num_microbatches: int) -> PartialEmbedding:
-        """Keep the buffer's gradient of the tied embedding."""
-        embedding = self._reduction().tied_embedding
-        return PartialEmbedding(slot.views[embedding].clone(), num_microbatches)
-
     @torch.no_grad()
     def predict(
         self,
         version: int,
-        partial: PartialGradients,
-        embedding: PartialEmbedding | None,
+        partial: Partial,
+        embedding: Partial | None,
         *,
         num_microbatches: int,
         loss_scale: float,
         can_overflow: bool,
     ) -> None:
         """Make the predicted weights of `version` from a part of the gradients of a batch of `num_microbatches`."""
-        gradients = {model: partial.slot.views[model] for model in self._names}
+        gradients = {model: partial.gradients.views[model] for model in self._names}
         tied = None
         if embedding is not None:
-            tied = self._reduction().tied_embedding
-            gradients[tied] = embedding.gradient
+            tied = self._reduction().tied_key
+            gradients[tied] = embedding.gradients
         for model, gradient in self._partial_sums_over_tensor(gradients):
             gradients[model] = gradient
         read = [each.num_microbatches for each in (partial, embedding) if each is not None]

@@ -89,7 +89,7 @@ class GradientReduction:
             self._groups.embedding.all_reduce(gradient)
 
     @property
-    def tied_embedding(self) -> Parameter:
+    def tied_key(self) -> Parameter:
         """The rank's copy of the word embedding that another stage shares."""
         [embedding] = self._embeddings
         return embedding
@@ -102,7 +102,7 @@ class GradientReduction:
         if isinstance(partial, GradientSlot):
             if len(self._embeddings) != 1 or self._groups.embedding is None:
                 return
-            partial = partial.views[self.tied_embedding]
+            partial = partial.views[self.tied_key]
         gradient = partial
         if over_data and self._groups.data is not None:
             self._groups.data.all_reduce(gradient)

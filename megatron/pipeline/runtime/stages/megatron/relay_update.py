@@ -20,12 +20,12 @@ drops it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 
 from megatron import backend
 from megatron.core import parallel_state
@@ -36,17 +36,17 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
 from megatron.pipeline.program.lane_order import Residency
-from megatron.pipeline.program.weight_policies import FLUSH, weight_policy
-from megatron.pipeline.runtime.contract.stage import BatchInfo, BatchReport
-from megatron.pipeline.runtime.relay.host_optimizer import HostOptimizer, Settings
-from megatron.pipeline.runtime.relay.host_store import HostStore
+from megatron.pipeline.program.weight_policies import FLUSH
+from megatron.pipeline.runtime.relay.host_optimizer import HostOptimizer
+from megatron.pipeline.runtime.relay.host_store import HostStage, HostStore
+from megatron.pipeline.runtime.relay.host_update import HostBatch, HostUpdate
 from megatron.pipeline.runtime.relay.ledger import RelayLedger
 from megatron.pipeline.runtime.relay.node_replicas import NodeReplicas
 from megatron.pipeline.runtime.relay.resident_weights import HostVersions, ResidentWeights, StageWeights
-from megatron.pipeline.runtime.relay.stage_gradients import NormsOnHost, StageGradients, copied_back
-from megatron.pipeline.runtime.stages.megatron.decisions import Decisions
-from megatron.pipeline.runtime.stages.megatron.groups import DEFAULT_TIMEOUT, ChainGroups, uses_nccl
-from megatron.pipeline.runtime.stages.megatron.optimizers import GradientSlot, masters_of, single_optimizer
+from megatron.pipeline.runtime.relay.stage_gradients import NormsOnHost, StageGradients
+from megatron.pipeline.runtime.stages.megatron.core_update import CoreUpdate
+from megatron.pipeline.runtime.stages.megatron.groups import uses_nccl
+from megatron.pipeline.runtime.stages.megatron.optimizers import GradientSlot, masters_of
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import tied_embeddings
 from megatron.pipeline.runtime.stages.megatron.reduction import GradientReduction, warm_up_common
 
@@ -78,21 +78,7 @@ def _add_to_main_grad(parameter: torch.nn.Parameter) -> None:
     parameter.grad = None
 
 
-@dataclass
-class _RelayBatch:
-    """A batch between its first forward and the last of its updates.
-
-    `settings`: the options of the optimizer's groups when it began. `coefficient`: STEP's factor on its gradients.
-    """
-
-    report: BatchReport
-    settings: Settings
-    num_updates_left: int
-    coefficient: float = 1.0
-    stepped: bool = False
-
-
-class MegatronRelayUpdate:
+class MegatronRelayUpdate(HostUpdate, CoreUpdate):
     """`RelayUpdate` of one rank's chunks and their megatron.core optimizer.
 
     Args:
@@ -108,9 +94,6 @@ class MegatronRelayUpdate:
         ValueError: an optimizer or chunks that this update cannot drive exactly.
     """
 
-    weights = weight_policy(FLUSH)
-    replicas_predict_apart = False
-
     def __init__(
         self,
         chunks: Sequence[RelayChunk],
@@ -125,12 +108,10 @@ class MegatronRelayUpdate:
         host: str | None = None,
         gathers: bool = False,
     ) -> None:
-        self.optimizer = optimizer
-        self.scheduler = scheduler
+        CoreUpdate.__init__(self, optimizer, scheduler, weights=FLUSH, loss_names=loss_names)
         self.residency = residency
         self._is_eager = residency.is_eager
-        self._inner = single_optimizer(optimizer)
-        self._groups = ChainGroups.create(timeout=timeout or DEFAULT_TIMEOUT)
+        self._connect(timeout, rank_metrics)
         self._check(chunks)
         models = dict(zip(stages, map(unwrap_model, chunks), strict=True))
         self._parameters = {
@@ -148,7 +129,7 @@ class MegatronRelayUpdate:
             gradient_dtype=torch.float32 if self._sums_in_fp32 else None,
             replicas=NodeReplicas(
                 dist.get_process_group_ranks(parallel_state.get_data_parallel_group(with_context_parallel=True)),
-                host=host, device=device, timeout=timeout or DEFAULT_TIMEOUT,
+                host=host, device=device, timeout=self._timeout,
             ),
             gathers=gathers,
         )  # fmt: skip
@@ -163,16 +144,12 @@ class MegatronRelayUpdate:
             always_on_device=self.resident.num_bytes + self.gradients.num_bytes,
             on_host=lambda: self.store.num_bytes + self._host.moments.num_bytes,
         )
-        self._decisions = Decisions(
-            optimizer, scheduler, delay=0, world=self._groups.world, loss_names=loss_names,
-            rank_metrics={**(rank_metrics or {}), **self.ledger.rank_metrics},
-        )  # fmt: skip
+        self._decisions.rank_metrics |= self.ledger.rank_metrics
         self._reduction = GradientReduction(list(chunks), self._inner, (), self._groups)
         self._norms = NormsOnHost(self._reduction.counted, dtype=torch.float32, device=device)
         self._tied = tied_embeddings(chunks)
-        self._tied_replicas = self.store.replicas.again() if self.store.is_shared and self._tied else None
-        self._batches: dict[int, _RelayBatch] = {}  # by the version that each leads to
-        self._last_norm: float | None = None
+        self.reduces_stages = self._groups.data is not None or self._groups.tensor is not None
+        self._keep_tied(has_tied=bool(self._tied), device=device)
         self._warm_up(chunks)
 
     @torch.no_grad()
@@ -181,7 +158,7 @@ class MegatronRelayUpdate:
         for stage in self.store.stages:
             self.gradients.accumulate(stage)
             slot = self._slot(stage)
-            self._reduce(slot)
+            self._reduce(stage)
             if any(each in slot.views for each in self._tied):
                 self._reduction.over_embedding(slot)
             self.gradients.store(stage)  # which leaves the buffer; nothing is copied
@@ -216,61 +193,36 @@ class MegatronRelayUpdate:
         if backend.is_cuda() and not uses_nccl():
             raise ValueError("GPUs gather shares of a fetch over NCCL: use it, or fetch whole stages.")
 
-    # Called on the main thread while a batch runs.
-
-    def begin_batch(self, info: BatchInfo) -> None:
-        """Choose the loss scale of a batch that begins, and keep the optimizer's options for its step."""
-        report = self._decisions.begin(info)
-        self._batches[info.index + 1] = _RelayBatch(report, self._host.settings(), len(self.store.stages))
-
-    def loss_scale(self, batch: int) -> float:
-        """The factor on the losses of a running batch."""
-        return self._batches[batch + 1].report.loss_scale
-
     def versions_of(self, stage: int) -> StageWeights:
         """The weight versions that a stage of the rank uses."""
         return self.resident.of_stage(stage)
 
-    def begin_backward(self, info: BatchInfo) -> None:
-        """Nothing to do: each stage takes its own buffer in `accumulate`."""
-
-    def resume_backward(self, info: BatchInfo) -> None:
-        """Nothing to do: batches do not interrupt one another here."""
-
-    # Called on the chain's thread.
-
-    def reduce_grad(self, version: int, stage: int) -> None:
+    def _reduce(self, stage: int) -> None:
         """Average a stage's gradients over the replicas, and sum those of which tensor ranks have parts."""
-        slot = self._slot(stage)
-        self._reduce(slot)
-        self._norms.note(version, self._reduction.local_norms(slot))
-
-    def _reduce(self, slot: GradientSlot) -> None:
-        group = self._groups.data
+        slot, group = self._slot(stage), self._groups.data
         for flat in slot.flats if group is not None else ():
             flat.mul_(1.0 / group.size)
             group.all_reduce(flat)
         self._reduction.over_tensor(slot)
 
-    @torch.no_grad()
-    def reduce_embed(self, version: int) -> None:
-        """Add up the tied word embeddings' gradients of the first and the last stage, which are on the host."""
-        places = {
+    def _norms_of(self, stage: int) -> dict[Parameter, Tensor]:
+        return self._reduction.local_norms(self._slot(stage))
+
+    def _places_of_tied(self) -> dict[Parameter, tuple[str, HostStage]]:
+        return {
             each: (name, self.store.stages[stage])
             for stage, named in self._parameters.items()
             for name, each in named.items()
             if any(each is tied for tied in self._tied)
         }
-        on_host = {each: place.gradients[name] for each, (name, place) in places.items()}
-        back = copied_back(on_host, self._tied_replicas, device=backend.device())
-        for each in back.values():
+
+    def _add_tied(self, gradients: dict[Parameter, Tensor]) -> dict[Parameter, Tensor]:
+        for each in gradients.values():
             self.ledger.note_on_device(each)
-        slot = GradientSlot([], back)
+        slot = GradientSlot([], gradients)
         self._reduction.over_embedding(slot)
         self._reduction.over_embedding_copies(slot)
-        self._norms.note(version, self._reduction.local_norms(slot))
-        for each, (name, place) in places.items():
-            place.own(name, on_host[each]).copy_(place.own(name, back[each]))
+        return self._reduction.local_norms(slot)
 
     def reduce_norm(self, version: int, stop_requests: int, losses: Mapping[str, tuple[float, float]]) -> None:
         """Complete the batch's report by one float64 all-reduce over the job: norm, overflow, losses, stop requests."""
@@ -285,91 +237,14 @@ class MegatronRelayUpdate:
         flats = list(self.gradients.flat(stage).values())
         return GradientSlot(flats, {each: views[name] for name, each in self._parameters[stage].items()})
 
-    # Called on the main thread, after the chain.
-
-    def step(self, version: int) -> BatchReport:
-        """Decide the factor for all updates of the batch; they are skipped if a loss scale overflowed."""
-        batch = self._batches[version]
+    def _decide(self, batch: HostBatch) -> None:
         report = batch.report
         self._decisions.note(report)
         if not report.skipped:
-            batch.coefficient = self._decisions.coefficient(report)
+            batch.factor = self._decisions.coefficient(report)
         self._decisions.advance(report)
         self._last_norm = report.grad_norm
-        batch.stepped = True
-        self._forget(version)
-        return report
-
-    # The words of the host are called on the main thread; the functions that they return, on their lane's.
-
-    def fetch(self, stage: int, version: int) -> Callable[[], None]:
-        """Bring `version` of the stage to the device."""
-        return self.resident.fetch(stage, version)
-
-    def free(self, stage: int) -> Callable[[], None]:
-        """Give up the stage's weights on the device."""
-        return self.resident.free(stage)
-
-    def accumulate(self, stage: int) -> None:
-        """Prepare the stage's gradients for a backward."""
-        self.gradients.accumulate(stage)
-
-    def store_grad(self, stage: int, version: int) -> Callable[[], None]:
-        """Bring the stage's gradients to the host."""
-        if not self.reduces_stages:
-            self._norms.note(version, self._reduction.local_norms(self._slot(stage)))
-        return self.gradients.store(stage)
-
-    def update(self, stage: int, version: int) -> Callable[[], None]:
-        """Make `version` of the stage on the host."""
-        batch = self._batches[version]
-        batch.num_updates_left -= 1
-        self._forget(version)
-
-        def make() -> None:
-            if not batch.report.skipped:
-                self._host.update(stage, batch.settings, factor=batch.coefficient)
-            self.store.versions[stage] = version
-
-        return make
-
-    @property
-    def reduces_stages(self) -> bool:
-        """Whether the gradients of a stage are reduced over other ranks before they leave, so that the program needs a
-        REDUCE_GRAD for each.
-        """
-        return self._groups.data is not None or self._groups.tensor is not None
-
-    def _forget(self, version: int) -> None:
-        batch = self._batches[version]
-        if batch.stepped and not batch.num_updates_left:
-            del self._batches[version]
-
-    # Called between batches, drained.
-
-    def begin_evaluation(self) -> None:
-        """Nothing to do: stages are fetched."""
-
-    def show_newest(self) -> None:
-        """Show the host's weights in the parameters, for a checkpoint."""
-        self.versions.show_newest()
-
-    @property
-    def learning_rate(self) -> float:
-        """The learning rate of the next step, of the groups that follow the schedule."""
-        return self._decisions.learning_rate
 
     def close(self) -> None:
-        """End the groups of the chain. Collective: every rank of the job calls it, after the engine's."""
-        dist.barrier()  # a group that one member has left may fail another that is still at its last reduction
-        self._groups.close()
+        super().close()
         self.resident.close()
-
-    def state_dict(self) -> dict:
-        """The state beside megatron.core's optimizer, scheduler and the weights, in `MegatronWeightUpdate`'s form."""
-        return {"loss_scales": self._decisions.scales.state_dict(), "last_grad_norm": self._last_norm}
-
-    def load_state_dict(self, state: dict | None) -> None:
-        """Restore `state_dict`, also another update's, after the optimizer's state; None: the checkpoint has none."""
-        self._decisions.scales.load_state_dict(state and state["loss_scales"])
-        self._last_norm = state["last_grad_norm"] if state else None

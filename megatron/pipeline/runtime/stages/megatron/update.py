@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron import backend
@@ -25,42 +24,34 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.pipeline.program.weight_policies import FLUSH, WeightPolicy, weight_policy
+from megatron.pipeline.program.weight_policies import FLUSH, WeightPolicy
 from megatron.pipeline.runtime.contract.stage import BatchInfo, BatchReport
-from megatron.pipeline.runtime.stages.megatron.decisions import Decisions
-from megatron.pipeline.runtime.stages.megatron.groups import DEFAULT_TIMEOUT, ChainGroups
+from megatron.pipeline.runtime.stages.megatron.core_update import CoreUpdate
 from megatron.pipeline.runtime.stages.megatron.optimizers import (
     CoreGradientBuffers,
     LayersOfParameters,
     copy_gradients,
     gradients_of,
-    single_optimizer,
     steps_parameters_in_place,
     weight_versions,
 )
-from megatron.pipeline.runtime.stages.megatron.prediction import MegatronPrediction, PartialEmbedding, PartialGradients
+from megatron.pipeline.runtime.stages.megatron.prediction import MegatronPrediction
 from megatron.pipeline.runtime.stages.megatron.reduction import GradientReduction, warm_up
+from megatron.pipeline.runtime.update.update import Batch, DeviceUpdate, Partial
 from megatron.pipeline.runtime.update.versions import WeightVersions
 
 
-@dataclass
-class _BatchInFlight:
-    """A batch between its first forward and its completed report."""
-
-    info: BatchInfo
-    report: BatchReport
+@dataclass(kw_only=True)
+class _Batch(Batch):
     gradients_ready: Milestone
     norm_reduced: Milestone
-    slot: int | None = None
-    partial: PartialGradients | None = None  # what a prediction reads, where that is not the slot
-    partial_embedding: PartialEmbedding | None = None
     norm_squared: Tensor | None = None  # of this rank's scaled gradients; None until they have been made ready
     layers_squared: Tensor | None = None  # of each layer, where they are asked for
     applied: bool = False
     stepped: bool = False
 
 
-class MegatronWeightUpdate:
+class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
     """`WeightUpdate` of one rank's DDP-wrapped chunks and their megatron.core optimizer.
 
     With the distributed optimizer `step` ends with the all-gather of the new weights over the replicas, on the thread
@@ -109,13 +100,9 @@ class MegatronWeightUpdate:
         layers: LayersOfParameters | None = None,
         allocating: Callable[[], AbstractContextManager] = nullcontext,
     ) -> None:
+        CoreUpdate.__init__(self, optimizer, scheduler, weights=weights, loss_names=loss_names)
         self.chunks = chunks
-        self.optimizer = optimizer
-        self.scheduler = scheduler
-        self.weights = weight_policy(weights)
-        self.loss_names = loss_names
         rule = self.weights
-        self._inner = single_optimizer(optimizer)
         self._scaler = getattr(self._inner, "grad_scaler", None)
         self._clip_grad = self._inner.config.clip_grad
         self._single_gradient_buffer = single_gradient_buffer and rule.overlaps_updates
@@ -126,27 +113,22 @@ class MegatronWeightUpdate:
                 self._prediction = MegatronPrediction(
                     chunks, self._inner, lambda: self._reduction, reduce_partial=reduce_partial, uniform=uniform
                 )
-                self.versions = self._prediction.versions
+                versions = self._prediction.versions
             else:
-                self.versions = weight_versions(chunks, self._inner, window=rule.max_live_versions(stage, num_stages))
-            self._gradients = CoreGradientBuffers(chunks)
+                versions = weight_versions(chunks, self._inner, window=rule.max_live_versions(stage, num_stages))
+            DeviceUpdate.__init__(
+                self, versions, CoreGradientBuffers(chunks), reduces_partial=rule.predicts and reduce_partial
+            )
         self._copy_newest = steps_parameters_in_place(self._inner)
         self._streams = streams_of(backend.device())
-        self._timeout = timeout or DEFAULT_TIMEOUT
-        self._groups = ChainGroups.create(timeout=self._timeout)
+        self._connect(timeout, rank_metrics)
         self._reduction = GradientReduction(chunks, self._inner, self._gradients.buffers, self._groups)
-        self._decisions = Decisions(
-            optimizer, scheduler, delay=rule.delay or 0, world=self._groups.world, loss_names=loss_names,
-            rank_metrics=rank_metrics
-        )  # fmt: skip
         self._scales = self._decisions.scales
         self._layers = layers
-        self._batches: dict[int, _BatchInFlight] = {}
-        self._last_norm: float | None = None  # exact norm of the newest batch whose chain has ended
         shards = isinstance(self._inner, DistributedOptimizer)
         warm_up(
             chunks, self._reduction, self._gradients[0], self._groups.world, distributed_optimizer=shards,
-            reduces_partial=self._prediction is not None and self._prediction.reduces,
+            reduces_partial=self.reduces_partial,
         )  # fmt: skip
 
     def _check(self, chunks: list[DistributedDataParallel]) -> None:
@@ -185,43 +167,35 @@ class MegatronWeightUpdate:
 
     # Called on the main thread while a batch runs.
 
-    def begin_batch(self, info: BatchInfo) -> None:
-        """Choose the loss scale of a batch that begins."""
-        report = self._decisions.begin(info)
-        self._batches[info.index] = _BatchInFlight(info, report, Milestone(self._streams), Milestone(self._streams))
-
-    def loss_scale(self, batch: int) -> float:
-        """The factor on the losses of a running batch."""
-        return self._batches[batch].report.loss_scale
+    def _new_batch(self, info: BatchInfo) -> _Batch:
+        streams = self._streams
+        return _Batch(info, self._new_report(info), gradients_ready=Milestone(streams), norm_reduced=Milestone(streams))
 
     def begin_backward(self, info: BatchInfo) -> None:
         """Give the batch a zeroed gradient buffer and let backwards add to it."""
-        if self._single_gradient_buffer and info.index - 1 in self._batches:
-            self._apply_early(self._batches[info.index - 1])
-        batch = self._batches[info.index]
-        batch.slot = self._gradients.take()
-        self._gradients.show(batch.slot)
-        self._gradients.start_accumulation()
+        if self._single_gradient_buffer and info.index in self._batches:
+            self._apply_early(self._batches[info.index])
+        super().begin_backward(info)
 
     def resume_backward(self, info: BatchInfo) -> None:
         """Let backwards add to the batch's gradient buffer again."""
         assert not self._single_gradient_buffer, "the program comes back to a batch whose gradients are applied"
-        self._gradients.show(self._batches[info.index].slot)
+        super().resume_backward(info)
 
     # Called on the chain thread.
 
     def reduce_grad(self, version: int, stage: int) -> None:
         """Average the gradients that make `version` over the data-parallel replicas."""
-        self._reduction.over_data(self._gradients[self._batches[version - 1].slot])
+        self._reduction.over_data(self._batches[version].buffer)
 
     def reduce_embed(self, version: int) -> None:
         """Add up the tied word embeddings' gradients of the first and the last stage."""
-        self._reduction.over_embedding(self._gradients[self._batches[version - 1].slot])
+        self._reduction.over_embedding(self._batches[version].buffer)
 
     @torch.no_grad()
     def reduce_norm(self, version: int, stop_requests: int, losses: Mapping[str, tuple[float, float]]) -> None:
         """Complete the batch's report by one float64 all-reduce over the job: norm, overflow, losses, stop requests."""
-        batch = self._batches[version - 1]
+        batch = self._batches[version]
         self._prepare(batch)
         self._decisions.complete(
             batch.report, batch.norm_squared.item(), stop_requests, losses,
@@ -229,12 +203,12 @@ class MegatronWeightUpdate:
         )  # fmt: skip
         batch.norm_reduced.reach()
         if batch.stepped:
-            del self._batches[version - 1]
+            del self._batches[version]
 
-    def _prepare(self, batch: _BatchInFlight) -> None:
+    def _prepare(self, batch: _Batch) -> None:
         """Run the gradients' last reductions and their norm, on the thread that needs them first."""
         if batch.norm_squared is None:
-            slot = self._gradients[batch.slot]
+            slot = batch.buffer
             self._reduction.over_embedding_copies(slot)
             self._reduction.over_tensor(slot)
             if self._layers is None:
@@ -249,20 +223,20 @@ class MegatronWeightUpdate:
 
     def step(self, version: int) -> BatchReport:
         """Make weight `version` and free its gradient buffer; skipped where a loss scale overflowed."""
-        batch = self._batches[version - 1]
+        batch = self._batches[version]
         if not batch.applied:
             self._apply(batch, self._coefficient(batch))
         batch.stepped = True
         self._last_norm = batch.report.grad_norm
         if batch.norm_reduced.is_reached:
-            del self._batches[version - 1]
+            del self._batches[version]
         return batch.report
 
-    def _coefficient(self, batch: _BatchInFlight) -> float:
+    def _coefficient(self, batch: _Batch) -> float:
         """The factor that unscales and clips the batch's gradients."""
         return self._decisions.coefficient(batch.report, norm=self._last_norm if self._single_gradient_buffer else None)
 
-    def _apply_early(self, batch: _BatchInFlight) -> None:
+    def _apply_early(self, batch: _Batch) -> None:
         """Free the only gradient buffer: apply its gradients before their own norm is known."""
         if batch.applied:
             return
@@ -275,7 +249,7 @@ class MegatronWeightUpdate:
         self._apply(batch, self._coefficient(batch))
 
     @torch.no_grad()
-    def _apply(self, batch: _BatchInFlight, coefficient: float) -> None:
+    def _apply(self, batch: _Batch, coefficient: float) -> None:
         self._prepare(batch)
         version = batch.info.index + 1
         report = batch.report
@@ -284,7 +258,7 @@ class MegatronWeightUpdate:
             self.versions.alias(version, of=version - 1)
         elif not report.overflow:
             running = self._gradients.shown
-            self._gradients.show(batch.slot)
+            self._gradients.show(batch.buffer)
             copy_gradients(self._inner)
             if coefficient != 1.0:
                 torch._foreach_mul_(gradients_of(self._inner), coefficient)
@@ -297,41 +271,14 @@ class MegatronWeightUpdate:
             self._inner.zero_grad(set_to_none=True)
             self._gradients.show(running)
         self._decisions.advance(report)
-        self._gradients.release(batch.slot)
+        self._gradients.give_back(batch.buffer)
         batch.applied = True
 
-    # Predictions.
-
-    def hold(self, version: int, num_microbatches: int) -> None:
-        """Keep a copy of the gradients of batch ``version - 1`` after this many of its backwards."""
-        batch = self._batches[version - 1]
-        batch.partial = PartialGradients(self._gradients.copy_of(batch.slot), num_microbatches)
-
-    def hold_embed(self, version: int, num_microbatches: int) -> None:
-        """Keep a copy of the gradients of the tied embeddings of the first and the last stage alone; see `hold`."""
-        batch = self._batches[version - 1]
-        batch.partial_embedding = self._prediction.hold_embedding(self._gradients[batch.slot], num_microbatches)
-
-    def reduce_partial(self, version: int) -> None:
-        """Average the kept gradients over the data-parallel replicas."""
-        self._prediction.reduce(self._batches[version - 1].partial)
-
-    def reduce_partial_embed(self, version: int) -> None:
-        """Add up the kept gradients of the tied embeddings."""
-        self._prediction.reduce_embedding(self._batches[version - 1].partial_embedding)
-
-    def predict(self, version: int, num_microbatches: int) -> None:
-        """Make the predicted weights of `version` from the kept gradients, else from `num_microbatches`' gradients."""
-        batch = self._batches[version - 1]
+    def _predict(self, version: int, batch: _Batch, partial: Partial, partial_embed: Partial | None) -> None:
         self._prediction.predict(
-            version,
-            batch.partial or PartialGradients(self._gradients[batch.slot], num_microbatches),
-            batch.partial_embedding,
-            num_microbatches=batch.info.num_microbatches,
-            loss_scale=batch.report.loss_scale,
-            can_overflow=self._scaler is not None,
-        )
-        batch.partial = batch.partial_embedding = None
+            version, partial, partial_embed, num_microbatches=batch.info.num_microbatches,
+            loss_scale=batch.report.loss_scale, can_overflow=self._scaler is not None,
+        )  # fmt: skip
 
     @property
     def replicas_predict_apart(self) -> bool:
@@ -339,39 +286,18 @@ class MegatronWeightUpdate:
         shards = isinstance(self._inner, DistributedOptimizer)
         return self._prediction is not None and not shards and not self._prediction.reduces
 
-    def begin_evaluation(self) -> None:
-        self.show_newest()
-
-    def show_newest(self) -> None:
-        """Drained: show the newest weights in the parameters, for an evaluation or a checkpoint. Collective over the
-        replicas where they are predicted.
-        """
-        self.versions.show_newest()
-
-    @property
-    def learning_rate(self) -> float:
-        """The learning rate of the next step, of the groups that follow the schedule."""
-        return self._decisions.learning_rate
-
     def versions_of(self, stage: int) -> WeightVersions:
         """The weight versions that a stage of the rank uses."""
         return self.versions
 
-    def close(self) -> None:
-        """End the groups of the chain, drained. Collective: every rank of the job calls it, after the engine's."""
-        dist.barrier()  # a group that one member has left may fail another that is still at its last reduction
-        self._groups.close()
-
     # Called between batches, drained. Weight versions are saved and restored through `versions`.
 
     def state_dict(self) -> dict:
-        """The state beside megatron.core's optimizer, scheduler and the weights; plain numbers, equal on all ranks."""
-        state = {"loss_scales": self._scales.state_dict(), "last_grad_norm": self._last_norm}
+        """As `CoreUpdate`; with predictions, their clipping, too."""
+        state = super().state_dict()
         return state if self._prediction is None else {**state, "clip_factor": self._prediction.clip_factor}
 
     def load_state_dict(self, state: dict | None) -> None:
-        """Restore `state_dict`, after the optimizer's state; None: the checkpoint has none."""
-        self._scales.load_state_dict(state and state["loss_scales"])
-        self._last_norm = state["last_grad_norm"] if state else None
+        super().load_state_dict(state)
         if self._prediction is not None and self._clip_grad > 0.0 and state and "clip_factor" in state:
             self._prediction.clip_factor = state["clip_factor"]

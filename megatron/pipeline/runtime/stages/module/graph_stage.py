@@ -16,11 +16,10 @@ from torch.autograd.graph import get_gradient_edge
 from megatron.pipeline.program.edges import StageGraph
 from megatron.pipeline.program.instruction import Tensor as Travelling
 from megatron.pipeline.program.weight_policies import Ahead
-from megatron.pipeline.runtime.activations.captured import ActivationStore, RandomState
-from megatron.pipeline.runtime.activations.weight_products import DeferredProducts
+from megatron.pipeline.runtime.activations.captured import RandomState
 from megatron.pipeline.runtime.contract.stage import Microbatch
 from megatron.pipeline.runtime.contract.tensors import EdgeTensors, has_gradients
-from megatron.pipeline.runtime.stages.module.stage import BatchLosses, Loss, split_linears, sum_and_count
+from megatron.pipeline.runtime.stages.module.stage import AnyModuleStage, Loss, share_of_loss
 from megatron.pipeline.runtime.update.versions import AheadVersions, WeightVersions
 
 _Tensors = dict[int, tuple[Tensor, ...]]  # by the other stage
@@ -36,7 +35,7 @@ class _SavedInputs:
     loss: Tensor | None = None
 
 
-class GraphModuleStage:
+class GraphModuleStage(AnyModuleStage):
     """Stage `index` of a graph, running `module`.
 
     Args:
@@ -77,26 +76,16 @@ class GraphModuleStage:
                 f"stage {index} has edges with stages {sorted({*sources, *targets})}, and tensors are said for "
                 f"{sorted(edges)}; give those of each edge"
             )
-        self.module = module
-        self.index = index
-        self.num_stages = graph.num_stages
+        super().__init__(
+            module, index=index, num_stages=graph.num_stages, versions=versions, has_loss=has_loss,
+            recompute=recompute, loss_name=loss_name, device=device,
+        )  # fmt: skip
         self.edges = dict(edges)
-        self.loss_names = (loss_name,)
-        self.activations: ActivationStore = ActivationStore()
         self._targets = targets
         self._with_gradients = graph.makers(Travelling.GRADIENT, index)  # the stages that give some back
         self._wanted = graph.takers(Travelling.GRADIENT, index)  # the stages that want gradients of what they gave
-        self._versions = versions
         self._data = data
-        self._has_loss = has_loss
-        self._recompute = recompute
-        self._device = torch.device(device)
-        self._losses = BatchLosses()
-        self._products = DeferredProducts()
         self._shared_gradients: dict[int, list[Tensor]] = {}  # source -> of the shared parameters it gave, so far
-
-    def load_version(self, version: int) -> None:
-        self._versions.load(version)
 
     def load_ahead(self, version: int, horizon: int) -> None:
         self._ahead(Ahead.PREDICTION).load_ahead(version, horizon)
@@ -124,14 +113,7 @@ class GraphModuleStage:
             outputs, loss = self._run_saving(microbatch, saved)
         if self._has_loss:
             self._add_loss(microbatch, loss)
-        return self._detached(outputs)
-
-    def recompute(self, microbatch: Microbatch) -> None:
-        saved = self.activations.get(microbatch.index)
-        now = RandomState.capture(self._device)
-        saved.random_state.restore(self._device)
-        self._run_saving(microbatch, saved)
-        now.restore(self._device)
+        return self._handed_on(outputs)
 
     def backward(self, microbatch: Microbatch, output_grads: _Tensors) -> _Tensors:
         saved = self.activations.take(microbatch.index)
@@ -146,35 +128,6 @@ class GraphModuleStage:
             grads.insert(0, None)
         torch.autograd.backward(roots, grads)
         return {source: self._input_gradients(source, microbatch, saved.inputs[source]) for source in self._wanted}
-
-    def split_backward(self) -> None:
-        split_linears(self.module)
-
-    def backward_input(self, microbatch: Microbatch, output_grads: _Tensors) -> _Tensors:
-        """As `backward`, without the weight products of the module's plain ``nn.Linear`` layers."""
-        with self._products.begin(microbatch.index).collect():
-            return self.backward(microbatch, output_grads)
-
-    def backward_weights(self, microbatch: Microbatch) -> None:
-        self._products.compute(microbatch.index)
-
-    def deferred_bytes(self, microbatch: Microbatch) -> int:
-        return self._products.num_bytes(microbatch.index)
-
-    def forward_only(self, microbatch: Microbatch, inputs: _Tensors) -> _Tensors:
-        was_training = self.module.training
-        self.module.eval()
-        with torch.no_grad():
-            outputs, loss = self._run(microbatch, inputs)
-        self.module.train(was_training)
-        if self._has_loss:
-            self._losses.add(microbatch.batch, loss)
-        return self._detached(outputs)
-
-    def take_losses(self, batch: int) -> dict[str, tuple[float, float]]:
-        if not self._has_loss:
-            return {}
-        return {self.loss_names[0]: self._losses.take(batch)}
 
     def _input_gradients(
         self, source: int, microbatch: Microbatch, inputs: tuple[Tensor, ...]
@@ -214,13 +167,13 @@ class GraphModuleStage:
             (target, [_root(tensor) for tensor in outputs[target] if has_gradients(tensor.dtype)])
             for target in self._with_gradients
         ]
-        saved.loss = None if loss is None else sum_and_count(loss)[0] / microbatch.num_microbatches
+        saved.loss = None if loss is None else share_of_loss(loss, microbatch)
         return outputs, loss
 
     def _run(self, microbatch: Microbatch, inputs: _Tensors) -> tuple[_Tensors, Loss | None]:
         return self.module(self._data(microbatch), inputs)
 
-    def _detached(self, outputs: _Tensors) -> _Tensors:
+    def _handed_on(self, outputs: _Tensors) -> _Tensors:
         return {target: tuple(tensor.detach() for tensor in outputs[target]) for target in self._targets}
 
     def _add_loss(self, microbatch: Microbatch, loss: Loss) -> None:

@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 from megatron.pipeline.program.weight_policies import WeightPolicy
-from megatron.pipeline.runtime.contract.stage import BatchInfo, BatchReport
-from megatron.pipeline.runtime.stages.module.reduction import ModuleReduction
+from megatron.pipeline.runtime.contract.stage import BatchInfo
 from megatron.pipeline.runtime.stages.module.stage import Counts, by_microbatches
-from megatron.pipeline.runtime.stages.module.update import ModuleUpdate
+from megatron.pipeline.runtime.stages.module.update import FrozenUpdate, ModuleUpdate
 from megatron.pipeline.runtime.update.versions import AheadVersions, WeightVersions
 from megatron.pipeline.runtime.update.weight_prediction import PredictedVersions
 
@@ -88,38 +87,25 @@ def together(of_stage: OfStage) -> dict[str, nn.Parameter]:
 # --- where each stage steps by itself
 
 
-class StageUpdates:
+class StageUpdates(FrozenUpdate):
     """An update for each stage: where weights are stale (FTPipe), stages of one rank are at different batches. The
     report of a batch concerns the rank: it is complete when all have stepped and the norms are added up over the job.
 
-    `updates`: stage -> its update, made without groups, clipping or ties. `job_group`: all ranks of the job, None
-    for a single one; used from the thread of the reports, so nobody else may use it.
+    `updates`: stage -> its update, made without groups, clipping or ties. `options`: of `FrozenUpdate`, since the rank
+    itself steps nothing.
     """
 
-    def __init__(
-        self,
-        updates: Mapping[int, ModuleUpdate],
-        *,
-        job_group: Any = None,
-        loss_names: tuple[str, ...] = ("loss",),
-        device: torch.device | str = "cpu",
-    ) -> None:
+    def __init__(self, updates: Mapping[int, ModuleUpdate], **options: Any) -> None:
+        super().__init__(**options)
         self._updates = dict(updates)
-        self._reduction = ModuleReduction(job_group=job_group, loss_names=loss_names, device=torch.device(device))
-        self._reports: dict[int, BatchReport] = {}  # by the version that the batch leads to
-        self._reduction.warm_up()
 
     def of_stage(self, stage: int) -> ModuleUpdate:
         return self._updates[stage]
 
     def begin_batch(self, info: BatchInfo) -> None:
-        self._reports[info.index + 1] = BatchReport(batch=info.index, num_samples=info.num_samples)
+        super().begin_batch(info)
         for update in self._updates.values():
             update.begin_batch(info)
-
-    def step(self, version: int) -> BatchReport:
-        """The report of the batch, after all stages have stepped."""
-        return self._reports[version]
 
     def reduce_norm(self, version: int, stop_requests: int, losses: Mapping[str, tuple[float, float]]) -> None:
         """Chain thread, behind the steps: complete the report."""

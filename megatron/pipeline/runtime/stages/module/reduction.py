@@ -71,6 +71,22 @@ class ModuleReduction:
             torch.distributed.all_reduce(gradient, group=self.data_parallel_group)
             gradient.div_(self.num_replicas)
 
+    def over_data(self, buffer: GradientBuffer) -> None:
+        """Average a buffer's gradients over the replicas."""
+        self.average(buffer.flat)
+
+    @property
+    def tied_key(self) -> str:
+        """The name of the tied parameter, whose stages are on two ranks."""
+        (name,) = self.tied.names
+        return name
+
+    def over_partial_embedding(self, gradient: Tensor, *, over_data: bool) -> None:
+        """Add up both stages' gradients of the tied parameter; `over_data`: average over the replicas before."""
+        if over_data:
+            self.average([gradient])
+        torch.distributed.all_reduce(gradient, group=self.tied.group)
+
     def unused_everywhere(self, buffer: GradientBuffer) -> list[str]:
         """The names of the gradients that no replica has written."""
         untouched = set(buffer.untouched())

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -40,16 +41,93 @@ from megatron.pipeline.runtime.relay.resident_weights import StageWeights
 from megatron.pipeline.runtime.update.versions import WeightVersions
 
 
-class ModuleStage:
-    """Stage `index` of `num_stages`, running `module`.
+class AnyModuleStage:
+    """A stage that runs a module, of a chain or of another graph. Subclasses add `forward`, `backward` and
 
-    `versions`: the weight versions of the module's parameters, shared with its `ModuleUpdate`, or its weights on the
-    host, shared with its `ModuleRelayUpdate`; None where the stage is frozen. `source(microbatch)`: the input tensor of
-    a microbatch, on the first stage. `loss(output, microbatch)`: on the last stage, its scalar mean loss, or its sum
-    and count. `input_spec` / `output_spec`: what arrives and leaves, None at the ends. `recompute`: the program
-    contains R instructions. `activation_memory`: the rank's, if activations are to be counted and moved; None: they
-    stay in the graph. `input_needs_gradient`: False behind a frozen stage. A stage that is frozen itself is asked for
-    `forward_only` alone.
+    - `_run`: the module's outputs and its loss, or None, from the stage's inputs;
+    - `_run_saving`: the same with a graph, from what is saved of a microbatch, to which it adds where backward starts;
+    - `_handed_on`: the outputs for other stages, without their graph.
+
+    Args:
+        versions: the weight versions of the module's parameters, shared with its `ModuleUpdate`, or its weights on the
+            host, shared with its `ModuleRelayUpdate`; None where the stage is frozen.
+        has_loss: the stage computes a loss.
+        recompute: the program contains R instructions for this stage.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        index: int,
+        num_stages: int,
+        versions: WeightVersions | StageWeights | None,
+        has_loss: bool,
+        recompute: bool,
+        loss_name: str,
+        device: torch.device | str,
+    ) -> None:
+        self.module = module
+        self.index = index
+        self.num_stages = num_stages
+        self.loss_names = (loss_name,)
+        self.activations = ActivationStore()
+        self._versions = versions
+        self._has_loss = has_loss
+        self._recompute = recompute
+        self._device = torch.device(device)
+        self._losses = BatchLosses()
+        self._products = DeferredProducts()
+
+    def load_version(self, version: int) -> None:
+        self._versions.load(version)
+
+    def recompute(self, microbatch: Microbatch) -> None:
+        saved = self.activations.get(microbatch.index)
+        now = RandomState.capture(self._device)
+        saved.random_state.restore(self._device)
+        self._run_saving(microbatch, saved)
+        now.restore(self._device)
+
+    def split_backward(self) -> None:
+        split_linears(self.module)
+
+    def backward_input(self, microbatch: Microbatch, output_grad: Any) -> Any:
+        """As `backward`, without the weight products of the module's plain ``nn.Linear`` layers."""
+        with self._products.begin(microbatch.index).collect():
+            return self.backward(microbatch, output_grad)
+
+    def backward_weights(self, microbatch: Microbatch) -> None:
+        self._products.compute(microbatch.index)
+
+    def deferred_bytes(self, microbatch: Microbatch) -> int:
+        return self._products.num_bytes(microbatch.index)
+
+    def free_output(self, microbatch: Microbatch) -> None:
+        """Nothing to do: only the graph's edge is kept."""
+
+    def forward_only(self, microbatch: Microbatch, input: Any) -> Any:
+        was_training = self.module.training
+        self.module.eval()
+        with torch.no_grad():
+            outputs, loss = self._run(microbatch, input)
+        self.module.train(was_training)
+        if self._has_loss:
+            self._losses.add(microbatch.batch, loss)
+        return self._handed_on(outputs)
+
+    def take_losses(self, batch: int) -> dict[str, tuple[float, float]]:
+        return {self.loss_names[0]: self._losses.take(batch)} if self._has_loss else {}
+
+
+class ModuleStage(AnyModuleStage):
+    """Stage `index` of `num_stages` of a chain, running `module`.
+
+    `versions`, `recompute`: as for `AnyModuleStage`. `source(microbatch)`: the input tensor of a microbatch, on the
+    first stage. `loss(output, microbatch)`: on the last stage, its scalar mean loss, or its sum and count. `input_spec`
+    / `output_spec`: what arrives and leaves, None at the ends. `activation_memory`: the rank's, if activations are to
+    be counted and moved; None: they stay in the graph. `input_needs_gradient`: False behind a frozen stage. A stage
+    that is frozen itself is asked for `forward_only` alone.
     """
 
     def __init__(
@@ -74,27 +152,18 @@ class ModuleStage:
             raise ValueError(f"stage {index} of {num_stages}: the first stage takes a source, the others an input_spec")
         if (loss is not None) != is_last or (output_spec is None) != is_last:
             raise ValueError(f"stage {index} of {num_stages}: the last stage takes a loss, the others an output_spec")
-        self.module = module
-        self.index = index
-        self.num_stages = num_stages
+        super().__init__(
+            module, index=index, num_stages=num_stages, versions=versions, has_loss=loss is not None,
+            recompute=recompute, loss_name=loss_name, device=device,
+        )  # fmt: skip
         self.input_spec = input_spec
         self.output_spec = output_spec
-        self.loss_names = (loss_name,)
-        self.activations = ActivationStore()
-        self._versions = versions
         self._source = source
         self._loss = loss
-        self._recompute = recompute
-        self._device = torch.device(device)
         self._input_needs_gradient = input_needs_gradient
         self._captured = (
             NotCaptured(index) if activation_memory is None else CapturedActivations(index, module, activation_memory)
         )
-        self._losses = BatchLosses()
-        self._products = DeferredProducts()
-
-    def load_version(self, version: int) -> None:
-        self._versions.load(version)
 
     def forward(self, microbatch: Microbatch, input: Tensor | None) -> Tensor | None:
         saved = SavedActivations(input=None if input is None else input.requires_grad_(self._input_needs_gradient))
@@ -103,25 +172,21 @@ class ModuleStage:
             if self._recompute:
                 saved.random_state = RandomState.capture(self._device)
                 with torch.no_grad():
-                    output = self._run(microbatch, input)
+                    output, loss = self._run(microbatch, input)
                 saved.context = self._captured.keep(microbatch.index, input)
             else:
-                output = self._run(microbatch, input)
-                saved.root = self._root(output, microbatch)
-        if self._loss is not None:
-            self._losses.add(microbatch.batch, output)
-            output, _ = sum_and_count(output)
+                output, loss = self._run_saving(microbatch, saved)
+        if loss is not None:
+            self._losses.add(microbatch.batch, loss)
+            output, _ = sum_and_count(loss)
         self._captured.seal(microbatch.index, input=input, output=output)
-        return output.detach() if self._loss is None else None
+        return self._handed_on(None if self._has_loss else output)
 
     def recompute(self, microbatch: Microbatch) -> None:
         saved = self.activations.get(microbatch.index)
-        now = RandomState.capture(self._device)
-        saved.random_state.restore(self._device)
         if saved.input is not None:
             saved.input = self._captured.kept(saved.context).detach().requires_grad_(self._input_needs_gradient)
-        saved.root = self._root(self._run(microbatch, saved.input), microbatch)
-        now.restore(self._device)
+        super().recompute(microbatch)
 
     def backward(self, microbatch: Microbatch, output_grad: Tensor | None) -> Tensor | None:
         saved = self.activations.take(microbatch.index)
@@ -131,23 +196,6 @@ class ModuleStage:
             torch.autograd.backward(saved.root)
         self._captured.drop(microbatch.index)
         return None if saved.input is None else saved.input.grad
-
-    def split_backward(self) -> None:
-        split_linears(self.module)
-
-    def backward_input(self, microbatch: Microbatch, output_grad: Tensor | None) -> Tensor | None:
-        """As `backward`, without the weight products of the module's plain ``nn.Linear`` layers."""
-        with self._products.begin(microbatch.index).collect():
-            return self.backward(microbatch, output_grad)
-
-    def backward_weights(self, microbatch: Microbatch) -> None:
-        self._products.compute(microbatch.index)
-
-    def deferred_bytes(self, microbatch: Microbatch) -> int:
-        return self._products.num_bytes(microbatch.index)
-
-    def free_output(self, microbatch: Microbatch) -> None:
-        """Nothing to do: only the graph's edge is kept."""
 
     def evict(self, microbatch: Microbatch) -> Eviction:
         return self._captured.evict(microbatch.index)
@@ -167,33 +215,17 @@ class ModuleStage:
     def saved_bytes(self, microbatch: Microbatch) -> int:
         return self._captured.saved_bytes(microbatch.index)
 
-    def forward_only(self, microbatch: Microbatch, input: Tensor | None) -> Tensor | None:
-        was_training = self.module.training
-        self.module.eval()
-        with torch.no_grad():
-            output = self._run(microbatch, input)
-        self.module.train(was_training)
-        if self._loss is None:
-            return output.detach()  # it may be the input itself, which is not ours to change
-        self._losses.add(microbatch.batch, output)
-        return None
-
-    def take_losses(self, batch: int) -> dict[str, tuple[float, float]]:
-        if self._loss is None:
-            return {}
-        return {self.loss_names[0]: self._losses.take(batch)}
-
-    def _run(self, microbatch: Microbatch, input: Tensor | None) -> Tensor | Loss:
+    def _run(self, microbatch: Microbatch, input: Tensor | None) -> tuple[Tensor | None, Loss | None]:
         output = self.module(self._source(microbatch) if self._source is not None else input)
-        return output if self._loss is None else self._loss(output, microbatch)
+        return (output, None) if self._loss is None else (None, self._loss(output, microbatch))
 
-    def _root(self, output: Tensor | Loss, microbatch: Microbatch):
-        """Where backward starts: the edge that made `output`, or on the last stage the loss's share of the batch's
-        mean.
-        """
-        if self._loss is None:
-            return get_gradient_edge(output)
-        return sum_and_count(output)[0] / microbatch.num_microbatches
+    def _run_saving(self, microbatch: Microbatch, saved: SavedActivations) -> tuple[Tensor | None, Loss | None]:
+        output, loss = self._run(microbatch, saved.input)
+        saved.root = get_gradient_edge(output) if loss is None else share_of_loss(loss, microbatch)
+        return output, loss
+
+    def _handed_on(self, outputs: Tensor | None) -> Tensor | None:
+        return None if outputs is None else outputs.detach()  # it may be the input itself, which is not ours to change
 
 
 def split_linears(module: nn.Module) -> None:
@@ -255,6 +287,11 @@ def by_microbatches(batch: int, num_microbatches: int) -> float:
 def sum_and_count(loss: Loss) -> tuple[Tensor, Tensor | float]:
     """(sum, count) of a loss; a mean has count 1."""
     return loss if isinstance(loss, tuple) else (loss, 1.0)
+
+
+def share_of_loss(loss: Loss, microbatch: Microbatch) -> Tensor:
+    """The share of a microbatch's loss in the mean of the batch."""
+    return sum_and_count(loss)[0] / microbatch.num_microbatches
 
 
 class BatchLosses:

@@ -16,9 +16,8 @@ before.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,35 +30,19 @@ from megatron.pipeline.runtime.stages.module.stage import Counts, by_microbatche
 from megatron.pipeline.runtime.update.gradients import GradientBuffer, GradientBuffers, norm_squared
 from megatron.pipeline.runtime.update.optimizer_wrappers import GapAware
 from megatron.pipeline.runtime.update.provisional_step import PartialStep, ProvisionalStep, is_scale_invariant
+from megatron.pipeline.runtime.update.update import Batch, DeviceUpdate, Partial
 from megatron.pipeline.runtime.update.versions import AheadVersions, Make, Slot, WeightVersions
 from megatron.pipeline.runtime.update.weight_prediction import PredictedVersions, WeightPredictor, prediction_factor
 
 
 @dataclass
-class _Partial:
-    """Gradients of a part of a batch: name -> the sum over some microbatches."""
-
-    gradients: dict[str, Tensor]
-    num_microbatches: int
-
-
-@dataclass
-class _PendingReport:
-    """A batch between its first forward and its report."""
-
-    info: BatchInfo
-    report: BatchReport
-    buffer: GradientBuffer | None = None
+class _Batch(Batch):
     unused: list[str] | None = None  # over all replicas
     norm_squared: Tensor | None = None  # of a batch that is stepped before its norm is reduced
-    partial: _Partial | None = None  # what a prediction reads, where that is not the buffer
-    partial_embed: _Partial | None = None
     mean_count: float | None = None  # of a microbatch, once that is known
-    norm: float = math.nan
-    losses: dict[str, float] = field(default_factory=dict)
 
 
-class ModuleUpdate:
+class ModuleUpdate(DeviceUpdate):
     """The weight update of one rank.
 
     `parameters`: name -> parameter, those of `versions` and of `optimizer`. `clip_grad`: largest global norm, 0 for
@@ -101,12 +84,11 @@ class ModuleUpdate:
         counts: Counts = by_microbatches,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.versions = versions
+        buffers = GradientBuffers(parameters, num_buffers=num_grad_buffers, notes_writes=skips_unused)
+        super().__init__(versions, buffers, reduces_partial=reduce_partial)
         self.optimizer = optimizer
         self.scheduler = scheduler
         self._clip_grad = clip_grad
-        self._buffers = GradientBuffers(parameters, num_buffers=num_grad_buffers, notes_writes=skips_unused)
-        self._accumulating: GradientBuffer | None = None
         self._tied = tied
         self._reduction = ModuleReduction(
             data_parallel_group=data_parallel_group,
@@ -116,12 +98,10 @@ class ModuleUpdate:
             loss_names=loss_names,
             device=torch.device(device),
         )
-        self._reduces_partial = reduce_partial
         self._uniform = uniform
         self._skips_unused = skips_unused
         self._counts = counts
         self.mean_count: float | None = 1.0
-        self._pending: dict[int, _PendingReport] = {}  # by the version that the batch leads to
         self._predicts = isinstance(versions, PredictedVersions)
         self._provisional = ProvisionalStep(optimizer)
         self._names = {parameter: name for name, parameter in parameters.items()}
@@ -141,150 +121,112 @@ class ModuleUpdate:
         step = PartialStep(self.optimizer, parameters)
 
         def make(version: int, unstepped: int, weights: Slot, targets: Slot) -> None:
-            pending = self._pending[version + 1]  # whose gradients are being added up
-            counted = self._counts(pending.info.index, unstepped)
-            step.take(pending.buffer.views, pending.info.num_microbatches / counted if counted else 0.0, targets)
+            batch = self._batches[version + 1]  # whose gradients are being added up
+            counted = self._counts(batch.info.index, unstepped)
+            step.take(batch.buffer.views, batch.info.num_microbatches / counted if counted else 0.0, targets)
 
         return make
 
-    def begin_batch(self, info: BatchInfo) -> None:
-        report = BatchReport(batch=info.index, num_samples=info.num_samples)
-        self._pending[info.index + 1] = _PendingReport(info, report)
+    def _new_batch(self, info: BatchInfo) -> _Batch:
+        return _Batch(info, BatchReport(batch=info.index, num_samples=info.num_samples))
 
     def begin_forward(self, info: BatchInfo, version: int) -> None:
         """Note the shown weights as those of the batch's first forward, where the stage steps by itself."""
         if isinstance(self.optimizer, GapAware) and version < info.index:
             self.optimizer.remember(info.index)
 
-    def begin_backward(self, info: BatchInfo) -> None:
-        self._accumulating = self._pending[info.index + 1].buffer = self._buffers.take()
-
-    def resume_backward(self, info: BatchInfo) -> None:
-        self._accumulating = self._pending[info.index + 1].buffer
-        self._buffers.show(self._accumulating)
-
     def reduce_grad(self, version: int, stage: int) -> None:
-        pending = self._pending[version]
+        batch = self._batches[version]
         if self._skips_unused:
-            pending.unused = self._reduction.unused_everywhere(pending.buffer)
-        self._reduction.average(pending.buffer.flat)
+            batch.unused = self._reduction.unused_everywhere(batch.buffer)
+        self._reduction.over_data(batch.buffer)
 
     def reduce_embed(self, version: int) -> None:
         if self._tied is not None and self._tied.group is not None:
-            self._reduction.add_copies(self._pending[version].buffer.views)
+            self._reduction.add_copies(self._batches[version].buffer.views)
 
     def reduce_norm(self, version: int, stop_requests: int, losses: Mapping[str, tuple[float, float]]) -> None:
-        pending = self._pending[version]
-        stepped = pending.buffer is None
+        batch = self._batches[version]
+        stepped = batch.buffer is None
         if self._tied is not None and self._tied.group is None:  # no instruction is for this rank alone
             assert not stepped, "tied copies are added up before the step"
-            self._reduction.add_copies(pending.buffer.views)
-        local = (pending.norm_squared if stepped else self._norm_squared(pending.buffer)).item()
-        count = self._reduction.reduce_norm(pending.report, local, stop_requests, losses)
+            self._reduction.add_copies(batch.buffer.views)
+        local = (batch.norm_squared if stepped else self._norm_squared(batch.buffer)).item()
+        count = self._reduction.reduce_norm(batch.report, local, stop_requests, losses)
         if stepped:
-            del self._pending[version]
+            del self._batches[version]
             return
-        pending.mean_count = count / pending.info.num_microbatches
-        pending.report.grad_norm /= pending.mean_count or 1.0
+        batch.mean_count = count / batch.info.num_microbatches
+        batch.report.grad_norm /= batch.mean_count or 1.0
 
     def take_stepped(self, version: int) -> tuple[float, float]:
         """(squared norm of the gradients, learning rate) of a stepped batch; used instead of `reduce_norm` where the
         norms of several updates are added up.
         """
-        pending = self._pending.pop(version)
-        return pending.norm_squared.item(), pending.report.learning_rate
+        batch = self._batches.pop(version)
+        return batch.norm_squared.item(), batch.report.learning_rate
 
     def step(self, version: int) -> BatchReport:
-        pending = self._pending[version]
-        report = pending.report
-        is_reduced, size = pending.mean_count is not None, pending.info.num_microbatches
+        batch = self._batches[version]
+        report = batch.report
+        is_reduced, size = batch.mean_count is not None, batch.info.num_microbatches
         if not is_reduced and self._clip_grad:
             raise ValueError("clipping needs the global norm before the step, which this weight policy takes after it")
-        mean_count = pending.mean_count if is_reduced else self._counts(pending.info.index, size) / size
+        mean_count = batch.mean_count if is_reduced else self._counts(batch.info.index, size) / size
         report.learning_rate = self.optimizer.param_groups[0]["lr"]
         report.skipped = report.overflow or not mean_count
         self.mean_count = mean_count or self.mean_count
         if mean_count not in (0.0, 1.0):
-            pending.buffer.divide(mean_count)
+            batch.buffer.divide(mean_count)
         if not is_reduced:  # before a gap-aware step shrinks gradients
-            pending.norm_squared = self._norm_squared(pending.buffer)
+            batch.norm_squared = self._norm_squared(batch.buffer)
         if not report.skipped:
-            self._write(version, pending)
+            self._write(version, batch)
         elif not self._predicts:
             self.versions.alias(version, of=version - 1)
-        buffer, pending.buffer = pending.buffer, None
+        buffer, batch.buffer = batch.buffer, None
         if is_reduced:
-            del self._pending[version]
-        self._buffers.give_back(buffer)
+            del self._batches[version]
+        self._gradients.give_back(buffer)
         return report
 
-    def _write(self, version: int, pending: _PendingReport) -> None:
+    def _write(self, version: int, batch: _Batch) -> None:
         if self._clip_grad:
-            self.clip_factor = clip_factor(self._clip_grad, pending.report.grad_norm)
+            self.clip_factor = clip_factor(self._clip_grad, batch.report.grad_norm)
             if self.clip_factor < 1.0:
-                pending.buffer.scale(self.clip_factor)
-        unused = pending.unused
+                batch.buffer.scale(self.clip_factor)
+        unused = batch.unused
         if self._skips_unused and unused is None:  # one replica
-            unused = pending.buffer.untouched()
-        self._buffers.show(pending.buffer, without=unused or ())
+            unused = batch.buffer.untouched()
+        running = self._gradients.shown
+        self._gradients.show(batch.buffer, without=unused or ())
         with self.versions.true_weights() if self._predicts else self.versions.making(version):
             if isinstance(self.optimizer, GapAware):
                 self.optimizer.step_of(version - 1)
             else:
                 self.optimizer.step()
-        self._buffers.show(self._accumulating if self._accumulating is not pending.buffer else None)
+        self._gradients.show(running if running is not batch.buffer else None)
         if self.scheduler is not None:
             self.scheduler.step()
-
-    def begin_evaluation(self) -> None:
-        self.versions.show_newest()
-
-    def show_newest(self) -> None:
-        self.versions.show_newest()
 
     def close(self) -> None:
         """Release the parameters, which show the newest weights; called while drained."""
         self.versions.show_newest()
-        self._buffers.close()
+        self._gradients.close()
 
-    # --- predictions
-
-    def hold(self, version: int, num_microbatches: int) -> None:
-        pending = self._pending[version]
-        kept = {name: view.clone() for name, view in pending.buffer.views.items()}
-        pending.partial = _Partial(kept, num_microbatches)
-
-    def hold_embed(self, version: int, num_microbatches: int) -> None:
-        pending = self._pending[version]
-        (name,) = self._tied.names  # its stages are on two ranks
-        pending.partial_embed = _Partial({name: pending.buffer.views[name].clone()}, num_microbatches)
-
-    def reduce_partial(self, version: int) -> None:
-        self._reduction.average(self._pending[version].partial.gradients.values())
-
-    def reduce_partial_embed(self, version: int) -> None:
-        gradients = self._pending[version].partial_embed.gradients.values()
-        if self._reduces_partial:
-            self._reduction.average(gradients)
-        for gradient in gradients:
-            torch.distributed.all_reduce(gradient, group=self._tied.group)
-
-    def predict(self, version: int, num_microbatches: int) -> None:
-        pending = self._pending[version]
-        partial, ties = pending.partial or _Partial(pending.buffer.views, num_microbatches), pending.partial_embed
-        pending.partial = pending.partial_embed = None
+    def _predict(self, version: int, batch: _Batch, partial: Partial, ties: Partial | None) -> None:
         stepped: set[Tensor] = set()
         knows_clipping = self.clip_factor is not None or is_scale_invariant(self.optimizer)
         if knows_clipping and self.mean_count is not None:  # else nobody knows how large the step is
             stepped.update(parameter for group in self.optimizer.param_groups for parameter in group["params"])
         table: dict[str, tuple[Tensor, float | Tensor, Tensor]] = {}  # name -> gradient, factor, whether to step
-        tied = ties.gradients if ties is not None else {}  # which all copies have: judged by themselves
-        of_stage = {name: each for name, each in partial.gradients.items() if name not in tied}
+        tied = {} if ties is None else {self._reduction.tied_key: ties.gradients}  # all copies' own: judged apart
+        of_stage = {name: each for name, each in partial.gradients.views.items() if name not in tied}
         for part, gradients in ((partial, of_stage), (ties, tied)):
             if not gradients or not stepped:
                 continue
             squares = norm_squared(gradients.values(), device=self._reduction.device)
-            factor = self._factor(part.num_microbatches / pending.info.num_microbatches, squares)
+            factor = self._factor(part.num_microbatches / batch.info.num_microbatches, squares)
             is_finite = squares.isfinite()
             table.update({name: (each, factor, is_finite) for name, each in gradients.items()})
         names = self._names
@@ -304,7 +246,7 @@ class ModuleUpdate:
         last = self.clip_factor or 1.0
         if not self._clip_grad or self._uniform:
             return last / part / self.mean_count
-        group = None if self._reduces_partial else self._reduction.data_parallel_group
+        group = None if self.reduces_partial else self._reduction.data_parallel_group
         num_unread = 0 if group is None else torch.distributed.get_world_size(group) - 1
         return prediction_factor(
             part,
@@ -336,6 +278,7 @@ class FrozenUpdate:
         self._reports[info.index + 1] = BatchReport(batch=info.index, num_samples=info.num_samples)
 
     def step(self, version: int) -> BatchReport:
+        """The report of the batch; `reduce_norm` completes it."""
         return self._reports[version]
 
     def reduce_norm(self, version: int, stop_requests: int, losses: Mapping[str, tuple[float, float]]) -> None:

@@ -44,8 +44,8 @@ def _watch(update: MegatronWeightUpdate) -> list[int]:
         def kept(*args) -> None:
             keep(*args)
             batches = update._batches.values()
-            whole = sum(_bytes(batch.partial.slot.views.values()) for batch in batches if batch.partial)
-            tied = sum(batch.partial_embedding.gradient.nbytes for batch in batches if batch.partial_embedding)
+            whole = sum(_bytes(batch.partial.gradients.views.values()) for batch in batches if batch.partial)
+            tied = sum(batch.partial_embed.gradients.nbytes for batch in batches if batch.partial_embed)
             held.append(whole + tied)
 
         return kept
