@@ -39,6 +39,7 @@ enter it into `POLICIES`: `WeightPolicy("3bw", delay=2)` has batch j use max(j-2
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -121,6 +122,14 @@ class WeightPolicy:
     def overlaps_updates(self) -> bool:
         """Whether later batches run, with older versions, while all stages together update."""
         return bool(self.delay)
+
+    def most_together(self, batches: Sequence[int]) -> int:
+        """The most microbatches that can be under way at once in a program of batches of these sizes."""
+        return max(batches) if self.drains else sum(batches)
+
+    def full_batches(self, num_microbatches: int, num_batches: int) -> tuple[int, ...]:
+        """The sizes of the batches of a program that holds as much as any: so many, or one where batches drain."""
+        return (num_microbatches,) * (1 if self.drains else num_batches)
 
     @property
     def max_gradient_buffers(self) -> int:

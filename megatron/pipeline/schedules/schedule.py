@@ -202,10 +202,9 @@ class Schedule(PipelineSchedule):
         """For each stage, whether the prediction from a batch of this size reads a copy of the gradients: where more
         microbatches are done than it reads, and where the replicas reduce what it reads.
         """
-        if not self.weights.predicts or (self.reduce_partial and self.data_parallel):
-            return (self.weights.predicts,) * self.num_stages
-        if self.provisional_microbatches is None:
-            return (False,) * self.num_stages
+        is_reduced = self.reduce_partial and self.data_parallel
+        if is_reduced or self.provisional_microbatches is None:
+            return (is_reduced,) * self.num_stages
         done = (num_microbatches - remaining for remaining in self.remaining_backwards(num_microbatches))
         return tuple(self.provisional_microbatches < each for each in done)
 
@@ -310,7 +309,7 @@ class Schedule(PipelineSchedule):
     @property
     def _saved(self) -> SavedBounds:
         offloads = self.residency is not None and self.residency.stashes_on_host
-        return SavedBounds(self._order, self.rank_of_stage, self.balance, self.weights.drains, offloads)
+        return SavedBounds(self._order, self.rank_of_stage, self.balance, self.weights, offloads)
 
 
 _SHARED = sorted({each.name for each in fields(Extent)} & {each.name for each in fields(Schedule)})

@@ -69,16 +69,17 @@ def _of_row(times: list[float], nodes: list[int]) -> list[float]:
 
 
 def seconds_of(program: Program, costs: Costs) -> dict[Kind, list[float]]:
-    """What each kind takes at each stage. An update of a rank takes that of all its trained stages."""
+    """What each kind takes at each stage. An update takes that of all trained stages that step at once."""
     seconds = costs.seconds(program.num_stages)
     of_stages = HOST_WORDS | ({Kind.REDUCE_GRAD} if program.residency else set())
-    if program.weights.updates_alone:
-        of_stages = UPDATES
-    trained = [program.stages_of(rank) for rank in range(program.num_ranks)]
-    trained = [[each for each in own if not program.graph.is_forward_only(each)] for own in trained]
-    for kind in UPDATES - SHARED_REDUCTIONS - of_stages:  # a rank's, for all its stages; it stands at the lowest
-        of_rank = [math.fsum(seconds[kind][each] for each in own) for own in trained]
-        seconds[kind] = [of_rank[rank] for rank in program.rank_of_stage]
+    owned = [stages for rank in range(program.num_ranks) for stages in program.owners(rank)]
+    trains = [not program.graph.is_forward_only(stage) for stage in range(program.num_stages)]
+    for kind in UPDATES - SHARED_REDUCTIONS - of_stages:  # of all stages that step at once; it stands at the lowest
+        of_kind, seconds[kind] = seconds[kind], [0.0] * program.num_stages
+        for stages in owned:
+            together = math.fsum(of_kind[each] for each in stages if trains[each])
+            for stage in stages:
+                seconds[kind][stage] = together
     return seconds
 
 

@@ -61,13 +61,13 @@ def make_updates(
         steps: the result of `steps_of`.
         stepping: key -> `optimizer` and `scheduler` of an update.
         counts, skips_unused: as `ModuleUpdate` takes them.
-        options: of `ModuleUpdate`, where the rank steps as one.
+        options: of `ModuleUpdate`, where the rank steps as one; stages that step by themselves have no use for them.
     """
     common = {
         "num_grad_buffers": weights.max_gradient_buffers, "device": device, "counts": counts,
         "skips_unused": skips_unused,
     }  # fmt: skip
-    if weights.refreshes:
+    if TOGETHER not in steps:
         updates = {
             key: ModuleUpdate(own, versions=versions[key], **stepping[key], **common) for key, own in steps.items()
         }
