@@ -183,8 +183,8 @@ def _require_memory(num_stages: int, num_microbatches: int) -> None:
 
 def _fewest_microbatches(schedule: Schedule) -> int:
     """How many fill the pipeline, or a few more where the schedule wants them; 1 where batches are microbatches."""
-    if schedule.weights.updates_alone:
-        return 1
+    if schedule.weights.batch_size:
+        return schedule.weights.batch_size
     fill = (
         2 * schedule.num_stages - 1 if schedule.extra_warmup else schedule.microbatch_group_size or schedule.num_ranks
     )

@@ -56,7 +56,7 @@ def prove_versions(compact: CompactProgram) -> tuple[int, ...]:
     maker = CODE_OF_KIND[program.weights.maker]
     forward_version = [0] * (compact.num_stages * num_microbatches)
     stages = [_StageVersions(program, stage, batch_of) for stage in range(compact.num_stages)]
-    refreshes = stages[0].refreshes
+    refreshes = program.weights.refreshes
     for rank, (codes, places, versions) in enumerate(zip(compact.codes, compact.places, compact.versions, strict=True)):
         made_for = {owned[0]: [stages[stage] for stage in owned] for owned in program.owners(rank)}
         for position, (code, place, version) in enumerate(zip(codes, places, versions, strict=True)):
@@ -95,9 +95,10 @@ class _StageVersions:
         self.program, self.stage = program, stage
         self.batch_of, self.depth = batch_of, program.graph.depth(stage)
         self.maker = rule.maker.value
-        self.stashes, self.refreshes = rule.updates_alone, rule.refreshes
-        self.saves = not (self.refreshes or program.graph.is_forward_only(stage))
-        self.bound = 1 if self.refreshes else rule.max_live_versions(stage, program.num_stages)
+        refreshes = rule.refreshes
+        self.stashes = rule.updates_alone
+        self.saves = not (refreshes or program.graph.is_forward_only(stage))
+        self.bound = 1 if refreshes else rule.max_live_versions(stage, program.num_stages)
         self.live = dict.fromkeys(program.entry_versions, 0)
         self.newest = max(self.live)
         self.peak = len(self.live)

@@ -222,6 +222,11 @@ class Schedule(PipelineSchedule):
             return order.most_behind + max(map(order.graph.depth, range(self.num_stages)))
         return self.weights.settling_batches(order.max_in_flight(self.num_frozen) or 0)
 
+    @property
+    def num_fill(self) -> int:
+        """How many batches stand before those that repeat one another."""
+        return max(1, (self.weights.delay or 0) + self.settling_batches)
+
     def window(self, batches: Sequence[int]) -> tuple[int, ...]:
         return tuple(batches[-self.settling_batches - 1 :])
 
@@ -245,7 +250,7 @@ class Schedule(PipelineSchedule):
         )
 
     def build_periodic(self, num_microbatches: int) -> PeriodicProgram:
-        num_fill = max(1, (self.weights.delay or 0) + self.settling_batches)
+        num_fill = self.num_fill
         batches = (num_microbatches,) * num_fill
         built = self.build_in_segments((*batches, num_microbatches))
         return PeriodicProgram(

@@ -256,9 +256,8 @@ def _runs(schedule: Schedule, num_microbatches: int) -> tuple[list[tuple[int, ..
     """The batches of one run that drains, or of two that do not, and by how many periods the second is longer."""
     if schedule.weights.drains:
         return [(num_microbatches,)], 1
-    fill = max(1, (schedule.weights.delay or 0) + schedule.settling_batches)
     count = _num_periods(schedule, num_microbatches)
-    return [(num_microbatches,) * (fill + times * count) for times in (1, 2)], count
+    return [(num_microbatches,) * (schedule.num_fill + times * count) for times in (1, 2)], count
 
 
 def _busy(stages: StageTimes, num_microbatches: int) -> float:

@@ -268,10 +268,11 @@ class ProfiledCosts:
     # --- the table
 
     def _table(self, configuration: Configuration, layers: Sequence[int], times: Times) -> Costs:
-        stages = range(len(layers))
-        measured = {name: [times[name, stage] for stage in stages] for name in dict.fromkeys(name for name, _ in times)}
+        measured = dict.fromkeys(("step", "predict", "hold"), [0.0] * len(layers))
+        for name in {name for name, _ in times}:
+            measured[name] = [times[name, stage] for stage in range(len(layers))]
         return Costs(
-            **{"predict": 0.0} | measured, **self._hosted(configuration, layers),
+            **measured, **self._hosted(configuration, layers),
             evict=self._moves(configuration, layers), **self._edges(configuration),
             **self._reductions(configuration, layers),
         )  # fmt: skip

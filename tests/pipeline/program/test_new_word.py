@@ -36,8 +36,8 @@ def test_three_words_that_touch_three_files():
     assert out["seconds"][0] > out["seconds"][1], "recomputes wait for copies that take time"
     assert "wait for an input, first to last stage of the rank" in out["legend"]
     assert "wait for an input, first to last stage of the rank" in out["signs"]
-    lanes = [line for line in out["text"].splitlines() if line.startswith(("host to device", "device to host"))]
-    assert {line.split("  ")[0] for line in lanes if "|1--" in line} == {"host to device", "device to host"}
+    lanes = [line for line in out["text"].splitlines() if "|1--" in line]
+    assert {line[: len("host to device")] for line in lanes} >= {"host to device", "device to host"}
     assert out["run"], "the trace of the run is the program"
 
 

@@ -28,7 +28,7 @@ def make_versions(weights: WeightPolicy, of_stage: OfStage, *, num_stages: int, 
     """stage -> its versions; stages that step together share them."""
     if weights.refreshes:
         plain = partial(WeightVersions, window=1)
-        make = partial(AheadVersions, ahead=weights.ahead) if weights.looks_ahead else plain
+        make = partial(AheadVersions, ahead=weights.ahead) if weights.ahead else plain
         return {index: make(own, first_version=first_version) for index, own in of_stage.items()}
     if weights.predicts:
         return dict.fromkeys(of_stage, PredictedVersions(together(of_stage), first_version=first_version))
