@@ -60,18 +60,6 @@ class Kind(str, Enum):
     def is_computation(self) -> bool:
         return self in COMPUTATIONS
 
-    @property
-    def is_transfer(self) -> bool:
-        return self in TRANSFERS
-
-    @property
-    def is_move(self) -> bool:
-        return self in MOVES
-
-    @property
-    def is_update(self) -> bool:
-        return self in UPDATES
-
 
 class Subject(Enum):
     """What an instruction is about."""
@@ -394,12 +382,12 @@ class Instruction:
                 else f"only a forward takes weights of a provisional step, and {word} none"
             )
             raise ValueError(f"{text!r}: {reason} ({sign}{ahead})")
-        if kind.is_update:
+        if kind in UPDATES:
             if microbatch is not None or version is None:
                 raise ValueError(f"{text!r}: {word} takes a version and no microbatch, such as {stage}{word}@1")
         elif microbatch is None:
             raise ValueError(f"{text!r}: {word} needs a microbatch, such as {stage}{word}0")
-        elif kind.is_transfer and version is not None:
+        elif kind in TRANSFERS and version is not None:
             raise ValueError(f"{text!r}: {word} moves a tensor and takes no weight version")
         return Instruction(
             kind,

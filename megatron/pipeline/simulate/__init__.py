@@ -72,14 +72,15 @@ def seconds_of(program: Program, costs: Costs) -> dict[Kind, list[float]]:
     """What each kind takes at each stage. An update takes that of all trained stages that step at once."""
     seconds = costs.seconds(program.num_stages)
     of_stages = HOST_WORDS | ({Kind.REDUCE_GRAD} if program.residency else set())
-    owned = [stages for rank in range(program.num_ranks) for stages in program.owners(rank)]
-    trains = [not program.graph.is_forward_only(stage) for stage in range(program.num_stages)]
-    for kind in UPDATES - SHARED_REDUCTIONS - of_stages:  # of all stages that step at once; it stands at the lowest
-        of_kind, seconds[kind] = seconds[kind], [0.0] * program.num_stages
-        for stages in owned:
-            together = math.fsum(of_kind[each] for each in stages if trains[each])
+    is_frozen = program.graph.is_forward_only
+    owned = (stages for rank in range(program.num_ranks) for stages in program.owners(rank))
+    together = [stages for stages in owned if len(stages) > 1 or is_frozen(stages[0])]
+    for kind in UPDATES - SHARED_REDUCTIONS - of_stages if together else ():
+        of_kind = seconds[kind] = list(seconds[kind])
+        for stages in together:  # which step at once; the update stands at the lowest
+            of_rank = math.fsum(of_kind[each] for each in stages if not is_frozen(each))
             for stage in stages:
-                seconds[kind][stage] = together
+                of_kind[stage] = of_rank
     return seconds
 
 

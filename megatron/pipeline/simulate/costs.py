@@ -84,9 +84,10 @@ class Costs:
 
     def by_name(self, num_stages: int) -> dict[str, list[float]]:
         """The same, by the names that words give their costs. Raises as `seconds`."""
-        found = dict(zip(_HALVES, self._halves(spread("backward", self.backward, num_stages)), strict=True))
+        backward, values = spread("backward", self.backward, num_stages), {**vars(self), **self.others}
+        found = {"backward": backward} | dict(zip(_HALVES, self._halves(backward), strict=True))
         for name in _NAMES:
-            value = self.others.get(name, getattr(self, name, 0.0))
+            value = values.get(name, 0.0)
             found[name] = found[_DEFAULTS[name]] if value is None else spread(name, value, num_stages)
         return found
 
@@ -118,7 +119,7 @@ class Costs:
 
 
 _HALVES = "backward_input", "backward_weight"
-_NAMES = tuple(dict.fromkeys(word.cost for word in WORDS.values() if word.cost not in _HALVES))
+_NAMES = tuple(dict.fromkeys(word.cost for word in WORDS.values() if word.cost not in ("backward", *_HALVES)))
 _DEFAULTS = {"recompute": "forward", "load": "evict", "reload": "offload", "predict": "step"}
 
 
