@@ -107,7 +107,7 @@ def _schedule(options: argparse.Namespace) -> Schedule:
 def _num_microbatches(options: argparse.Namespace, degrees: Degrees, schedule: Schedule) -> int:
     """The number of microbatches of one replica in a batch; without a model, enough to fill the pipeline."""
     if options.global_batch_size is None:
-        return 1 if schedule.weights.updates_alone else 2 * degrees.pipeline
+        return schedule.weights.batch_size or 2 * degrees.pipeline
     per_microbatch = options.micro_batch_size * degrees.data
     if options.global_batch_size % per_microbatch:
         raise ValueError(

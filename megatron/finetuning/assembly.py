@@ -32,7 +32,7 @@ from megatron.pipeline.runtime.contract.trace import Tracer
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.failure.agreement import agreed
 from megatron.pipeline.runtime.stages.module.graph_stage import GraphModuleStage
-from megatron.pipeline.runtime.stages.module.rank_update import make_updates, make_versions, steps_of
+from megatron.pipeline.runtime.stages.module.rank_update import TOGETHER, make_updates, make_versions, steps_of
 from megatron.pipeline.runtime.stages.module.update import ModuleUpdate
 from megatron.pipeline.runtime.update.optimizer_wrappers import GapAware, GapAwareMasters, MasterWeights
 from megatron.pipeline.runtime.update.versions import WeightVersions
@@ -147,7 +147,7 @@ def build_pipeline(
         scheduler = make_scheduler(optimizer, args, num_steps=num_steps)
         if args.bf16:
             optimizer = MasterWeights(optimizer, {masters[name]: weight for name, weight in parameters.items()})
-        if args.gap_aware and weights.refreshes and graph.depth(key):
+        if args.gap_aware and key != TOGETHER and graph.depth(key):
             optimizer = (GapAwareMasters if args.bf16 else GapAware)(optimizer)
         return {"optimizer": optimizer, "scheduler": scheduler}
 
@@ -155,7 +155,7 @@ def build_pipeline(
     steps = steps_of(weights, of_stage)
     update, updates = make_updates(
         steps, versions, {key: stepping(key, own) for key, own in steps.items()}, weights=weights, job_group=job,
-        device=device, counts=feed.counts, **({} if weights.refreshes else {"clip_grad": args.max_grad_norm}),
+        device=device, counts=feed.counts, clip_grad=args.max_grad_norm,
     )  # fmt: skip
     tracer = Tracer(num_batches=4 * args.pipeline_timeline_iterations) if args.pipeline_timeline else None
     engine = PipelineEngine(

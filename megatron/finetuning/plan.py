@@ -252,7 +252,7 @@ def first_lines(plan: RunPlan, args: argparse.Namespace) -> list[str]:
         lines.append(
             f"depth {depth}: the forwards of stages 0 to {schedule.num_stages - 1} use weights that are up to "
             f"{' '.join(map(str, stale))} steps older than those of their backwards"
-            + (f", and {schedule.weights.ahead.value} from there" if schedule.weights.looks_ahead else "")
+            + (f", and {schedule.weights.ahead.value} from there" if schedule.weights.ahead else "")
         )
     else:
         delay = schedule.weights.delay

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from megatron.pipeline.program.instruction import RECEIVES, Instruction, Kind, Row
+from megatron.pipeline.program.instruction import RECEIVES, UPDATES, Instruction, Kind, Row
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules import Schedule
 
@@ -66,7 +66,7 @@ def _hurried(row: Row, places: int) -> Row:
     result: list[Instruction] = []
     for each in row:
         if each.kind is Kind.STEP:
-            chain = [at for at, other in enumerate(result) if other.version == each.version and other.kind.is_update]
+            chain = [at for at, other in enumerate(result) if other.version == each.version and other.kind in UPDATES]
             result.insert(chain[-1] + 1, each)
             continue
         at = len(result)

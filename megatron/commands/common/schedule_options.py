@@ -184,10 +184,10 @@ def _require_memory(num_stages: int, num_microbatches: int) -> None:
 def _fewest_microbatches(schedule: Schedule) -> int:
     """The least number of microbatches that fills the pipeline and that the schedule accepts.
 
-    1 if each microbatch is a batch of its own.
+    The size of a batch if the schedule's weights fix it.
     """
-    if schedule.weights.updates_alone:
-        return 1
+    if schedule.weights.batch_size:
+        return schedule.weights.batch_size
     fill = (
         2 * schedule.num_stages - 1 if schedule.extra_warmup else schedule.microbatch_group_size or schedule.num_ranks
     )

@@ -28,9 +28,8 @@ arrow:
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
 
-from megatron.pipeline.program.instruction import AWAITS_REDUCTIONS, Instruction, Kind
+from megatron.pipeline.program.instruction import AWAITS_REDUCTIONS, WORDS, Instruction, Kind, Proof
 from megatron.pipeline.program.lane_order import awaited_in_lanes
 from megatron.pipeline.program.move_order import awaited_moves
 from megatron.pipeline.program.program import Program
@@ -78,33 +77,30 @@ def render(row: Sequence[Instruction], position: int, *, rank: int) -> str:
     return f"{head}{'  '.join(words)}{tail}\n{' ' * indent}{'^' * len(words[marked])}"
 
 
-_PROVED = {  # the kinds of instructions that have a proof, in groups
-    "computations": (
-        Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE,
-    ),
-    "transfers": (Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B),
-    "moves": (Kind.EVICT, Kind.ACCEPT, Kind.RETURN, Kind.LOAD),
-    "inputs on the host": (Kind.OFFLOAD, Kind.RELOAD),
-    "updates": (Kind.REDUCE_GRAD, Kind.REDUCE_EMBED, Kind.REDUCE_NORM, Kind.STEP),
-    "predictions": (Kind.HOLD, Kind.REDUCE_PARTIAL, Kind.REDUCE_PARTIAL_EMBED, Kind.PREDICT),
-    "weights on the host": (Kind.FETCH, Kind.FREE, Kind.STORE_GRAD, Kind.UPDATE),
-}  # fmt: skip
-KIND_OF_CODE = tuple(kind for group in _PROVED.values() for kind in group)  # so that bounds on codes select a group
+KIND_OF_CODE = tuple(kind for proof in Proof for kind, word in WORDS.items() if word.proof is proof)
 CODE_OF_KIND = {kind: code for code, kind in enumerate(KIND_OF_CODE)}
 NUM_CODES = len(KIND_OF_CODE)
-FIRST_TRANSFER, FIRST_MOVE, FIRST_STASH, FIRST_UPDATE, FIRST_PREDICTION, FIRST_HOST_WORD, _ = accumulate(
-    map(len, _PROVED.values())
+_, FIRST_TRANSFER, FIRST_MOVE, FIRST_STASH, FIRST_UPDATE, FIRST_PREDICTION, FIRST_HOST_WORD = (
+    next(code for code, kind in enumerate(KIND_OF_CODE) if kind.row.proof is proof) for proof in Proof
+)  # so a bound tells what is proved
+
+
+def codes_of(words: str) -> list[int]:
+    """The codes of words, which are given by their text."""
+    return [CODE_OF_KIND[Kind(word)] for word in words.split()]
+
+
+F, B, I, W, R = codes_of("F B I W R")  # noqa: E741
+SEND_F, RECV_F, SEND_B, RECV_B = codes_of("SEND_F RECV_F SEND_B RECV_B")
+EVICT, ACCEPT, RETURN, LOAD = codes_of("EVICT ACCEPT RETURN LOAD")
+OFFLOAD, RELOAD = codes_of("OFFLOAD RELOAD")
+REDUCE_GRAD, REDUCE_EMBED, REDUCE_NORM, STEP = codes_of("REDUCE_GRAD REDUCE_EMBED REDUCE_NORM STEP")
+FETCH, FREE, STORE_GRAD, UPDATE = codes_of("FETCH FREE STORE_GRAD UPDATE")
+AWAITS = frozenset(CODE_OF_KIND[kind] for kind in AWAITS_REDUCTIONS if kind.row.proof)
+OFFLOADS, RELOADS = (
+    frozenset(code for code in range(FIRST_STASH, FIRST_UPDATE) if KIND_OF_CODE[code].row.saved == change)
+    for change in (-1, +1)
 )
-(
-    F, B, I, W, R,  # noqa: E741
-    SEND_F, RECV_F, SEND_B, RECV_B,
-    EVICT, ACCEPT, RETURN, LOAD,
-    OFFLOAD, RELOAD,
-    REDUCE_GRAD, REDUCE_EMBED, REDUCE_NORM, STEP,
-    HOLD, REDUCE_PARTIAL, REDUCE_PARTIAL_EMBED, PREDICT,
-    FETCH, FREE, STORE_GRAD, UPDATE,
-) = range(NUM_CODES)  # fmt: skip
-AWAITS = frozenset(CODE_OF_KIND[kind] for kind in AWAITS_REDUCTIONS)
 
 
 @dataclass(frozen=True)

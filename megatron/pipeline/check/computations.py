@@ -28,10 +28,10 @@ from megatron.pipeline.check.compact import (
     KIND_OF_CODE,
     LOAD,
     NUM_CODES,
-    OFFLOAD,
+    OFFLOADS,
     RECV_B,
     RECV_F,
-    RELOAD,
+    RELOADS,
     RETURN,
     SEND_B,
     SEND_F,
@@ -50,7 +50,7 @@ FORWARD, RECOMPUTED, INPUT_GRAD, WEIGHT_GRAD, _FIRST_OF_TRANSFERS = (1 << bit fo
 # (mask of facts, their required values, facts added); an instruction without a microbatch changes no facts.
 _Rule = tuple[int, int, int]
 _NO_CONCERN: _Rule = (0, 0, 0)
-_ABSENT_WHERE_EVALUATED = (R, B, I, W, SEND_B, RECV_B, EVICT, ACCEPT, RETURN, LOAD, OFFLOAD, RELOAD)
+_ABSENT_WHERE_EVALUATED = (R, B, I, W, SEND_B, RECV_B, EVICT, ACCEPT, RETURN, LOAD, *OFFLOADS, *RELOADS)
 
 # fact -> (code that adds it, message if the fact is missing, message if it is already there)
 _FACTS = {

@@ -57,14 +57,9 @@ from megatron.pipeline.check.compact import (
     FIRST_MOVE,
     FIRST_TRANSFER,
     FIRST_UPDATE,
+    KIND_OF_CODE,
     LOAD,
-    PREDICT,
     RECV_F,
-    REDUCE_EMBED,
-    REDUCE_GRAD,
-    REDUCE_NORM,
-    REDUCE_PARTIAL,
-    REDUCE_PARTIAL_EMBED,
     RETURN,
     SEND_F,
     STEP,
@@ -74,6 +69,7 @@ from megatron.pipeline.check.compact import (
     I,
     Transfer,
 )
+from megatron.pipeline.program.instruction import Members
 
 NONE = -1
 
@@ -251,13 +247,13 @@ class _Lowering:
         own = THREADS[thread]
         self._post(thread)
         last = self._launch(thread, own, self._given("compute"))
-        if code in (REDUCE_GRAD, REDUCE_PARTIAL) and self.data > 1:
+        word = KIND_OF_CODE[code].row
+        sums_partial = word.keeps and self.compact.program.reduce_partial
+        if self.data > 1 and (word.members is Members.REPLICAS or sums_partial):
             last = self._collective(thread, own, "chain's data group", DATA, f"data {self.rank}")
-        elif code in (REDUCE_EMBED, REDUCE_PARTIAL_EMBED):
-            if code == REDUCE_PARTIAL_EMBED and self.compact.program.reduce_partial and self.data > 1:
-                last = self._collective(thread, own, "chain's data group", DATA, f"data {self.rank}")
+        if word.members is Members.ENDS:
             last = self._collective(thread, own, "chain's embedding group", SAME_PLACE, "embedding", 2)
-        elif code == REDUCE_NORM:
+        elif word.members is Members.ALL:
             if self.tensor > 1:
                 last = self._collective(thread, own, "chain's tensor group", TENSOR, f"chain's tensor {self.rank}")
             self._do(thread, HOST_WAIT, last)
@@ -275,9 +271,10 @@ class _Lowering:
         if num_calls:
             self._do(MAIN, AWAIT, (CHAIN, num_calls))
         self._launch(MAIN, "compute", last)
-        if code == PREDICT and self.tensor > 1:
+        predicts = KIND_OF_CODE[code].row.is_prediction
+        if predicts and self.tensor > 1:
             self._collective(MAIN, "compute", "tensor group", TENSOR, f"tensor {self.rank}")
-        if self.gathers and code == PREDICT and self.compact.program.reduce_partial:  # the norm of all shards
+        if self.gathers and predicts and self.compact.program.reduce_partial:  # the norm of all shards
             self._collective(MAIN, "compute", "optimizer's data group", DATA, f"parameters {self.rank}")
         if self.gathers and code == self._maker:
             self._collective(MAIN, "compute", "optimizer's data group", DATA, f"parameters {self.rank}")

@@ -26,7 +26,7 @@ from megatron.pipeline.check.compact import (
     FIRST_STASH,
     FIRST_TRANSFER,
     KIND_OF_CODE,
-    RELOAD,
+    RELOADS,
     B,
     CompactProgram,
     F,
@@ -37,6 +37,7 @@ from megatron.pipeline.check.compact import (
 from megatron.pipeline.check.stash import offloaded_before
 
 _CHANGE = {code: KIND_OF_CODE[code].row.saved for code in range(FIRST_MOVE, FIRST_STASH)}  # of moves
+_ADDS = RELOADS | {F}
 
 
 class Held:
@@ -156,9 +157,9 @@ def _count(compact: CompactProgram, rank: int, end: int, by_stage: Mapping[int, 
         if code in (B, W):
             by_stage[place // width].held.own -= 1
             on_rank.held.own -= 1
-        elif (code in (F, RELOAD) or code in _CHANGE) and place // width not in saves_nothing:
+        elif (code in _ADDS or code in _CHANGE) and place // width not in saves_nothing:
             for count in (by_stage[place // width], on_rank):
-                if code in (F, RELOAD):
+                if code in _ADDS:
                     count.held.own += 1
                 else:
                     count.held.request(_CHANGE[code], num_moves)

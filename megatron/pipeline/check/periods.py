@@ -39,9 +39,7 @@ from megatron.pipeline.check.balance import moves_of_rank
 from megatron.pipeline.check.compact import (
     CODE_OF_KIND,
     FIRST_UPDATE,
-    HOLD,
     KIND_OF_CODE,
-    PREDICT,
     REDUCE_NORM,
     CompactProgram,
     F,
@@ -54,7 +52,7 @@ from megatron.pipeline.check.progress import list_channels, run
 from megatron.pipeline.check.residency import codes_of_host_updates
 from megatron.pipeline.check.updates import chain_of_rank
 from megatron.pipeline.graph.row_graph import RowExecution
-from megatron.pipeline.program.instruction import ENDS_BACKWARD, Instruction, Kind
+from megatron.pipeline.program.instruction import ENDS_BACKWARD, OFFLOADS, RELOADS, WORDS, Instruction, Kind
 from megatron.pipeline.program.move_order import MoveOrder
 from megatron.pipeline.program.program import Program
 
@@ -77,6 +75,10 @@ class PeriodOrigin(NamedTuple):
 
 # The state of a rank at a cut: a name for messages -> a value that can be compared.
 _RankState = dict[str, Any]
+
+# Codes that begin or end the keeping of gradients for a prediction: whether some are kept behind it.
+_KEEPS = {CODE_OF_KIND[kind]: word.keeps == "gradients" for kind, word in WORDS.items()
+          if word.keeps == "gradients" or word.is_prediction}  # fmt: skip
 
 
 def prove_periods(compact: CompactProgram, *, fill: Sequence[int], period: Sequence[int], shift: PeriodOrigin) -> None:
@@ -203,8 +205,8 @@ def _rows_state(compact: CompactProgram, known: Facts, rank: int, end: int, orig
             posted[code, stage] += 1
             if code == maker:
                 made.update(next(owned for owned in owners if stage in owned))
-            if code in (HOLD, PREDICT):
-                keeps = code == HOLD
+            if code in _KEEPS:
+                keeps = _KEEPS[code]
     state: _RankState = {"whether gradients are kept for a prediction": keeps}
     for stage in stages:
         complete = known.complete[stage]
@@ -242,9 +244,9 @@ def _host_state(
     counts: Counter[tuple[Kind, int]] = Counter()
     for each in row[:end]:
         counts[each.kind, each.stage] += 1
-        if each.kind is Kind.OFFLOAD:
+        if each.kind in OFFLOADS:
             away.add((each.stage, each.microbatch - origin.microbatch))
-        elif each.kind is Kind.RELOAD:
+        elif each.kind in RELOADS:
             away.discard((each.stage, each.microbatch - origin.microbatch))
         elif each.kind is Kind.FETCH:
             resident[each.stage] = each.version - origin.batch

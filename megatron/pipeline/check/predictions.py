@@ -52,19 +52,18 @@ from megatron.pipeline.check.compact import (
     FIRST_PREDICTION,
     FIRST_TRANSFER,
     FIRST_UPDATE,
-    HOLD,
     KIND_OF_CODE,
-    PREDICT,
-    REDUCE_PARTIAL,
-    REDUCE_PARTIAL_EMBED,
     STEP,
     B,
     CompactProgram,
     F,
     I,
     W,
+    codes_of,
 )
 from megatron.pipeline.program.weight_policies import Ahead
+
+HOLD, REDUCE_PARTIAL, REDUCE_PARTIAL_EMBED, PREDICT = codes_of("HOLD REDUCE_PARTIAL REDUCE_PARTIAL_EMBED PREDICT")
 
 
 def prove_predictions(compact: CompactProgram) -> None:
@@ -81,7 +80,7 @@ def prove_predictions(compact: CompactProgram) -> None:
     if program.weights.predicts:
         _require_numbers(compact)
     for rank, codes in enumerate(compact.codes):
-        if program.weights.predicts:
+        if codes_of_predictions(compact, rank):
             _RankPredictions(compact, rank).prove()
         elif max(codes, default=0) >= FIRST_PREDICTION:
             found = (position for position, code in enumerate(codes) if FIRST_PREDICTION <= code < FIRST_HOST_WORD)

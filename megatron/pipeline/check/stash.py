@@ -28,7 +28,9 @@ from megatron.pipeline.check.compact import (
     KIND_OF_CODE,
     NUM_CODES,
     OFFLOAD,
+    OFFLOADS,
     RELOAD,
+    RELOADS,
     B,
     CompactProgram,
     F,
@@ -159,7 +161,7 @@ def _most_on_rank(compact: CompactProgram, rank: int, bound: int | None) -> int:
             stage = place // width
             held += change[stage * NUM_CODES + code]
             held += keeps and code == F and stage > 0
-        held += code == RELOAD
+        held += code in RELOADS
         if held > peak:
             if bound is not None and held > bound:
                 reason = f"{held} tensors between stages may be on the device then, and {bound} are the most"
@@ -176,7 +178,7 @@ def offloaded_before(compact: CompactProgram, rank: int) -> dict[int, list[int]]
     an instruction that has waited for one of these.
     """
     codes = compact.codes[rank]
-    if OFFLOAD not in codes:
+    if OFFLOADS.isdisjoint(codes):
         return {}
     awaited, width = compact.awaited_in_lanes[rank], compact.num_microbatches
     stages: list[int] = []  # stages of the OFFLOADs so far
@@ -188,7 +190,7 @@ def offloaded_before(compact: CompactProgram, rank: int) -> dict[int, list[int]]
         before = of_lane[lane]
         count = max([before, *(known[each] for each in awaited.get(position, ()))])
         if lane is Lane.D2H:
-            stages += [place // width] * (code == OFFLOAD)
+            stages += [place // width] * (code in OFFLOADS)
             count = len(stages)  # its lane is in order
         if lane is Lane.COMPUTE and count > before:
             found[position] = stages[before:count]

@@ -78,12 +78,12 @@ def prove_updates(compact: CompactProgram) -> None:
             for each microbatch.
     """
     program = compact.program
-    keeps_each = program.weights.updates_alone and not program.weights.refreshes
-    if keeps_each and set(program.batches) != {1}:
+    size = program.weights.batch_size
+    if size and set(program.batches) != {size}:
         raise ValueError(
-            f"{program.weights.name} updates after each microbatch: give batches of 1, not {program.batches}"
+            f"{program.weights.name} updates after each microbatch: give batches of {size}, not {program.batches}"
         )
-    if keeps_each and len(compact.codes) < compact.num_stages:
+    if size and len(compact.codes) < compact.num_stages:
         raise ValueError(f"{program.weights.name} updates each stage by itself: give each rank one stage")
     is_forward_only = program.graph.is_forward_only
     num_microbatches, num_batches = compact.num_microbatches, len(program.batches)

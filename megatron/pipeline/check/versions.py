@@ -96,9 +96,10 @@ class _StageVersions:
         self.program, self.stage = program, stage
         self.batch_of, self.depth = batch_of, program.graph.depth(stage)
         self.maker = rule.maker.value
-        self.stashes, self.refreshes = rule.updates_alone, rule.refreshes
-        self.saves = not (rule.refreshes or program.graph.is_forward_only(stage))
-        self.bound = 1 if rule.refreshes else rule.max_live_versions(stage, program.num_stages)
+        refreshes = rule.refreshes
+        self.stashes = rule.updates_alone
+        self.saves = not (refreshes or program.graph.is_forward_only(stage))
+        self.bound = 1 if refreshes else rule.max_live_versions(stage, program.num_stages)
         self.live = dict.fromkeys(program.entry_versions, 0)
         self.newest = max(self.live)
         self.peak = len(self.live)

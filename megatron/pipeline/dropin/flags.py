@@ -34,7 +34,7 @@ def reason_against(name: str) -> str | None:
 
 
 def _reason_against_weights(weights: WeightPolicy) -> str | None:
-    if weights.refreshes or weights.delay is None:
+    if weights.updates_alone:
         return "has each stage step by itself, and Megatron-LM's optimizers step all together; use 2bw"
     return None
 

@@ -178,11 +178,8 @@ def require_supported(args: argparse.Namespace) -> None:
         raise ValueError(
             f"{flag_of(args)} takes the place of --pipeline-schedule {args.pipeline_schedule}; leave one of them out"
         )
-    weights = weights_of(args)
-    require_predictions(args, weights, name_of(args))
+    require_predictions(args, weights_of(args), name_of(args))
     _require_none_of(args, args)
-    if not weights.drains:
-        _require_format_for_two_versions(args)
     if args.pipeline_timeline is not None and args.pipeline_timeline_iterations < 1:
         raise ValueError(
             f"--pipeline-timeline-iterations {args.pipeline_timeline_iterations} shows nothing; give 1 or more"
@@ -200,11 +197,14 @@ def require_supported_model(args: argparse.Namespace, config: Any) -> None:
 
 
 def _require_none_of(settings: Any, args: argparse.Namespace) -> None:
-    for refusal in (*OF_ALL, *(() if weights_of(args).drains else OF_DELAYED_WEIGHTS)):
+    of_weights = () if weights_of(args).drains else OF_DELAYED_WEIGHTS
+    for refusal in (*OF_ALL, *of_weights):
         value = getattr(settings, refusal.argument, None)
         if refusal.is_refused(value):
             shown = refusal.flag if value is True else f"{refusal.flag} {value}"
             raise ValueError(f"{shown} {refusal.reason}, so it does not go with {flag_of(args)}; {refusal.remedy}")
+    if of_weights:
+        _require_format_for_two_versions(args)
 
 
 def _require_no_flag_without(args: argparse.Namespace) -> None:

@@ -37,7 +37,7 @@ from megatron.pipeline.runtime.stages.megatron.checkpointed_versions import (
     OLDER_VERSIONS,
     PREDICTED_VERSION,
     OlderVersions,
-    PredictedVersion,
+    older_versions,
 )
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import tied_embeddings
 from megatron.pipeline.runtime.stages.megatron.split_linears import require_splits
@@ -372,23 +372,17 @@ class VersionsInCheckpoints:
         saved = found.common.get("args")
         saved_under = getattr(saved, "pipeline_program", None) or getattr(saved, "pipeline_schedule", None)
         # Under the same schedule a checkpoint may have one version, too: after a skipped step.
-        is_due = self._update.weights.predicts or saved_under != self._name
-        if iteration and not found.loaded and is_due:
-            other = "the predicted one" if self._update.weights.predicts else "the one before"
+        may_lack = older.is_always_kept or saved_under != self._name
+        if iteration and not found.loaded and may_lack:
             say(
                 f"warning: the checkpoint of iteration {iteration} was saved under "
                 f"{saved_under or 'a schedule of Megatron-LM'} and has one weight version: iteration {iteration + 1} "
-                f"computes with it, and not with {other} as in a run that had used {self._update.weights.name} "
+                f"computes with it, and not with {older.name} as in a run that had used {self._update.weights.name} "
                 "all along"
             )
 
     def _older(self, num_batches: int) -> OlderVersions:
-        if self._update.weights.predicts:
-            return PredictedVersion(
-                self._chunks, self._update.versions, self._update.weights, num_batches,
-                apart=self._update.replicas_predict_apart,
-            )  # fmt: skip
-        return OlderVersions(self._chunks, self._update.versions, self._update.weights, num_batches)
+        return older_versions(self._chunks, self._update, num_batches)
 
     def _models(self, state: dict[str, Any]) -> dict[str, Any]:
         """The model chunks' entries in a state, by name."""

@@ -72,7 +72,7 @@ def _word(execution: RowExecution, channel: Channel, kind: Kind, microbatch: int
     at_maker = kind is not RECEIVE_OF[channel.tensor]
     stage, peer = (channel.maker, channel.taker) if at_maker else (channel.taker, channel.maker)
     word = Instruction(kind, stage, execution.executed.first_microbatch + microbatch)
-    return str(replace(word, peer=execution.executed.graph.named_peer(word, peer)) if kind.is_transfer else word)
+    return str(replace(word, peer=execution.executed.graph.named_peer(word, peer)) if kind.row.other_end else word)
 
 
 def _queue_waits_for(execution: RowExecution, queue: ReductionQueue) -> tuple[str, _Node | None]:

@@ -128,16 +128,12 @@ class Pipeline:
 
         steps = steps_of(weights, of_stage)
         made = self._agreement.on(lambda: {key: stepping(parameters) for key, parameters in steps.items()})
-        options = {} if weights.refreshes else {
-            "clip_grad": clip_grad, "data_parallel_group": self._groups.replicas,
-            "counts_in_norm": self._ranks.replica == 0,
-            "reduce_partial": self.schedule.reduce_partial,
-            "uniform": self.schedule.provisional_microbatches is not None,
-            "tied": None if tie is None else tie.parameter(self._groups),
-        }  # fmt: skip
         self._update, self._updates = make_updates(
             steps, self._versions, made, weights=weights, job_group=self._groups.reductions, device=self._device,
-            counts=self._counts, skips_unused=True, **options,
+            counts=self._counts, skips_unused=True, clip_grad=clip_grad, data_parallel_group=self._groups.replicas,
+            counts_in_norm=self._ranks.replica == 0, reduce_partial=self.schedule.reduce_partial,
+            uniform=self.schedule.provisional_microbatches is not None,
+            tied=None if tie is None else tie.parameter(self._groups),
         )  # fmt: skip
         self._stage_modules = {
             index: stage_module(module, index, self.schedule, loss=loss, autocast=autocast, device=self._device)

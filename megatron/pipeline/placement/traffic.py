@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
 
-from megatron.pipeline.program.instruction import Kind, Tensor
+from megatron.pipeline.program.instruction import EVICTIONS, Tensor
 from megatron.pipeline.program.move_order import Pairs, pair_of
 from megatron.pipeline.schedules import PipelineSchedule
 
@@ -78,7 +78,7 @@ def count_transfers(schedule: PipelineSchedule, num_microbatches: int) -> Messag
     return MessageCounts(
         num_microbatches=num_microbatches,
         activations=exchanged(sends, schedule.num_ranks),
-        evictions=tuple(sum(each.kind is Kind.EVICT for each in row) / num_batches for row in rows),
+        evictions=tuple(sum(each.kind in EVICTIONS for each in row) / num_batches for row in rows),
         ends=ends_of(placement),
         pair_of_rank=pairs,
     )

@@ -5,7 +5,7 @@ value: what to do (`Kind`), on which global stage, and where they apply the micr
 Its text form (`2F5@1`, `2F5@1+2`, `2F5@1~3`, `2SEND_F5`, `2STEP@4`) is a superset of torch.distributed.pipelining's.
 Reading it is strict.
 
-What a word means is said once, in `WORDS`. Passes, checker, simulator, planner, drawing and trace ask that table and
+What a word means is said once, in `WORDS`. Passes, checker, simulator, planner, drawing and executor ask that table and
 keep none of their own, so a new word is a row there, its proof in the checker, and a method of the executor.
 """
 
@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 
 
 class Kind(str, Enum):
@@ -60,18 +60,6 @@ class Kind(str, Enum):
     def is_computation(self) -> bool:
         return self in COMPUTATIONS
 
-    @property
-    def is_transfer(self) -> bool:
-        return self in TRANSFERS
-
-    @property
-    def is_move(self) -> bool:
-        return self in MOVES
-
-    @property
-    def is_update(self) -> bool:
-        return self in UPDATES
-
 
 class Subject(Enum):
     """What an instruction is about."""
@@ -109,12 +97,27 @@ class Members(Enum):
     ALL = "all"
 
 
+class Proof(Enum):
+    """What `check` proves of an instruction, in the order in which it numbers words."""
+
+    COMPUTATION = "computation"
+    TRANSFER = "transfer"
+    MOVE = "move"
+    STASH = "input on the host"
+    UPDATE = "update"
+    PREDICTION = "prediction"
+    RESIDENCY = "weights on the host"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Word:
     """A row of `WORDS`.
 
     Attributes:
         name: what a legend calls it.
+        proof: what is proved of it; None: nothing, so the checker refuses it.
+        handler: the method that executes it, an attribute of the executor.
+        cost: the name of its seconds in `simulate.costs.Costs`; none: it takes no time.
         colour, sign: its family of colours in drawings (`draw.colours`), and what stands before its number there; `#`:
             a mark at its end. An update without a sign is a bar as wide as its time.
         lane, subject: see the classes.
@@ -122,18 +125,23 @@ class Word:
         uses_saved: it reads the saved activations of its microbatch, which so have to be at the stage.
         adds_gradients: it adds its microbatch to the gradients of the weights, and ends the backward with that.
         saved: what it does to the number of microbatches that the stage saves: +1 from its start on, -1 at its end.
+        keeps: of which gradients it keeps a copy for a prediction: `gradients` or `tied_gradients`, as
+            `simulate.memory_curve.MemorySizes` names their bytes.
+        is_prediction: it makes a prediction, and drops the kept copies at its end.
         deferred: what it does, at its end, to the number of microbatches between the halves of a split backward.
         of_pair: of a move, that what is saved belongs to the pair stage.
         sends, receives: what a transfer takes to, or from, another stage.
         other_end: of a transfer or a move, the word at the other stage.
         members: of a reduction.
-        awaits: where weights live on the host, the words for which it waits in its lane: of its stage, and of its
-            version or its microbatch, as far as they stand before it in its row. Besides, every lane carries out its
-            words in the order of the row.
+        awaits: the words for which it waits: of its stage, and of its version or its microbatch, as far as they stand
+            before it in its row. Besides, every lane carries out its words in the order of the row.
     """
 
     name: str
     lane: Lane
+    proof: Proof | None = None
+    handler: str = ""
+    cost: str = ""
     colour: str = "grey"
     sign: str = ""
     subject: Subject = Subject.MICROBATCH
@@ -142,6 +150,8 @@ class Word:
     uses_saved: bool = False
     adds_gradients: bool = False
     saved: int = 0
+    keeps: str = ""
+    is_prediction: bool = False
     deferred: int = 0
     of_pair: bool = False
     sends: Tensor | None = None
@@ -158,76 +168,105 @@ class Word:
 
 _F, _B = Tensor.ACTIVATION, Tensor.GRADIENT
 
+_COMPUTATION = partial(Word, lane=Lane.COMPUTE, proof=Proof.COMPUTATION, awaits=(Kind.FETCH,))
+_TRANSFER = partial(Word, lane=Lane.TRANSFERS, proof=Proof.TRANSFER)
+_MOVE = partial(Word, lane=Lane.MOVES, proof=Proof.MOVE)
+_UPDATE = partial(Word, subject=Subject.UPDATE, proof=Proof.UPDATE)
+_PREDICTION = partial(Word, subject=Subject.UPDATE, proof=Proof.PREDICTION)
+_RESIDENCY = partial(Word, subject=Subject.UPDATE, proof=Proof.RESIDENCY)
+
 WORDS: dict[Kind, Word] = {
-    Kind.FORWARD: Word(
-        name="forward", lane=Lane.COMPUTE, needs=_F, makes=_F, saved=+1, awaits=(Kind.FETCH,), colour="blue"
+    Kind.FORWARD: _COMPUTATION(
+        name="forward", needs=_F, makes=_F, saved=+1, colour="blue", cost="forward", handler="_forward"
     ),
-    Kind.BACKWARD: Word(
-        name="backward", lane=Lane.COMPUTE, needs=_B, makes=_B, uses_saved=True, adds_gradients=True, saved=-1,
-        awaits=(Kind.FETCH,), colour="green",
+    Kind.BACKWARD: _COMPUTATION(
+        name="backward", needs=_B, makes=_B, uses_saved=True, adds_gradients=True, saved=-1, colour="green",
+        cost="backward", handler="_backward",
     ),
-    Kind.BACKWARD_INPUT: Word(
-        name="backward, inputs", lane=Lane.COMPUTE, needs=_B, makes=_B, uses_saved=True, deferred=+1,
-        awaits=(Kind.FETCH,), colour="green",
+    Kind.BACKWARD_INPUT: _COMPUTATION(
+        name="backward, inputs", needs=_B, makes=_B, uses_saved=True, deferred=+1, colour="green",
+        cost="backward_input", handler="_backward_input",
     ),
-    Kind.BACKWARD_WEIGHT: Word(
-        name="backward, weights", lane=Lane.COMPUTE, adds_gradients=True, saved=-1, deferred=-1,
-        awaits=(Kind.FETCH,), colour="olive",
+    Kind.BACKWARD_WEIGHT: _COMPUTATION(
+        name="backward, weights", adds_gradients=True, saved=-1, deferred=-1, colour="olive", cost="backward_weight",
+        handler="_backward_weights",
     ),
-    Kind.RECOMPUTE: Word(
-        name="recompute", lane=Lane.COMPUTE, uses_saved=True, awaits=(Kind.FETCH, Kind.RELOAD), colour="purple"
+    Kind.RECOMPUTE: _COMPUTATION(
+        name="recompute", uses_saved=True, awaits=(Kind.FETCH, Kind.RELOAD), colour="purple", cost="recompute",
+        handler="_recompute",
     ),
-    Kind.SEND_F: Word(name="send activation", lane=Lane.TRANSFERS, sends=_F, other_end=Kind.RECV_F),
-    Kind.RECV_F: Word(name="receive activation", lane=Lane.TRANSFERS, receives=_F, other_end=Kind.SEND_F),
-    Kind.SEND_B: Word(name="send gradient", lane=Lane.TRANSFERS, sends=_B, other_end=Kind.RECV_B),
-    Kind.RECV_B: Word(name="receive gradient", lane=Lane.TRANSFERS, receives=_B, other_end=Kind.SEND_B),
-    Kind.EVICT: Word(
-        name="eviction to the pair stage", lane=Lane.MOVES, saved=-1, other_end=Kind.ACCEPT, colour="brick", sign=">"
+    Kind.SEND_F: _TRANSFER(name="send activation", sends=_F, other_end=Kind.RECV_F, handler="_send_output"),
+    Kind.RECV_F: _TRANSFER(
+        name="receive activation", receives=_F, other_end=Kind.SEND_F, handler="_exchange.post_receive"
     ),
-    Kind.ACCEPT: Word(
-        name="acceptance from the pair stage", lane=Lane.MOVES, saved=+1, of_pair=True, other_end=Kind.EVICT
+    Kind.SEND_B: _TRANSFER(name="send gradient", sends=_B, other_end=Kind.RECV_B, handler="_exchange.send"),
+    Kind.RECV_B: _TRANSFER(
+        name="receive gradient", receives=_B, other_end=Kind.SEND_B, handler="_exchange.post_receive"
     ),
-    Kind.RETURN: Word(
-        name="return to the pair stage", lane=Lane.MOVES, saved=-1, of_pair=True, other_end=Kind.LOAD
+    Kind.EVICT: _MOVE(
+        name="eviction to the pair stage", saved=-1, other_end=Kind.ACCEPT, colour="brick", sign=">", cost="evict",
+        handler="_evict",
     ),
-    Kind.LOAD: Word(
-        name="load from the pair stage", lane=Lane.MOVES, saved=+1, other_end=Kind.RETURN, colour="navy", sign="<"
+    Kind.ACCEPT: _MOVE(
+        name="acceptance from the pair stage", saved=+1, of_pair=True, other_end=Kind.EVICT,
+        handler="_transfers.accept",
     ),
-    Kind.OFFLOAD: Word(name="input to the host", lane=Lane.D2H, saved=-1, colour="moss"),
+    Kind.RETURN: _MOVE(
+        name="return to the pair stage", saved=-1, of_pair=True, other_end=Kind.LOAD, awaits=(Kind.ACCEPT,),
+        handler="_transfers.give_back",
+    ),
+    Kind.LOAD: _MOVE(
+        name="load from the pair stage", saved=+1, other_end=Kind.RETURN, awaits=(Kind.EVICT,), colour="navy", sign="<",
+        cost="load", handler="_transfers.load",
+    ),
+    Kind.OFFLOAD: Word(
+        name="input to the host", lane=Lane.D2H, saved=-1, colour="moss", proof=Proof.STASH, cost="offload",
+        handler="_offload",
+    ),
     Kind.RELOAD: Word(
-        name="input back from the host", lane=Lane.H2D, saved=+1, awaits=(Kind.OFFLOAD,), colour="steel"
+        name="input back from the host", lane=Lane.H2D, saved=+1, awaits=(Kind.OFFLOAD,), colour="steel",
+        proof=Proof.STASH, cost="reload", handler="_reload",
     ),
-    Kind.REDUCE_GRAD: Word(
-        name="gradients reduced", lane=Lane.CHAIN, subject=Subject.UPDATE, members=Members.REPLICAS
+    Kind.REDUCE_GRAD: _UPDATE(
+        name="gradients reduced", lane=Lane.CHAIN, members=Members.REPLICAS, cost="reduce_grad", handler="_reduce_grad"
     ),
-    Kind.REDUCE_EMBED: Word(
-        name="tied embeddings reduced", lane=Lane.CHAIN, subject=Subject.UPDATE, members=Members.ENDS,
-        awaits=(Kind.STORE_GRAD,),
+    Kind.REDUCE_EMBED: _UPDATE(
+        name="tied embeddings reduced", lane=Lane.CHAIN, members=Members.ENDS, awaits=(Kind.STORE_GRAD,),
+        cost="reduce_embed", handler="_reduce_embed",
     ),
-    Kind.REDUCE_NORM: Word(name="norm reduced", lane=Lane.CHAIN, subject=Subject.UPDATE, members=Members.ALL),
-    Kind.STEP: Word(
-        name="optimizer step; makes weights Wn", lane=Lane.COMPUTE, subject=Subject.UPDATE, colour="red", sign="#"
+    Kind.REDUCE_NORM: _UPDATE(
+        name="norm reduced", lane=Lane.CHAIN, members=Members.ALL, cost="reduce_norm", handler="_reduce_norm"
     ),
-    Kind.HOLD: Word(name="gradients kept", lane=Lane.COMPUTE, subject=Subject.UPDATE, colour="pale teal"),
-    Kind.REDUCE_PARTIAL: Word(
-        name="partial gradients reduced", lane=Lane.CHAIN, subject=Subject.UPDATE, members=Members.REPLICAS
+    Kind.STEP: _UPDATE(
+        name="optimizer step; makes weights Wn", lane=Lane.COMPUTE, colour="red", sign="#", cost="step",
+        handler="_step",
     ),
-    Kind.REDUCE_PARTIAL_EMBED: Word(
-        name="partial tied embeddings reduced", lane=Lane.CHAIN, subject=Subject.UPDATE, members=Members.ENDS
+    Kind.HOLD: _PREDICTION(
+        name="gradients kept", lane=Lane.COMPUTE, keeps="gradients", colour="pale teal", cost="hold", handler="_hold"
     ),
-    Kind.PREDICT: Word(
-        name="prediction ~n of weights Wn", lane=Lane.COMPUTE, subject=Subject.UPDATE, colour="teal", sign="~"
+    Kind.REDUCE_PARTIAL: _PREDICTION(
+        name="partial gradients reduced", lane=Lane.CHAIN, members=Members.REPLICAS, cost="reduce_grad",
+        handler="_reduce_partial",
     ),
-    Kind.FETCH: Word(
-        name="weights fetched", lane=Lane.H2D, subject=Subject.UPDATE, awaits=(Kind.UPDATE,), colour="sky"
+    Kind.REDUCE_PARTIAL_EMBED: _PREDICTION(
+        name="partial tied embeddings reduced", lane=Lane.CHAIN, members=Members.ENDS, keeps="tied_gradients",
+        cost="reduce_embed", handler="_reduce_partial_embed",
     ),
-    Kind.FREE: Word(name="weights freed", lane=Lane.H2D, subject=Subject.UPDATE),
-    Kind.STORE_GRAD: Word(
-        name="gradients stored", lane=Lane.D2H, subject=Subject.UPDATE, awaits=(Kind.REDUCE_GRAD,), colour="leaf"
+    Kind.PREDICT: _PREDICTION(
+        name="prediction ~n of weights Wn", lane=Lane.COMPUTE, is_prediction=True, colour="teal", sign="~",
+        cost="predict", handler="_predict",
     ),
-    Kind.UPDATE: Word(
-        name="update on the host", lane=Lane.HOST, subject=Subject.UPDATE,
-        awaits=(Kind.STORE_GRAD, Kind.REDUCE_EMBED), colour="pink",
+    Kind.FETCH: _RESIDENCY(
+        name="weights fetched", lane=Lane.H2D, awaits=(Kind.UPDATE,), colour="sky", cost="fetch", handler="_fetch"
+    ),
+    Kind.FREE: _RESIDENCY(name="weights freed", lane=Lane.H2D, handler="_free"),
+    Kind.STORE_GRAD: _RESIDENCY(
+        name="gradients stored", lane=Lane.D2H, awaits=(Kind.REDUCE_GRAD,), colour="leaf", cost="store",
+        handler="_store_grad",
+    ),
+    Kind.UPDATE: _RESIDENCY(
+        name="update on the host", lane=Lane.HOST, awaits=(Kind.STORE_GRAD, Kind.REDUCE_EMBED), colour="pink",
+        cost="update", handler="_update_on_host",
     ),
 }  # fmt: skip
 
@@ -243,15 +282,20 @@ COMPUTATIONS = BUSY - UPDATES
 AWAITS_REDUCTIONS = BUSY & UPDATES  # of its version, as far as they stand before it
 MOVES = kinds(lambda word: word.lane is Lane.MOVES)
 OWN_MOVES = kinds(lambda word: word.lane is Lane.MOVES and not word.of_pair)  # of the evictor
+EVICTIONS = kinds(lambda word: word.lane is Lane.MOVES and word.saved < 0 and not word.of_pair)
+LOADS = OWN_MOVES - EVICTIONS
 SENDS = kinds(lambda word: word.sends)
 RECEIVES = kinds(lambda word: word.receives)
 REDUCTIONS = kinds(lambda word: word.lane is Lane.CHAIN)
 HOST_WORDS = kinds(lambda word: word.lane in (Lane.H2D, Lane.D2H, Lane.HOST))  # of one stage each
 STASH_WORDS = HOST_WORDS - UPDATES  # of one microbatch, too
+OFFLOADS = STASH_WORDS & kinds(lambda word: word.saved < 0)
+RELOADS = STASH_WORDS & kinds(lambda word: word.saved > 0)
 RESIDENCY_WORDS = UPDATES & kinds(lambda word: word.lane is Lane.H2D)  # their version is read, not made
 TRANSFERS = MOVES | SENDS | RECEIVES | STASH_WORDS
 AWAITED = frozenset(kind for word in WORDS.values() for kind in word.awaits)
 SHARED_REDUCTIONS = kinds(lambda word: word.members in (Members.ENDS, Members.ALL))  # stages wait for each other there
+EVALUATES = RESIDENCY_WORDS | kinds(lambda word: _F in (word.makes, word.sends, word.receives))
 USES_SAVED = kinds(lambda word: word.uses_saved)
 BEGINS_BACKWARD = kinds(lambda word: word.needs is Tensor.GRADIENT)
 ENDS_BACKWARD = kinds(lambda word: word.adds_gradients)
@@ -342,12 +386,12 @@ class Instruction:
                 else f"only a forward takes weights of a provisional step, and {word} none"
             )
             raise ValueError(f"{text!r}: {reason} ({sign}{ahead})")
-        if kind.is_update:
+        if kind in UPDATES:
             if microbatch is not None or version is None:
                 raise ValueError(f"{text!r}: {word} takes a version and no microbatch, such as {stage}{word}@1")
         elif microbatch is None:
             raise ValueError(f"{text!r}: {word} needs a microbatch, such as {stage}{word}0")
-        elif kind.is_transfer and version is not None:
+        elif kind in TRANSFERS and version is not None:
             raise ValueError(f"{text!r}: {word} moves a tensor and takes no weight version")
         return Instruction(
             kind,

@@ -50,7 +50,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from megatron.pipeline.program.instruction import AWAITED, COMPUTATIONS, ENDS_BACKWARD, STASH_WORDS, Instruction, Kind
+from megatron.pipeline.program.instruction import (
+    AWAITED,
+    COMPUTATIONS,
+    ENDS_BACKWARD,
+    OFFLOADS,
+    STASH_WORDS,
+    Instruction,
+    Kind,
+)
 
 GRADIENT_BUFFERS = 2
 RELOADED_AHEAD = 2  # inputs that are on their way, or there, beside the one in use
@@ -152,7 +160,7 @@ class LaneOrder:
             self._stored.append(number)
         if kind in STASH_WORDS:
             self._moved[kind, stage, instruction.microbatch] = number
-            self._offloaded = number if kind is Kind.OFFLOAD else self._offloaded
+            self._offloaded = number if kind in OFFLOADS else self._offloaded
         elif kind in AWAITED:
             for each in stages:
                 self._last[kind, each] = version, number

@@ -27,7 +27,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron.pipeline.program.edges import stages_of
-from megatron.pipeline.program.instruction import COMPUTATIONS, MOVES, USES_SAVED, Instruction, Kind
+from megatron.pipeline.program.instruction import COMPUTATIONS, EVICTIONS, LOADS, MOVES, USES_SAVED, Instruction, Kind
 
 
 def pair_of(index: int, count: int) -> int:
@@ -103,9 +103,9 @@ class MoveOrder:
         kind, key = instruction.kind, (instruction.stage, instruction.microbatch)
         if kind in MOVES:
             self._num_moves += 1
-            if kind is Kind.EVICT:
+            if kind in EVICTIONS:
                 self._num_to_evict = self._num_moves
-            elif kind is Kind.LOAD:
+            elif kind in LOADS:
                 self._num_to_load[key] = self._num_moves
         if kind not in COMPUTATIONS or instruction.stage < self._num_frozen:
             return 0

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 
 from megatron.pipeline.program import csv_text
 from megatron.pipeline.program.extent import Extent
-from megatron.pipeline.program.instruction import Instruction, Kind, Row, Rows
+from megatron.pipeline.program.instruction import EVICTIONS, OFFLOADS, Instruction, Kind, Row, Rows
 
 __all__ = ["Program", "Row", "Rows", "shifted_row"]
 
@@ -41,18 +41,18 @@ class Program(Extent):
     @property
     def num_evictions(self) -> tuple[int, ...]:
         """For each stage, how many microbatches move to the pair stage and back. All 0: nothing to balance."""
-        return self._count(Kind.EVICT)
+        return self._count(EVICTIONS)
 
     @property
     def num_offloads(self) -> tuple[int, ...]:
         """For each stage, how many microbatches leave their input to the host."""
-        return self._count(Kind.OFFLOAD)
+        return self._count(OFFLOADS)
 
-    def _count(self, kind: Kind) -> tuple[int, ...]:
+    def _count(self, kinds: frozenset[Kind]) -> tuple[int, ...]:
         counts = [0] * self.num_stages
         for row in self.rows:
             for instruction in row:
-                if instruction.kind is kind:
+                if instruction.kind in kinds:
                     counts[instruction.stage] += 1
         return tuple(counts)
 

@@ -39,6 +39,7 @@ enter it into `POLICIES`: `WeightPolicy("3bw", delay=2)` has batch j use max(j-2
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -65,7 +66,8 @@ class WeightPolicy:
             each stage uses its newest version, and steps as soon as it can.
         predicts: batch j uses a prediction of version j instead; with a delay of 1.
         refreshes: a recompute and a backward use what is the newest then; with a delay of None.
-        ahead: how a forward is ahead of its version, towards that of its backward, where these refresh; None: not.
+        ahead: how a forward may be ahead of its version, towards that of its backward, where these refresh, for which a
+            stage has one more set of weights; None: not.
 
     Raises:
         ValueError: a delay that is no number of batches, or one that nothing can be predicted over.
@@ -103,11 +105,6 @@ class WeightPolicy:
         return self.name
 
     @property
-    def looks_ahead(self) -> bool:
-        """Whether a forward may use weights that are ahead of its version: one more set of weights."""
-        return self.ahead is not None
-
-    @property
     def drains(self) -> bool:
         """Whether a batch is through the pipeline before the next one begins."""
         return self.delay == 0
@@ -123,6 +120,19 @@ class WeightPolicy:
         return bool(self.delay)
 
     @property
+    def batch_size(self) -> int | None:
+        """The only number of microbatches that a batch may have; None: any."""
+        return 1 if self.delay is None and not self.refreshes else None
+
+    def most_together(self, batches: Sequence[int]) -> int:
+        """The most microbatches that can be under way at once in a program of batches of these sizes."""
+        return max(batches) if self.drains else sum(batches)
+
+    def full_batches(self, num_microbatches: int, num_batches: int) -> tuple[int, ...]:
+        """The sizes of the batches of a program that holds as much as any: so many, or one where batches drain."""
+        return (num_microbatches,) * (1 if self.drains else num_batches)
+
+    @property
     def max_gradient_buffers(self) -> int:
         """The most batches whose gradients are summed up, reduced or waited for at once.
 
@@ -134,7 +144,7 @@ class WeightPolicy:
     def max_live_versions(self, stage: int, num_stages: int) -> int:
         """The most versions that a stage holds at once, with one that is ahead."""
         if self.refreshes:
-            return 2 if self.looks_ahead and stage < num_stages - 1 else 1
+            return 2 if self.ahead and stage < num_stages - 1 else 1
         return num_stages - stage if self.delay is None else self.delay + 1
 
     @property

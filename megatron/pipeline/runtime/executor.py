@@ -15,11 +15,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from torch import Tensor
 
 from megatron.pipeline.program.edges import StageGraph
-from megatron.pipeline.program.instruction import HALVES, Instruction, Kind
+from megatron.pipeline.program.instruction import (
+    EVALUATES,
+    HALVES,
+    HOST_WORDS,
+    MOVES,
+    STASH_WORDS,
+    WORDS,
+    Instruction,
+    Kind,
+)
 from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.pipeline.runtime.activations.transfers import ActivationTransfers, SavedMicrobatches
 from megatron.pipeline.runtime.contract.stage import (
@@ -119,41 +129,13 @@ class Executor:
         self.current: Instruction | None = None
         self.num_executed = 0
         self._ready = 0.0
-        shared = {
-            Kind.SEND_F: self._send_output,
-            Kind.RECV_F: self._exchange.post_receive,
+        parts = ((MOVES, transfers), (HOST_WORDS - STASH_WORDS, lanes), (STASH_WORDS, stash))
+        absent = frozenset().union(*(kinds for kinds, part in parts if part is None))
+        self._training = {
+            kind: attrgetter(word.handler)(self) for kind, word in WORDS.items() if word.handler and kind not in absent
         }
-        self._training = shared | {
-            Kind.FORWARD: self._forward,
-            Kind.RECOMPUTE: self._recompute,
-            Kind.BACKWARD: self._backward,
-            Kind.BACKWARD_INPUT: self._backward_input,
-            Kind.BACKWARD_WEIGHT: self._backward_weights,
-            Kind.SEND_B: self._exchange.send,
-            Kind.RECV_B: self._exchange.post_receive,
-            Kind.REDUCE_GRAD: self._reduce_grad,
-            Kind.REDUCE_EMBED: self._reduce_embed,
-            Kind.REDUCE_NORM: self._reduce_norm,
-            Kind.STEP: self._step,
-            Kind.HOLD: self._hold,
-            Kind.REDUCE_PARTIAL: self._reduce_partial,
-            Kind.REDUCE_PARTIAL_EMBED: self._reduce_partial_embed,
-            Kind.PREDICT: self._predict,
-        }
-        if transfers is not None:
-            self._training |= {
-                Kind.EVICT: self._evict,
-                Kind.ACCEPT: transfers.accept,
-                Kind.RETURN: transfers.give_back,
-                Kind.LOAD: transfers.load,
-            }
-        self._evaluation = shared | {Kind.FORWARD: self._forward_only}
-        if lanes is not None:
-            weights = {Kind.FETCH: self._fetch, Kind.FREE: self._free}
-            self._training |= {**weights, Kind.STORE_GRAD: self._store_grad, Kind.UPDATE: self._update_on_host}
-            self._evaluation |= weights
-        if stash is not None:
-            self._training |= {Kind.OFFLOAD: self._offload, Kind.RELOAD: self._reload}
+        self._evaluation = {kind: method for kind, method in self._training.items() if kind in EVALUATES}
+        self._evaluation[Kind.FORWARD] = self._forward_only
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 

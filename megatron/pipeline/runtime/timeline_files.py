@@ -37,8 +37,7 @@ def measured_costs(measured: Timeline) -> Costs:
         return min((statistics.fmean(found) for (each, _), found in times.items() if each is kind), default=0.0)
 
     known = {field.name for field in fields(Costs)}
-    named = {kind.name.lower(): kind for kind in Kind if kind not in MOVES} | {"store": Kind.STORE_GRAD}
-    of_work = {name: kind for name, kind in named.items() if name in known}
+    of_work = {kind.row.cost: kind for kind in reversed(Kind) if kind.row.cost in known and kind not in MOVES}
     return Costs(**{name: (least if kind in SHARED_REDUCTIONS else mean)(kind) for name, kind in of_work.items()})
 
 

@@ -72,7 +72,7 @@ _WEIGHTS: tuple[tuple[Condition, str], ...] = (
         "once; use flush, or one replica",
     ),
     (
-        lambda s, o: s.weights.looks_ahead and not s.recompute,
+        lambda s, o: s.weights.ahead and not s.recompute,
         "under {s.name_of_weights} a forward uses {s.weights.ahead.value} weights, which are gone before its backward; "
         "add recompute, or use weights stale",
     ),
@@ -274,7 +274,7 @@ def validate_batch(schedule: PipelineSchedule, order: Order, num_microbatches: i
     if num_microbatches < 1:
         raise ValueError(f"a batch cannot have {num_microbatches} microbatches; give 1 and more")
     weights = schedule.weights
-    if weights.updates_alone and not weights.refreshes and num_microbatches != 1:
+    if weights.batch_size not in (None, num_microbatches):
         raise ValueError(
             f"{schedule.name_of_weights} updates after every microbatch, so a batch is one microbatch, not "
             f"{num_microbatches}; give each batch one (in training: global batch size = micro batch size x data "

@@ -60,6 +60,10 @@ class Repetition:
         past = index - self.num_fill
         return index if past < 0 else self.num_fill + past % self.num_period
 
+    def is_of_whole(self, extent: Extent) -> bool:
+        """Whether rows repeat as a whole only, so that the pipeline drains where its weights need not."""
+        return not extent.weights.drains and self.num_fill + self.num_period == len(extent.batches)
+
 
 def cuts_of(program: Program) -> Cuts:
     """How far each rank comes before each batch, if none begins it. The program is proved."""
@@ -141,11 +145,10 @@ def _rank(candidate: Repetition, program: Program, parts: list[Rows]) -> tuple[b
     """What comes first among candidates: that do not drain where weights need not, lead to the end of the rows, are
     short, have a short fill.
     """
-    drains = not program.weights.drains and candidate.num_fill + candidate.num_period == len(parts)
     last = len(parts) - 1
     foretold = left_of(candidate, parts, last, extent=program)
     is_end = all(_computations(row) == _computations(own) for row, own in zip(foretold, parts[last], strict=True))
-    return drains, not is_end, candidate.num_fill + candidate.num_period, candidate.num_fill
+    return candidate.is_of_whole(program), not is_end, candidate.num_fill + candidate.num_period, candidate.num_fill
 
 
 def _computations(row: Row) -> list[Instruction]:

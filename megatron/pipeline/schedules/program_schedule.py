@@ -103,8 +103,7 @@ class ProgramSchedule(PipelineSchedule):
     @property
     def drains_between_periods(self) -> bool:
         """Whether the rows repeat as a whole only, so that the pipeline drains where its weights need not."""
-        repetition = self.repetition
-        return not self.weights.drains and repetition.num_fill + repetition.num_period == len(self.program.batches)
+        return self.repetition.is_of_whole(self.program)
 
     @property
     def num_microbatches(self) -> int:

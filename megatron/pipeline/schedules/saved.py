@@ -6,6 +6,7 @@ from functools import lru_cache
 
 from megatron.pipeline.program.edges import stages_by_rank
 from megatron.pipeline.program.lane_order import RELOADED_AHEAD
+from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.pipeline.schedules.order import Order
 from megatron.pipeline.schedules.passes.balance import balanced_bounds
 
@@ -14,14 +15,12 @@ _OFFLOADED = RELOADED_AHEAD + 1  # of a stage whose inputs leave, the most that 
 
 @dataclass(frozen=True)
 class SavedBounds:
-    """The bounds of a schedule. `balance`: activations move; `drains`: each batch ends before the next begins;
-    `offloads`: inputs of a relay are stashed on the host.
-    """
+    """The bounds of a schedule. `balance`: activations move; `offloads`: inputs of a relay are stashed on the host."""
 
     order: Order
     rank_of_stage: tuple[int, ...]
     balance: bool
-    drains: bool
+    weights: WeightPolicy
     offloads: bool = False
 
     @property
@@ -32,7 +31,7 @@ class SavedBounds:
 
     def on_stages(self, batches: Sequence[int]) -> tuple[int, ...]:
         """The most that each stage holds in a program of these batches."""
-        own = _cut(_in_flight(self.order), self._most_together(batches))
+        own = _cut(_in_flight(self.order), self.weights.most_together(batches))
         if self.offloads:
             return tuple(each if self._stays(stage) else min(each, _OFFLOADED) for stage, each in enumerate(own))
         if not self.balance:
@@ -78,14 +77,10 @@ class SavedBounds:
         return {self.order.pairs.of_rank(rank) for rank in self.evicting_ranks(batches)}
 
     def _in_flight_on_rank(self, batches: Sequence[int]) -> tuple[int, ...]:
-        together, limits = self._most_together(batches), _limits_of_ranks(self.order)
+        together, limits = self.weights.most_together(batches), _limits_of_ranks(self.order)
         is_frozen, stages = self.order.graph.is_forward_only, stages_by_rank(self.rank_of_stage)
         saving = [sum(not is_frozen(stage) for stage in own) for own in stages]
         return tuple(_cut([limit], together * count)[0] for limit, count in zip(limits, saving, strict=True))
-
-    def _most_together(self, batches: Sequence[int]) -> int:
-        """The most that can be under way at once in a program of these batches."""
-        return max(batches) if self.drains else sum(batches)
 
 
 @lru_cache(maxsize=256)

@@ -202,10 +202,9 @@ class Schedule(PipelineSchedule):
         """For each stage, whether the prediction from a batch of this size reads a copy of the gradients: where more
         microbatches are done than it reads, and where the replicas reduce what it reads.
         """
-        if not self.weights.predicts or (self.reduce_partial and self.data_parallel):
-            return (self.weights.predicts,) * self.num_stages
-        if self.provisional_microbatches is None:
-            return (False,) * self.num_stages
+        is_reduced = self.reduce_partial and self.data_parallel
+        if is_reduced or self.provisional_microbatches is None:
+            return (is_reduced,) * self.num_stages
         done = (num_microbatches - remaining for remaining in self.remaining_backwards(num_microbatches))
         return tuple(self.provisional_microbatches < each for each in done)
 
@@ -222,6 +221,11 @@ class Schedule(PipelineSchedule):
         if self.weights.updates_alone and order.most_behind is not None:
             return order.most_behind + max(map(order.graph.depth, range(self.num_stages)))
         return self.weights.settling_batches(order.max_in_flight(self.num_frozen) or 0)
+
+    @property
+    def num_fill(self) -> int:
+        """How many batches stand before those that repeat one another."""
+        return max(1, (self.weights.delay or 0) + self.settling_batches)
 
     def window(self, batches: Sequence[int]) -> tuple[int, ...]:
         return tuple(batches[-self.settling_batches - 1 :])
@@ -246,7 +250,7 @@ class Schedule(PipelineSchedule):
         )
 
     def build_periodic(self, num_microbatches: int) -> PeriodicProgram:
-        num_fill = max(1, (self.weights.delay or 0) + self.settling_batches)
+        num_fill = self.num_fill
         batches = (num_microbatches,) * num_fill
         built = self.build_in_segments((*batches, num_microbatches))
         return PeriodicProgram(
@@ -310,7 +314,7 @@ class Schedule(PipelineSchedule):
     @property
     def _saved(self) -> SavedBounds:
         offloads = self.residency is not None and self.residency.stashes_on_host
-        return SavedBounds(self._order, self.rank_of_stage, self.balance, self.weights.drains, offloads)
+        return SavedBounds(self._order, self.rank_of_stage, self.balance, self.weights, offloads)
 
 
 _SHARED = sorted({each.name for each in fields(Extent)} & {each.name for each in fields(Schedule)})

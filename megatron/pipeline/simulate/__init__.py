@@ -69,16 +69,18 @@ def _of_row(times: list[float], nodes: list[int]) -> list[float]:
 
 
 def seconds_of(program: Program, costs: Costs) -> dict[Kind, list[float]]:
-    """Kind -> seconds at each stage. An update of a rank takes the sum over its trained stages."""
+    """Kind -> seconds at each stage. An update takes the sum over the trained stages that step together."""
     seconds = costs.seconds(program.num_stages)
     of_stages = HOST_WORDS | ({Kind.REDUCE_GRAD} if program.residency else set())
-    if program.weights.updates_alone:
-        of_stages = UPDATES
-    trained = [program.stages_of(rank) for rank in range(program.num_ranks)]
-    trained = [[each for each in own if not program.graph.is_forward_only(each)] for own in trained]
-    for kind in UPDATES - SHARED_REDUCTIONS - of_stages:  # one instruction for all stages of a rank
-        of_rank = [math.fsum(seconds[kind][each] for each in own) for own in trained]
-        seconds[kind] = [of_rank[rank] for rank in program.rank_of_stage]
+    is_frozen = program.graph.is_forward_only
+    owned = (stages for rank in range(program.num_ranks) for stages in program.owners(rank))
+    together = [stages for stages in owned if len(stages) > 1 or is_frozen(stages[0])]
+    for kind in UPDATES - SHARED_REDUCTIONS - of_stages if together else ():
+        of_kind = seconds[kind] = list(seconds[kind])
+        for stages in together:  # which step together; the update stands at the lowest
+            of_rank = math.fsum(of_kind[each] for each in stages if not is_frozen(each))
+            for stage in stages:
+                of_kind[stage] = of_rank
     return seconds
 
 

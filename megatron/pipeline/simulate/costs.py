@@ -5,10 +5,10 @@ simulator does not depend on the unit, though; drawings of the paper's figures u
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from megatron.pipeline.program.instruction import Kind
+from megatron.pipeline.program.instruction import WORDS, Kind
 
 PerStage = float | Sequence[float]  # one number for all, or one for each stage (or edge)
 
@@ -44,6 +44,7 @@ class Costs:
             copy of its gradients to the host, and its update by the host's optimizer occupy their lanes.
         reduce_embed, reduce_norm: times of these reductions after all members have reached them; the reduction of
             partial embeddings takes `reduce_embed`, too.
+        others: time of words whose cost has another name, by that name; default: 0.
     """
 
     forward: PerStage = 1.0
@@ -69,6 +70,7 @@ class Costs:
     update: PerStage = 0.0
     offload: PerStage = 0.0
     reload: PerStage | None = None
+    others: Mapping[str, PerStage] = field(default_factory=dict, hash=False)
 
     def seconds(self, num_stages: int) -> dict[Kind, list[float]]:
         """Kind -> seconds at each stage, for computations, updates, reductions, moves and words of the host.
@@ -78,45 +80,24 @@ class Costs:
         Raises:
             ValueError: for a sequence of another length, and for a negative or non-finite number.
         """
-        backward = spread("backward", self.backward, num_stages)
-        of_input, of_weight = self._halves(backward)
-        forward = spread("forward", self.forward, num_stages)
-        evict = spread("evict", self.evict, num_stages)
-        load = evict if self.load is None else spread("load", self.load, num_stages)
-        offload = spread("offload", self.offload, num_stages)
-        return {
-            Kind.FORWARD: forward,
-            Kind.BACKWARD: backward,
-            Kind.BACKWARD_INPUT: of_input,
-            Kind.BACKWARD_WEIGHT: of_weight,
-            Kind.RECOMPUTE: forward if self.recompute is None else spread("recompute", self.recompute, num_stages),
-            Kind.EVICT: evict,
-            Kind.LOAD: load,
-            Kind.OFFLOAD: offload,
-            Kind.RELOAD: offload if self.reload is None else spread("reload", self.reload, num_stages),
-            Kind.STEP: spread("step", self.step, num_stages),
-            Kind.PREDICT: spread("predict", self.step if self.predict is None else self.predict, num_stages),
-            Kind.HOLD: spread("hold", self.hold, num_stages),
-            Kind.REDUCE_GRAD: spread("reduce_grad", self.reduce_grad, num_stages),
-            Kind.REDUCE_EMBED: spread("reduce_embed", self.reduce_embed, num_stages),
-            Kind.REDUCE_NORM: spread("reduce_norm", self.reduce_norm, num_stages),
-            Kind.REDUCE_PARTIAL: spread("reduce_grad", self.reduce_grad, num_stages),
-            Kind.FETCH: spread("fetch", self.fetch, num_stages),
-            Kind.FREE: [0.0] * num_stages,
-            Kind.STORE_GRAD: spread("store", self.store, num_stages),
-            Kind.UPDATE: spread("update", self.update, num_stages),
-            Kind.REDUCE_PARTIAL_EMBED: spread("reduce_embed", self.reduce_embed, num_stages),
-        }
+        named = self.by_name(num_stages)
+        return {kind: named[word.cost] for kind, word in WORDS.items()}
+
+    def by_name(self, num_stages: int) -> dict[str, list[float]]:
+        """The same, by the names that words give their costs. Raises as `seconds`."""
+        backward, values = spread("backward", self.backward, num_stages), {**vars(self), **self.others}
+        found = {"backward": backward} | dict(zip(_HALVES, self._halves(backward), strict=True))
+        for name in _NAMES:
+            value = values.get(name, 0.0)
+            found[name] = found[_DEFAULTS[name]] if value is None else spread(name, value, num_stages)
+        return found
 
     def _halves(self, backward: list[float]) -> tuple[list[float], list[float]]:
         """The times of I and W. A missing one is the rest of the backward; if both are missing, each is half of it."""
-        given = {
-            name: spread(name, value, len(backward))
-            for name in ("backward_input", "backward_weight")
-            if (value := getattr(self, name)) is not None
-        }
+        values = {name: getattr(self, name) for name in _HALVES}
+        given = {name: spread(name, each, len(backward)) for name, each in values.items() if each is not None}
         if len(given) == 2:
-            return given["backward_input"], given["backward_weight"]
+            return tuple(given.values())
         name, part = next(iter(given.items()), ("backward_input", [time / 2 for time in backward]))
         rest = [whole - each for each, whole in zip(part, backward, strict=True)]
         if min(rest, default=0.0) < 0:
@@ -139,6 +120,11 @@ class Costs:
             [size / rate for size, rate in zip(sizes, bandwidth, strict=True)] for sizes in (forward, backward)
         ]
         return occupation[0], occupation[1], spread("latency", self.latency, num_edges)
+
+
+_HALVES = "backward_input", "backward_weight"
+_NAMES = tuple(dict.fromkeys(word.cost for word in WORDS.values() if word.cost not in ("backward", *_HALVES)))
+_DEFAULTS = {"recompute": "forward", "load": "evict", "reload": "offload", "predict": "step"}
 
 
 def spread(name: str, value: PerStage, count: int) -> list[float]:

@@ -200,18 +200,15 @@ class _RankEvents:
         """Yield the events of gradient copies, which exist until the end of the PREDICT that reads them."""
         held, now = 0.0, self.start
         for each, start, end in self.spans:
-            kept = None
-            if each.kind is Kind.PREDICT:
+            word, is_busy = each.kind.row, each.kind in BUSY
+            if word.is_prediction:
                 yield end, -held
                 held = 0.0
-            elif each.kind is Kind.HOLD:
-                kept = start, self._of_rank("gradients")
-            elif each.kind is Kind.REDUCE_PARTIAL_EMBED:
-                kept = now, self._of_rank("tied_gradients")  # the time at which it is posted
-            if kept is not None:
-                yield kept
-                held += kept[1]
-            if each.kind in BUSY:
+            elif word.keeps:
+                size = self._of_rank(word.keeps)
+                yield start if is_busy else now, size  # otherwise the time at which it is posted
+                held += size
+            if is_busy:
                 now = end
 
     def _resident(self) -> list[_Event]:

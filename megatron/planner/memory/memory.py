@@ -223,8 +223,8 @@ def estimate_memory(
         trained = [stage for stage in stages if stage >= demand.num_frozen]
         moving = max((saved[stage] for stage in trained), default=0.0) if demand.evicts[rank] else 0.0
         in_a_forward = one_layer if len(trained) < len(stages) else 0.0
-        copies = 0.0
-        if demand.predicts[rank]:
+        copies, predicts = 0.0, demand.predicts[rank]
+        if predicts:
             ends = {"is_first": 0 in stages, "is_last": len(layers) - 1 in stages}
             largest = largest_parameter(shape, setting.tensor, **ends)
             copies = state.prediction(count, largest=largest, experts=experts)
@@ -233,7 +233,7 @@ def estimate_memory(
             whole, between, *recomputed = _together_on_rank(rank, saved, deferred, workspace, demand)
         step = state.copies_in_step(count, num_versions=versions, experts=experts)
         parts = MemoryParts(
-            weights=state.weights(count, num_versions=versions, predicts=demand.predicts[rank])
+            weights=state.weights(count, num_versions=versions, predicts=predicts)
             + frozen * state.weight_bytes
             + versions * sum(fp8_copies[stage] for stage in stages),
             gradients=state.gradients(count, num_buffers=demand.gradient_buffers[rank] + demand.held_gradients[rank])

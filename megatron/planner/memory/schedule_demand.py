@@ -94,8 +94,8 @@ def demand_of(program: Program, report: CheckReport) -> Demand:
         saved_on_rank=report.peak_saved_on_rank,
         live_versions=tuple(max(versions[stage] for stage in program.stages_of(rank)) for rank in ranks),
         gradient_buffers=tuple(_gradient_buffers(program, rank) for rank in ranks),
-        held_gradients=tuple(_held(program, rank, Kind.HOLD) for rank in ranks),
-        held_embeddings=tuple(_held(program, rank, Kind.REDUCE_PARTIAL_EMBED) for rank in ranks),
+        held_gradients=tuple(_held(program, rank, "gradients") for rank in ranks),
+        held_embeddings=tuple(_held(program, rank, "tied_gradients") for rank in ranks),
         predicts=(program.weights.predicts,) * program.num_ranks,
         receives_ahead=tuple(_receives_ahead(program, rank) for rank in ranks),
         evicts=tuple(evicts),
@@ -139,15 +139,15 @@ def _gradient_buffers(program: Program, rank: int) -> int:
     return peak
 
 
-def _held(program: Program, rank: int, keeps: Kind) -> int:
-    """The most copies at once that a word makes for a prediction, and the prediction drops."""
+def _held(program: Program, rank: int, gradients: str) -> int:
+    """The most copies of these gradients at once that words keep for a prediction, and the prediction drops."""
     held: set[int] = set()
     peak = 0
     for instruction in program.rows[rank]:
-        if instruction.kind is keeps:
+        if instruction.kind.row.keeps == gradients:
             held.add(instruction.version)
             peak = max(peak, len(held))
-        elif instruction.kind is Kind.PREDICT:
+        elif instruction.kind.row.is_prediction:
             held.discard(instruction.version)
     return peak
 
@@ -217,7 +217,7 @@ def _ends_of_ties(schedule: Schedule) -> set[int]:
 @lru_cache(maxsize=4096)
 def _demand(schedule: Schedule, num_microbatches: int, holds: tuple[bool, ...]) -> Demand:
     rule, num_ranks, receives = schedule.weights, schedule.num_ranks, RECEIVES[schedule.order_class]
-    batches = (num_microbatches,) if rule.drains else (num_microbatches,) * (2 * num_ranks + 1)
+    batches = rule.full_batches(num_microbatches, 2 * num_ranks + 1)
     plain = replace(schedule, balance=False)
     own, own_on_rank = plain.max_saved_microbatches(batches), plain.max_saved_on_rank(batches)
     evicting = set(schedule.evicting_ranks(batches))
@@ -258,7 +258,7 @@ def _demand(schedule: Schedule, num_microbatches: int, holds: tuple[bool, ...]) 
 def _moments(schedule: Schedule, num_microbatches: int) -> tuple[tuple[Moment, ...], ...]:
     if not schedule.splits_backward:
         return ()
-    batches = (num_microbatches,) * (1 if schedule.weights.drains else 3)
+    batches = schedule.weights.full_batches(num_microbatches, 3)
     rows = (schedule.computations(rank, batches) for rank in range(schedule.num_ranks))
     return tuple(moments_of(row, schedule.stages_of(rank)) for rank, row in enumerate(rows))
 

@@ -8,6 +8,7 @@ from fractions import Fraction
 from megatron.pipeline.program.weight_policies import TWO_BW
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.search.outcome import Kept, Outcome
+from megatron.planner.search.space import delayed as delayed_names
 from megatron.planner.search.space import offer
 
 
@@ -32,7 +33,7 @@ def clause(configuration: Configuration) -> str | None:
 
 def is_delayed(schedule: str, configuration: Configuration) -> bool:
     """Whether a configuration of this schedule (a name of `offered`) misses updates and does not predict weights."""
-    return not configuration.predicts and not offer(schedule).policy.drains
+    return not configuration.predicts and bool(delayed_names((schedule,)))
 
 
 def sentence(kept: Iterable[Kept]) -> str | None:

@@ -201,7 +201,7 @@ class _Degrees:
         space, per_round = self.space, choice.micro_batch_size * choice.data
         least, most = space.global_batch_size, space.largest_batch_size
         preset = offer(choice.schedule)
-        if preset.policy.updates_alone:
+        if preset.policy.batch_size == 1:
             most = per_round if least <= per_round <= most else most
         count, parts = most // per_round, f"microbatches of {choice.micro_batch_size}"
         if preset.interleaves and space.safe_batch_size is not None:

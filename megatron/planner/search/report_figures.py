@@ -167,14 +167,16 @@ def memory_bars(rows: Sequence[Row], memory_gib: float) -> str:
 
 @dataclass(frozen=True)
 class _Drawn:
-    """A configuration whose batches are shortened to `size` microbatches of `whole`."""
+    """A configuration whose batches are shortened to `size` microbatches of `whole`; `smaller` says what that makes
+    smaller.
+    """
 
     label: str
     timeline: Timeline
     start: float
     size: int
     whole: int
-    drains: bool
+    smaller: str
 
 
 def timeline_figures(rows: Sequence[Row]) -> str:
@@ -226,11 +228,13 @@ def _drawn(label: str, each: Kept, planner: Planner, schedule: PipelineSchedule,
     whole, weights = configuration.num_microbatches, schedule.weights
     costs = planner.costs(configuration, schedule, planner.layers(configuration), each.estimate.verdict)
     settled = 2 * schedule.num_ranks if weights.updates_alone else weights.delay
-    behind = 0 if weights.drains else -(-schedule.num_ranks // size)  # batches that others wait for when they end
+    behind, smaller = -(-schedule.num_ranks // size), ""  # batches that others wait for when they end
+    if weights.drains:
+        behind, smaller = 0, ", so its bubbles are smaller"
     of_batch = each.estimate.seconds * size / whole
     count = settled + math.ceil(seconds / of_batch) + behind
     timeline = simulate(resized(schedule, whole, size).build((size,) * count), costs)
-    return _Drawn(label, timeline, timeline.batch_starts()[settled], size, whole, weights.drains)
+    return _Drawn(label, timeline, timeline.batch_starts()[settled], size, whole, smaller)
 
 
 def _figure(each: _Drawn, end: float, scale: float) -> str:
@@ -238,7 +242,7 @@ def _figure(each: _Drawn, end: float, scale: float) -> str:
     drawn = page_timeline(each.timeline, name=title, window=(each.start, each.start + end), scale=scale, hovers=True)
     said = [title]
     if each.size < each.whole:
-        said.append(f"the configuration has {each.whole}" + ", so its bubbles are smaller" * each.drains)
+        said.append(f"the configuration has {each.whole}{each.smaller}")
     if drawn.left_out:
         said.append(f"not drawn: {', '.join(drawn.left_out)}")
     return (

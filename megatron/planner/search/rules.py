@@ -111,10 +111,9 @@ def refuse_batch(schedule: Schedule, num_microbatches: int) -> str | None:
         schedule_demand(schedule, num_microbatches, proved=False)
     except ValueError as error:
         return f"its program is refused at {str(error).splitlines()[0]}"
-    if schedule.balance:
-        batches = (num_microbatches,) * (1 if schedule.weights.drains else 2 * schedule.num_ranks)
-        if not schedule.evicting_ranks(batches):
-            return f"{num_microbatches} microbatches leave nothing to balance"
+    full = schedule.weights.full_batches(num_microbatches, 2 * schedule.num_ranks)
+    if schedule.balance and not schedule.evicting_ranks(full):
+        return f"{num_microbatches} microbatches leave nothing to balance"
     return None
 
 

@@ -268,5 +268,5 @@ class _Simulation:
 
 def _computations(configuration: Configuration) -> int:
     """The number of forwards and backwards of a simulation: of one batch, or of several that do not drain."""
-    drains = PRESETS[configuration.schedule].policy.drains
-    return configuration.num_microbatches * configuration.num_stages * (2 if drains else 10)
+    batches = PRESETS[configuration.schedule].policy.full_batches(configuration.num_microbatches, 5)
+    return 2 * sum(batches) * configuration.num_stages

@@ -27,6 +27,7 @@ from megatron.pipeline.program.edges import stages_by_rank
 from megatron.pipeline.program.instruction import (
     BEGINS_BACKWARD,
     COMPUTATIONS,
+    EVICTIONS,
     MOVES,
     REDUCTIONS,
     SHARED_REDUCTIONS,
@@ -299,7 +300,7 @@ class _FoldedExecution(Execution):
 
 
 def _evicts(segment: Segment) -> bool:
-    return any(each.kind is Kind.EVICT for each in segment)
+    return any(each.kind in EVICTIONS for each in segment)
 
 
 def _row(segments: Segments) -> Iterator[Instruction]:

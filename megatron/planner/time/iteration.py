@@ -256,9 +256,8 @@ def _runs(schedule: Schedule, num_microbatches: int) -> tuple[list[tuple[int, ..
     """The batches of one run that drains, or of two that do not, and by how many periods the second is longer."""
     if schedule.weights.drains:
         return [(num_microbatches,)], 1
-    fill = max(1, (schedule.weights.delay or 0) + schedule.settling_batches)
     count = _num_periods(schedule, num_microbatches)
-    return [(num_microbatches,) * (fill + times * count) for times in (1, 2)], count
+    return [(num_microbatches,) * (schedule.num_fill + times * count) for times in (1, 2)], count
 
 
 def _busy(stages: StageTimes, num_microbatches: int) -> float:
@@ -313,10 +312,10 @@ def _build(schedule: Schedule, num_microbatches: int) -> tuple[tuple[Program, ..
 def _build_programs(schedule: Schedule, num_microbatches: int) -> tuple[tuple[Program, ...], int]:
     if schedule.residency:  # the first batch's weights are there, and later ones wait for updates
         return tuple(schedule.build((num_microbatches,) * count) for count in (2, 3)), 1
-    if schedule.weights.drains:
-        return (schedule.build((num_microbatches,)),), 1
+    runs, count = _runs(schedule, num_microbatches)
+    if len(runs) == 1:
+        return (schedule.build(*runs),), count
     periodic = schedule.build_periodic(num_microbatches)
-    count = _num_periods(schedule, num_microbatches)
     return (periodic.unroll(count), periodic.unroll(2 * count)), count
 
 

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 
-from megatron.pipeline.program.instruction import BUSY, Instruction, Kind
+from megatron.pipeline.program.instruction import BUSY, Instruction
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
@@ -31,7 +31,7 @@ from megatron.planner.time.profile import Profile, StagePosition, UpdateTime
 
 _ROUNDS = 4
 
-Times = Mapping[tuple[Kind, int], float]
+Times = Mapping[tuple[str, int], float]
 """Seconds of a kind of work at a stage."""
 
 
@@ -53,15 +53,15 @@ def settle(
     return costs_of(times)
 
 
-def _blend(shares: Mapping[int, float], times_at_work: Mapping[int, Times], key: tuple[Kind, int]) -> float:
+def _blend(shares: Mapping[int, float], times_at_work: Mapping[int, Times], key: tuple[str, int]) -> float:
     alone = times_at_work[min(times_at_work)][key]
     if not shares or not alone:
         return times_at_work[max(times_at_work)][key]
     return sum(shares.values()) / sum(share / times_at_work[count][key] for count, share in shares.items())
 
 
-def _shares_at_work(timeline: Timeline, program: Program, batches: range) -> dict[tuple[Kind, int], dict[int, float]]:
-    """The seconds in `batches` of each kind and stage, by the number of ranks at work."""
+def _shares_at_work(timeline: Timeline, program: Program, batches: range) -> dict[tuple[str, int], dict[int, float]]:
+    """The seconds in `batches` of each cost and stage, by the number of ranks at work."""
     spans = [span for span in timeline.spans if span.instruction.kind in BUSY and span.end > span.start]
     borders = sorted([(span.start, 1) for span in spans] + [(span.end, -1) for span in spans])
     events: list[tuple[float, int]] = []  # from when on how many are at work
@@ -72,7 +72,7 @@ def _shares_at_work(timeline: Timeline, program: Program, batches: range) -> dic
             events[-1] = (time, count)
         else:
             events.append((time, count))
-    shares: dict[tuple[Kind, int], dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    shares: dict[tuple[str, int], dict[int, float]] = defaultdict(lambda: defaultdict(float))
     starts = [time for time, _ in events]
     for span in spans:
         if _batch_of(span.instruction, program) not in batches:
@@ -81,7 +81,7 @@ def _shares_at_work(timeline: Timeline, program: Program, batches: range) -> dic
         while position < len(events) and events[position][0] < span.end:
             until = events[position + 1][0] if position + 1 < len(events) else span.end
             part = min(until, span.end) - max(events[position][0], span.start)
-            shares[span.instruction.kind, span.instruction.stage][events[position][1]] += part
+            shares[span.instruction.kind.row.cost, span.instruction.stage][events[position][1]] += part
             position += 1
     return shares
 
@@ -170,7 +170,7 @@ class ProfiledCosts:
         at_work = {count: self._times(configuration, layers, count * group) for count in counts}
         schedule = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
         # Where batches do not drain, enough of them that those in the middle neither see the fill nor the drain.
-        around = 0 if schedule.weights.drains else max(1, schedule.settling_batches)
+        around = schedule.settling_batches
         program = schedule.build((configuration.num_microbatches,) * (1 + 2 * around))
         return settle(
             program, at_work, lambda times: self._table(configuration, layers, times), batches=range(around, around + 1)
@@ -190,7 +190,7 @@ class ProfiledCosts:
     # --- by stage
 
     def _times(self, configuration: Configuration, layers: Sequence[int], working: int) -> Times:
-        """Seconds of each kind of work and stage while `working` processes work throughout."""
+        """Seconds of each cost and stage while `working` processes work throughout."""
         splits = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings).splits_backward
         times = {}
         for stage, count in enumerate(layers):
@@ -198,20 +198,19 @@ class ProfiledCosts:
                 _place(stage, len(layers)), count, tensor=configuration.tensor, size=configuration.micro_batch_size,
                 recompute=configuration.recompute, working=working,
             )  # fmt: skip
-            times[Kind.FORWARD, stage] = seconds.forward
-            times[Kind.BACKWARD, stage] = seconds.backward
+            times["forward", stage], times["backward", stage] = seconds.forward, seconds.backward
             if splits:
                 if seconds.halves is None:
                     raise ValueError(
                         f"{configuration.schedule} computes backwards in halves, and the profile has no times of I and "
                         "W, of which half a backward is no price; write it anew with tools/profile_model.py"
                     )
-                times[Kind.BACKWARD_INPUT, stage], times[Kind.BACKWARD_WEIGHT, stage] = seconds.halves
+                times["backward_input", stage], times["backward_weight", stage] = seconds.halves
             if not configuration.is_hosted:  # where the host's optimizer steps
-                times[Kind.STEP, stage] = self._update(configuration, layers, stage, working)
+                times["step", stage] = self._update(configuration, layers, stage, working)
             if configuration.predicts:
-                times[Kind.PREDICT, stage] = self._prediction(configuration, layers, stage, working)
-                times[Kind.HOLD, stage] = self._hold(configuration, layers, stage, working)
+                times["predict", stage] = self._prediction(configuration, layers, stage, working)
+                times["hold", stage] = self._hold(configuration, layers, stage, working)
         return times
 
     def _update(self, configuration: Configuration, layers: Sequence[int], stage: int, working: int) -> float:
@@ -269,20 +268,13 @@ class ProfiledCosts:
     # --- the table
 
     def _table(self, configuration: Configuration, layers: Sequence[int], times: Times) -> Costs:
-        by_kind = {
-            kind: [times.get((kind, stage), 0.0) for stage in range(len(layers))]
-            for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.STEP, Kind.PREDICT, Kind.HOLD)
-        }
-        halves = {
-            name: [times[kind, stage] for stage in range(len(layers))]
-            for name, kind in (("backward_input", Kind.BACKWARD_INPUT), ("backward_weight", Kind.BACKWARD_WEIGHT))
-            if (kind, 0) in times
-        }
+        measured = dict.fromkeys(("step", "predict", "hold"), [0.0] * len(layers))
+        for name in {name for name, _ in times}:
+            measured[name] = [times[name, stage] for stage in range(len(layers))]
         return Costs(
-            forward=by_kind[Kind.FORWARD], backward=by_kind[Kind.BACKWARD], **halves, step=by_kind[Kind.STEP],
-            predict=by_kind[Kind.PREDICT], hold=by_kind[Kind.HOLD], **self._hosted(configuration, layers),
-            evict=self._moves(configuration, layers), **self._edges(configuration), **self._reductions(configuration,
-                                                                                                       layers),
+            **measured, **self._hosted(configuration, layers),
+            evict=self._moves(configuration, layers), **self._edges(configuration),
+            **self._reductions(configuration, layers),
         )  # fmt: skip
 
     def _hosted(self, configuration: Configuration, layers: Sequence[int]) -> dict[str, list[float]]:

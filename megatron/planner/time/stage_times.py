@@ -7,7 +7,6 @@ from itertools import pairwise
 from operator import add
 
 from megatron.pipeline.program.edges import stages_by_rank
-from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate.costs import Costs
 
@@ -31,21 +30,20 @@ class StageTimes:
 
     def __init__(self, costs: Costs, schedule: Schedule) -> None:
         num_stages = schedule.num_stages
-        seconds = costs.seconds(num_stages)
+        seconds = costs.by_name(num_stages)
         self.schedule = schedule
-        self.forward, self.backward = seconds[Kind.FORWARD], seconds[Kind.BACKWARD]
-        recompute = [each if schedule.recomputes(stage) else 0.0 for stage, each in enumerate(seconds[Kind.RECOMPUTE])]
+        self.forward, self.backward = seconds["forward"], seconds["backward"]
+        recompute = [each if schedule.recomputes(stage) else 0.0 for stage, each in enumerate(seconds["recompute"])]
         self.work = [sum(each) for each in zip(self.forward, self.backward, recompute, strict=True)]
-        self.fetch, self.store = seconds[Kind.FETCH], seconds[Kind.STORE_GRAD]
-        self.update = seconds[Kind.UPDATE]
-        self.step = seconds[Kind.STEP]
+        self.fetch, self.store, self.update = seconds["fetch"], seconds["store"], seconds["update"]
+        self.step = seconds["step"]
         predicts = schedule.weights.predicts
-        self.predict = seconds[Kind.PREDICT] if predicts else [0.0] * num_stages
-        self.hold = seconds[Kind.HOLD] if predicts else [0.0] * num_stages
-        self.reduce = seconds[Kind.REDUCE_GRAD] if schedule.data_parallel else [0.0] * num_stages
+        self.predict = seconds["predict"] if predicts else [0.0] * num_stages
+        self.hold = seconds["hold"] if predicts else [0.0] * num_stages
+        self.reduce = seconds["reduce_grad"] if schedule.data_parallel else [0.0] * num_stages
         shares_embedding = schedule.tied_embeddings and schedule.rank_of_stage[0] != schedule.rank_of_stage[-1]
-        self.reduce_embed = max(seconds[Kind.REDUCE_EMBED]) if shares_embedding else 0.0
-        self.reduce_norm = max(seconds[Kind.REDUCE_NORM])
+        self.reduce_embed = max(seconds["reduce_embed"]) if shares_embedding else 0.0
+        self.reduce_norm = max(seconds["reduce_norm"])
         self.partial = [each if schedule.reduce_partial else 0.0 for each in self.reduce]
         for stage in (0, num_stages - 1) if shares_embedding else ():
             self.partial[stage] += self.reduce_embed
@@ -57,7 +55,7 @@ class StageTimes:
         self.arrival_forward = [0.0, *map(add, forward, latency)]
         self.arrival_backward = [*map(add, backward, latency), 0.0]
         self.occupation = max(forward + backward, default=0.0)
-        moves = list(map(max, seconds[Kind.EVICT], seconds[Kind.LOAD]))
+        moves = list(map(max, seconds["evict"], seconds["load"]))
         self.moves = moves if schedule.balance else [0.0] * num_stages
 
     def by_rank(self, values: list[float]) -> list[float]:

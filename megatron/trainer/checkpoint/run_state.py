@@ -15,12 +15,11 @@ from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import unwrap_model
-from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.pipeline.runtime.failure.errors import CheckpointError
 from megatron.pipeline.runtime.stages.megatron.checkpointed_versions import (
     OlderVersions,
-    PredictedVersion,
-    SavedVersions,
+    SavedUpdate,
+    older_versions,
 )
 from megatron.trainer.checkpoint.optimizer_state import (
     Anew,
@@ -39,18 +38,6 @@ from megatron.trainer.checkpoint.state import (
 )
 
 logger = logging.getLogger(__name__)
-
-
-class SavedUpdate(Protocol):
-    """The state of the pipeline's weight update besides its optimizer."""
-
-    versions: SavedVersions
-    weights: WeightPolicy
-    replicas_predict_apart: bool
-
-    def state_dict(self) -> dict: ...
-
-    def load_state_dict(self, state: dict | None) -> None: ...
 
 
 class StateStore(Protocol):
@@ -85,12 +72,7 @@ class RunParts:
 
     def other_versions(self, iteration: int) -> OlderVersions:
         """The weight versions that a run drained after `iteration` batches needs besides the newest one."""
-        update = self.update
-        if update.weights.predicts:
-            return PredictedVersion(
-                self.chunks, update.versions, update.weights, iteration, apart=update.replicas_predict_apart
-            )  # fmt: skip
-        return OlderVersions(self.chunks, update.versions, update.weights, iteration)
+        return older_versions(self.chunks, self.update, iteration)
 
 
 def run_state(

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.pipeline.check import ProgramError, check, check_periodic
-from megatron.pipeline.program.instruction import Instruction, Kind
+from megatron.pipeline.program.instruction import MOVES, Instruction, Kind
 from megatron.pipeline.program.program import PeriodicProgram, Program
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import Costs, simulate
@@ -151,7 +151,7 @@ def test_every_move_is_needed_once_where_it_is(name: str):
     program, bounds = balanced(name)
     for rank, row in enumerate(program.rows):
         for position, each in enumerate(row):
-            if not each.kind.is_move:
+            if each.kind not in MOVES:
                 continue
             other = Instruction(each.kind, each.stage, each.microbatch - 1)
             for changed in ([], [each, each], [other]):
@@ -164,7 +164,7 @@ def test_exchanged_moves_are_rejected(name: str):
     """Two moves of a row exchanged, near or far, is another order than the partner's."""
     program, bounds = balanced(name)
     for rank, row in enumerate(program.rows):
-        places = [position for position, each in enumerate(row) if each.kind.is_move]
+        places = [position for position, each in enumerate(row) if each.kind in MOVES]
         for index, first in enumerate(places):
             for second in places[index + 1 :]:
                 mutant = list(row)
@@ -180,7 +180,7 @@ def test_what_is_accepted_keeps_the_bound_at_any_speed(data: st.DataObject):
     program, bounds = balanced(data.draw(st.sampled_from(["flush", "2bw"])))
     rank = data.draw(st.sampled_from([0, 3]))
     row = list(program.rows[rank])
-    moves = [position for position, each in enumerate(row) if each.kind.is_move]
+    moves = [position for position, each in enumerate(row) if each.kind in MOVES]
     move = row.pop(data.draw(st.sampled_from(moves)))
     row.insert(data.draw(st.integers(0, len(row))), move)
     mutant = with_row(program, rank, row)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from megatron.pipeline.check import ProgramError, check
+from megatron.pipeline.program.instruction import MOVES
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules import Schedule
 from tests.pipeline.check.examples import with_row
@@ -98,14 +99,14 @@ def exchanges(program: Program) -> Iterator[tuple[str, Program]]:
     yield from moved_elsewhere(program)
     for rank, row in enumerate(program.rows):
         for position, each in enumerate(row[:-1]):
-            if not each.kind.is_move:
+            if each.kind not in MOVES:
                 yield _moved(program, rank, position, position + 1)
 
 
 def moved_elsewhere(program: Program) -> Iterator[tuple[str, Program]]:
     for rank, row in enumerate(program.rows):
         for position, each in enumerate(row):
-            for place in range(len(row)) if each.kind.is_move else ():
+            for place in range(len(row)) if each.kind in MOVES else ():
                 if place != position:
                     yield _moved(program, rank, position, place)
 
@@ -119,7 +120,7 @@ def _moved(program: Program, rank: int, position: int, place: int) -> tuple[str,
 
 def wrong(program: Program, bounds: tuple[int, ...]) -> str:
     """What the two oracles say against a program; '' if it is right."""
-    without_moves = [tuple(each for each in row if not each.kind.is_move) for row in program.rows]
+    without_moves = [tuple(each for each in row if each.kind not in MOVES) for row in program.rows]
     reason = verdict(program.with_rows(tuple(without_moves)), [program.num_microbatches] * program.num_stages)
     if reason:
         return reason

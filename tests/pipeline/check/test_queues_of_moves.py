@@ -20,6 +20,7 @@ from megatron.pipeline.check.device_operations import (
 )
 from megatron.pipeline.check.device_queues import QueueExecution
 from megatron.pipeline.check.hardware_queues import PROVED, count_deadlocks, prove_hardware_queues
+from megatron.pipeline.program.instruction import MOVES as MOVE_WORDS
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.program.program import Program
 from tests.pipeline.check.examples import with_row
@@ -71,8 +72,8 @@ def moves_end(ranks: list[RankOperations], evictor_is_early: bool, acceptor_is_e
 def test_an_acceptor_that_never_comes_is_told():
     """Where hosts wait: for the chain, for the thread of the moves, for the other host, for what is not requested."""
     program = build("bpipe", 4, 4, num_batches=1)
-    row = [each for each in program.rows[3] if not each.kind.is_move]
-    late = with_row(program, 3, row + [each for each in program.rows[3] if each.kind.is_move])
+    row = [each for each in program.rows[3] if each.kind not in MOVE_WORDS]
+    late = with_row(program, 3, row + [each for each in program.rows[3] if each.kind in MOVE_WORDS])
     with pytest.raises(ProgramError):
         check(late)
     reason = refused(late, num_queues=MANY).reason
@@ -92,7 +93,7 @@ def wait_for_readers(ranks: list[RankOperations], program: Program) -> None:
             for at, each in enumerate(row)
             if each.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and (each.stage, each.microbatch) in loaded
         }
-        kinds = [each.kind for each in row if each.kind.is_move]
+        kinds = [each.kind for each in row if each.kind in MOVE_WORDS]
         last, number, readers_of = NONE, 0, {}
         for action, argument in operations.steps[MAIN]:
             if action == AWAIT and argument[0] == MOVES:

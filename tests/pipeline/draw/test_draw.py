@@ -5,7 +5,7 @@ import pytest
 from megatron.pipeline.draw import draw_timeline, timeline_text
 from megatron.pipeline.draw.scene import Scene, cells_of
 from megatron.pipeline.program.edges import Edge
-from megatron.pipeline.program.instruction import WORDS, Kind
+from megatron.pipeline.program.instruction import TRANSFERS, WORDS, Kind
 from megatron.pipeline.program.weight_policies import TWO_BW
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import Costs, simulate
@@ -197,7 +197,7 @@ def test_the_critical_path_is_framed_and_connected():
     path = critical_path(plan, costs)
     figure = draw_timeline([plan, timeline("flush", batches=(4,))], critical_path=path, time_scale=10.0)
     first, second = figure.axes
-    transfers = [span for span in path if span.instruction.kind.is_transfer]
+    transfers = [span for span in path if span.instruction.kind in TRANSFERS]
     assert shapes(first, "critical") - shapes(first, "critical wait") == len(path) - len(transfers) == 14
     (lines,) = [each for each in first.collections if each.get_gid() == "critical wait"]
     assert lines.get_segments()[0].tolist() == [[10.0, 0.0], [12.5, 1.0]]

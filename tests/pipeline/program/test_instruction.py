@@ -12,7 +12,7 @@ numbers = st.integers(0, 10**6)
 @st.composite
 def instructions(draw: st.DrawFn) -> Instruction:
     kind = draw(st.sampled_from(Kind))
-    if kind.is_update:
+    if kind in UPDATES:
         return Instruction(kind, draw(numbers), version=draw(numbers))
     version = draw(st.none() | numbers) if kind.is_computation else None
     ahead = {}

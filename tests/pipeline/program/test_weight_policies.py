@@ -55,6 +55,6 @@ def test_what_is_predicted():
     with pytest.raises(ValueError, match=r"weights stash are not predicted: only those of 2bw and stale are"):
         predicting(STASH)
     for ahead in Ahead:
-        assert WeightPolicy("mine", delay=None, refreshes=True, ahead=ahead).looks_ahead
+        assert WeightPolicy("mine", delay=None, refreshes=True, ahead=ahead).max_live_versions(0, 2) == 2
         with pytest.raises(ValueError, match=r"have them refresh"):
             WeightPolicy("mine", delay=None, ahead=ahead)

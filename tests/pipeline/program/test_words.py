@@ -1,6 +1,7 @@
 """One table says what the words of a program mean, and nobody keeps a second one."""
 
 import ast
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -23,15 +24,12 @@ from megatron.pipeline.program.instruction import (
     Lane,
     Subject,
 )
+from megatron.pipeline.simulate.costs import Costs
 
 ROOT = Path(__file__).resolve().parents[3]
 
 HOLDERS = {  # files that have to name several words in one table, and why
     "megatron/pipeline/program/instruction.py": "the table",
-    "megatron/pipeline/check/compact.py": "the words that have a proof",
-    "megatron/pipeline/runtime/executor.py": "the method of each",
-    "megatron/pipeline/simulate/costs.py": "the cost of each, as users give it",
-    "megatron/planner/time/profiled.py": "the costs that a profile has",
     "megatron/pipeline/program/csv_text.py": "the words that torch has, too",
     "megatron/trainer/changes/times.py": "the computations of which layers' times are learned",
 }
@@ -59,6 +57,15 @@ def test_the_ends_of_a_transfer_agree(kind: Kind):
     else:
         assert (word.saved, word.of_pair) == (-other.saved, not other.of_pair)
         assert word.leaves == other.leaves
+
+
+def test_rows_are_complete():
+    """Every word has a proof, a method of the executor and, where it takes time, a cost that users can give."""
+    costs = {field.name for field in fields(Costs)}
+    for kind, word in WORDS.items():
+        assert word.proof is not None and word.handler, kind
+        assert not word.cost or word.cost in costs, kind
+        assert bool(word.cost) != (kind in SENDS | RECEIVES | {Kind.ACCEPT, Kind.RETURN, Kind.FREE}), kind
 
 
 def test_who_waits_for_the_host():

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from megatron.pipeline.program.instruction import Instruction
+from megatron.pipeline.program.instruction import TRANSFERS, Instruction
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.program.weight_policies import FLUSH
 from megatron.pipeline.schedules import Schedule
@@ -21,5 +21,5 @@ def program(*rows, batches=(1,), stages=None):
 
 
 def without_transfers(program):
-    rows = tuple(tuple(each for each in row if not each.kind.is_transfer) for row in program.rows)
+    rows = tuple(tuple(each for each in row if each.kind not in TRANSFERS) for row in program.rows)
     return replace(program, rows=rows)

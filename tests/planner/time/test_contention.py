@@ -48,12 +48,14 @@ def shared_machine(program, work, slowdown):
 
 def settled_end(schedule, batches, work, slowdown):
     program = schedule.build(batches)
-    at_work = {count: {key: value * slowdown[count] for key, value in work.items()} for count in slowdown}
+    at_work = {
+        count: {(kind.row.cost, stage): value * slowdown[count] for (kind, stage), value in work.items()}
+        for count in slowdown
+    }
     stages = range(schedule.num_stages)
 
     def costs_of(times):
-        names = {"forward": Kind.FORWARD, "backward": Kind.BACKWARD, "step": Kind.STEP}
-        return Costs(**{name: [times[kind, stage] for stage in stages] for name, kind in names.items()})
+        return Costs(**{name: [times[name, stage] for stage in stages] for name in ("forward", "backward", "step")})
 
     costs = settle(program, at_work, costs_of, batches=range(len(batches)))
     return simulate(program, costs).end

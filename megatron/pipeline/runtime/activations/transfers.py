@@ -36,7 +36,7 @@ from datetime import timedelta
 
 from torch import Tensor
 
-from megatron.pipeline.program.instruction import Instruction, Kind
+from megatron.pipeline.program.instruction import Instruction
 from megatron.pipeline.program.move_order import MoveOrder, Pairs
 from megatron.pipeline.runtime.activations.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.contract.stage import Microbatch, Stage
@@ -207,7 +207,7 @@ class ActivationTransfers:
     def give_back(self, instruction: Instruction) -> None:
         arrival = self._lent.pop(_key(instruction), None)
         if arrival is None:
-            raise _missing(instruction, Kind.ACCEPT)
+            raise _missing(instruction)
 
         def move() -> None:
             self._transfer(instruction, lambda: self._link.send(arrival.buffer, instruction.microbatch))
@@ -218,7 +218,7 @@ class ActivationTransfers:
 
     def load(self, instruction: Instruction) -> None:
         if instruction.stage not in self._sizes:
-            raise _missing(instruction, Kind.EVICT)
+            raise _missing(instruction)
         size = self._sizes[instruction.stage]
         self._num_loaded[size] += 1
         self._memory.pool.reserve(self._num_loaded[size], size)
@@ -311,6 +311,7 @@ def _key(instruction: Instruction) -> _Key:
     return instruction.stage, instruction.microbatch
 
 
-def _missing(instruction: Instruction, kind: Kind) -> RuntimeError:
-    missing = f"{instruction.stage}{kind.value}{instruction.microbatch}"
+def _missing(instruction: Instruction) -> RuntimeError:
+    (awaited,) = instruction.kind.row.awaits
+    missing = f"{instruction.stage}{awaited.value}{instruction.microbatch}"
     return RuntimeError(f"{instruction} needs {missing}, which the program has not posted before it")

@@ -130,7 +130,7 @@ def set_versions(segments: Segments, extent: Extent) -> Segments:
             if kind.is_computation:
                 version = version_of.get((stage, microbatch))  # none: its forward is to come, which the checker says
                 instruction = Instruction(kind, stage, microbatch, version)
-                if rule.looks_ahead:
+                if rule.ahead:
                     horizon = extent.batch_of(microbatch) - version if kind is Kind.FORWARD else 0
                     if horizon and rule.ahead is Ahead.PREDICTION:
                         instruction = replace(instruction, horizon=horizon)

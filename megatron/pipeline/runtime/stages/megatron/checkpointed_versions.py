@@ -75,12 +75,39 @@ def version_state(
     return result
 
 
+class SavedUpdate(Protocol):
+    """What is asked of the pipeline's weight update beyond its optimizer."""
+
+    versions: SavedVersions
+    weights: WeightPolicy
+    replicas_predict_apart: bool
+
+    def state_dict(self) -> dict: ...
+
+    def load_state_dict(self, state: dict | None) -> None: ...
+
+
+def older_versions(chunks: Sequence[torch.nn.Module], update: SavedUpdate, iteration: int) -> OlderVersions:
+    """What a run that is drained after `iteration` batches needs besides the newest weights of `chunks`."""
+    found = chunks, update.versions, update.weights, iteration
+    if update.weights.predicts:
+        return PredictedVersion(*found, apart=update.replicas_predict_apart)
+    return OlderVersions(*found)
+
+
 class OlderVersions:
     """The versions besides the newest that a drained run needs to continue after `iteration` batches, by its policy.
 
     Args:
         chunks: this rank's model chunks, which show the newest version.
+
+    Attributes:
+        name: what a run that continues computes with besides the newest.
+        is_always_kept: a checkpoint has it even where no step made a version.
     """
+
+    name = "the one before"
+    is_always_kept = False
 
     def __init__(
         self, chunks: Sequence[torch.nn.Module], versions: SavedVersions, weights: WeightPolicy, iteration: int
@@ -89,7 +116,7 @@ class OlderVersions:
         self._weights = weights
         self._entry = weights.entry_versions(iteration)
         self._parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
-        self._names = self._names_of_parameters() if len(self._entry) > 1 or weights.predicts else {}
+        self._names = self._names_of_parameters() if self.is_always_kept or len(self._entry) > 1 else {}
         self._names_in_entries: dict[tuple[str, str], str] = {}
 
     def to_save(self, model: _Model) -> dict[str, _Model]:
@@ -176,6 +203,9 @@ class PredictedVersion(OlderVersions):
     Args:
         apart: whether each replica has a prediction of its own.
     """
+
+    name = "the predicted one"
+    is_always_kept = True
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ def make_versions(weights: WeightPolicy, of_stage: OfStage, *, num_stages: int, 
     """stage -> its versions; stages that step together share them."""
     if weights.refreshes:
         plain = partial(WeightVersions, window=1)
-        make = partial(AheadVersions, ahead=weights.ahead) if weights.looks_ahead else plain
+        make = partial(AheadVersions, ahead=weights.ahead) if weights.ahead else plain
         return {index: make(own, first_version=first_version) for index, own in of_stage.items()}
     if weights.predicts:
         return dict.fromkeys(of_stage, PredictedVersions(together(of_stage), first_version=first_version))
@@ -60,13 +60,13 @@ def make_updates(
         steps: the result of `steps_of`.
         stepping: key -> `optimizer` and `scheduler` of an update.
         counts, skips_unused: as `ModuleUpdate` takes them.
-        options: of `ModuleUpdate`, where the rank steps as one.
+        options: of `ModuleUpdate`, where the rank steps as one; stages that step by themselves have no use for them.
     """
     common = {
         "num_grad_buffers": weights.max_gradient_buffers, "device": device, "counts": counts,
         "skips_unused": skips_unused,
     }  # fmt: skip
-    if weights.refreshes:
+    if TOGETHER not in steps:
         updates = {
             key: ModuleUpdate(own, versions=versions[key], **stepping[key], **common) for key, own in steps.items()
         }
