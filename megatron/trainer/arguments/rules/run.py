@@ -11,9 +11,9 @@ from megatron.pipeline.start_up.late_weights import require_predictions
 from megatron.planner.job.devices import device_gib
 from megatron.planner.memory.schedule_demand import representative_sizes
 from megatron.trainer.arguments.flags.model import CLASSIFIERS
+from megatron.trainer.arguments.flags.specification import name_of
 from megatron.trainer.arguments.flags.values import BatchSizes, choice_of, parse_steps
 from megatron.trainer.arguments.rules.programs import num_samples as num_classified
-from megatron.trainer.arguments.rules.ranges import flag
 from megatron.trainer.arguments.rules.schedule import relay, residency_of
 
 
@@ -60,7 +60,7 @@ def paths(args: argparse.Namespace) -> None:
 
 
 def length(args: argparse.Namespace) -> None:
-    named = [flag(name) for name in ("train_iters", "train_samples", "epochs") if getattr(args, name) is not None]
+    named = [name_of(name) for name in ("train_iters", "train_samples", "epochs") if getattr(args, name) is not None]
     if len(named) > 1:
         raise ValueError(f"{' and '.join(named)} exclude each other; keep one")
     if not named and not args.skip_train:
