@@ -11,9 +11,8 @@ import os
 import shutil
 import time
 import zlib
-from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +22,7 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.pipeline.runtime.failure.agreement import control_group
 from megatron.trainer.arguments import parse_args
+from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.changes.change import destroy_groups, restore_groups, set_groups_aside
 from megatron.trainer.changes.state_in_memory import hand_over, hold_run
 from megatron.trainer.checkpoint.checkpoint import (
@@ -44,11 +44,10 @@ if TYPE_CHECKING:
 ITERATION = 10
 
 
-def arguments(job: Job, num_stages: int) -> Namespace:
+def arguments(job: Job, num_stages: int) -> TrainConfig:
     args = parse_args(f"{job.flags} --pipeline-model-parallel-size {num_stages}".split())
-    complete(args)
-    args.padded_vocab_size = padded_vocab_size(args, build_tokenizer(args))
-    return args
+    args, _ = complete(args)
+    return replace(args, padded_vocab_size=padded_vocab_size(args, build_tokenizer(args)))
 
 
 def hold_versions(parts: RunParts) -> None:
@@ -96,7 +95,7 @@ class Clock:
         return result
 
 
-def turn(job: Job, args: Namespace, parts: RunParts, *, through_memory: bool) -> dict:
+def turn(job: Job, args: TrainConfig, parts: RunParts, *, through_memory: bool) -> dict:
     """From the old degrees to the new ones, and back: seconds of each phase, bytes sent, a digest of what arrived."""
     clock, path = Clock(), job.directory
     if through_memory:
@@ -107,14 +106,13 @@ def turn(job: Job, args: Namespace, parts: RunParts, *, through_memory: bool) ->
         writer.close()
     before = set_groups_aside()
     new_args = arguments(job, job.stages[1])
-    clock("groups", lambda: initialize.set_up(new_args))
+    new_args = clock("groups", lambda: initialize.set_up(new_args))
     new = clock("build", lambda: setup_model_and_optimizer(new_args, program()))
     sent = 0
     if through_memory:
         sent = clock("hand over", lambda: hand_over(state, new, iteration=ITERATION)).bytes_sent
     else:
-        new_args.load = path
-        clock("load", lambda: load_checkpoint(new, args=new_args))
+        clock("load", lambda: load_checkpoint(new, args=replace(new_args, load=path)))
     found = digest(new)
     new.update.close()
     new = None
@@ -157,7 +155,7 @@ def take_turns(job: Job) -> dict:
     """All turns of a job on this rank, whose default group is up; the same on all ranks but for the digests."""
     os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE=str(job.world_size), LOCAL_RANK=str(dist.get_rank()))
     args = arguments(job, job.stages[0])
-    initialize.set_up(args)
+    args = initialize.set_up(args)
     parts = setup_model_and_optimizer(args, program())
     hold_versions(parts)
     state_bytes = _total(randomize(parts))

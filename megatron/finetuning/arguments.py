@@ -42,7 +42,7 @@ def validate(args: argparse.Namespace) -> None:
 
     Raises ValueError for flags that contradict each other, with the remedy.
     """
-    args.notes = []
+    args.notes, args.resumed_from = [], None
     if args.pipeline_schedule in ALONE:
         if args.max_grad_norm:
             raise ValueError(
@@ -141,15 +141,22 @@ def _complete_intervals(args: argparse.Namespace) -> None:
         args.do_eval = True
 
 
-def settle_intervals(args: argparse.Namespace, *, num_steps: int, steps_per_epoch: int) -> None:
-    """Set `eval_steps` and `save_steps` to numbers of batches; 0: never before the end."""
+def changed(args: argparse.Namespace, **values: object) -> argparse.Namespace:
+    """The arguments with other values; what has read the former ones keeps them."""
+    return argparse.Namespace(**{**vars(args), **values})
+
+
+def settled_intervals(args: argparse.Namespace, *, num_steps: int, steps_per_epoch: int) -> argparse.Namespace:
+    """The arguments with `eval_steps` and `save_steps` as numbers of batches; 0: never before the end."""
+    settled = {}
     for name in ("eval", "save"):
         number = getattr(args, f"{name}_steps")
         if getattr(args, f"{name}_strategy") == "epoch":
             number = steps_per_epoch
         elif 0 < number < 1:
             number = math.ceil(number * num_steps)
-        setattr(args, f"{name}_steps", int(number))
+        settled[f"{name}_steps"] = int(number)
+    return changed(args, **settled)
 
 
 def settle_precision(args: argparse.Namespace) -> None:

@@ -170,8 +170,7 @@ def run_all(listed: str, result: str) -> None:
 
 def run(turn: Mapping, stop: StopSignal) -> dict:
     """One turn, of either kind; the same on both ranks."""
-    args = parse_args(turn["argv"])
-    initialize.choose_device(args)
+    args = job.on_this_device(parse_args(turn["argv"]))
     dist.barrier()
     if turn["arm"] == "naive":
         found = train(args, turn) if args.rank == 0 else None
@@ -187,7 +186,6 @@ def run(turn: Mapping, stop: StopSignal) -> dict:
 
 def finetuned(args: argparse.Namespace, stop: StopSignal) -> dict:
     """A run of `finetune.py` in this process."""
-    args.resumed_from = None
     with contextlib.redirect_stdout(io.StringIO()):
         job.run(args, stop)
     if args.rank:

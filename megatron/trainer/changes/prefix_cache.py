@@ -5,7 +5,6 @@ output. A microbatch of which a sample is missing is computed as a whole, as wit
 same. Where more layers froze since, it is computed from what the depth before has put out.
 """
 
-import argparse
 import errno
 import hashlib
 import json
@@ -28,6 +27,7 @@ from megatron.elastic.cache import ActivationCache, CacheCounts, Generation, req
 from megatron.elastic.cache.folder import FEWEST_BYTES
 from megatron.pipeline.runtime.failure.agreement import control_group
 from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
+from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.arguments.rules.programs import num_samples
 from megatron.trainer.start_up.model_and_optimizer import model_config
 
@@ -47,7 +47,7 @@ class PrefixCache:
         ValueError: the samples do not repeat, or have no numbers.
     """
 
-    def __init__(self, args: argparse.Namespace, dataset: object | None) -> None:
+    def __init__(self, args: TrainConfig, dataset: object | None) -> None:
         if dataset is not None and not (getattr(dataset, "samples_repeat", False) and hasattr(dataset, "sample_id")):
             raise ValueError(
                 f"--activation-cache {args.activation_cache}: {type(dataset).__name__} does not say that its samples "
@@ -59,9 +59,10 @@ class PrefixCache:
         self._unread = 0  # samples until each has been asked for at this depth
         self._depth = 0  # at which outputs are kept now; on all ranks, as any may come to have the first stage
 
-    def serve(self, stages: list[MegatronStage]) -> None:
-        """Use the cache for these stages from now on: the first one reads and writes, if the arrangement is cached."""
-        arrangement, first = self._args.arrangement, stages[0]
+    def serve(self, args: TrainConfig, stages: list[MegatronStage]) -> None:
+        """Use the cache for these stages of a run of `args` from now on: the first one reads and writes, if the
+        arrangement is cached."""
+        self._args, arrangement, first = args, args.arrangement, stages[0]
         before, self._depth = self._depth, arrangement.num_frozen if arrangement.cached else 0
         if not (arrangement.cached and first.is_frozen and first.index == 0):
             self.close()
@@ -180,7 +181,7 @@ class PrefixCache:
             self._cache, self._told = None, CacheCounts()
 
 
-def require_cache(args: argparse.Namespace) -> None:
+def require_cache(args: TrainConfig) -> None:
     """Raises ValueError where --activation-cache cannot be used on this node."""
     try:
         require_usable(Path(args.activation_cache), most_bytes=_limit(args))
@@ -190,7 +191,7 @@ def require_cache(args: argparse.Namespace) -> None:
         raise ValueError(f"{flag}: {error}") from error
 
 
-def missing_cache(args: argparse.Namespace) -> list[str]:
+def missing_cache(args: TrainConfig) -> list[str]:
     """A note where --activation-cache names a folder that this machine does not have. Makes no file.
 
     Raises ValueError as `require_cache`, for what would be no folder on another machine either.
@@ -214,7 +215,7 @@ def missing_cache(args: argparse.Namespace) -> list[str]:
     return []
 
 
-def digest_of_config(args: argparse.Namespace) -> str:
+def digest_of_config(args: TrainConfig) -> str:
     """A digest of megatron.core's configuration of the model, without its cut into stages."""
     said = {}
     for each in fields(model_config(args)):
@@ -225,7 +226,7 @@ def digest_of_config(args: argparse.Namespace) -> str:
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _limit(args: argparse.Namespace) -> int:
+def _limit(args: TrainConfig) -> int:
     return int(args.activation_cache_gib * GIB)
 
 

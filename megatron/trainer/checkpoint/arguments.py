@@ -13,11 +13,12 @@ that is newer than a checkpoint was off there, since no model had it yet.
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 
 from megatron.pipeline.runtime.failure.errors import CheckpointError
+from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.arguments.flags.parser import FLAGS, destinations
 from megatron.trainer.arguments.flags.specification import Role
 from megatron.trainer.arguments.rules.programs import ONLY_OF
@@ -88,7 +89,7 @@ _NOT_BUILT_HERE = {
 
 
 def _differences(
-    here: argparse.Namespace, there: argparse.Namespace | None, *, body_only: bool = False
+    here: TrainConfig, there: argparse.Namespace | None, *, body_only: bool = False
 ) -> Iterator[tuple[str, object, object]]:
     """The facts in which two models differ, as (name, value here, value there). `body_only`: heads are not compared."""
     ours, theirs = _facts(here), _facts(there)
@@ -112,7 +113,7 @@ def parts_not_built(there: argparse.Namespace | None) -> Iterator[tuple[str, obj
             yield name, value
 
 
-def _facts(args: argparse.Namespace | None) -> dict[str, object]:
+def _facts(args: TrainConfig | argparse.Namespace | None) -> dict[str, object]:
     positions = _positions(args)
     rotary = {name: _value(args, name) for name in _OF_ROTARY}
     if not rotary["use_rope_scaling"]:
@@ -128,7 +129,7 @@ def _facts(args: argparse.Namespace | None) -> dict[str, object]:
     }
 
 
-def _value(args: argparse.Namespace | None, name: str) -> object:
+def _value(args: TrainConfig | argparse.Namespace | None, name: str) -> object:
     """The argument by its name or Megatron-LM's; where neither is set, what models had before there was such an
     argument. None without any arguments."""
     if args is None:
@@ -139,13 +140,13 @@ def _value(args: argparse.Namespace | None, name: str) -> object:
     return WITHOUT_IT.get(name)
 
 
-def _key_value_heads(args: argparse.Namespace | None) -> object:
+def _key_value_heads(args: TrainConfig | argparse.Namespace | None) -> object:
     """Without grouped queries each attention head has keys and values, whatever number of groups is stored."""
     grouped = _value(args, "group_query_attention")
     return _value(args, "num_query_groups" if grouped else "num_attention_heads")
 
 
-def _positions(args: argparse.Namespace | None) -> object:
+def _positions(args: TrainConfig | argparse.Namespace | None) -> object:
     """The kind of position embedding, also from its old flags."""
     kind = _value(args, "position_embedding_type")
     if _value(args, "use_rotary_position_embeddings"):
@@ -155,14 +156,14 @@ def _positions(args: argparse.Namespace | None) -> object:
     return kind
 
 
-def _biases(args: argparse.Namespace | None) -> dict[str, object]:
+def _biases(args: TrainConfig | argparse.Namespace | None) -> dict[str, object]:
     """The projection of queries, keys and values has a bias where all linear layers have one, whatever `add_qkv_bias`
     says of it."""
     linear, of_queries = _value(args, "add_bias_linear"), _value(args, "add_qkv_bias")
     return {"add_bias_linear": linear, "add_qkv_bias": of_queries if linear is None else linear or bool(of_queries)}
 
 
-def _same_vocabulary(args: argparse.Namespace, saved: argparse.Namespace | None) -> bool:
+def _same_vocabulary(args: TrainConfig, saved: argparse.Namespace | None) -> bool:
     """The vocabulary is padded to a multiple that depends on the tensor-parallel degree, so two padded sizes of one
     vocabulary may differ: they can belong together if some size is padded to either."""
     low, high = 0, float("inf")
@@ -185,7 +186,7 @@ _BODIES = {"bert-classify": "bert"}  # whose weights it takes, too
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype)
 
 
-def saved_arguments(args: argparse.Namespace, **position: int) -> argparse.Namespace:
+def saved_arguments(args: TrainConfig, **position: int) -> argparse.Namespace:
     """Copy of the arguments that any program can unpickle: plain values only, paths as text; `position` overrides."""
     values = {name: value for name, value in vars(args).items() if _is_plain(value)}
     values.update({name: str(value) for name, value in vars(args).items() if hasattr(value, "__fspath__")})
@@ -193,7 +194,7 @@ def saved_arguments(args: argparse.Namespace, **position: int) -> argparse.Names
 
 
 def check_same_model(
-    args: argparse.Namespace, saved: argparse.Namespace | None, path: object, *, body_only: bool = False
+    args: TrainConfig, saved: argparse.Namespace | None, path: object, *, body_only: bool = False
 ) -> None:
     """Raise CheckpointError naming the first argument in which the model to be loaded into differs from the saved one.
 
@@ -230,7 +231,7 @@ def _remedy(name: str, value: object) -> str:
 
 
 def _check_can_be_built(
-    args: argparse.Namespace, saved: argparse.Namespace | None, path: object, *, body_only: bool = False
+    args: TrainConfig, saved: argparse.Namespace | None, path: object, *, body_only: bool = False
 ) -> None:
     """Neither weights nor arguments of a GPT fit a BERT (Megatron-LM's checkpoints do not say which they are), and some
     of Megatron-LM's models are not built here."""
@@ -250,12 +251,12 @@ def _check_can_be_built(
         )
 
 
-def what_changes(args: argparse.Namespace, saved: argparse.Namespace | None) -> list[str]:
+def what_changes(args: TrainConfig, saved: argparse.Namespace | None) -> list[str]:
     """Lines for the log of a run that continues with other flags than those of its save, where the weights fit."""
     return [line for line in (_other_program(args, saved), _other_samples(args, saved)) if line]
 
 
-def _other_samples(args: argparse.Namespace, saved: argparse.Namespace | None) -> str | None:
+def _other_samples(args: TrainConfig, saved: argparse.Namespace | None) -> str | None:
     """Of a run that trains on: its position counts samples, and these stand in another order, or are others."""
     if saved is None or getattr(args, "skip_train", False):
         return None
@@ -277,7 +278,7 @@ def _other_samples(args: argparse.Namespace, saved: argparse.Namespace | None) -
     )
 
 
-def _length(args: argparse.Namespace) -> int | None:
+def _length(args: TrainConfig) -> int | None:
     """Samples of the whole run, but for a ramp-up of the batch size."""
     iterations, size = getattr(args, "train_iters", None), getattr(args, "global_batch_size", None)
     return getattr(args, "train_samples", None) or (iterations and size and iterations * size)
@@ -287,7 +288,7 @@ def _words(value: object) -> str:
     return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
-def _other_program(args: argparse.Namespace, saved: argparse.Namespace | None) -> str | None:
+def _other_program(args: TrainConfig, saved: argparse.Namespace | None) -> str | None:
     """Of a run under another pipeline program than it was saved under; that is sound: a checkpoint is a drained state,
     in which nothing of a program is under way."""
     here, there = (getattr(each, "pipeline_program_sha256", None) for each in (args, saved))
@@ -298,23 +299,29 @@ def _other_program(args: argparse.Namespace, saved: argparse.Namespace | None) -
     return f"was saved under {was}; the run goes on with {goes_on}"
 
 
-def apply_saved_arguments(args: argparse.Namespace, saved: argparse.Namespace | None, path: object) -> None:
-    """--use-checkpoint-args: set the model's arguments to the saved ones.
+def with_saved_arguments(
+    args: argparse.Namespace, saved: argparse.Namespace | None, path: object, *, further: Collection[str] = ()
+) -> argparse.Namespace:
+    """--use-checkpoint-args: parsed arguments with the model's from a checkpoint.
 
-    What decides the shape always comes from the checkpoint, also that its program did not have a switch yet. The rest
-    of the model's arguments, and the tokenizer's, keep the values that the command line names (`args.given`).
+    What decides the shape always comes from the checkpoint, also that its program did not have a switch yet; `further`
+    arguments where it has them. The rest of the model's arguments, and the tokenizer's, keep the values that the
+    command line names (`args.given`).
     """
     if saved is None:
         raise CheckpointError(
             f"checkpoint {path} holds no arguments, so --use-checkpoint-args has nothing to take over"
         )
     _check_can_be_built(args, saved, path)
+    taken = {}
     for name in (*MODEL_ARGUMENTS, *_TAKEN_UNLESS_GIVEN):
         their_name = name if hasattr(saved, name) else OTHER_NAMES.get(name, name)
         if hasattr(saved, their_name) and (name in MODEL_ARGUMENTS or name not in args.given):
-            setattr(args, name, getattr(saved, their_name))
+            taken[name] = getattr(saved, their_name)
         elif name in MODEL_ARGUMENTS and name in WITHOUT_IT:
-            setattr(args, name, WITHOUT_IT[name])
+            taken[name] = WITHOUT_IT[name]
+    taken |= {name: getattr(saved, name) for name in further if hasattr(saved, name)}
+    return argparse.Namespace(**{**vars(args), **taken})
 
 
 def _is_plain(value: object) -> bool:

@@ -22,7 +22,6 @@ optimizer would update its state twice. So each part is handed over once, and wh
 place.
 """
 
-import argparse
 import contextlib
 import logging
 import random
@@ -50,6 +49,7 @@ from megatron.core.dist_checkpointing.utils import _sharded_tensor_shard_id
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import unwrap_model
 from megatron.pipeline.runtime.failure.agreement import control_group
+from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.checkpoint.optimizer_state import ELEMENT_RANGES, ranged_optimizer_state
 
 # --- random number generators of one rank, in Megatron-LM's layout, so that either program resumes the other's runs ---
@@ -221,7 +221,7 @@ _LAYERS_APART = "non_homogeneous_layers"
 """megatron.core's word for layers each under a key of its own, and not all under one that they share."""
 
 
-def sharding_metadata(args: argparse.Namespace) -> dict:
+def sharding_metadata(args: TrainConfig) -> dict:
     """How optimizer state is laid out. A new dict with every call, since megatron.core changes the one it is given."""
     metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if getattr(args, "changes", False):
@@ -234,7 +234,7 @@ def sharding_metadata(args: argparse.Namespace) -> dict:
     return metadata
 
 
-def loading_metadata(args: argparse.Namespace, saved: dict | None) -> dict:
+def loading_metadata(args: TrainConfig, saved: dict | None) -> dict:
     """The metadata that loads what was saved with the metadata `saved`; None where a checkpoint has none."""
     metadata, saved = {**sharding_metadata(args), **(saved or {})}, saved or {}
     if not saved.get(_LAYERS_APART):

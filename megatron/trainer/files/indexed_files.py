@@ -11,14 +11,13 @@ number of document borders), then lengths (int32), byte offsets (int64) and docu
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
 import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Protocol
 
 from megatron.documents import counted
 
@@ -28,6 +27,20 @@ if TYPE_CHECKING:
 # --- which files, by which weights ------------------------------------------------------------------------------------
 
 Blend = tuple[list[str], list[float] | None]
+
+
+class DataFlags(Protocol):
+    """The flags that name the data of a language model."""
+
+    mock_data: bool
+    data_path: list[str] | None
+    train_data_path: list[str] | None
+    valid_data_path: list[str] | None
+    test_data_path: list[str] | None
+    data_args_path: str | None
+    per_split_data_args_path: str | None
+
+
 _PER_SPLIT = ("train_data_path", "valid_data_path", "test_data_path")
 
 
@@ -58,13 +71,13 @@ def parse_blend(words: list[str] | None, source: str = "--data-path") -> Blend |
     return [prefix for prefix, _ in read], [weight for _, weight in read]
 
 
-def blends(args: argparse.Namespace) -> tuple[Blend | None, list[Blend | None] | None]:
+def blends(args: DataFlags) -> tuple[Blend | None, list[Blend | None] | None]:
     """(one blend that is split, or None; a blend per split, or None). Both None mean mock data. Raises ValueError."""
     blend, *per_split = [parse_blend(words, source) for source, words in _sources(args)]
     return blend, per_split if any(per_split) else None
 
 
-def notes_on_weights(args: argparse.Namespace) -> list[str]:
+def notes_on_weights(args: DataFlags) -> list[str]:
     """A note for each source whose weights of 0 leave prefixes out. Raises ValueError for invalid weights. Missing
     files are reported elsewhere."""
     files = (args.data_args_path, args.per_split_data_args_path)
@@ -79,7 +92,7 @@ def notes_on_weights(args: argparse.Namespace) -> list[str]:
     return notes
 
 
-def _sources(args: argparse.Namespace) -> list[tuple[str, list[str] | None]]:
+def _sources(args: DataFlags) -> list[tuple[str, list[str] | None]]:
     """(flag or file, words) of the blend that is split, then of each split's own."""
     if args.mock_data:
         return [("--mock-data", None)]

@@ -7,6 +7,7 @@ import importlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from megatron.pipeline.program.weight_policies import WeightPolicy
@@ -15,6 +16,7 @@ from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.search.flags import configuration_argv
 from megatron.planner.time.profile import StagePosition
+from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.plan.command import PROGRAMS
 
 if TYPE_CHECKING:
@@ -61,8 +63,7 @@ class StagePlan:
         """
         from megatron.trainer.profile.measurements import build_lone_stage, time_stage
 
-        args = self.arguments()
-        prepare(args, store)
+        args = prepare(self.arguments(), store)
         lone = build_lone_stage(args, training_program(self.architecture), self.place, self.weights)
         try:
             samples = time_stage(
@@ -77,8 +78,7 @@ class StagePlan:
         """Run by one rank: what the profile says of the model and the machine."""
         from megatron.trainer.profile.measurements import describe
 
-        args = self.arguments()
-        prepare(args, store)
+        args = prepare(self.arguments(), store)
         start()
         return describe(args)
 
@@ -150,12 +150,14 @@ def training_program(architecture: str) -> TrainingProgram:
     return importlib.import_module(f"megatron.trainer.programs.{name}").program()
 
 
-def prepare(args: argparse.Namespace, store: object | None) -> None:
-    """Complete `args`, become a rank of a job (unless `store` is None: it is one already). Raises ValueError."""
+def prepare(parsed: argparse.Namespace, store: object | None) -> TrainConfig:
+    """Become a rank of a job (unless `store` is None: it is one already), and complete its configuration. Raises
+    ValueError."""
     from megatron.trainer.run.pretraining import complete
     from megatron.trainer.start_up import initialize
 
-    complete(args)
+    args, _ = complete(parsed)
     if store is not None:
-        initialize.join_process_group(args, store)
-    initialize.set_up(args)
+        timeout = timedelta(minutes=args.distributed_timeout_minutes)
+        initialize.join_process_group(store, args.distributed_backend, timeout)
+    return initialize.set_up(args)

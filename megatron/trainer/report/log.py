@@ -3,7 +3,6 @@ all."""
 
 from __future__ import annotations
 
-import argparse
 import errno
 import importlib.util
 import logging
@@ -18,8 +17,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from megatron import backend
+from megatron.elastic.stages import Arrangement
 from megatron.pipeline.runtime.contract.stage import BatchReport
 from megatron.pipeline.runtime.relay.ledger import DEVICE_PEAK, HOST_PEAK
+from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.report.metrics import (
     CLASS_LOSS,
     DEFERRED,
@@ -31,7 +32,7 @@ from megatron.trainer.report.metrics import (
 )
 
 if TYPE_CHECKING:
-    from megatron.trainer.plan.arrangement import Arrangement, Change, Outlook
+    from megatron.trainer.plan.arrangement import Change, Outlook
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ class Reporter:
     disk.
     """
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: TrainConfig) -> None:
         self.args = args
         self.writes = args.rank == args.world_size - 1
         self._interval, self._has_begun = Interval(), False
@@ -349,7 +350,7 @@ def _key(name: str) -> str:
     return name.replace(" ", "_")
 
 
-def packages_not_here(args: argparse.Namespace) -> dict[str, str]:
+def packages_not_here(args: TrainConfig) -> dict[str, str]:
     """Packages that flags ask for and this process cannot import, each with a sentence. What they would record is in
     the log and in --metrics-file, so a run goes on without them."""
     wanted = {
@@ -363,7 +364,7 @@ def packages_not_here(args: argparse.Namespace) -> dict[str, str]:
     }
 
 
-def _tensorboard(args: argparse.Namespace):
+def _tensorboard(args: TrainConfig):
     """Raises OSError on a full disk, and ValueError where the directory cannot be written at all."""
     from torch.utils.tensorboard import SummaryWriter
 
@@ -378,7 +379,7 @@ def _tensorboard(args: argparse.Namespace):
         raise ValueError(f"--tensorboard-dir {args.tensorboard_dir} cannot be written: {error.strerror}") from error
 
 
-def _weights_and_biases(args: argparse.Namespace):
+def _weights_and_biases(args: TrainConfig):
     import wandb
 
     folder = args.wandb_save_dir or os.path.join(args.save or ".", "wandb")

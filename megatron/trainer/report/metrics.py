@@ -9,7 +9,6 @@ A full disk must not end training because a line of the log cannot be written. A
 reported once, with the reason, and again when it can be written. Nothing here imports torch.
 """
 
-import argparse
 import json
 import logging
 import math
@@ -17,6 +16,8 @@ import os
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+
+from megatron.trainer.arguments.flags.config import TrainConfig
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
-def flops_per_sample(args: argparse.Namespace) -> float:
+def flops_per_sample(args: TrainConfig) -> float:
     """Floating-point operations of forward and backward of one sequence, recomputation not counted.
 
     A multiplication by a weight matrix of n elements costs 2n per token forward and 4n backward. Attention adds two
@@ -71,7 +72,7 @@ def flops_per_sample(args: argparse.Namespace) -> float:
     return 6.0 * args.seq_length * (weights + attention)
 
 
-def flops_of_output_layer(args: argparse.Namespace) -> float:
+def flops_of_output_layer(args: TrainConfig) -> float:
     """The output layer's part of these."""
     return 6.0 * args.seq_length * args.hidden_size * args.padded_vocab_size
 

@@ -7,10 +7,10 @@ from megatron.documents import counted
 from megatron.elastic.freeze_rule import RULES as FREEZE_RULES
 from megatron.elastic.freeze_rule import FreezeRule, FreezeSettings
 from megatron.elastic.stages import Stages, stages_of
+from megatron.trainer.arguments.flags.config import choice_of
 from megatron.trainer.arguments.flags.model import CLASSIFIERS
 from megatron.trainer.arguments.flags.specification import name_of
 from megatron.trainer.arguments.flags.training import FREEZING
-from megatron.trainer.arguments.flags.values import choice_of
 from megatron.trainer.arguments.rules.run import behind_frozen
 
 _OF_BOTH = ("freeze_interval", "freeze_start", "freeze_training", "elastic_pipeline")

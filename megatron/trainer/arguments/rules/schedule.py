@@ -6,9 +6,9 @@ import argparse
 from megatron.documents import counted
 from megatron.pipeline.program.lane_order import DEFERRED, EAGER, Residency
 from megatron.pipeline.schedules import OtherRun, ProgramSchedule, read_schedule
+from megatron.trainer.arguments.flags.config import choice_of
 from megatron.trainer.arguments.flags.model import CLASSIFIERS
 from megatron.trainer.arguments.flags.specification import name_of
-from megatron.trainer.arguments.flags.values import choice_of
 
 # --- a program from a file --------------------------------------------------------------------------------------------
 

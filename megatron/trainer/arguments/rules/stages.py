@@ -2,8 +2,8 @@
 
 import argparse
 
+from megatron.trainer.arguments.flags.config import choice_of
 from megatron.trainer.arguments.flags.specification import name_of
-from megatron.trainer.arguments.flags.values import choice_of
 
 _WAYS = (
     "num_layers_per_virtual_pipeline_stage",
