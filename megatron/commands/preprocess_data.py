@@ -37,7 +37,7 @@ from megatron.trainer.arguments.rules.data import tokenizer as check_tokenizer
 from megatron.trainer.data.sentences import LONGEST_SENTENCE, split_sentences
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, init=False, repr=False, eq=False)
 class Input:
     """What is read and written."""
 

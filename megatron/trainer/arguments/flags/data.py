@@ -18,7 +18,7 @@ TOKENIZER_TYPES = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, init=False, repr=False, eq=False)
 class Data:
     """Where samples come from."""
 
@@ -97,7 +97,7 @@ class Data:
 DATA = Group.of(Data, "data", Role.LOCATION)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, init=False, repr=False, eq=False)
 class Tokenizer:
     """Text to token ids."""
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from megatron.trainer.arguments.flags.specification import Group, Role, negation, option, switch
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, init=False, repr=False, eq=False)
 class Model:
     """The shape of the network."""
 
@@ -101,7 +101,7 @@ NUM_TOKEN_TYPES = 2
 """First and second segment of a sample."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, init=False, repr=False, eq=False)
 class Bert:
     """What `pretrain_bert.py` learns to predict. The other programs refuse these flags, but for --bert-no-binary-head,
     which `finetune_bert.py` needs for a BERT that was trained with it."""
@@ -127,7 +127,7 @@ CLASSIFIERS = ("vit", "bert-classify")
 """Architectures that tell classes."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, init=False, repr=False, eq=False)
 class Classification:
     """What `pretrain_vision_classify.py` and `finetune_bert.py` learn, and for how long. The other programs refuse
     these flags."""
@@ -149,7 +149,7 @@ class Classification:
 CLASSIFICATION = Group.of(Classification, "classification")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, init=False, repr=False, eq=False)
 class Vision:
     """The images of `pretrain_vision_classify.py`, and how they become a sequence. The other programs refuse these
     flags."""

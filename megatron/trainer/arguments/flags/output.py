@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from megatron.trainer.arguments.flags.specification import Group, Role, negation, option, switch
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, init=False, repr=False, eq=False)
 class Checkpoint:
     """Saving and loading."""
 
@@ -59,7 +59,7 @@ class Checkpoint:
 CHECKPOINT = Group.of(Checkpoint, "checkpoint", Role.LOCATION | Role.SHORT_RUN)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, init=False, repr=False, eq=False)
 class Logging:
     """What a run prints and records."""
 
@@ -132,7 +132,7 @@ LOGGING = Group.of(Logging, "logging", Role.LOCATION | Role.SHORT_RUN)
 # --- a dry run --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, init=False, repr=False, eq=False)
 class DryRunFlags:
     """Check a command line for a cluster on any machine: one process, no launcher, no GPU. See cluster.md."""
 

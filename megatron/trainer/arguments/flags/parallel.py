@@ -7,7 +7,7 @@ from megatron.pipeline.schedules import PRESETS
 from megatron.trainer.arguments.flags.specification import Group, Role, negation, option, switch
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, init=False, repr=False, eq=False)
 class Pipeline:
     """The pipeline's program. These flags are this project's own."""
 
@@ -100,7 +100,7 @@ class Pipeline:
 PIPELINE = Group.of(Pipeline, "pipeline", Role.CONFIGURATION)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, init=False, repr=False, eq=False)
 class Distributed:
     """Degrees of parallelism. Data parallel size = world size / (tensor x pipeline)."""
 

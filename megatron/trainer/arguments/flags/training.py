@@ -6,7 +6,7 @@ from megatron.elastic.freeze_rule import RULES
 from megatron.trainer.arguments.flags.specification import Group, Role, negation, option, switch
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, init=False, repr=False, eq=False)
 class Batch:
     """Batch sizes and the length of the run."""
 
@@ -83,7 +83,7 @@ class Batch:
 BATCH = Group.of(Batch, "batch and length")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, init=False, repr=False, eq=False)
 class Regularization:
     """Optimizer and regularization."""
 
@@ -114,7 +114,7 @@ class Regularization:
 REGULARIZATION = Group.of(Regularization, "optimizer")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, init=False, repr=False, eq=False)
 class LearningRate:
     """Learning rate schedule."""
 
@@ -151,7 +151,7 @@ class LearningRate:
 LEARNING_RATE = Group.of(LearningRate, "learning rate", Role.SHORT_RUN)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, init=False, repr=False, eq=False)
 class Precision:
     """Number formats and loss scaling."""
 
@@ -173,7 +173,7 @@ class Precision:
 PRECISION = Group.of(Precision, "precision")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, init=False, repr=False, eq=False)
 class Recompute:
     """Activation recomputation inside a layer or over layers."""
 
@@ -205,7 +205,7 @@ RECOMPUTE = Group.of(Recompute, "recompute", Role.CONFIGURATION)
 # --- training that freezes what has converged (PipeTransformer) -------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, init=False, repr=False, eq=False)
 class Freezing:
     """Training that freezes layers from the input on as they converge. These flags are this project's own.
     docs/pipetransformer.md."""
