@@ -256,5 +256,5 @@ def _best_row(model: Model, schedule: str, estimate: Estimate) -> dict:
         "recompute": configuration.recompute.value,
         "seconds": estimate.seconds,
         "mfu": estimate.mfu,
-        "memory_gib": max(rank.total for rank in estimate.memory) / GIB,
+        "memory_gib": estimate.memory_gib,
     }

@@ -1,1 +1,1 @@
-"""The commands of one process: what `megatron-pipeline COMMAND`, or tools/COMMAND.py in a checkout, runs."""
+"""The commands that run in one process: `megatron-pipeline COMMAND`, or tools/COMMAND.py in a checkout."""

@@ -1,10 +1,11 @@
-"""Compare schedules over learning rates and seeds: final validation losses over those of one of them.
+"""Compare schedules over learning rates and seeds: their final validation losses relative to one schedule's.
 
     python tools/compare_runs.py outputs/sweep --reference flush --output sweep.png
 
-Reads the metrics files `SCHEDULE_lrRATE_seedSEED.jsonl` of a folder, which `examples/convergence_sweep.sh` writes. The
-table has, for each rate and schedule, the median over the seeds of the last validation loss over the reference's at the
-same rate and seed, and the least and the greatest; the picture shows every run.
+The command reads the metrics files `SCHEDULE_lrRATE_seedSEED.jsonl` of a folder, which `examples/convergence_sweep.sh`
+writes. The ratio of a run is its last validation loss divided by the reference's at the same rate and seed, less 1. The
+table has the median, the least and the greatest ratio over the seeds for each rate and schedule; the picture shows
+every run.
 """
 
 import argparse
@@ -23,7 +24,7 @@ _NAME = re.compile(r"(?P<schedule>.+)_lr(?P<rate>[0-9.e+-]+)_seed(?P<seed>[0-9]+
 
 @dataclass(frozen=True)
 class Run:
-    """What a run ended with: its last validation loss, nats per token."""
+    """The result of a run. `loss`: its last validation loss in nats per token."""
 
     schedule: str
     rate: float
@@ -33,7 +34,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A schedule at a learning rate: by seed, its loss over the reference's, less 1."""
+    """A schedule at a learning rate. `over`: seed -> its loss divided by the reference's, less 1."""
 
     schedule: str
     rate: float
@@ -50,10 +51,10 @@ class Comparison:
 
 
 def read_runs(folder: Path) -> list[Run]:
-    """The runs of a folder.
+    """Read the runs of a folder.
 
     Raises:
-        ValueError: no file there is named as a run, or one holds no validation loss.
+        ValueError: if no file has the name of a run, or a file has no validation loss.
     """
     runs = []
     for path in sorted(folder.glob("*.jsonl")):
@@ -68,10 +69,10 @@ def read_runs(folder: Path) -> list[Run]:
 
 
 def compare(runs: list[Run], reference: str) -> list[Comparison]:
-    """Each other schedule at each rate, over the reference.
+    """Compare each other schedule with the reference at each learning rate.
 
     Raises:
-        ValueError: the reference has no run at a rate and seed that another schedule has.
+        ValueError: if the reference lacks a run at a rate and seed that another schedule has.
     """
     known = {(run.rate, run.seed): run.loss for run in runs if run.schedule == reference}
     others: dict[tuple[str, float], dict[int, float]] = {}
@@ -85,7 +86,7 @@ def compare(runs: list[Run], reference: str) -> list[Comparison]:
 
 
 def table(runs: list[Run], compared: list[Comparison], reference: str) -> str:
-    """Markdown: a row for each rate, a column for each schedule."""
+    """The comparison as a Markdown table with a row for each rate and a column for each schedule."""
     schedules = list(dict.fromkeys(each.schedule for each in compared))
     lines = [
         f"| peak learning rate | seeds | {reference} | " + " | ".join(f"{name} over it" for name in schedules) + " |",
@@ -101,7 +102,7 @@ def table(runs: list[Run], compared: list[Comparison], reference: str) -> str:
 
 
 def draw(compared: list[Comparison], reference: str, path: Path, *, title: str = "") -> None:
-    """Write a picture; the suffix of `path` chooses its format."""
+    """Write the picture of the comparison; the suffix of `path` chooses its format."""
     with one_panel(path, 7.5, 4.5, title=title) as axes:
         for position, schedule in enumerate(dict.fromkeys(each.schedule for each in compared)):
             own = [each for each in compared if each.schedule == schedule]

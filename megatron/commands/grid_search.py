@@ -2,10 +2,10 @@
 
     python tools/grid_search.py COMMAND --help
 
-COMMAND is one of those below; each is a file in grid_search_commands/. Only `measure` needs torch.
+COMMAND is listed below; each command is a file in grid_search_commands/. Only `measure` needs torch.
 
-Exit status: 0, or 1 where a file or a combination is wrong, 2 where the command line is or a file
-cannot be opened, 130 after Ctrl-C.
+Exit status: 0; 1 if a file or a combination of options is wrong; 2 if the command line is wrong or a
+file cannot be opened; 130 after Ctrl-C.
 """
 
 import importlib
@@ -22,9 +22,9 @@ COMMANDS = {
     "calibrate": "fit the time model to measured runs",
     "measure": "run configurations, and put measured beside predicted",
 }
-"""Name and summary; `grid_search_commands/NAME.py` has add_arguments(parser) and run(options).
+"""Name of a command -> its summary. `grid_search_commands/NAME.py` has add_arguments(parser) and run(options).
 
-Where the file says TAKES_FLAGS, words that are none of its own are flags of the training programs: `options.flags`.
+If that module sets TAKES_FLAGS, unknown words are flags of the training programs and are put into `options.flags`.
 """
 
 
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_line.parser_of(__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, summary in COMMANDS.items():
-        if name != wanted:  # what it imports is not waited for
+        if name != wanted:  # importing an unused command would take time
             commands.add_parser(name, help=summary)
             continue
         command = importlib.import_module(f"megatron.commands.grid_search_commands.{name}")

@@ -6,11 +6,11 @@
     python tools/partition.py --graph graph.json --max-stages-per-device 2 --output P.json --picture P.png
     python tools/partition.py --graph graph.json --milp 60 --json
 
-docs/partition.md says what a graph file holds, what the methods are and what is minimised. With --json the last line
-is one JSON object: method, objective_ms, device_of_node, stage_of_node.
+docs/partition.md describes the graph file, the methods and the objective. With --json the last line is one JSON object:
+method, objective_ms, device_of_node, stage_of_node.
 
-Exit status: 0, or 1 where a file is wrong or nothing fits, 2 where the command line is or a file cannot be opened, 130
-after Ctrl-C.
+Exit status: 0; 1 if a file is wrong or no partition fits; 2 if the command line is wrong or a file cannot be opened;
+130 after Ctrl-C.
 """
 
 import argparse
@@ -40,7 +40,7 @@ GIB = 2**30
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_line.parser_of(__doc__)
     parser.add_argument("model", nargs="?", metavar="MODEL", help="a folder with a model of transformers")
-    threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0] or "1"  # what follows is of nested regions
+    threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0] or "1"  # the other numbers are for nested regions
     methods = {"nargs": "+", "choices": METHODS, "default": ["sequential", "mixed"]}
     add_flags(
         parser,
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     if (options.model is None) == (options.graph is None):
         raise ValueError("give a MODEL, or --graph FILE")
-    for path in filter(None, (options.output, options.picture)):  # before the work, and not after it
+    for path in filter(None, (options.output, options.picture)):  # refused before the work begins
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
             raise ValueError(f"{path} is a folder; name a file in it")
@@ -160,14 +160,14 @@ def _methods(options: argparse.Namespace) -> list[str]:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """Says on standard error what is under way: in place, or where that is no terminal in lines."""
+    """Show the current step on standard error: on one line of a terminal, otherwise as lines."""
     errors = Console(stderr=True)
     with errors.status("reading") if errors.is_terminal else nullcontext() as status:
         yield status.update if status else Lines()
 
 
 class Lines:
-    """Prints what is under way: what has not been said before but for its numbers, and else a line in `seconds`."""
+    """Progress as printed lines: a text that is new apart from its numbers at once, others every `seconds` seconds."""
 
     def __init__(self, seconds: float = 5.0) -> None:
         self._seconds = seconds
@@ -201,7 +201,7 @@ def _content(result: CompeteResult) -> dict:
 
 
 def _show(graph: Graph, competition: Competition, choice: CompeteResult, simulated: Mapping[int, float]) -> None:
-    """`simulated`: milliseconds of a microbatch, by the id of a result."""
+    """Print the results and the choice. `simulated`: id of a result -> simulated milliseconds of a microbatch."""
     out, bound, rows = console(150, highlight=True), graph.bound_ms, []
     columns = ("method", "stages", "depth", "busiest ms", "over bound", "most GiB", "crosses MB", "seconds", "from")
     columns = (*columns[:5], "simulated ms", *columns[5:]) if simulated else columns

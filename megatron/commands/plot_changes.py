@@ -1,11 +1,11 @@
-"""Draw how a run that changes its pipeline went, from its metrics file.
+"""Draw the course of a run that changes its pipeline, from its metrics file.
 
     python tools/plot_changes.py metrics.jsonl --output changes.png
 
-A metrics file is what a training program writes with --metrics-file; with --freeze-training or --elastic-pipeline it
-has the changes. Above: ranks of a pipeline, replicas and frozen layers, as steps. Below: samples a second, measured
-batch by batch, their median, and as predicted at each change. Time goes from left to right, and changes are shaded.
-Where a resumed run repeats iterations, the later figures count.
+A training program writes a metrics file with --metrics-file; with --freeze-training or --elastic-pipeline it has the
+changes. The upper panels show the ranks of a pipeline, the replicas and the frozen layers as steps. The lower panel
+shows samples a second: measured for each batch, their median, and the prediction made at each change. Time goes from
+left to right, and changes are shaded. If a resumed run repeats iterations, the later figures are used.
 """
 
 import argparse
@@ -21,14 +21,14 @@ from megatron.trainer.report.metrics import read_metrics
 
 _SHAPE = ("pipeline_ranks", "replicas", "frozen_layers")
 _TITLES = ("ranks of\na pipeline", "replicas", "frozen\nlayers")
-_NARROW = 0.015  # of the picture: a stretch that has no room for its number
+_NARROW = 0.015  # share of the picture's width below which a stretch has no room for its number
 _INITIAL = "initial_"
-"""Before the names of a record that says how a run begins, or goes on from a checkpoint."""
+"""The prefix of the names in a record that describes how a run begins, or resumes from a checkpoint."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Ranks of a pipeline, replicas and frozen layers."""
+    """The numbers of ranks of a pipeline, of replicas and of frozen layers."""
 
     ranks: int
     replicas: int
@@ -40,12 +40,12 @@ class Shape:
 
 @dataclass
 class Stretch:
-    """Between two changes.
+    """The part of a run between two changes.
 
     Attributes:
-        shape: None where the file does not say how the run began.
-        begin, end: seconds.
-        predicted: samples a second; None where nothing was.
+        shape: None if the file does not say how the run began.
+        begin, end: seconds since the run's first batch.
+        predicted: samples a second; None without a prediction.
         measured: samples a second of each batch.
     """
 
@@ -58,7 +58,12 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Course:
-    """A run in seconds from its first batch on: batches (end, samples a second), stretches, changes (begin, end)."""
+    """The course of a run, in seconds since its first batch.
+
+    Attributes:
+        batches: (end, samples a second) of each batch.
+        changes: (begin, end) of each change.
+    """
 
     batches: list[tuple[float, float]]
     stretches: list[Stretch]
@@ -66,7 +71,7 @@ class Course:
 
 
 def read_course(path: Path) -> Course:
-    """Raises ValueError where the file is missing, or holds no change."""
+    """Read the course of a run from a metrics file. Raises ValueError if the file is missing or has no change."""
     records = _last_of_each(read_metrics(path))
     if not any(_is_change(each) for each in records):
         raise ValueError(
@@ -88,7 +93,7 @@ def _is_beginning(record: dict) -> bool:
 
 
 def _last_of_each(records: Iterable[dict]) -> list[dict]:
-    """Batches, changes and beginnings, without what a resumed run has done again."""
+    """The records of batches, changes and beginnings, without those that a resumed run has repeated."""
     kept: list[dict] = []
     for record in records:
         if _is_batch(record) or _is_beginning(record):
@@ -101,8 +106,9 @@ def _last_of_each(records: Iterable[dict]) -> list[dict]:
 
 
 def _batch_sizes(records: list[dict]) -> dict[int, float]:
-    """Samples by iteration: what was consumed since the batch before, or the beginning. Of a first batch before which
-    nothing is known, as many as of the second.
+    """Iteration -> its number of samples: those consumed since the previous batch, or since the beginning.
+
+    A first batch without an earlier record gets the number of the second.
     """
     known = [
         (each["iteration"], each["consumed_samples"] if _is_batch(each) else each[f"{_INITIAL}samples"])
@@ -144,7 +150,7 @@ def _shape(record: dict, prefix: str = "") -> Shape:
 
 
 def draw(course: Course, path: Path, *, title: str = "") -> None:
-    """Write a picture; the suffix of `path` chooses its format."""
+    """Write the picture of a run; the suffix of `path` chooses its format."""
     figure = new_figure(8, 6, layout="constrained")
     *steps, speed = figure.subplots(4, 1, sharex=True, height_ratios=[1, 1, 1, 5])
     for number, axes in enumerate(steps):
@@ -164,7 +170,7 @@ def _shade(axes, changes: list[tuple[float, float]], label: str | None = None) -
 
 
 def _draw_steps(axes, course: Course, number: int) -> None:
-    """Draw ranks, replicas or frozen layers: each new number from the end of its transition on."""
+    """Draw ranks, replicas or frozen layers as steps; a new value begins at the end of its change."""
     known = [each for each in course.stretches if each.shape is not None]
     values = [(each.shape.ranks, each.shape.replicas, each.shape.frozen)[number] for each in known]
     times = [*(each.begin for each in known), known[-1].end]
@@ -201,7 +207,7 @@ def _draw_speed(axes, course: Course) -> None:
 
 
 def show(options: argparse.Namespace) -> int:
-    """Draw, and print a line for each stretch."""
+    """Draw the picture, and print a line for each stretch. Returns the exit status."""
     course = read_course(options.metrics)
     draw(course, options.output, title=options.title)
     for each in course.stretches:

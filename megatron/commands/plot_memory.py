@@ -1,9 +1,9 @@
-"""Draw what each pipeline rank saves at its fullest, from the metrics files of one or several runs.
+"""Draw the peak of saved activations on each pipeline rank, from the metrics files of one or several runs.
 
     python tools/plot_memory.py flush.jsonl bpipe.jsonl --labels flush bpipe --output memory.png
 
-The runs counted their saved activations (`pretrain_gpt.py --log-saved-activations`, or a schedule that moves them). The
-numbers are printed as a table, in MiB: bars are the largest count of any iteration.
+The runs must have counted their saved activations (`pretrain_gpt.py --log-saved-activations`, or a schedule that moves
+them). A bar is the largest count of any iteration. The numbers are also printed as a table, in MiB.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ METRIC = "saved_activation_bytes"
 
 @dataclass(frozen=True)
 class Peaks:
-    """Most bytes of saved activations of each pipeline rank of one run."""
+    """The largest number of bytes of saved activations on each pipeline rank of one run."""
 
     label: str
     num_bytes: tuple[int, ...]
@@ -31,7 +31,7 @@ class Peaks:
 
 
 def read_peaks(path: Path, label: str) -> Peaks:
-    """Raises ValueError where the file is missing or holds no counts."""
+    """Read the peaks of a run from a metrics file. Raises ValueError if the file is missing or has no counts."""
     counts = [record[METRIC] for record in read_metrics(path) if METRIC in record]
     if not counts:
         raise ValueError(f"{path} holds no {METRIC}; train with --log-saved-activations or --balance-activations")
@@ -41,8 +41,10 @@ def read_peaks(path: Path, label: str) -> Peaks:
 
 
 def draw(runs: Sequence[Peaks], path: Path, *, title: str = "") -> None:
-    """Bars side by side for each pipeline rank, and a dashed line at each run's largest; the suffix chooses the
-    format."""
+    """Write a picture with bars for each pipeline rank, and a dashed line at the largest value of each run.
+
+    The suffix of `path` chooses the format.
+    """
     width = 0.8 / len(runs)
     with one_panel(path, 7.5, 4.0, title=title) as axes:
         for position, run in enumerate(runs):
@@ -57,7 +59,7 @@ def draw(runs: Sequence[Peaks], path: Path, *, title: str = "") -> None:
 
 
 def show(runs: Sequence[Peaks]) -> None:
-    """The numbers, one row for each run."""
+    """Print the numbers as a table with one row for each run."""
     ranks, rows = range(max(len(run.num_bytes) for run in runs)), []
     for run in runs:
         values = run.mebibytes

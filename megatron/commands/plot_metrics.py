@@ -2,8 +2,9 @@
 
     python tools/plot_metrics.py flush.jsonl 2bw.jsonl --labels flush 2bw --output loss.png
 
-A metrics file is what `pretrain_gpt.py --metrics-file` writes. Training losses are drawn thin, validation losses as
-marked lines; where a resumed run repeats iterations, the later figures count. The last validation losses are printed.
+`pretrain_gpt.py --metrics-file` writes a metrics file. Training losses are drawn as thin lines, validation losses as
+lines with marks. If a resumed run repeats iterations, the later figures are used. The first and last validation losses
+are printed.
 """
 
 import math
@@ -18,7 +19,7 @@ from megatron.trainer.report.metrics import read_metrics
 
 @dataclass(frozen=True)
 class Curves:
-    """Losses of one run, iteration -> nats per token, by iteration."""
+    """The losses of one run: iteration -> nats per token, in the order of iterations."""
 
     label: str
     training: dict[int, float]
@@ -26,7 +27,7 @@ class Curves:
 
 
 def read_curves(path: Path, label: str) -> Curves:
-    """Raises ValueError where the file is missing or holds no loss."""
+    """Read the losses of a run from a metrics file. Raises ValueError if the file is missing or has no loss."""
     records = read_metrics(path)
     curves = Curves(label, _by_iteration(records, "lm_loss", "loss"), _by_iteration(records, "validation_loss"))
     if not curves.training and not curves.validation:
@@ -42,7 +43,7 @@ def _by_iteration(records: list[dict], *names: str) -> dict[int, float]:
 
 
 def draw(runs: list[Curves], path: Path, *, title: str = "") -> None:
-    """Write a picture; the suffix of `path` chooses its format."""
+    """Write the picture of the losses; the suffix of `path` chooses its format."""
     with one_panel(path, 7.5, 4.5, title=title) as axes:
         for position, run in enumerate(runs):
             color = f"C{position}"
@@ -59,8 +60,10 @@ def draw(runs: list[Curves], path: Path, *, title: str = "") -> None:
 
 
 def largest_difference(runs: list[Curves]) -> float:
-    """Largest difference of a run's last validation loss from the first run's, as a share of it; infinite where a run
-    has none."""
+    """The largest relative difference of a run's last validation loss from the first run's.
+
+    Infinite if a run has no validation loss.
+    """
     if not all(run.validation for run in runs):
         return math.inf
     losses = [run.validation[max(run.validation)] for run in runs]
@@ -68,7 +71,7 @@ def largest_difference(runs: list[Curves]) -> float:
 
 
 def validation_fall(run: Curves) -> float:
-    """How far the last validation loss lies below the first, as a share of it; 0 without two of them."""
+    """The relative fall from the first to the last validation loss of a run; 0 without two validation losses."""
     if not run.validation:
         return 0.0
     return 1 - run.validation[max(run.validation)] / run.validation[min(run.validation)]

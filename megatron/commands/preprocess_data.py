@@ -3,12 +3,12 @@
     python tools/preprocess_data.py --input corpus.jsonl --output-prefix corpus \
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.json --append-eod --workers 4
 
-Each line is a JSON object, and lines without text are left out; each of `--json-keys` becomes `PREFIX_KEY_document.bin`
-and `.idx`, which `--data-path PREFIX_KEY_document` reads. Documents keep the order of the lines, so the files do not
-depend on the number of workers. They appear under their names only when they are complete.
+Each line is a JSON object; empty lines are left out. Each of `--json-keys` becomes `PREFIX_KEY_document.bin` and
+`.idx`, which `--data-path PREFIX_KEY_document` reads. Documents keep the order of the lines, so the files do not
+depend on the number of workers. The files appear under their names only when they are complete.
 
-For BERT, `--split-sentences` keeps a document as a list of sentences, in `PREFIX_KEY_sentence`. Where a key holds a
-list of texts, each is a sentence; a text is split by the rules of megatron/trainer/data/sentences.py.
+For BERT, `--split-sentences` keeps a document as a list of sentences, in `PREFIX_KEY_sentence`. If a key has a list of
+texts, each text is a sentence; a single text is split by the rules of megatron/trainer/data/sentences.py.
 """
 
 import argparse
@@ -76,7 +76,7 @@ _encoder = None
 
 
 class _Encoder:
-    """What a worker does with a line."""
+    """The encoder of a worker: it turns a line into token ids."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         from megatron.trainer.data.tokenizer import build_tokenizer
@@ -85,8 +85,10 @@ class _Encoder:
         self.tokenizer = build_tokenizer(args)
 
     def encode(self, where: str, line: str) -> tuple[dict[str, list[list[int]]], int]:
-        """({key: token ids of each sequence that is not empty}, bytes read) of one line. Raises ValueError with file
-        and line."""
+        """Encode one line. Returns key -> token ids of each sequence that is not empty, and the length of the line.
+
+        Raises ValueError with file and line if the line cannot be encoded.
+        """
         try:
             document = json.loads(line)
         except (ValueError, RecursionError) as error:
@@ -101,7 +103,7 @@ class _Encoder:
             texts = [require_characters(text, f"{where}: the text under '{key}'") for text in texts if text]
             try:
                 sequences = [list(self.tokenizer.tokenize(text)) for text in texts]
-            except Exception as error:  # each library has its own
+            except Exception as error:  # each tokenizer library raises errors of its own classes
                 raise ValueError(f"{where}: cannot be tokenized: {str(error) or type(error).__name__}") from error
             if self.splits:
                 sequences = [part for tokens in sequences for part in _pieces(tokens)]
@@ -112,7 +114,7 @@ class _Encoder:
         return ids, len(line)
 
     def _texts(self, value: object) -> list[str] | None:
-        """The texts of the sequences of a document; None if `value` is no text."""
+        """The texts of a document's sequences; None if `value` is neither a text nor an allowed list of texts."""
         if isinstance(value, str):
             return split_sentences(value) if self.splits else [value]
         is_list = self.splits and isinstance(value, list) and all(isinstance(item, str) for item in value)
@@ -120,15 +122,15 @@ class _Encoder:
 
 
 def _pieces(tokens: list[int]) -> list[list[int]]:
-    """A sentence cut into pieces of almost equal length that megatron.core's samples of BERT may have."""
+    """A sentence cut into pieces of almost equal length, at most the length that megatron.core's BERT samples allow."""
     size = -(-len(tokens) // -(-len(tokens) // LONGEST_SENTENCE)) if tokens else 1
     return [tokens[start : start + size] for start in range(0, len(tokens), size)]
 
 
 def _start_worker(args: argparse.Namespace) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the parent ends its workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends SIGINT to all processes; the parent ends workers
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)  # not what the parent does then
+        signal.signal(number, signal.SIG_DFL)  # undo the parent's handlers, which a fork inherits
     threading.Thread(target=_end_with_parent, name="end with parent", daemon=True).start()
     _make_encoder(args)
 
@@ -139,7 +141,7 @@ def _make_encoder(args: argparse.Namespace) -> None:
 
 
 def _end_with_parent() -> None:
-    """A parent that is killed cannot end its workers; they would wait for lines for ever."""
+    """End this worker when its parent ends: a killed parent cannot end its workers, which would wait forever."""
     multiprocessing.parent_process().join()
     os._exit(1)
 
@@ -155,7 +157,7 @@ def _work(items: list[tuple[str, str]]) -> list[tuple[dict[str, list[list[int]]]
 
 
 def lines(paths: list[str]) -> Iterator[tuple[str, str]]:
-    """("file:line", text) of all lines that are not empty, in order. Raises ValueError for what is no text."""
+    """Yield ("file:line", text) of all non-empty lines in order. Raises ValueError for a file that is not text."""
     for path in paths:
         with open_text(path, newline="\n") as stream:
             for number, line in enumerate(stream, start=1):
@@ -164,7 +166,7 @@ def lines(paths: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Flags of this tool. Raises ValueError."""
+    """Read and check the command line. Raises ValueError for a wrong command line or missing files."""
     parser = build_parser("preprocess_data.py", GROUPS)
     parser.description = "Turn JSON lines into Megatron's .bin/.idx pairs."
     args = fill_defaults(parse_known(parser, sys.argv[1:] if argv is None else argv), GROUPS)
@@ -186,7 +188,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 class _Progress:
-    """A bar on a terminal, else a line every `log_interval` documents."""
+    """The display of progress: a bar on a terminal, otherwise a line every `log_interval` documents."""
 
     def __init__(self, total_bytes: int | None, log_interval: int) -> None:
         self.start, self.log_interval = time.monotonic(), log_interval
@@ -222,13 +224,16 @@ class _Progress:
 
 
 def final_prefixes(args: argparse.Namespace) -> dict[str, str]:
-    """The prefix of the files of each key."""
+    """JSON key -> the path prefix of its files."""
     level = "sentence" if args.split_sentences else "document"
     return {key: f"{args.output_prefix}_{key}_{level}" for key in args.json_keys}
 
 
 def preprocess(args: argparse.Namespace) -> dict[str, int]:
-    """Write the pairs; returns the number of documents and tokens. Raises ValueError; then no file is left behind."""
+    """Write the .bin/.idx pairs. Returns the numbers of documents and tokens.
+
+    Raises ValueError for wrong input; no incomplete file is left behind.
+    """
     from megatron import backend
 
     backend.install()
@@ -272,7 +277,7 @@ def preprocess(args: argparse.Namespace) -> dict[str, int]:
 
 
 def _encoded(args: argparse.Namespace) -> Iterator:
-    """Encoded lines in order, an error as its text. A bounded number of lines is on its way to the workers."""
+    """Yield the encoded lines in order, an error as its text. The number of lines queued for workers is bounded."""
     chunks = _chunks(lines(args.paths))
     if args.workers == 1:
         _make_encoder(args)
@@ -304,7 +309,7 @@ def _chunks(items: Iterator) -> Iterator[list]:
 
 
 def main() -> int:
-    """Run the tool; returns the exit status."""
+    """Run the command. Returns the exit status."""
     logging.basicConfig(level=logging.WARNING)
     try:
         args = parse_args()

@@ -4,13 +4,14 @@
         --num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 ...
     python tools/profile_model.py --output profile.json --model-script train_gpt.sh
 
-The model is given by flags of pretrain_gpt.py or pretrain_bert.py, in any place of the command line, by files of them
-(@FILE), by a shell script that runs one of these programs, or by a YAML file; degrees, batches, schedule and outputs
-among them are left out. Timed are stages (which give embedding, layer and head), the optimizer's step, transfers
-between processes and all-reduces, and for weights on the host copies from and to it and its optimizer; where processes
-share a processor, with one and with several at work. docs/profiling.md says how to use it.
+The model is given by flags of pretrain_gpt.py or pretrain_bert.py anywhere on the command line, by files of such flags
+(@FILE), by a shell script that runs one of these programs, or by a YAML file. Degrees, batches, schedule and outputs
+among the flags are ignored. The command times stages (from which embedding, layer and head follow), the optimizer's
+step, transfers between processes and all-reduces; and for weights on the host, the copies from and to the host and the
+host's optimizer. If processes share a processor, times are measured with one and with several processes at work.
+docs/profiling.md describes the use of the profile.
 
-Exit status: 0, or 1 where something is wrong or cannot be measured, 2 where the command line is.
+Exit status: 0; 1 if something is wrong or cannot be measured; 2 if the command line is wrong.
 """
 
 import argparse
@@ -72,7 +73,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _policies(text: str) -> tuple[WeightPolicy, ...]:
-    """A type for weight policies, separated by commas."""
+    """Parse weight policies separated by commas, as a type for argparse."""
     words = dict.fromkeys(text.split(","))
     for word in words:
         if word not in {policy.name for policy in _POLICIES}:
@@ -81,7 +82,7 @@ def _policies(text: str) -> tuple[WeightPolicy, ...]:
 
 
 def _listed(kind: type[Enum]) -> Callable[[str], tuple]:
-    """A type for values of an enumeration, separated by commas."""
+    """A type for argparse that parses values of an enumeration separated by commas."""
     words = [each.value for each in kind]
 
     def parse(text: str) -> tuple:
@@ -97,7 +98,7 @@ def _run(options: argparse.Namespace) -> int:
     from megatron import backend  # imports torch
 
     session = _session(options)
-    command_line.require_file(options.output)  # now, and not when all is measured
+    command_line.require_file(options.output)  # refused before the measurement
     backend.require_core()  # the processes that measure need it
     with command_line.unwinding("no profile is written"):
         profile = _measure(session)
@@ -128,7 +129,10 @@ def _session(options: argparse.Namespace) -> Session:
 
 
 def _processes(wanted: int | None) -> int:
-    """How many processes: as many as GPUs, or 2 without one. Raises ValueError where some would share a GPU."""
+    """The number of processes: by default the number of GPUs, or 2 without a GPU.
+
+    Raises ValueError if processes would share a GPU.
+    """
     from megatron import backend  # imports torch
 
     if not backend.is_cuda():
@@ -158,7 +162,7 @@ def _measure(session: Session) -> Profile:
 
 
 def _show(profile: Profile) -> None:
-    """The blocks as they were timed; medians, and between which times eight of ten lie."""
+    """Print the measured times: medians, and the range in which 80 % of the times lie."""
     out, machine = console(200, highlight=True), profile.machine
     out.print(
         f"{machine.device}, {profile.processes} processes of {machine.threads} threads, torch {machine.torch}, "

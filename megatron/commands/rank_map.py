@@ -1,4 +1,4 @@
-"""Who sits where: print and draw how ranks are mapped to the GPUs of a cluster, and what that costs.
+"""Print and draw the mapping of ranks to the GPUs of a cluster, and its cost.
 
     python tools/rank_map.py --rank-topology examples/topology.yaml --pipeline-model-parallel-size 16
     python tools/rank_map.py --rank-topology examples/topology.yaml --pipeline-model-parallel-size 16 \\
@@ -7,10 +7,10 @@
         --pipeline-model-parallel-size 4 --rank-mapping optimized --num-layers 40 --hidden-size 5120 \\
         --num-attention-heads 40 --seq-length 2048 --micro-batch-size 1 --global-batch-size 64 --write-mapping map.json
 
-What pretrain_gpt.py has a flag for is called the same here. With the model's shape, bytes and times of an iteration are
-added. Nothing is executed; neither torch nor a GPU is needed.
+Flags that pretrain_gpt.py has, too, have the same names and meanings. If the model's shape is given, the bytes and the
+times of an iteration are shown as well. Nothing is executed; neither torch nor a GPU is needed.
 
-Exit status: 0, or 1 where a file or a combination is wrong, 2 where the command line is.
+Exit status: 0; 1 if a file or a combination of options is wrong; 2 if the command line is wrong.
 """
 
 import argparse
@@ -83,7 +83,7 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-# --- what the options mean
+# --- meaning of the options
 
 
 def _degrees(options: argparse.Namespace, topology: Topology) -> Degrees:
@@ -105,7 +105,7 @@ def _schedule(options: argparse.Namespace) -> Schedule:
 
 
 def _num_microbatches(options: argparse.Namespace, degrees: Degrees, schedule: Schedule) -> int:
-    """The microbatches of one replica in a batch; without a model, enough to fill the pipeline."""
+    """The number of microbatches of one replica in a batch; without a model, enough to fill the pipeline."""
     if options.global_batch_size is None:
         return 1 if schedule.weights.updates_alone else 2 * degrees.pipeline
     per_microbatch = options.micro_batch_size * degrees.data
@@ -118,7 +118,7 @@ def _num_microbatches(options: argparse.Namespace, degrees: Degrees, schedule: S
 
 
 def _cut_model(options: argparse.Namespace, schedule: Schedule) -> CutModel | None:
-    """The model in its stages; None: only the ranks are known."""
+    """The model cut into stages, or None if the options do not describe a model."""
     if options.num_layers is None:
         return None
     model = Architecture.gpt3(
@@ -147,11 +147,11 @@ def _mapping(options: argparse.Namespace, degrees: Degrees, topology: Topology, 
     return load_mapping(options.rank_mapping, degrees.world_size)
 
 
-# --- what is printed
+# --- output
 
 
 def _lines(options: argparse.Namespace, report: PlacementReport, cut: CutModel | None) -> list[str]:
-    """What is to be said about the transfers of pairs."""
+    """Sentences about the transfers between the stages of a pair."""
     topology = report.topology
     nodes = [node.gpus for node in topology.nodes]
     lines = [describe_crossing(report.mapping, report.degrees, nodes, report.evictors)]

@@ -7,10 +7,10 @@
     python tools/schedule.py simulate --schedule flush --stages 8 --microbatches 16 --latency 0.1
 
 Instead of a preset, a CSV file with one row of instructions per rank can be given: this project's text form, or the
-compute-only files of torch.distributed.pipelining. `check` says of it whether `--pipeline-program` could train with it
-for any number of batches. Nothing is executed; neither torch nor a GPU is needed.
+compute-only files of torch.distributed.pipelining. `check` reports whether `--pipeline-program` could train with such a
+file for any number of batches. Nothing is executed; neither torch nor a GPU is needed.
 
-Exit status: 0, or 1 where the program, a file or a combination is wrong, 2 where the command line is.
+Exit status: 0; 1 if the program, a file or a combination of options is wrong; 2 if the command line is wrong.
 """
 
 import argparse
@@ -80,7 +80,10 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _prove_hardware_queues(options: argparse.Namespace, program: Program) -> str:
-    """A sentence with the verdict. Raises ValueError where a deadlock is found."""
+    """Prove the program for GPUs with few hardware queues, and return the verdict as a sentence.
+
+    Raises ValueError if a deadlock is found.
+    """
     job = {name: getattr(options, name) for name in ("tensor", "data", "distributed_optimizer")}
     report = prove_hardware_queues(program, num_queues=options.hardware_queues, **job)
     queues = f"{options.hardware_queues} hardware queue{'s' * (options.hardware_queues > 1)}"
@@ -158,7 +161,7 @@ def _draw(options: argparse.Namespace) -> int:
 
 
 def _prove(options: argparse.Namespace, program: Program) -> CheckReport:
-    """Prove a program; one of a preset also against the activations that its schedule may save."""
+    """Prove a program. The program of a preset is also held to the number of activations that its schedule may save."""
     if options.schedule is None:
         return check(program)
     schedule = meaning.schedule(options)
@@ -169,11 +172,11 @@ def _prove(options: argparse.Namespace, program: Program) -> CheckReport:
     )
 
 
-# --- what is printed
+# --- output
 
 
 def _lane_rows(timeline: Timeline) -> list[tuple[str, str]]:
-    """Where weights live on the host, how long each lane to and from it is busy, and when all updates are made."""
+    """The busy time of each lane to and from the host, and the end of the last update; empty without such lanes."""
     rows = []
     for rank in range(timeline.num_ranks):
         busy = timeline.busy_lanes(rank)
@@ -186,7 +189,7 @@ def _lane_rows(timeline: Timeline) -> list[tuple[str, str]]:
 
 
 def _memory_rows(timeline: Timeline, options: argparse.Namespace, program: Program) -> list[tuple[str, str]]:
-    """Peak memory of each rank, when, and of what."""
+    """The peak memory of each rank, with its time and its parts; empty if no sizes are given."""
     sizes = meaning.sizes(options)
     if sizes is None:
         return []
@@ -229,11 +232,11 @@ def _describe(report: CheckReport, program: Program) -> str:
 
 
 def _training_lines(program: Program, notes: dict[str, int], name: str) -> list[str]:
-    """Lines about fill, period and drain of a program that is right by itself; or why no run can go on with it.
+    """Lines about the fill, period and drain of a correct program; or the reason that no run can train with it.
 
     Args:
-        notes: what the file says of the run, as of `csv_text.read_notes`.
-        name: of the file.
+        notes: the file's notes about the run, from `csv_text.read_notes`.
+        name: name of the file.
     """
     try:
         schedule = ProgramSchedule.of(program, name=name, fill=notes.get("fill"), period=notes.get("period"))

@@ -1,10 +1,10 @@
-"""Continue a prompt with a trained GPT: see what the model has learned.
+"""Continue a prompt with a trained GPT.
 
     python tools/text_generation.py --load checkpoints --prompt "The function" --num-tokens 60
     echo "The function" | python tools/text_generation.py --load checkpoints --temperature 0.8 --top-p 0.9 --json
 
-Model and tokenizer come from the arguments that the checkpoint holds; it may have been trained at any tensor and
-pipeline parallel degree. One process loads all of it.
+The arguments in the checkpoint determine the model and the tokenizer. The model may have been trained at any tensor and
+pipeline parallel degree; one process loads all of it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Read and check the command line."""
     parser = FlagFileParser(
         description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False
     )
@@ -58,7 +58,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def training_arguments(options: argparse.Namespace) -> TrainConfig:
-    """The configuration of a training run on one rank with the checkpoint's model. Raises ValueError."""
+    """The configuration of a training run on one rank with the checkpoint's model.
+
+    Raises ValueError if the checkpoint or the flags cannot be used.
+    """
     from megatron import backend
 
     backend.install()
@@ -80,7 +83,10 @@ def training_arguments(options: argparse.Namespace) -> TrainConfig:
 
 
 def load_model(args: TrainConfig) -> tuple:
-    """(model in evaluation mode, tokenizer, number of ids that may be drawn). Raises ValueError."""
+    """Load the model in evaluation mode. Returns the model, the tokenizer, and the number of ids that may be drawn.
+
+    Raises ValueError if the checkpoint or the tokenizer cannot be loaded.
+    """
     from megatron.trainer.checkpoint.checkpoint import load_checkpoint
     from megatron.trainer.checkpoint.run_state import RunParts
     from megatron.trainer.data.tokenizer import build_tokenizer, vocab_size
@@ -100,8 +106,11 @@ def load_model(args: TrainConfig) -> tuple:
 
 
 def pieces(tokenizer, tokens: Iterable[int]) -> Iterator[str]:
-    """Text of the tokens as they come. A character of several tokens comes with the last of them; an id that the
-    tokenizer cannot decode (a vocabulary larger than its own) comes as <|id|>."""
+    """Yield the text of each token as soon as it is known.
+
+    A character that consists of several tokens is yielded with the last of these tokens. An id that the tokenizer
+    cannot decode, because the model's vocabulary is larger, is yielded as <|id|>.
+    """
     seen, text = [], ""
     for token in tokens:
         if not _decodes(tokenizer, token):
@@ -125,7 +134,7 @@ def _decodes(tokenizer, token: int) -> bool:
 
 
 def generate(options: argparse.Namespace) -> int:
-    """Load, generate and print; returns the exit status. Raises ValueError for what the user can mend."""
+    """Load the model, generate and print. Returns the exit status. Raises ValueError for an error of the user."""
     prompt = sys.stdin.read() if options.prompt is None else options.prompt
     require_characters(prompt, "the prompt")
     args = training_arguments(options)
@@ -169,7 +178,7 @@ def _generate(args: TrainConfig, options: argparse.Namespace, prompt: str) -> No
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit status: 0, or 2 with one sentence on standard error."""
+    """Run the command. Returns the exit status: 0, 130 after Ctrl-C, or 2 with one sentence on standard error."""
     options = parse(argv)
     try:
         return generate(options)

@@ -1,5 +1,5 @@
 """Fine-tuning of captured models through a pipeline of stages (docs/finetuning.md).
 
-The imports go to megatron.capture, megatron.partition, megatron.pipeline, and the parts of megatron.trainer that know
-no model.
+It imports megatron.capture, megatron.partition, megatron.pipeline, and those parts of megatron.trainer that do not
+depend on a model.
 """

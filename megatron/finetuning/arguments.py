@@ -1,7 +1,7 @@
-"""`finetune.py`'s command line: the flags of Hugging Face's example scripts, and our own for the pipeline.
+"""`finetune.py`'s command line: the flags of Hugging Face's example scripts, and this project's for the pipeline.
 
-A wrong command line ends at once, since this imports no torch. So the parser is not transformers' `HfArgumentParser`,
-whose `TrainingArguments` also have a hundred flags that would have no effect here.
+This module imports no torch, so a wrong command line is refused at once. Therefore the parser is not transformers'
+`HfArgumentParser`, whose `TrainingArguments` also have a hundred flags that would have no effect here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ OPTIMIZERS = ("adamw", "adam", "sgd", "adafactor")
 SCHEDULERS = ("linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt")
 TASKS = ("text-to-text", "sequence-classification", "causal-lm", "question-answering", "image-classification")
 ALONE = ("ftpipe", "pipedream")
-"""Schedules under which each stage steps by itself, so that no step may depend on all stages."""
+"""Schedules under which each stage steps by itself, so that a step cannot depend on all stages."""
 
 SOFTENING = ("weight_prediction", "gap_aware", "provisional_steps")
 """Flags that soften the staleness of ftpipe's weights."""
@@ -27,20 +27,20 @@ SOFTENING = ("weight_prediction", "gap_aware", "provisional_steps")
 DTYPES = ("float32", "bfloat16")
 STRATEGIES = ("no", "steps", "epoch")
 SAVE_STEPS = 500
-"""Batches between two checkpoints where --save_strategy steps stands alone, as in transformers."""
+"""Batches between two checkpoints if --save_strategy steps is given without --save_steps, as in transformers."""
 
 
 def parse_args(argv: Sequence[str] | None = None, prog: str = "finetune.py") -> argparse.Namespace:
-    """Read the command line and check it as far as that needs no model. Raises ValueError for what is wrong with it."""
+    """Read the command line and make all checks that need no model. Raises ValueError for a wrong command line."""
     args = _parser(prog).parse_args(argv)
     validate(args)
     return args
 
 
 def validate(args: argparse.Namespace) -> None:
-    """Add to `args` what follows from them, and as `notes` the sentences that a user should read.
+    """Check the flags, fill in those that follow from others, and put the sentences for the user into `args.notes`.
 
-    Raises ValueError for flags that contradict each other, with the remedy.
+    Raises ValueError, with the remedy, for flags that contradict each other.
     """
     args.notes, args.resumed_from = [], None
     if args.pipeline_schedule in ALONE:
@@ -114,10 +114,10 @@ def validate(args: argparse.Namespace) -> None:
 
 
 def _complete_intervals(args: argparse.Namespace) -> None:
-    """Decide both strategies and their numbers of batches, and evaluate where a strategy asks for it.
+    """Fill in the strategies of evaluation and saving and their numbers of batches; a strategy turns on `do_eval`.
 
-    The flags mean what they mean to transformers' trainer; a number of batches alone means `steps`. `args.notes` gets a
-    sentence for each number that has no effect.
+    The flags mean what they mean to transformers' trainer; a number of batches without a strategy means `steps`.
+    `args.notes` gets a sentence for each number that has no effect.
 
     Raises ValueError for flags that contradict each other.
     """
@@ -142,12 +142,12 @@ def _complete_intervals(args: argparse.Namespace) -> None:
 
 
 def changed(args: argparse.Namespace, **values: object) -> argparse.Namespace:
-    """The arguments with other values; what has read the former ones keeps them."""
+    """A copy of the arguments with other values; `args` stay as they are."""
     return argparse.Namespace(**{**vars(args), **values})
 
 
 def settled_intervals(args: argparse.Namespace, *, num_steps: int, steps_per_epoch: int) -> argparse.Namespace:
-    """The arguments with `eval_steps` and `save_steps` as numbers of batches; 0: never before the end."""
+    """The arguments with `eval_steps` and `save_steps` as whole numbers of batches; 0 means only at the end."""
     settled = {}
     for name in ("eval", "save"):
         number = getattr(args, f"{name}_steps")
@@ -160,14 +160,14 @@ def settled_intervals(args: argparse.Namespace, *, num_steps: int, steps_per_epo
 
 
 def settle_precision(args: argparse.Namespace) -> None:
-    """Set `dtype` to the dtype of the weights. Raises ValueError where --bf16 and --dtype contradict each other."""
+    """Set `args.dtype` to the dtype of the weights. Raises ValueError if --bf16 and --dtype contradict each other."""
     if args.bf16 and args.dtype == "float32":
         raise ValueError("--bf16 has weights in bfloat16, and --dtype is float32; leave one out")
     args.dtype = args.dtype or ("bfloat16" if args.bf16 else "float32")
 
 
 def both_spellings(group) -> Callable[..., argparse.Action]:
-    """The `add_argument` of a group, for flags that may be written with dashes, too: --learning-rate."""
+    """The `add_argument` of a group, which also accepts each flag written with dashes, such as --learning-rate."""
 
     def add(*names: str, **options: object) -> argparse.Action:
         others = [name.replace("_", "-") for name in names if "_" in name]
@@ -192,7 +192,7 @@ _count, _whole, _real, _part = _within(1, int), _within(0, int), _within(0, floa
 
 
 def _strategy(text: str) -> str:
-    """A strategy of transformers' trainer. Raises ArgumentTypeError for another word."""
+    """Parse a strategy of transformers' trainer. Raises ArgumentTypeError for any other word."""
     if text == "best":
         raise argparse.ArgumentTypeError(
             "'best' keeps the best evaluation, which is not done here; give steps or epoch"
@@ -203,7 +203,7 @@ def _strategy(text: str) -> str:
 
 
 def _steps(text: str) -> float:
-    """A number of batches, or below 1 a part of all batches. Raises ArgumentTypeError for another text."""
+    """Parse a number of batches, or a fraction of all batches if it is below 1. Raises ArgumentTypeError otherwise."""
     try:
         value = float(text)
     except ValueError:
@@ -239,7 +239,7 @@ def _add_model_and_data(group) -> None:
 def add_data(group, *, required: bool) -> None:
     """Add the flags of the task and its data."""
     add = both_spellings(group)
-    add("--task", choices=TASKS, required=required, help="what is learned")
+    add("--task", choices=TASKS, required=required, help="the task to learn")
     add("--train_file", metavar="FILE", help="JSONL, CSV (also .gz, .bz2, .xz) or parquet")
     add("--validation_file", metavar="FILE", help="the same for evaluations")
     add("--text_column", help="column of the text; none: the first known name that the file has")
@@ -256,8 +256,8 @@ def add_data(group, *, required: bool) -> None:
     add("--max_target_length", type=_count, default=128, help="tokens of a target (text-to-text)")
     add("--doc_stride", type=_whole, default=64, help="tokens that two windows of a long context share")
     add("--no_group_texts", action="store_true", help="one text a row, instead of rows cut of all (causal-lm)")
-    add("--max_train_samples", type=_count, help="of the file's first samples")
-    add("--max_eval_samples", type=_count, help="of the file's first samples")
+    add("--max_train_samples", type=_count, help="number of the file's first samples to use")
+    add("--max_eval_samples", type=_count, help="number of the file's first samples to use")
 
 
 def add_microbatch(group) -> None:
@@ -266,7 +266,7 @@ def add_microbatch(group) -> None:
     add("--per_device_train_batch_size", type=_count, default=8, help="samples of a microbatch")
     add("--gradient_accumulation_steps", type=_count, default=1, help="microbatches of a batch")
     add("--optim", choices=OPTIMIZERS, default="adamw", help="the optimizer")
-    add("--dtype", choices=DTYPES, help="of weights, gradients and optimizer; none: float32")
+    add("--dtype", choices=DTYPES, help="dtype of weights, gradients and optimizer; none: float32")
     add("--bf16", action="store_true", help="weights and gradients in bfloat16, FP32 masters and optimizer")
 
 
@@ -275,40 +275,40 @@ def _add_training(group) -> None:
     add("--do_train", action="store_true", help="train; without --do_train and --do_eval: both, as files are given")
     add("--do_eval", action="store_true", help="evaluate at the end, and as --eval_strategy says")
     add_microbatch(group)
-    add("--per_device_eval_batch_size", type=_count, help="must be that of training: stages have one shape")
-    add("--learning_rate", type=_real, default=5e-5, help="at its peak")
-    add("--weight_decay", type=_real, default=0.0, help="of weights that are no biases and in no norm")
+    add("--per_device_eval_batch_size", type=_count, help="must equal that of training: stages have one shape")
+    add("--learning_rate", type=_real, default=5e-5, help="peak of the learning rate")
+    add("--weight_decay", type=_real, default=0.0, help="decay of all weights except biases and norms")
     add("--adam_beta1", type=_part, default=0.9, help="decay of the first moment")
     add("--adam_beta2", type=_part, default=0.999, help="decay of the second moment")
     add("--adam_epsilon", type=_real, default=1e-8, help="added to the root of the second moment")
-    add("--momentum", type=_real, default=0.9, help="of sgd")
-    add("--max_grad_norm", type=_real, help="largest norm of all gradients, 0: any; default 1, asynchronous 0")
+    add("--momentum", type=_real, default=0.9, help="momentum of sgd")
+    add("--max_grad_norm", type=_real, help="gradients are clipped to this norm, 0: never; default 1, asynchronous 0")
     add("--num_train_epochs", type=_real, default=3.0, help="passes over the data")
     add("--max_steps", type=int, default=-1, help="batches, in place of epochs, if above 0")
-    add("--lr_scheduler_type", choices=SCHEDULERS, default="linear", help="of transformers")
+    add("--lr_scheduler_type", choices=SCHEDULERS, default="linear", help="schedule of transformers")
     add("--warmup_steps", type=_whole, default=0, help="batches in which the learning rate rises")
-    add("--warmup_ratio", type=_part, default=0.0, help="the same as a part of all")
+    add("--warmup_ratio", type=_part, default=0.0, help="the same as a fraction of all batches")
     add("--dataloader_drop_last", action="store_true", help="leave out an epoch's short last batch")
     add("--fp16", action="store_true", help="refused: see --bf16")
-    add("--seed", type=_whole, default=42, help="of dropout, the order of samples and new parameters")
+    add("--seed", type=_whole, default=42, help="seed of dropout, the order of samples and new parameters")
 
 
 def _add_pipeline(group) -> None:
     add = both_spellings(group)
     add("--pipeline_schedule", choices=SCHEDULES, default="ftpipe", help="ftpipe does not wait; flush is exact")
-    add("--partition", metavar="FILE", help="of tools/partition.py; none: the model is profiled and cut here")
-    add("--max_stages_per_device", type=_count, default=2, help="where the model is cut here")
-    add("--memory", default="16GiB", help="of a device, where the model is cut here")
-    add("--bandwidth", type=_real, default=10.0, metavar="GB/S", help="between devices, where the model is cut here")
+    add("--partition", metavar="FILE", help="file of tools/partition.py; none: the model is profiled and cut here")
+    add("--max_stages_per_device", type=_count, default=2, help="limit if the model is cut here")
+    add("--memory", default="16GiB", help="memory of a device, if the model is cut here")
+    add("--bandwidth", type=_real, default=10.0, metavar="GB/S", help="between devices, if the model is cut here")
     add("--weight_prediction", action="store_true", help="forwards use the weights that their backwards will (4.2)")
     add("--gap_aware", action="store_true", help="gradients are divided by how far the weights have moved since")
-    add("--provisional_steps", action="store_true", help="forwards use the step that gradients so far lead to")
+    add("--provisional_steps", action="store_true", help="forwards use a step with the gradients so far")
     add("--data_parallel_size", type=_count, default=1, help="replicas of the pipeline; only 1")
     add("--no_recompute", action="store_true", help="keep activations instead (flush, gpipe, 2bw)")
     add("--dry_run", action="store_true", help="memory and time of the job, without weights")
-    add("--devices", type=_count, help="with --dry_run: how many; a run has one for each process")
+    add("--devices", type=_count, help="number of devices for --dry_run; a run has one for each process")
     add("--distributed_backend", choices=("gloo", "nccl"), help="none: nccl on GPUs")
-    add("--distributed_timeout_minutes", type=_count, default=10, help="until a transfer is given up")
+    add("--distributed_timeout_minutes", type=_count, default=10, help="limit of a transfer's duration")
 
 
 def _add_output(group) -> None:
@@ -317,22 +317,22 @@ def _add_output(group) -> None:
     add(
         "--overwrite_output_dir",
         action="store_true",
-        help="begin again where it has checkpoints of another run, which then go",
+        help="begin again, and remove the checkpoints of another run in --output_dir",
     )
     add("--save_strategy", type=_strategy, metavar="{no,steps,epoch}",
         help="when checkpoints are written, and at the end; none: steps with --save_steps, or no")  # fmt: skip
-    add("--save_steps", type=_steps, help="batches from one to the next, or below 1 a part of all; 500")
-    add("--save_total_limit", type=_count, help="keep so many checkpoints")
+    add("--save_steps", type=_steps, help="batches between checkpoints, or below 1 a fraction of all; 500")
+    add("--save_total_limit", type=_count, help="largest number of checkpoints to keep")
     add("--resume_from_checkpoint", nargs="?", const="last", metavar="FOLDER", help="go on from there, or the last one")
     add("--eval_strategy", "--evaluation_strategy", dest="eval_strategy", type=_strategy,
         metavar="{no,steps,epoch}", help="when the run evaluates before its end; none: steps with --eval_steps, or no",
     )  # fmt: skip
     add("--eval_steps", type=_steps,
-        help="batches from one to the next, or below 1 a part of all; as --logging_steps")  # fmt: skip
+        help="batches between evaluations, or below 1 a fraction of all; as --logging_steps")  # fmt: skip
     add("--eval_each_epoch", action="store_true", help="the same as --eval_strategy epoch")
     add("--logging_steps", type=_count, default=10, help="batches of a log line")
     add("--logging_dir", metavar="FOLDER", help="for TensorBoard")
     add("--metrics_file", metavar="FILE", help="each batch and evaluation as a JSON line")
     add("--pipeline_timeline", metavar="FOLDER", help="draw the last batches, planned above measured")
-    add("--pipeline_timeline_iterations", type=_count, default=6, help="how many batches the picture shows")
-    add("--logging_level", type=int, help="of Python's logging")
+    add("--pipeline_timeline_iterations", type=_count, default=6, help="number of batches in the picture")
+    add("--logging_level", type=int, help="level of Python's logging")

@@ -1,9 +1,9 @@
 """The part of the pipeline that runs on this rank: its stages with their tensors, their optimizers, and the engine.
 
-`megatron.pipeline.Pipeline` is not used: it splits a batch of tensors that its caller has, into as many microbatches
-each time, and finds out by a trial run which tensors travel. Here the capture has said which tensors travel, shared
-parameters among them, an epoch may end with a shorter batch, and optimizers may step masters. Versions, updates and
-the engine are the same.
+`megatron.pipeline.Pipeline` is not used here. It splits a batch of tensors into a fixed number of microbatches, and a
+trial run tells it which tensors travel between stages. In fine-tuning, the captured graph says which tensors travel,
+including shared parameters; an epoch may end with a shorter batch; and optimizers may step FP32 masters. Weight
+versions, updates and the engine are the same as the library's.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from megatron.pipeline.runtime.update.optimizer_wrappers import GapAware, GapAwa
 from megatron.pipeline.runtime.update.versions import WeightVersions
 
 Summary = Callable[[str, Tensor, Mapping[str, Tensor]], Tensor]
-"""(name of a kept output, the output, the microbatch) -> the part of it that metrics need."""
+"""(name of a kept output, the output, tensors of the microbatch) -> the part of the output that metrics need."""
 
 
 class Results:
-    """What the stages of this rank found in an evaluation: losses and summaries, in the order of the microbatches."""
+    """The losses and output summaries of this rank's stages in an evaluation, in the order of the microbatches."""
 
     def __init__(self, summary: Summary) -> None:
         self._summary = summary
@@ -50,21 +50,21 @@ class Results:
         self._kept: dict[str, list[Tensor]] = {}
 
     def note(self, data: StageData, loss: Tensor | None, kept: Mapping[str, Tensor]) -> None:
-        """Add a microbatch of a stage, which may have the loss, or outputs that are kept."""
+        """Add the results of one microbatch at one stage: its loss, if the stage has it, and the outputs to keep."""
         if loss is not None:
             self._losses.append(loss.detach())
         for name, tensor in kept.items():
             self._kept.setdefault(name, []).append(self._summary(name, tensor, data.tensors).cpu())
 
     def take(self) -> tuple[list[float], dict[str, list[Tensor]]]:
-        """Return the losses and the summaries by name, and begin anew."""
+        """Return the losses and the summaries by name, and clear the collection."""
         losses, kept = [loss.item() for loss in self._losses], self._kept
         self._losses, self._kept = [], {}
         return losses, kept
 
 
 class StageModule(nn.Module):
-    """A captured stage as `GraphModuleStage` calls it. Its loss is multiplied by the microbatch's weight."""
+    """A captured stage in the form that `GraphModuleStage` calls; the loss is multiplied by the microbatch's weight."""
 
     def __init__(self, stage: CapturedStage, results: Results) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class StageModule(nn.Module):
         return outputs, None if loss is None else loss * data.weight
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
-        """The parameters that are trained, by their names in the model."""
+        """The trained parameters of the stage, by their names in the model."""
         return {name: parameter for name, parameter in self.stage.named_parameters() if parameter.requires_grad}
 
 
@@ -89,9 +89,9 @@ class BuiltPipeline:
     """The pipeline on this rank.
 
     Attributes:
-        modules, versions: by stage; stages that step together share versions.
-        updates: by the stage that steps, or -1 where the rank steps as one.
-        exact: with --bf16, the FP32 value of each floating tensor by its name: masters, and what is not trained.
+        modules, versions: by stage; stages that step together share one `WeightVersions`.
+        updates: by the stage that steps, or -1 if all stages of the rank step together.
+        exact: with --bf16, the FP32 value of each floating-point tensor by its name: masters and untrained tensors.
     """
 
     engine: PipelineEngine
@@ -114,9 +114,9 @@ def build_pipeline(
     first_batch: int = 0,
     first_microbatch: int = 0,
 ) -> BuiltPipeline:
-    """Cut this rank's stages, load their tensors and connect the ranks; a new head begins at random. Collective.
+    """Cut this rank's stages, load their tensors and connect the ranks; a new head is initialised at random.
 
-    Raises ValueError where tensors cannot be read.
+    Collective: every rank must call it. Raises ValueError if tensors cannot be read.
     """
     rank, device, schedule = torch.distributed.get_rank(), backend.device(), plan.schedule
     weights, graph = schedule.weights, schedule.graph
@@ -177,7 +177,10 @@ def _edges(plan: RunPlan, stage: CapturedStage) -> dict[int, EdgeTensors]:
 
 
 def _initial(args: argparse.Namespace, plan: RunPlan) -> Callable[..., Tensor]:
-    """Makes a tensor of a new head, the same on every cut: weights as the configuration says, biases 0."""
+    """A function that initialises a tensor of a new head: weights as the configuration says, biases 0.
+
+    The values depend on the seed and the tensor's name, so they are the same for every partition of the model.
+    """
 
     def make(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         if len(shape) < 2:
@@ -196,15 +199,15 @@ _OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], Callable[[argparse.Nam
     "sgd": (torch.optim.SGD, lambda args: {"momentum": args.momentum}),
     "adafactor": (torch.optim.Adafactor, lambda args: {}),
 }
-"""Word of --optim -> class, and its options besides the learning rate."""
+"""Word of --optim -> class of the optimizer, and its options besides the learning rate."""
 
 
 def make_optimizer(
     parameters: Mapping[str, nn.Parameter], args: argparse.Namespace, *, decays: Set[str]
 ) -> torch.optim.Optimizer:
-    """The optimizer of a stage's parameters, of which there may be none.
+    """The optimizer of a stage's parameters; `parameters` may be empty.
 
-    `decays`: the names of the weights that --weight_decay is for.
+    `decays`: the names of the weights to which --weight_decay applies.
     """
     ordered = sorted(parameters.items())
     groups = [
@@ -218,7 +221,7 @@ def make_optimizer(
 def make_scheduler(
     optimizer: torch.optim.Optimizer, args: argparse.Namespace, *, num_steps: int
 ) -> torch.optim.lr_scheduler.LRScheduler:
-    """The scheduler of --lr_scheduler_type over `num_steps` batches, which steps after each step of the optimizer."""
+    """The scheduler of --lr_scheduler_type over `num_steps` batches; it steps after each step of the optimizer."""
     from transformers import get_scheduler
 
     num_warmup_steps = args.warmup_steps or math.ceil(args.warmup_ratio * num_steps)

@@ -1,9 +1,9 @@
-"""What a run writes: a folder that `from_pretrained` loads, and beside the weights the state to resume from.
+"""Checkpoints of fine-tuning: folders that `from_pretrained` loads, with the state from which a run resumes.
 
 Each rank writes the tensors of its stages into a file of its own, in the form that `save_pretrained` would give them,
-and an index says which file has which tensor, as for large models on Hugging Face. The first rank adds the tensors that
-no stage uses from the folder of the model. A folder is written under another name and renamed when all of it is on the
-disk: there is a whole checkpoint under its name, or none.
+and an index says which file has which tensor, as for large models on Hugging Face. The first rank adds the tensors of
+the model's folder that no stage uses. A folder is written under a temporary name and renamed once everything is on the
+disk, so a folder named checkpoint-N is always complete.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class SavedProgress:
-    """How far a run is, and what a resumed run must have alike.
+    """The progress of a run, and the settings that a resumed run must share.
 
     Attributes:
-        batches, microbatches: that are done.
+        batches, microbatches: the numbers of finished batches and microbatches.
         signature: of the captured graph.
         stages: a digest of the stages and their ranks.
         softened: the flags that soften staleness.
-        samples, flags: only a run that trains on must have them alike.
+        samples, flags: compared only if the resumed run goes on training.
     """
 
     batches: int
@@ -59,14 +59,17 @@ class SavedProgress:
 
     @staticmethod
     def read(folder: Path) -> SavedProgress:
-        """The progress in a checkpoint's folder. Raises ValueError where there is none."""
+        """The progress in a checkpoint's folder. Raises ValueError if it cannot be read."""
         try:
             return SavedProgress(**json.loads((folder / _PROGRESS).read_text(encoding="utf-8")))
         except (OSError, json.JSONDecodeError, TypeError) as error:
             raise ValueError(f"{folder} is no checkpoint to go on from ({error}); give a checkpoint-N") from error
 
     def require_same(self, other: SavedProgress, folder: Path, *, trains: bool) -> None:
-        """Raises ValueError where a run like `other` cannot go on from `folder`, whose progress this is."""
+        """Check that a run with the settings `other` can resume from `folder`, from which this progress was read.
+
+        `trains`: whether the resumed run trains. Raises ValueError naming the first setting that differs.
+        """
         names = ("signature", "stages", "schedule", "seed", "optim", "softened")
         pairs = [(name, getattr(self, name), getattr(other, name)) for name in names]
         if trains:
@@ -81,7 +84,7 @@ class SavedProgress:
 
 
 def latest(output_dir: Path) -> Path | None:
-    """The whole checkpoint of the most batches; None: there is none."""
+    """The complete checkpoint with the most batches, or None if the folder has no checkpoint."""
     found = _checkpoints(output_dir)
     return found[-1] if found else None
 
@@ -98,12 +101,12 @@ def _num_batches(folder: Path) -> int:
 
 @dataclass(frozen=True)
 class CheckpointOrigin:
-    """What a written folder has besides the tensors of the stages.
+    """The source of everything in a written folder that is not a tensor of a stage.
 
     Attributes:
         source: the folder of the model.
-        used: names of the tensors of all stages.
-        save_rest: writes configuration and processor into a folder, on rank 0.
+        used: the names of the tensors of all stages.
+        save_rest: writes configuration and processor into a folder; called on rank 0.
     """
 
     source: Pretrained
@@ -112,9 +115,10 @@ class CheckpointOrigin:
 
 
 def save(pipeline: BuiltPipeline, folder: Path, origin: CheckpointOrigin, progress: SavedProgress) -> None:
-    """Write the newest weights and the state to resume from as `folder`. Collective; the pipeline has to be drained.
+    """Write the newest weights, and the state from which a run resumes, as `folder`.
 
-    Raises ValueError on all ranks where one cannot write.
+    Collective: every rank must call it. Precondition: the pipeline is drained. Raises ValueError on all ranks if any
+    rank cannot write.
     """
     partial = folder.with_name(f".{folder.name}.partial")
     with _all_write(folder):
@@ -123,18 +127,19 @@ def save(pipeline: BuiltPipeline, folder: Path, origin: CheckpointOrigin, progre
     _write(pipeline, partial, origin, progress)
     with _all_write(folder):
         if torch.distributed.get_rank() == 0:
-            _remove(folder)  # of a run that was begun again
+            _remove(folder)  # a run that began again finds the folder of the earlier one
             partial.rename(folder)
             sync_directory(folder.parent)
 
 
 def save_model(pipeline: BuiltPipeline, folder: Path, origin: CheckpointOrigin) -> None:
-    """Write the newest weights into `folder`, which may have other files. Collective; the pipeline has to be drained.
+    """Write the newest weights into `folder`, which may have other files.
 
-    The files of tensors have names of their own, so a model that is there already stays whole until the last renames:
-    configuration and tokenizer, then the index.
+    The files of tensors have names with a random part, so an earlier model in the folder stays complete until the last
+    renames: configuration and tokenizer, then the index.
 
-    Raises ValueError on all ranks where one cannot write.
+    Collective: every rank must call it. Precondition: the pipeline is drained. Raises ValueError on all ranks if any
+    rank cannot write.
     """
     partial = folder / ".model.partial"
     _write(pipeline, partial, origin, None)
@@ -152,9 +157,10 @@ def save_model(pipeline: BuiltPipeline, folder: Path, origin: CheckpointOrigin) 
 
 @contextmanager
 def _all_write(folder: Path) -> Iterator[None]:
-    """A block that writes on each rank, without collectives. Collective: after it, all ranks have written.
+    """Run a block that writes files on each rank; at its end all ranks have written.
 
-    Raises ValueError on all ranks where one cannot write.
+    Collective: every rank must enter it. The block itself must have no collectives. Raises ValueError on all ranks if
+    any rank cannot write.
     """
     with agreed():
         try:
@@ -167,7 +173,10 @@ def _all_write(folder: Path) -> Iterator[None]:
 
 
 def _write(pipeline: BuiltPipeline, partial: Path, origin: CheckpointOrigin, progress: SavedProgress | None) -> None:
-    """Write all files into the folder `partial`, with the state of the run where there is a `progress`. Collective."""
+    """Write all files into the folder `partial`; with a `progress`, also the state of the run.
+
+    Collective: every rank must call it.
+    """
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     token = [secrets.token_hex(4)]
     torch.distributed.broadcast_object_list(token)
@@ -203,26 +212,26 @@ def _write(pipeline: BuiltPipeline, partial: Path, origin: CheckpointOrigin, pro
 
 
 def prune(output_dir: Path, most: int | None) -> None:
-    """Remove all but the `most` newest checkpoints; None: none. Called on one rank."""
+    """Remove all but the `most` newest checkpoints; None removes nothing. Called on one rank."""
     for old in _checkpoints(output_dir)[: -most or None] if most else ():
         _remove(old)
 
 
 def drop_others(output_dir: Path, *, after: int, but: Path) -> None:
-    """Remove the checkpoints of more than `after` batches, except one. Called on one rank."""
+    """Remove the checkpoints with more than `after` batches, except `but`. Called on one rank."""
     for other in _checkpoints(output_dir):
         if _num_batches(other) > after and other != but:
             _remove(other)
 
 
 def drop_unfinished(output_dir: Path) -> None:
-    """Remove the rest of a checkpoint that a killed run was writing or removing. Called on one rank."""
+    """Remove the remains of checkpoints that a killed run was writing or removing. Called on one rank."""
     for left in output_dir.glob(".checkpoint-*"):
         shutil.rmtree(left, ignore_errors=True)
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder under another name, so that no part of it stays under its own."""
+    """Rename a folder, then remove it, so that an interrupted removal leaves no incomplete folder under its name."""
     if folder.exists():
         doomed = folder.with_name(f".{folder.name}.removed")
         shutil.rmtree(doomed, ignore_errors=True)
@@ -231,16 +240,16 @@ def _remove(folder: Path) -> None:
 
 
 def restore(pipeline: BuiltPipeline, folder: Path) -> None:
-    """Load the weight versions, optimizers and schedulers of this rank's stages as `save` wrote them. Collective.
+    """Load the weight versions, optimizers and schedulers of this rank's stages as `save` wrote them.
 
-    Raises ValueError on all ranks where the file of one is missing or damaged.
+    Collective: every rank must call it. Raises ValueError on all ranks if the file of any rank is missing or damaged.
     """
     path = folder / f"training-{torch.distributed.get_rank()}.pt"
     with agreed():
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
-            # torch's own text advises to trust the file
+            # torch's own message would advise the user to trust the file
             reason = "no state of a run" if isinstance(error, pickle.UnpicklingError) else first_line(error)
             raise ValueError(f"{path} cannot be read ({reason}); go on from another checkpoint") from error
         for key, update in pipeline.updates.items():
@@ -261,7 +270,7 @@ def _state_of(pipeline: BuiltPipeline) -> dict[int, dict]:
 
 
 def _newest(pipeline: BuiltPipeline) -> dict[str, Tensor]:
-    """The newest tensors of this rank's stages on the CPU, by their names in the model; masters in place of weights."""
+    """The newest tensors of this rank's stages on the CPU, by name in the model; FP32 masters in place of weights."""
     found: dict[str, Tensor] = {}
     for index, module in pipeline.modules.items():
         pipeline.versions[index].show_newest()
@@ -271,9 +280,9 @@ def _newest(pipeline: BuiltPipeline) -> dict[str, Tensor]:
 
 
 def _reunited(own: dict[str, Tensor], written_with: Callable[[str], str]) -> dict[str, Tensor]:
-    """The tensors to write on this rank: those that are written together and lie on several ranks go to the first.
+    """The tensors that this rank writes: a group that lies on several ranks is gathered on the lowest of these ranks.
 
-    Collective. `written_with`: name of a tensor -> name of its group.
+    Collective: every rank must call it. `written_with`: name of a tensor -> name of its group of tensors.
     """
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     groups: list[dict[str, str]] = [{} for _ in range(size)]

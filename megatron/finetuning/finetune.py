@@ -19,7 +19,7 @@ PROG = "finetune.py"
 
 
 def main() -> int:
-    """Fine-tune as the command line says; returns the exit status."""
+    """Fine-tune as the command line says. Returns the exit status."""
     stop = StopSignal().install()
     try:
         args = parse_args(prog=PROG)
@@ -29,7 +29,7 @@ def main() -> int:
 
 
 def run(args: Namespace, stop: StopSignal) -> None:
-    """Run, or print what the run takes. torch is imported here."""
+    """Fine-tune, or with --dry_run print the memory and the time of the job. torch is imported here, not before."""
     from megatron.finetuning.job import finetune
     from megatron.finetuning.plan import run_dry
 

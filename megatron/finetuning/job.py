@@ -36,15 +36,15 @@ KEPT = (
     "gradient_accumulation_steps", "dataloader_drop_last", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2",
     "adam_epsilon", "momentum",
 )  # fmt: skip
-"""Flags that a resumed run must repeat: they decide its place in the data and the state of its optimizers."""
+"""Flags that a resumed run must repeat: its place in the data and the state of its optimizers depend on them."""
 
 
 def finetune(args: argparse.Namespace, stop: StopSignal) -> None:
-    """Train and evaluate as `args` say.
+    """Train and evaluate as the flags say.
 
     Raises:
-        SameEverywhere: an error that all ranks know, to be printed once.
-        OnThisRank: this rank did not find the others.
+        SameEverywhere: for an error that all ranks know, to be printed once.
+        OnThisRank: if this rank did not find the others.
     """
     configure_logging(args.logging_level)
     args = join_job(args)
@@ -54,8 +54,10 @@ def finetune(args: argparse.Namespace, stop: StopSignal) -> None:
 
 
 def join_job(args: argparse.Namespace) -> argparse.Namespace:
-    """Choose the device, agree with the other ranks that the run can begin, and connect to them. Returns the arguments
-    with what that has found."""
+    """Choose the device, agree with the other ranks that the run can begin, and join their process group.
+
+    Returns the arguments with the device's backend and the checkpoint from which the run resumes.
+    """
     problem = None
     try:
         args = changed(on_this_device(args), resumed_from=checkpoint_to_resume(args))
@@ -79,9 +81,10 @@ def on_this_device(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def checkpoint_to_resume(args: argparse.Namespace) -> Path | None:
-    """The checkpoint to go on from, or None. Makes the folder of the output.
+    """The checkpoint from which the run resumes, or None. Makes the output directory of a run that trains.
 
-    Raises ValueError where there is no such checkpoint, a run would write over another's checkpoints, or cannot write.
+    Raises ValueError if the checkpoint does not exist, the run would overwrite the checkpoints of another run, or
+    --output_dir cannot be written.
     """
     output = None if args.output_dir is None else Path(args.output_dir)
     last = None if output is None else checkpoint.latest(output)
@@ -108,7 +111,7 @@ def checkpoint_to_resume(args: argparse.Namespace) -> Path | None:
 
 
 def run(args: argparse.Namespace, stop: StopSignal) -> None:
-    """Run on a rank that is connected. Raises ValueError for what all ranks find wrong."""
+    """Run the job on a rank that has joined the process group. Raises ValueError for an error that all ranks find."""
     started = time.perf_counter()
     torch.manual_seed(args.seed)
     data = read_data(args)
@@ -156,7 +159,7 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
 
 
 def _batches(args: argparse.Namespace, data: Data, plan: RunPlan) -> Epochs:
-    """The order of the run's rows. Raises ValueError where the schedule cannot run a batch of its sizes."""
+    """The run's batches in order. Raises ValueError if the schedule cannot run one of their numbers of microbatches."""
     batches = Epochs(
         num_samples=len(data.training), micro_batch_size=args.per_device_train_batch_size,
         accumulation=args.gradient_accumulation_steps, seed=args.seed, drop_last=args.dataloader_drop_last,
@@ -172,7 +175,7 @@ def _batches(args: argparse.Namespace, data: Data, plan: RunPlan) -> Epochs:
 
 
 def _facts(args: argparse.Namespace, plan: RunPlan, data: Data) -> dict[str, object]:
-    """The fields of `SavedProgress` that a resumed run must have alike."""
+    """The fields of `SavedProgress` that a resumed run must share."""
     return {
         "signature": plan.partition.signature,
         "stages": plan.stages_digest,
@@ -194,7 +197,7 @@ def _draw(plan: RunPlan, pipeline: BuiltPipeline, trainer: Trainer, args: argpar
 
 
 def _progress(args: argparse.Namespace, facts: dict) -> SavedProgress:
-    """The progress with which the run begins. Raises ValueError where the checkpoint is of another run."""
+    """The progress with which the run begins. Raises ValueError if the checkpoint was made with other settings."""
     begin = SavedProgress(0, 0, **facts)
     if args.resumed_from is None:
         return begin

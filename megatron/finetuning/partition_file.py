@@ -1,4 +1,4 @@
-"""A model's partition: as a file, and as the edges and the schedule of a pipeline.
+"""The partition of a model into stages: its file, and the pipeline edges and schedule that it implies.
 
 `tools/partition.py MODEL --output P.json` writes the file, `finetune.py --partition` reads it.
 """
@@ -30,7 +30,7 @@ LENGTHS = {
     "max_seq_length": ("text-to-text", "sequence-classification", "causal-lm", "question-answering"),
     "max_target_length": ("text-to-text",),
 }
-"""Flag of a length -> the tasks whose microbatches have that length."""
+"""Flag of a sequence length -> the tasks whose microbatches have that length."""
 
 _Count = Annotated[int, Field(ge=0)]
 _Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -38,14 +38,14 @@ _Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class StageCost:
-    """The costs of a microbatch at a stage.
+    """The costs of a microbatch at a stage; times in milliseconds.
 
     Attributes:
-        forward_ms: of a forward that saves nothing.
-        recompute_and_backward_ms: of a backward after such a forward.
-        plain_forward_ms, plain_backward_ms: of a forward that saves activations, and of its backward.
-        parameters: the number of elements that the stage owns.
-        saved_bytes: of the activations that a forward saves.
+        forward_ms: time of a forward that saves no activations.
+        recompute_and_backward_ms: time of the recompute and the backward after such a forward.
+        plain_forward_ms, plain_backward_ms: times of a forward that saves activations, and of its backward.
+        parameters: number of parameter elements that the stage owns.
+        saved_bytes: bytes of the activations that a forward saves.
     """
 
     forward_ms: _Number
@@ -62,8 +62,8 @@ class PartitionFile:
 
     Attributes:
         signature: of the captured graph.
-        sequence: tokens of a sequence and of a target, as the flags say.
-        stage_of_node: by the number of a node in `graph_file`.
+        sequence: --max_seq_length and --max_target_length, in tokens.
+        stage_of_node: number of a node in `graph_file` -> its stage.
         rank_of_stage: the device of each stage.
     """
 
@@ -84,7 +84,7 @@ class PartitionFile:
     weight_bytes_per_parameter: _Number
 
     def work(self, graph: StageGraph) -> tuple[tuple[float, float], ...]:
-        """Seconds of a forward and of a backward of each stage; a stage without edges to others does not recompute."""
+        """Seconds of a forward and of a backward of each stage; a stage without outgoing edges does not recompute."""
         return tuple(
             (cost.forward_ms / 1000, cost.recompute_and_backward_ms / 1000)
             if graph.depth(stage)
@@ -93,14 +93,14 @@ class PartitionFile:
         )
 
     def to_json(self) -> str:
-        """The file's text. `device_of_node` is there for people who read it."""
+        """The partition as the text of a file. `device_of_node` is added only for human readers."""
         content: dict[str, Any] = asdict(self)
         content["device_of_node"] = {node: self.rank_of_stage[stage] for node, stage in self.stage_of_node.items()}
         return json.dumps(content, indent=1) + "\n"
 
     @staticmethod
     def from_json(text: str, path: str = "the partition") -> PartitionFile:
-        """The partition that a text describes. Raises ValueError where it describes none."""
+        """Parse the text of a partition's file; `path` names it in errors. Raises ValueError for any other text."""
         try:
             content = json.loads(text)
         except json.JSONDecodeError as error:
@@ -126,7 +126,7 @@ class PartitionFile:
 
     @staticmethod
     def read(path: Path) -> PartitionFile:
-        """Read a partition. Raises ValueError as `from_json` does, and for a file that cannot be read."""
+        """Read a partition's file. Raises ValueError if it cannot be read, or is refused by `from_json`."""
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -140,7 +140,7 @@ class PartitionFile:
         write_whole(path, self.to_json())
 
     def check(self, captured: Captured, path: str, args: argparse.Namespace) -> None:
-        """Raises ValueError where the partition is for another model or for other flags."""
+        """Check that the partition fits the model and the flags. Raises ValueError naming the first difference."""
         for flag, its, given in (
             ("task", self.task, args.task),
             ("per_device_train_batch_size", self.micro_batch_size, args.per_device_train_batch_size),
@@ -153,7 +153,7 @@ class PartitionFile:
         check_signature(captured, self.signature, path)
 
     def stage_of_operators(self, captured: Captured) -> dict[int, int]:
-        """Number of an operator -> its stage, as `cut` takes it."""
+        """Number of an operator -> its stage, in the form that `cut` takes."""
         return stage_of_operators(captured, self.stage_of_node)
 
 
@@ -161,9 +161,9 @@ class PartitionFile:
 
 
 def edges_of(captured: Captured, crossing: Crossings) -> tuple[Edge, ...]:
-    """An edge for each pair of stages between which tensors travel, ascending.
+    """The edges of the pipeline in ascending order: one for each pair of stages between which tensors travel.
 
-    Raises ValueError for stages that make no pipeline.
+    Raises ValueError if the stages do not form a pipeline.
     """
     with_gradient: dict[tuple[int, int], bool] = {}
     for key, route in crossing.routes.items():
@@ -179,15 +179,18 @@ class EdgeBytes(NamedTuple):
     """The bytes that travel over an edge in a forward.
 
     Attributes:
-        activations: of each microbatch.
-        parameters: of shared parameters, which travel once for each value that their owner's forwards use.
+        activations: bytes of the activations of one microbatch.
+        parameters: bytes of shared parameters, sent once for each weight version that the owner's forwards use.
     """
 
     activations: int = 0
     parameters: int = 0
 
     def a_microbatch(self, num_microbatches: int, weights: WeightPolicy) -> float:
-        """Bytes of a microbatch, on the mean over a batch; at most, where each forward may use a step of its own."""
+        """Bytes for each microbatch, averaged over a batch.
+
+        With provisional steps the result is an upper bound, since each forward may use a weight version of its own.
+        """
         num_values = num_microbatches if weights.ahead is Ahead.PROVISIONAL_STEP else 1
         return self.activations + self.parameters * num_values / num_microbatches
 
@@ -195,7 +198,7 @@ class EdgeBytes(NamedTuple):
 def bytes_of_edges(
     captured: Captured, crossing: Crossings, sizes: Mapping[sympy.Symbol, int]
 ) -> dict[tuple[int, int], EdgeBytes]:
-    """(source, target) -> the bytes of the edge. `sizes`: of the dimensions that the captured graph leaves open."""
+    """(source, target) -> bytes of the edge. `sizes`: values for the symbolic dimensions of the captured graph."""
     found: dict[tuple[int, int], EdgeBytes] = {}
     for key, route in crossing.routes.items():
         for pair in route:
@@ -218,15 +221,15 @@ def schedule_of(
     predict: bool = False,
     provisional: bool = False,
 ) -> Schedule:
-    """The schedule of a name over the stages of a partition.
+    """The schedule called `name` over the stages of a partition.
 
     Args:
-        recompute: activations; ftpipe always does, since its backwards use newer weights than its forwards.
+        recompute: recompute activations; ftpipe always does, since its backwards use newer weights than its forwards.
         norm_decides: gradients are clipped by their norm.
         predict: ftpipe's forwards use predicted weights.
         provisional: ftpipe's forwards use the weights of provisional steps.
 
-    Raises ValueError for stages that the schedule cannot run, such as a graph that is no chain under 2bw.
+    Raises ValueError for stages that the schedule cannot run, such as stages that do not form a chain under 2bw.
     """
     rank_of_stage, num_stages = partition.rank_of_stage, len(partition.rank_of_stage)
     graph = StageGraph.of(num_stages, edges)

@@ -1,7 +1,7 @@
-"""From a captured model to its partition: the model is profiled, methods compete, and the simulator chooses.
+"""The partition of a captured model: the model is profiled, several methods cut it, and the simulator chooses.
 
-The objective of `megatron.partition` is the work of devices and the bytes between them, without the waits of stages for
-each other. So the simulator runs the program of each candidate on the profiled times.
+The objective of `megatron.partition` counts the work of devices and the bytes between them, but not the time that
+stages wait for each other. So the simulator runs the program of each candidate on the profiled times.
 """
 
 from __future__ import annotations
@@ -38,15 +38,20 @@ from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
 
 ALIKE = 1.005
-"""Among candidates whose simulated times are within this factor, the one of the least depth (staleness) is chosen."""
+"""Among candidates within this factor of the least simulated time, the one of the least depth (staleness) is chosen."""
 
 _STATE_BYTES = {"adamw": 8, "adam": 8, "sgd": 4, "adafactor": 0}
-"""Bytes of the optimizer's state for each parameter, in FP32; Adafactor's rows and columns are next to nothing."""
+"""Bytes of the optimizer's state for each parameter, in FP32; Adafactor's row and column sums are negligible."""
 
 
 @dataclass(frozen=True)
 class PlannedMachine:
-    """The machine to cut for. `memory_bytes`: of each device. `bandwidth`: between devices, 10^9 bytes per second."""
+    """The machine that a partition is for.
+
+    Attributes:
+        memory_bytes: memory of each device.
+        bandwidth: between devices, in 10^9 bytes per second.
+    """
 
     num_devices: int
     memory_bytes: float
@@ -55,7 +60,12 @@ class PlannedMachine:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A result of the competition as a pipeline. `simulated_ms`: of a microbatch, in the steady state."""
+    """A result of the competition as a pipeline.
+
+    Attributes:
+        simulated_ms: milliseconds of a microbatch in the steady state.
+        depth: the largest number of edges from a stage to the last one; a greater depth means staler weights.
+    """
 
     result: CompeteResult
     file: PartitionFile
@@ -64,10 +74,10 @@ class Candidate:
 
 
 def weight_bytes(args: argparse.Namespace) -> float:
-    """Bytes of a parameter with its gradient and the optimizer's state.
+    """Bytes of a parameter together with its gradient and the optimizer's state.
 
-    All have the precision of --dtype; with --bf16 the state, the master and, during a step, a copy of the gradient are
-    FP32.
+    All three have the precision of --dtype. With --bf16, parameter and gradient have 2 bytes, and the master, a copy of
+    the gradient during the step and the optimizer's state are FP32.
     """
     if args.bf16:
         return 2 * 2 + 4 + 4 + _STATE_BYTES[args.optim]
@@ -75,7 +85,7 @@ def weight_bytes(args: argparse.Namespace) -> float:
 
 
 def num_bytes(text: str) -> float:
-    """Bytes of an amount such as `11GiB`, `512MiB` or `11GB`. Raises ValueError for another text."""
+    """The bytes of an amount such as `11GiB`, `512MiB` or `11GB`. Raises ValueError for any other text."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?) *(GiB|MiB|GB|MB)", text)
     if match is None or float(match[1]) == 0:
         raise ValueError(f"'{text}' is no amount of memory; write it as 11GiB or 512MiB")
@@ -95,16 +105,16 @@ def cut_model(
     seconds: float | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> tuple[Candidate, list[Candidate], Graph, Competition]:
-    """Profile a model on this process's device, and cut it.
+    """Profile a model on this process's device, and cut it into stages.
 
     Args:
         batch: a microbatch.
         methods, milp_seconds, effort, num_microbatches, seconds: as `compete` takes them.
-        progress: is called with what is under way.
+        progress: called with a description of the current step.
 
-    Returns the choice, all candidates, the graph and the competition.
+    Returns the chosen candidate, all candidates, the graph and the competition.
 
-    Raises ValueError with the reason of each method where nothing fits.
+    Raises ValueError, with the reason for each method, if no partition fits.
     """
     num_blocks = len(blocks_of(captured))
     costs = profile(
@@ -119,7 +129,7 @@ def cut_model(
             progress(f"simulating {result.method}")
             try:
                 simulated[id(result)] = candidate_of(captured, costs, batch, result, machine, args)
-            except ValueError as error:  # stages that make no pipeline, such as one that trains nothing
+            except ValueError as error:  # the stages form no pipeline; for example, one has nothing to train
                 simulated[id(result)] = error
         found = simulated[id(result)]
         return found.simulated_ms if isinstance(found, Candidate) else math.inf
@@ -147,7 +157,7 @@ def cut_model(
 
 
 def num_microbatches(args: argparse.Namespace, data: Data) -> float:
-    """The number of microbatches of a run with these samples: as `finetune.py`'s flags say, or of three epochs."""
+    """The number of microbatches of a run on `data`: as `finetune.py`'s flags say, or three epochs without them."""
     rows = data.training if data.training is not None else data.validation
     epoch = -(-len(rows) // args.per_device_train_batch_size)
     most = getattr(args, "max_steps", -1) * args.gradient_accumulation_steps
@@ -157,7 +167,7 @@ def num_microbatches(args: argparse.Namespace, data: Data) -> float:
 def graph_of(
     captured: Captured, costs: Sequence[BlockCost], machine: PlannedMachine, args: argparse.Namespace
 ) -> Graph:
-    """The graph that the methods cut."""
+    """The profiled graph that the methods of `megatron.partition` cut."""
     content = graph_file(
         captured, costs, num_devices=machine.num_devices, bandwidth_gigabytes_per_second=machine.bandwidth,
         memory_limit_bytes=machine.memory_bytes,
@@ -175,9 +185,9 @@ def candidate_of(
     machine: PlannedMachine,
     args: argparse.Namespace,
 ) -> Candidate:
-    """A result with its stages in the order of a pipeline, timed by the simulator.
+    """A result of the competition with its stages in pipeline order and its simulated time.
 
-    Raises ValueError for stages that make no pipeline.
+    Raises ValueError if the stages do not form a pipeline.
     """
     partition = _in_order(captured, result.partition)
     file = PartitionFile(
@@ -209,9 +219,9 @@ def candidate_of(
 def simulated_seconds(
     schedule: Schedule, file: PartitionFile, edge_bytes: Mapping[tuple[int, int], EdgeBytes], num_microbatches: int
 ) -> float:
-    """Seconds of a microbatch in the steady state, from the profiled times and the machine's bandwidth.
+    """Seconds of a microbatch in the steady state, simulated with the profiled times and the machine's bandwidth.
 
-    `num_microbatches`: of a batch.
+    `num_microbatches`: number of microbatches of a batch.
     """
     recomputes = [schedule.recomputes(stage) for stage in range(schedule.num_stages)]
     costs = Costs(
@@ -233,12 +243,12 @@ def simulated_seconds(
     )
     work = file.work(schedule.graph)
     busiest = max(sum(sum(work[stage]) for stage in schedule.stages_of(rank)) for rank in range(schedule.num_ranks))
-    # A rank that began late may hide for a while that another has more work.
+    # While a rank that began late catches up, the difference does not yet show that another rank has more work.
     return max((long - short) / settling / num_microbatches, busiest if all(recomputes[:-1]) else 0.0)
 
 
 def _in_order(captured: Captured, partition: Partition) -> Partition:
-    """The partition with stages numbered so that each needs only those before it, without stages of inputs alone."""
+    """The partition with stages renumbered so that each depends only on earlier ones, without stages of only inputs."""
     stage_of = stage_of_operators(captured, partition.stage_of_node)
     first_of: dict[int, int] = {}
     graph = networkx.DiGraph()

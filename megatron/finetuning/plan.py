@@ -1,7 +1,7 @@
-"""The plan of a run, before any rank has a weight: the graph, its stages, the schedule, and what they will take.
+"""The plan of a run, made before any rank loads weights: the graph, its stages, the schedule, memory and time.
 
-Each rank captures the model for itself, without memory for its parameters; the signature of the graph in the partition
-proves that all have the same graph.
+Each rank captures the model itself, without memory for the parameters. The graph's signature in the partition proves
+that all ranks captured the same graph.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ from megatron.pipeline.schedules import Schedule
 
 GIB = 2**30
 EFFORT = 0.2
-"""The effort of the search where a run cuts its model itself; tools/partition.py takes 1."""
+"""The effort of the partition search when a run cuts its model itself; the default of tools/partition.py is 1."""
 
 GENERATION = "generation_config.json"
-"""The settings of text generation, which a run copies as they are."""
+"""The file with the settings of text generation, which a run copies unchanged."""
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What all ranks agree on.
+    """The plan of a run, which is the same on all ranks.
 
     Attributes:
-        model: without memory for its parameters.
-        stage_of_operator: as `cut` takes it.
-        sizes: of the dimensions that the captured graph leaves open.
-        decays: names of the weights that --weight_decay is for.
+        model: the model without memory for its parameters.
+        stage_of_operator: number of an operator -> its stage, in the form that `cut` takes.
+        sizes: values for the symbolic dimensions of the captured graph.
+        decays: names of the weights to which --weight_decay applies.
         initializer_range: the standard deviation of a new head's weights.
-        edge_bytes: by (source, target).
+        edge_bytes: bytes of each edge by (source, target).
         save_rest: writes the configuration and the processor into a folder.
     """
 
@@ -77,15 +77,16 @@ class RunPlan:
 
     @property
     def stages_digest(self) -> str:
-        """A digest of which operators are in which stage, and which stages on which rank."""
+        """A digest of the assignments of operators to stages and of stages to ranks."""
         content = [sorted(self.stage_of_operator.items()), list(self.schedule.rank_of_stage)]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
 def make_plan(args: argparse.Namespace, data: Data) -> RunPlan:
-    """Plan the run of these flags. Collective in a job: without --partition the first rank profiles and cuts the model.
+    """Plan the run that the flags describe. Without --partition the first rank profiles and cuts the model.
 
-    Raises ValueError for a model that cannot be captured, or a partition that is not for it.
+    Collective in a job: every rank must call it. Raises ValueError for a model that cannot be captured, and for a
+    partition of another model.
     """
     captured, batch, model = captured_model(args, data)
     if args.partition is not None:
@@ -123,7 +124,7 @@ def make_plan(args: argparse.Namespace, data: Data) -> RunPlan:
 def captured_model(args: argparse.Namespace, data: Data) -> tuple[Captured, dict[str, torch.Tensor], torch.nn.Module]:
     """The captured graph, a microbatch of real samples, and the model without memory for its parameters.
 
-    Raises ValueError for a model that cannot be captured, and for flags that it is too short for.
+    Raises ValueError for a model that cannot be captured, and for sequences that are longer than the model allows.
     """
     dtype = getattr(torch, args.dtype)
     model = open_model(args.model_name_or_path, data.task.auto_model, dtype=dtype, changes=data.changes)
@@ -141,7 +142,10 @@ def captured_model(args: argparse.Namespace, data: Data) -> tuple[Captured, dict
 
 
 def require_causal(model: torch.nn.Module, folder: str) -> None:
-    """Raises ValueError for a model that sees the tokens that it is to predict, such as a BERT without is_decoder."""
+    """Check that a model cannot see the tokens that it has to predict.
+
+    Raises ValueError for a bidirectional model, such as a BERT without is_decoder.
+    """
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     kind = model.config.model_type
@@ -153,9 +157,9 @@ def require_causal(model: torch.nn.Module, folder: str) -> None:
 
 
 def num_positions(model: torch.nn.Module) -> int | None:
-    """The tokens of the longest sequence that a model takes; None: any number.
+    """The number of tokens of the longest sequence that a model accepts, or None if there is no limit.
 
-    Where padding has a position of its own, as in RoBERTa, the positions of tokens begin behind it.
+    If padding has a position of its own, as in RoBERTa, the positions of tokens begin after that position.
     """
     most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     for name, module in model.named_modules():
@@ -165,7 +169,7 @@ def num_positions(model: torch.nn.Module) -> int | None:
 
 
 def decaying(model: torch.nn.Module) -> frozenset[str]:
-    """The names of the weights that --weight_decay is for: all but biases and the weights of norms."""
+    """The names of the weights to which --weight_decay applies: all except biases and the weights of norms."""
     found = set()
     for path, module in model.named_modules():
         is_norm = "norm" in type(module).__name__.lower()
@@ -196,11 +200,11 @@ def _save_rest(folder: Path, model: torch.nn.Module, data: Data, args: argparse.
         data.processor.save_pretrained(folder)
 
 
-# --- what the plan takes
+# --- memory and time of the plan
 
 
 def run_dry(args: argparse.Namespace) -> None:
-    """Print what the job takes, on the first rank. Raises SameEverywhere for what would keep the job from running."""
+    """Print the job's memory and time on the first rank. Raises SameEverywhere if the job could not run."""
     if args.rank:
         return
     try:
@@ -267,8 +271,10 @@ def first_lines(plan: RunPlan, args: argparse.Namespace) -> list[str]:
 
 
 def of_devices(plan: RunPlan, args: argparse.Namespace) -> list[tuple[int, float, float, float]]:
-    """By device: parameters, bytes of weights with gradients and optimizer, bytes of activations, and milliseconds of
-    computation of a microbatch.
+    """The needs of each device, as tuples in the order of devices.
+
+    A tuple has the number of parameters, the bytes of weights with gradients and optimizer state, the bytes of
+    activations, and the milliseconds of computation of a microbatch.
     """
     schedule, found = plan.schedule, []
     work = plan.partition.work(schedule.graph)
@@ -284,7 +290,7 @@ def of_devices(plan: RunPlan, args: argparse.Namespace) -> list[tuple[int, float
             in_flight = saved_by_stage[stage]
             recomputes = schedule.recomputes(stage)
             saved += sum(edge.activations for edge in received) * in_flight
-            # A shared parameter has a value for each version or step in flight, and the sum of its gradients.
+            # A shared parameter is held once for each version or step in flight, and once for the sum of gradients.
             is_stepped = schedule.weights.ahead is Ahead.PROVISIONAL_STEP
             held = -(-in_flight // (1 if is_stepped else args.gradient_accumulation_steps)) + 1
             saved += sum(edge.parameters for edge in received) * held
@@ -295,8 +301,10 @@ def of_devices(plan: RunPlan, args: argparse.Namespace) -> list[tuple[int, float
 
 
 def _gap_bytes(plan: RunPlan, args: argparse.Namespace, stage: int) -> int:
-    """Bytes of a parameter that gap-aware steps add: the average of steps, the weights of each forward whose step is
-    still to come, and a copy during a step.
+    """Bytes that gap-aware steps add for each parameter; 0 without --gap_aware.
+
+    They are an average of the steps, a copy of the weights for each step by which forwards run ahead, and a temporary
+    copy during a step.
     """
     steps_behind = -(-plan.schedule.graph.depth(stage) // args.gradient_accumulation_steps)
     if not args.gap_aware or not steps_behind:

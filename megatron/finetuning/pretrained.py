@@ -1,13 +1,13 @@
 """A Hugging Face model from its folder: its configuration, the model without memory for its weights, and its tensors.
 
-Problem: a folder's files have other tensors than the model. They have experts one by one where the model has all in
-one, and names that modules had once.
+Problem: the tensors in the files of a folder differ from those of the model. For example, a file has one tensor for
+each expert while the model has one tensor for all experts, or a file uses old names of modules.
 
-Solution: transformers' own renamings and converters, as `from_pretrained` applies them, but first to names alone. So
-every rank knows what is missing and what is left over, reads only what its stages' tensors are made of, and writes what
-`save_pretrained` would write.
+Solution: apply transformers' own renamings and converters, as `from_pretrained` does, but to the names first. So every
+rank knows which tensors are missing and which are superfluous, reads only the tensors from which those of its stages
+are made, and writes the tensors that `save_pretrained` would write.
 
-transformers is imported where it is used, since only fine-tuning needs it.
+transformers is imported inside functions, since only fine-tuning needs it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from megatron.capture.export import Captured, capture
 from megatron.capture.tensors import FolderTensors, Wanted, fake_parameters, tensor_files
 
 OPTIONAL = "pooler", "add_pooling_layer"
-"""A module of the inner model that counts as a part of the head, and the argument that builds the model without it."""
+"""A module of the inner model that counts as part of the head, and the argument that leaves it out of the model."""
 
 
 def require_transformers():
-    """The package transformers. Raises ValueError where it is not installed."""
+    """Import and return the package transformers. Raises ValueError if it is not installed."""
     try:
         import transformers
     except ImportError as error:
@@ -40,7 +40,7 @@ def require_transformers():
 
 
 def check_folder(folder: str) -> Path:
-    """The folder as a path. Raises ValueError where it is not that of a model."""
+    """The path of a model's folder. Raises ValueError if it is not a folder, or has no config.json."""
     path = Path(folder)
     if not path.is_dir():
         raise ValueError(
@@ -52,12 +52,12 @@ def check_folder(folder: str) -> Path:
 
 
 def read_config(folder: str, changes: Mapping[str, object] | None = None):
-    """The configuration in a model's folder, with `changes`. Raises ValueError where it cannot be read."""
+    """The configuration in a model's folder, with `changes` applied. Raises ValueError if it cannot be read."""
     transformers = require_transformers()
     check_folder(folder)
     try:
         return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, **dict(changes or {}))
-    except Exception as error:  # of a field of another kind any
+    except Exception as error:  # a field of the wrong type can raise an error of any class
         raise ValueError(f"{folder}/config.json cannot be read: {first_line(error)}; save the model anew") from error
 
 
@@ -73,9 +73,9 @@ def open_model(
     Args:
         auto_model: the class of transformers that knows the architecture for the task, such as
             ``AutoModelForCausalLM``.
-        changes: to the configuration, such as ``num_labels``.
+        changes: changes to the configuration, such as of ``num_labels``.
 
-    Raises ValueError as `read_config` does, and for an architecture that has no model for the task.
+    Raises ValueError if `read_config` does, and for an architecture that has no model for the task.
     """
     config = read_config(folder, changes)
     config.use_cache = False
@@ -89,12 +89,12 @@ def open_model(
 
 
 def capture_model(model: torch.nn.Module, batch: Mapping[str, Tensor], keep: Sequence[str]) -> Captured:
-    """The graph of a model, captured with a microbatch; a single sample is doubled, so that its number stays free.
+    """The graph of a model, captured with a microbatch; a single sample is doubled, so that the batch size is symbolic.
 
     Args:
         keep: fields of the model's output that evaluations need besides the loss.
 
-    Raises ValueError as `capture` does.
+    Raises ValueError if `capture` does.
     """
     if next(iter(batch.values())).shape[0] == 1:
         batch = {name: torch.cat([tensor, tensor]) for name, tensor in batch.items()}
@@ -102,18 +102,18 @@ def capture_model(model: torch.nn.Module, batch: Mapping[str, Tensor], keep: Seq
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's text without its full stop, or the error's class where it has no text."""
+    """The first line of an error's text without its full stop, or the name of its class if it has no text."""
     first, *others = str(error).splitlines() or [type(error).__name__]
     return f"{first} {others[0].strip()}" if first.endswith(":") and others else first.rstrip(".")
 
 
 @dataclass
 class _Recipe:
-    """How transformers makes one or several tensors of the model, named `targets`, from tensors of the files.
+    """A rule of transformers that makes the model's tensors `targets` from tensors of the files.
 
     Attributes:
-        converter: transformers'; None where a tensor is taken as it is.
-        sources: names in the files, each with its pattern in the converter.
+        converter: transformers' converter; None if the tensor is taken unchanged.
+        sources: pairs of a name in the files and its pattern in the converter.
     """
 
     targets: tuple[str, ...]
@@ -122,16 +122,16 @@ class _Recipe:
 
 
 class Pretrained:
-    """The tensors of a folder as those of `model`, which needs no memory for its parameters.
+    """The tensors of a folder, converted to those of `model`, which needs no memory for its parameters.
 
     Args:
-        new_head: whether a head that the files lack begins at random, and another task's head is left out.
+        new_head: initialise a head that the files lack at random, and ignore the head of another task.
 
     Attributes:
-        notes: a sentence for each kind of exception that was accepted, with the names of its tensors.
+        notes: a sentence for each kind of accepted exception, with the names of its tensors.
 
-    Raises ValueError where the folder has no tensors, lacks one of the model's, or has one that the model has no use
-    for; the sentence names it.
+    Raises ValueError if the folder has no tensors, lacks a tensor of the model, or has a tensor that the model does not
+    use; the message names the tensor.
     """
 
     def __init__(self, model: torch.nn.Module, folder: Path | str, *, new_head: bool) -> None:
@@ -146,7 +146,7 @@ class Pretrained:
         tied = self._tied_copies()
         missing = {name for name in self._state if name not in self._recipes} - tied.keys()
         kept = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set(unused))
-        model._adjust_missing_and_unexpected_keys(kept)  # what transformers' own lists excuse
+        model._adjust_missing_and_unexpected_keys(kept)  # removes the names that transformers' own lists excuse
         found = {
             "tied, so one copy is read": {f"{name} to {other}" for name, other in tied.items()},
             "not used, as transformers ignores them": unused - kept.unexpected_keys,
@@ -160,7 +160,7 @@ class Pretrained:
         self.notes = [f"{folder}: {', '.join(sorted(names))}: {what}" for what, names in found.items() if names]
 
     def _plan(self, names: Iterable[str]) -> set[str]:
-        """Find the recipe for each tensor of the files. Returns the names that the model has no place for."""
+        """Find the recipe for each tensor of the files. Returns the names of the tensors that the model lacks."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, rename_source_key
 
@@ -189,12 +189,15 @@ class Pretrained:
             elif converter is None or recipe.converter is not converter:
                 self._refuse([recipe.sources[0][0]], f"has {{}} and {name}, which both make {target}")
             recipe.sources.append((name, pattern or name))
-        # As after `from_pretrained`: `save_pretrained` reverts only the conversions that the files needed.
+        # `save_pretrained` reverts only these conversions; `from_pretrained` records the same.
         self._model._weight_conversions = [conversion for conversion in mapping if conversion.was_used()]
         return unused
 
     def _check_sources(self, names: Collection[str]) -> None:
-        """Raises ValueError for what no converter notices, such as another expert in the place of a missing one."""
+        """Check the sources of each converted tensor, since the converters do not.
+
+        Raises ValueError for a missing or superfluous source, such as a wrong expert in place of a missing one.
+        """
         empty = {
             name: torch.empty(self._state[self._aliases[name][0]].shape, device="meta")
             for name in self._recipes
@@ -218,7 +221,7 @@ class Pretrained:
                 self._refuse(extra, f"has {{}}, which {recipe.targets[0]} has no place for")
 
     def _tied_copies(self) -> dict[str, str]:
-        """Tied tensor that is not read -> the tensor that is read in its place."""
+        """Name of a tied tensor that is not read -> name of the tensor that is read in its place."""
         found = {}
         for name in self._state:
             first = self._first_there(name)
@@ -230,7 +233,7 @@ class Pretrained:
         return next((alias for alias in self._aliases[name] if alias in self._recipes), None)
 
     def _head_of(self, name: str) -> str | None:
-        """The module outside the inner model, or the inner model's pooler, to which a tensor belongs; else None."""
+        """The module of the head to which a tensor belongs, or None; the inner model's pooler is part of the head."""
         if self._base is None:
             return None
         if not name.startswith(f"{self._base}."):
@@ -264,9 +267,9 @@ class Pretrained:
             )
 
     def read(self, files: FolderTensors, wanted: Mapping[str, Wanted]) -> Iterator[tuple[str, Tensor]]:
-        """Read the wanted tensors, by their own names, as `load_stage` takes them.
+        """Read the wanted tensors and yield them with their names, in the form that `load_stage` takes.
 
-        Raises ValueError where a tensor has another shape, or tied copies have other values.
+        Raises ValueError if a tensor has another shape, or tied copies have different values.
         """
         of_recipe: dict[int, dict[str, str]] = {}
         for own, each in wanted.items():
@@ -307,7 +310,7 @@ class Pretrained:
         return made
 
     def unused(self, used: Collection[str]) -> dict[str, Tensor]:
-        """The model's tensors in the files that have none of the names `used`, in the dtype of the files."""
+        """The model's tensors whose names are not in `used`, read from the files in the files' dtype."""
         rest: dict[str, Wanted] = {}
         for name, tensor in self._state.items():
             if self._aliases[name][0] == name and self._first_there(name) and used.isdisjoint(self._aliases[name]):
@@ -316,9 +319,9 @@ class Pretrained:
             return dict(self.read(files, rest))
 
     def reverted(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The model's tensors under the names and in the form in which `save_pretrained` writes them.
+        """The model's tensors with the names and in the form that `save_pretrained` writes.
 
-        A tensor of a file that is made of several needs all of them here.
+        A tensor of a file that is made from several of the model's tensors needs all of these in `tensors`.
         """
         from transformers.core_model_loading import revert_weight_conversion
 
@@ -328,7 +331,7 @@ class Pretrained:
         return {name: tensor.contiguous() for name, tensor in revert_weight_conversion(self._model, named).items()}
 
     def written_with(self, name: str) -> str:
-        """The name of the group of tensors that `reverted` needs together; a tensor's own name where it is alone."""
+        """The name of the group of tensors that `reverted` needs together; the tensor's own name if it has no group."""
         from transformers.core_model_loading import apply_converters
 
         found, pattern = apply_converters(name, self._reverse_converters)
@@ -350,7 +353,7 @@ def _aliases(state: Mapping[str, Tensor]) -> dict[str, tuple[str, ...]]:
 
 
 def _natural(name: str) -> list:
-    """A key for transformers' order of names, which counts: expert 10 stands behind expert 2."""
+    """The sort key of transformers' order of names, which is numeric: expert 10 comes after expert 2."""
     from transformers.core_model_loading import dot_natural_key
 
     return dot_natural_key(name)

@@ -1,4 +1,4 @@
-"""The data of a run: the rows to train on and to evaluate, and what the model has to be for them."""
+"""The data of a run: the rows for training and evaluation, and the model configuration that they need."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TASKS: dict[str, Task] = {
     "question-answering": question_answering.TASK,
     "image-classification": classification.IMAGES,
 }
-"""By the words of --task."""
+"""Word of --task -> its task."""
 
 _PROCESSOR_FILES = {
     "AutoTokenizer": ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "spiece.model"),
@@ -34,12 +34,12 @@ _PROCESSOR_FILES = {
 
 @dataclass(frozen=True)
 class Data:
-    """What a run reads.
+    """The data that a run reads.
 
     Attributes:
-        processor: tokenizer or image processor; None where images need none.
-        changes: to the model's configuration.
-        training, validation: None where the run does not need them.
+        processor: tokenizer or image processor; None if the model's folder has no image processor.
+        changes: changes to the model's configuration.
+        training, validation: rows; None if the run does not need them.
     """
 
     task: Task
@@ -55,7 +55,7 @@ class Data:
 
 
 def read_data(args: argparse.Namespace) -> Data:
-    """Read the files that the flags name. Raises ValueError for what is wrong with them."""
+    """Read the files that the flags name. Raises ValueError for a file that cannot be read or used."""
     task, classes = TASKS[args.task], _classes(args.model_name_or_path)
     processor = _processor(args.model_name_or_path, task.auto_processor)
     training = validation = None
@@ -76,13 +76,16 @@ def read_data(args: argparse.Namespace) -> Data:
 
 
 def _classes(folder: str) -> dict[str, int]:
-    """The classes that a model knows, by name; none where they have only transformers' default names."""
+    """The classes that a model knows, name -> number; empty if the names are transformers' defaults, as LABEL_0."""
     classes = read_config(folder).label2id or {}
     return {} if any(re.fullmatch("LABEL_[0-9]+", str(name)) for name in classes) else dict(classes)
 
 
 def _processor(folder: str, auto_processor: str) -> Any:
-    """The processor in the model's folder. Raises ValueError where a tokenizer is missing or a file is damaged."""
+    """The tokenizer or image processor in the model's folder; None if there is no image processor.
+
+    Raises ValueError if a tokenizer is missing, or a file is damaged.
+    """
     transformers, path = require_transformers(), check_folder(folder)
     if not any((path / name).is_file() for name in _PROCESSOR_FILES[auto_processor]):
         if auto_processor == "AutoTokenizer":

@@ -1,7 +1,7 @@
-"""The loop of a run: batches, with evaluations and checkpoints between them, for which the pipeline drains; its report.
+"""The training loop: batches, and between them evaluations and checkpoints, for which the pipeline drains.
 
-The report of a batch comes late where nothing drains, on all ranks alike. So what one rank alone knows (a SIGTERM)
-travels with a batch's norm, and all ranks act upon it in the same batch.
+Without a drain the report of a batch comes some batches later, on all ranks in the same batch. So a stop request that
+only one rank knows of, such as a SIGTERM, travels with a batch's norm, and all ranks act upon it in the same batch.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from megatron.trainer.ranks import StopSignal
 from megatron.trainer.report.metrics import ByProduct, MetricsFile
 
 STOP = 1
-"""Stop request: save and end the run."""
+"""The stop request to save and end the run."""
 
 EVALUATED_TOGETHER = 32
-"""Microbatches of an evaluation that are under way together."""
+"""The number of microbatches that one call of the engine evaluates."""
 
 
 @dataclass
@@ -39,13 +39,13 @@ class Trainer:
     """The loop of one run.
 
     Attributes:
-        origin: what a checkpoint has besides the stages' tensors.
+        origin: the source of everything in a checkpoint that is not a tensor of a stage.
         facts: the fields of `SavedProgress` that stay the same during a run.
-        batches: yields the microbatches of each batch to come, as row numbers.
-        num_steps: batches of the whole run.
-        validation: the rows to evaluate; None: there are no evaluations.
-        drains: the last batches before which the pipeline was drained.
-        saved_step, evaluated_step: the batches done at the last checkpoint and at the last evaluation.
+        batches: yields the microbatches of each remaining batch, as row numbers.
+        num_steps: number of batches of the whole run.
+        validation: the rows to evaluate; None if there are no evaluations.
+        drains: the last 64 batches before which the pipeline was drained.
+        saved_step, evaluated_step: number of finished batches at the last checkpoint and at the last evaluation.
     """
 
     pipeline: BuiltPipeline
@@ -64,9 +64,9 @@ class Trainer:
     _stop_requests: int = 0
 
     def train(self) -> bool:
-        """Train. Returns False where a stop request ended the run.
+        """Train until the last batch or a stop request. Returns whether the last batch was reached.
 
-        Raises ValueError where the loss or the gradient of a batch is not finite.
+        Raises ValueError if the loss or the gradient of a batch is not finite.
         """
         engine, args = self.pipeline.engine, self.args
         first = engine.next_batch
@@ -91,7 +91,7 @@ class Trainer:
         return True
 
     def evaluate(self) -> dict[str, float]:
-        """Evaluate the validation rows and report their metrics. The pipeline has to be drained."""
+        """Evaluate the validation rows and report their metrics. Precondition: the pipeline is drained."""
         step = self.pipeline.engine.next_batch
         start = time.perf_counter()
         found = evaluate(self.pipeline, self.validation, size=self.args.per_device_train_batch_size)
@@ -128,9 +128,10 @@ class Trainer:
                 )
 
     def _save(self, first: int) -> None:
-        """Write `checkpoint-N`. The run began at batch `first`.
+        """Write `checkpoint-N` and remove the checkpoints that are no longer wanted.
 
-        After its first checkpoint, those are removed that --overwrite_output_dir gives up.
+        After the run's first checkpoint, --overwrite_output_dir removes those with more batches than `first`, the batch
+        at which the run began.
         """
         engine, args, start = self.pipeline.engine, self.args, time.perf_counter()
         output = Path(args.output_dir)
@@ -146,9 +147,9 @@ class Trainer:
 
 
 def evaluate(pipeline: BuiltPipeline, rows: Rows, *, size: int) -> dict[str, float]:
-    """Run all rows forward. Returns the mean loss over all terms and the task's metrics, on every rank alike.
+    """Run all rows forward. Returns the mean loss over all terms and the task's metrics, the same on every rank.
 
-    Collective; the pipeline has to be drained. `size`: rows of a microbatch.
+    Collective: every rank must call it. Precondition: the pipeline is drained. `size`: rows of a microbatch.
     """
     microbatches = [range(first, min(first + size, len(rows))) for first in range(0, len(rows), size)]
     for first in range(0, len(microbatches), EVALUATED_TOGETHER):
@@ -169,9 +170,9 @@ def evaluate(pipeline: BuiltPipeline, rows: Rows, *, size: int) -> dict[str, flo
 
 
 class Report:
-    """What a run says: log lines, the metrics file, TensorBoard. The first rank alone writes.
+    """The output of a run: log lines, the metrics file and TensorBoard. Only the first rank writes.
 
-    Raises ValueError where the metrics file cannot be written.
+    Raises ValueError if the metrics file cannot be written.
     """
 
     def __init__(self, args: argparse.Namespace, *, num_steps: int, steps_per_epoch: int) -> None:
@@ -193,13 +194,13 @@ class Report:
         self._seconds: list[float] = []
 
     def say(self, text: str) -> None:
-        """Print a line, once in the job."""
+        """Print a line on the first rank."""
         if self.writes:
             sys.stdout.write(text + "\n")
             sys.stdout.flush()
 
     def batch(self, report: BatchReport, seconds: float) -> None:
-        """Report a batch. `seconds`: in which the engine ran its part of the program."""
+        """Report a batch. `seconds`: the time in which the engine ran the batch's part of the program."""
         if not self.writes:
             return
         step, loss = report.batch + 1, report.losses["loss"]
@@ -242,7 +243,7 @@ class Report:
             self._board = None
 
     def close(self) -> None:
-        """Write what is pending, and close the files."""
+        """Write pending values, and close the files."""
         if self._metrics is not None:
             self._metrics.close()
         if self._board is not None:
@@ -251,7 +252,10 @@ class Report:
 
 
 def peak_memory() -> list[int]:
-    """The most memory of each rank, bytes; see `backend.peak_memory_bytes`. Collective."""
+    """The peak memory of each rank in bytes, as `backend.peak_memory_bytes` defines it.
+
+    Collective: every rank must call it.
+    """
     found: list[int] = [0] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(found, backend.peak_memory_bytes())
     return found

@@ -133,9 +133,8 @@ class Planner:
             self.model,
             software.activation_setting(configuration),
             software.training_state(configuration),
-            demand,
+            demand.in_one_buffer if configuration.single_gradient_buffer else demand,
             layers=layers,
-            single_gradient_buffer=configuration.single_gradient_buffer,
             counts_communicators=self.software.own_communicators and not self.cluster.is_cpu,
             hosting=configuration.hosting,
         )

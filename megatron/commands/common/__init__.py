@@ -1,1 +1,1 @@
-"""What several commands share: how a command line is read and ends, and the flags of schedules and their times."""
+"""Code that several commands share: parsers, exit statuses, and the flags of schedules and their times."""

@@ -1,8 +1,7 @@
-"""What all commands share: parsers, types of flags, and exit statuses; and the flags of commands that draw metrics
-files.
+"""Parsers, types of flags and exit statuses of all commands, and the flags of commands that draw metrics files.
 
-Exit status: 0, or 1 where a program, a file or a combination is wrong, 2 where the command line is or a file cannot be
-opened, 130 after Ctrl-C. A pipe whose reader has ended, such as `head`, is no error.
+Exit status: 0; 1 if a program, a file or a combination of options is wrong; 2 if the command line is wrong or a file
+cannot be opened; 130 after Ctrl-C. A pipe whose reader has ended, such as `head`, is no error.
 """
 
 import argparse
@@ -19,16 +18,16 @@ from megatron.documents.flag_files import FlagFileParser
 
 
 def run(command: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
-    """Run a command and explain in one line what it could not do; returns the exit status."""
+    """Run a command, and print an error of the user in one line. Returns the exit status."""
     try:
         status = command(options)
-        sys.stdout.flush()  # a closed pipe shows itself here, and not when the interpreter ends
+        sys.stdout.flush()  # raises here if the pipe is closed, and not when the interpreter ends
         return status
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except SystemExit as end:
-        if isinstance(end.__context__, BrokenPipeError):  # so rich's Console ends where nobody reads on
+        if isinstance(end.__context__, BrokenPipeError):  # rich's Console raises SystemExit at a closed pipe
             return 0
         raise
     except ValueError as error:
@@ -44,21 +43,21 @@ def run(command: Callable[[argparse.Namespace], int], options: argparse.Namespac
 
 @contextmanager
 def unwinding(hint: str) -> Iterator[None]:
-    """While other processes work: on a signal to end, unwind through every `finally`, which ends those processes.
+    """Raise SystemExit on SIGINT, SIGTERM and SIGHUP within a block, so that each `finally` ends its child processes.
 
     Args:
-        hint: text for the user, after the signal's name.
+        hint: text for the user, printed after the signal's name.
     """
 
     def end(number: int, frame: object) -> None:
         for each in before:
-            signal.signal(each, signal.SIG_IGN)  # nothing is to interrupt that
+            signal.signal(each, signal.SIG_IGN)  # another signal must not interrupt the unwinding
         print(f"ended by {signal.Signals(number).name}; {hint}", file=sys.stderr)
         raise SystemExit(128 + number)
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in numbers}
-    before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}  # as of nohup
+    before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}  # kept: nohup's
     for number in before:
         signal.signal(number, end)
     try:
@@ -69,7 +68,7 @@ def unwinding(hint: str) -> Iterator[None]:
 
 
 def parser_of(description: str) -> argparse.ArgumentParser:
-    """A parser that introduces a tool by its docstring: a summary, then what is kept as it stands. It takes `@FILE`."""
+    """A parser whose help is a command's docstring: first paragraph above, the rest below the flags. Takes `@FILE`."""
     summary, _, examples = description.partition("\n\n")
     return FlagFileParser(
         description=summary, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -77,23 +76,23 @@ def parser_of(description: str) -> argparse.ArgumentParser:
 
 
 def add_flags(group: argparse._ActionsContainer, *rows: tuple) -> None:
-    """Add a flag for each row: names, type (None: a switch), metavar, help, and argparse's other options as a dict."""
+    """Add a flag for each row: names, type (None: a switch), metavar, help, and other argparse options as a dict."""
     for names, kind, metavar, text, *more in rows:
         given = {"action": "store_true"} if kind is None else {"type": kind, "metavar": metavar}
         group.add_argument(*names.split(), help=text, **given | (more[0] if more else {}))
 
 
-# --- outputs, looked at before the work, and made after it
+# --- checks of output paths, made before the work
 
 
 def require_file(path: Path, flag: str = "--output") -> None:
-    """Raise ValueError if a file of this name cannot be written."""
+    """Check that a file can be written at `path`. Raises ValueError if not."""
     if path.is_dir() or not _may_be_made(path):
         raise ValueError(f"{flag} {path} cannot be written; name a file in a folder of yours")
 
 
 def require_folder(path: Path, flag: str = "--output") -> None:
-    """Raise ValueError if files cannot be created in the folder, or the folder cannot be made."""
+    """Check that files can be created in a folder, which may still have to be made. Raises ValueError if not."""
     if not _may_be_made(path / "file"):
         raise ValueError(f"{flag} {path} cannot be written; name a folder of yours")
 
@@ -103,9 +102,9 @@ def _may_be_made(path: Path) -> bool:
     return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
 
 
-# --- kinds of values
+# --- types of values
 
-_MOST_TOKENS = 1e18  # over 10,000 times what the longest trainings have; far beyond it costs are infinite
+_MOST_TOKENS = 1e18  # over 10,000 times the longest trainings; costs of far larger numbers are infinite
 
 
 def count(text: str) -> int:
@@ -165,7 +164,7 @@ Run = TypeVar("Run")
 
 
 def metrics_parser_of(description: str, *, output: str, help_of_output: str) -> argparse.ArgumentParser:
-    """A parser of metrics files, their labels, and the picture with its title. `output`: the picture's default."""
+    """A parser with flags for metrics files, their labels, and the picture. `output`: default path of the picture."""
     parser = parser_of(description)
     parser.add_argument("metrics", type=Path, nargs="+", help="metrics files")
     parser.add_argument("--labels", nargs="+", help="a name for each file (default: its file name)")
@@ -178,7 +177,7 @@ def read_and_draw(
     parser: argparse.ArgumentParser, options: argparse.Namespace, read: Callable[[Path, str], Run],
     draw: Callable[..., None],
 ) -> list[Run]:  # fmt: skip
-    """Read each file under its label, and draw all of them; ends the process with a sentence where that fails."""
+    """Read each metrics file with its label, and draw all runs; an error ends the process with a sentence."""
     labels = options.labels or [path.stem for path in options.metrics]
     if len(labels) != len(options.metrics):
         parser.error(f"--labels gives {len(labels)} names for {len(options.metrics)} files; give one for each")

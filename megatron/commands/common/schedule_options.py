@@ -1,4 +1,4 @@
-"""The options of tools/schedule.py: the program, the costs of its instructions, and the sizes that stages hold."""
+"""The options of tools/schedule.py: the program, the costs of its instructions, and the memory sizes of stages."""
 
 import argparse
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def costs(options: argparse.Namespace) -> Costs:
 
 
 def sizes(options: argparse.Namespace) -> MemorySizes | None:
-    """None where no size is given."""
+    """The memory sizes of the options, or None if no size is given."""
     given = {name.removesuffix("_size"): getattr(options, name) for name in _SIZES}
     return MemorySizes(**given) if any(given.values()) else None
 
@@ -39,46 +39,46 @@ def sizes(options: argparse.Namespace) -> MemorySizes | None:
 def add_costs(parser: argparse.ArgumentParser) -> None:
     costs = parser.add_argument_group("costs", "In any unit of time; one number, or one for each stage or edge.")
     for name, default, meaning in (
-        ("--forward", 1.0, "of a microbatch through a stage (default: 1)"),
-        ("--backward", 2.0, "likewise, without the recompute (default: 2)"),
-        ("--backward-input", None, "of I, where backwards are split (default: half of --backward)"),
-        ("--backward-weight", None, "of W (default: the rest of --backward)"),
-        ("--recompute-time", None, "of a recompute (default: as --forward)"),
-        ("--step", 0.0, "of the optimizer (default: 0, as all below)"),
-        ("--predict", None, "of a prediction of weights (default: as --step)"),
-        ("--hold", 0.0, "of keeping gradients for a prediction"),
-        ("--transfer", 0.0, "for which a transfer occupies its edge"),
-        ("--latency", 0.0, "from the end of the sending to the arrival"),
-        ("--evict", 0.0, "of moving a microbatch's saved activations to the pair stage"),
-        ("--load", None, "of moving them back (default: as --evict)"),
-        ("--reduce-grad", 0.0, "of the reduction over replicas"),
-        ("--fetch", 0.0, "l2l: of copying a stage's weights to the device"),
-        ("--store", 0.0, "l2l: of copying its gradients to the host"),
-        ("--update", 0.0, "l2l: of its update there"),
-        ("--offload", 0.0, "l2l: of copying the input of a microbatch to the host"),
-        ("--reload", None, "l2l: of copying it back (default: as --offload)"),
+        ("--forward", 1.0, "time of a microbatch's forward at a stage (default: 1)"),
+        ("--backward", 2.0, "time of its backward, without the recompute (default: 2)"),
+        ("--backward-input", None, "time of I in split backwards (default: half of --backward)"),
+        ("--backward-weight", None, "time of W in split backwards (default: the rest of --backward)"),
+        ("--recompute-time", None, "time of a recompute (default: as --forward)"),
+        ("--step", 0.0, "time of the optimizer's step (default: 0, as for all below)"),
+        ("--predict", None, "time of a prediction of weights (default: as --step)"),
+        ("--hold", 0.0, "time to copy gradients for a prediction"),
+        ("--transfer", 0.0, "time for which a transfer occupies its edge"),
+        ("--latency", 0.0, "time from the end of the sending to the arrival"),
+        ("--evict", 0.0, "time to move a microbatch's saved activations to the pair stage"),
+        ("--load", None, "time to move saved activations back (default: as --evict)"),
+        ("--reduce-grad", 0.0, "time of the gradients' reduction over replicas"),
+        ("--fetch", 0.0, "l2l: time to copy a stage's weights to the device"),
+        ("--store", 0.0, "l2l: time to copy a stage's gradients to the host"),
+        ("--update", 0.0, "l2l: time of a stage's update on the host"),
+        ("--offload", 0.0, "l2l: time to copy the input of a microbatch to the host"),
+        ("--reload", None, "l2l: time to copy the input back (default: as --offload)"),
     ):
         add_flags(costs, (name, times, "T[,T...]", meaning, {"default": default}))
     add_flags(
         costs,
-        ("--reduce-embed", time, "T", "of the tied embeddings' reduction", {"default": 0.0}),
-        ("--reduce-norm", time, "T", "of the norm's reduction", {"default": 0.0}),
-        ("--no-overlap", None, "", "a transfer holds its sender, too: it sends instead of computing"),
+        ("--reduce-embed", time, "T", "time of the tied embeddings' reduction", {"default": 0.0}),
+        ("--reduce-norm", time, "T", "time of the norm's reduction", {"default": 0.0}),
+        ("--no-overlap", None, "", "a transfer occupies its sender, too, which cannot compute meanwhile"),
     )
 
 
 def add_sizes(parser: argparse.ArgumentParser) -> None:
-    """Add the sizes from which each rank's memory over time is drawn."""
+    """Add the flags for the sizes from which each rank's memory over time is computed."""
     memory = parser.add_argument_group(
         "memory",
         "In any unit, such as GiB; one number, or one for each stage or edge. With any of them, memory is shown.",
     )
     meanings = (
-        "of a stage's optimizer state", "of one version of a stage's weights", "of one buffer of its gradients",
-        "that it saves of one microbatch",
-        "that it holds of one between I and W (default: as --activations-size)",
-        "of an activation or gradient between stages",
-        "of the tied embeddings in a buffer of gradients, a copy of which a prediction reads",
+        "size of a stage's optimizer state", "size of one version of a stage's weights",
+        "size of one buffer of a stage's gradients", "size of a stage's saved activations of one microbatch",
+        "size of one microbatch at a stage between I and W (default: as --activations-size)",
+        "size of an activation or gradient between stages",
+        "size of the tied embeddings' gradients, a copy of which a prediction reads",
     )  # fmt: skip
     for name, meaning in zip(_SIZES, meanings, strict=True):
         default = {"default": None if name == "deferred_size" else 0.0}
@@ -92,7 +92,7 @@ _HALVES = ("backward_input", "backward_weight", "deferred_size")
 _PRESET_ONLY = (
     "provisional", *_PREDICTIONS, "stages", "virtual_stages", "microbatch_group_size", "batches", *_HOST, *FLAGS
 )  # fmt: skip
-_MOST = 20_000_000  # computations and transfers of a program; more do not fit into the memory of a common machine
+_MOST = 20_000_000  # computations and transfers of a program; more do not fit into an ordinary machine's memory
 _JOB_ONLY = ("tensor", "data", "distributed_optimizer")
 _TEXT_ONLY = ("versions", "columns")
 _PICTURE_ONLY = ("saved", "lanes", "critical_path", "title", "time_label", "time_scale", "width", *_SIZES)
@@ -100,7 +100,7 @@ _PICTURE_ONLY = ("saved", "lanes", "critical_path", "title", "time_label", "time
 Command = Callable[[argparse.Namespace], int]
 
 
-# --- what the options mean
+# --- meaning of the options
 
 
 def schedule(options: argparse.Namespace) -> Schedule:
@@ -120,7 +120,7 @@ def schedule(options: argparse.Namespace) -> Schedule:
 
 
 def residency(options: argparse.Namespace) -> Residency | None:
-    """Where the preset's weights live on the host, how: as it says, but for what is asked for."""
+    """The residency of the preset with the options' changes, or None if the preset keeps weights on the device."""
     asked = {"stages": options.resident_stages, "update": options.host_update, "stash": options.stash}
     given = {name: value for name, value in asked.items() if value is not None}
     chosen = PRESETS[options.schedule].residency
@@ -135,7 +135,7 @@ def program(options: argparse.Namespace) -> Program:
     """The program of a preset, or of a file.
 
     Raises:
-        ValueError: choices that do not go together, a file that is no program, or a program beyond all memory.
+        ValueError: for incompatible choices, a file that is not a program, or a program too large for memory.
     """
     if options.schedule is not None:
         chosen = schedule(options)
@@ -158,7 +158,7 @@ def program(options: argparse.Namespace) -> Program:
 
 
 def notes(options: argparse.Namespace) -> dict[str, int]:
-    """What a file, which holds a program, says of the run that it is meant for."""
+    """The notes in a program's file about the run that it is meant for."""
     return csv_text.read_notes(_text(options))
 
 
@@ -167,13 +167,13 @@ def _text(options: argparse.Namespace) -> str:
 
 
 def degrees_text(options: argparse.Namespace) -> str:
-    """Leading lines of a file that say for which job it is; none for degrees of 1."""
+    """The leading lines of a program's file with the degrees of its job; a degree of 1 has no line."""
     degrees = {"tensor": options.tensor, "data": options.data}
     return "".join(f"# {name}: {degree}\n" for name, degree in degrees.items() if degree > 1)
 
 
 def _require_memory(num_stages: int, num_microbatches: int) -> None:
-    num_instructions = 6 * num_stages * num_microbatches  # F, B and the transfers that both cause
+    num_instructions = 6 * num_stages * num_microbatches  # F, B, and their sends and receives
     if num_instructions > _MOST:
         raise ValueError(
             f"{num_stages} stages and {num_microbatches} microbatches make about {num_instructions:.1e} instructions, "
@@ -182,7 +182,10 @@ def _require_memory(num_stages: int, num_microbatches: int) -> None:
 
 
 def _fewest_microbatches(schedule: Schedule) -> int:
-    """How many fill the pipeline, or a few more where the schedule wants them; 1 where batches are microbatches."""
+    """The least number of microbatches that fills the pipeline and that the schedule accepts.
+
+    1 if each microbatch is a batch of its own.
+    """
     if schedule.weights.updates_alone:
         return 1
     fill = (
@@ -217,7 +220,7 @@ def title(options: argparse.Namespace, program: Program) -> str:
 
 
 def parse(description: str, commands: dict[str, Command], arguments: list[str] | None) -> argparse.Namespace:
-    """The options of a command, or the end of the process with a message and status 2."""
+    """Parse the options of a command; wrong options end the process with a message and status 2."""
     options = _parser(description, commands).parse_args(arguments)
     _require_one_source(options)
     if options.command in ("check", "show") and options.schedule is not None and options.data > 1:
@@ -228,7 +231,7 @@ def parse(description: str, commands: dict[str, Command], arguments: list[str] |
 
 
 def _require_one_source(options: argparse.Namespace) -> None:
-    """End with a message where a program has no source or two, or where an option would be ignored."""
+    """End the process with a message unless the program has exactly one source and all given options apply to it."""
     if (options.file is None) == (options.schedule is None):
         options.parser.error("name either a CSV file or a --schedule")
     if options.schedule is None:
@@ -242,7 +245,7 @@ def _require_one_source(options: argparse.Namespace) -> None:
 
 
 def _require_subject(options: argparse.Namespace) -> None:
-    """End with a message where there is nothing to predict, nothing to reduce for it, or nothing on the host."""
+    """End the process with a message for options of predictions or host weights that the schedule does not have."""
     if options.schedule is None:
         return
     error = options.parser.error
@@ -259,7 +262,7 @@ def _require_subject(options: argparse.Namespace) -> None:
 
 
 def _require_effect(options: argparse.Namespace) -> None:
-    """End with a message where an option would be ignored, because nothing of its kind is printed or drawn."""
+    """End the process with a message for an option whose subject the command does not print or draw."""
     parser, ignored = options.parser, []
     if options.command == "draw":
         if not (options.text or options.output):
@@ -283,7 +286,7 @@ def _require_effect(options: argparse.Namespace) -> None:
         if PRESETS[options.schedule].residency is None:
             ignored += [(name, "weights on the device; give --schedule l2l") for name in ("fetch", "store", "update")]
         halves = [name for name in _HALVES if getattr(options, name, None) != parser.get_default(name)]
-        if halves and not _splits_backward(options):  # in this order: of a thousand ranks the second takes seconds
+        if halves and not _splits_backward(options):  # the second test takes seconds for a thousand ranks
             ignored += [(name, "whole backwards; give --schedule zb-h1 or zbv") for name in halves]
         ignored += [
             (name, f"a program without it; add --{flag.replace('_', '-')}")
@@ -296,7 +299,7 @@ def _require_effect(options: argparse.Namespace) -> None:
 
 
 def _splits_backward(options: argparse.Namespace) -> bool:
-    """Whether the preset computes backwards in halves; yes where its choices are refused, which is said later."""
+    """Whether the preset splits backwards into I and W; True for refused choices, whose error is reported later."""
     try:
         return schedule(options).splits_backward
     except ValueError:
@@ -360,9 +363,9 @@ def _command(commands: argparse._SubParsersAction, name: str, run: Command, summ
     parser.add_argument("file", nargs="?", help="CSV file with a row of instructions per rank, instead of a preset")
     add_flags(parser, _MICROBATCHES)
     file = parser.add_argument_group("CSV file")
-    file.add_argument("--weights", choices=list(POLICIES), help="weight policy, where the file does not say it")
+    file.add_argument("--weights", choices=list(POLICIES), help="weight policy, if the file does not name it")
     preset = parser.add_argument_group("preset")
-    preset.add_argument("--schedule", choices=PRESETS, help="which one")
+    preset.add_argument("--schedule", choices=PRESETS, help="name of the preset")
     add_flags(preset, *_PRESET)
     add_flags(preset.add_mutually_exclusive_group(), *_PREDICTION)
     add_flags(preset, ("--reduce-partial", None, "", "predict from the mean over the replicas, which is reduced first"))
@@ -376,15 +379,15 @@ def _command(commands: argparse._SubParsersAction, name: str, run: Command, summ
 
 _MICROBATCHES = (
     "--microbatches", command_line.counts, "M[,M...]",
-    "of each batch; several numbers are the batches of a ramp-up (default: as few as fill the pipeline)",
+    "microbatches of each batch; several numbers: batches of a ramp-up (default: as few as fill the pipeline)",
 )  # fmt: skip
 _PRESET = (
     ("--stages", count, "P", "pipeline stages, one on each rank (default: 4)"),
-    ("--virtual-stages", count, "V", "interleaved, zbv, l2l: cut each into V, which the schedule places (default: 2)"),
+    ("--virtual-stages", count, "V", "interleaved, zbv, l2l: number of stages of each rank (default: 2)"),
     ("--microbatch-group-size", count, "N", "interleaved: microbatches in a row (default: P)"),
-    ("--batches", count, "N", "where --microbatches is one number (default: 3; pipedream: 2P)"),
-    ("--resident-stages", count, "K", "l2l: of a rank, on the device at once (default: 2)"),
-    ("--host-update", str, None, "l2l: update a stage as soon as its gradients are on the host, or behind the step "
+    ("--batches", count, "N", "number of batches if --microbatches is one number (default: 3; pipedream: 2P)"),
+    ("--resident-stages", count, "K", "l2l: stages of a rank on the device at the same time (default: 2)"),
+    ("--host-update", str, None, "l2l: update a stage as soon as its gradients are on the host, or after the step "
      "(default: deferred)", {"choices": (EAGER, DEFERRED)}),
     ("--stash", str, None, "l2l: inputs wait for their recompute on the device, or leave for the host "
      "(default: device)", {"choices": (DEVICE, HOST)}),
@@ -397,7 +400,7 @@ _PRESET = (
 _PREDICTION = (
     ("--provisional", None, "", "2bw: compute each batch at predicted weights, from all microbatches that each stage "
      "has done"),
-    ("--provisional-microbatches", count, "Q", "2bw: the same, from Q microbatches on every stage"),
+    ("--provisional-microbatches", count, "Q", "2bw: as --provisional, from Q microbatches on every stage"),
 )  # fmt: skip
 _DEGREES = (
     ("--tensor", count, "T", "tensor parallel degree (default: 1)", {"default": 1}),

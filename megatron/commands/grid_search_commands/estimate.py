@@ -193,7 +193,7 @@ def _cells(result: Prediction, intervals: Intervals) -> tuple[str, ...]:
         f"{entry.seconds:.4g}" if entry.seconds is not None else "",
         f"{100 * estimate.mfu:.1f}%",
         f"{100 * estimate.bubble:.1f}%",
-        f"{max(rank.total for rank in estimate.memory) / GIB:.1f}",
+        f"{estimate.memory_gib:.1f}",
         describe_verdict(estimate.verdict),
         "under pressure" if estimate.under_pressure else "",
     )

@@ -16,14 +16,14 @@ a script for each, and --collect takes their results once they have run.
 import argparse
 import os
 import sys
-from dataclasses import fields, replace
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
 from megatron.commands.common import command_line
 from megatron.commands.grid_search_commands.search_inputs import add_model_arguments, read_argv
 from megatron.documents.tables import console
-from megatron.planner.job.configuration import Configuration
+from megatron.planner.job.configuration import KINDS, Configuration
 from megatron.planner.time.profile import Profile, load_profile
 from megatron.planner.trial.results import (
     Result,
@@ -130,19 +130,18 @@ def _topology(argv: list[str], architecture: str, search: Path | None) -> Path |
 
 def _configuration(text: str) -> Configuration:
     """`pipeline=2,schedule=2bw` and so on, as a type of argparse."""
-    kinds = {field.name: field.type for field in fields(Configuration)}
     values: dict[str, object] = {}
     for pair in text.split(","):
         name, _, value = pair.partition("=")
-        if name not in kinds:
-            raise argparse.ArgumentTypeError(f"{name!r} is no field; choose from {', '.join(kinds)}")
-        if kinds[name] is int or name in ("provisional_microbatches", "expert_tensor"):
+        if name not in KINDS:
+            raise argparse.ArgumentTypeError(f"{name!r} is no field; choose from {', '.join(KINDS)}")
+        if KINDS[name] in (int, int | None):
             values[name] = command_line.count(value)
-        elif kinds[name] is bool:
+        elif KINDS[name] is bool:
             if value not in ("true", "false"):
                 raise argparse.ArgumentTypeError(f"{name} is true or false, not {value!r}")
             values[name] = value == "true"
-        elif name == "layers":
+        elif KINDS[name] == tuple[int, ...] | None:
             values[name] = tuple(command_line.count(each) for each in value.split("+"))
         else:
             values[name] = value

@@ -220,9 +220,7 @@ def space_of(options: argparse.Namespace, model: ModelInput, cluster: Cluster) -
         early_stopping=not options.no_early_stopping and options.objective != "memory",
         needs_fused_softmax=options.require_fused_softmax,
         avoids_pressure=options.avoid_pressure,
-        provisional=model.job.provisional,
-        provisional_microbatches=model.job.provisional_microbatches,
-        provisional_reduce=model.job.provisional_reduce,
+        predictions=model.job.predictions,
         context=options.context_parallel_sizes or (model.job.priced.context,),
         expert=options.expert_parallel_sizes or (model.job.priced.expert,),
         expert_tensor=model.job.priced.expert_tensor,
@@ -253,7 +251,7 @@ def _schedules(cluster: Cluster) -> tuple[str, ...]:
 def _unasked(options: argparse.Namespace, job: Job, cluster: Cluster) -> tuple[str, ...]:
     """Schedules that delay weights, of those that nobody named; --2bw-provisional asks for those with 2bw's weights."""
     names = () if options.schedules else delayed(_schedules(cluster))
-    return tuple(name for name in names if job.provisional == "off" or offer(name).policy != TWO_BW)
+    return tuple(name for name in names if not job.predictions or offer(name).policy != TWO_BW)
 
 
 # --- what is printed and written

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.documents.files import write_whole
-from megatron.planner import Cluster
+from megatron.planner import Cluster, Configuration
+from megatron.planner.job.configuration import SETTINGS
 from megatron.planner.search import Kept, delay
-from megatron.planner.search.flags import as_argv, gradient_flags, hosting_flags, prediction_flags
-from megatron.planner.search.space import preset_of
 from megatron.planner.search.table import describe, expectation
 from megatron.trainer.plan.command import SOURCES, Job
 
@@ -32,27 +31,19 @@ def script_text(
     """The script's text. For its head, `command`: that made it; `others`: what there is beside it. `topology`: the
     name of the file beside it that an optimized mapping reads, which `write_topology` writes."""
     choice, estimate = kept.choice, kept.estimate
-    preset, balance = preset_of(choice.schedule)
     hosts = cluster.gpus_of_hosts
     gpu = str(cluster.device.memory_gib) if cluster.is_cpu or cluster.memory_gib else cluster.gpu
     launcher = "one_node.sh" if len(hosts) == 1 else "torchrun.sh"
     locations = _Locations.of(job, Path.cwd())
     environment = [*(["MASTER_ADDR=node0"] if len(hosts) > 1 else []), *locations.wanted]
-    variables = {
-        "GPUS_PER_NODE": hosts[0], "TP": choice.tensor, "PP": choice.pipeline, "VP": choice.virtual,
-        "MICRO_BATCH": choice.micro_batch_size, "GLOBAL_BATCH": choice.global_batch_size,
-        "RECOMPUTE": choice.recompute.value, "SCHEDULE": preset, "BALANCE": int(balance),
-        "SEQUENCE_PARALLEL": int(estimate.configuration.sequence_parallel),
-        "DISTRIBUTED_OPTIMIZER": int(choice.distributed_optimizer), "RANK_MAPPING": choice.rank_mapping,
-    }  # fmt: skip
+    variables, chosen = _written(estimate.configuration)
     verdict = estimate.verdict
     memory = (
         f"{kept.memory_gib:.1f} of {cluster.device.memory_gib:g} GiB on the fullest, beside "
         f"{verdict.free_gib - verdict.spare_gib:.1f} GiB that no tensor gets (docs/planner.md)"
     )
     delayed = delay.sentence([kept])
-    chosen = (as_argv(flags(estimate.configuration)) for flags in (prediction_flags, gradient_flags, hosting_flags))
-    training = [*_others(job), *filter(None, chosen), *locations.others, *_defaults(job)]
+    training = [*_others(job), *chosen, *locations.others, *_defaults(job)]
     if cluster.is_cpu and not any("--distributed-backend" in each for each in training):
         training.append(("--distributed-backend", "gloo"))  # else a dry run counts NCCL's buffers
     lines = [
@@ -82,12 +73,24 @@ def script_text(
         "# shellcheck disable=SC2034  # job.sh reads them",
         *_topology(choice.rank_mapping, topology),
         f"program={job.program} gpu={gpu} num_gpus={cluster.num_gpus}",
-        *_assignments(variables),
+        *_assignments({"GPUS_PER_NODE": hosts[0], **variables}),
         *_array("model_args", job.argv_of(*_MODEL_GROUPS) + _vocabulary(job)),
         *_array("training_args", training),
         *locations.lines,
     ]
     return "\n".join(lines) + "\n"
+
+
+def _written(configuration: Configuration) -> tuple[dict[str, object], list[tuple[str, ...]]]:
+    """The variables of job.sh that mean a configuration, and the flags of what has none."""
+    variables, flags = {}, []
+    for name, setting in SETTINGS.items():
+        if setting.variable is None:
+            flags.append(configuration.argv(name))
+        else:
+            value = getattr(configuration, name)
+            variables[setting.variable] = int(value) if isinstance(value, bool) else getattr(value, "value", value)
+    return variables, [*filter(None, flags)]
 
 
 def write_topology(path: Path, cluster: Cluster) -> None:

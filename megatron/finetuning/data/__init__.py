@@ -1,4 +1,4 @@
-"""From files of samples to rows of tensors, a file for each kind of task, and to the microbatches of a run.
+"""Conversion of files of samples into rows of tensors, with one module for each kind of task, and into microbatches.
 
-transformers is not imported here: a task is given its tokenizer or image processor.
+transformers is not imported here: each task receives its tokenizer or image processor as an argument.
 """

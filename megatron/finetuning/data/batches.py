@@ -1,4 +1,4 @@
-"""The microbatches of a run: rows of tensors, the order in which they are taken, and what a stage is given of each.
+"""The microbatches of a run: rows of tensors, the order of the rows, and the data of a microbatch for a stage.
 
 Every rank holds all rows and knows their order, so no sample travels between ranks.
 """
@@ -16,7 +16,7 @@ from megatron.capture.stage import StageData
 from megatron.pipeline.runtime.contract.stage import EVALUATION_BATCH, Microbatch
 
 IGNORED = -100
-"""The label that the losses of transformers do not count."""
+"""The label that transformers' losses ignore."""
 
 Metrics = Callable[[Mapping[str, Tensor], float], dict[str, float]]
 """(summaries of the model's outputs for all rows, by name; mean loss) -> value by the name of the metric."""
@@ -30,8 +30,8 @@ class Rows:
 
     Args:
         tensors: name -> [rows, ...], as the model's forward takes them.
-        ignored: name of a tensor of labels -> the label that counts nothing.
-        num_terms: int64 [rows]; the number of terms (tokens, samples) over which the loss of a row is a mean.
+        ignored: name of a tensor of labels -> the label that the loss ignores.
+        num_terms: int64 [rows]; the number of terms (tokens or samples) over which the loss of a row is averaged.
         metrics: computes the metrics of an evaluation of all rows.
     """
 
@@ -49,7 +49,7 @@ class Rows:
         return len(self._num_terms)
 
     def batch(self, indices: Sequence[int], size: int) -> dict[str, Tensor]:
-        """The rows of these numbers, filled up to `size` with copies of the last row whose labels count nothing."""
+        """The rows with the numbers `indices`, filled up to `size` with copies of the last row with ignored labels."""
         chosen = torch.tensor([*indices, *[indices[-1]] * (size - len(indices))])
         batch = {name: tensor[chosen] for name, tensor in self._tensors.items()}
         for name, value in self._ignored.items():
@@ -57,22 +57,22 @@ class Rows:
         return batch
 
     def convert(self, dtype: torch.dtype) -> None:
-        """Convert floating tensors, such as images, to the dtype of the model."""
+        """Convert floating-point tensors, such as images, to the dtype of the model."""
         for name, tensor in self._tensors.items():
             self._tensors[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     def num_terms(self, indices: Sequence[int]) -> int:
-        """The number of terms over which the loss of these rows is a mean."""
+        """The number of terms over which the loss of the rows `indices` is averaged."""
         return int(self._num_terms[list(indices)].sum())
 
 
 class Epochs:
-    """The order of rows: shuffled anew for each epoch, the same on every rank, and found again by a count of batches.
+    """The order of rows: shuffled anew for each epoch, the same on every rank, and restored from a count of batches.
 
-    A batch has `accumulation` microbatches of `micro_batch_size` rows. The last batch of an epoch has what is left;
-    with `drop_last` it is left out where it is short.
+    A batch has `accumulation` microbatches of `micro_batch_size` rows. The last batch of an epoch has the remaining
+    rows; with `drop_last` a short last batch is left out.
 
-    Raises ValueError where no batch is left.
+    Raises ValueError if there are too few rows for any batch.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Epochs:
             )
 
     def batches(self, done: int = 0) -> Iterator[Microbatches]:
-        """The batches of a run after its first `done`, without end."""
+        """Yield the batches of a run after its first `done` batches, without end."""
         while True:
             epoch, place = divmod(done, self.batches_per_epoch)
             order = numpy.random.default_rng((self._seed, epoch)).permutation(self._num_samples).tolist()
@@ -99,17 +99,17 @@ class Epochs:
 
 
 class Feed:
-    """Called with a microbatch, returns its data for a stage.
+    """The source of a stage's data: a call with a microbatch returns its data.
 
     All stages of the rank ask for a microbatch, in forwards and in recomputes, so it is kept until `forget`.
 
     A model's loss is the mean over the terms of a microbatch, and the runtime takes the mean over the microbatches of a
-    batch. So that each term of a batch counts alike, a microbatch is weighted by its number of terms.
+    batch. Each microbatch is weighted by its number of terms, so that all terms of a batch have the same weight.
 
     Args:
-        training: the rows to train on; None: nothing is trained.
+        training: the rows to train on; None if nothing is trained.
         size: rows of a microbatch.
-        seed: of the run; decides dropout.
+        seed: the seed of the run, which determines dropout.
     """
 
     def __init__(self, training: Rows | None, *, size: int, seed: int, device: torch.device | str = "cpu") -> None:
@@ -122,18 +122,18 @@ class Feed:
         self._positions: list[Sequence[int]] = []
 
     def add(self, batch: int, first_microbatch: int, microbatches: Sequence[Sequence[int]]) -> None:
-        """Begin a batch with these row numbers."""
+        """Begin a batch. `microbatches`: the row numbers of each of its microbatches."""
         self._indices.update(enumerate(microbatches, start=first_microbatch))
         self._terms[batch] = [self._training.num_terms(indices) for indices in microbatches]
 
     def forget(self, batch: int, first_microbatch: int) -> None:
-        """Forget what comes before this batch and its first microbatch."""
+        """Delete the data of all batches and microbatches before the given ones."""
         for kept, below in ((self._indices, first_microbatch), (self._made, first_microbatch), (self._terms, batch)):
             for number in [number for number in kept if number < below]:
                 del kept[number]
 
     def counts(self, batch: int, num_microbatches: int) -> float:
-        """The sum of the weights of the first `num_microbatches` of a batch; all of a batch have their number."""
+        """The sum of the weights of a batch's first `num_microbatches`; over a whole batch, it is their number."""
         return self._weight(batch, slice(num_microbatches))
 
     def _weight(self, batch: int, part: slice) -> float:
@@ -141,7 +141,7 @@ class Feed:
         return sum(terms[part]) * len(terms) / sum(terms)
 
     def evaluate(self, rows: Rows, microbatches: Sequence[Sequence[int]]) -> None:
-        """Begin an evaluation of these row numbers."""
+        """Begin an evaluation of `rows`. `microbatches`: the row numbers of each microbatch."""
         self._evaluated, self._positions = rows, list(microbatches)
 
     def __call__(self, microbatch: Microbatch) -> StageData:

@@ -1,4 +1,4 @@
-"""Causal language modelling: the next token of texts."""
+"""Causal language modelling: prediction of the next token of a text."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def _prepare(args: argparse.Namespace, tokenizer: Any, file: File, classes: Mapp
 
 
 def _apart(tokenizer: Any, texts: list[str], args: argparse.Namespace) -> dict[str, Tensor]:
-    """One text a row, padded."""
+    """The tensors of rows that have one text each, with padding."""
     tensors = padded(tokenizer, texts, length=args.max_seq_length)
     labels = tensors["input_ids"].masked_fill(tensors["attention_mask"] == 0, IGNORED)
     return {"input_ids": tensors["input_ids"], "attention_mask": tensors["attention_mask"], "labels": labels}
 
 
 def _grouped(tokenizer: Any, texts: list[str], args: argparse.Namespace, path: str) -> dict[str, Tensor]:
-    """All texts, each with its end token, joined and cut into rows; a rest that fills no row is left out."""
+    """The tensors of rows cut from all texts, joined with end tokens; a remainder that fills no row is left out."""
     ids = [token for text in tokenizer(texts)["input_ids"] for token in _ended(text, tokenizer.eos_token_id)]
     length = args.max_seq_length
     if len(ids) < length:
@@ -54,7 +54,10 @@ def _grouped(tokenizer: Any, texts: list[str], args: argparse.Namespace, path: s
 
 
 def _ended(text: list[int], end: int | None) -> list[int]:
-    """The text with the end token, which some tokenizers add by themselves. None: the tokenizer has no end token."""
+    """The token ids of a text with the end token, which some tokenizers add themselves.
+
+    `end` is None if the tokenizer has no end token.
+    """
     return text if end is None or text[-1:] == [end] else [*text, end]
 
 

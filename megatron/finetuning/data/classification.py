@@ -25,15 +25,15 @@ LABEL = ("label", "labels", "class")
 
 
 class Labels:
-    """The classes of a file as numbers from 0.
+    """The classes of a file, numbered from 0.
 
-    They are those that the model knows, if these are all that the file has, and else those of the file, in order.
+    The model's classes are used if they include all classes of the file; otherwise the file's classes, sorted.
 
     Args:
-        given: the name of the column; None: its usual names are tried.
+        given: the name of the column; None tries the usual names.
         known: name -> number of the classes that the model knows.
 
-    Raises ValueError for a column with a single class, and for one of a hundred values and more that all differ.
+    Raises ValueError for a column with a single class, and for a column of 100 or more values that all differ.
     """
 
     def __init__(self, file: File, given: str | None, known: Mapping[str, int]) -> None:
@@ -56,11 +56,11 @@ class Labels:
 
     @property
     def changes(self) -> dict[str, object]:
-        """The changes to the model's configuration."""
+        """The changes to the model's configuration: the number and the names of the classes."""
         return {"num_labels": len(self.names), "id2label": dict(enumerate(self.names)), "label2id": dict(self._number)}
 
     def of(self, file: File) -> Tensor:
-        """The classes of a file's samples: int64 [samples]. Raises ValueError for a class that is not known."""
+        """The class numbers of a file's samples, int64 [samples]. Raises ValueError for an unknown class."""
         file.column(self.column, (), "label")
         values = self._values(file)
         for number, name in enumerate(values, start=1):
@@ -125,7 +125,10 @@ def _prepare_images(args: argparse.Namespace, processor: Any, file: File, classe
 
 
 def _image(value: object, file: File, number: int) -> numpy.ndarray:
-    """[rows, columns, channels] of the numbers in a sample, or of a picture whose path is relative to the file."""
+    """The image of a sample, [rows, columns, channels].
+
+    `value`: nested lists of numbers, or the path of a picture relative to the file.
+    """
     if isinstance(value, str):
         if importlib.util.find_spec("PIL") is None:
             raise ValueError(f"{file.path} names images by path, which needs the package Pillow; pip install Pillow")
@@ -152,7 +155,10 @@ def _image(value: object, file: File, number: int) -> numpy.ndarray:
 
 
 def _pixels(processor: Any, images: list[numpy.ndarray], file: File) -> Tensor:
-    """float32 [images, channels, rows, columns], by the model's processor; without one the numbers stay as they are."""
+    """The images as float32 [images, channels, rows, columns].
+
+    The model's processor converts them; without a processor the numbers stay unchanged.
+    """
     if processor is not None:
         return processor(images, return_tensors="pt")["pixel_values"]
     shapes = {image.shape for image in images}

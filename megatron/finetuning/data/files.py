@@ -1,7 +1,7 @@
 """Files of samples (JSONL, JSON, CSV, parquet), and the columns that a task reads from them.
 
-The package `datasets` is no substitute: it guesses the type of a CSV column, so that the text "NA" is missing and the
-labels "01" and "1" are one, it turns texts that look like dates into dates, and its errors name no line.
+The package `datasets` is no substitute. It guesses the type of a CSV column, so that the text "NA" becomes a missing
+value and the labels "01" and "1" become the same; it converts texts that look like dates; and its errors name no line.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from megatron.documents.files import ending, is_compressed, open_text, require_c
 Sample = dict[str, object]
 
 _TOO_MANY = object()
-"""The key of a CSV row's fields beyond those that the first line names."""
+"""The key under which a CSV row holds the fields for which the first line has no name."""
 
 csv.field_size_limit(2**27)
 
 
 @dataclass(frozen=True)
 class File:
-    """Samples, and the path of their file. Samples may differ in fields that no task reads."""
+    """The samples of a file, and its path. Samples may differ in fields that no task reads."""
 
     path: str
     samples: Sequence[Sample]
@@ -40,10 +40,10 @@ class File:
         """The name of a column that every sample has: `given`, or else the first of `known` that any sample has.
 
         Args:
-            what: the purpose of the column, as in the flag that names it: "text pair" for --text_pair_column.
+            what: the purpose of the column, as in its flag: "text pair" for --text_pair_column.
 
         Raises:
-            ValueError: the file or a sample lacks the column; the sentence names the fields that are there.
+            ValueError: if the file or a sample lacks the column; the message lists the fields that exist.
         """
         there, flag = self.fields, f"--{what.replace(' ', '_')}_column"
         name = given if given is not None else next((name for name in known if name in there), None)
@@ -66,7 +66,7 @@ class File:
         return name
 
     def texts(self, name: str, what: str) -> list[str]:
-        """The texts of a column. Raises ValueError as `column` does, and for a value that is no text."""
+        """The texts of a column. Raises ValueError if a sample lacks the column or its value is not a text."""
         self.column(name, (), what)
         for number, sample in enumerate(self.samples, start=1):
             if not isinstance(sample[name], str):
@@ -78,7 +78,7 @@ class File:
 
 
 def read_file(path: str, *, limit: int | None = None) -> File:
-    """Read all samples of a file, or the first `limit`.
+    """Read all samples of a file, or only the first `limit` samples.
 
     Raises ValueError for a file that cannot be read, a broken line, and a file without samples.
     """
@@ -137,7 +137,7 @@ def _object(value: object, file: Path, where: str) -> Sample:
 
 
 def _csv(file: Path) -> Iterator[Sample]:
-    """Rows as samples. A row that is shorter than the first line lacks the last fields."""
+    """Yield the rows as samples. A row that is shorter than the first line lacks the last fields."""
     with open_text(file, newline="") as stream:
         reader = csv.DictReader(stream, restkey=_TOO_MANY, restval=None)
         names = reader.fieldnames or ()

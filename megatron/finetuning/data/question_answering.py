@@ -1,7 +1,7 @@
-"""Extractive question answering: where in a context the answer stands.
+"""Extractive question answering: finding the position of the answer in a context.
 
-A long context becomes several windows that overlap by `--doc_stride` tokens, and the best answer over all windows of a
-question counts. The label of a window that does not hold the whole answer is its first token.
+A long context is split into several windows that overlap by `--doc_stride` tokens, and the best answer over all windows
+of a question is taken. The label of a window that does not contain the whole answer is the window's first token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron.finetuning.data.files import File
 from megatron.finetuning.data.task import Prepared, Task, give_padding
 
 LONGEST_ANSWER = 30
-"""Tokens, as in SQuAD's scripts."""
+"""The largest number of tokens of an answer, as in SQuAD's scripts."""
 BEST = 20
 """The number of starts, and of ends, that are tried in a window."""
 
@@ -33,7 +33,12 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 @dataclass(frozen=True)
 class _Window:
-    """`question`: its number. `offsets`: by token, its characters in the context; None where it is no part of it."""
+    """A window of a context.
+
+    Attributes:
+        question: the number of the question.
+        offsets: first and last + 1 character of each token in the context; None for a token outside the context.
+    """
 
     question: int
     offsets: list[tuple[int, int] | None]
@@ -83,7 +88,10 @@ def _prepare(args: argparse.Namespace, tokenizer: Any, file: File, classes: Mapp
 
 
 def _require_room(tokenizer: Any, questions: Sequence[str], args: argparse.Namespace, file: File) -> None:
-    """Raises ValueError for a question that leaves a window no more tokens of the context than windows share."""
+    """Check that each question leaves room in a window for more tokens than neighbouring windows share.
+
+    Raises ValueError for a question that is too long.
+    """
     special = tokenizer.num_special_tokens_to_add(pair=True)
     for number, ids in enumerate(tokenizer(questions, add_special_tokens=False)["input_ids"], start=1):
         room = args.max_seq_length - special - len(ids)
@@ -101,9 +109,9 @@ def _of_context(encoded: Any, window: int, offsets: Sequence[Sequence[int]]) -> 
 
 
 def _answers(sample: Mapping[str, object], name: str, context: str, where: str) -> list[tuple[str, int]]:
-    """(text, first character) of each answer; an empty text where there is none.
+    """The answers of a sample as (text, first character); a single empty text if there is no answer.
 
-    Raises ValueError for a value of another form than SQuAD's, or a text.
+    Raises ValueError for a value that is neither a text nor of SQuAD's form.
     """
     value = sample[name]
     if isinstance(value, str):  # a column of a CSV file
@@ -129,7 +137,7 @@ def _answers(sample: Mapping[str, object], name: str, context: str, where: str) 
 
 
 def _span(window: _Window, text: str, first: int) -> tuple[int, int]:
-    """The first and the last token of an answer that begins at character `first`; 0, 0 where the window lacks it."""
+    """The first and the last token of an answer that begins at character `first`; 0, 0 if the window lacks it."""
     last = first + len(text)
     inside = [token for token, at in enumerate(window.offsets) if at is not None and at[0] < last and at[1] > first]
     if not text or not inside:
@@ -140,10 +148,10 @@ def _span(window: _Window, text: str, first: int) -> tuple[int, int]:
 
 
 def _scores(windows: Sequence[_Window], contexts: Sequence[str], answers: Sequence[Sequence[str]]) -> Metrics:
-    """F1 and exact match of the best answer over all windows of a question.
+    """A function that computes F1 and exact match, with the best answer over all windows of each question.
 
-    Where some questions have no answer, the best answer has to score more than "no answer" does: the least score of a
-    first token over the question's windows.
+    If some questions have no answer, an answer is given only if it scores more than "no answer", whose score is the
+    least score of the first token over the question's windows.
     """
     some_have_none = any(not any(texts) for texts in answers)
 
@@ -169,7 +177,7 @@ def _scores(windows: Sequence[_Window], contexts: Sequence[str], answers: Sequen
 
 
 def _best(window: _Window, starts: Tensor, ends: Tensor, context: str) -> tuple[float, str]:
-    """Score and text of the most likely answer in a window. `starts`, `ends`: logits, float32 [tokens]."""
+    """The score and the text of the most likely answer in a window. `starts`, `ends`: logits, float32 [tokens]."""
     best = -math.inf, ""
     allowed = torch.tensor([at is not None for at in window.offsets])
     count = min(BEST, int(allowed.sum()))
@@ -187,12 +195,12 @@ def _best(window: _Window, starts: Tensor, ends: Tensor, context: str) -> tuple[
 
 
 def exact_match(predicted: str, answers: Sequence[str]) -> float:
-    """1 where the prediction is one of the answers, or empty where there is none; else 0."""
+    """1 if the prediction equals one of the answers, or is empty and there are no answers; otherwise 0."""
     return float(_normalised(predicted) in map(_normalised, answers or ("",)))
 
 
 def f1(predicted: str, answers: Sequence[str]) -> float:
-    """The harmonic mean of precision and recall in words, of the answer that agrees best."""
+    """The harmonic mean of precision and recall over words, for the answer that agrees best."""
     return max(_f1(_normalised(predicted).split(), _normalised(answer).split()) for answer in answers or ("",))
 
 

@@ -1,4 +1,4 @@
-"""What a task is: its model, the rows that its samples become, and the outputs that its metrics need."""
+"""The description of a task: its model, its conversion of samples to rows, and the outputs that its metrics need."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from megatron.finetuning.data.files import File
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a task has found out from a file.
+    """The result of a task's preparation with a file.
 
     Attributes:
-        rows: makes rows of this file or another with the same columns.
-        changes: to the model's configuration.
+        rows: makes rows of a file with the same columns.
+        changes: changes to the model's configuration.
     """
 
     rows: Callable[[File], Rows]
@@ -32,12 +32,12 @@ class Task:
 
     Attributes:
         auto_model: the class of transformers that opens the model.
-        prepare: (arguments, processor, file, classes) -> `Prepared`. The file is that of training where there is one;
+        prepare: (arguments, processor, file, classes) -> `Prepared`. The file is the training file if there is one;
             classes: name -> number of the classes that the model already knows.
         keep: fields of the model's output, besides the loss, that metrics need.
         summary: (name, tensor, microbatch) -> the part of a kept field that metrics need.
         auto_processor: the class of transformers that opens the tokenizer or image processor.
-        new_head: whether a head that the model's folder lacks begins at random, and another task's is left out.
+        new_head: initialise a head that the model's folder lacks at random, and ignore the head of another task.
     """
 
     auto_model: str
@@ -49,7 +49,7 @@ class Task:
 
 
 def most_likely(name: str, tensor: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-    """The index of the largest score in the last dimension."""
+    """The index of the largest score in the last dimension, as the summary of an output."""
     return tensor.argmax(-1)
 
 
@@ -58,9 +58,9 @@ def padded(
 ) -> dict[str, Tensor]:
     """Token ids of texts, or pairs of texts, padded or cut to `length`.
 
-    Returns `input_ids`, `attention_mask` and, where the tokenizer makes them, `token_type_ids`: int64 [texts, length].
+    Returns `input_ids`, `attention_mask` and, if the tokenizer makes them, `token_type_ids`: int64 [texts, length].
 
-    Raises ValueError where `length` leaves no room for a text, or the tokenizer cannot pad.
+    Raises ValueError if `length` leaves no room for a text, or the tokenizer cannot pad.
     """
     give_padding(tokenizer)
     special = tokenizer.num_special_tokens_to_add(pair=pairs is not None)
@@ -75,7 +75,7 @@ def padded(
 def give_padding(tokenizer: Any) -> None:
     """Let a tokenizer without a padding token, such as GPT-2's, pad with its end token.
 
-    Raises ValueError where it has neither.
+    Raises ValueError if the tokenizer has neither token.
     """
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:

@@ -1,4 +1,4 @@
-"""Text to text: a target text for each text, as T5 is trained."""
+"""Text to text: prediction of a target text from a text, as in the training of T5."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def _prepare(args: argparse.Namespace, tokenizer: Any, file: File, classes: Mapp
 
 
 def _matches(labels: Tensor) -> Metrics:
-    """How many tokens, and how many whole targets, are right where each token is predicted from the true ones before.
+    """A function that computes the shares of correct tokens and of correct whole targets.
 
-    `labels`: int64 [rows, tokens].
+    Each token is predicted from the true tokens before it. `labels`: int64 [rows, tokens].
     """
 
     def metrics(predictions: Mapping[str, Tensor], loss: float) -> dict[str, float]:

@@ -1,34 +1,34 @@
-"""Prove that a pipeline program is right before any rank executes it.
+"""Prove that a pipeline program is correct before any rank executes it.
 
-A schedule that deadlocks does so on the cluster, after the queue; one that uses the wrong weights does not even do
-that, but trains to another result. Both are properties of the program's text, so they are proved from the text. One
-proof a file:
+A schedule with a deadlock hangs only on the cluster, after waiting in its queue; a schedule that uses the wrong weights
+does not fail at all, but trains to another result. Both errors are properties of the program's text, so the text is
+enough to prove their absence. Each proof is about one claim:
 
-    compact        every instruction is known, on the rank that owns its stage, on a microbatch of the program
-    computations   each (stage, microbatch) has one forward, then one backward, with all they need before them
+    compact        each instruction is known, is in the row of its stage's rank, and names a microbatch of the program
+    computations   each (stage, microbatch) has one forward, then one backward, each after everything that it needs
     transfers      sends and receives pair up in order on every channel
     balance        evicted activations come back before their backward; both ends of a move agree
     updates        each batch's gradients are reduced and applied once, in order, after its last backward
-    predictions    where a policy predicts: from the gradients that the program says, before the batch begins
-    versions       each computation uses the version that the policy says and finds it live; few are live
-    horizons       and is predicted, where the policy says so, just up to the version of its backward
-    unstepped      or stepped, with just the gradients that no STEP has taken yet
-    residency      where weights live on the host: each computation finds its own on the device; few are there
-    host_updates   and each stage's gradients come to the host complete, and are applied there once
-    stash          where inputs are stashed there: each comes back before its recompute; few are on the device
-    memory         saved activations stay within their bound; and what a split backward defers is counted
-    waiting        and how many tensors wait between two stages of one rank
-    progress       no deadlock, even where a send completes only once its receive is posted
-    periods        the same for fill + n periods + drain, for every n
+    predictions    predicted weights are made from the gradients that the program names, before their batch begins
+    versions       each computation uses the version that the policy demands, which is live; few versions are live
+    horizons       a predicted forward is predicted up to the version of its backward
+    unstepped      a provisionally stepped forward uses exactly the gradients that no STEP has applied yet
+    residency      with weights on the host, each computation finds its weights on the device; few are there at once
+    host_updates   with weights on the host, each stage's gradients reach the host complete and are applied once
+    stash          with inputs on the host, each comes back before its recompute; few are on the device at once
+    memory         saved activations stay within their bound; deferred microbatches of split backwards are counted
+    waiting        the tensors that wait between two stages of one rank are counted
+    progress       no deadlock occurs, even if a send completes only once its receive is posted
+    periods        all of this holds for fill + n periods + drain, for every n
 
-Every proof is one pass over the rows: the time grows linearly with the number of instructions. Two more ask about a job
-and its GPUs, so they are called by themselves:
+Every proof is one pass over the rows, so its time is linear in the number of instructions. Two more proofs depend on
+the job and its GPUs and are called separately:
 
-    hardware_queues     no deadlock where streams share FIFO hardware queues, at given tensor and data parallel degrees
-    queue_environment   the environment gives a job over NCCL as many of these queues as it needs
+    hardware_queues     no deadlock if streams share FIFO hardware queues, at given tensor and data parallel degrees
+    queue_environment   the environment gives a job over NCCL as many hardware queues as it needs
 
-What is not proved: that the tensors are those that the stages expect, that the replicas of a pipeline run the same
-program, and anything about a rank that fails.
+The proofs do not cover the contents of tensors, the agreement of the programs of several replicas, and failures of
+ranks.
 """
 
 from collections.abc import Sequence
@@ -52,31 +52,34 @@ __all__ = ["CheckReport", "ProgramError", "check", "check_periodic"]
 
 @dataclass(frozen=True)
 class CheckReport:
-    """Facts about a program that has been proved.
+    """Facts about a proved program.
 
     Attributes:
-        num_ranks, num_stages, num_batches, num_microbatches, num_instructions: its extent.
-        communicates: whether it contains transfers; those of a compute-only program are taken to happen by themselves.
-        versioned: whether it names weight versions and updates weights. Without, nothing is said about either.
+        num_ranks, num_stages, num_batches, num_microbatches, num_instructions: the size of the program.
+        communicates: whether the program contains transfers. The tensors of a compute-only program are assumed to move
+            without transfers.
+        versioned: whether the program names weight versions and updates weights. If not, nothing is proved about
+            versions and updates.
         peak_saved_microbatches: per stage, the largest number of microbatches between their forward and the end of
-            their backward, less those evicted, more those accepted, at the worst timing.
-        peak_saved_on_rank: per rank, the same over all its stages at once; a microbatch counts once at each of them.
-        peak_recomputed_microbatches: per stage, the largest number between their recompute and the end of their
-            backward, or of its input half.
-        peak_deferred_microbatches: per stage, the largest number between the two halves of their backward, I and W, of
-            which a stage holds what W needs. They are among the saved ones.
-        peak_waiting_on_rank: per rank, the most activations, or gradients of them, that one of its stages has made and
-            another one has not taken yet.
-        live_versions: per stage, the largest number of weight versions that are live at once; empty where the program
-            is not versioned.
-        num_fetches: per rank, how often it fetches the weights of a stage from the host; empty where they live on the
+            their backward, less evicted ones, plus accepted ones, at the worst timing.
+        peak_saved_on_rank: per rank, the largest sum over its stages; a microbatch counts once at each stage.
+        peak_recomputed_microbatches: per stage, the largest number of microbatches between their recompute and the end
+            of their backward (of I, if it is split).
+        peak_deferred_microbatches: per stage, the largest number of microbatches between the halves I and W of their
+            backward, for which the stage keeps only the tensors that W needs. They are included in the saved ones.
+        peak_waiting_on_rank: per rank, the largest number of activations and gradients that one of its stages has
+            produced and another of its stages has not consumed yet.
+        live_versions: per stage, the largest number of weight versions that are live at once; empty if the program is
+            not versioned.
+        num_fetches: per rank, the number of fetches of a stage's weights from the host; empty if weights live on the
             device.
-        peak_resident_stages: per rank, the most stages whose weights are on the device at once; likewise.
-        offloaded_microbatches: per stage, how many microbatches leave their input to the host and take it back.
-        peak_boundaries_on_rank: where weights live on the host, per rank the most tensors between stages that are on
-            its device at once, at the worst timing: those that wait between two of its stages, and inputs that are kept
-            for a recompute. Empty where weights live on the device.
-        evicted_microbatches: per stage, how many microbatches move to the pair stage and back.
+        peak_resident_stages: per rank, the largest number of stages whose weights are on the device at once; empty if
+            weights live on the device.
+        offloaded_microbatches: per stage, the number of microbatches whose input moves to the host and back.
+        peak_boundaries_on_rank: per rank, the largest number of tensors between stages on its device at the worst
+            timing: tensors that wait between two of its stages, and inputs kept for a recompute. Empty if weights live
+            on the device.
+        evicted_microbatches: per stage, the number of microbatches that move to the pair stage and back.
     """
 
     num_ranks: int
@@ -102,21 +105,20 @@ class CheckReport:
 def check(
     program: Program, *, max_saved: Sequence[int] | None = None, max_saved_on_rank: Sequence[int] | None = None
 ) -> CheckReport:
-    """Prove that a program is right.
+    """Prove that a program is correct.
 
     Args:
-        program: a complete program, or a compute-only one, whose tensors are then taken to move by themselves between
-            ranks. Where nothing in it names a weight version, nothing is proved about versions and updates. One that
-            evaluates (`forward_only`) runs on drained stages, with the newest version, and saves nothing.
-        max_saved: the largest number of saved microbatches that each stage may hold. None bounds nothing; the peaks are
-            reported.
-        max_saved_on_rank: the same for each rank, over all its stages; a microbatch counts once at each of them.
+        program: a complete program, or a compute-only program, whose tensors are assumed to move between ranks without
+            transfers. If no instruction names a weight version, nothing is proved about versions and updates. A program
+            that evaluates (`forward_only`) runs on drained stages with the newest version, and saves nothing.
+        max_saved: the largest number of saved microbatches that each stage may hold; None sets no bound.
+        max_saved_on_rank: the same bound for each rank, over all its stages; a microbatch counts once at each stage.
 
     Returns:
-        What the program needs and holds.
+        The facts about the program, with its peaks.
 
     Raises:
-        ProgramError: the first claim that does not hold, with rank, position, instruction and reason.
+        ProgramError: for the first claim that does not hold, with rank, position, instruction and reason.
     """
     return _prove(compact(program), max_saved, max_saved_on_rank)
 
@@ -124,7 +126,7 @@ def check(
 def _prove(
     compacted: CompactProgram, max_saved: Sequence[int] | None, max_saved_on_rank: Sequence[int] | None
 ) -> CheckReport:
-    """Every proof of one program. Each may rely on those before it."""
+    """Run every proof of one program in order; a proof may rely on the proofs before it."""
     evaluates = compacted.program.forward_only
     live_versions: tuple[int, ...] = ()
     nothing = (0,) * compacted.num_stages
@@ -171,19 +173,19 @@ def _prove(
 def check_periodic(
     periodic: Periodic, *, max_saved: Sequence[int] | None = None, max_saved_on_rank: Sequence[int] | None = None
 ) -> CheckReport:
-    """Prove that fill + n periods + drain is right for every n >= 0.
+    """Prove that fill + n periods + drain is correct for every n >= 0.
 
     Args:
         periodic: rows of the fill, of one period and of the drain, and a way to unroll them.
         max_saved, max_saved_on_rank: as for `check`.
 
     Returns:
-        The report of one period with its fill and drain; peaks and live versions are those of every n >= 1, and bound
-        those of n = 0.
+        The report of fill + one period + drain. Its peaks and live versions hold for every n >= 1, and are upper bounds
+        for n = 0.
 
     Raises:
-        ProgramError: what does not hold in fill + period + drain, or how the state after the period differs from the
-            state before it.
+        ProgramError: for a claim that does not hold in fill + period + drain, or a difference between the states before
+            and after the period.
     """
     one, two = periodic.unroll(1), periodic.unroll(2)
     fill, period = [len(row) for row in periodic.fill], [len(row) for row in periodic.period]

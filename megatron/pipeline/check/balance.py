@@ -1,7 +1,7 @@
-"""Proof: what is evicted comes back before its backward, and both ends of every move agree.
+"""Proof: evicted activations come back before their backward, and both ends of every move agree.
 
-A microbatch may leave a stage once, between its forward and whatever needs its activations first (its recompute, or its
-backward), and has to come back before that:
+The saved activations of a microbatch may leave a stage once, after its forward, and must come back before the
+instruction that needs them first (its recompute, or its backward):
 
     EVICT    after F; not twice; nothing has needed the activations yet
     LOAD     after EVICT; not twice
@@ -9,10 +9,10 @@ backward), and has to come back before that:
     ACCEPT   at the pair stage; not twice
     RETURN   after ACCEPT; not twice
 
-Each rank carries out its moves in the order of its row (see `program.move_order`), so moves carry no tags: the
-n-th move of a rank meets the n-th of the rank that it is paired with. The two rows are shown to list the two ends of
-the same moves in the same order. If they did not, a stage would load another microbatch's activations, silently. That
-the moves end, and that nobody waits in a circle, is proved with the progress.
+Each rank carries out its moves in the order of its row (see `program.move_order`), so moves carry no tags: the n-th
+move of a rank is matched with the n-th move of its partner rank. The proof shows that the two rows list the two ends of
+the same moves in the same order. Otherwise a stage would load another microbatch's activations without any error. The
+proof of progress shows that the moves complete and that no ranks wait for each other in a circle.
 """
 
 from megatron.pipeline.check.compact import (
@@ -29,10 +29,10 @@ from megatron.pipeline.check.compact import (
     R,
 )
 
-# What has happened to the activations of a microbatch at a stage; at its pair stage, _NOWHERE, _LENT, _GIVEN_BACK.
+# States of the activations of a microbatch at a stage; at its pair stage: _NOWHERE, _LENT, _GIVEN_BACK.
 _NOWHERE, _SAVED, _AWAY, _BACK, _USED, _LENT, _GIVEN_BACK = range(7)
 
-# code -> (what it must find, what it leaves)
+# code -> (states in which the instruction is allowed, state that it leaves)
 _MUST_FIND = {
     EVICT: ((_SAVED,), _AWAY),
     LOAD: ((_AWAY,), _BACK),
@@ -54,13 +54,13 @@ _FOUND = {
 
 
 def prove_balance(compact: CompactProgram) -> None:
-    """Prove the rules above.
+    """Prove the module's rules of moves.
 
     Args:
         compact: a program whose computations are proved.
 
     Raises:
-        ProgramError: naming the first instruction that breaks its rule, or that has no other end.
+        ProgramError: for the first instruction that breaks its rule, or a move without its other end.
     """
     if not compact.moves:
         return
@@ -85,7 +85,7 @@ def prove_balance(compact: CompactProgram) -> None:
 
 
 def moves_of_rank(compact: CompactProgram, rank: int, end: int | None = None) -> list[int]:
-    """The positions of the moves in a row, up to position `end`."""
+    """The positions of the moves in a row, before position `end`."""
     return [position for position, code in enumerate(compact.codes[rank][:end]) if FIRST_MOVE <= code < FIRST_STASH]
 
 

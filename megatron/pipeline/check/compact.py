@@ -1,24 +1,24 @@
 """The program as integers, so that every proof is a plain loop over lists.
 
-A program for 64 stages and 512 microbatches has hundreds of thousands of instructions; reading attributes of objects
-and hashing enum members in every proof would cost most of the time. `compact` reads each instruction once and, on the
-way, proves what concerns one instruction alone:
+A program for 64 stages and 512 microbatches has hundreds of thousands of instructions. If every proof read attributes
+of objects and hashed enum members, these reads would take most of the time. `compact` reads each instruction once, and
+proves the claims that concern a single instruction:
 
-- its kind is one that the checker knows (an instruction that a consumer does not handle is an error, never a no-op);
-- its stage exists and lives on the rank in whose row it stands;
-- it names a microbatch of the program exactly where its kind has one, and a version exactly where its kind has one;
-- only a forward is ahead of its version, and only under a policy that says so, in its way;
-- the peer of a transfer, where it is given, is a stage with an edge, and it is given where several have one; that of
-  a move is the pair stage.
+- the checker knows its kind (an instruction that a consumer does not handle is an error, never a no-op);
+- its stage exists and lives on the rank of its row;
+- it names a microbatch of the program exactly if its kind has one, and a version exactly if its kind has one;
+- only a forward is ahead of its version, and only in the way of the weight policy;
+- the peer of a transfer is a stage with an edge, and is named if there are several such stages; the peer of a move is
+  the pair stage.
 
 Every instruction becomes a *code* (its kind) and a *place*: `stage * num_microbatches + (microbatch -
-first_microbatch)`. Places index flat arrays over (stage, microbatch). An instruction of an update has its stage's
-first place. What an instruction means besides its microbatch and version is its *slot*, which indexes tables of rules:
-its code at its stage, and where a stage has several peers for a transfer, with that peer.
+first_microbatch)`. Places index flat arrays over (stage, microbatch). An instruction of an update has the first place
+of its stage. A *slot* indexes tables of rules: it stands for a code at a stage, and for a transfer of a stage with
+several peers, for a code, a stage and a peer.
 
-A `ProgramError` shows where a program is wrong. A reason alone does not help someone who looks at ten thousand
-instructions, so the error names the rank, the position in its row and the instruction, and draws that neighbourhood of
-the row with an arrow:
+A `ProgramError` shows the place of an error. A reason alone does not help a reader of ten thousand instructions, so the
+error names the rank, the position in its row and the instruction, and draws the neighbouring part of the row with an
+arrow:
 
     rank 1, position 9, 1B1@0: the gradient of its output has not been received: no 1RECV_B1 stands before it
     rank 1: ... 1SEND_F3  1B0@0  1SEND_B0  1F4@0  1B1@0  1SEND_B1  1RECV_F5  1F5@0 ...
@@ -40,13 +40,13 @@ _AROUND = 4  # instructions drawn on each side
 
 
 class ProgramError(ValueError):
-    """A program breaks one of the claims that `check` proves.
+    """The error for a program that breaks a claim that `check` proves.
 
     Attributes:
-        rank: pipeline rank whose row is at fault.
-        position: index of the instruction in that row; the row's length where something is missing at its end.
-        instruction: the instruction there, None at the end of the row.
-        reason: what is wrong, in one sentence.
+        rank: the pipeline rank of the wrong row.
+        position: index of the wrong instruction in the row; the row's length if an instruction is missing at its end.
+        instruction: the instruction at this position; None at the end of the row.
+        reason: the cause, in one sentence.
     """
 
     def __init__(self, rank: int, position: int, instruction: Instruction | None, reason: str, rendering: str) -> None:
@@ -59,7 +59,7 @@ class ProgramError(ValueError):
 
 
 def error_at(program: Program, rank: int, position: int, reason: str) -> ProgramError:
-    """The error for the instruction at `position` of row `rank`; past the end something is missing there."""
+    """The error for the instruction at `position` of row `rank`, or at the row's end if the position is past it."""
     row = program.rows[rank]
     instruction = row[position] if position < len(row) else None
     return ProgramError(rank, position, instruction, reason, render(row, position, rank=rank))
@@ -78,7 +78,7 @@ def render(row: Sequence[Instruction], position: int, *, rank: int) -> str:
     return f"{head}{'  '.join(words)}{tail}\n{' ' * indent}{'^' * len(words[marked])}"
 
 
-_PROVED = {  # the words that have a proof, by what is proved of them
+_PROVED = {  # the kinds of instructions that have a proof, in groups
     "computations": (
         Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE,
     ),
@@ -89,7 +89,7 @@ _PROVED = {  # the words that have a proof, by what is proved of them
     "predictions": (Kind.HOLD, Kind.REDUCE_PARTIAL, Kind.REDUCE_PARTIAL_EMBED, Kind.PREDICT),
     "weights on the host": (Kind.FETCH, Kind.FREE, Kind.STORE_GRAD, Kind.UPDATE),
 }  # fmt: skip
-KIND_OF_CODE = tuple(kind for group in _PROVED.values() for kind in group)  # so a bound tells the group
+KIND_OF_CODE = tuple(kind for group in _PROVED.values() for kind in group)  # so that bounds on codes select a group
 CODE_OF_KIND = {kind: code for code, kind in enumerate(KIND_OF_CODE)}
 NUM_CODES = len(KIND_OF_CODE)
 FIRST_TRANSFER, FIRST_MOVE, FIRST_STASH, FIRST_UPDATE, FIRST_PREDICTION, FIRST_HOST_WORD, _ = accumulate(
@@ -109,7 +109,7 @@ AWAITS = frozenset(CODE_OF_KIND[kind] for kind in AWAITS_REDUCTIONS)
 
 @dataclass(frozen=True)
 class Transfer:
-    """What a slot transfers: its code, at `stage` with `peer`, over the edge of that number."""
+    """The transfer that a slot stands for: a code at `stage` with `peer`, over the edge of the number `edge`."""
 
     code: int
     stage: int
@@ -122,7 +122,7 @@ class Transfer:
 
     @property
     def channel(self) -> tuple[int, int, int]:
-        """(code of the send, sending stage, receiving stage)."""
+        """The channel of the transfer as (code of the send, sending stage, receiving stage)."""
         if self.is_send:
             return self.code, self.stage, self.peer
         return SEND_F if self.code == RECV_F else SEND_B, self.peer, self.stage
@@ -133,17 +133,18 @@ class CompactProgram:
     """A program as parallel lists of integers, one list per rank.
 
     Attributes:
-        program: the program itself, for its words in messages.
+        program: the program itself, for the text of messages.
         codes: per rank, the code of each instruction.
         places: per rank, the place of each instruction.
-        slots: per rank, the slot of each instruction: `stage * NUM_CODES + code`, or a number of `transfers` behind.
-        transfers: slot -> what it transfers, for every transfer that the edges between ranks allow.
+        slots: per rank, the slot of each instruction: `stage * NUM_CODES + code`, or a higher number for a transfer of
+            a stage with several peers.
+        transfers: slot -> transfer, for every transfer that the edges between ranks allow.
         versions: per rank, the weight version that each instruction names, or None.
         num_slots: one past the last slot.
         num_stages, num_microbatches: extents of the flat arrays.
         rank_of_stage: the rank of each stage.
-        communicates: whether the program contains SENDs and RECVs. A compute-only program has none, and its tensors are
-            then taken to move by themselves.
+        communicates: whether the program contains SENDs and RECVs. The tensors of a compute-only program are assumed to
+            move without transfers.
         moves: whether the program moves saved activations between stages.
         versioned: whether the program names weight versions or updates weights.
     """
@@ -164,28 +165,28 @@ class CompactProgram:
 
     @cached_property
     def awaited_moves(self) -> tuple[dict[int, int], ...]:
-        """Per rank and position, how many of the rank's moves have to be complete there; only where some have."""
+        """Per rank: position -> number of the rank's moves that must be complete there, if there are any."""
         num_frozen = self.program.pairs.num_frozen
         return tuple(awaited_moves(row, num_frozen=num_frozen) if self.moves else {} for row in self.program.rows)
 
     @cached_property
     def awaited_in_lanes(self) -> tuple[dict[int, tuple[int, ...]], ...]:
-        """Per rank and position, the positions that have to be complete besides those before it in its lane."""
+        """Per rank: position -> positions that must be complete before it, besides the earlier ones of its lane."""
         if self.program.residency is None:
             return ({},) * len(self.codes)
         return tuple(awaited_in_lanes(row, self.rank_of_stage) for row in self.program.rows)
 
     @cached_property
     def partners(self) -> tuple[int, ...]:
-        """For each rank the one that has the pair stages of its stages.
+        """The partner of each rank: the rank of the pair stages of its stages.
 
         Raises:
-            ValueError: the pair stages of a rank's stages live on several ranks.
+            ValueError: if the pair stages of a rank's stages live on several ranks.
         """
         return tuple(map(self.program.pairs.of_rank, range(len(self.codes))))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that live on a rank, ascending."""
+        """The stages of a rank in ascending order."""
         return self.program.stages_of(rank)
 
     @property
@@ -194,19 +195,20 @@ class CompactProgram:
 
     @cached_property
     def transfers_of(self) -> tuple[dict[int, Transfer], ...]:
-        """For each stage its transfers: slot -> transfer. None where the program sends nothing."""
+        """The transfers of each stage: slot -> transfer; empty for a compute-only program."""
         of: tuple[dict[int, Transfer], ...] = tuple({} for _ in range(self.num_stages))
         for slot, transfer in self.transfers.items() if self.communicates else ():
             of[transfer.stage][slot] = transfer
         return of
 
     def crosses(self, stage: int, other: int) -> bool:
-        """Whether tensors between two stages are sent: they live on two ranks, in a program that sends."""
+        """Whether tensors between two stages need a transfer: the stages live on two ranks of a program that sends."""
         return self.communicates and self.program.crosses(stage, other)
 
     def word(self, code: int, place: int, peer: int | None = None) -> str:
-        """The text form of an instruction on a microbatch, without its version, for messages. `peer`: of a transfer,
-        which is said where it has to be.
+        """The text of an instruction on a microbatch without its version, for messages.
+
+        `peer`: the peer of a transfer, which the text names if the stage has several.
         """
         stage, index = divmod(place, self.num_microbatches)
         instruction = Instruction(KIND_OF_CODE[code], stage, self.program.first_microbatch + index)
@@ -215,7 +217,10 @@ class CompactProgram:
         return str(instruction)
 
     def position(self, rank: int, slot: int, place: int) -> int:
-        """Where an instruction first stands in its row; its length if missing. For messages: it searches."""
+        """The first position of an instruction in its row, or the row's length if the instruction is missing.
+
+        A linear search, meant for messages only.
+        """
         pairs = zip(self.slots[rank], self.places[rank], strict=True)
         return next((position for position, pair in enumerate(pairs) if pair == (slot, place)), len(self.codes[rank]))
 
@@ -224,11 +229,11 @@ class CompactProgram:
 
 
 def compact(program: Program) -> CompactProgram:
-    """Read a program into integers.
+    """Convert a program to integers.
 
     Raises:
-        ProgramError: an instruction is malformed, unknown, or stands in the wrong row.
-        ValueError: the program's rows and its stages' ranks do not fit together.
+        ProgramError: for an instruction that is malformed, unknown, or in the wrong row.
+        ValueError: if the program's rows do not match the ranks of its stages.
     """
     if sorted(set(program.rank_of_stage)) != list(range(len(program.rows))):
         raise ValueError(
@@ -352,9 +357,11 @@ def _explain_move(instruction: Instruction, peer: int | None) -> str:
 
 
 def _transfers(program: Program) -> tuple[dict[int, Transfer], dict[int, dict[int | None, int]], int]:
-    """Slot -> transfer, for all between ranks; for the slot of a code at a stage, which slot each peer gives, which an
-    instruction need not name where there is one alone (a stage without peers has the slot, and no transfer); and one
-    past the last slot.
+    """The tables of transfers: slot -> transfer, base slot -> slot by peer, and one past the last slot.
+
+    The first table has the transfers between ranks. The second maps the slot of a code at a stage to a slot for each
+    peer. The peer None stands for an instruction that names no peer, which is allowed for a stage with at most one. A
+    stage without peers has a slot but no transfer.
     """
     graph, found, slot_of_peer = program.graph, {}, {}
     further = program.num_stages * NUM_CODES

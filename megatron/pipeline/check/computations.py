@@ -1,7 +1,7 @@
-"""Proof: every microbatch passes every stage once, forward, then backward, with all that it needs standing before it.
+"""Proof: every microbatch passes every stage once, forward, then backward, each after everything that it needs.
 
-What has happened to a microbatch at a stage is a set of facts, a bit each. Each kind of instruction requires some
-facts, must not find others, and adds its own; a transfer has a fact for each stage at its other end:
+The state of a microbatch at a stage is a set of facts, one bit each. Each kind of instruction requires some facts,
+must not find others, and adds its own. A transfer has a fact for each peer stage:
 
     kind     requires                                       must not find    adds
     F        each INPUT_POSTED (of inputs that are sent)    FORWARD          FORWARD
@@ -15,9 +15,9 @@ facts, must not find others, and adds its own; a transfer has a fact for each st
     SEND_B   INPUT_GRAD                                     GRAD_SENT        GRAD_SENT
     RECV_B                                                  GRAD_POSTED      GRAD_POSTED
 
-A kind that a stage cannot have (the last stage sends no activations, a frozen one computes no backward) has no rule. At
-the end every microbatch must have every fact that its stage has rules for: so nothing is missing, nothing stays saved,
-and each needed transfer was posted at both ends.
+A kind that a stage cannot have (the last stage sends no activations, a frozen stage computes no backward) has no rule.
+At the end every microbatch must have every fact for which its stage has a rule. So no instruction is missing, no
+activations stay saved, and each needed transfer was posted at both ends.
 """
 
 from megatron.pipeline.check.compact import (
@@ -47,12 +47,12 @@ from megatron.pipeline.program.instruction import Tensor
 
 FORWARD, RECOMPUTED, INPUT_GRAD, WEIGHT_GRAD, _FIRST_OF_TRANSFERS = (1 << bit for bit in range(5))
 
-# (facts to look at, what they must be, facts added); one that concerns no microbatch changes nothing.
+# (mask of facts, their required values, facts added); an instruction without a microbatch changes no facts.
 _Rule = tuple[int, int, int]
 _NO_CONCERN: _Rule = (0, 0, 0)
 _ABSENT_WHERE_EVALUATED = (R, B, I, W, SEND_B, RECV_B, EVICT, ACCEPT, RETURN, LOAD, OFFLOAD, RELOAD)
 
-# The instruction that brings a fact about, and what is wrong when the fact is missing or already there.
+# fact -> (code that adds it, message if the fact is missing, message if it is already there)
 _FACTS = {
     FORWARD: (F, "its forward has not run", "it had its forward already"),
     INPUT_GRAD: (B, "its backward has not run", "it had its backward already"),
@@ -68,10 +68,10 @@ _OF_TRANSFERS = {
 
 
 class Facts:
-    """What is to be known of each microbatch at each stage.
+    """The table of rules about the facts of a microbatch at each stage.
 
     Attributes:
-        rules: by slot; None where a stage cannot have such an instruction.
+        rules: by slot; None if the stage cannot have such an instruction.
         added: by slot, the facts that the instruction adds.
         complete: for each stage, all facts that a microbatch must have at the end.
     """
@@ -90,11 +90,11 @@ class Facts:
         self._fits_bytes = max(self.complete) < 256
 
     def none_yet(self, num_microbatches: int) -> bytearray | list[int]:
-        """States of so many microbatches, of which nothing is known."""
+        """The initial states of `num_microbatches` microbatches, without any facts."""
         return bytearray(num_microbatches) if self._fits_bytes else [0] * num_microbatches
 
     def of_transfers(self, stage: int) -> dict[int, int]:
-        """The slots of a stage's transfers: slot -> fact."""
+        """The facts of a stage's transfers: slot -> fact."""
         return {slot: _FIRST_OF_TRANSFERS << number for number, slot in enumerate(self._compact.transfers_of[stage])}
 
     def _rules_of(self, stage: int) -> dict[int, _Rule | None]:
@@ -126,7 +126,7 @@ class Facts:
         return rules | {first + code: each for code, each in of_code.items()}
 
     def explain(self, place: int, found: int, wanted: int) -> str:
-        """What is wrong where facts are not those that an instruction wants."""
+        """The message for an instruction whose required facts `wanted` differ from the facts `found`."""
         unwanted = found & ~wanted
         for fact, (word, missing, twice) in self._known(place).items():
             if fact & unwanted:
@@ -136,7 +136,7 @@ class Facts:
         raise AssertionError("facts agree")
 
     def incomplete(self, place: int, lacking: int) -> ProgramError:
-        """The error for a microbatch that lacks facts at the end; it points at its forward where there is one."""
+        """The error for a microbatch that lacks facts at the end; it points at the forward if the row has one."""
         compact = self._compact
         word, missing, _ = next(known for fact, known in self._known(place).items() if fact & lacking)
         stage = place // compact.num_microbatches
@@ -145,7 +145,7 @@ class Facts:
         return compact.error(rank, position, f"{missing}: the row has no {word}")
 
     def _known(self, place: int) -> dict[int, tuple[str, str, str]]:
-        """Fact -> (the word that brings it about, what is wrong without it, and with it)."""
+        """Fact -> (text of the instruction that adds it, message if it is missing, message if it is there twice)."""
         compact = self._compact
         known = {fact: (compact.word(code, place), *texts) for fact, (code, *texts) in _FACTS.items()}
         stage = place // compact.num_microbatches
@@ -159,14 +159,13 @@ class Facts:
 
 
 def prove_computations(compact: CompactProgram) -> None:
-    """Prove the table above for every (stage, microbatch).
+    """Prove the module's table of rules for every (stage, microbatch).
 
     Args:
-        compact: the program. One that evaluates (`forward_only`) has no backwards, and nothing of them.
+        compact: the program. A program that evaluates (`forward_only`) may have only forwards and their transfers.
 
     Raises:
-        ProgramError: naming the first instruction that breaks its rule, or the forward of a microbatch that stays
-            unfinished.
+        ProgramError: for the first instruction that breaks its rule, or for the forward of an unfinished microbatch.
     """
     num_microbatches = compact.num_microbatches
     known = Facts(compact)

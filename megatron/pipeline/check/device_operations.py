@@ -1,47 +1,51 @@
-"""A rank's row as what its host threads do: operations launched on streams, and waits of the hosts.
+"""A rank's row as the actions of its host threads: operations launched on streams, and waits of the host.
 
 Problem: a device does not execute instructions. Threads launch kernels and collectives on streams, streams wait for one
-another, and where two streams share a hardware queue, a wait of the one holds up the other. Whether that can end in a
-circle is seen only in these operations.
+another, and if two streams share a hardware queue, a wait of one stream blocks the other. Only these operations show
+whether the waits can form a circle.
 
-Solution: each row is lowered once. Rows are the same for all tensor and data ranks, so one lowering serves them all.
+Solution: each row is lowered to operations once. Rows are the same for all tensor and data ranks, so one lowering
+serves all of them.
 
-    instruction      thread   what it launches
-    F, R, B, I, W    main     where it needs a receive, an operation on the stream of arrivals after it, and one on
-                              compute after that; where it needs moves, the host waits until their thread has launched
-                              them, and then an operation on compute after their end. F needs its receive first, the
-                              others their moves. The computation is the last of these, or a kernel on compute; with
-                              t > 1 a collective of the tensor group on its own stream, and a kernel on compute after it
-    SEND, RECV       main     a transfer on the link's own stream, after what compute was given before
-    REDUCE_*         chain    on the chain's stream, after what compute was given before it was posted; then on its
-                              group's stream a collective, for which the chain's stream waits
-      REDUCE_GRAD             over the replicas (d > 1); REDUCE_PARTIAL alike
-      REDUCE_EMBED            over the ranks of the first and the last stage; REDUCE_PARTIAL_EMBED alike,
-                              and before over the replicas where their mean is read (d > 1)
-      REDUCE_NORM             over the tensor group (t > 1: sequence parallelism); the host reads the rank's norm, so it
-                              waits; over the whole job (more than one rank); the host reads the result, so it waits
-    STEP             main     the host waits until the chain has returned from its calls of the version; then a kernel
-                              on compute, after the chain's last operation for it; with the distributed optimizer and
-                              d > 1 an all-gather on its own stream, and a kernel on compute after it
-    PREDICT          main     as STEP, after the chain's calls of its version so far; with t > 1 a collective of the
-                              tensor group first, which stands for up to three in a row (sums of two kinds, norms); with
-                              shards of a mean one of their group, for the norm. It gathers, and STEP does not, where
-                              the weights are predicted
+    instruction      thread   launched operations, in order
+    F, R, B, I, W    main     for a needed receive: an operation on the stream of arrivals after the receive, and one on
+                              compute after that; for needed moves: the host waits until their thread has launched them,
+                              then an operation on compute after their end. F takes the receive first, the others take
+                              the moves first. The computation is the last of these operations, or else a kernel on
+                              compute; with t > 1 a collective of the tensor group on its own stream, and a kernel on
+                              compute after it
+    SEND, RECV       main     a transfer on the link's own stream, after the last earlier operation on compute
+    REDUCE_*         chain    an operation on the chain's stream, after the last operation that compute had when the
+                              reduction was posted; then a collective on the group's stream, for which the chain's
+                              stream waits
+      REDUCE_GRAD             over the replicas (d > 1); REDUCE_PARTIAL likewise
+      REDUCE_EMBED            over the ranks of the first and the last stage; REDUCE_PARTIAL_EMBED likewise, but first
+                              over the replicas if a prediction reads their mean (d > 1)
+      REDUCE_NORM             over the tensor group (t > 1: sequence parallelism); the host waits to read the rank's
+                              norm; over the whole job (more than one rank); the host waits to read the result
+    STEP             main     the host waits until the chain has returned from its calls for the version; then a kernel
+                              on compute after the chain's last operation for the version; with the distributed
+                              optimizer and d > 1 an all-gather on its own stream, and a kernel on compute after it
+    PREDICT          main     as STEP, after the chain's earlier calls for its version; with t > 1 also a collective of
+                              the tensor group, which stands for up to three in a row (sums of two kinds, norms); with
+                              shards of a mean, a collective of their group for the norm. If weights are predicted, the
+                              all-gather belongs to PREDICT instead of STEP
     HOLD             main     a kernel on compute
-    EVICT, ...       moves    on the stream of the moves, after what it may not run ahead of; both hosts meet; then the
-                              transfer on a stream of its own, for which the stream of the moves waits
-      EVICT                   not ahead of what compute was given before the request
-      LOAD, ACCEPT            not ahead of the last backward that has read from a buffer, given before the request
-      RETURN                  may run ahead of compute
+    EVICT, ...       moves    an operation on the stream of the moves, after the operation that the move must not
+                              overtake; the two hosts meet; then the transfer on a stream of its own, for which the
+                              stream of the moves waits
+      EVICT                   must not overtake the operations that compute had at the request
+      LOAD, ACCEPT            must not overtake the last backward before the request that reads from a buffer
+      RETURN                  may overtake compute
 
-A reduction that stands after its STEP has a thread and a stream of its own, the late chain's. What is not modelled:
+A reduction that comes after its STEP has a thread and a stream of its own, the late chain. The model leaves out:
 
 - `--2bw-single-gradient-buffer`, which adds waits of the main host;
-- a buffer that a backward gives back while a move that was requested before it still waits for its turn: the move may
-  take that buffer, and then comes after that backward (a test proves the presets with these waits, too);
+- a buffer that a backward returns while an earlier requested move still waits for its turn: the move may take that
+  buffer, and then comes after that backward (a test proves the presets with these waits, too);
 - warm-ups: each group is used once before the first batch, by one thread, in one order on all ranks, and the host waits
-  for the end. They leave nothing in a queue;
-- the kernels that fill one another's multiprocessors.
+  for the end, so that no operation stays in a queue;
+- kernels that compete for multiprocessors.
 """
 
 from dataclasses import dataclass, field
@@ -77,25 +81,24 @@ NONE = -1
 MAIN, CHAIN, LATE_CHAIN, MOVES = range(4)
 THREADS = ("main", "chain", "late chain", "moves")
 
-# What a thread does next. The argument is an operation, a count, a thread, or what two hosts meet for.
+# Actions of a thread. The argument is an operation, a count, a thread, or the key of a meeting of two hosts.
 LAUNCH, HOST_WAIT, BEGIN, END, POST, AWAIT, MEET = range(7)
 
-# Who takes part in a collective, beside the rank itself; what else its key has is counted over these ranks alone.
+# The members of a collective besides the rank itself; the counter in its key is separate for each set of members.
 SAME_PLACE, TENSOR, DATA, JOB = range(4)
 
 
 @dataclass
 class RankOperations:
-    """What the threads of one pipeline rank do. Operations are numbered in the order in which they are lowered.
+    """The actions of the threads of one pipeline rank. Operations are numbered in the order of their lowering.
 
     Attributes:
-        stream_names: the streams that the rank uses.
-        stream, before: per operation its stream, and the one before it on that stream (NONE: it is the first).
-        after: per operation the one of another stream whose end it waits for (NONE: it waits for none).
-        joint: per operation the collective that it is a part of, as (who takes part, which, how many pipeline ranks);
-            None for a kernel.
-        position: per operation, where its instruction stands in the row.
-        steps: per thread, what it does: pairs of an action and its argument.
+        stream_names: the names of the streams that the rank uses.
+        stream, before: per operation, its stream, and the previous operation on that stream (NONE for the first).
+        after: per operation, the operation of another stream whose end it awaits (NONE if there is none).
+        joint: per operation, its collective as (members, key, number of pipeline ranks); None for a kernel.
+        position: per operation, the position of its instruction in the row.
+        steps: per thread, its actions as pairs of an action and its argument.
     """
 
     stream_names: list[str] = field(default_factory=list)
@@ -112,12 +115,12 @@ class RankOperations:
 
 
 def lower(compact: CompactProgram, rank: int, *, tensor: int, data: int, distributed_optimizer: bool) -> RankOperations:
-    """Lower a rank's row.
+    """Lower the row of a pipeline rank to operations of its threads.
 
     Args:
         compact: a program that is proved.
-        rank: of the pipeline.
-        tensor, data: degrees, Megatron's t and d.
+        rank: the pipeline rank.
+        tensor, data: the degrees, Megatron's t and d.
         distributed_optimizer: whether a STEP gathers the parameters over the replicas.
     """
     return _Lowering(compact, rank, tensor, data, distributed_optimizer).lower()
@@ -136,16 +139,16 @@ class _Lowering:
         self.made = RankOperations()
         self.position = 0
         self._streams: dict[str, int] = {}
-        self._last: list[int] = []  # per stream, its last operation
+        self._last: list[int] = []  # last operation of each stream
         self._num_joined: dict[tuple, int] = {}
         self._received: dict[
             tuple[int, int], list[int]
-        ] = {}  # what a computation needs -> the operations that bring it
+        ] = {}  # (code of a computation, place) -> the operations of its receives
         self._num_calls = [0] * len(THREADS)
         self._moved: list[int] = []  # per move, the operation that ends it
         self._loaded: set[int] = set()  # places whose backward reads from a buffer
-        self._read = NONE  # what such a backward ends with
-        self._chain_of_version: dict[int, tuple[int, int]] = {}  # its number of calls, and its last operation
+        self._read = NONE  # last operation of the latest such backward
+        self._chain_of_version: dict[int, tuple[int, int]] = {}  # version -> (calls of the chain, last operation)
         self._stepped = NONE
 
     def lower(self) -> RankOperations:
@@ -164,13 +167,13 @@ class _Lowering:
                 self._reduce(code, version)
         return self.made
 
-    # --- what a thread does
+    # --- actions of threads
 
     def _do(self, thread: int, action: int, argument: object) -> None:
         self.made.steps[thread].append((action, argument))
 
     def _launch(self, thread: int, stream: str, after: int = NONE, joint: tuple | None = None) -> int:
-        """Launch an operation; returns its number."""
+        """Launch an operation on a stream. Returns its number."""
         made, number = self.made, len(self.made.stream)
         if stream not in self._streams:
             self._streams[stream] = len(self._streams)
@@ -187,25 +190,28 @@ class _Lowering:
         return number
 
     def _collective(self, thread: int, own: str, stream: str, members: int, which: str, num_ranks: int = 1) -> int:
-        """A collective after what `own` was given, and what is given to `own` next waits for it."""
+        """Launch a collective on `stream`, after the last operation on the stream `own`, which then waits for its end.
+
+        Returns the number of the operation on `own` that waits.
+        """
         key = (which, self._count(which))
         joined = self._launch(thread, stream, self._given(own), (members, key, num_ranks))
         return self._launch(thread, own, joined)
 
     def _count(self, which: object) -> int:
-        """How many of these there were before."""
+        """The number of earlier calls with the same key."""
         self._num_joined[which] = self._num_joined.get(which, NONE) + 1
         return self._num_joined[which]
 
     def _given(self, stream: str) -> int:
-        """The last operation that a stream was given."""
+        """The last operation launched on a stream, or NONE."""
         return self._last[self._streams[stream]] if stream in self._streams else NONE
 
     # --- instructions
 
     def _compute(self, code: int, place: int) -> None:
         waits = (self._await_tensor, self._await_moves) if code == F else (self._await_moves, self._await_tensor)
-        if not any([wait(code, place) for wait in waits]):  # all of them, in this order
+        if not any([wait(code, place) for wait in waits]):  # a list, so that each is called, in this order
             self._launch(MAIN, "compute")
         if self.tensor > 1:
             self._collective(MAIN, "compute", "tensor group", TENSOR, f"tensor {self.rank}")
@@ -213,14 +219,14 @@ class _Lowering:
             self._read = self._given("compute")
 
     def _await_tensor(self, code: int, place: int) -> bool:
-        """Whether compute waits for a receive."""
+        """Let compute wait for the receives that an instruction needs. Returns whether there are any."""
         received = self._received.get((F if code == F else B, place), ()) if code in (F, B, I) else ()
         for each in received:
             self._launch(MAIN, "compute", self._launch(MAIN, "arrivals", each))
         return bool(received)
 
     def _await_moves(self, code: int, place: int) -> bool:
-        """Whether compute waits for moves."""
+        """Let compute wait for the moves that the instruction needs. Returns whether there are any."""
         count = self.compact.awaited_moves[self.rank].get(self.position, 0)
         if count:
             self._do(MAIN, AWAIT, (MOVES, count))

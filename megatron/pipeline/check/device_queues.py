@@ -1,21 +1,23 @@
-"""Execute what the threads of all ranks launch, on devices whose hardware queues are FIFO.
+"""Execution of the operations of all ranks on devices whose hardware queues are FIFO.
 
-The model. A stream belongs to a hardware queue. An operation is issued when all that was launched before it in its
-queue has been issued, the operation before it on its stream is complete, and the one of another stream that it waits
-for is complete. So what stands at the head of a queue and waits blocks all behind it, whatever stream they belong to. A
-kernel is complete once it is issued, a collective or a transfer once all its members have issued it. Queues have no
-end, so a host never waits to launch.
+The model. A stream belongs to a hardware queue. An operation is issued when all earlier operations of its queue have
+been issued, the previous operation on its stream is complete, and the operation of another stream that it awaits is
+complete. So a waiting operation at the head of a queue blocks all operations behind it, whatever their streams. A
+kernel is complete once it is issued, a collective or a transfer once all its members have issued it. Queues are
+unbounded, so a host never waits to launch.
 
-With a queue for each stream nothing depends on who is faster: what each thread launches and waits for is fixed, an
-operation waits for fixed others, and every wait is monotone in what has happened. So one execution stands for all. The
-same holds for one queue where the order of launches is fixed, as it is where one thread at a time can launch.
+With a queue for each stream the result does not depend on the speed of threads: the launches and waits of each thread
+are fixed, an operation waits for fixed others, and no wait, once satisfied, becomes unsatisfied again. So one execution
+stands for all. The same holds for a single queue if the order of launches is fixed, as it is if only one thread at a
+time can launch.
 
-Where two threads of a rank share a queue, their relative order matters. An *interleaving* gives each rank one of two:
-the other threads launch as early as they can, and its main thread one operation at a time, when nothing else in the job
-can go on; or as late as they can, when its main thread waits on the host.
+If two threads of a rank share a queue, their relative order matters. An *interleaving* assigns one of two orders to
+each rank: either its other threads launch as early as possible, and its main thread launches one operation at a time
+when nothing else in the job can run; or its other threads launch as late as possible, when its main thread waits on the
+host.
 
-Ranks that launch alike may run in step. So a collective over tensor or data ranks that all launch alike completes when
-one of them issues it, and two of each degree are enough where even and odd ones launch differently.
+Ranks with the same launches may run in step. So if all tensor or data ranks of a collective have the same launches, one
+of them stands for all; if even and odd ranks have different launches, two ranks of each degree are enough.
 """
 
 from collections import deque
@@ -41,7 +43,7 @@ from megatron.pipeline.check.device_operations import (
 
 
 class RankCoordinates(NamedTuple):
-    """A rank of the job, by its coordinate in each degree."""
+    """The coordinates of a rank of the job in each parallel degree."""
 
     pipeline: int
     tensor: int
@@ -52,7 +54,7 @@ IsEarly = Callable[[RankCoordinates], bool]
 
 
 class QueueingDevice:
-    """One rank: its threads, its device, and where all of them have come."""
+    """The state of one rank in an execution: the progress of its threads and of its device's queues."""
 
     def __init__(
         self, coordinates: RankCoordinates, operations: RankOperations, *, is_early: bool, shares: bool
@@ -81,8 +83,12 @@ class QueueExecution:
         shares: Sequence[bool],
         is_early: IsEarly | None,
     ) -> None:
-        """`tensor`, `data`: how many of each degree are executed. `shares`: whether all streams of a rank have one
-        queue. `is_early`: the interleaving; None where the order of launches does not matter or is fixed.
+        """Start the execution.
+
+        Args:
+            tensor, data: the numbers of tensor and data ranks to execute.
+            shares: per pipeline rank, whether all its streams share one queue.
+            is_early: the interleaving; None if the order of launches is fixed or does not matter.
         """
         self.degrees = tensor, data
         self.devices = {
@@ -97,11 +103,11 @@ class QueueExecution:
         self._met: dict[tuple, list[QueueingDevice]] = {}
         self._issue: list[tuple[QueueingDevice, int]] = []
         self._soon: deque[tuple[QueueingDevice, int]] = deque()
-        self._later: deque[tuple[QueueingDevice, int]] = deque()  # other threads of ranks where these are late
-        self._last: deque[tuple[QueueingDevice, int]] = deque()  # main threads of ranks where the others are early
+        self._later: deque[tuple[QueueingDevice, int]] = deque()  # threads that launch late, other than main threads
+        self._last: deque[tuple[QueueingDevice, int]] = deque()  # main threads of ranks whose other threads are early
 
     def run(self) -> bool:
-        """Whether every thread comes to its end and every operation completes."""
+        """Execute the job. Returns whether every thread reaches its end and every operation completes."""
         for device in self.devices.values():
             for thread in range(len(THREADS)):
                 self._wake(device, thread)
@@ -130,7 +136,7 @@ class QueueExecution:
             (self._last if thread == MAIN else self._later).append((device, thread))
 
     def _go_on(self, device: QueueingDevice, thread: int, *, one: bool) -> None:
-        """Let a thread go on until it waits or ends, or by one step."""
+        """Run a thread until it waits or ends; with `one`, by at most one step."""
         steps, position = device.operations.steps[thread], device.step[thread]
         while position < len(steps):
             action, argument = steps[position]
@@ -145,7 +151,7 @@ class QueueExecution:
         device.step[thread] = position
 
     def _can_pass(self, device: QueueingDevice, thread: int, action: int, argument) -> bool:
-        """Whether a thread need not wait here; if it has to, it is woken when that may have changed."""
+        """Perform an action of a thread if it need not wait. Returns False if it waits; it is then woken later."""
         if action == HOST_WAIT:
             if not device.complete[argument]:
                 device.waiting.setdefault(argument, []).append(~thread)
@@ -189,7 +195,7 @@ class QueueExecution:
     # --- devices
 
     def blocked_by(self, device: QueueingDevice, queue: int) -> int:
-        """The operation that the head of a queue waits for; NONE where the queue is empty or its head can be issued."""
+        """The operation that the head of a queue awaits; NONE if the queue is empty or its head can be issued."""
         if device.head[queue] == len(device.queues[queue]):
             return NONE
         operations, head = device.operations, device.queues[queue][device.head[queue]]
@@ -199,7 +205,7 @@ class QueueExecution:
         return NONE
 
     def _advance(self, device: QueueingDevice, queue: int) -> None:
-        """Issue what can be issued."""
+        """Issue operations from the head of a queue until one of them has to wait."""
         launched, operations, complete = device.queues[queue], device.operations, device.complete
         before, after, joint = operations.before, operations.after, operations.joint
         while device.head[queue] < len(launched):
@@ -223,7 +229,7 @@ class QueueExecution:
                 self._complete(member, its_operation)
 
     def key(self, device: QueueingDevice, operation: int) -> tuple:
-        """What the members of a collective have in common, and nobody else."""
+        """The key of a collective: the same for all its members, and different from any other collective's."""
         members, which, _ = device.operations.joint[operation]
         _, i, k = device.coordinates
         if members == SAME_PLACE:
@@ -237,7 +243,7 @@ class QueueExecution:
         return num_ranks * (1 if members == DATA else tensor) * (1 if members == TENSOR else data)
 
     def joined(self, device: QueueingDevice, operation: int) -> list[QueueingDevice]:
-        """Who has issued a collective."""
+        """The ranks that have issued a collective so far."""
         return [member for member, _ in self._joined.get(self.key(device, operation), [])]
 
     def _complete(self, device: QueueingDevice, operation: int) -> None:

@@ -1,22 +1,22 @@
 """Proof: the job runs to its end on devices whose hardware queues are FIFO.
 
 Problem: a GPU takes work from a number of hardware queues (CUDA_DEVICE_MAX_CONNECTIONS). With fewer queues than
-streams, a stream's wait at the head of a queue blocks what other streams launched after it. Where the chain of
-reductions or moves of activations run beside computations, two threads of a rank launch in an order that differs from
-rank to rank: one rank has a reduction or a move first, another a computation's collective or transfer, each waits for
-the other, and no row shows it.
+streams, a stream's wait at the head of a queue blocks later operations of other streams. If the chain of reductions or
+moves of activations run beside computations, two threads of a rank launch in an order that differs from rank to rank.
+One rank may have a reduction or a move first, another rank a computation's collective or transfer. Then they wait for
+each other, and the rows do not show it.
 
-Solution: `device_operations` lowers the rows to what the threads launch, `device_queues` executes that, with tensor and
-data ranks. What one execution says depends on what the ranks share:
+Solution: `device_operations` lowers the rows to the operations that threads launch, and `device_queues` executes them
+with tensor and data ranks. The meaning of one execution depends on the sharing of queues:
 
     a queue for each stream            "proved": one execution stands for all (see `device_queues`).
-    fewer, one thread launches at a    "proved": the order of launches is fixed, so one execution with one queue stands
-    time on each rank that shares      for all, and for every assignment of streams to more queues: in one queue an
-                                       operation waits for all that was launched before it, in several for a part of it.
-    fewer, threads launch beside       a search: each rank's other threads launch as early or as late as they can. A
-    one another                        deadlock found is real. None found proves nothing: "not proved".
+    fewer queues, and one thread at    "proved": the order of launches is fixed, so one execution with one queue stands
+    a time launches on each rank       for all, and for every assignment of streams to more queues: in one queue an
+    that shares                        operation waits for all earlier ones, in several queues only for some of them.
+    fewer queues, and threads launch   a search: each rank's other threads launch as early or as late as possible. A
+    beside one another                 deadlock that is found is real. Without one the verdict is "not proved".
 
-Which stream shares a queue with which is the driver's choice. So fewer queues than streams count as one.
+The driver chooses which streams share a queue. So fewer queues than streams are treated as one queue.
 """
 
 from collections.abc import Iterator
@@ -35,12 +35,12 @@ _MOST_EXHAUSTIVE = 6  # ranks: 64 interleavings
 
 @dataclass(frozen=True)
 class HardwareQueuesReport:
-    """What is known of a program on devices with a number of hardware queues.
+    """The result of the proof for a program on devices with a given number of hardware queues.
 
     Attributes:
-        verdict: "proved", or "not proved" where a search found no deadlock.
-        num_streams: per pipeline rank, how many streams it uses; as many queues serve each by itself.
-        num_interleavings: how many relative orders of the ranks' threads were executed.
+        verdict: "proved", or "not proved" if a search found no deadlock.
+        num_streams: per pipeline rank, the number of its streams; with as many queues each stream has its own.
+        num_interleavings: the number of executed relative orders of the ranks' threads.
     """
 
     verdict: str
@@ -51,17 +51,17 @@ class HardwareQueuesReport:
 def prove_hardware_queues(
     program: Program, *, tensor: int = 1, data: int = 1, num_queues: int, distributed_optimizer: bool = False
 ) -> HardwareQueuesReport:
-    """Prove or refute that a job runs to its end.
+    """Prove or refute that a job runs to its end on devices with few hardware queues.
 
     Args:
-        program: complete, and proved by `check`.
-        tensor, data: degrees; the job has as many times the program's ranks.
-        num_queues: FIFO hardware queues of each device.
+        program: a complete program that `check` has proved.
+        tensor, data: the degrees; the job has tensor x data ranks for each rank of the program.
+        num_queues: number of FIFO hardware queues of each device.
         distributed_optimizer: whether a STEP gathers the parameters over the replicas.
 
     Raises:
-        ProgramError: the deadlock that was found: who waits for whom.
-        ValueError: a degree or a number of queues below 1, or a program that does not say what is launched.
+        ProgramError: for a deadlock; the message names the circle of waits.
+        ValueError: for a degree or a number of queues below 1, and for a program whose launches are not modelled.
     """
     if num_queues < 1:
         raise ValueError(f"a device cannot have {num_queues} hardware queues; give 1 and more")
@@ -89,7 +89,7 @@ def _where(num_streams: int, num_queues: int) -> str:
 def count_deadlocks(
     program: Program, *, tensor: int = 1, data: int = 1, num_queues: int, distributed_optimizer: bool = False
 ) -> tuple[int, int]:
-    """How many of the interleavings that `prove_hardware_queues` looks at deadlock, and how many there are."""
+    """The number of interleavings of `prove_hardware_queues` that deadlock, and the number of all interleavings."""
     job = _Job(program, tensor, data, distributed_optimizer)
     shares = [each.num_streams > num_queues for each in job.ranks]
     ends = [job.execution(shares, is_early).run() for is_early in job.interleavings(shares)]
@@ -99,27 +99,30 @@ def count_deadlocks(
 def num_streams(
     program: Program, *, tensor: int = 1, data: int = 1, distributed_optimizer: bool = False
 ) -> tuple[int, ...]:
-    """How many streams each pipeline rank uses, and so how many hardware queues it needs to have one for each."""
+    """The number of streams of each pipeline rank, which is the number of hardware queues with one for each stream."""
     return tuple(each.num_streams for each in _Job(program, tensor, data, distributed_optimizer).ranks)
 
 
 def launches_beside(program: Program) -> bool:
-    """Whether on some rank two threads may launch at the same time, so that a shared queue makes their order matter:
-    the chain of reductions, or moves of activations, beside computations.
+    """Whether two threads of some rank may launch at the same time, so that their order matters in a shared queue.
+
+    These are the chain of reductions, or moves of activations, beside computations.
     """
     return not all(_launches_alone(each) for each in _Job(program, 1, 1, False).ranks)
 
 
 def may_deadlock(program: Program, *, tensor: int = 1, data: int = 1, distributed_optimizer: bool = False) -> bool:
-    """Whether streams that share a queue may end in a deadlock: threads launch beside one another, and two of them
-    launch what waits for other ranks. No search. (Where one thread launches at a time `prove_hardware_queues` decides.)
+    """Whether a deadlock is possible if streams share a queue, decided without a search.
+
+    It is possible if several threads of a rank launch at the same time, and two of them launch collectives or
+    transfers. If only one thread at a time launches, `prove_hardware_queues` gives the answer.
     """
     job = _Job(program, tensor, data, distributed_optimizer)
     return any(not _launches_alone(each) and _num_meeting_threads(each) > 1 for each in job.ranks)
 
 
 class _Job:
-    """A program at given degrees."""
+    """A program at given tensor and data parallel degrees, with its lowered ranks."""
 
     def __init__(self, program: Program, tensor: int, data: int, distributed_optimizer: bool) -> None:
         for name, degree in (("tensor", tensor), ("data", data)):
@@ -140,7 +143,7 @@ class _Job:
         self.ranks = [lower(self.compact, rank, **options) for rank in range(num_ranks)]
 
     def has_fixed_order(self, shares: list[bool]) -> bool:
-        """Whether the order of launches is fixed, or does not matter, on every rank."""
+        """Whether the order of launches is fixed or does not matter on every rank."""
         return not any(self._is_open(rank, shares) for rank in range(len(self.ranks)))
 
     def _is_open(self, rank: int, shares: list[bool]) -> bool:
@@ -151,7 +154,7 @@ class _Job:
         return QueueExecution(self.ranks, tensor=tensor, data=data, shares=shares, is_early=is_early)
 
     def interleavings(self, shares: list[bool]) -> Iterator[IsEarly | None]:
-        """What is executed: nothing to choose, all choices where these are few, else some that have a pattern."""
+        """Yield the interleavings to execute: None if the order is fixed, all if they are few, else some patterns."""
         open_ranks = [rank for rank in range(len(self.ranks)) if self._is_open(rank, shares)]
         tensor, data = self._degrees
         if not open_ranks:
@@ -166,7 +169,7 @@ class _Job:
 
 
 def _patterns(num_ranks: int, tensor: int, data: int) -> Iterator[IsEarly]:
-    """Every choice by tensor and data rank, the same on all stages or turned round on some of them."""
+    """Yield each choice by tensor and data rank, the same on all stages or inverted on some of them."""
     corners = [(i, k) for i in range(tensor) for k in range(data)]
     turned = {
         tuple(turn(rank) for rank in range(num_ranks))
@@ -189,7 +192,7 @@ def _patterns(num_ranks: int, tensor: int, data: int) -> Iterator[IsEarly]:
 
 
 def _launches_alone(operations: RankOperations) -> bool:
-    """Whether only one thread of the rank at a time has something to launch."""
+    """Whether at any time only one thread of the rank can launch."""
     busy, num_posted = None, {}
     for action, argument in operations.steps[MAIN]:
         if action == POST:
@@ -205,7 +208,7 @@ def _launches_alone(operations: RankOperations) -> bool:
 
 
 def _num_meeting_threads(operations: RankOperations) -> int:
-    """How many threads launch collectives or transfers."""
+    """The number of threads of a rank that launch collectives or transfers."""
     return sum(
         any(action == LAUNCH and operations.joint[argument] is not None for action, argument in steps)
         for steps in operations.steps

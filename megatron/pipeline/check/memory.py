@@ -1,20 +1,20 @@
 """Proof: saved activations never exceed their bound, at any moment, under any timing.
 
-A microbatch counts at a stage from the start of its forward to the end of its backward (of W, where the backward is
-split). That count changes in the row's own order and nowhere else. With recompute the microbatch counts just the same,
-for its stored input; what it saves in full between R and the end of its backward (of I) is counted apart. So is what a
-split backward has deferred: microbatches between I and W, of which a stage holds no more than W needs.
+A microbatch counts at a stage from the start of its forward to the end of its backward (of W, if the backward is
+split). This count depends only on the order of the row. With recompute the microbatch counts likewise, for its stored
+input; microbatches between R and the end of their backward (of I), whose activations are saved in full, are counted
+separately. So are microbatches between I and W, for which a stage keeps only the tensors that W needs.
 
-Moves change the count, too, in the background: a LOAD or an ACCEPT adds a microbatch when it is posted, an EVICT or a
-RETURN takes one away when it has completed. A rank's moves are carried out in order, so all that timing can change is
-how many of them are complete: at least those that the row has waited for, at most those that it has requested. The
-proof takes the worst of these, at every place of the row.
+Moves change the count in the background: a LOAD or an ACCEPT adds a microbatch when it is posted, an EVICT or a RETURN
+removes one when it has completed. A rank's moves are carried out in order, so timing only changes the number of
+complete moves: at least those that the row has waited for, at most those that it has requested. The proof takes the
+worst of these numbers at every position of the row.
 
-Where inputs are stashed on the host, a RELOAD adds a microbatch when it is posted, and an OFFLOAD takes one away when
-the row has waited for it (see `stash`): at worst it is still under way until then.
+If inputs are stashed on the host, a RELOAD adds a microbatch when it is posted, and an OFFLOAD removes one when the row
+has waited for it (see `stash`), since at worst it is in progress until then.
 
-A rank's memory holds all its stages' activations, and its stages do not reach their peaks together: with several stages
-on a rank, the sum over them is counted and bounded, too.
+A rank's memory holds the activations of all its stages, which do not reach their peaks at the same time. So with
+several stages on a rank, the sum over them is counted and bounded, too.
 """
 
 from collections import deque
@@ -40,13 +40,13 @@ _CHANGE = {code: KIND_OF_CODE[code].row.saved for code in range(FIRST_MOVE, FIRS
 
 
 class Held:
-    """How many microbatches a stage may hold, over all that its rank's moves may have done by now."""
+    """The possible numbers of microbatches that a stage holds, depending on how many moves are complete."""
 
     def __init__(self) -> None:
-        self.own = 0  # between their forward and the end of their backward, but for those that the host has
-        self.moved = 0  # held more than `own`, once all moves are complete
-        # Before that: up to how many complete moves, and how much held more than `own` then. Only what later ones do
-        # not exceed, so the first is the highest.
+        self.own = 0  # microbatches between their forward and the end of their backward, without those on the host
+        self.moved = 0  # microbatches held in addition to `own` once all moves are complete
+        # (number of complete moves, microbatches held in addition to `own` up to that number). An entry that a later
+        # one exceeds is dropped, so the first is the highest.
         self.before: deque[tuple[int, int]] = deque()
 
     @property
@@ -54,20 +54,20 @@ class Held:
         return self.own + (max(self.before[0][1], self.moved) if self.before else self.moved)
 
     def request(self, change: int, num_moves: int) -> None:
-        """The row requests a move, after `num_moves` others."""
+        """Note that the row requests a move after `num_moves` others. `change`: microbatches that the move adds."""
         while self.before and self.before[-1][1] <= self.moved:
             self.before.pop()
         self.before.append((num_moves, self.moved))
         self.moved += change
 
     def complete(self, num_moves: int) -> None:
-        """The row has waited for so many moves."""
+        """Note that the row has waited for the first `num_moves` moves."""
         while self.before and self.before[0][0] < num_moves:
             self.before.popleft()
 
 
 class _Count(NamedTuple):
-    """What is counted together: the largest number so far, and the largest that is allowed."""
+    """The count of a stage or of a rank, with its largest number so far and the largest allowed number."""
 
     name: str
     held: Held
@@ -77,10 +77,11 @@ class _Count(NamedTuple):
 
 
 class Peaks(NamedTuple):
-    """The most microbatches that are held at once.
+    """The largest numbers of microbatches that are held at once.
 
     Attributes:
-        saved, on_rank: by stage, and by rank over all its stages.
+        saved: by stage.
+        on_rank: by rank, over all its stages.
         recomputed: by stage, between R and B or I.
         deferred: by stage, between I and W.
     """
@@ -98,11 +99,11 @@ def prove_memory(
 
     Args:
         compact: a program whose computations and moves are proved.
-        bounds: the largest number of saved microbatches that each stage may hold; None to count only.
-        bounds_of_ranks: the same for each rank, over all its stages, a microbatch once at each of them.
+        bounds: the largest number of saved microbatches that each stage may hold; None sets no bound.
+        bounds_of_ranks: the same bound for each rank, over all its stages; a microbatch counts once at each stage.
 
     Raises:
-        ProgramError: naming the first forward, LOAD, ACCEPT or RELOAD that may exceed a bound.
+        ProgramError: for the first forward, LOAD, ACCEPT or RELOAD that may exceed a bound.
     """
     num_stages, num_ranks = compact.num_stages, len(compact.codes)
     limits = _limits(bounds, num_stages, "stage")
@@ -124,7 +125,7 @@ def prove_memory(
 
 
 def hold(compact: CompactProgram, rank: int, end: int) -> dict[int, Held]:
-    """What each stage of a rank holds after the first `end` instructions of its row."""
+    """The microbatches that each stage of a rank holds after the first `end` instructions of its row."""
     by_stage = {stage: _Count(f"stage {stage}", Held(), None, [0]) for stage in compact.stages_of(rank)}
     _count(compact, rank, end, by_stage, _Count(f"rank {rank}", Held(), None, [0]))
     return {stage: count.held for stage, count in by_stage.items()}
@@ -174,8 +175,9 @@ def _count(compact: CompactProgram, rank: int, end: int, by_stage: Mapping[int, 
 def _count_between(
     compact: CompactProgram, rank: int, begins: Sequence[int], ends: Sequence[int], peaks: list[int]
 ) -> None:
-    """Raise the peak of each stage of a rank to how many microbatches are between two codes. A microbatch that ends
-    without having begun, as a B that is no I, does not count.
+    """Raise the peak of each stage of a rank to its largest number of microbatches between two kinds of instructions.
+
+    A microbatch that has an instruction of `ends` but none of `begins` does not count.
     """
     width = compact.num_microbatches
     between = {stage: set() for stage in compact.stages_of(rank)}

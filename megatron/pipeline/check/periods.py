@@ -1,32 +1,34 @@
-"""Proof: fill, any number of periods, and drain make a good program, whatever the number.
+"""Proof: fill + n periods + drain is a correct program, for every n.
 
 By induction over the number of periods, on the *state* between them:
 
-1. fill + period + drain is a good program: every proof of `check` holds for it.
+1. fill + period + drain is a correct program: every proof of `check` holds for it.
 2. Every rank can execute its fill before any rank begins its period, and its period before any rank begins its drain.
-   So the state after the fill and the state after the period are states that an execution reaches. An execution that
-   reaches them reaches every state that any other reaches, for what a rank does depends on no other rank's speed (see
-   `megatron.pipeline.graph`): rows cut there may be reasoned about one part at a time.
-3. The state after the period equals the state after the fill, with microbatches, batches and versions counted from one
-   period later.
-4. What an instruction needs, what it does, and every bound are stated in terms of that state, and none in absolute
-   numbers. The exception is the start of a run, where several batches use the same version; so the version that the
-   policy gives to the next batch is a part of the state.
+   So an execution reaches the state after the fill and the state after the period. Since the actions of a rank do not
+   depend on the speed of other ranks (see `megatron.pipeline.graph`), an execution through these two states reaches
+   every state that any execution reaches. So rows can be cut there and each part can be proved by itself.
+3. The state after the period equals the state after the fill, if microbatches, batches and versions are counted from
+   one period later.
+4. The needs and effects of an instruction and every bound depend on that state, and not on absolute numbers. The
+   exception is the start of a run, where several batches use the same version; so the version that the policy gives to
+   the next batch is part of the state.
 
-From 3 and 4, a second period, shifted by one, executes as the first did and ends in the same state, shifted by one
-more; and the drain, shifted, ends drained after each of them, and after none. Live versions are those of step 1,
-and so are peaks where nothing moves.
+By 3 and 4, a second period, shifted by one period, executes as the first did and ends in the same state, shifted by one
+more period; and the shifted drain drains the pipeline after any number of periods, including none. Live versions are
+those of step 1, and so are the peaks of a program without moves.
 
-The state at a cut is, for each stage: which facts hold of each microbatch that has been touched and is not complete,
-and the version of its forward; which versions are live; the version of the next batch; what is away or lent, and how
-much it holds. For each rank: how many of each link of its chain stand; its reductions that are posted and not complete;
-the moves that its partner has not requested, and those that are still awaited. Where weights live on the host: which
-are on the device, whose gradients are in a buffer, which inputs the host has, and what its lanes cannot have completed
-yet. For each channel: what only one of its ends has posted.
+The state at a cut has the following parts.
+For each stage: the facts of each microbatch that has begun and is not complete, and the version of its forward; the
+live versions; the version of the next batch; the activations that are away or lent; the number of held microbatches.
+For each rank: the number of instructions of each link of its chain; reductions that are posted and not complete; moves
+that its partner has not requested yet, and moves that are still awaited.
+With weights on the host: the stages on the device, the stages with gradients in a buffer, the inputs on the host, and
+the words that the lanes cannot have completed yet.
+For each channel: the transfers that only one end has posted.
 
-How many moves may be under way at worst is no part of the state: an acceptor waits for none, so from its own row alone
-any number may be. What it holds at worst repeats from the second period on, in which the whole first one may be under
-way; so peaks are taken from two periods.
+The largest number of moves in progress is not part of the state: an acceptor waits for no move, so its own row does not
+limit the number. Its largest number of held microbatches repeats from the second period on, during which all moves of
+the first period may still be in progress. So peaks are taken from two periods.
 """
 
 from collections import Counter
@@ -58,7 +60,7 @@ from megatron.pipeline.program.program import Program
 
 
 class Periodic(Protocol):
-    """A program without an end: the rows of its fill and of its first period, and the whole with `count` periods."""
+    """An endless program: the rows of its fill and its first period; `unroll` returns it with `count` periods."""
 
     fill: Sequence[Sequence[Instruction]]
     period: Sequence[Sequence[Instruction]]
@@ -67,26 +69,26 @@ class Periodic(Protocol):
 
 
 class PeriodOrigin(NamedTuple):
-    """What the numbers of a state are counted from."""
+    """The microbatch and the batch from which the numbers of a state are counted."""
 
     microbatch: int
     batch: int
 
 
-# What is said of a rank at a cut: a name for messages -> a value that can be compared.
+# The state of a rank at a cut: a name for messages -> a value that can be compared.
 _RankState = dict[str, Any]
 
 
 def prove_periods(compact: CompactProgram, *, fill: Sequence[int], period: Sequence[int], shift: PeriodOrigin) -> None:
-    """Prove steps 2 and 3.
+    """Prove steps 2 and 3 of the induction.
 
     Args:
         compact: fill + period + drain, for which every proof of `check` holds.
-        fill, period: how many instructions of each row belong to the fill and to the period.
-        shift: how many microbatches and batches one period adds.
+        fill, period: per rank, the number of instructions of the fill and of the period.
+        shift: the numbers of microbatches and batches that one period adds.
 
     Raises:
-        ProgramError: naming the rank whose state differs, or who waits for whom at a cut.
+        ProgramError: for a rank whose states differ, or for ranks that wait for each other at a cut.
     """
     after_period = [first + second for first, second in zip(fill, period, strict=True)]
     before, after = states_at(compact, [list(fill), after_period], [PeriodOrigin(0, 0), shift])
@@ -98,15 +100,15 @@ def prove_periods(compact: CompactProgram, *, fill: Sequence[int], period: Seque
 def states_at(
     compact: CompactProgram, cuts: Sequence[list[int]], origins: Sequence[PeriodOrigin]
 ) -> list[list[_RankState]]:
-    """The states at cuts through all rows, each behind the one before it, rank by rank.
+    """The states of all ranks at successive cuts through the rows.
 
     Args:
         compact: a program for which every proof of `check` holds.
-        cuts: how many instructions of each row stand before each cut.
-        origins: what the numbers of each state are counted from.
+        cuts: for each cut, the number of instructions of each row before it.
+        origins: for each cut, the microbatch and the batch from which the numbers of its state are counted.
 
     Raises:
-        ProgramError: a cut that some rank reaches only once others have gone beyond it.
+        ProgramError: for a cut that some rank reaches only after others have passed it.
     """
     execution, states = RowExecution(compact.program, moves=compact.awaited_moves), []
     for ends, origin in zip(cuts, origins, strict=True):
@@ -116,7 +118,10 @@ def states_at(
 
 
 def difference(before: Sequence[_RankState], after: Sequence[_RankState]) -> tuple[int, str] | None:
-    """The first rank whose state at the end of a period is not that at its beginning, and how; None: all agree."""
+    """The first rank whose state differs between the beginning and the end of a period, and the difference.
+
+    None if all states agree.
+    """
     for rank, (first, second) in enumerate(zip(before, after, strict=True)):
         for name in first | second:
             if first.get(name) != second.get(name):
@@ -128,11 +133,12 @@ def difference(before: Sequence[_RankState], after: Sequence[_RankState]) -> tup
 def prove_repetition(
     one: Program, two: Program, *, fill: Sequence[int], period: Sequence[int], shift: PeriodOrigin
 ) -> None:
-    """Prove that the second period of `two` is its first one shifted, and so its drain: what the induction is about is
-    what is unrolled.
+    """Prove that the unrolled program repeats its period, as the induction assumes.
+
+    The second period and the drain of `two`, with two periods, must be those of `one`, with one period, shifted.
 
     Raises:
-        ProgramError: naming the first instruction of `two` that is another one.
+        ProgramError: for the first instruction of `two` that differs.
     """
     for rank, (row_of_one, row_of_two) in enumerate(zip(one.rows, two.rows, strict=True)):
         before, length = fill[rank], period[rank]
@@ -149,7 +155,7 @@ def prove_repetition(
 
 
 def _state(compact: CompactProgram, execution: RowExecution, ends: list[int], origin: PeriodOrigin) -> list[_RankState]:
-    """The state when every rank has executed `ends[rank]` instructions, counted from `origin`, rank by rank."""
+    """The state of each rank when every rank has executed `ends[rank]` instructions, counted from `origin`."""
     known = Facts(compact)
     states = [_rows_state(compact, known, rank, ends[rank], origin) for rank in range(len(ends))]
     for rank, state in enumerate(states):
@@ -176,7 +182,7 @@ def _state(compact: CompactProgram, execution: RowExecution, ends: list[int], or
 
 
 def _rows_state(compact: CompactProgram, known: Facts, rank: int, end: int, origin: PeriodOrigin) -> _RankState:
-    """What follows from the first `end` instructions of one row alone."""
+    """The part of a rank's state that depends only on the first `end` instructions of its row."""
     width = compact.num_microbatches
     stages = compact.stages_of(rank)
     facts = {stage: known.none_yet(width) for stage in stages}
@@ -225,8 +231,9 @@ def _rows_state(compact: CompactProgram, known: Facts, rank: int, end: int, orig
 def _host_state(
     compact: CompactProgram, rank: int, end: int, posted: Sequence[int], origin: PeriodOrigin
 ) -> _RankState:
-    """What a rank's words to and from the host before a cut leave to those after it. `posted`: the positions of those
-    that its lanes have not completed.
+    """The part of a rank's state about weights and inputs on the host.
+
+    `posted`: the positions of the words that its lanes have not completed.
     """
     row = compact.program.rows[rank]
     resident: dict[int, int] = {}
@@ -271,7 +278,7 @@ def _number(instruction: Instruction, origin: PeriodOrigin) -> int:
 
 
 def _moves_state(compact: CompactProgram, rank: int, ends: list[int], origin: PeriodOrigin) -> _RankState:
-    """What a rank's moves before a cut leave to those after it."""
+    """The part of a rank's state about moves of activations."""
     row, partner = compact.program.rows[rank], compact.partners[rank]
     own = [row[position] for position in moves_of_rank(compact, rank, ends[rank])]
     met = len(moves_of_rank(compact, partner, ends[partner]))
@@ -298,9 +305,10 @@ def _minus(version: int | None, batches: int) -> int | None:
 
 
 def _versions_at(compact: CompactProgram, stage: int, facts: Sequence[int], num_made: int) -> tuple[int, int]:
-    """The oldest version that a stage keeps after so many were made, and the one that the policy gives its next batch.
+    """The oldest version that a stage keeps after `num_made` new ones, and the version of its next batch.
 
-    Where stages use their newest version, it is also the oldest; what else is kept is what is under way.
+    If stages always use their newest version, it is also the oldest; other versions are kept only for microbatches in
+    flight.
     """
     program, index = compact.program, facts.index(0) if 0 in facts else -1
     newest = program.first_batch + num_made

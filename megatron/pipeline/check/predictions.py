@@ -1,42 +1,44 @@
 """Proofs of predicted weights: of whole batches (`2bw-provisional`), and of single forwards (`stale-predicted`,
 `stale-provisional`).
 
-**A batch** is computed at a prediction of its version, made from the gradients that the program says it reads.
-PREDICT@t takes the step to version t provisionally. A rank has one stage, and on each rank PREDICT@t stands
+**A batch** is computed at a prediction of its version, made from the gradients that the program names. PREDICT@t takes
+the step to version t provisionally. A rank has one stage, and on each rank PREDICT@t comes
 
-- after STEP@(t-1), from whose weights it starts, where that is in the program, and after PREDICT@(t-1);
-- behind the backwards of the microbatches of batch t-1 that it reads, and of no others, for what is in the buffer is
-  what it reads: the batch's first ones, as many as the stage reads (`Program.num_read`), in any order, and no I alone,
-  which adds a part of the gradients; or anywhere behind a HOLD@t that stands so;
+- after STEP@(t-1), if the program contains it, since the prediction starts from its weights; and after PREDICT@(t-1);
+- after the backwards of exactly the microbatches of batch t-1 that it reads, since it reads the whole gradient buffer.
+  These are the first `Program.num_read` microbatches of the batch, in any order. An I without its W is not allowed,
+  since it adds only a part of the gradients. Alternatively PREDICT@t comes anywhere after a HOLD@t that satisfies this
+  rule;
 - before every forward of batch t, and before the chain that leads to version t, which changes the buffer.
 
-Where replicas read what all have done, REDUCE_PARTIAL@t stands behind a HOLD@t and before PREDICT@t. Where two ranks
-tie embeddings, REDUCE_PARTIAL_EMBED@t stands before it on both, behind the backwards of those that both ends read
-(`Program.num_read_of_ties`). Each stands once a batch, also for the batch that follows the program: the next program
-begins with that prediction.
+If replicas read the mean of all of them, REDUCE_PARTIAL@t comes after a HOLD@t and before PREDICT@t. If two ranks tie
+embeddings, REDUCE_PARTIAL_EMBED@t comes before PREDICT@t on both ranks, after the backwards of the microbatches that
+both ends read (`Program.num_read_of_ties`). Each of these instructions occurs once a batch, also for the batch after
+the program, since the next program begins with that prediction.
 
-So which microbatches a prediction reads follows from the policy and its numbers alone: they are the same at all stages
-that read as many, behind a drain, and in one process.
+So the microbatches that a prediction reads depend only on the policy and its numbers. They are the same at all stages
+that read equally many, after a drain, and in one process.
 
-**A forward of `stale-predicted`** is predicted just as far ahead as its backward is:
+**A forward of `stale-predicted`** is predicted exactly up to the version of its backward:
 
     2F5@1+2 ... 2R5@3 2B5@3        horizon = version of the backward - version of the forward
 
-A predicted forward has one more set of weights, which the next one of the stage overwrites. So its stage has to
-recompute: what a forward would save refers to weights that are gone before its backward.
+A predicted forward uses an extra set of weights, which the stage's next predicted forward overwrites. So the stage must
+recompute: saved activations would refer to weights that are gone before the backward.
 
-**A forward of `stale-provisional`** is stepped provisionally with just the gradients that no STEP has taken:
+**A forward of `stale-provisional`** is stepped provisionally with exactly the gradients that no STEP has applied:
 
     2B4@1 2F9@1~1 2B5@1 2F10@1~2       q = backwards of the stage since its last STEP, of batch 1
 
-Where its version is that of its own batch there is nothing ahead of it, so q is 0. Backwards between STEP@v and
-STEP@(v+1) are those of batch v, which is proved with the versions; so these gradients are of the batch that the
-forward's version waits for, and fewer than all of it.
+If its version is that of its own batch, no step is ahead of it, so q is 0. Backwards between STEP@v and STEP@(v+1)
+belong to batch v, which is proved with the versions. So these gradients belong to the batch that leads to the next
+version, and are fewer than all of that batch.
 
-Which they are follows from the graph alone, too: at depth k, microbatch i finds those of the batch of microbatch i - k
-that come before that, and no others. Several stages count on it (`runtime.update`), so it is proved along.
+The graph determines these microbatches, too: at depth k, microbatch i finds those microbatches of the batch of
+microbatch i - k that come before microbatch i - k, and no others. Several stages rely on this (`runtime.update`), so it
+is proved as well.
 
-These weights are one more set, which the next such forward of the stage overwrites. So its stage has to recompute.
+These weights are an extra set, which the stage's next such forward overwrites. So the stage must recompute.
 """
 
 from __future__ import annotations
@@ -66,14 +68,14 @@ from megatron.pipeline.program.weight_policies import Ahead
 
 
 def prove_predictions(compact: CompactProgram) -> None:
-    """Prove the rules above.
+    """Prove the module's rules of predictions of whole batches.
 
     Args:
         compact: a program that names weight versions, whose computations and updates are proved.
 
     Raises:
-        ProgramError: naming the instruction that is out of place, or the end of the row that lacks one.
-        ValueError: the program does not say how many backwards its predictions read, or more than a batch has.
+        ProgramError: for an instruction out of place, or for the end of a row that lacks one.
+        ValueError: if the program does not say how many backwards its predictions read, or more than a batch has.
     """
     program = compact.program
     if program.weights.predicts:
@@ -90,7 +92,7 @@ def prove_predictions(compact: CompactProgram) -> None:
 
 
 def codes_of_predictions(compact: CompactProgram, rank: int) -> tuple[int, ...]:
-    """The codes that stand once a batch on a rank, in order."""
+    """The codes of predictions that a rank has once a batch, in order."""
     program = compact.program
     if not program.weights.predicts:
         return ()
@@ -122,7 +124,7 @@ def _require_numbers(compact: CompactProgram) -> None:
 
 
 class _RankPredictions:
-    """What has happened in a row so far. Batches and versions are counted from the first batch of the program."""
+    """The state of the proof for one row. Batches and versions are counted from the first batch of the program."""
 
     def __init__(self, compact: CompactProgram, rank: int) -> None:
         self.compact, self.rank, self.program = compact, rank, compact.program
@@ -130,12 +132,12 @@ class _RankPredictions:
         self.num_predicted = 0
         self.num_stepped = 0
         self.firsts = [0, *accumulate(self.program.batches)]  # microbatch of each batch, and one past the last
-        # Backwards of each batch: how many are whole, and one past the last microbatch of those that have begun.
+        # Per batch: the number of complete backwards, and one past the last microbatch whose backward has begun.
         self.num_done = [0] * len(self.program.batches)
         self.end_done = self.firsts[:-1]
-        self.position = 0  # in the row, of the instruction that is looked at
+        self.position = 0  # of the current instruction in the row
         self.held = False  # whether gradients are kept for the next prediction
-        self.posted: set[int] = set()  # reductions for it
+        self.posted: set[int] = set()  # reductions for the next prediction
         self.wanted = set(codes_of_predictions(compact, rank)) - {PREDICT}
 
     def prove(self) -> None:
@@ -168,7 +170,7 @@ class _RankPredictions:
             raise compact.error(self.rank, len(codes), reason)
 
     def _prediction(self, code: int, index: int) -> str:
-        """Why an instruction that leads to the prediction of version `index` is out of place."""
+        """The reason why an instruction for the prediction of version `index` is out of place; "" if it is not."""
         due = self.num_predicted + 1
         if index != due or due > len(self.program.batches):
             return f"each batch has one, in order, and {self._word(PREDICT, due)} is due"
@@ -202,11 +204,11 @@ class _RankPredictions:
 
     @property
     def _last_batch(self) -> int:
-        """The batch that the next prediction reads."""
+        """The batch whose gradients the next prediction reads."""
         return self.program.first_batch + self.num_predicted
 
     def _unless_done(self, wanted: int) -> str:
-        """What is wrong unless the backwards of just as many first microbatches of the batch stand before."""
+        """The error unless exactly the batch's first `wanted` microbatches have had their backwards; "" if so."""
         found = self.num_done[self.num_predicted]
         if found != wanted:
             backwards, stand = counted(wanted, "backward"), "stands" if found == 1 else "stand"
@@ -220,7 +222,7 @@ class _RankPredictions:
         return f"it reads the backwards of {batch} before microbatch {end}, and {there} of {last} stands before it"
 
     def _is_whole(self, microbatch: int) -> bool:
-        """Whether its backward stands before, and not I alone."""
+        """Whether the complete backward of a microbatch, and not only I, comes before the current position."""
         codes, places = (row[self.rank][: self.position] for row in (self.compact.codes, self.compact.places))
         width = self.compact.num_microbatches
         return any(code in (B, W) and place % width == microbatch for code, place in zip(codes, places, strict=True))
@@ -230,17 +232,17 @@ class _RankPredictions:
 
 
 def prove_horizons(compact: CompactProgram, live_versions: Sequence[int]) -> tuple[int, ...]:
-    """Prove the equation above for every (stage, microbatch).
+    """Prove the module's equation of horizons for every (stage, microbatch).
 
     Args:
         compact: a program whose computations and versions are proved.
         live_versions: the largest number of live versions at each stage.
 
     Returns:
-        The same, with the set of predicted weights at each stage that has a predicted forward.
+        `live_versions`, plus one for the predicted weights at each stage that has a predicted forward.
 
     Raises:
-        ProgramError: naming the first forward with another horizon, or one that is not recomputed.
+        ProgramError: for the first forward with another horizon, or without the recompute that it needs.
     """
     program, width = compact.program, compact.num_microbatches
     if program.weights.ahead is not Ahead.PREDICTION:
@@ -273,17 +275,17 @@ def prove_horizons(compact: CompactProgram, live_versions: Sequence[int]) -> tup
 
 
 def prove_unstepped(compact: CompactProgram, live_versions: Sequence[int]) -> tuple[int, ...]:
-    """Prove the rules above for every (stage, microbatch).
+    """Prove the module's rules of provisional steps for every (stage, microbatch).
 
     Args:
         compact: a program whose computations and versions are proved.
         live_versions: the largest number of live versions at each stage.
 
     Returns:
-        The same, with one more at each stage that has a forward at provisional weights.
+        `live_versions`, plus one at each stage that has a forward at provisional weights.
 
     Raises:
-        ProgramError: naming the first forward with another number, or one that is not recomputed.
+        ProgramError: for the first forward with another number of gradients, or without the recompute that it needs.
     """
     program, width = compact.program, compact.num_microbatches
     if program.weights.ahead is not Ahead.PROVISIONAL_STEP:
@@ -292,7 +294,7 @@ def prove_unstepped(compact: CompactProgram, live_versions: Sequence[int]) -> tu
     batch_of = [batch for batch, size in enumerate(program.batches) for _ in range(size)]
     depths = [program.graph.depth(stage) for stage in range(compact.num_stages)]
     done = [0] * compact.num_stages  # backwards since the last STEP
-    end_done = [0] * compact.num_stages  # one past the last microbatch of them, and of those of which only I is done
+    end_done = [0] * compact.num_stages  # one past their last microbatch, including those with only I
     stepped_ahead = set()
     for rank, row in enumerate(program.rows):
         for position, (code, place) in enumerate(zip(compact.codes[rank], compact.places[rank], strict=True)):

@@ -1,15 +1,15 @@
-"""Proof: sends and receives pair up, and the program runs to its end, even where a send completes only once its receive
-is posted.
+"""Proof: sends and receives pair up, and the program runs to its end, even if a send completes only once its receive is
+posted.
 
-The proof of progress is the execution that finds the graph of who waits for whom (`megatron.pipeline.graph`). Whether
-an instruction can run is monotone in what has been posted, every order of execution ends in the same state, and one
-execution stands for all. Where it ends before the rows, the ranks that are left wait for one another, and the error
-names the circle.
+The proof of progress is the execution that finds the graph of waits (`megatron.pipeline.graph`). An instruction that
+can run stays able to run while others are posted, so every order of execution ends in the same state, and one execution
+stands for all. If it stops before the ends of the rows, the remaining ranks wait for one another, and the error names
+the circle.
 
 **Transfers.** A channel is an edge between two stages and one kind of traffic, activations or gradients. It carries no
-tags: the n-th tensor sent is the n-th received. That every transfer is posted exactly once at each end is proved with
-the computations; here the two ends of each channel are shown to list the same microbatches in the same order. If they
-did not, a stage would compute on another microbatch's data, silently.
+tags: the n-th tensor sent is the n-th received. The proof of computations shows that every transfer is posted exactly
+once at each end. This proof shows that the two ends of each channel list the same microbatches in the same order.
+Otherwise a stage would compute on another microbatch's data without any error.
 """
 
 from megatron.pipeline.check.compact import CompactProgram
@@ -23,7 +23,7 @@ def prove_transfers(compact: CompactProgram) -> None:
     """Prove that the two ends of every channel list the same microbatches in the same order.
 
     Raises:
-        ProgramError: naming the first receive that would get another microbatch's tensor.
+        ProgramError: for the first receive that would get another microbatch's tensor.
     """
     sent, received = list_channels(compact, [len(codes) for codes in compact.codes])
     for channel, microbatches in received.items():
@@ -34,9 +34,9 @@ def prove_transfers(compact: CompactProgram) -> None:
 def list_channels(
     compact: CompactProgram, ends: list[int]
 ) -> tuple[dict[Channel, list[int]], dict[Channel, list[int]]]:
-    """The microbatches that both ends of each channel list in the first `ends[rank]` instructions of each row.
+    """The microbatches that each channel sends and receives in the first `ends[rank]` instructions of each row.
 
-    They are counted from the program's first; the result is what is sent, and what is received.
+    Returns (sent, received), each channel -> microbatches, counted from the program's first microbatch.
     """
     num_microbatches = compact.num_microbatches
     sent: dict[Channel, list[int]] = {}
@@ -66,13 +66,13 @@ def _raise_mismatch(compact: CompactProgram, channel: Channel, sent: list[int], 
 
 
 def prove_progress(compact: CompactProgram) -> None:
-    """Execute the program; prove that every rank reaches the end of its row.
+    """Prove that every rank reaches the end of its row, by executing the program.
 
     Args:
         compact: a program whose computations, transfers and updates are proved.
 
     Raises:
-        ProgramError: naming who waits for whom.
+        ProgramError: for a deadlock; the message names the circle of waits.
     """
     graph_of(
         compact.program,
@@ -82,10 +82,10 @@ def prove_progress(compact: CompactProgram) -> None:
 
 
 def run(execution: RowExecution, compact: CompactProgram, ends: list[int]) -> None:
-    """Execute each row up to position `ends[rank]`, so that no rank goes beyond before all have come there.
+    """Execute each row up to position `ends[rank]`, where every rank stops.
 
     Raises:
-        ProgramError: a rank cannot come there.
+        ProgramError: if a rank cannot reach its position.
     """
     if execution.reach(ends) != ends:
         raise compact.error(*explain_deadlock(execution))

@@ -1,8 +1,9 @@
-"""Who waits for whom, in words, when devices are stuck.
+"""The message for a deadlock of devices: sentences that name the circle of waits.
 
-The head of a hardware queue waits for an operation. Either that one stands behind the head of another queue, of the
-same rank or of one that has not joined the collective; or a thread has not launched it, and waits on the host for an
-operation or for another thread. From any of these the next one follows; the walk ends where it meets itself.
+The head of a hardware queue waits for an operation. Either that operation is behind the head of another queue, of the
+same rank or of a rank that has not joined the collective; or a thread has not launched it, because the thread waits on
+the host for an operation or for another thread. Each of these waits leads to the next one, and the search ends at the
+first wait that was visited before.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _Node = tuple[str, "QueueingDevice", int]  # the head of a queue, or a thread
 
 
 def explain_queue_deadlock(compact: CompactProgram, execution: QueueExecution, where: str) -> ProgramError:
-    """The error that names the circle of queues and threads. `where`: on which devices."""
+    """The error that names the circle of queues and threads. `where`: a description of the devices."""
     story = _Story(compact, execution)
     path: list[_Node] = []
     sentences: list[str] = []
@@ -47,14 +48,14 @@ def explain_queue_deadlock(compact: CompactProgram, execution: QueueExecution, w
 
 
 class _Story:
-    """Tells of an execution that is stuck."""
+    """The description of an execution that is stuck, one wait at a time."""
 
     def __init__(self, compact: CompactProgram, execution: QueueExecution) -> None:
         self._rows = compact.program.rows
         self._execution = execution
 
     def first(self) -> _Node:
-        """A queue that is blocked, or else a thread that waits."""
+        """The node at which the search starts: a blocked queue, or else a waiting thread."""
         devices = self._execution.devices.values()
         for device in devices:
             for queue in range(len(device.queues)):
@@ -68,7 +69,7 @@ class _Story:
         )
 
     def where(self, node: _Node) -> tuple[QueueingDevice, int]:
-        """The rank, and the position in its row that the node is about."""
+        """The rank of a node, and the position of its instruction in the row."""
         what, device, index = node
         if what == _QUEUE:
             return device, device.operations.position[device.queues[index][device.head[index]]]
@@ -77,7 +78,7 @@ class _Story:
         return device, device.operations.position[next(ahead, -1)]
 
     def waits_for(self, node: _Node) -> tuple[str, _Node | None]:
-        """A sentence, and what has to bring what the node waits for; None: nothing will."""
+        """A sentence about the wait of a node, and the node that it waits for; None if there is no such node."""
         what, device, index = node
         return self._queue_waits_for(device, index) if what == _QUEUE else self._thread_waits_for(device, index)
 
@@ -96,7 +97,7 @@ class _Story:
         return sentence, self._holder(member, device, needed)
 
     def _missing_member(self, device: QueueingDevice, operation: int) -> QueueingDevice | None:
-        """Who has not issued the operation: the rank itself, or a member of its collective."""
+        """The rank that has not issued the operation: the rank itself, or a member of its collective."""
         execution, joint = self._execution, device.operations.joint[operation]
         if joint is None or device not in execution.joined(device, operation):
             return device
@@ -107,13 +108,13 @@ class _Story:
         return None
 
     def _counterpart(self, member: QueueingDevice, device: QueueingDevice, operation: int) -> int | None:
-        """A member's own part in the collective of another."""
+        """The operation with which a member takes part in the collective of another rank's operation."""
         key = self._execution.key(device, operation)
         parts = enumerate(member.operations.joint)
         return next((each for each, joint in parts if joint and self._execution.key(member, each) == key), None)
 
     def _holder(self, member: QueueingDevice, device: QueueingDevice, operation: int) -> _Node | None:
-        """The queue behind whose head a member's part stands, or the thread that has not launched it."""
+        """The queue in which a member's operation waits, or the thread that has not launched it."""
         own = operation if member is device else self._counterpart(member, device, operation)
         for queue, launched in enumerate(member.queues):
             if own in launched[member.head[queue] :]:
@@ -154,7 +155,7 @@ class _Story:
         return next(other for other in others if (MEET, meeting) in other.operations.steps[MOVES])
 
     def _word(self, device: QueueingDevice, operation: int) -> str:
-        """`0F4@1 (tensor group)`."""
+        """The text of an operation, such as `0F4@1 (tensor group)`."""
         operations = device.operations
         instruction = self._rows[device.coordinates.pipeline][operations.position[operation]]
         return f"{instruction} ({operations.stream_names[operations.stream[operation]]})"

@@ -1,11 +1,11 @@
-"""The hardware queues that a job needs: CUDA_DEVICE_MAX_CONNECTIONS.
+"""The number of hardware queues that a job needs: CUDA_DEVICE_MAX_CONNECTIONS.
 
-Problem: Megatron's scripts export 1. Where reductions or moves of activations run beside computations, streams that
-share a hardware queue block one another, and the job may hang (see `hardware_queues`).
+Problem: Megatron's scripts export 1. If reductions or moves of activations run beside computations, streams that share
+a hardware queue block one another, and the job may hang (see `hardware_queues`).
 
-Solution: 1 is refused for such a schedule, and so is any number below that of a rank's streams where the job may hang.
-Where weights come and go it has to be CUDA's most.
-Which schedules these are is read off the program. Pure: the environment is handed in.
+Solution: 1 is refused for such a schedule, and so is any number below a rank's number of streams if the job may hang.
+With weights on the host, CUDA's largest number is required. The program shows which of these cases applies. The
+functions are pure: the environment is an argument.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 IMPLICIT_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
-MOST = 32  # that CUDA gives
-_DEFAULT = 8  # CUDA's, where the variable is not set
+MOST = 32  # CUDA's largest number
+_DEFAULT = 8  # CUDA's number if the variable is not set
 _LOSS = (
     "Megatron's scripts set 1 to have tensor-parallel communication launched ahead of the GEMM that it overlaps, and "
     "some of that overlap is lost"
@@ -44,15 +44,15 @@ def require_hardware_queues(
     """Refuse an environment with too few hardware queues for a job over NCCL.
 
     Args:
-        environment: what `VARIABLE` and `IMPLICIT_ORDER` say there.
-        flag: what chose the schedule, for messages: `--pipeline-schedule 2bw`.
+        environment: environment variables, of which `VARIABLE` and `IMPLICIT_ORDER` are read.
+        flag: the flag that chose the schedule, for messages, such as `--pipeline-schedule 2bw`.
         tensor, data, pipeline: the job's degrees.
         distributed_optimizer: whether a STEP gathers the parameters over the replicas.
-        max_microbatches: of the job's largest batch.
-        moves_activations: whether some batch of the job does.
+        max_microbatches: number of microbatches of the job's largest batch.
+        moves_activations: whether some batch of the job moves activations.
 
     Raises:
-        ValueError: with reason and remedy.
+        ValueError: for too few queues, with reason and remedy.
     """
     if pipeline * tensor * data == 1:
         return
@@ -64,7 +64,7 @@ def require_hardware_queues(
         "of this job launch it in different orders and may hang; unset it"
     )
     if schedule.residency is not None:
-        # Nothing proves which queues copies between device and host may share with reductions and transfers.
+        # No proof shows which queues the copies between device and host may share with reductions and transfers.
         if implicit_order != "0":
             raise ValueError(in_one_order)
         if num_queues < MOST:
@@ -102,9 +102,9 @@ def _number(text: str) -> int:
 
 
 def _smallest_program(schedule: PipelineSchedule, max_microbatches: int, *, moves_activations: bool) -> Program:
-    """A short program that launches what the job's do: two batches, as small as the schedule takes them.
+    """A short program with the kinds of launches of the job: two of the smallest batches that the schedule accepts.
 
-    They move activations if those of the job do.
+    The program moves activations if the job does.
     """
     for num_microbatches in range(1, max_microbatches + 1):
         try:

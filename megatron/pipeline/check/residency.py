@@ -3,31 +3,31 @@ and each stage's gradients reach the host complete and are applied once.
 
 **Weights.** A rank has room for the weights of K stages (`Program.residency`). In the order of its row:
 
-- FETCH stands where fewer than K stages are resident, and its own is not. It fetches the version that the host has by
-  then: the one that the program entered with, or that of the last UPDATE of the stage before it.
-- FREE stands where its stage is resident with its version, and has been computed with.
-- F, R, B, I and W stand where their stage is resident with the version that they name.
-- At STEP, where one batch ends and the next begins, and at the end of the row nothing is resident.
+- FETCH comes where fewer than K stages are resident and its own stage is not. It fetches the version that the host has
+  at this point: the version with which the program begins, or that of the stage's last UPDATE.
+- FREE comes where its stage is resident with its version, after a computation that used it.
+- F, R, B, I and W come where their stage is resident with the version that they name.
+- At STEP, where one batch ends and the next begins, and at the end of the row no stage is resident.
 
-That is the order of the lane from host to device, too, which has the FETCHes and FREEs, and FREE is complete there only
-when the computations before it are. So what holds at each position of the row holds at each moment, under any timing: K
-slots are enough, and no FETCH overwrites what is still used. Nor does an UPDATE overwrite on the host what is still
-copied: it waits for gradients of a computation that has waited for that copy. A slot that were overwritten too early
-would give wrong gradients without any error, as autograd does not see it.
+The lane from host to device executes FETCHes and FREEs in the same order, and a FREE completes only after the
+computations before it. So the rules hold at each moment and under any timing, and not only at each position of the row:
+K slots are enough, and no FETCH overwrites weights that are still used. An UPDATE does not overwrite weights on the
+host that are still being copied, since it waits for gradients of a computation that has waited for that copy. A slot
+that is overwritten too early would give wrong gradients without any error, since autograd does not notice it.
 
-**Gradients.** Of each stage and version v, which applies the gradients of batch v-1, one of each stands in the stage's
-row, in order of v and in this order:
+**Gradients.** Version v applies the gradients of batch v-1. For each stage and version v, the row has one each of the
+following, in order of v and in this order:
 
-    REDUCE_GRAD@v    behind the stage's last backward of the batch                 where the program is data parallel
-    STORE_GRAD@v     behind that backward, too
-    UPDATE@v         where updates are deferred: behind STEP@v
+    REDUCE_GRAD@v    after the stage's last backward of the batch; only if the program is data parallel
+    STORE_GRAD@v     after that backward, too
+    UPDATE@v         after STEP@v if updates are deferred
 
-Where the stage is an end of tied embeddings, the rank's REDUCE_EMBED@v stands between STORE_GRAD@v and UPDATE@v. An
-eager UPDATE may stand before REDUCE_NORM@v: the program says by `eager` that nothing in it depends on the norm.
-REDUCE_NORM@v stands behind the STORE_GRAD@v of each stage of the rank, as norms are taken when gradients leave.
+If the stage is an end of tied embeddings, the rank's REDUCE_EMBED@v comes between STORE_GRAD@v and UPDATE@v. An eager
+UPDATE may come before REDUCE_NORM@v: with `eager` the program declares that updates do not depend on the norm.
+REDUCE_NORM@v comes after the STORE_GRAD@v of each stage of the rank, since norms are computed when gradients leave.
 
-A backward that begins the gradients of a stage stands where at most one other stage's are begun and their STORE_GRAD
-is to come, and none of its own. It waits for STORE_GRADs before it until a buffer is free (see
+A backward that begins the gradients of a stage comes where at most one other stage has begun gradients whose STORE_GRAD
+is still to come, and where its own stage has none. It waits for earlier STORE_GRADs until a buffer is free (see
 `program.lane_order`). So at most two buffers are in use, under any timing.
 """
 
@@ -54,11 +54,11 @@ from megatron.pipeline.program.lane_order import GRADIENT_BUFFERS
 
 
 def require_residency(compact: CompactProgram) -> None:
-    """The words of weights on the host stand where the program says that these live there, and it may say so.
+    """Check that the program may keep its weights on the host; if it keeps none there, it must have no host words.
 
     Raises:
-        ProgramError: naming a word of a program whose weights live on the device.
-        ValueError: the weights live on the host, and the program names no versions, or needs several at once.
+        ProgramError: for an instruction of the host in a program whose weights live on the device.
+        ValueError: if weights live on the host, and the program names no versions, or needs several at once.
     """
     program = compact.program
     if program.residency is None:
@@ -70,17 +70,17 @@ def require_residency(compact: CompactProgram) -> None:
 
 
 def prove_residency(compact: CompactProgram) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Prove the rules above.
+    """Prove the module's rules of resident weights.
 
     Args:
         compact: a program whose versions are proved, if weights live on the host.
 
     Returns:
-        For each rank, how many FETCHes it has, and the most stages that are resident at once. Empty where weights live
-        on the device.
+        For each rank, its number of FETCHes, and its largest number of stages that are resident at once. Empty if
+        weights live on the device.
 
     Raises:
-        ProgramError: naming the instruction that is out of place, or the end of the row where weights are left.
+        ProgramError: for an instruction out of place, or for the end of a row with weights left on the device.
     """
     if compact.program.residency is None:
         return (), ()
@@ -99,14 +99,14 @@ def _require_none(compact: CompactProgram) -> None:
 
 
 class _RankResidency:
-    """What has happened in a row so far."""
+    """The state of the proof of resident weights for one row."""
 
     def __init__(self, compact: CompactProgram, rank: int) -> None:
         self.compact, self.rank = compact, rank
         self.most = compact.program.residency.stages
         self.on_host = dict.fromkeys(compact.stages_of(rank), max(compact.program.entry_versions))
         self.resident: dict[int, int] = {}  # stage -> version
-        self.used: set[int] = set()  # of the resident ones
+        self.used: set[int] = set()  # resident stages with a computation since their FETCH
         self.num_fetched = self.peak = 0
 
     def prove(self) -> None:
@@ -165,14 +165,14 @@ class _RankResidency:
         return ""
 
     def _end(self) -> str:
-        """What is wrong where a batch ends."""
+        """The error at the end of a batch if a stage is still resident; otherwise ""."""
         for stage, version in self.resident.items():
             return f"stage {stage} is resident over the end of its batch: no {stage}FREE@{version} stands before it"
         return ""
 
 
 def codes_of_host_updates(compact: CompactProgram) -> tuple[int, ...]:
-    """The codes that stand once a batch at each stage, in order; none where weights live on the device."""
+    """The codes of updates that each stage has once a batch, in order; empty if weights live on the device."""
     program = compact.program
     if program.residency is None:
         return ()
@@ -180,13 +180,13 @@ def codes_of_host_updates(compact: CompactProgram) -> tuple[int, ...]:
 
 
 def prove_host_updates(compact: CompactProgram) -> None:
-    """Prove the rules above.
+    """Prove the module's rules of gradients and updates on the host.
 
     Args:
         compact: a program whose computations and updates are proved.
 
     Raises:
-        ProgramError: naming the word that is out of place, or the end of the row that lacks one.
+        ProgramError: for an instruction out of place, or for the end of a row that lacks one.
     """
     if compact.program.residency is not None:
         for rank in range(len(compact.codes)):
@@ -194,7 +194,7 @@ def prove_host_updates(compact: CompactProgram) -> None:
 
 
 class _RankUpdates:
-    """What has happened in a row so far. Batches are counted from the first of the program."""
+    """The state of the proof of host updates for one row. Batches are counted from the program's first batch."""
 
     def __init__(self, compact: CompactProgram, rank: int) -> None:
         self.compact, self.rank, self.program = compact, rank, compact.program
@@ -202,10 +202,10 @@ class _RankUpdates:
         stages = compact.stages_of(rank)
         ends = {0, compact.num_stages - 1} if self.program.reduces_embeddings(rank) else set()
         self.ends = [stage for stage in stages if stage in ends]
-        self.left = {stage: list(self.program.batches) for stage in stages}  # backwards to come, of each batch
+        self.left = {stage: list(self.program.batches) for stage in stages}  # remaining backwards of each batch
         self.posted = {stage: dict.fromkeys(self.codes, 0) for stage in stages}
-        self.num_embedded = self.num_stepped = 0  # REDUCE_EMBEDs and STEPs before
-        self.in_use: dict[int, int] = {}  # stages whose gradients are begun and not stored -> of which batch
+        self.num_embedded = self.num_stepped = 0  # earlier REDUCE_EMBEDs and STEPs
+        self.in_use: dict[int, int] = {}  # stage whose gradients are begun and not stored -> their batch
 
     def prove(self) -> None:
         compact, width = self.compact, self.compact.num_microbatches
@@ -230,7 +230,7 @@ class _RankUpdates:
         self._require_all()
 
     def _begin(self, stage: int, batch: int) -> str:
-        """Why a backward has no buffer for its gradients."""
+        """The reason why a backward has no buffer for its gradients; "" if it has one."""
         begun = self.in_use.setdefault(stage, batch)
         if begun != batch:
             return (
@@ -243,7 +243,7 @@ class _RankUpdates:
         return ""
 
     def _post(self, code: int, stage: int, index: int) -> str:
-        """Why a word of a stage, which leads to the version after batch `index`, is out of place."""
+        """The reason why a stage's instruction for the update of batch `index` is out of place; "" if it is not."""
         posted = self.posted[stage]
         if code not in posted:
             return f"by the program's flags a stage has no {KIND_OF_CODE[code].value}"
@@ -265,7 +265,7 @@ class _RankUpdates:
         return ""
 
     def _missing_of_rank(self, stage: int, index: int) -> str:
-        """What an UPDATE lacks of what is said once for all stages of the rank."""
+        """The instruction of the whole rank that is missing before a stage's UPDATE; "" if none is missing."""
         lowest = self.compact.stages_of(self.rank)[0]
         if stage in self.ends and self.num_embedded <= index:
             return self._word(lowest, REDUCE_EMBED, index)
@@ -287,7 +287,7 @@ class _RankUpdates:
         return ""
 
     def _require_all(self) -> None:
-        """Nothing is missing at the end of the row."""
+        """Raise ProgramError if an instruction is missing at the end of the row."""
         for stage, posted in self.posted.items():
             for code in self.codes:
                 if posted[code] < len(self.program.batches):
@@ -296,5 +296,5 @@ class _RankUpdates:
                     raise self.compact.error(self.rank, len(self.compact.codes[self.rank]), reason)
 
     def _word(self, stage: int, code: int, index: int) -> str:
-        """The word with the version that batch `index` leads to."""
+        """The text of an instruction with the version to which batch `index` leads."""
         return f"{stage}{KIND_OF_CODE[code].value}@{self.program.first_batch + index + 1}"

@@ -1,25 +1,24 @@
 """Proof: inputs that are stashed on the host come back before they are needed, and few are on the device at once.
 
-The input of a microbatch may leave a stage once, between its forward and its recompute, and has to come back before
-that:
+The input of a microbatch may leave a stage once, after its forward, and must come back before its recompute:
 
-    OFFLOAD  after F; not twice; before R; not at the first stage, whose input is data, nor without recompute, where the
-             graph of the forward refers to it
+    OFFLOAD  after F; not twice; before R; not at the first stage, whose input is data; not without recompute, since the
+             graph of the forward would refer to the input
     RELOAD   after OFFLOAD; not twice
     R        not between OFFLOAD and RELOAD
 
-Every backward stands before its batch's STEP, so nothing is away at a border. A program moves activations to a pair, or
-inputs to the host, and says which by its residency: EVICT and OFFLOAD never stand in one program.
+Every backward comes before its batch's STEP, so no input is on the host between batches. A program moves activations to
+a pair stage or inputs to the host, as its residency says; EVICT and OFFLOAD never occur in one program.
 
-*Boundaries* are the tensors that stages exchange: what waits between two stages of a rank, and the inputs that its
-stages keep for their recompute. Where the stash is on the host, a rank has at most m + 3 of them on the device, of m
-microbatches a batch (`lane_order.most_boundaries`), whatever the number of its stages and the timing: an input counts
-from the start of its forward until the row has waited for its OFFLOAD, and from when its RELOAD is posted.
+*Boundaries* are the tensors that stages exchange: tensors that wait between two stages of a rank, and inputs that its
+stages keep for their recompute. With the stash on the host and m microbatches a batch, a rank has at most m + 3
+boundaries on the device (`lane_order.most_boundaries`), whatever the number of its stages and the timing. An input
+counts from the start of its forward until the row has waited for its OFFLOAD, and again from the posting of its RELOAD.
 
-**Waiting tensors.** What a stage makes for the next one on the same rank is not sent, and not yet saved there either:
-it waits from the end of the one computation to the start of the other. Where a rank turns to its next stage soon, one
-tensor waits; where it takes a whole batch through a stage first, a whole batch does, of activations on the way up and
-of gradients on the way down. That follows from the row alone, under any timing.
+**Waiting tensors.** A tensor that a stage produces for the next stage on the same rank is not sent, and not saved there
+yet: it waits from the end of one computation to the start of the other. If a rank soon turns to its next stage, one
+tensor waits. If it takes a whole batch through a stage first, the tensors of a whole batch wait: activations on the way
+up, gradients on the way down. The row determines this number under any timing.
 """
 
 from megatron.pipeline.check.compact import (
@@ -41,10 +40,10 @@ from megatron.pipeline.program.lane_order import most_boundaries
 
 
 def count_waiting(compact: CompactProgram) -> tuple[int, ...]:
-    """For each rank the most tensors that wait between two of its own stages.
+    """The largest number of tensors that wait between two stages of a rank, for each rank.
 
     Args:
-        compact: a program whose computations are proved, so that each tensor is made once before it is taken.
+        compact: a program whose computations are proved, so that each tensor is produced once before its use.
     """
     return tuple(_on_rank(compact, rank) for rank in range(len(compact.codes)))
 
@@ -61,7 +60,7 @@ def _on_rank(compact: CompactProgram, rank: int) -> int:
 
 
 def handed_on(compact: CompactProgram, rank: int) -> dict[int, int]:
-    """For the slot of each computation of a rank: how many more tensors wait between its own stages behind it."""
+    """Slot of each computation of a rank -> the change that it makes to the number of waiting tensors."""
     graph, stages = compact.program.graph, set(compact.stages_of(rank))
     change = {}
     for stage in stages:
@@ -73,10 +72,10 @@ def handed_on(compact: CompactProgram, rank: int) -> dict[int, int]:
     return change
 
 
-# What has happened to the input of a microbatch at a stage.
+# States of the input of a microbatch at a stage.
 _NOWHERE, _HERE, _AWAY, _BACK, _USED = range(5)
 
-# code -> (what it must find, what it leaves)
+# code -> (states in which the instruction is allowed, state that it leaves)
 _MUST_FIND = {
     OFFLOAD: ((_HERE,), _AWAY),
     RELOAD: ((_AWAY,), _BACK),
@@ -92,17 +91,17 @@ _FOUND = {
 
 
 def prove_stash(compact: CompactProgram) -> None:
-    """Prove the table above.
+    """Prove the module's table of OFFLOAD and RELOAD.
 
     Args:
         compact: a program whose computations are proved.
 
     Raises:
-        ProgramError: naming the first instruction that breaks its rule.
+        ProgramError: for the first instruction that breaks its rule.
     """
     residency = compact.program.residency
     if residency is None:
-        return  # and no word stands in it, see `residency`
+        return  # `require_residency` has refused OFFLOAD and RELOAD
     state = bytearray(compact.num_stages * compact.num_microbatches)
     for rank, (codes, places) in enumerate(zip(compact.codes, compact.places, strict=True)):
         for position, (code, place) in enumerate(zip(codes, places, strict=True)):
@@ -119,7 +118,7 @@ def prove_stash(compact: CompactProgram) -> None:
 
 
 def _why_not(compact: CompactProgram, stage: int) -> str:
-    """Why no input of the stage may move."""
+    """The reason why inputs of the stage may not move to the host; "" if they may."""
     if not compact.program.residency.stashes_on_host:
         return "the inputs of this program wait on the device: its residency does not say host"
     if compact.moves:
@@ -130,16 +129,17 @@ def _why_not(compact: CompactProgram, stage: int) -> str:
 
 
 def prove_boundaries(compact: CompactProgram) -> tuple[int, ...]:
-    """Count boundaries on the device, and prove that they are few where the stash is on the host.
+    """Count boundaries on the device, and with the stash on the host prove that they stay within their bound.
 
     Args:
         compact: a program whose computations and stash are proved.
 
     Returns:
-        For each rank, the most that are there at once, at the worst timing; empty where weights live on the device.
+        For each rank, the largest number of boundaries on its device at the worst timing; empty if weights live on the
+        device.
 
     Raises:
-        ProgramError: naming the first computation or RELOAD that may exceed the bound.
+        ProgramError: for the first computation or RELOAD that may exceed the bound.
     """
     program = compact.program
     if program.residency is None:
@@ -170,17 +170,17 @@ def _most_on_rank(compact: CompactProgram, rank: int, bound: int | None) -> int:
 
 
 def offloaded_before(compact: CompactProgram, rank: int) -> dict[int, list[int]]:
-    """For each position of a row at which it is known that OFFLOADs before it are complete: the stages of those of
-    which it has not been known before.
+    """Position of a row -> the stages of the OFFLOADs whose completion becomes certain there.
 
-    It is known when the row has waited for one: for itself, for one behind it in its lane, or for a word that has.
+    The completion of an OFFLOAD is certain once the row has waited for it, for a later instruction of its lane, or for
+    an instruction that has waited for one of these.
     """
     codes = compact.codes[rank]
     if OFFLOAD not in codes:
         return {}
     awaited, width = compact.awaited_in_lanes[rank], compact.num_microbatches
-    stages: list[int] = []  # of the OFFLOADs so far
-    known: list[int] = []  # by position, how many are complete when it is, or for a computation when it starts
+    stages: list[int] = []  # stages of the OFFLOADs so far
+    known: list[int] = []  # by position: OFFLOADs that are complete when the instruction is (a computation: starts)
     of_lane = dict.fromkeys(Lane, 0)
     found: dict[int, list[int]] = {}
     for position, (code, place) in enumerate(zip(codes, compact.places[rank], strict=True)):

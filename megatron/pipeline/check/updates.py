@@ -1,32 +1,32 @@
 """Proof: every batch's gradients are reduced and applied once, in order, complete.
 
-The chain that leads to version v applies the gradients of batch v-1. Each rank has one chain, for all its stages, and
-it stands at the lowest of them. Its links are
+The chain that leads to version v applies the gradients of batch v-1. Each rank has one chain for all its stages, whose
+instructions name the lowest of these stages. Its links are
 
-    REDUCE_GRAD@v    over the replicas of the rank                              where the program is data parallel
-    REDUCE_EMBED@v   over the ranks of the first and the last stage             where they are two, and tie embeddings
-    REDUCE_NORM@v    over all ranks                                             where the program takes a global norm
+    REDUCE_GRAD@v    over the replicas of the rank                    if the program is data parallel
+    REDUCE_EMBED@v   over the ranks of the first and the last stage   if these are two ranks that tie embeddings
+    REDUCE_NORM@v    over all ranks                                   if the program takes a global norm
     STEP@v           makes the version
 
-Where stages update alone (`stash`, `stale`) each has a chain of its own, but for the norm: that stands once on each
-rank, behind the STEPs of all its stages.
+If stages update alone (`stash`, `stale`), each stage has a chain of its own, except for the norm: it occurs once on
+each rank, after the STEPs of all its stages.
 
-Where weights live on the host, gradients leave the device stage by stage. Then REDUCE_GRAD is of one stage, and the
-ends of tied embeddings have a REDUCE_EMBED even on one rank, which may stand before backwards of other stages. After
-what these two stand is proved in `host_updates`.
+With weights on the host, gradients leave the device stage by stage. Then REDUCE_GRAD belongs to one stage, and the ends
+of tied embeddings have a REDUCE_EMBED even on one rank, which may come before backwards of other stages. The positions
+of these two are proved in `host_updates`.
 
-A rank without backwards, whose stages are all frozen, reduces no gradients and makes its versions by a STEP that does
-nothing; its norm, to which it adds none, comes behind that, so it waits for nobody.
+A rank without backwards, whose stages are all frozen, reduces no gradients, and its STEP is a no-op that makes the
+version. Its REDUCE_NORM, to which it contributes zero, comes after its STEP, so the rank waits for no other.
 
-A link stands after the batch's last backward at any of the rank's stages (without backwards: its last forward), after
-the links before it in its chain, and after the same link of the batch before; and each stands once. Where each stage
-uses its newest version (`stash`), REDUCE_NORM comes last, for it only reports.
+A link comes after the batch's last backward at any of the rank's stages (without backwards: after its last forward),
+after the earlier links of its chain, and after the same link of the previous batch; each link occurs once. If each
+stage uses its newest version (`stash`), REDUCE_NORM comes last, since it only reports.
 
-The first backward of a batch, or half of one, stands where fewer batches have begun theirs and wait for their STEP than
+At the first backward of a batch, or its first half, fewer batches have begun their backwards and await their STEP than
 the policy has gradient buffers (`WeightPolicy.max_gradient_buffers`).
 
-So every member of a group posts the group's reductions in order of v: their order agrees. That members of different
-groups do not wait for one another in a circle is proved with the progress.
+So all members of a group post the group's reductions in order of v. The proof of progress shows that members of
+different groups do not wait for one another in a circle.
 """
 
 from collections.abc import Sequence
@@ -67,15 +67,15 @@ def chain_of_rank(compact: CompactProgram, rank: int) -> tuple[int, ...]:
 
 
 def prove_updates(compact: CompactProgram) -> None:
-    """Prove the rules above.
+    """Prove the module's rules of chains.
 
     Args:
         compact: a program that names weight versions, whose computations are proved.
 
     Raises:
-        ProgramError: naming the link that is out of place, or the end of the row that lacks one.
-        ValueError: a batch has several microbatches, or a rank several stages, under a policy that keeps a version for
-            each microbatch.
+        ProgramError: for a link out of place, or for the end of a row that lacks a link.
+        ValueError: if a batch has several microbatches, or a rank several stages, under a policy that keeps a version
+            for each microbatch.
     """
     program = compact.program
     keeps_each = program.weights.updates_alone and not program.weights.refreshes
@@ -113,7 +113,7 @@ def prove_updates(compact: CompactProgram) -> None:
             elif FIRST_UPDATE <= code < FIRST_PREDICTION and code not in of_stages:
                 stage, index = place // num_microbatches, version - program.first_batch - 1
                 owner, reason = owner_of[stage], ""
-                before = owners if code == REDUCE_NORM else [owner]  # whose links it stands behind
+                before = owners if code == REDUCE_NORM else [owner]  # owners whose links come before this one
                 if stage != (lowest if code == REDUCE_NORM else owner.stages[0]):
                     reason = f"the chain of rank {rank} is for all its stages and stands at the lowest, stage {lowest}"
                 elif code not in chain:
@@ -142,8 +142,12 @@ def prove_updates(compact: CompactProgram) -> None:
 
 
 class _Owner:
-    """Stages that are updated at once, of them those that take part. `unfinished`: per batch, the backwards still to
-    come; `begun`: batches that have had some; `posted`: per code, how many batches have this link.
+    """Stages that are updated together, with the state of their chain.
+
+    Attributes:
+        unfinished: per batch, the number of remaining backwards of the stages that take part.
+        begun: the batches that have had backwards.
+        posted: per code, the number of batches that have this link.
     """
 
     def __init__(self, stages: Sequence[int], taking_part: Sequence[int], batches: Sequence[int]) -> None:

@@ -1,26 +1,26 @@
-"""Proof: every computation uses the weight version that the policy says, and that version is live.
+"""Proof: every computation uses the weight version that the policy demands, and that version is live.
 
-A stage holds, at any time, a set of live versions: those that it entered the program with, and those that the STEPs of
-its rank have made since, less those that the policy has retired.
+A stage holds, at any time, a set of live versions: those with which it began the program, and those that the STEPs of
+its rank have made since, without those that the policy has retired.
 
-    policy   forward of batch j at stage s      live
+    policy   forward of batch j at stage s      live versions
     flush    j                                  the newest
     2bw      max(j - 1, 0)                      the newest and the one before: STEP@(t+1) retires t-1
     delay k  max(j - k, 0)                      the newest and the k before: STEP@(t+1) retires t-k
-    stash    the newest at this stage, which    the newest, and each that a microbatch saved here ran its forward with
-             is that of microbatch i - k
-    stale    the same                           the newest, and one that is ahead (`horizons`, `unstepped`)
+    stash    the newest at this stage, which    the newest, and the version of the forward of each microbatch that is
+             is that of microbatch i - k        saved here
+    stale    as stash                           the newest, and one that is ahead (`horizons`, `unstepped`)
 
-Where the weights predict, these are predicted versions, which PREDICT makes in place of STEP; batch j uses j, and the
-newest and the one before are live. The true version is one more value, that nothing computes with.
+If the policy predicts, these are predicted versions, which PREDICT makes in place of STEP; batch j uses version j, and
+the newest and the one before are live. The true version is an additional set of weights that no computation uses.
 
-Recompute and backward use the version of their forward; under `stale` that of their own batch, the newest by then. They
-find it live, because STEP@v comes after all backwards of batch v-1 (which is proved with the updates), and no other
-batch in flight uses a version that it retires.
+Recompute and backward use the version of their forward; under `stale`, the version of their own batch, which is then
+the newest. This version is live, since STEP@v comes after all backwards of batch v-1 (which is proved with the updates)
+and no other batch in flight uses a version that it retires.
 
-Under `stash` and `stale` microbatch i finds at a stage of depth k (edges to the end; in a chain p-1-s) what was made
-from batches before that of microbatch i - k, counted from the program's first. That is proved along with "the newest":
-so what a program computes follows from the policy and the graph alone, here as for the others.
+Under `stash` and `stale`, microbatch i finds at a stage of depth k (edges to the end; in a chain p-1-s) the version
+made from the batches before that of microbatch i - k, counted from the program's first. This is proved together with
+"the newest". So the results of a program depend only on the policy and the graph, as under the other policies.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ from megatron.pipeline.program.program import Program
 
 
 def prove_versions(compact: CompactProgram) -> tuple[int, ...]:
-    """Prove the table above.
+    """Prove the module's table of versions.
 
     Args:
         compact: a program that names weight versions, whose computations and updates are proved.
@@ -49,7 +49,8 @@ def prove_versions(compact: CompactProgram) -> tuple[int, ...]:
         The largest number of live versions at each stage.
 
     Raises:
-        ProgramError: naming the first computation with a wrong version, or what makes one too many.
+        ProgramError: for the first computation with a wrong version, or the first STEP or PREDICT that makes one too
+            many.
     """
     program, num_microbatches = compact.program, compact.num_microbatches
     batch_of = [batch for batch, size in enumerate(program.batches, start=program.first_batch) for _ in range(size)]
@@ -81,13 +82,13 @@ def prove_versions(compact: CompactProgram) -> tuple[int, ...]:
                 raise compact.error(rank, position, reason)
     return tuple(
         1 if program.graph.is_forward_only(each.stage) else each.peak for each in stages
-    )  # all versions of frozen weights are one
+    )  # frozen weights have one version
 
 
 class _StageVersions:
     """The live versions of one stage, each with the number of saved microbatches that ran their forward with it.
 
-    Its methods return what is wrong, or nothing.
+    The methods return the text of an error, or "".
     """
 
     def __init__(self, program: Program, stage: int, batch_of: Sequence[int]) -> None:
@@ -103,7 +104,7 @@ class _StageVersions:
         self.peak = len(self.live)
 
     def forward(self, version: int, index: int) -> str:
-        """Use a version, for the microbatch of that index."""
+        """Use a version for the forward of the microbatch `index`."""
         batch = self.batch_of[index]
         wanted = self.program.weights.version_of(batch, newest=self.batch_of[max(0, index - self.depth)])
         if version != wanted:
@@ -119,7 +120,7 @@ class _StageVersions:
         return ""
 
     def refreshed(self, version: int, batch: int) -> str:
-        """Use the version of a microbatch's own batch, in its recompute or its backward."""
+        """Use the version of a microbatch's own batch in its recompute or its backward."""
         if version != batch:
             return f"{self.program.weights.name} computes this of batch {batch} with version {batch}"
         if version != self.newest:
@@ -127,13 +128,13 @@ class _StageVersions:
         return ""
 
     def release(self, version: int) -> None:
-        """A microbatch that used a version has ended its backward; a stashed version dies with its last one."""
+        """Note the end of a backward; an old stashed version is dropped with the last microbatch that used it."""
         self.live[version] -= 1
         if self.stashes and version != self.newest and not self.live[version]:
             del self.live[version]
 
     def step(self, version: int) -> str:
-        """Make a version, retire what the policy keeps no longer; a stashed version that nobody uses is not kept."""
+        """Make a version, and retire the version that the policy drops; an unused stashed version is dropped, too."""
         assert version == self.newest + 1, "versions are made in order"
         retired = self.newest if self.stashes else version - self.bound
         if not self.live.get(retired):
@@ -148,13 +149,13 @@ class _StageVersions:
 
 
 def prove_evaluation(compact: CompactProgram) -> tuple[int, ...]:
-    """Prove that a program that evaluates uses the newest version of the drained stages, and makes none.
+    """Prove that a program that evaluates uses the newest version of the drained stages, and makes no versions.
 
     Returns:
         The number of live versions at each stage.
 
     Raises:
-        ProgramError: naming the first instruction that does otherwise.
+        ProgramError: for the first instruction that updates weights or uses another version.
     """
     entry = compact.program.entry_versions
     for rank, (codes, versions) in enumerate(zip(compact.codes, compact.versions, strict=True)):

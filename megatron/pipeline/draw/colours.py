@@ -1,4 +1,4 @@
-"""The colours of drawings: of words by their row in the words' table, and of what is not a word."""
+"""The colours of drawings: of instructions by their row in the words' table, and of all other parts."""
 
 from megatron.pipeline.program.instruction import Kind
 
@@ -21,13 +21,13 @@ COLOURS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "moss": (("#4b8a3d",), ("blue",)),
     "pink": (("#e9a3a3",), ("blue",)),
 }  # fmt: skip
-"""By a word's colour, its shades: in pictures from the lightest, and in a terminal (rich's names). Weight versions, or
-the stages of a rank, take them in turn."""
+"""Name of a colour -> its shades in pictures, from the lightest, and its shades in a terminal, by rich's names. Weight
+versions, or the stages of a rank, take the shades in turn."""
 
 BUBBLE, EDGE, INK, LIGHT_INK = "#d9d9d9", "#ffffff", "#1a1a1a", "#ffffff"
 HATCH, HATCHED, BORDER, CRITICAL = "#1f5c22", "#cde9c6", "#222222", "#a3009a"
 TRANSFER, REDUCTION = "#555555", "#e58a00"
-SAVED = ("#f2b66d", "#dd9437", "#bb741a", "#8f5510")  # of all stages of a rank, then of fewer and fewer
+SAVED = ("#f2b66d", "#dd9437", "#bb741a", "#8f5510")  # for all stages of a rank, then for fewer and fewer
 RESIDENT, FETCHED, ACCUMULATED, STORED = "#b9a3d6", "#e2d3ee", "#98d08c", "#dcefd7"
 MEMORY = {  # by the part of a memory curve
     "optimizer": "#b9b9b9", "weights": "#7c97c4", "gradients": "#8dbb86", "activations": "#f2b66d",
@@ -36,17 +36,17 @@ MEMORY = {  # by the part of a memory curve
 
 
 def colour_of(kind: Kind, shade: int = 0) -> str:
-    """The colour of a word in pictures, as #rrggbb."""
+    """The colour of a kind of instruction in pictures, as #rrggbb."""
     shades, _ = COLOURS[kind.row.colour]
     return shades[shade % len(shades)]
 
 
 def terminal_colour_of(kind: Kind, shade: int = 0) -> str:
-    """The colour of a word in a terminal, as rich names it."""
+    """The colour of a kind of instruction in a terminal, by rich's name."""
     _, shades = COLOURS[kind.row.colour]
     return shades[shade % len(shades)]
 
 
 def ink_on(shade: int) -> str:
-    """The colour of writing that is legible on a shade."""
+    """The colour of text that is legible on a shade."""
     return LIGHT_INK if shade % 4 == 3 else INK

@@ -1,16 +1,16 @@
 """A timeline as a picture, in the manner of Figures 1 to 3 of the 2BW paper (`docs/schedules.md` lists the signs).
 
-One row per rank, time to the right. Forwards are blue, backwards green, recomputations violet, bubbles grey; the
-number in a cell is its microbatch, and the lightness its weight version, which stands below the number where there is
-room. On a rank with several stages the lightness is the stage, dark for the first. The hatched backward completes the
-gradient of a batch; the red mark is the optimizer step that makes the version written beside it, and the thin line
-with ~n the prediction of version n. Where weights live on the host, panels below show the lanes to and from it and what
-is on the device. A dashed line follows the first forward of each batch down the stages. Arrows between the rows of a
-pair are moves of saved activations. The critical path is framed, and between two rows a line goes from where its one
-computation ends to where the next begins. Several timelines stand below one another on one scale of time, so that a
-plan can be compared with its measurement.
+Each rank has one row, with time to the right. Forwards are blue, backwards green, recomputations violet, bubbles grey.
+The number in a cell is its microbatch. The lightness shows the weight version, which is also written below the number
+if there is room; on a rank with several stages the lightness shows the stage, dark for the first. The hatched backward
+completes the gradient of a batch. The red mark is the optimizer step that makes the version written beside it, and the
+thin line with ~n is the prediction of version n. With weights on the host, panels below show the lanes to and from the
+host, and the stages on the device. A dashed line follows the first forward of each batch down the stages. Arrows
+between the rows of a pair are moves of saved activations. The critical path is framed, and a line between two rows
+connects the end of one computation on the path with the start of the next. Several timelines are drawn below one
+another on one scale of time, so that a plan can be compared with its measurement.
 
-Collections carry a gid, so that tests and tools can find what they show.
+Collections have a gid, by which tests and tools can find them.
 """
 
 import math
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _ROW = 0.40  # inches
 _LEFT, _RIGHT = 0.85, 0.3  # inches beside the panels
-_LARGEST = 400  # inches; a side of an image has fewer than 2^16 dots
+_LARGEST = 400  # inches; a side of an image must have fewer than 2^16 dots
 _NARROWEST, _WIDEST = 7.0, 22.0  # inches
 _SMALLEST_LABEL, _LARGEST_LABEL, _SMALL = 4.5, 9.0, 5.5  # points
 _INNER = 0.92  # share of a row's height that its cells take
@@ -58,26 +58,28 @@ def draw_timeline(
     """Draw one timeline, or several below one another on one scale of time.
 
     Args:
-        timelines: simulated or measured; each is drawn from its first computation or fetch on, and headed by its name
-            where there are several.
-        path: where to write; the suffix chooses the format (.png, .svg, .pdf). None: only return the figure.
-        title: above the picture.
+        timelines: simulated or measured timelines. Each is drawn from its first computation or fetch on; if there are
+            several, each has its name as a heading.
+        path: the file to write; the suffix chooses the format (.png, .svg, .pdf). None only returns the figure.
+        title: text above the picture.
         one_based: number microbatches from 1, as the paper does; programs number from 0.
-        saved_microbatches: below each timeline, how many microbatches' activations each rank holds, and whose weights
-            and gradients are on the device where weights live on the host.
-        lanes: draw transfers as lines between the rows, and reductions as bars below them, where they take time; below
-            each timeline, what runs between device and host.
-        critical_path: of the first timeline (`critical_path.critical_path`), to be marked there.
-        memory: below each timeline, what each rank holds over time: sizes, and the weight policy of what ran.
+        saved_microbatches: show below each timeline the number of microbatches whose activations each rank holds; with
+            weights on the host, also the stages whose weights and gradients are on the device.
+        lanes: draw transfers as lines between the rows and reductions as bars below them, if they take time; with
+            weights on the host, show the copies between device and host below each timeline.
+        critical_path: the critical path of the first timeline (`critical_path.critical_path`), to be marked there.
+        memory: show below each timeline the memory of each rank over time: the sizes, and the weight policy of the
+            executed program.
         time_label, time_scale: name of the axis, and its units per unit of the timeline (1000 for milliseconds).
-        width: inches; default: as wide as the labels need, 7 to 22.
+        width: width in inches; default: as wide as the labels need, 7 to 22.
 
     Returns:
-        The figure. Its collections have gids: "F@1" for the cells of a kind and version, the names of updates and moves
-        in small letters, "bubble", and others.
+        The figure. Its collections have gids: "F@1" for the cells of a kind and version, the names of updates in small
+        letters, the names of moves, "bubble", and others.
 
     Raises:
-        ValueError: there is nothing to draw, no image holds it, or the suffix is no image format.
+        ValueError: if there is nothing to draw, the picture is too large for an image, or the suffix is not that of an
+            image format.
     """
     timelines = [timelines] if isinstance(timelines, Timeline) else list(timelines)
     origin = extent(timelines[0])[0] if timelines else 0.0
@@ -164,7 +166,7 @@ def draw_timeline(
 
 
 def _width(scenes: list[Scene], span: float) -> float:
-    """Inches at which the label of a typical short cell has its full size."""
+    """The width in inches at which the label of a typical short cell has its full size."""
     lengths = sorted(cell.end - cell.start for scene in scenes for cell in scene.cells if cell.end > cell.start)
     return min(_WIDEST, max(_NARROWEST, _LEFT + _RIGHT + 0.21 * span / lengths[len(lengths) // 10]))
 
@@ -173,7 +175,7 @@ def _width(scenes: list[Scene], span: float) -> float:
 
 
 def _box(start: float, end: float, line: float, low: float = -_INNER / 2, high: float = _INNER / 2) -> list[tuple]:
-    """The corners of a rectangle, from and to a height of a line."""
+    """The corners of a rectangle in a line, from `start` to `end` and from height `low` to height `high`."""
     return [(start, line + low), (end, line + low), (end, line + high), (start, line + high)]
 
 
@@ -190,7 +192,7 @@ def _draw_lines(axes: "Axes", lines: list, colour: str, gid: str, **style: objec
 
 
 def _small(colour: str) -> dict:
-    """The style of writing beside cells."""
+    """The style of text beside cells."""
     from matplotlib.patheffects import withStroke
 
     halo = [withStroke(linewidth=1.5, foreground="white")]
@@ -198,8 +200,10 @@ def _small(colour: str) -> dict:
 
 
 def _draw_cells(axes: "Axes", scene: Scene, points: float, one_based: bool) -> None:
-    """Bubbles as one grey bar per row, and the cells on it, in one collection per kind, version and shade, with the
-    microbatch in each that has room for it, and the weight version below it."""
+    """Draw bubbles as one grey bar per row, and the cells on top, in one collection per kind, version and shade.
+
+    A cell with enough room has its microbatch as a label, and below it the weight version.
+    """
     timeline, ranks = scene.timeline, range(scene.timeline.num_ranks)
     _draw_boxes(axes, [_box(0.0, timeline.end, rank) for rank in ranks], colours.BUBBLE, "bubble")
     groups: dict[tuple[str, str], list] = {}
@@ -227,7 +231,7 @@ def _draw_cells(axes: "Axes", scene: Scene, points: float, one_based: bool) -> N
 
 
 def _draw_borders(axes: "Axes", scene: Scene, points: float) -> None:
-    """A dashed line that follows the first forward of each batch down the stages, named where names do not collide."""
+    """Draw a dashed line along the first forward of each batch down the stages, with a name unless names overlap."""
     dashes = {"color": colours.BORDER, "linewidth": 1.0, "linestyle": (0, (3, 2)), "clip_on": False}
     small = {"color": colours.BORDER, "fontsize": 7, "xytext": (2, 1), "textcoords": "offset points"}
     free_from = 0.0
@@ -241,11 +245,12 @@ def _draw_borders(axes: "Axes", scene: Scene, points: float) -> None:
 
 
 def _draw_marks(axes: "Axes", scene: Scene, points: float) -> None:
-    """Updates as bars, as wide as they took: at the end of a step, with the version that it makes; from the beginning
-    of a prediction, thinner, with the version that it predicts at its foot.
+    """Draw updates as bars with the width of their time, or a least width.
 
-    A step may end where a prediction begins, so a prediction's line goes to the right and its version below the step's.
-    A batch begins where a prediction ends, so the dashed line of the batch stays above it.
+    A step has a bar that ends with it, and above the version that it makes. A prediction has a thinner bar that begins
+    with it, and at its foot the predicted version. A step may end where a prediction begins, so a prediction's bar goes
+    to the right, and its version is below the step's. A batch begins where a prediction ends, so the dashed line of the
+    batch is drawn above it.
     """
     for kind, marks in scene.marks.items():
         word, colour = kind.row, colours.colour_of(kind)
@@ -266,8 +271,9 @@ def _draw_marks(axes: "Axes", scene: Scene, points: float) -> None:
 
 
 def _draw_transfers(axes: "Axes", scene: Scene) -> None:
-    """Transfers as lines from sender to receiver, arcs where they pass the rows of other ranks; reductions as bars at
-    the foot of a row; only what takes time.
+    """Draw transfers as lines from sender to receiver, and reductions as bars at the foot of a row, if they take time.
+
+    A transfer that passes the rows of other ranks is an arc.
     """
     from matplotlib.collections import PathCollection
     from matplotlib.path import Path
@@ -293,10 +299,10 @@ def _draw_transfers(axes: "Axes", scene: Scene) -> None:
 
 
 def _draw_moves(axes: "Axes", scene: Scene, one_based: bool) -> None:
-    """Evictions and loads as arrows between the rows of a pair, from the start of each to its end, with its microbatch.
+    """Draw evictions and loads as arrows between the rows of a pair, from their start to their end, with a microbatch.
 
-    The number stands at the evictor's row, so that one can see which computations the move runs beside: behind the
-    beginning of an eviction, before the end of a load, so that an eviction that follows a load does not cover it.
+    The number of the microbatch is at the evictor's row, next to the computations beside which the move runs. It comes
+    after the start of an eviction and before the end of a load, so that an eviction after a load does not cover it.
     """
     for kind in (each for each in Kind if each in OWN_MOVES):
         lines, colour = [], colours.colour_of(kind)
@@ -319,7 +325,7 @@ def _draw_moves(axes: "Axes", scene: Scene, one_based: bool) -> None:
 
 
 def _draw_critical_path(axes: "Axes", path: Sequence[Span]) -> None:
-    """Mark the spans of a path, whose times are on the panel's axis."""
+    """Mark the spans of a path, whose times are in the units of the axis."""
     busy = [span for span in path if span.instruction.kind in BUSY]
     frames = [_box(span.start, span.end, span.rank) for span in busy]
     style = {"linewidths": 1.6, "zorder": 5.5}
@@ -332,7 +338,7 @@ def _draw_critical_path(axes: "Axes", path: Sequence[Span]) -> None:
     _draw_lines(axes, lines, colours.CRITICAL, "critical wait", **style)
 
 
-# --- what stands below the rows, and the legend
+# --- panels below the rows, and the legend
 
 
 def _draw_panel(axes: "Axes", panel: Panel, points: float) -> None:
@@ -358,7 +364,7 @@ def _draw_panel(axes: "Axes", panel: Panel, points: float) -> None:
 
 
 def _draw_legend(figure: "Figure", signs: list[Sign], *, num_columns: int, left: float) -> None:
-    """Put the legend at the foot of the figure, `left` from its edge as a share of its width."""
+    """Draw the legend at the foot of the figure. `left`: distance from its left edge, as a share of its width."""
     from matplotlib.legend_handler import HandlerTuple
 
     figure.legend(

@@ -1,9 +1,9 @@
-"""A timeline as a small SVG for a page: thousands of computations in some kilobytes, legible on light and dark.
+"""A timeline as a small SVG for an HTML page: thousands of computations in a few kilobytes, for light and dark pages.
 
-A picture that has an element for each box and each number is megabytes large. Here all boxes of one colour are one
-path, whose strokes are as thick as a row is high. Neighbours of one colour that are too narrow to be told apart are one
-stroke. Numbers, moves and rows are drawn as far as there is room, and `left_out` says what is not. Writing and axes
-take the colour of the page's text.
+A picture that has an element for each box and each number would have megabytes. Here all boxes of one colour are one
+path, whose strokes are as thick as a row is high. Neighbours of one colour that are too narrow to be distinguished are
+one stroke. Numbers, moves and rows are drawn if there is room; `left_out` names the parts that are not drawn. Text and
+axes have the colour of the page's text.
 """
 
 import math
@@ -19,23 +19,23 @@ from megatron.pipeline.simulate.timeline import Span, Timeline
 MOST_ROWS = 64
 _MOST_NUMBERS, _MOST_MOVES, _MOST_HOVERED = 4_000, 600, 4_000
 _NARROWEST, _WIDEST = 640, 3_600  # pixels between the margins
-_CELL = 13  # pixels that all but the shortest computations get where the picture may be as wide as that takes
-_UNIT = 4  # of a pixel: coordinates are whole numbers
+_CELL = 13  # least width in pixels of all but the shortest computations, if the picture may be so wide
+_UNIT = 4  # units of a pixel: coordinates are whole numbers
 _LEFT, _RIGHT, _TOP, _FOOT = 64, 78, 28, 34  # pixels
-_ALONE = 2.0  # pixels from which on a box stands by itself
+_ALONE = 2.0  # least width in pixels of a box that is not merged with its neighbour
 _DIGIT = 5.4  # pixels
-_MARK = 2.0  # pixels of a mark at least
-_BUBBLE = "#80808040"  # of any page
+_MARK = 2.0  # least width of a mark in pixels
+_BUBBLE = "#80808040"  # visible on light and dark pages
 
 
 @dataclass(frozen=True)
 class PageTimeline:
-    """What to put on a page.
+    """A drawn timeline for a page.
 
     Attributes:
-        svg: the element.
-        signs: its legend.
-        left_out: what is not drawn, a clause each.
+        svg: the SVG element.
+        signs: the entries of its legend.
+        left_out: a clause for each part that is not drawn.
     """
 
     svg: str
@@ -51,16 +51,18 @@ def page_timeline(
     scale: float | None = None,
     hovers: bool = False,
 ) -> PageTimeline:
-    """Draw it.
+    """Draw a timeline as an SVG.
 
     Args:
-        name: what it shows, for readers that do not see it.
-        window: from when to when, where the axis is zero at its start; None: from the first computation to the last.
-        scale: pixels of a unit of time, for pictures on one axis; None: so that numbers can be read (`legible_scale`).
-        hovers: with what a page's script needs to say which computation the pointer is on; some ten bytes for each.
+        name: a description for screen readers.
+        window: start and end of the drawn time; the axis is zero at the start. None: from the first computation to the
+            last.
+        scale: pixels per unit of time, for several pictures on one scale; None: `legible_scale`.
+        hovers: add the data from which the page's script describes the computation under the pointer, about ten bytes
+            for each computation.
 
     Raises:
-        ValueError: no computation takes time.
+        ValueError: if no computation takes time.
     """
     start, end = window or (timeline.start, timeline.end)
     if not end > start:
@@ -78,8 +80,10 @@ def page_timeline(
 
 
 def legible_scale(timeline: Timeline, end: float) -> float:
-    """Pixels of a unit of time with which all but the shortest computations have room for their microbatch's number,
-    as far as a picture of so much time may be as wide as that takes."""
+    """The pixels per unit of time at which all but the shortest computations have room for their microbatch's number.
+
+    It is limited such that a picture of `end` units of time keeps to the smallest and the largest width.
+    """
     cells = [cell for cell in Scene(timeline).cells if cell.end > cell.start]
     lengths = sorted(cell.end - cell.start for cell in cells)
     digits = max(len(str(cell.instruction.microbatch)) for cell in cells)
@@ -88,7 +92,7 @@ def legible_scale(timeline: Timeline, end: float) -> float:
 
 
 class _Drawing:
-    """One timeline with its scale, from 0 to `end`; each method gives the elements of one kind of sign."""
+    """The drawing of one timeline from 0 to `end`; each method yields the SVG elements of one kind of sign."""
 
     def __init__(self, timeline: Timeline, end: float, scale: float | None) -> None:
         self.timeline, self.end = timeline, end
@@ -102,17 +106,17 @@ class _Drawing:
         self.scene = Scene(timeline, self._is_seen)
         self.draws_moves = 0 < len(self.scene.moves) <= _MOST_MOVES and self.every == 1
         self.width = round((scale or legible_scale(timeline, end)) * self.end)
-        self.pixels = self.width / self.end  # of a unit of time
+        self.pixels = self.width / self.end  # per unit of time
 
     def _is_seen(self, span: Span) -> bool:  # a step may take no time
         return span.rank in self.shown and span.end > 0 and (span.start < self.end or span.end <= self.end)
 
     def x(self, time: float) -> int:
-        """Where a time is, or the nearer end of what is drawn."""
+        """The coordinate of a time, or of the nearer end of the drawn time if it is outside."""
         return round((_LEFT + min(max(time, 0.0), self.end) * self.pixels) * _UNIT)
 
     def y(self, rank: float) -> int:
-        """The middle of a row."""
+        """The coordinate of the middle of a row."""
         return round((_TOP + (rank / self.every + 0.5) * self.pitch) * _UNIT)
 
     def boxes(self) -> Iterator[str]:
@@ -130,7 +134,7 @@ class _Drawing:
             yield self._path(completing, colour=colours.HATCH, thickness=0.16)
 
     def _merged(self) -> Iterator[tuple[Cell, int, int]]:
-        """The cells with where they begin and end; those that are too narrow to stand alone with what touches them."""
+        """Yield cells with their first and last coordinates; narrow neighbours of one colour are merged."""
         last: tuple[Cell, int, int] | None = None
         for cell in self.scene.cells:
             start, end = self.x(cell.start), self.x(cell.end)
@@ -146,7 +150,7 @@ class _Drawing:
             yield last
 
     def _path(self, boxes: Sequence[tuple[int, int, int]], *, colour: str, thickness: float = 0.84) -> str:
-        """Strokes from and to, at a height."""
+        """A path with a stroke for each box. `boxes`: (start, end, height)."""
         text, place = [], (0, 0)
         for start, end, y in boxes:
             text.append(f"m{start - place[0]} {y - place[1]}h{end - start}")
@@ -155,7 +159,7 @@ class _Drawing:
         return f'<path fill="none" stroke="{colour}" stroke-width="{wide}" d="{"".join(text)}"/>'
 
     def moves(self) -> Iterator[str]:
-        """Evictions and loads as lines between the rows of a pair."""
+        """Yield evictions and loads as lines between the rows of a pair."""
         found = self.scene.moves
         if found and not self.draws_moves:
             self.left_out.append(f"{len(found)} moves of saved activations between pairs of stages")
@@ -170,7 +174,7 @@ class _Drawing:
             )
 
     def marks(self) -> Iterator[str]:
-        """Updates, with steps above all others; above the rows, which weights the first rank makes."""
+        """Yield updates, with steps on top of all others, and above the rows the weight versions of the first rank."""
         for kind, marks in sorted(self.scene.marks.items(), key=lambda item: item[0].row.sign == AT_END):
             ends = [(self.x(each.start), self.x(each.end)) for each in marks]
             boxes = [(min(start, end - round(_MARK * _UNIT)), end, self.y(each.rank))
@@ -184,7 +188,7 @@ class _Drawing:
                     free_from = self.x(step.end) + 26 * _UNIT
 
     def borders(self) -> Iterator[str]:
-        """A dashed line that follows the first forward of each batch down the stages, named where there is room."""
+        """Yield a dashed line along the first forward of each batch down the stages, with its name if there is room."""
         free_from, half = -math.inf, self.pitch * _UNIT // 2
         for batch, cells in self.scene.borders.items():
             points = [(self.x(cell.start), self.y(cell.rank) + side) for cell in cells for side in (-half, half)]
@@ -197,7 +201,7 @@ class _Drawing:
                 free_from = points[0][0] + 60 * _UNIT
 
     def numbers(self) -> Iterator[str]:
-        """The microbatch in each box that has room for it."""
+        """Yield the number of the microbatch in each box that has room for it."""
         roomy = [
             cell for cell in self.scene.cells
             if self.pitch >= 14
@@ -228,7 +232,7 @@ class _Drawing:
         yield self._text(self.x(self.end / 2), foot + 30 * _UNIT, label, size=10, anchor="middle")
 
     def rows(self) -> Iterator[str]:
-        """The rows' names, and the most microbatches whose activations each has saved at once."""
+        """Yield the names of the rows, and the largest number of microbatches whose activations each row has saved."""
         names, every = names_of_rows(self.timeline), math.ceil(12 / self.pitch)
         edge = self.x(self.end) + 8 * _UNIT
         yield self._text(edge, (_TOP - 3) * _UNIT, "most saved", size=10)
@@ -242,8 +246,11 @@ class _Drawing:
         return f'<text x="{x}" y="{y}" font-size="{size * _UNIT}"{placed}{more}>{escape(text)}</text>'
 
     def hover(self) -> str:
-        """What a page's script needs to say which computation the pointer is on: attributes of the picture. Of each row
-        a list of kind, stage, microbatch, version, pixels from the start of the one before, and pixels, in units."""
+        """Attributes of the SVG from which the page's script describes the computation under the pointer.
+
+        Each row has a list of (kind, stage, microbatch, version, distance from the start of the previous computation,
+        width), with lengths in units.
+        """
         cells = self.scene.cells
         if len(cells) > _MOST_HOVERED:
             self.left_out.append("what is under the pointer")
@@ -268,6 +275,6 @@ class _Drawing:
 
 
 def round_step(least: float) -> float:
-    """The smallest of 1, 2, 5, 10, ... times a power of ten that is no less."""
+    """The smallest number among 1, 2 and 5 times powers of ten that is at least `least`."""
     power = 10.0 ** math.floor(math.log10(least))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least)

@@ -1,11 +1,11 @@
-"""What stands below the rows of a picture: bars and areas in lines of their own.
+"""The panels below the rows of a picture: bars and areas in lines of their own.
 
-Where weights live on the host, the time of a rank's lanes beside its row, and what is on the device, decide whether
-they show. So one panel has three lines for each rank, one for each lane, with the stage that a word is about. Another
-has a line for each of the rank's slots, with the stage whose weights are there: pale while they are fetched, and up to
-their FREE; and one for each of its gradient buffers, with the stage that adds to it: from its first backward of a batch
-until STORE_GRAD has brought them to the host, pale meanwhile. Two more show what a rank holds over time: microbatches
-whose activations are saved, and memory.
+With weights on the host, the speed of a rank depends on its lanes and on the stages on its device. So one panel has
+three lines for each rank, one for each lane, with the stage of each word. Another panel has a line for each of the
+rank's slots, with the stage whose weights are there, up to their FREE; the bar is pale while the weights are fetched.
+It also has a line for each gradient buffer, with the stage that adds to it, from its first backward of a batch until
+STORE_GRAD has copied the gradients to the host; the bar is pale during that copy. Two more panels show a rank over
+time: its microbatches with saved activations, and its memory.
 """
 
 from collections import deque
@@ -24,7 +24,7 @@ _SHORT = {Lane.H2D: "to device", Lane.D2H: "to host", Lane.HOST: "optimizer"}  #
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A box in a line, and the kind of thing that it shows."""
+    """A box in a line. `gid`: the kind of its content."""
 
     line: int
     start: float
@@ -35,7 +35,10 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Area:
-    """What stands in a line between two heights, shares of the line's, each up to the next of the times."""
+    """An area in a line between the heights `low` and `high`, as shares of the line's height.
+
+    Each pair of heights is valid from its time in `times` to the next one.
+    """
 
     line: int
     times: Sequence[float]
@@ -50,11 +53,11 @@ class Panel:
     """Lines below the rows of a timeline.
 
     Attributes:
-        title: above them.
-        row: height of a rank's lines, inches.
-        names: of the lines.
-        labels: texts at lines, from and to: (line, start, end, text).
-        peaks: a text at the right of each line; `peak` is what they are.
+        title: text above the lines.
+        row: height of a rank's lines in inches.
+        names: the names of the lines.
+        labels: texts in lines as (line, start, end, text).
+        peaks: a text at the right of each line; `peak`: the gid of these texts.
     """
 
     title: str
@@ -69,10 +72,12 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A stage's weights in a slot of a rank, or its gradients in a buffer of it, which is `line` of these, from 0.
+    """The weights of a stage in a slot of a rank, or its gradients in a buffer of the rank.
 
-    From `start` to `turn` weights come and gradients are added up; from then to `end` weights are there and gradients
-    leave.
+    Attributes:
+        line: the number of the slot or buffer, from 0.
+        start, turn: the times between which weights are fetched, or gradients are added up.
+        end: the end of the time from `turn` on in which weights are resident, or gradients are copied to the host.
     """
 
     rank: int
@@ -84,7 +89,7 @@ class Held:
 
 
 def residents_of(timeline: Timeline) -> list[Held]:
-    """What is in the slots of each rank: a stage takes the lowest one that is free."""
+    """The weights in the slots of each rank; a stage takes the lowest free slot."""
     found: list[Held] = []
     taken: dict[tuple[int, int], tuple[int, float, float]] = {}  # rank, stage -> slot, start, fetched
     for span in timeline.spans:
@@ -100,7 +105,7 @@ def residents_of(timeline: Timeline) -> list[Held]:
 
 
 def accumulated_of(timeline: Timeline) -> list[Held]:
-    """What is in the gradient buffers of each rank: a stage takes the one that was given back first."""
+    """The gradients in the buffers of each rank; a stage takes the buffer that was returned first."""
     found: list[Held] = []
     free = [deque(range(min(GRADIENT_BUFFERS, len(timeline.stages_of(rank))))) for rank in range(timeline.num_ranks)]
     taken: dict[int, tuple[int, float]] = {}  # stage -> buffer, start
@@ -116,7 +121,7 @@ def accumulated_of(timeline: Timeline) -> list[Held]:
 
 
 def host_panel(scene: Scene) -> Panel:
-    """Three lines for each rank, one for each lane to and from the host."""
+    """A panel with three lines for each rank, one for each lane to and from the host."""
     names = [f"{name}: {_SHORT.get(lane, lane.value)}" if lane is HOST_LANES[0] else _SHORT.get(lane, lane.value)
              for name in names_of_rows(scene.timeline) for lane in HOST_LANES]  # fmt: skip
     panel = Panel("between device and host: stages", 0.45, names)
@@ -129,7 +134,7 @@ def host_panel(scene: Scene) -> Panel:
 
 
 def device_panel(scene: Scene) -> Panel:
-    """A line for each slot of weights and each buffer of gradients."""
+    """A panel with a line for each slot of weights and each buffer of gradients."""
     names: list[str] = []
     panel = Panel("stages whose weights and gradients are on the device; pale while they come or leave", 0.6, names)
     ranks = names_of_rows(scene.timeline)
@@ -151,9 +156,9 @@ def device_panel(scene: Scene) -> Panel:
 
 
 def saved_panel(scene: Scene) -> Panel:
-    """Per rank, the number of microbatches whose activations it holds over time, and the highest number.
+    """A panel with the number of microbatches whose activations each rank holds over time, and its peak.
 
-    Of a rank with several stages all are counted together, and below them, darker, its first ones alone.
+    For a rank with several stages, darker areas show the numbers of its first stages only.
     """
     timeline, names = scene.timeline, names_of_rows(scene.timeline)
     title = "microbatches whose activations are saved, with the peak"
@@ -175,7 +180,7 @@ def saved_panel(scene: Scene) -> Panel:
 
 
 def memory_panel(scene: Scene, curves: Sequence[MemoryCurve]) -> Panel:
-    """What each rank holds, all on one scale; parts that a rank does not have are not drawn."""
+    """A panel with the memory of each rank by parts, on one scale; parts of size 0 are not drawn."""
     peaks = [f"{curve.peak:.4g}" for curve in curves]
     panel = Panel("memory, with the peak", 0.36, names_of_rows(scene.timeline), peaks=peaks, peak="peak memory")
     highest = max(curve.peak for curve in curves) or 1.0

@@ -1,8 +1,8 @@
-"""What a drawing shows of a timeline, before any picture: cells, marks, moves, borders of batches, and their legend.
+"""The content of a drawing, before any picture: cells, marks, moves, borders of batches, and their legend.
 
-The picture, the page and the text of a timeline show the same things, and a test wants to count them without looking at
-pixels. So they are derived here once, by the rows of the words' table: a computation of a microbatch is a cell; an
-update that a rank computes is a mark; a move goes from row to row; a word to or from the host is carried by a lane.
+The picture, the page and the text of a timeline show the same content, and tests should count it without looking at
+pixels. So it is derived here once, by the rows of the words' table: a computation of a microbatch is a cell; an update
+that a rank computes is a mark; a move goes from row to row; a lane carries a word to or from the host.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ from megatron.pipeline.simulate.timeline import Span, Timeline
 
 HOST_LANES = tuple(lane for lane in Lane if any(kind.row.lane is lane for kind in HOST_WORDS))
 AT_END = "#"
-"""The sign of an update that counts from its end on, and so is marked there: a step."""
+"""The sign of an update that is marked at its end, where it takes effect: a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +33,13 @@ class Cell(Span):
     """A computation of a microbatch in a rank's row; times in the timeline's unit.
 
     Attributes:
-        completes_batch: it is the last backward of its batch at its stage: the gradient of the batch is complete.
-        begins_batch: it is the first forward of its batch at its stage.
-        chunk: the place of its stage among those of its rank; None where the rank has one.
-        shade: 0 (lightest) and up: of its weight version, or of its chunk, the first one darkest, as in Megatron-LM's
-            figures; versions are written below the microbatches, too.
+        completes_batch: whether it is the last backward of its batch at its stage, which completes the gradient.
+        begins_batch: whether it is the first forward of its batch at its stage.
+        chunk: the index of its stage among the stages of its rank; None if the rank has one stage.
+        shade: 0 (lightest) and up, for its weight version, or for its chunk, with the first chunk darkest, as in
+            Megatron-LM's figures; versions are written below the microbatches, too.
 
-    Where every batch is a single microbatch, every cell would do both, which says nothing: there, none does.
+    If every batch is a single microbatch, each cell would begin and complete a batch; then both flags are False.
     """
 
     completes_batch: bool
@@ -49,7 +49,7 @@ class Cell(Span):
 
     @property
     def named_version(self) -> str:
-        """The version and how the weights are ahead of it: 1+2, 1~3; nothing where no version is named."""
+        """The version and how far the weights are ahead of it, such as 1+2 or 1~3; "" if no version is named."""
         return "" if self.instruction.version is None else f"{self.instruction.version}{self.instruction.ahead}"
 
     @property
@@ -68,47 +68,47 @@ class Sign:
 
 @dataclass(frozen=True)
 class Scene:
-    """What is drawn of a timeline; `is_seen` chooses among its spans."""
+    """The content of a timeline's drawing; `is_seen` selects the spans to draw."""
 
     timeline: Timeline
     is_seen: Callable[[Span], bool] = lambda span: True
 
     @cached_property
     def cells(self) -> list[Cell]:
-        """All computations, rank by rank in the order of the rows."""
+        """All computations to draw, rank by rank in the order of the rows."""
         return [cell for cell in cells_of(self.timeline) if self.is_seen(cell)]
 
     @cached_property
     def spans(self) -> list[Span]:
-        """Of all words that take time, and of computations, whether they do or not."""
+        """The spans of all words that take time, and of words with a sign even if they take no time."""
         spans = self.timeline.spans
         return [each for each in spans if (each.end > each.start or _is_signed(each)) and self.is_seen(each)]
 
     @cached_property
     def marks(self) -> dict[Kind, list[Span]]:
-        """The updates that ranks compute, by kind; those that have no sign only where they take time."""
+        """The updates that ranks compute, by kind; an update without a sign is included only if it takes time."""
         found = {kind: [each for each in self.spans if each.instruction.kind is kind] for kind in Kind
                  if kind in AWAITS_REDUCTIONS}  # fmt: skip
         return {kind: marks for kind, marks in found.items() if marks}
 
     @cached_property
     def moves(self) -> list[Span]:
-        """Evictions and loads, as the evictor sees them."""
+        """Evictions and loads, as spans of the evictor."""
         return [each for each in self.spans if each.instruction.kind in OWN_MOVES]
 
     def ends_of_move(self, move: Span) -> tuple[int, int]:
-        """The rank where a move begins, and the one where it ends."""
+        """The rank from which a move goes, and the rank to which it goes."""
         pair = self.timeline.rank_of_stage[self.timeline.pairs.of_stage(move.instruction.stage)]
         return (move.rank, pair) if move.instruction.kind.row.saved < 0 else (pair, move.rank)
 
     @cached_property
     def carried(self) -> list[Span]:
-        """What the lanes to and from the host take time for."""
+        """The words to and from the host that take time."""
         return [each for each in self.spans if each.instruction.kind in HOST_WORDS and each.end > each.start]
 
     @cached_property
     def borders(self) -> dict[int, list[Cell]]:
-        """By batch, the first forward at the first stage of each rank; nothing where there is a single batch."""
+        """Batch -> its first forward at the first stage of each rank; empty for a single batch."""
         batch_of = {first: batch for batch, first in enumerate(self.timeline.batch_borders()[:-1])}
         first_stages = [self.timeline.stages_of(rank)[0] for rank in range(self.timeline.num_ranks)]
         found: dict[int, list[Cell]] = {}
@@ -124,7 +124,7 @@ def _is_signed(span: Span) -> bool:
 
 
 def cells_of(timeline: Timeline) -> list[Cell]:
-    """All computations, rank by rank in the order of the rows."""
+    """All computations of a timeline as cells, rank by rank in the order of the rows."""
     borders = timeline.batch_borders()
     batch_of = {
         microbatch: batch
@@ -153,7 +153,7 @@ def cells_of(timeline: Timeline) -> list[Cell]:
 
 
 def names_of_rows(timeline: Timeline) -> list[str]:
-    """Where each rank has one stage, a row is called by its stage."""
+    """The names of the rows: `stage N` if each rank has one stage, otherwise `rank N`."""
     owned = [timeline.stages_of(rank) for rank in range(timeline.num_ranks)]
     if all(len(stages) == 1 for stages in owned):
         return [f"stage {stages[0]}" for stages in owned]
@@ -165,16 +165,16 @@ def has_host(timeline: Timeline) -> bool:
 
 
 def extent(timeline: Timeline) -> tuple[float, float]:
-    """When the first and the last of all that is drawn begins and ends: computations, and what lanes carry beside."""
+    """The start and the end of everything that is drawn: computations, and words on lanes to and from the host."""
     carried = Scene(timeline).carried
     starts, ends = [each.start for each in carried], [each.end for each in carried]
     return min([timeline.start, *starts]), max([timeline.end, *ends])
 
 
 def signs_of(scenes: Sequence[Scene], *, version: str = "v", moves: bool = True, lanes: bool = False) -> list[Sign]:
-    """The legend of what is drawn; a word has a colour for each of its shades, with its weights or stages.
+    """The legend of scenes; a computation has a colour for each of its shades, with its weight versions or stages.
 
-    `version`: what stands before the number of one. `moves`, `lanes`: whether these are drawn.
+    `version`: the letter before the number of a version. `moves`, `lanes`: whether moves and lanes are drawn.
     """
     cells = [cell for scene in scenes for cell in scene.cells]
     signs = []

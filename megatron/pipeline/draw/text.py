@@ -1,25 +1,26 @@
 """A timeline as lines of text, for a terminal, a log or a message.
 
-One line per pipeline rank and one character grid for all: the shortest computation gets just enough characters for
-its label, all others in proportion. With colours (a terminal), forwards are blue and backwards green; without (a
-pipe), the letter of the kind says so:
+Each pipeline rank has one line, on a common grid of characters: the shortest computation gets just enough characters
+for its label, and all others are in proportion. In a terminal, forwards are blue and backwards green; in a pipe, which
+has no colours, the letter of a cell shows its kind:
 
     stage 0 |F0|F1|B0---|   |B1---|#F2
     stage 1 |   F0|B0---|F1|B1---|
 
-`#` instead of `|` before a cell: an optimizer step stands there. Dots are bubbles. Lines that are too long go on in
-further blocks. A rank that moves saved activations to its pair has a second line, with `>1` where the eviction of
-microbatch 1 begins and `<1` where its load does, and dashes until either is complete:
+A `#` instead of `|` before a cell is an optimizer step. Dots are bubbles. Lines that are too long continue in further
+blocks. A rank that moves saved activations to its pair has a second line, with `>1` where the eviction of microbatch 1
+begins, `<1` where its load begins, and dashes until the move is complete:
 
     stage 0 |F0|F1|F2|F3..................|B0---|F4|B1---
       moves       >1 >3                         <1
 
-One that predicts its weights has `~2` there where the prediction of version 2 begins, and dashes while it takes time:
+A rank that predicts its weights has a second line with `~2` where the prediction of version 2 begins, and dashes until
+its end:
 
     stage 0 |F0|F1......|B0---|F2|B1---|F3|B2---#..|B3---#
     weights                   ~1                ~2
 
-One whose weights live on the host has a line for each lane that takes time, with the stage that it is about:
+A rank whose weights live on the host has a line for each lane that takes time, with the stages of its words:
 
     rank 0           ......|0F0|0F1|1F0|1B0---
     host to device   |0----|1----
@@ -36,8 +37,8 @@ from megatron.pipeline.program.instruction import OWN_MOVES
 from megatron.pipeline.simulate.timeline import Span, Timeline
 
 _MOVES, _WEIGHTS = "moves", "weights"
-_FURTHER = (_MOVES, _WEIGHTS, *(lane.value for lane in HOST_LANES))  # the heads of a rank's further lines
-_LONGEST = 20_000  # characters of a line before it is cut into blocks; a longer drawing helps nobody
+_FURTHER = (_MOVES, _WEIGHTS, *(lane.value for lane in HOST_LANES))  # the names of a rank's further lines
+_LONGEST = 20_000  # characters of a line before it is cut into blocks; a longer text is not readable
 
 
 def timeline_text(timeline: Timeline, *, width: int = 120, one_based: bool = False, versions: bool = False) -> Text:
@@ -47,10 +48,10 @@ def timeline_text(timeline: Timeline, *, width: int = 120, one_based: bool = Fal
         timeline: simulated or measured.
         width: characters of a line of the terminal.
         one_based: number microbatches from 1.
-        versions: write the weight version behind each microbatch, as in F5@1.
+        versions: write the weight version after each microbatch, as in F5@1.
 
     Raises:
-        ValueError: the timeline is too long for its shortest computation to be legible.
+        ValueError: if the text would be too long, because the shortest computation is too short.
     """
     first, last = extent(timeline)
     scene = Scene(timeline.shifted(-first))
@@ -64,7 +65,7 @@ def timeline_text(timeline: Timeline, *, width: int = 120, one_based: bool = Fal
     labels = [label(cell) for cell in scene.cells]
     lengths = [cell.end - cell.start for cell in scene.cells if cell.end > cell.start]
     scale = (max(map(len, labels), default=1) + 1) / min(lengths, default=1.0)
-    length = (last - first) * scale  # infinite where the shortest computation is next to nothing
+    length = (last - first) * scale  # infinite if the shortest computation takes almost no time
     if length > _LONGEST:
         size = f"{length:.3g}" if math.isfinite(length) else "more than 1e308"
         raise ValueError(f"as text this timeline is {size} characters long; draw fewer batches, or a picture")
@@ -96,7 +97,7 @@ def timeline_text(timeline: Timeline, *, width: int = 120, one_based: bool = Fal
 
 
 def _head(span: Span) -> str:
-    """The line below its rank's row where a word stands; none of an update without a sign."""
+    """The name of the line below its rank's row that shows a word; "" for an update without a sign."""
     kind = span.instruction.kind
     if kind in OWN_MOVES:
         return _MOVES
@@ -104,7 +105,7 @@ def _head(span: Span) -> str:
 
 
 class _Row:
-    """Characters of a line, and which of them have a style."""
+    """The characters of a line, and the styles of parts of it."""
 
     def __init__(self, length: int, blank: str = ".") -> None:
         self.characters = [blank] * length
@@ -112,12 +113,12 @@ class _Row:
         self.free = 0
 
     def put(self, first: int, last: int, label: str, style: Style) -> None:
-        """Write a cell: a separator, its label, and dashes up to its end."""
+        """Write a cell: a separator, the label, and dashes up to its end."""
         if last > first:
             self.write(first, ("|" + label).ljust(last - first, "-")[: last - first], style)
 
     def push(self, first: int, last: int, label: str, style: Style) -> None:
-        """Write a label in whole, and dashes up to its end; what takes no time stands behind the one before it."""
+        """Write a complete label, and dashes up to `last`; if the earlier label is in the way, write after it."""
         first = max(first, self.free)
         self.free = max(last, first + len(label) + 1)
         self.write(first, label.ljust(last - first, "-"), style)

@@ -1,17 +1,17 @@
-"""How long a program takes, by executing its very instructions on a table of costs.
+"""The duration of a program, found by executing its instructions on a table of costs.
 
-A closed formula knows one schedule. This takes any program, under the meaning that the runtime gives to its
-instructions, so what it says changes when the program changes. Who waits for whom is what `megatron.pipeline.graph`
-says, and a time is the longest path to its node:
+A closed formula is valid for one schedule. The simulator accepts any program, with the meaning that the runtime gives
+to the instructions, so its result changes with the program. `megatron.pipeline.graph` determines the waits, and the
+time of a node is the longest path to it:
 
 - a computation or a STEP takes its time on its rank;
 - a transfer occupies its channel for bytes / bandwidth and arrives `latency` later. Transfers overlap with
-  computation, or with `Costs.overlap` False hold their sender;
+  computation, or with `Costs.overlap` False occupy their sender, too;
 - a move of saved activations takes its time on the pair, a reduction on its members, and a word to or from the host on
-  its lane; FREE takes none.
+  its lane; FREE takes no time.
 
-A program without any transfers (a compute-only one) is timed as if each tensor were sent when it is made and its
-receive posted in time.
+A compute-only program, without transfers, is timed as if each tensor were sent as soon as it exists, to a receive that
+was posted in time.
 """
 
 import math
@@ -36,15 +36,15 @@ __all__ = ["Costs", "SimulationError", "Span", "Timeline", "simulate"]
 
 
 def simulate(program: Program, costs: Costs | None = None) -> Timeline:
-    """Execute `program` on `costs` (default: the paper's, a forward takes 1 and a backward 2, everything else nothing).
+    """Execute `program` on `costs`. By default a forward takes 1, a backward 2, and everything else 0, as in the paper.
 
     Returns:
-        The timeline, from 0, with the spans of every instruction of the program.
+        The timeline, which begins at 0, with a span for every instruction of the program.
 
     Raises:
-        ValueError: a cost is out of range.
-        SimulationError: an instruction of a kind that is not known here, ends of a channel that do not pair up, or a
-            deadlock; run `check`, which says more. Times that overflow.
+        ValueError: for a cost that is out of range.
+        SimulationError: for an unknown kind of instruction, ends of a channel that do not pair up, or a deadlock (the
+            errors of `check` say more), and for times that overflow.
     """
     costs = costs or Costs()
     seconds = seconds_of(program, costs)
@@ -54,7 +54,7 @@ def simulate(program: Program, costs: Costs | None = None) -> Timeline:
     if not all(math.isfinite(ends[node]) for node in graph.last):
         raise SimulationError("the times of the program are more than a number can hold; give smaller costs")
     starts_of_row, ends_of_row = ([_of_row(times, row) for row in graph.node_of] for times in (starts, ends))
-    for queue, row in zip(graph.moves, starts_of_row, strict=True):  # each end is posted by itself
+    for queue, row in zip(graph.moves, starts_of_row, strict=True):  # the two ends of a move are posted separately
         free_at = 0.0
         for (requested, position, _), node in zip(queue.requested, queue.nodes, strict=True):
             row[position], free_at = max(ends[requested], free_at), ends[node]
@@ -69,14 +69,14 @@ def _of_row(times: list[float], nodes: list[int]) -> list[float]:
 
 
 def seconds_of(program: Program, costs: Costs) -> dict[Kind, list[float]]:
-    """What each kind takes at each stage. An update of a rank takes that of all its trained stages."""
+    """Kind -> seconds at each stage. An update of a rank takes the sum over its trained stages."""
     seconds = costs.seconds(program.num_stages)
     of_stages = HOST_WORDS | ({Kind.REDUCE_GRAD} if program.residency else set())
     if program.weights.updates_alone:
         of_stages = UPDATES
     trained = [program.stages_of(rank) for rank in range(program.num_ranks)]
     trained = [[each for each in own if not program.graph.is_forward_only(each)] for own in trained]
-    for kind in UPDATES - SHARED_REDUCTIONS - of_stages:  # a rank's, for all its stages; it stands at the lowest
+    for kind in UPDATES - SHARED_REDUCTIONS - of_stages:  # one instruction for all stages of a rank
         of_rank = [math.fsum(seconds[kind][each] for each in own) for own in trained]
         seconds[kind] = [of_rank[rank] for rank in program.rank_of_stage]
     return seconds
@@ -85,7 +85,7 @@ def seconds_of(program: Program, costs: Costs) -> dict[Kind, list[float]]:
 def channel_times(
     graph: Graph, forward: list[float], backward: list[float], latency: list[float]
 ) -> tuple[list[float], list[float]]:
-    """Occupation and latency of each channel, none within a rank. The arguments are what `Costs.edges` returns."""
+    """Occupation and latency of each channel in seconds; 0 within a rank. The arguments come from `Costs.edges`."""
     of = {Tensor.ACTIVATION: forward, Tensor.GRADIENT: backward}
     occupation = [of[channel.tensor][channel.edge] * channel.crosses for channel in graph.channels]
     return occupation, [latency[channel.edge] * channel.crosses for channel in graph.channels]
@@ -94,16 +94,16 @@ def channel_times(
 def longest_paths(
     graph: Graph, seconds: dict[Kind, list[float]], occupation: list[float], latency: list[float]
 ) -> tuple[list[float], list[float]]:
-    """When each node starts and ends, by its number. `occupation`, `latency`: of each channel."""
+    """The start and the end of each node, by its number, in seconds. `occupation`, `latency`: of each channel."""
     takes = [0.0]
     for kind, stages in graph.takes[1:]:
         of_stage = occupation if kind in SENDS else seconds[kind]
         takes.append(max([of_stage[stage] for stage in stages]))
-    free_at, occupation, latency = [0.0] * len(occupation), occupation[::-1], latency[::-1]  # ~c indexes from behind
+    free_at, occupation, latency = [0.0] * len(occupation), occupation[::-1], latency[::-1]  # ~c: from the end
     starts, ends = [0.0], [0.0]
     add_start, add_end = starts.append, ends.append
     nodes = zip(graph.befores, graph.sources, graph.takes_of, strict=True)
-    next(nodes)  # the one before all others
+    next(nodes)  # the start node
     for before, source, take in nodes:
         time = ends[before]
         made = ends[source]
@@ -122,7 +122,7 @@ def longest_paths(
 
 
 def refusal(execution: RowExecution) -> SimulationError:
-    """The error for a rank that does not reach the end of its row, or what has lost a member."""
+    """The error for a rank that does not reach the end of its row, or for a node that lacks a member."""
     rows = execution.executed.rows
     for rank, (position, wait) in enumerate(execution.waits):
         if wait is None:

@@ -1,8 +1,7 @@
-"""What the instructions of a program cost.
+"""The costs of the instructions of a program.
 
-Times are in seconds and sizes in bytes, so that the costs of a simulation are the numbers that a profile or an
-emulated stage has; nothing in the simulator knows the unit, though, and drawings of the paper's figures count in
-forwards.
+Times are in seconds and sizes in bytes, so that the numbers of a profile or an emulated stage can be used directly. The
+simulator does not depend on the unit, though; drawings of the paper's figures use the time of a forward as the unit.
 """
 
 import math
@@ -16,34 +15,35 @@ PerStage = float | Sequence[float]  # one number for all, or one for each stage 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Seconds, bytes and bytes per second; a number for all stages, or a sequence with one for each. Edges are those of
-        the program, ascending; of a chain, edge e lies between stages e and e+1.
+    """Costs in seconds, bytes and bytes per second; one number for all stages, or a sequence with one for each.
+
+    Edges are those of the program in ascending order; in a chain, edge e lies between stages e and e+1.
 
     Attributes:
-        forward, backward: of one microbatch through one stage. The paper's figures take a backward for twice a
-            forward.
-        backward_input, backward_weight: the halves of a split backward, I and W. By default the one is half of
-            `backward`, and the other the rest; both together may take longer than a whole one.
-        recompute: default as long as a forward.
-        step: the optimizer step of a stage; the STEP of a rank with several stages takes their sum.
-        predict: the provisional step of a stage; default as long as `step`.
-        hold: of keeping a stage's gradients as they are.
-        latency: per edge, from the end of the sending to the arrival; both directions.
+        forward, backward: time of one microbatch through one stage. In the paper's figures a backward takes twice as
+            long as a forward.
+        backward_input, backward_weight: times of the halves of a split backward, I and W. By default I takes half of
+            `backward` and W the rest; both together may take longer than a whole backward.
+        recompute: time of a recompute; default: `forward`.
+        step: time of the optimizer step of a stage; the STEP of a rank with several stages takes the sum.
+        predict: time of the provisional step of a stage; default: `step`.
+        hold: time to copy a stage's gradients for a prediction.
+        latency: per edge, time from the end of the sending to the arrival, in both directions.
         bandwidth: per edge and direction.
-        forward_bytes: of an activation, per edge.
-        backward_bytes: of its gradient, per edge; default as many.
-        overlap: transfers run beside computations. Otherwise a SEND also holds its rank for as long as the transfer
-            occupies its edge: the rank sends instead of computing.
-        evict, load: seconds for which moving the saved activations of a microbatch away from a stage, or back to it,
-            occupies its pair; `load` by default as long as `evict`.
-        reduce_grad: of the reduction of a stage's gradients, whole or partial; a rank with several stages reduces
-            their sum, unless its weights live on the host.
-        offload, reload: where inputs are stashed on the host, seconds for which copying that of a microbatch there, or
-            back to its stage, occupies its lane; `reload` by default as long as `offload`.
-        fetch, store, update: where weights live on the host, seconds for which copying a stage's weights to the device
-            and its gradients to the host occupy their lanes, and its update the host's optimizer.
-        reduce_embed, reduce_norm: of the reductions, once all members have reached them; that of partial embeddings
-            takes as long.
+        forward_bytes: per edge, bytes of an activation.
+        backward_bytes: per edge, bytes of the gradient of an activation; default: `forward_bytes`.
+        overlap: whether transfers run beside computations. If not, a SEND also occupies its rank for as long as the
+            transfer occupies its edge.
+        evict, load: time for which a move of the saved activations of a microbatch away from a stage, or back to it,
+            occupies its pair; default of `load`: `evict`.
+        reduce_grad: time of the reduction of a stage's gradients, whole or partial; the reduction of a rank with
+            several stages takes the sum, unless its weights live on the host.
+        offload, reload: with inputs on the host, time for which the copy of a microbatch's input to the host, or back
+            to its stage, occupies its lane; default of `reload`: `offload`.
+        fetch, store, update: with weights on the host, times for which the copy of a stage's weights to the device, the
+            copy of its gradients to the host, and its update by the host's optimizer occupy their lanes.
+        reduce_embed, reduce_norm: times of these reductions after all members have reached them; the reduction of
+            partial embeddings takes `reduce_embed`, too.
     """
 
     forward: PerStage = 1.0
@@ -71,11 +71,12 @@ class Costs:
     reload: PerStage | None = None
 
     def seconds(self, num_stages: int) -> dict[Kind, list[float]]:
-        """Duration of each computation, reduction and move at each stage; a move is named by the end that evicts.
+        """Kind -> seconds at each stage, for computations, updates, reductions, moves and words of the host.
+
+        A move has the kind of its evicting end.
 
         Raises:
-            ValueError: a sequence of another length, a negative or non-finite number, or a bandwidth that is not
-                positive.
+            ValueError: for a sequence of another length, and for a negative or non-finite number.
         """
         backward = spread("backward", self.backward, num_stages)
         of_input, of_weight = self._halves(backward)
@@ -108,7 +109,7 @@ class Costs:
         }
 
     def _halves(self, backward: list[float]) -> tuple[list[float], list[float]]:
-        """What I and W take. One that is not given is the rest of the backward, and neither a half of it each."""
+        """The times of I and W. A missing one is the rest of the backward; if both are missing, each is half of it."""
         given = {
             name: spread(name, value, len(backward))
             for name in ("backward_input", "backward_weight")
@@ -123,7 +124,10 @@ class Costs:
         return (part, rest) if name == "backward_input" else (rest, part)
 
     def edges(self, num_edges: int) -> tuple[list[float], list[float], list[float]]:
-        """Per edge: seconds that an activation occupies it, that a gradient does, and latency. Raises as `seconds`."""
+        """Per edge: seconds for which an activation and a gradient occupy it, and the latency.
+
+        Raises ValueError if `seconds` does, and for a bandwidth that is not positive.
+        """
         bandwidth = self.bandwidth if isinstance(self.bandwidth, Sequence) else [self.bandwidth] * num_edges
         if len(bandwidth) != num_edges or not all(value > 0 for value in bandwidth):
             raise ValueError(
@@ -138,7 +142,10 @@ class Costs:
 
 
 def spread(name: str, value: PerStage, count: int) -> list[float]:
-    """A number for each of `count` stages or edges. Raises ValueError, with the name, where they are no costs."""
+    """The cost `value` as a list of `count` numbers, for each stage or edge.
+
+    Raises ValueError, with the cost's name, for another number of values, and for negative or non-finite ones.
+    """
     values = [float(item) for item in value] if isinstance(value, Sequence) else [float(value)] * count
     if len(values) != count:
         raise ValueError(f"{name} has {len(values)} numbers; give one for all, or one for each of {count}")

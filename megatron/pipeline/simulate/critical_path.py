@@ -1,9 +1,11 @@
-"""What bounds a simulated run: the chain of instructions and transfers in which each starts when the one before ends.
+"""The critical path of a simulated run: a chain of instructions and transfers, each of which starts when the previous
+one ends.
 
-A run gets faster only if something on this chain does. It is followed back from the end of the last computation: of all
-that a node of the graph waits for (`megatron.pipeline.graph`), the last to come is on the chain. A start that none of
-it explains means that the timeline is no simulation on these costs, and is refused. Of several that come at the same
-moment the rank's own work is named, so that the chain changes ranks no more often than it has to.
+A run gets faster only if a part of this chain gets faster. The chain is followed back from the end of the last
+computation: of all nodes for which a node of the graph waits (`megatron.pipeline.graph`), the last to end is on the
+chain. If none of them ends at the node's start, the timeline was not simulated on the given costs, and is refused. If
+several nodes end at the same moment, the rank's own work is preferred, so that the chain changes ranks as rarely as
+possible.
 """
 
 from collections import defaultdict
@@ -25,22 +27,22 @@ def critical_path(timeline: Timeline, costs: Costs) -> tuple[Span, ...]:
     """The chain that bounds a simulated timeline, from its start to its end, without gaps.
 
     Args:
-        timeline: what `simulate` returned.
-        costs: what it was given.
+        timeline: a timeline returned by `simulate`.
+        costs: the costs of that simulation.
 
     Returns:
-        Spans that take time, in their order; each starts where the one before ends. A transfer stands at its sender:
-        from its start to its arrival, or until its channel or its sender is free, whichever was waited for.
+        The spans that take time, in order; each starts where the previous one ends. A transfer is a span of its sender.
+        It ends with the awaited event: the arrival, or the moment at which its channel or its sender is free.
 
     Raises:
-        ValueError: the timeline is no simulation on these costs.
+        ValueError: if the timeline was not simulated on these costs.
     """
     chain = list(_Chain(timeline, costs).follow())
     return tuple(span for span in reversed(chain) if span.end > span.start)
 
 
 def critical_path_text(path: Sequence[Span]) -> str:
-    """A path in words: a line for each stretch on one rank or between two, then what each kind of work takes of it."""
+    """The text of a path: the total time of each kind of work, then a line for each stretch on or between ranks."""
     lines, totals = [], defaultdict(float)
     length = path[-1].end - path[0].start if path else 0.0
     for (rank, _), spans in groupby(path, key=lambda span: (span.rank, span.instruction.kind in BUSY)):
@@ -56,11 +58,11 @@ def critical_path_text(path: Sequence[Span]) -> str:
 
 
 class _Chain:
-    """The nodes of a timeline's graph, with their times, and which of them was waited for.
+    """The nodes of a timeline's graph with their times, from which the critical chain is found.
 
     Attributes:
-        places: of each node, the ranks in whose rows it stands, and where.
-        starts, ends: of each node, by its number.
+        places: node -> rank -> position of the node in the rank's row.
+        starts, ends: times of each node, by its number.
     """
 
     def __init__(self, timeline: Timeline, costs: Costs) -> None:
@@ -79,7 +81,7 @@ class _Chain:
             self._time(node, take)
 
     def _time(self, node: int, take: int) -> None:
-        """Note when a node starts and ends: as the timeline says, or what stands in no row, as what it waits for."""
+        """Note the start and the end of a node: those of the timeline, or for a node without a row, from its waits."""
         places, timeline = self.places.get(node, {}), self.timeline
         if places:
             start = max(timeline.starts[rank][position] for rank, position in places.items())
@@ -95,7 +97,7 @@ class _Chain:
         self.ends.append(end)
 
     def follow(self) -> Iterator[Span]:
-        """The spans of the chain, from the last one back."""
+        """Yield the spans of the chain, from the last to the first."""
         rank, node = max(enumerate(self.graph.last), key=lambda each: self.ends[each[1]], default=(0, START))
         end, tolerance = self.ends[node], _TOLERANCE * self.timeline.end
         while node:
@@ -111,7 +113,7 @@ class _Chain:
             node, rank, end = before, its, came
 
     def _waits(self, node: int, rank: int) -> list[tuple[int, int, float]]:
-        """What a node waits for: a node, the rank for whose sake, and when that comes; a rank's own work first."""
+        """The waits of a node as (awaited node, rank of that node, time), a rank's own work first."""
         graph, ends, take = self.graph, self.ends, self.graph.takes_of[node]
         before, source = graph.befores[node], graph.sources[node]
         if take < 0:
@@ -127,11 +129,11 @@ class _Chain:
             requests = [(graph.moves[each].requested[nth][0], each) for each in pair]
             requests += [(graph.moves[rank].nodes[nth - 1], rank)] * (nth > 0)
             return [(each, its, ends[each]) for each, its in requests]
-        its = rank if kind not in REDUCTIONS else NOBODY  # that of several members is the first one's
+        its = rank if kind not in REDUCTIONS else NOBODY  # a reduction is a span of its first member
         return [(before, its, ends[before]), (source, its, ends[source])]
 
     def _rank(self, node: int, rank: int) -> int:
-        """Whose work a node is, if `rank` has waited for it."""
+        """The rank whose span a node is, if `rank` has waited for the node."""
         if self.graph.takes_of[node] < 0 or node in self.graph.holds:
             return self.graph.channels[self._sent_over(node)].sender
         places = self.places.get(node)
@@ -143,7 +145,7 @@ class _Chain:
         return self.graph.takes[take][1][0] if take >= 0 else ~take
 
     def _instruction(self, node: int, rank: int) -> Instruction | None:
-        """The word that a node stands for, a transfer at its sender; None: it only waits for several others."""
+        """The instruction of a node, for a transfer that of its sender; None for a node that only joins waits."""
         graph, take = self.graph, self.graph.takes_of[node]
         if take < 0 or node in graph.holds:
             channel = graph.channels[self._sent_over(node)]

@@ -1,24 +1,24 @@
-"""How much memory each rank of a timeline holds at every moment, and what for.
+"""The memory that each rank of a timeline holds at every moment, and its parts.
 
-The checker proves peaks in microbatches and versions, for any timing. This multiplies them with bytes and lays them on
-a timeline, simulated or measured, so that one sees when memory is short and what fills it:
+The checker proves peaks in microbatches and versions, for any timing. This module multiplies such counts by bytes and
+follows them along a simulated or measured timeline, which shows when memory is short and which part fills it:
 
-- activations: of each microbatch from the start of its forward, or of its LOAD, ACCEPT or RELOAD, to the end of its
-  backward (of its weight half, where it is split), or of its EVICT, RETURN or OFFLOAD;
-- deferred: where it is said how much the weight half of a split backward needs, that is held in place of the
-  activations from the end of the input half on;
-- weights: a buffer for each version that the weight policy keeps. A STEP, or under a policy that predicts a PREDICT,
-  writes its version into one that is free, or takes another; buffers are kept, as in the runtime. The true weights
-  beside predicted ones are the optimizer's masters; where it has none, one more version belongs to its state;
-- gradients: a buffer for each batch from its first backward to the end of its STEP; they are kept, too. One more from
-  the start of a HOLD to the end of its PREDICT, which is freed; so is what is kept of tied embeddings alone, from when
-  their REDUCE_PARTIAL_EMBED is posted;
-- transfers: what is received, from when the receive is posted to the start of the computation that takes it, and what
-  is sent, until it has arrived;
-- optimizer: what stays from the beginning.
+- activations: of each microbatch from the start of its forward (or of its LOAD, ACCEPT or RELOAD) to the end of its
+  backward, or of its weight half if it is split (or of its EVICT, RETURN or OFFLOAD);
+- deferred: if the size that the weight half of a split backward needs is given, this size replaces the activations from
+  the end of the input half on;
+- weights: a buffer for each version that the weight policy keeps. A STEP, or a PREDICT under a policy that predicts,
+  writes its version into a free buffer, or takes another buffer. Buffers are kept, as in the runtime. The true weights
+  beside predicted ones are the optimizer's masters; without masters, one more version belongs to the optimizer's state;
+- gradients: a buffer for each batch from its first backward to the end of its STEP; these buffers are kept, too. One
+  more buffer exists from the start of a HOLD to the end of its PREDICT, and a copy of the gradients of tied embeddings
+  from the posting of their REDUCE_PARTIAL_EMBED to the end of the PREDICT;
+- transfers: received tensors from the posting of the receive to the start of the computation that uses them, and sent
+  tensors until their arrival;
+- optimizer: the state, which exists from the beginning.
 
-Where weights live on the host, all of this is the device's: weights of each stage from the start of a FETCH to its
-FREE, gradients of each from its first backward of a batch to the end of its STORE_GRAD, and no optimizer.
+With weights on the host, only the device's memory counts: weights of each stage from the start of a FETCH to its FREE,
+gradients of each stage from its first backward of a batch to the end of its STORE_GRAD, and no optimizer state.
 """
 
 import math
@@ -42,21 +42,21 @@ from megatron.pipeline.simulate.costs import PerStage, spread
 from megatron.pipeline.simulate.timeline import Timeline
 
 PARTS = ("optimizer", "weights", "gradients", "activations", "deferred", "transfers")
-_Event = tuple[float, float]  # when, how many bytes more
+_Event = tuple[float, float]  # time, change in bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemorySizes:
-    """Bytes; a number for all stages (or edges), or a sequence with one for each.
+    """Sizes in bytes; one number for all stages (or edges), or a sequence with one for each.
 
     Attributes:
-        activations: that a stage saves of one microbatch.
-        deferred: that it holds of one between the halves of a split backward; None: its activations.
-        weights: of one version of a stage's weights.
-        gradients: of one buffer of a stage's gradients.
-        tied_gradients: of the part of it that is the tied embeddings', at the first and the last stage.
-        optimizer: of a stage's optimizer state.
-        transfers: of an activation or its gradient, per edge (as in `Costs`).
+        activations: the saved activations of one microbatch at a stage.
+        deferred: what a stage holds of one microbatch between the halves of a split backward; None: its activations.
+        weights: one version of a stage's weights.
+        gradients: one buffer of a stage's gradients.
+        tied_gradients: the part of this buffer for tied embeddings, at the first and the last stage.
+        optimizer: a stage's optimizer state.
+        transfers: an activation or its gradient, per edge (as in `Costs`).
     """
 
     activations: PerStage = 0.0
@@ -70,8 +70,10 @@ class MemorySizes:
 
 @dataclass(frozen=True)
 class MemoryCurve:
-    """Bytes that a rank holds: `parts[name][i]` from `times[i]` on, for each name in `PARTS`; `deferred` only where it
-    has a size. Times ascend."""
+    """The bytes that a rank holds over time: `parts[name][i]` from `times[i]` on, for each name in `PARTS`.
+
+    Times ascend. `deferred` is present only if its size is given.
+    """
 
     times: tuple[float, ...]
     parts: dict[str, tuple[float, ...]]
@@ -82,33 +84,33 @@ class MemoryCurve:
 
     @property
     def peak(self) -> float:
-        """The most bytes that are held at once."""
+        """The largest number of bytes that are held at once."""
         return max(self.total)
 
     @property
     def at_peak(self) -> tuple[float, dict[str, float]]:
-        """When that is for the first time, and of what it is made."""
+        """The first time of the peak, and the bytes of each part at that time."""
         total = self.total
         index = total.index(max(total))
         return self.times[index], {name: values[index] for name, values in self.parts.items()}
 
 
 def memory_curves(timeline: Timeline, sizes: MemorySizes, weights: WeightPolicy) -> tuple[MemoryCurve, ...]:
-    """The curve of each rank, from the start of the timeline on. `weights`: the policy of the program that ran.
+    """The memory curve of each rank, from the start of the timeline. `weights`: the policy of the executed program.
 
     Raises:
-        ValueError: sizes of another length, negative or not finite.
+        ValueError: for sizes of another length, and for negative or non-finite sizes.
     """
     num_stages = timeline.num_stages
     counts = dict.fromkeys((*PARTS, "tied_gradients"), num_stages) | {"transfers": len(timeline.graph.edges)}
     given = {name: value for name in counts if (value := getattr(sizes, name)) is not None}
     by_stage = {name: spread(name, value, counts[name]) for name, value in given.items()}
-    start = timeline.start  # it looks at all spans
+    start = timeline.start  # computed once, since it reads all spans
     return tuple(_RankEvents(timeline, start, rank, by_stage, weights).curve() for rank in range(timeline.num_ranks))
 
 
 class _RankEvents:
-    """One rank's events: what takes memory and what frees it."""
+    """The events of one rank that take and free memory."""
 
     def __init__(
         self, timeline: Timeline, start: float, rank: int, sizes: dict[str, list[float]], weights: WeightPolicy
@@ -136,7 +138,7 @@ class _RankEvents:
         for name in PARTS:
             if name == "deferred" and name not in self.sizes:
                 continue
-            changes = dict.fromkeys(times, 0.0)  # at one time, what is freed makes room for what is taken
+            changes = dict.fromkeys(times, 0.0)  # at the same time, freed memory makes room for new memory
             for time, change in events[name]:
                 changes[time] += change
             parts[name] = tuple(accumulate(changes.values()))
@@ -146,7 +148,7 @@ class _RankEvents:
         return sum(self.sizes[name][stage] for stage in self.stages)
 
     def _kept(self, name: str, needed: Iterator[tuple[float, int]]) -> list[_Event]:
-        """Buffers that are taken when more are needed than there are, and then kept."""
+        """The events of buffers that are added when more are needed, and then kept. `needed`: (time, number)."""
         events, count = [], 0
         for time, number in needed:
             if number > count:
@@ -155,13 +157,13 @@ class _RankEvents:
         return events
 
     def _one_version(self) -> list[_Event]:
-        """Each stage has one, and a further set for good where a forward is ahead of its version."""
+        """The weights of stages with one version each; a stage with a forward ahead of its version has an extra set."""
         ahead = {each.stage for each, _, _ in self.spans if each.ahead}
         sizes = self.sizes["weights"]
         return [(self.start, sum(sizes[stage] * (1 + (stage in ahead)) for stage in self.stages))]
 
     def _versions(self) -> Iterator[tuple[float, int]]:
-        """When versions are made, how many buffers that takes."""
+        """Yield (time, number of buffers needed) at the start and whenever a version is made."""
         entered = self.rule.entry_versions(self.timeline.first_batch)
         yield self.start, len(entered)
         last_use = dict.fromkeys(entered, -math.inf)
@@ -181,7 +183,7 @@ class _RankEvents:
                     yield time, min(1 + len(older), most)
 
     def _open_batches(self) -> Iterator[tuple[float, int]]:
-        """When batches get their first gradients, how many there are whose STEP is still to come."""
+        """Yield (time, number of batches that await their STEP) whenever a batch gets its first gradients."""
         borders, first = self.timeline.batch_borders(), self.timeline.first_batch
         begins: dict[int, float] = {}
         ends = {each.version - 1: end for each, _, end in self.spans if each.kind is Kind.STEP}
@@ -195,7 +197,7 @@ class _RankEvents:
             yield start, begun - bisect_right(over, start)
 
     def _held_gradients(self) -> Iterator[_Event]:
-        """Each from when it is kept to the end of the PREDICT that reads it."""
+        """Yield the events of gradient copies, which exist until the end of the PREDICT that reads them."""
         held, now = 0.0, self.start
         for each, start, end in self.spans:
             kept = None
@@ -205,7 +207,7 @@ class _RankEvents:
             elif each.kind is Kind.HOLD:
                 kept = start, self._of_rank("gradients")
             elif each.kind is Kind.REDUCE_PARTIAL_EMBED:
-                kept = now, self._of_rank("tied_gradients")  # when it is posted
+                kept = now, self._of_rank("tied_gradients")  # the time at which it is posted
             if kept is not None:
                 yield kept
                 held += kept[1]
@@ -213,13 +215,13 @@ class _RankEvents:
                 now = end
 
     def _resident(self) -> list[_Event]:
-        """The weights that come to the device and go."""
+        """The events of weights that come to the device and leave it."""
         sizes = self.sizes["weights"]
         come = [(start, sizes[each.stage]) for each, start, _ in self.spans if each.kind is Kind.FETCH]
         return come + [(end, -sizes[each.stage]) for each, _, end in self.spans if each.kind is Kind.FREE]
 
     def _passing(self) -> list[_Event]:
-        """The gradients that leave for the host, each in a buffer of its own."""
+        """The events of the gradients of stages, whose buffers are free again when they are on the host."""
         sizes, events = self.sizes["gradients"], []
         begun: set[int] = set()
         for each, start, end in self.spans:
@@ -232,7 +234,7 @@ class _RankEvents:
         return events
 
     def _activations(self) -> Iterator[_Event]:
-        """Where a backward is split, and it is said what is deferred, its first half frees them."""
+        """Yield the events of activations; if the deferred size is given, I frees the activations, and not W."""
         sizes, defers = self.sizes["activations"], "deferred" in self.sizes
         for each, start, end in self.spans:
             word = WORDS[each.kind]

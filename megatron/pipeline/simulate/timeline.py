@@ -1,21 +1,20 @@
-"""When each instruction of a program ran, or would run.
+"""The times at which the instructions of a program ran, or would run.
 
-A plan and a measurement of it should be compared span by span, counted by the same functions and drawn by the same
-code. So the simulator and the runtime's tracer both yield a `Timeline`: the rows of instructions that were executed,
-with a start and an end in seconds for each of them. A span covers the *work* of its instruction and not the wait
-before it:
+A plan and its measurement should be compared span by span, counted by the same functions and drawn by the same code. So
+the simulator and the runtime's tracer both yield a `Timeline`: the rows of executed instructions, with a start and an
+end in seconds for each instruction. A span covers the *work* of its instruction and not the wait before it:
 
-- a computation or STEP: from the moment that what it needs is there until it is done;
+- a computation or STEP: from the moment at which its inputs are available until it is done;
 - a transfer (SEND, RECV): from the start of the transfer until it is complete, in the sender's and in the receiver's
   row;
-- a move of saved activations (EVICT, ACCEPT, RETURN, LOAD): from when the rank's queue of moves posts it until it is
-  complete; where the other end comes later, that is longer than the transfer takes;
+- a move of saved activations (EVICT, ACCEPT, RETURN, LOAD): from its posting by the rank's queue of moves until it is
+  complete; if the other end is posted later, the span is longer than the transfer;
 - a reduction: from its start until it is complete;
-- a word to or from the host (FETCH, STORE_GRAD, UPDATE, OFFLOAD, RELOAD): from when its lane begins it until it is
+- a word to or from the host (FETCH, STORE_GRAD, UPDATE, OFFLOAD, RELOAD): from its start on its lane until it is
   complete.
 
-What a rank spends neither computing nor stepping is idle. A timeline keeps flat lists per rank, aligned with the
-rows, because a long run has millions of spans; `spans` makes objects of them for those who want to look at a few.
+A rank is idle while it neither computes nor steps. A timeline keeps flat lists per rank, aligned with the rows, since a
+long run has millions of spans; `spans` yields objects, for reading a few of them.
 """
 
 import json
@@ -60,17 +59,17 @@ class Timeline:
     """The spans of one run of a pipeline.
 
     Attributes:
-        rows: the instructions of each pipeline rank in the order in which the rank came to them.
+        rows: the instructions of each pipeline rank in the order in which the rank reached them.
         starts, ends: seconds, aligned with `rows`.
         rank_of_stage: the rank of each stage.
         batches: number of microbatches of each batch that the run spans.
         first_batch, first_microbatch: index, over the whole training run, of the first batch and its first
             microbatch.
-        name: what a legend calls it.
-        edges: which stages hand tensors to which; none: a chain.
+        name: the timeline's name in a legend.
+        edges: the edges between stages; empty for a chain.
 
     Raises:
-        ValueError: lists of different lengths, or a span that ends before it starts.
+        ValueError: for lists of different lengths, and for a span that ends before it starts.
     """
 
     rows: tuple[Sequence[Instruction], ...]
@@ -105,10 +104,10 @@ class Timeline:
 
     @cached_property
     def pairs(self) -> Pairs:
-        """Which stages exchange saved activations."""
+        """The pairs of stages that exchange saved activations."""
         return Pairs(self.rank_of_stage, self.graph.num_frozen)
 
-    # --- what it spans
+    # --- size
 
     @property
     def num_ranks(self) -> int:
@@ -136,7 +135,7 @@ class Timeline:
         """First microbatch of each batch, and one past the last."""
         return [self.first_microbatch + count for count in accumulate(self.batches, initial=0)]
 
-    # --- how long
+    # --- times
 
     @property
     def start(self) -> float:
@@ -165,7 +164,7 @@ class Timeline:
         return math.fsum(span.end - span.start for span in self.computations(rank))
 
     def busy_lanes(self, rank: int) -> dict[Lane, float]:
-        """Seconds that each of the rank's lanes to and from the host works; empty where it has none."""
+        """Seconds for which each of the rank's lanes to and from the host works; empty if it has no such lane."""
         spent: dict[Lane, list[float]] = {}
         for instruction, start, end in zip(self.rows[rank], self.starts[rank], self.ends[rank], strict=True):
             if instruction.kind in HOST_WORDS:
@@ -196,10 +195,10 @@ class Timeline:
         return starts
 
     def steady_starts(self) -> list[float]:
-        """Starts of the batches in the second half of the run, from which the time of a steady batch is taken.
+        """The starts of the batches in the second half of the run, from which the time of a steady batch is computed.
 
-        The first half lets the pipeline fill and settle; starts are not disturbed by the drain at the end. Where
-        batches are smaller than the pipeline is deep, those that stage 0 starts before its first backward fill it, too.
+        In the first half the pipeline fills and settles; the drain at the end does not affect starts. Batches that
+        stage 0 starts before its first backward still fill the pipeline, so they are left out as well.
         """
         starts = self.batch_starts()
         backwards = (span.end for span in self.computations(self.rank_of_stage[0]) if span.instruction.stage == 0
@@ -212,7 +211,7 @@ class Timeline:
         """Seconds from the start of a batch to the start of the next on stage 0, averaged over `steady_starts`.
 
         Raises:
-            ValueError: too few batches, in which nothing is steady.
+            ValueError: for too few batches to have a steady state.
         """
         starts = self.steady_starts()
         if len(starts) < 2:
@@ -225,19 +224,22 @@ class Timeline:
     # --- memory
 
     def saved_microbatches(self, stage: int) -> list[tuple[float, int]]:
-        """Microbatches whose activations a stage holds, as (seconds, count from then on).
+        """The number of microbatches whose activations a stage holds, as (seconds, number from then on).
 
-        One counts from the start of its forward, or of its LOAD or ACCEPT, to the end of its backward (of its weight
-        half, where it is split), or of its EVICT or RETURN. A frozen stage holds none.
+        A microbatch counts from the start of its forward (or of its LOAD or ACCEPT) to the end of its backward, or of
+        its weight half if it is split (or of its EVICT or RETURN). A frozen stage holds none.
         """
         return self._saved(self.rank_of_stage[stage], {stage})
 
     def saved_on_rank(self, rank: int, stages: Iterable[int] | None = None) -> list[tuple[float, int]]:
-        """The same over all stages of a rank, or these of them; a microbatch counts once at each."""
+        """`saved_microbatches` summed over the given stages of a rank (default: all); (seconds, number from then on).
+
+        A microbatch counts once at each stage.
+        """
         return self._saved(rank, set(self.stages_of(rank) if stages is None else stages))
 
     def peak_deferred_microbatches(self, stage: int) -> int:
-        """The most that are between the halves of a split backward, from the end of I to the end of W."""
+        """The largest number of a stage's microbatches between the end of I and the end of W."""
         row = self.rows[self.rank_of_stage[stage]]
         return max(accumulate((WORDS[each.kind].deferred for each in row if each.stage == stage), initial=0))
 
@@ -259,10 +261,10 @@ class Timeline:
                 events.append((start if change > 0 else end, change))
             moves |= instruction.kind in MOVES or instruction.kind in STASH_WORDS
         if moves:
-            events.sort()  # moves run beside the row; at one time, what is freed comes first
+            events.sort()  # moves run beside the row; at the same time, freed microbatches come first
         return list(zip((time for time, _ in events), accumulate(change for _, change in events), strict=True))
 
-    # --- parts of it
+    # --- parts and conversions
 
     def shifted(self, seconds: float) -> "Timeline":
         """The same timeline, later by `seconds`."""
@@ -271,17 +273,19 @@ class Timeline:
         return replace(self, starts=starts, ends=ends)
 
     def scaled(self, factor: float) -> "Timeline":
-        """The same timeline in another unit of time, `factor` of which make one of this."""
+        """The same timeline in a smaller or larger unit of time: all times are multiplied by `factor`."""
         starts = tuple([start * factor for start in row] for row in self.starts)
         ends = tuple([end * factor for end in row] for row in self.ends)
         return replace(self, starts=starts, ends=ends)
 
     def of_batches(self, first: int, count: int) -> "Timeline":
-        """What belongs to `count` batches from batch `first` on: their microbatches, the weights that are fetched for
-        them, and the reductions, STEPs and UPDATEs that apply their gradients.
+        """The part of the timeline that belongs to `count` batches from batch `first` on.
+
+        It has the microbatches of these batches, the fetches of weights for them, and the reductions, STEPs and UPDATEs
+        that apply their gradients.
 
         Raises:
-            ValueError: the timeline does not span these batches.
+            ValueError: if the timeline does not contain these batches.
         """
         last, end = first + count, self.first_batch + len(self.batches)
         if not self.first_batch <= first < last <= end:
@@ -321,7 +325,7 @@ class Timeline:
     def from_spans(
         cls, spans: Iterable[Span], *, rank_of_stage: Sequence[int], batches: Sequence[int], **fields: object
     ) -> "Timeline":
-        """A timeline of spans in any order between ranks; those of a rank come in its program order."""
+        """Make a timeline of spans. The spans of one rank must be in program order; ranks may be interleaved."""
         num_ranks = max(rank_of_stage) + 1
         rows, starts, ends = ([[] for _ in range(num_ranks)] for _ in range(3))
         for span in spans:
@@ -331,7 +335,7 @@ class Timeline:
         return cls(tuple(rows), tuple(starts), tuple(ends), tuple(rank_of_stage), tuple(batches), **fields)
 
     def to_dict(self) -> dict:
-        """Plain data for JSON; per rank a list of [instruction's text, start, end], seconds."""
+        """The timeline as plain data for JSON; per rank a list of [text of the instruction, start, end] in seconds."""
         return {
             "format": FORMAT,
             "name": self.name,
@@ -348,7 +352,7 @@ class Timeline:
 
     @classmethod
     def from_dict(cls, data: dict) -> "Timeline":
-        """Raises ValueError where `data` is no timeline in this format."""
+        """The timeline that `to_dict` has converted to `data`. Raises ValueError for data in another format."""
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             found = data.get("format") if isinstance(data, dict) else type(data).__name__
             raise ValueError(f"a timeline has format {FORMAT!r}, this is {found!r}; write it with Timeline.save")
@@ -373,7 +377,7 @@ class Timeline:
 
     @classmethod
     def load(cls, path: str | Path) -> "Timeline":
-        """Raises ValueError, with the path, where the file is no timeline."""
+        """Read a timeline that `save` has written. Raises ValueError, with the path, for any other file."""
         try:
             return cls.from_dict(json.loads(Path(path).read_text()))
         except ValueError as error:
@@ -381,7 +385,7 @@ class Timeline:
 
 
 def _require_owners(rows: Sequence[Sequence[Instruction]], rank_of_stage: Sequence[int]) -> None:
-    """Raise ValueError unless each rank has a stage, and nothing in its row but of its stages."""
+    """Check that each rank has a stage, and only instructions of its stages in its row. Raises ValueError if not."""
     if sorted(set(rank_of_stage)) != list(range(len(rows))) or not rows:
         raise ValueError(f"its stages are on ranks {list(rank_of_stage)}, and it has rows of {len(rows)} ranks")
     stages = stages_by_rank(rank_of_stage)

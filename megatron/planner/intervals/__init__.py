@@ -1,9 +1,8 @@
-"""How far measured times were from predicted ones, by the kind of run, and so how far they may be from a prediction.
+"""The errors of predicted times by kind of run, and the interval of a new prediction.
 
-kind        what decides how far off a prediction is
-residuals   measured over predicted times of published runs, as a file that `validate` writes
-interval    from these, the interval of a prediction, or why there is none
-coverage    how many of the runs lie in the interval that the others give
+residuals   the kinds of runs, and measured over predicted times of published runs, as files that `validate` writes
+interval    the interval of a prediction from residuals, or the reason why there is none; and the number of runs that
+            lie in the interval of the other runs
 """
 
 from megatron.planner.intervals.interval import LEVEL, Interval, NotValidated, interval_of

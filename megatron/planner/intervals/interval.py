@@ -48,12 +48,12 @@ FEWEST_SOURCES = math.ceil(1 / (1 - LEVEL) - 1e-9) - 1
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """Measured over predicted times between which `LEVEL` of the runs are.
+    """The ratios of measured to predicted time that enclose `LEVEL` of the runs.
 
     Attributes:
-        low, high: these ratios, of which the one is not above 1 and the other not below.
-        num_runs: that it is from.
-        group: what these are, in words.
+        low, high: the ratios, at most 1 and at least 1.
+        num_runs: the number of runs that the interval is from.
+        group: these runs in words.
     """
 
     low: float
@@ -102,15 +102,16 @@ def interval_of(kind: Kind, runs: Sequence[Residual]) -> Interval | NotValidated
 
 
 def quantiles(ratios: Sequence[float]) -> tuple[float, float]:
-    """Between which another one lies with a probability of `LEVEL` at least. Of `FEWEST` or more."""
+    """The two ratios between which another ratio lies with a probability of at least `LEVEL`; of `FEWEST` ratios or
+    more."""
     place = math.floor(_TAIL * (len(ratios) + 1) + 1e-9)
     ordered = sorted(ratios)
     return ordered[place - 1], ordered[-place]
 
 
 def error_of_sources(runs: Sequence[Residual]) -> float:
-    """The size of log(measured / predicted) that a run of another source exceeds with a probability of 1 - `LEVEL` at
-    most. Of runs of `FEWEST_SOURCES` sources or more."""
+    """The size of log(measured / predicted) that a run of another source exceeds with a probability of at most
+    1 - `LEVEL`; of runs of `FEWEST_SOURCES` sources or more."""
     counts = Counter(source_of(run.source) for run in runs)
     part = 0.0
     for error, source in sorted((abs(math.log(run.ratio)), source_of(run.source)) for run in runs):
@@ -150,7 +151,7 @@ def _without_beside(kind: Kind) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Coverage:
-    """Of `num_runs` whose kind the others had an interval for, `num_inside` were in it; `num_without` had none."""
+    """`num_runs` runs had an interval from other runs, `num_inside` of them lay in it; `num_without` runs had none."""
 
     num_runs: int
     num_inside: int
@@ -162,12 +163,12 @@ class Coverage:
 
 
 def without_run(runs: Sequence[Residual]) -> Coverage:
-    """Each run against the interval of all others."""
+    """The coverage of each run by the interval of all other runs."""
     return _coverage(runs, lambda run, other: run.id != other.id)
 
 
 def without_source(runs: Sequence[Residual]) -> Coverage:
-    """Each run against the interval of other sources' runs, which share no cluster with it."""
+    """The coverage of each run by the interval of runs of other sources, which share no cluster with it."""
     return _coverage(runs, lambda run, other: source_of(run.source) != source_of(other.source))
 
 
@@ -179,7 +180,7 @@ def _coverage(runs: Sequence[Residual], counts: Callable[[Residual, Residual], b
 
 
 class Intervals:
-    """Tells the interval of an estimate, from these runs; without runs, for what `reason` none has one."""
+    """Finds the interval of an estimate from these runs; without runs, no estimate has one, for this `reason`."""
 
     def __init__(self, runs: Sequence[Residual] = (), *, reason: str = "") -> None:
         self._runs, self._reason = runs, reason
@@ -189,9 +190,9 @@ class Intervals:
     def of_calibration(
         cls, name: str, constants: Mapping[str, float], residuals: str | Path | None = None
     ) -> "Intervals":
-        """For what these constants predict. `residuals`: their file; None: those that come along, if there are any.
+        """The intervals of times that these constants predict. `residuals`: their file; None: the file of the package.
 
-        Raises ValueError where the file is none, or is of other constants.
+        Raises ValueError if the file has no residuals, or those of other constants.
         """
         known = load_residuals(name) if residuals is None else read_residuals(residuals)
         if known is not None and known.constants == constants:
@@ -206,7 +207,7 @@ class Intervals:
 
     @classmethod
     def of_profile(cls) -> "Intervals":
-        """For what a machine's own profile predicts."""
+        """The intervals of times that the profile of a machine predicts: none."""
         return cls(
             reason="no published run has a profile (docs/profiling.md says how near this project's own runs came)"
         )
@@ -225,7 +226,7 @@ class Intervals:
 
 
 def interval_record(accuracy: Interval | NotValidated, seconds: float) -> dict:
-    """For programs: the interval of a predicted time, and what it is from; or why there is none."""
+    """The JSON record of the interval of a predicted time and its runs, or of the reason why there is none."""
     if isinstance(accuracy, NotValidated):
         return {"interval": None, "not_validated": accuracy.reason}
     low, high = accuracy.seconds(seconds)
@@ -237,12 +238,13 @@ def interval_record(accuracy: Interval | NotValidated, seconds: float) -> dict:
 
 
 def interval_text(accuracy: Interval | NotValidated, seconds: float) -> str:
-    """For a cell of a table: "39.9-48.9", or that it is not validated."""
+    """The interval of a predicted time for a cell of a table: "39.9-48.9", or "not validated"."""
     if isinstance(accuracy, NotValidated):
         return "not validated"
     low, high = accuracy.seconds(seconds)
-    return f"{_number(low)}-{_number(high)}"
+    return f"{short_number(low)}-{short_number(high)}"
 
 
-def _number(value: float) -> str:
+def short_number(value: float) -> str:
+    """A value as text: three digits below 100, whole above."""
     return f"{value:.3g}" if value < 100 else f"{value:.0f}"

@@ -65,7 +65,7 @@ _WORDS = {"context": "context parallelism", "expert": "expert parallelism", "fp8
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """See the module.
+    """The kind of a run, which decides the interval of its time.
 
     Attributes:
         device: a family of GPUs, of any memory: "A100".
@@ -113,7 +113,7 @@ def kind_of(
 
 
 def _family(cluster: Cluster) -> str:
-    """The GPU without its memory; one with rates of its own is no longer that of the data sheet."""
+    """The name of a GPU without its memory; the name says if its rates are not those of the data sheet."""
     name = re.sub(r"-\d+(?=-|$)", "", cluster.gpu)
     sheet, has = DEVICES.get(cluster.gpu), cluster.device
     if sheet is None:
@@ -133,7 +133,7 @@ def _strategy(configuration: Configuration) -> str:
 
 
 def _extras(settings: Configuration | Software | Architecture) -> list[str]:
-    """Names of fields that are not as by default, with their values where these are words, or the values' own names."""
+    """The names of fields without their default, with values that are words, or the names of the values."""
     base = next(each for each in _USUAL if isinstance(settings, each))
     found = []
     for field in fields(base):
@@ -150,7 +150,7 @@ _FOLDER = Path(__file__).parent / "residuals"
 
 @dataclass(frozen=True, kw_only=True)
 class Residual:
-    """One run. `ratio`: measured over predicted seconds of an iteration. `source`: the table or paper it is from."""
+    """A published run. `ratio`: measured over predicted seconds of an iteration. `source`: its table or paper."""
 
     id: str
     source: str
@@ -160,14 +160,14 @@ class Residual:
 
 @dataclass(frozen=True, kw_only=True)
 class Residuals:
-    """See the module.
+    """The residuals of one calibration.
 
     Attributes:
-        calibration: whose constants predicted them.
-        constants: these constants, so that others are told apart.
+        calibration: the name of the calibration.
+        constants: the constants that predicted the runs, so that other constants are noticed.
         entries: the name of the file of measurements.
-        command: that wrote this.
-        date: when, YYYY-MM-DD.
+        command: the command that wrote the residuals.
+        date: the day of writing, YYYY-MM-DD.
     """
 
     calibration: str
@@ -178,7 +178,7 @@ class Residuals:
     runs: tuple[Residual, ...]
 
     def save(self, path: str | Path) -> None:
-        """A run a line, its kind without what is as usual."""
+        """Write the residuals, a run a line, without the fields of a kind that have their default."""
         head = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "runs"}
         lines = ",\n  ".join(json.dumps(_plain(each)) for each in self.runs)
         text = json.dumps({**head, "constants": dict(self.constants)}, indent=1).removesuffix("\n}")
@@ -198,19 +198,19 @@ def _plain(run: Residual) -> dict:
 
 @cache
 def load_residuals(calibration: str) -> Residuals | None:
-    """Those of a calibration by its name; None: it was never validated. Raises ValueError for a file that is none."""
+    """The residuals of a calibration by its name; None: it was never validated. Raises ValueError for a wrong file."""
     path = _FOLDER / f"{calibration}.json"
     return read_residuals(path) if path.is_file() else None
 
 
 @cache
 def load_others(calibration: str) -> tuple[Residuals, ...]:
-    """Those of a calibration that other files of runs gave. Raises ValueError as `load_residuals`."""
+    """The residuals of a calibration from other files of runs. Raises ValueError as `load_residuals`."""
     return tuple(read_residuals(path) for path in sorted(_FOLDER.glob(f"{calibration}.*.json")))
 
 
 def read_residuals(path: str | Path) -> Residuals:
-    """Raises ValueError naming the file and what is wrong."""
+    """The residuals in a file. Raises ValueError naming the file and the fault."""
     try:
         return TypeAdapter(Residuals).validate_python(read_document(path))
     except ValidationError as error:

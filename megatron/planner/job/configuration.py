@@ -1,8 +1,14 @@
-"""A configuration: one way to train a model on a number of GPUs. A search chooses one, an estimate prices one."""
+"""A configuration: one way to train a model on a number of GPUs. A search chooses one, an estimate prices one.
 
-from dataclasses import dataclass, replace
+Each field says once how it is written elsewhere (`Setting`): as a flag of the training programs, as a variable of a
+script, in the name of a run, in a sentence. Whatever lists settings asks these records, so that a new setting is a
+field here, with its rules, beside what prices it.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import Any
+from typing import Annotated, Any, get_type_hints
 
 from megatron.pipeline.placement.mapping import NAMES, Degrees
 from megatron.pipeline.program.lane_order import DEFERRED, DEVICE, Residency
@@ -14,7 +20,61 @@ from megatron.planner.memory.architecture import ExpertDegrees
 from megatron.planner.memory.hosted import Hosting
 
 PROVISIONAL_MODES = ("off", "stage", "uniform")
-_SIZES = ("tensor", "pipeline", "data", "virtual", "micro_batch_size", "global_batch_size", "context", "expert")
+
+Flags = dict[str, int | str]
+"""Value by flag; True for a switch."""
+
+_RECOMPUTE: dict[RecomputeScope, Flags] = {
+    RecomputeScope.NONE: {},
+    RecomputeScope.ATTENTION: {"--recompute-granularity": "selective"},
+    RecomputeScope.LAYER: {
+        "--recompute-granularity": "full", "--recompute-method": "uniform", "--recompute-num-layers": 1,
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """How a field of a configuration is written elsewhere.
+
+    Attributes:
+        short: the letters of a size, which is at least 1.
+        flag: the flag of the training programs, a switch for yes or no; or the flags that follow from a configuration.
+        variable: the variable of examples/cluster/job.sh. What has none stands among the flags of a script.
+        word: what stands before the value in the name of a run.
+        always: the flag and the name of a run have the default, too.
+        remark: a clause on a configuration where the field is true.
+    """
+
+    short: str = ""
+    flag: "str | Callable[[Configuration], Flags] | None" = None
+    variable: str | None = None
+    word: str = ""
+    always: bool = False
+    remark: str = ""
+
+
+def _stage_flags(configuration: "Configuration") -> Flags:
+    """The flags of stages: a layout says how many there are, too."""
+    if configuration.layers is not None and configuration.num_stages > 1:
+        stages = "|".join("t" * count for count in configuration.layers)
+        return {"--pipeline-model-parallel-layout": f"E{stages}L"}
+    return {"--num-virtual-stages-per-pipeline-rank": configuration.virtual} if configuration.virtual > 1 else {}
+
+
+def _balance_flags(configuration: "Configuration") -> Flags:
+    moves_more = configuration.balance and not PRESETS[configuration.schedule].balance
+    return {"--balance-activations": True} if moves_more else {}
+
+
+def _host_flags(configuration: "Configuration") -> Flags:
+    if not configuration.is_hosted:
+        return {}
+    return {"--l2l-update": configuration.host_update, "--l2l-resident-stages": configuration.resident_stages}
+
+
+def _fetch_flags(configuration: "Configuration") -> Flags:
+    return {"--l2l-fetch": "shares"} if configuration.gathers_fetch else {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,31 +114,43 @@ class Configuration:
             predictions are missing or contradict each other, or ranks cannot share sequences or experts in this way.
     """
 
-    tensor: int = 1
-    pipeline: int = 1
-    data: int = 1
-    virtual: int = 1
-    micro_batch_size: int
-    global_batch_size: int
-    recompute: RecomputeScope = RecomputeScope.NONE
-    schedule: str = "flush"
-    balance: bool = False
-    sequence_parallel: bool = False
-    distributed_optimizer: bool = False
-    rank_mapping: str = "standard"
-    layers: tuple[int, ...] | None = None
-    provisional: str = "off"
-    provisional_microbatches: int | None = None
-    provisional_reduce: bool = False
-    resident_stages: int = 2
-    host_update: str = DEFERRED
-    stash: str = DEVICE
-    gathers_fetch: bool = False
-    single_gradient_buffer: bool = False
-    sharding: Sharding | None = None
-    context: int = 1
-    expert: int = 1
-    expert_tensor: int | None = None
+    tensor: Annotated[int, Setting(short="t", flag="--tensor-model-parallel-size", variable="TP", always=True)] = 1
+    pipeline: Annotated[int, Setting(short="p", flag="--pipeline-model-parallel-size", variable="PP", always=True)] = 1
+    data: Annotated[int, Setting(short="d", always=True)] = 1
+    virtual: Annotated[int, Setting(short="v", flag=_stage_flags, variable="VP", always=True)] = 1
+    micro_batch_size: Annotated[int, Setting(short="b", flag="--micro-batch-size", variable="MICRO_BATCH", always=True)]
+    global_batch_size: Annotated[
+        int, Setting(short="B", flag="--global-batch-size", variable="GLOBAL_BATCH", always=True)
+    ]
+    recompute: Annotated[
+        RecomputeScope, Setting(flag=lambda each: _RECOMPUTE[each.recompute], variable="RECOMPUTE", always=True)
+    ] = RecomputeScope.NONE
+    schedule: Annotated[str, Setting(flag="--pipeline-schedule", variable="SCHEDULE", always=True)] = "flush"
+    balance: Annotated[bool, Setting(flag=_balance_flags, variable="BALANCE", word="balanced")] = False
+    sequence_parallel: Annotated[
+        bool, Setting(flag="--sequence-parallel", variable="SEQUENCE_PARALLEL", word="sequence")
+    ] = False
+    distributed_optimizer: Annotated[
+        bool, Setting(flag="--use-distributed-optimizer", variable="DISTRIBUTED_OPTIMIZER", word="distributed")
+    ] = False
+    rank_mapping: Annotated[
+        str, Setting(flag=lambda each: {"--rank-mapping": each.rank_mapping}, variable="RANK_MAPPING")
+    ] = "standard"
+    provisional: Annotated[str, Setting(flag="--2bw-provisional", word="provisional-")] = "off"
+    provisional_microbatches: Annotated[int | None, Setting(flag="--2bw-provisional-microbatches", word="read")] = None
+    provisional_reduce: Annotated[bool, Setting(flag="--2bw-provisional-reduce", word="reduced")] = False
+    layers: Annotated[tuple[int, ...] | None, Setting(word="layers")] = None
+    resident_stages: Annotated[int, Setting(word="resident")] = 2
+    host_update: Annotated[str, Setting(flag=_host_flags)] = DEFERRED
+    stash: Annotated[str, Setting(flag="--l2l-stash", word="stash-")] = DEVICE
+    gathers_fetch: Annotated[bool, Setting(flag=_fetch_flags, word="shares")] = False
+    single_gradient_buffer: Annotated[
+        bool, Setting(flag="--2bw-single-gradient-buffer", word="one-buffer", remark="one gradient buffer")
+    ] = False
+    sharding: Annotated[Sharding | None, Setting(word="sharded")] = None
+    context: Annotated[int, Setting(short="cp")] = 1
+    expert: Annotated[int, Setting(short="ep")] = 1
+    expert_tensor: Annotated[int | None, Setting(word="etp")] = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "recompute", RecomputeScope(self.recompute))
@@ -224,6 +296,21 @@ class Configuration:
         """Whether batches are computed at predicted weights."""
         return self.provisional != "off"
 
+    def flags(self, *names: str) -> Flags:
+        """The flags of the training programs that mean these fields; without names, all fields."""
+        return {flag: value for name in names or SETTINGS for flag, value in self._flags_of(name).items()}
+
+    def _flags_of(self, name: str) -> Flags:
+        setting, value = SETTINGS[name], getattr(self, name)
+        if callable(setting.flag):
+            return setting.flag(self)
+        return {setting.flag: value} if setting.flag and (setting.always or value != DEFAULTS[name]) else {}
+
+    def argv(self, *names: str) -> tuple[str, ...]:
+        """`flags` as words of a command line."""
+        pairs = self.flags(*names).items()
+        return tuple(str(word) for flag, value in pairs for word in ((flag,) if value is True else (flag, value)))
+
     @property
     def degrees(self) -> Degrees:
         """With the ranks that share sequences among those with the same weights."""
@@ -243,7 +330,7 @@ class Configuration:
     def pipeline_schedule(self, *, tied_embeddings: bool) -> Schedule:
         """The schedule whose programs would run. Raises ValueError where the choices do not go together."""
         return _schedule(
-            self.schedule, _meaning(PRESETS[self.schedule]), num_stages=self.num_stages,
+            self.schedule, meaning(PRESETS[self.schedule]), num_stages=self.num_stages,
             num_virtual_stages=self.virtual, balance=self.balance,
             tied_embeddings=tied_embeddings and self.num_stages > 1,
             data_parallel=max(self.replicas, self.expert_replicas) > 1,
@@ -253,8 +340,26 @@ class Configuration:
         )  # fmt: skip
 
 
-def _meaning(preset: Preset) -> tuple[object, ...]:
-    """A preset with what the names of its order, policy and placement stand for now (tables may grow)."""
+SETTINGS: Mapping[str, Setting] = {each.name: each.type.__metadata__[0] for each in fields(Configuration)}
+DEFAULTS: Mapping[str, Any] = {each.name: each.default for each in fields(Configuration)}
+KINDS: Mapping[str, Any] = get_type_hints(Configuration)
+_SIZES = tuple(name for name, setting in SETTINGS.items() if setting.short)
+
+CHOSEN = (
+    "tensor", "pipeline", "data", "micro_batch_size", "global_batch_size", "schedule", "virtual", "recompute",
+    "distributed_optimizer", "rank_mapping", "provisional", "provisional_microbatches", "provisional_reduce",
+    "single_gradient_buffer", "context", "expert", "expert_tensor",
+)  # fmt: skip
+"""The fields that a search chooses, in the order of its records."""
+
+
+def remarks(chosen: object) -> tuple[str, ...]:
+    """The clauses on what is chosen, of a configuration or of a part of its fields."""
+    return tuple(each.remark for name, each in SETTINGS.items() if each.remark and getattr(chosen, name, False))
+
+
+def meaning(preset: Preset) -> tuple[object, ...]:
+    """A preset first, with what the names of its order, policy and placement stand for now (tables may grow)."""
     return preset, ORDERS.get(preset.order), preset.policy, PLACEMENTS.get(preset.placement)
 
 

@@ -16,6 +16,7 @@ periodically vacates the cache allocator", BPipe, appendix B). Such a rank is sl
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.memory.activations import ActivationSetting
@@ -147,6 +148,11 @@ class Estimate:
     memory: tuple[RankMemory, ...]
     verdict: Verdict
     host: HostVerdict | None = None
+
+    @cached_property
+    def memory_gib(self) -> float:
+        """The memory of the fullest GPU."""
+        return max(rank.total for rank in self.memory) / GIB
 
     @property
     def fits(self) -> bool:

@@ -5,7 +5,7 @@ A demand is read off proved programs (`proved_demand`), or computed from the sch
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from operator import ge
 
 from megatron.pipeline.program.edges import stages_of
@@ -59,6 +59,11 @@ class Demand:
     @property
     def num_ranks(self) -> int:
         return len(self.saved_on_rank)
+
+    @property
+    def in_one_buffer(self) -> "Demand":
+        """The demand if the gradients of a batch are applied before the next batch fills the buffer."""
+        return replace(self, gradient_buffers=(1,) * self.num_ranks)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         return stages_of(self.rank_of_stage, rank)

@@ -177,7 +177,6 @@ def estimate_memory(
     demand: Demand,
     *,
     layers: Sequence[int],
-    single_gradient_buffer: bool = False,
     counts_communicators: bool = False,
     hosting: Hosting | None = None,
 ) -> tuple[RankMemory, ...]:
@@ -189,7 +188,6 @@ def estimate_memory(
         state: the bytes of each parameter.
         demand: how many microbatches, weight versions and gradient buffers each rank holds.
         layers: the number of layers of each stage.
-        single_gradient_buffer: a batch's gradients are applied before the next batch fills the buffer.
         counts_communicators: this project's runtime trains, over NCCL.
         hosting: how weights live on the host; `setting` then recomputes whole stages. None: weights are on the device.
     """
@@ -219,7 +217,6 @@ def estimate_memory(
         experts = sum(of_experts[stage] for stage in stages if stage >= demand.num_frozen)
         frozen = sum(parameters[stage] for stage in stages if stage < demand.num_frozen)
         versions = demand.live_versions[rank]
-        buffers = 1 if single_gradient_buffer else demand.gradient_buffers[rank]
         # One transfer in flight on each side that has a neighbour, besides the receives that wait for their use.
         sides = _num_sides(stages, demand.rank_of_stage)
         unread = demand.unread[rank] if demand.num_frozen else 0
@@ -239,7 +236,7 @@ def estimate_memory(
             weights=state.weights(count, num_versions=versions, predicts=demand.predicts[rank])
             + frozen * state.weight_bytes
             + versions * sum(fp8_copies[stage] for stage in stages),
-            gradients=state.gradients(count, num_buffers=buffers + demand.held_gradients[rank])
+            gradients=state.gradients(count, num_buffers=demand.gradient_buffers[rank] + demand.held_gradients[rank])
             + state.gradients(embedding, num_buffers=demand.held_embeddings[rank]),
             optimizer=state.optimizer(count, num_versions=versions, experts=experts) - step,
             activations=whole,

@@ -1,9 +1,9 @@
-"""Published measurements as questions to the planner: a model, a cluster, a configuration and what was measured.
+"""Published measurements as questions to the planner: a model, a cluster, a configuration and the measured values.
 
 A file holds `{"entries": [...]}` or a list of entries, each with an id and the parts model, hardware, config and
-measured (docs/planner.md). Papers leave things out, so hardly a field is always there. What follows from another field,
-or is the same in all of a paper's runs, is filled in and said; where more is missing, or a key is not known, the entry
-cannot be predicted, and says why.
+measured (docs/planner.md). Papers leave things out, so hardly a field is always there. A value that follows from
+another field, or is the same in all runs of a paper, is filled in and reported. If more is missing, or a key is not
+known, the entry cannot be predicted, for a reason that is reported.
 """
 
 import math
@@ -42,20 +42,20 @@ _MEASURED = REMARKS.union(_TIMES, (  # what becomes no time is for the reader, a
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A measured run that the planner can be asked for.
+    """A measured run that the planner can predict. A number that was not published is None.
 
     Attributes:
-        seconds: of an iteration, where it was measured; from the MFU or a rate where that is what was published.
-        published_mfu: whether it is from the MFU.
-        forward, backward: seconds of one microbatch at a stage between the first and the last, where measured.
-        sequences_per_second: where that was published.
-        chosen: whether the paper's own planner chose it, where the paper says so.
-        source: where it was published.
-        model_name: as published.
-        note: what the file says about it.
-        assumed: what was filled in, in words.
-        unread: what was measured and not read, in words: with its reason.
-        peak_gib: the most memory of a GPU, where that was published.
+        seconds: seconds of an iteration, measured, or computed from the published MFU or rate.
+        published_mfu: whether `seconds` are from the MFU.
+        forward, backward: seconds of one microbatch at a stage between the first and the last.
+        sequences_per_second: the published throughput.
+        chosen: whether the planner of the paper chose the run; None: the paper does not say.
+        source: where the run was published.
+        model_name: the published name of the model.
+        note: the remark of the file on the run.
+        assumed: the values that were filled in, in words.
+        unread: the measured values that are not read, in words, with the reason.
+        peak_gib: the most memory of a GPU.
     """
 
     id: str
@@ -131,7 +131,8 @@ class _EntryRecord(BaseModel):
         )
 
     def _with_softmax(self, software: Software, model: Architecture, configuration: Configuration) -> Software:
-        """Whether it had the fused softmax, as the entry says; that it could not have, is refused."""
+        """The software with or without the fused softmax, as the entry says. Raises ValueError for a softmax that the
+        kernel cannot compute."""
         available = self.fused_softmax_kernel_available
         heads = configuration.micro_batch_size * model.num_attention_heads // configuration.tensor
         if available and software.fuses_softmax and not software.flash_attention and heads % 4:
@@ -143,7 +144,7 @@ class _EntryRecord(BaseModel):
 
 
 class _MeasuredRun:
-    """What was measured of a run, and the time of an iteration. `peak`: operations per second of a GPU."""
+    """The measured values of a run, and its seconds of an iteration. `peak`: operations per second of a GPU."""
 
     def __init__(
         self, measured: Mapping[object, object], model: Architecture, configuration: Configuration, peak: float
@@ -162,15 +163,17 @@ class _MeasuredRun:
             self._rates["tflops_per_gpu_incl_recompute"] = self._operations + again
 
     def milliseconds(self, name: str) -> float | None:
-        """In seconds; None: it was not measured."""
+        """A measured value in seconds; None: it was not measured."""
         return self.numbers[name] / 1e3 if name in self.numbers else None
 
     def seconds(self, assume: Callable[[str], None]) -> tuple[float | None, bool]:
-        """The time of an iteration, and whether it is from an MFU.
+        """The seconds of an iteration, and whether they are from an MFU.
 
         Args:
-            assume: is told what was converted.
-        Raises ValueError for a rate above the peak, and for a time that is given twice.
+            assume: is called with the words for a converted value.
+
+        Raises:
+            ValueError: a rate is above the peak, or a time is given twice.
         """
         found, gpus = self.numbers, self._configuration.num_gpus
         if "iteration_s" in found and "iteration_ms" in found:
@@ -197,7 +200,7 @@ class _MeasuredRun:
         return None, False
 
     def unread(self) -> Iterator[str]:
-        """What was measured and says too little, or is not known, in words. 0 is what some tables have for no run."""
+        """The measured values that say too little or are not known, in words. Some tables have 0 for no run."""
         for key, value in self._measured.items():
             if key in _TIMES and key not in self.numbers and value != 0:
                 yield f"measured.{key} is {shown(value)}, no number above 0"
@@ -215,9 +218,9 @@ class _MeasuredRun:
 def load_entries(
     path: str | Path, *, filled: Callable[[object], object] = lambda entry: entry
 ) -> list[Entry | Unpredictable]:
-    """The entries of a file, in its order. `filled`: an entry with what it leaves out.
+    """The entries of a file, in its order. `filled`: returns an entry with the parts that it leaves out.
 
-    Raises ValueError where it is none of this form, has a key beside them that is no remark, or two have one id.
+    Raises ValueError if the file has another form, a key beside the entries that is no remark, or an id twice.
     """
     document = read_document(path)
     entries = document.get("entries") if isinstance(document, dict) else document
@@ -238,7 +241,8 @@ def load_entries(
 
 
 def read_entry(entry: object, name: str = "?") -> Entry | Unpredictable:
-    """One entry, or why it cannot be predicted. What is null counts as not given. `name`: for one without an id."""
+    """One entry, or the reason why it cannot be predicted. A null counts as not given. `name`: the id of an entry
+    without one."""
     if not isinstance(entry, Mapping):
         return Unpredictable(name, f"an entry is {shown(entry)}; give an object")
     given = {"id": name, **_without_remarks(entry)}
@@ -258,7 +262,7 @@ def read_entry(entry: object, name: str = "?") -> Entry | Unpredictable:
 
 
 def _without_remarks(value: object) -> object:
-    """What is left without them and without what is null."""
+    """A mapping without remarks and without nulls, at any depth."""
     if not isinstance(value, Mapping):
         return value
     return {key: _without_remarks(each) for key, each in value.items() if each is not None and key not in REMARKS}

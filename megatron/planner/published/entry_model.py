@@ -63,8 +63,10 @@ class ModelRecord(BaseModel):
         """The model, padded for `tensor` ranks.
 
         Args:
-            assume: is told what was filled in.
-        Raises ValueError where too little is said, or something that is not modelled.
+            assume: is called with the words for a value that is filled in.
+
+        Raises:
+            ValueError: a size is missing, or the model is not modelled.
         """
         family = next((fields for word, fields in _FAMILIES.items() if word in self.name.lower()), {})
         if _IS_NO_DECODER.search(self.name) or (_HAS_EXPERTS.search(self.name) and self.num_experts is None):
@@ -120,7 +122,7 @@ class ModelRecord(BaseModel):
         return sizes
 
     def _experts(self, ffn: int, assume: Callable[[str], None]) -> Experts | None:
-        """Of layers with experts, which are as wide as the others unless said."""
+        """The experts of the model, as wide as its MLP unless given; None: the model has none."""
         if self.num_experts is None:
             given = [name for name in self.model_fields_set if name.startswith("moe_")]
             if given:

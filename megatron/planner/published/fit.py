@@ -39,8 +39,8 @@ TimeErrors = Callable[[Constants], dict[str, float]]
 @dataclass(frozen=True, kw_only=True)
 class ConstantsFit:
     """Attributes:
-    errors: of each run by its id, the largest of its relative errors, with its sign.
-    unexplained: ids of runs that were left aside.
+    errors: by id of a run, the largest of its relative errors, with its sign.
+        unexplained: ids of the runs that were left aside.
     """
 
     constants: Constants
@@ -49,18 +49,18 @@ class ConstantsFit:
 
     @property
     def mean_error(self) -> float:
-        """Mean size of the errors of the runs that are explained."""
+        """The mean size of the errors of the explained runs."""
         explained = [abs(error) for name, error in self.errors.items() if name not in self.unexplained]
         return sum(explained) / len(explained)
 
 
 def fit_entries(entries: Sequence[Entry], start: Constants = START) -> ConstantsFit:
-    """Fit to what was measured of these entries. Raises ValueError where that is less than there are constants."""
+    """Fit to the measurements of these entries. Raises ValueError if they are fewer than the constants."""
     return fit_questions(questions(entries), start)
 
 
 def fit_questions(asked: Mapping[str, Question], start: Constants = START) -> ConstantsFit:
-    """The same of questions by id. What a short memory costs is fitted where one of them is slowed by it."""
+    """Fit to questions by id. The cost of short memory is fitted if short memory slows one of the runs."""
     is_told = any(each.is_slowed for each in asked.values())
     free = [name for name in FITTED if is_told or name != "pressed_efficiency"]
     return fit_runs({name: each.time_errors for name, each in asked.items()}, start, free=free)
@@ -84,12 +84,12 @@ def questions(entries: Sequence[Entry]) -> dict[str, Question]:
 
 
 def is_timed(entry: Entry) -> bool:
-    """Whether any time of it was measured."""
+    """Whether some time of the entry was measured."""
     return any(each is not None for each in (entry.seconds, entry.forward, entry.backward))
 
 
 def fit_runs(runs: dict[str, TimeErrors], start: Constants = START, *, free: Sequence[str] = FITTED) -> ConstantsFit:
-    """Fit to runs by id, each with a function that tells its errors. Raises as `fit_entries`."""
+    """Fit to runs by id, each with a function that returns its errors. Raises as `fit_entries`."""
     kept, constants = dict(runs), start
     while True:
         if len(kept) < len(free):
@@ -127,7 +127,7 @@ def _largest(errors: dict[str, float]) -> float:
 def fit_profile(profile: Profile, gpu: str, start: Constants = START) -> ConstantsFit:
     """Fit to a profile that was taken on `gpu`, a name in `DEVICES` or `cpu`.
 
-    The share of tensor ranks is fitted where the profile has stages with several; what a short memory costs is not.
+    The share of tensor ranks is fitted if the profile has stages with several; the cost of short memory is not fitted.
 
     Raises ValueError for fewer stages than constants.
     """

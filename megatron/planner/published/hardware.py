@@ -1,4 +1,4 @@
-"""The part `hardware` of an entry: which processor it is, how many share a node, and how fast a node's network is.
+"""The part `hardware` of an entry: the processor, the number of processors in a node, and the network of a node.
 
 Papers name a processor by a label ("A100-SXM-80GB", "32x V100-16GB (4 servers)"), and a network by its rate ("400 Gb/s
 per GPU", "4x200Gb/s HDR IB per node (800 Gb/s)") or by the machine ("Selene (DGX A100, HDR IB)").
@@ -47,7 +47,9 @@ class HardwareRecord(BaseModel):
     software: str | None = None
 
     def cluster(self, num_gpus: int, assume: Callable[[str], None]) -> Cluster:
-        """So many of these GPUs. `assume` is told what was filled in. Raises ValueError for what is not known."""
+        """The cluster of so many GPUs. `assume` is called with the words for a value that is filled in.
+
+        Raises ValueError for an unknown GPU or network."""
         machine, label = self._machine(), self.gpu or self.desc or ""
         edition = edition_of(" ".join(filter(None, (self.gpu, self.desc))))
         try:
@@ -81,7 +83,7 @@ class HardwareRecord(BaseModel):
         return next(((name, *machine) for name, machine in _MACHINES.items() if name in text), None)
 
     def _refuse_edition(self, name: str, label: str, edition: str) -> None:
-        """Raises ValueError where something is missing of what differs between editions of a GPU."""
+        """Raise ValueError if a value is missing that differs between the editions of a GPU."""
         fields = ("mem_GB", "peak_tflops", "memory_bandwidth")
         missing = [each for each in fields if getattr(self, each) is None]
         if self.intranode is None or rate_of_node(self.intranode, 1) is None:
@@ -95,7 +97,7 @@ class HardwareRecord(BaseModel):
     def _rates_of_label(
         self, name: str, label: str, assume: Callable[[str], None]
     ) -> tuple[float | None, float | None]:
-        """Peak and bandwidth of the memory: as given, or as the label says; None: those of the data sheet.
+        """Peak rate and memory bandwidth, as given or as the label says; None: as in the data sheet.
 
         Power grows with the cube of the clock, as voltage rises with it: of an H100 of 400 W 821 TFLOP/s are expected,
         and the data sheet of the NVL edition, which takes 400 W, has 835.
@@ -113,7 +115,7 @@ class HardwareRecord(BaseModel):
         return peak, bandwidth
 
     def _within_node(self, name: str) -> float | None:
-        """GB/s of one GPU to the others of its node; None: its data sheet's."""
+        """GB/s of a GPU to the others of its node; None: as in the data sheet."""
         rate = rate_of_node(self.intranode or "", 1)
         has_nvlink = name != "cpu" and DEVICES[name].has_nvlink
         if self.intranode and rate is None and has_nvlink != ("nvlink" in self.intranode.lower()):
@@ -127,7 +129,7 @@ class HardwareRecord(BaseModel):
     def _between_nodes(
         self, per_node: int, machine: tuple[str, float, int] | None, assume: Callable[[str], None]
     ) -> float:
-        """GB/s of a node: as the entry says, or as the machine that it names is known to have."""
+        """GB/s of a node, as the entry says, or as known of the machine that it names."""
         rate = next(
             filter(None, (rate_of_node(text or "", per_node) for text in (self.internode, self.interconnect))), None
         )
@@ -146,9 +148,9 @@ class HardwareRecord(BaseModel):
 
 
 def rate_of_node(text: str, gpus_per_node: int) -> float | None:
-    """GB/s of a node, None where the text has no unit of a rate. What stands in brackets is a remark.
+    """GB/s of a node; None: the text has no unit of a rate. Brackets hold remarks.
 
-    Raises ValueError where no number above 0 stands before the unit.
+    Raises ValueError if no number above 0 stands before the unit.
     """
     rate = text.partition("(")[0]
     if "GB/s" not in rate and "Gb/s" not in rate:

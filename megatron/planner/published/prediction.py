@@ -1,10 +1,9 @@
-"""What the planner says about a measured run, and how far off it is."""
+"""The prediction of a measured run, and its errors."""
 
 from dataclasses import dataclass
 
 from megatron.pipeline.simulate.costs import Costs
 from megatron.planner.job.estimate import Estimate
-from megatron.planner.memory.memory import GIB
 from megatron.planner.planner import Planner
 from megatron.planner.published.entries import Entry
 from megatron.planner.sharded.iteration import sharded_costs, sharded_time
@@ -28,7 +27,7 @@ class Prediction:
 
     @property
     def errors(self) -> dict[str, float]:
-        """Predicted over measured time less 1, of each time that was measured."""
+        """Predicted over measured time, less 1, for each measured time."""
         return _errors(self.entry, self.estimate.seconds, self.forward, self.backward)
 
     @property
@@ -36,20 +35,20 @@ class Prediction:
         """Predicted over printed memory of the fullest GPU, less 1; None: it was not printed."""
         if self.entry.peak_gib is None:
             return None
-        return max(rank.total for rank in self.estimate.memory) / GIB / self.entry.peak_gib - 1
+        return self.estimate.memory_gib / self.entry.peak_gib - 1
 
     @property
     def published_errors(self) -> dict[str, float]:
-        """Predicted over published less 1, of what was published: times, or the MFU."""
+        """Predicted over published value, less 1, for the published times or MFU."""
         if not self.entry.published_mfu:
             return self.errors
         return {"mfu": self.entry.seconds / self.estimate.seconds - 1}
 
 
 class Question:
-    """An entry with what does not depend on constants, so that it can be asked again and again.
+    """An entry, ready to be predicted with many constants: all that does not depend on them is computed once.
 
-    Raises ValueError where the configuration cannot run.
+    Raises ValueError if the configuration cannot run.
     """
 
     def __init__(self, entry: Entry) -> None:
@@ -78,7 +77,7 @@ class Question:
         )
 
     def time_errors(self, constants: Constants) -> dict[str, float]:
-        """The errors of `predict` alone."""
+        """The errors of `predict`, without the rest of the prediction."""
         configuration = self.entry.configuration
         if self._is_sharded:
             cost_model = self._first_principles.calibrated(constants)
@@ -88,7 +87,7 @@ class Question:
         return _errors(self.entry, priced(costs, configuration, self._schedule).seconds, *_middle(costs))
 
     def _middle(self, constants: Constants) -> tuple[float, float]:
-        """Forward and backward of a microbatch, alone: of a stage, or of the whole model where weights are split."""
+        """Seconds of forward and backward of a microbatch: of a stage, or of the whole model if weights are split."""
         if not self._is_sharded:
             return _middle(self._costs(constants))
         costs = sharded_costs(
@@ -106,12 +105,12 @@ class Question:
 
 
 def predict(entry: Entry, constants: Constants, *, simulate: bool = False) -> Prediction:
-    """Raises ValueError where the configuration cannot run."""
+    """The prediction of an entry. Raises ValueError if the configuration cannot run."""
     return Question(entry).predict(constants, simulate=simulate)
 
 
 def _middle(costs: Costs) -> tuple[float, float]:
-    """Forward and backward of a stage between first and last, if there is one."""
+    """Seconds of forward and backward of a stage between the first and the last, or else of the last."""
     stage = min(1, len(costs.forward) - 1)
     return costs.forward[stage], costs.backward[stage]
 

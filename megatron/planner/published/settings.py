@@ -24,7 +24,7 @@ _AS_THEY_ARE = (  # what a configuration calls alike
 
 
 def _in_our_words(text: object) -> object:
-    """The text in small letters, without a remark in brackets behind it."""
+    """The name that this project uses: in small letters, without a remark in brackets."""
     if not isinstance(text, str):
         return text
     plain = text.partition("(")[0].strip().lower()
@@ -83,7 +83,7 @@ class SettingsRecord(BaseModel):
 
     @property
     def techniques(self) -> list[str]:
-        """torchtitan's. Raises ValueError for another."""
+        """The techniques of torchtitan. Raises ValueError for another word."""
         words = [word.strip().lower() for word in self.technique.split("+") if word]
         if not _TECHNIQUES.issuperset(words):
             raise ValueError(
@@ -94,21 +94,23 @@ class SettingsRecord(BaseModel):
 
     @property
     def is_fp8(self) -> bool:
-        """Linears multiply in FP8, as the precision or a technique says."""
+        """Whether linears multiply in FP8: the precision or a technique says so."""
         return self.precision == "fp8" or "fp8" in self.techniques
 
     @property
     def overlaps_in_pieces(self) -> bool | None:
-        """Whether tensor ranks send while they multiply; None: it is not said."""
+        """Whether tensor ranks send while they multiply; None: not given."""
         return True if "asynctp" in self.techniques else self.tp_comm_overlap
 
     def configuration(self, gpus: int | None, num_layers: int, assume: Callable[[str], None]) -> Configuration:
         """The configuration of a model of so many layers.
 
         Args:
-            gpus: how many the run had, where that is said.
-            assume: is told what was filled in.
-        Raises ValueError where too little is said, or what does not agree.
+            gpus: the number of GPUs of the run; None: not given.
+            assume: is called with the words for a value that is filled in.
+
+        Raises:
+            ValueError: a value is missing, or two values contradict each other.
         """
         data = self._data(gpus)
         schedule = self._schedule(assume)
@@ -157,7 +159,7 @@ class SettingsRecord(BaseModel):
         return self.d
 
     def _schedule(self, assume: Callable[[str], None]) -> str:
-        """In our words. Several stages on a rank make 1F1B interleaved."""
+        """The name of the preset. 1F1B with several stages on a rank is interleaved."""
         if self.schedule is None and self.p > 1:
             assume("schedule 1f1b")
         schedule = self.schedule or "flush"
@@ -166,8 +168,8 @@ class SettingsRecord(BaseModel):
         return "interleaved" if schedule == "flush" and self.v > 1 else schedule
 
     def _sharding(self, data: int) -> Sharding | None:
-        """How weights are split over replicas, as torchtitan (`fsdp`: true, or over how many) or DeepSpeed (`zero`: the
-        stage) says; None: they are not."""
+        """The split of weights over replicas, in the words of torchtitan (`fsdp`: true, or the number of shards) or of
+        DeepSpeed (`zero`: the stage); None: weights are whole."""
         is_on = self.fsdp is True or (self.fsdp or 0) > 1
         if not is_on and self.zero < 2:
             return None
@@ -175,7 +177,7 @@ class SettingsRecord(BaseModel):
         return Sharding(stage=2 if self.zero == 2 else 3, shards=shards)
 
     def _layers(self, num_layers: int) -> tuple[int, ...] | None:
-        """How many layers each stage has, where embedding and loss count as one; None: equally many."""
+        """The number of layers of each stage, if embedding and loss count as a layer; None: equal numbers."""
         ends = self.account_for_embedding_in_pipeline_split, self.account_for_loss_in_pipeline_split
         if not any(ends):
             return None
@@ -189,7 +191,7 @@ class SettingsRecord(BaseModel):
         return (count - ends[0], *[count] * (stages - 2), count - ends[1])
 
     def refuse_idle(self, configuration: Configuration, *, has_experts: bool) -> None:
-        """Raises ValueError for a setting of something that the run has not, which would change nothing."""
+        """Raise ValueError for a setting that would change nothing, since the run lacks what it is about."""
         if self.tp_comm_overlap is False and self.overlaps_in_pieces:
             raise ValueError("config.tp_comm_overlap is False, and config.technique has asyncTP; correct one of them")
         for name, what in self._idle(configuration, has_experts):
@@ -197,7 +199,7 @@ class SettingsRecord(BaseModel):
                 raise ValueError(f"config.{name} is {shown(getattr(self, name))} with {what}; leave it out")
 
     def _idle(self, configuration: Configuration, has_experts: bool) -> Iterator[tuple[str, str]]:
-        """Names of settings that the run cannot have, and why."""
+        """Yield the names of settings without effect, each with the reason."""
         if configuration.tensor > 1 and not configuration.sequence_parallel and self.overlaps_in_pieces:
             yield "tp_comm_overlap" if self.tp_comm_overlap else "technique", "whole sequences on tensor ranks"
         if self.precision in ("fp16", "fp32"):

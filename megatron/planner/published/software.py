@@ -1,4 +1,4 @@
-"""Which training software a published run had, and what that does unless the entry says otherwise."""
+"""The training software of a published run, with the defaults of that software."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -61,12 +61,14 @@ def software_of(
     config: SettingsRecord, named: tuple[str | None, ...], gpu: str, configuration: Configuration, *,
     has_experts: bool, assume: Callable[[str], None],
 ) -> tuple[Software, Configuration]:  # fmt: skip
-    """The software of a run, and its configuration with what that software does by default.
+    """The software of a run, and the configuration of the run with the defaults of the software.
 
     Args:
-        named: texts of which the first that names a software counts; the last is the source.
-        assume: is told what was filled in.
-    Raises ValueError for settings that the software, the GPU or the run has not.
+        named: texts; the first one that names a software counts, and the last one is the source.
+        assume: is called with the words for a value that is filled in.
+
+    Raises:
+        ValueError: the software, the GPU or the run does not have a setting.
     """
     _refuse_techniques(config, named[:-1], has_experts=has_experts)
     base = _named(named, gpu, assume)
@@ -111,7 +113,7 @@ def software_of(
 
 
 def _refuse_techniques(config: SettingsRecord, texts: tuple[str | None, ...], *, has_experts: bool) -> None:
-    """Raises ValueError where a text names a technique that the entry does not give: it would be priced without."""
+    """Raise ValueError if a text names a technique that the entry does not give, and that would not be priced."""
     for text in filter(None, texts):
         for name, is_given, remedy in _TECHNIQUES:
             if re.search(name, text.lower()) and not is_given(config, has_experts):
@@ -137,7 +139,7 @@ def _named(texts: tuple[str | None, ...], gpu: str, assume: Callable[[str], None
 def _as_torchtitan(
     configuration: Configuration, config: SettingsRecord, assume: Callable[[str], None]
 ) -> Configuration:
-    """With sequences split over tensor ranks, and selective recomputation where the entry says none."""
+    """The configuration with sequences split over tensor ranks, and selective recomputation unless given."""
     if configuration.tensor > 1 and not configuration.sequence_parallel:
         assume("sequence parallelism, as torchtitan has it beside tensor parallelism")
         configuration = replace(configuration, sequence_parallel=True)
@@ -148,7 +150,7 @@ def _as_torchtitan(
 
 
 def _said(config: SettingsRecord) -> dict[str, bool | int | str]:
-    """Fields of the software that the entry says."""
+    """The fields of the software that the entry gives."""
     said = {
         "dispatcher": FLEX if config.moe_flex_dispatcher_backend else None,
         "overlaps_experts": config.overlap_moe_expert_parallel_comm,
@@ -165,7 +167,7 @@ def _said(config: SettingsRecord) -> dict[str, bool | int | str]:
 
 
 def _defaults_of_core(software: Software, configuration: Configuration, gpu: str, said: dict) -> Iterator[str]:
-    """What of Megatron-Core's defaults is priced and not said by the entry, in words."""
+    """The priced defaults of Megatron-Core that the entry does not give, in words."""
     shares = configuration.sharding is None and configuration.replicas > 1 and not configuration.is_hosted
     overlaps = shares and PRESETS[configuration.schedule].policy.drains
     gathers = configuration.distributed_optimizer and not configuration.predicts

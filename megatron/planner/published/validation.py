@@ -1,7 +1,7 @@
 """Holds the planner against published results: the error of each run, choices in tables, facts about memory, intervals.
 
-A run is predicted by constants that were not fitted to it: one that the calibration was fitted to by a fit to the
-others, without those of the same degrees and microbatch, which would give it away.
+A run is predicted by constants that were not fitted to it. If the calibration was fitted to it, the constants are
+fitted again to the other runs, without runs of the same degrees and microbatch, which are too much like it.
 
 Facts about memory say which configurations of a model ran, and which did not:
 
@@ -41,7 +41,7 @@ _FEWEST_OF_TABLE = 3
 
 @dataclass(frozen=True, kw_only=True)
 class RowError:
-    """One run. `left_out`: its constants were fitted without it; else they were never fitted to it."""
+    """The error of a run. `left_out`: constants were fitted again without it; else they were never fitted to it."""
 
     prediction: Prediction
     left_out: bool
@@ -52,19 +52,18 @@ class RowError:
 
     @property
     def errors(self) -> dict[str, float]:
-        """Predicted over measured time less 1."""
+        """Predicted over measured time, less 1."""
         return self.prediction.errors
 
     @property
     def worst(self) -> float:
-        """The largest of them, with its sign."""
+        """The largest of the errors, with its sign."""
         return max(self.errors.values(), key=abs)
 
 
 def row_errors(entries: Sequence[Entry], calibration: Calibration) -> list[RowError]:
-    """The error of every entry whose time was measured and whose configuration can run; of those that were fitted only
-    where enough others are there to fit to. Raises ValueError where two have the same id.
-    """
+    """The errors of all entries whose time was measured and whose configuration can run. A fitted run is left out if
+    too few others remain to fit to. Raises ValueError if two entries have the same id."""
     asked = questions(entries)
     fitted = {name: asked[name] for name in calibration.entries if name in asked}
     rows = []
@@ -105,7 +104,7 @@ class TableChoice:
 
 
 def choices(rows: Sequence[RowError]) -> list[TableChoice]:
-    """The choice in every table of three runs and more. Runs count that were measured as whole iterations."""
+    """The choice in each table of at least three runs. Only runs whose whole iteration was measured count."""
     tables: dict[tuple, list[RowError]] = {}
     for row in rows:
         if row.entry.seconds is not None:
@@ -171,7 +170,7 @@ class Judged:
 
 
 def load_facts(path: str | Path) -> list[Fact]:
-    """Raises ValueError naming the file and what is wrong."""
+    """The facts of a file. Raises ValueError naming the file and the fault."""
     try:
         return TypeAdapter(list[Fact]).validate_python(read_document(path))
     except ValidationError as error:
@@ -181,7 +180,7 @@ def load_facts(path: str | Path) -> list[Fact]:
 
 
 def judge_facts(facts: Sequence[Fact], entries: Sequence[Entry]) -> list[Judged]:
-    """Raises ValueError for a model that no entry has, or a configuration that cannot be."""
+    """Judge facts by the memory model. Raises ValueError for a model without an entry, or a wrong configuration."""
     planners: dict[str, tuple[Planner, int]] = {}
     judged = []
     for fact in facts:
@@ -215,7 +214,8 @@ def _planner(name: str, entries: Sequence[Entry]) -> tuple[Planner, int]:
 
 
 def residuals_of(rows: Sequence[RowError], calibration: Calibration, *, entries: str, command: str) -> Residuals:
-    """Of the rows whose iteration was measured. `entries`: the name of their file. `command`: that read it."""
+    """The residuals of the rows whose iteration was measured. `entries`: the name of their file. `command`: the command
+    that read it."""
     return Residuals(
         calibration=calibration.name,
         constants=dict(calibration.constants),
@@ -235,6 +235,6 @@ def _residual(row: RowError) -> Residual:
 
 
 def kinds_of(runs: Sequence[Residual]) -> list[tuple[str, int, Interval | NotValidated]]:
-    """Each kind in words, with how many runs are of it and the interval that it gets."""
+    """Each kind in words, with the number of its runs and its interval."""
     counted = Counter(run.kind for run in runs)
     return [(str(kind), count, interval_of(kind, runs)) for kind, count in counted.most_common()]

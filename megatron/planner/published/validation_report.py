@@ -1,8 +1,8 @@
-"""The table of `grid_search validate`: each test with its bar, what was found, and whether that is enough.
+"""The table of `grid_search validate`: each test with its bar, its result, and whether the result reaches the bar.
 
-Bars are data. A group of runs that no bar names is reported without one. The error of a run is predicted over
-published, less 1, of what was published: a time or an MFU. `mean_time_error` takes times of all. Where a run was slower
-than predicted, the error of its time is smaller than that of its MFU: of 1.5 times as slow 33% and 50%.
+Bars are data. A group of runs without a bar is reported, too. The error of a run is its predicted over its published
+value, less 1; the value is a time or an MFU, as published. `mean_time_error` takes the times of all runs. If a run was
+slower than predicted, the error of its time is smaller than the error of its MFU: 33% and 50% for 1.5 times as slow.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,11 +21,11 @@ class ValidationOutcome:
     """A line of the table.
 
     Attributes:
-        test: what was asked.
-        bar: in words; empty: none.
-        found: in words.
-        reached: None without a bar.
-        numbers: the same for programs.
+        test: what is tested.
+        bar: the bar in words; empty: there is none.
+        found: the result in words.
+        reached: whether the result reaches the bar; None without a bar.
+        numbers: the result for programs.
     """
 
     test: str
@@ -88,12 +88,12 @@ def validate(
     ranked: Sequence[Entry],
     throughput: Callable[[Entry], float],
 ) -> list[ValidationOutcome]:
-    """The whole table.
+    """All lines of the table.
 
     Args:
         rows: errors of runs.
         judged: facts about memory.
-        tables: what would have been chosen.
+        tables: the choices in tables of runs.
         ranked: entries of tables that print a throughput and which configuration their planner chose.
         throughput: predicted sequences per second of such an entry.
     """
@@ -157,7 +157,7 @@ def _flags(rows: Sequence[RowError], pressed: Sequence[RowError]) -> ValidationO
 
 
 def _peaks(rows: Sequence[RowError]) -> Iterable[ValidationOutcome]:
-    """Of runs that print how much memory they took at most; the CUDA context and what the allocator loses included."""
+    """The errors of the most memory that runs printed, with the CUDA context and the losses of the allocator."""
     found = {row.entry.id: row.prediction.peak_error for row in rows if row.entry.peak_gib is not None}
     if found:
         errors = [abs(error) for error in found.values()]
@@ -217,7 +217,7 @@ def _ranks(ranked: Sequence[Entry], throughput: Callable[[Entry], float]) -> Ite
 
 
 def interval_coverage(runs: Sequence[Residual]) -> list[ValidationOutcome]:
-    """How many runs lie in the interval that the others give, and that those of other sources give."""
+    """The number of runs that lie in the interval of the other runs, and in the interval of runs of other sources."""
     outcomes = []
     for how, found in (("each run", without_run(runs)), ("each source", without_source(runs))):
         if found.num_runs:

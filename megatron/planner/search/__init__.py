@@ -1,7 +1,6 @@
 """Search: which degrees, microbatch, schedule and recompute scope train a model fastest on a cluster.
 
-offers     the schedules that there are, by name
-space      what is considered
+space      what is considered, and the schedules by name
 rules      what cannot run, and why
 explore    enumeration, memory first, early stopping
 search     ranking, and simulation of the best

@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.pipeline.program.weight_policies import TWO_BW
-from megatron.planner.job.configuration import Configuration
+from megatron.planner.job.configuration import Configuration, remarks
 from megatron.planner.job.estimate import Verdict
 from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.architecture import Architecture
@@ -93,6 +93,7 @@ class _Degrees:
         self.sequence_parallel = rules.splits_sequences(model, choice)
         self._memory: dict[Choice, tuple[RankMemory, ...]] = {}  # whatever the mapping
         self._verdicts: dict[Choice, Verdict] = {}
+        self._missed: dict[tuple, str] = {}  # by schedule, v and scope: what a smaller microbatch missed
 
     def explore(self, schedules: list[str]) -> Iterator[Kept | Rejected]:
         hosted = [schedule for schedule in schedules if rules.is_hosted(schedule)]
@@ -114,23 +115,21 @@ class _Degrees:
         if reason:
             yield Rejected(choice=choice, reason=reason)
             return
-        missed: dict[tuple, str] = {}
         for size in self.space.microbatches(choice.data):
             trial = replace(choice, micro_batch_size=size)
-            slow = rules.slow_softmax(self.model, self.training, trial)
+            slow = self._slow_softmax(trial)
             if slow and self.space.needs_fused_softmax:
                 yield Rejected(choice=trial, reason=slow)
             else:
-                yield from self._schedule(trial, [SCOPES[0]], missed, slow)
+                yield from self._schedule(trial, [SCOPES[0]])
 
     def _explore(self, schedules: list[str]) -> Iterator[Kept | Rejected]:
         if not schedules:
             return
         too_large: dict[RecomputeScope, str] = {}  # what a smaller microbatch missed
-        missed: dict[tuple, str] = {}  # the same by schedule, v and scope
         for size in self.space.microbatches(self.choice.data):
             choice = replace(self.choice, micro_batch_size=size)
-            slow = rules.slow_softmax(self.model, self.training, choice)
+            slow = self._slow_softmax(choice)
             if slow and self.space.needs_fused_softmax:
                 yield Rejected(choice=choice, reason=slow)
                 continue
@@ -144,7 +143,10 @@ class _Degrees:
                 else:
                     scopes.append(scope)
             for schedule in schedules if scopes else ():
-                yield from self._schedule(replace(choice, schedule=schedule), scopes, missed, slow)
+                yield from self._schedule(replace(choice, schedule=schedule), scopes)
+
+    def _slow_softmax(self, choice: Choice) -> str | None:
+        return rules.slow_softmax(self.model, self.training, choice)
 
     def _scopes(self) -> list[RecomputeScope]:
         """The scopes to try: not attention without saved scores, where it equals none; not whole layers where copies of
@@ -161,9 +163,7 @@ class _Degrees:
         verdict = self.planner.judge(configuration, self.planner.least_memory(configuration))
         return self._rejected(verdict, single, shown=choice, what="misses at least")
 
-    def _schedule(
-        self, choice: Choice, scopes: list[RecomputeScope], missed: dict[tuple, str], slow: str | None
-    ) -> Iterator[Kept | Rejected]:
+    def _schedule(self, choice: Choice, scopes: list[RecomputeScope]) -> Iterator[Kept | Rejected]:
         layers = self.model.num_layers // choice.pipeline
         virtual = self.space.stages_of_ranks(choice.schedule, layers)
         if not virtual:
@@ -174,19 +174,15 @@ class _Degrees:
             if isinstance(batch, str):
                 yield Rejected(choice=stages, reason=batch)
             else:
-                yield from self._try_scopes(replace(stages, global_batch_size=batch), scopes, missed, slow)
+                yield from self._try_scopes(replace(stages, global_batch_size=batch), scopes)
 
     def _predictions(self, choice: Choice) -> dict[str, Any]:
-        """The choice with settings of predictions, which only 2bw has, and with two gradient buffers first."""
-        space, two = self.space, {"single_gradient_buffer": False}
-        if offer(choice.schedule).policy != TWO_BW or space.provisional == "off":
-            return {"provisional": "off", "provisional_reduce": False, **two}
-        return {
-            **two,
-            "provisional": space.provisional,
-            "provisional_microbatches": space.provisional_microbatches,
-            "provisional_reduce": space.provisional_reduce and choice.data * (choice.context or 1) > 1,
-        }
+        """The settings of predictions, which only 2bw has, and two gradient buffers, which are tried first."""
+        found = {"provisional": "off", "provisional_reduce": False, "single_gradient_buffer": False}
+        if offer(choice.schedule).policy == TWO_BW and self.space.predictions:
+            found |= self.space.predictions
+            found["provisional_reduce"] &= choice.data * (choice.context or 1) > 1
+        return found
 
     def _no_stages(self, schedule: str, layers: int) -> str:
         """Why a rank with so many layers has no valid v."""
@@ -221,9 +217,7 @@ class _Degrees:
             return rules.clause(error)
         return rules.refuse_batch(schedule, count) or count * per_round
 
-    def _try_scopes(
-        self, choice: Choice, scopes: list[RecomputeScope], missed: dict[tuple, str], slow: str | None
-    ) -> Iterator[Kept | Rejected]:
+    def _try_scopes(self, choice: Choice, scopes: list[RecomputeScope]) -> Iterator[Kept | Rejected]:
         stops, fits, seconds = None, "", {}
         moves, plain = offer(choice.schedule).balance, self._without_moves(choice.schedule)
         competes = moves and self.space.early_stopping and plain is not None
@@ -237,21 +231,21 @@ class _Degrees:
                 yield Rejected(choice=trial, reason=f"{plain} fits, and balance does not make it faster")
                 continue
             key = (choice.schedule, choice.virtual, scope)
-            rejected = _again(trial, missed.get(key)) or self._miss(trial)
+            rejected = _again(trial, self._missed.get(key)) or self._miss(trial)
             if self._may_keep_one_buffer(trial) and (rejected or not self.space.early_stopping):
                 single = replace(trial, single_gradient_buffer=True)
                 if rejected and not self._miss(single):
                     yield rejected
                     rejected, trial = None, single
                 elif not rejected:
-                    yield from self._keep(single, slow)
+                    yield from self._keep(single)
             if rejected:
                 if not moves and self.space.safe_batch_size is None:  # memory grows with the microbatch
-                    missed.setdefault(key, f"with microbatches of {choice.micro_batch_size} {rejected.reason}")
+                    self._missed.setdefault(key, f"with microbatches of {choice.micro_batch_size} {rejected.reason}")
                 yield rejected
                 continue
             kept = False
-            for each in self._keep(trial, slow):
+            for each in self._keep(trial):
                 if isinstance(each, Kept):
                     kept, mapping = True, each.choice.rank_mapping
                     if each.estimate.seconds >= seconds.get(mapping, math.inf):
@@ -269,7 +263,7 @@ class _Degrees:
         """Whether 2bw may run without its second gradient buffer: the step of a batch is then early, before overflows
         of other stages are known, and predictions would need the gradients of that buffer."""
         is_2bw = offer(choice.schedule).policy == TWO_BW and choice.pipeline > 1
-        return is_2bw and self.space.provisional == "off" and not self.training.scales_loss
+        return is_2bw and not self.space.predictions and not self.training.scales_loss
 
     def _without_moves(self, schedule: str) -> str | None:
         """A schedule of the space with the same order and without balance."""
@@ -294,16 +288,16 @@ class _Degrees:
         reason = f"{_place(verdict.rank, choice)} {what} {_gib(verdict)}"
         return Rejected(choice=shown, reason=reason, missing_gib=-verdict.spare_gib)
 
-    def _keep(self, choice: Choice, slow: str | None) -> Iterator[Kept | Rejected]:
-        reason = self.explorer.refuse(self._configuration(choice))
-        verdict = self._judge(choice)
+    def _keep(self, choice: Choice) -> Iterator[Kept | Rejected]:
+        configuration, verdict = self._configuration(choice), self._judge(choice)
+        reason = self.explorer.refuse(configuration)
         pressed = f"the allocator of {_place(next(iter(verdict.slowed), 0), choice)} is short of memory, which slows it"
         if verdict.under_pressure and self.space.avoids_pressure:
             reason = pressed
         if reason:
             yield Rejected(choice=choice, reason=reason)
             return
-        slowest, software = math.inf, self.planner.software.of(self._configuration(choice))
+        slowest, software = math.inf, self.planner.software.of(configuration)
         for mapping in self._mappings(choice):
             mapped = replace(choice, rank_mapping=mapping)
             try:
@@ -317,8 +311,8 @@ class _Degrees:
             if self.space.early_stopping and not offer(choice.schedule).balance:
                 slowest = estimate.seconds
             notes = [
-                slow, pressed if verdict.under_pressure else None, delay.clause(estimate.configuration),
-                "one gradient buffer" if choice.single_gradient_buffer else None,
+                self._slow_softmax(choice), pressed if verdict.under_pressure else None,
+                delay.clause(estimate.configuration), *remarks(choice),
             ]  # fmt: skip
             yield Kept(choice=mapped, estimate=estimate, software=software, notes=tuple(filter(None, notes)))
 

@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, make_dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 
 from megatron.planner.intervals import Interval, NotValidated
-from megatron.planner.job.configuration import Configuration
+from megatron.planner.job.configuration import CHOSEN, KINDS, Configuration
 from megatron.planner.job.estimate import Estimate
 from megatron.planner.job.software import Software
-from megatron.planner.memory.activations import RecomputeScope
-from megatron.planner.memory.memory import GIB
 from megatron.planner.search.space import preset_of
 
 _DAY, _HOUR, _MILLION = 86_400, 3_600, 1_000_000
@@ -90,52 +89,29 @@ def money(value: float, currency: str) -> str:
     return f"{amount(value)} {currency}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """A configuration of a search, or several that were rejected together: None stands for any value.
+_values = attrgetter(*CHOSEN)  # faster than `vars`, after which attributes are slow
+_Chosen = make_dataclass("_Chosen", [(name, KINDS[name] | None, None) for name in CHOSEN], frozen=True, kw_only=True)
 
-    `context` is also None if a search has no context parallelism; `expert` and `expert_tensor` are also None if the
-    model has no experts.
+
+@dataclass(frozen=True, kw_only=True)
+class Choice(_Chosen):
+    """The fields of a configuration that a search has chosen (`CHOSEN`), of one or of several that were rejected
+    together: None stands for any value.
+
+    `schedule` is a name in `space.offered()`, which says whether saved activations move. `context` is also None if a
+    search has no context parallelism; `expert` and `expert_tensor` are also None if the model has no experts.
     """
 
-    tensor: int
-    pipeline: int | None = None
-    data: int | None = None
-    micro_batch_size: int | None = None
-    global_batch_size: int | None = None
-    schedule: str | None = None
-    virtual: int | None = None
-    recompute: RecomputeScope | None = None
-    distributed_optimizer: bool | None = None
-    rank_mapping: str | None = None
-    provisional: str | None = None
-    provisional_microbatches: int | None = None
-    provisional_reduce: bool | None = None
-    single_gradient_buffer: bool | None = None
-    context: int | None = None
-    expert: int | None = None
-    expert_tensor: int | None = None
-
     def configuration(self, *, sequence_parallel: bool) -> Configuration:
-        """The configuration of a complete choice. Only the mapping (None: standard), settings of predictions (None: no
-        predictions) and degrees of contexts and experts (None: 1) may be None."""
-        preset, balance = preset_of(self.schedule)
-        return Configuration(
-            tensor=self.tensor, pipeline=self.pipeline, data=self.data, virtual=self.virtual,
-            micro_batch_size=self.micro_batch_size, global_batch_size=self.global_batch_size,
-            recompute=self.recompute, schedule=preset, balance=balance, sequence_parallel=sequence_parallel,
-            distributed_optimizer=self.distributed_optimizer, rank_mapping=self.rank_mapping or "standard",
-            provisional=self.provisional or "off", provisional_microbatches=self.provisional_microbatches,
-            provisional_reduce=bool(self.provisional_reduce),
-            single_gradient_buffer=bool(self.single_gradient_buffer),
-            context=self.context or 1, expert=self.expert or 1, expert_tensor=self.expert_tensor,
-        )  # fmt: skip
+        """The configuration of a choice of at least degrees, batches and schedule, with defaults for what is None."""
+        chosen = {name: value for name, value in zip(CHOSEN, _values(self), strict=True) if value is not None}
+        chosen["schedule"], chosen["balance"] = preset_of(self.schedule)
+        return Configuration(**chosen, sequence_parallel=sequence_parallel)
 
     @property
     def key(self) -> tuple:
         """A sort key that breaks ties between choices."""
-        values = (getattr(self, field.name) for field in fields(self))
-        return tuple((value is not None, value if value is not None else 0) for value in values)
+        return tuple((value is not None, value if value is not None else 0) for value in _values(self))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,10 +159,10 @@ class Kept:
     def sequences_per_second(self) -> float:
         return self.choice.global_batch_size / self.estimate.seconds
 
-    @cached_property
+    @property
     def memory_gib(self) -> float:
         """The memory of the fullest GPU."""
-        return max(rank.total for rank in self.estimate.memory) / 2**30
+        return self.estimate.memory_gib
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -341,10 +317,9 @@ def without_pipeline_sentence(outcome: Outcome, *, has_script: bool) -> str | No
         return f"without a pipeline nothing fits, weights split over replicas (FSDP) included{short}"
     estimate = found.estimate
     trained_by = TRAINED_BY[estimate.configuration.sharding.stage]
-    gib = max(rank.total for rank in estimate.memory) / GIB
     text = (
         f"without a pipeline: {described(estimate.configuration)} would take ~{estimate.seconds:.3g} s an iteration, "
-        f"{found.sequences_per_second:.3g} sequences/s and {gib:.1f} GiB"
+        f"{found.sequences_per_second:.3g} sequences/s and {estimate.memory_gib:.1f} GiB"
     )
     if estimate.under_pressure:
         text += " (slowed for want of memory)"
@@ -399,6 +374,6 @@ def without_pipeline_record(found: WithoutPipeline | None) -> dict | None:
         "iteration_seconds": estimate.seconds,
         "sequences_per_second": found.sequences_per_second,
         "mfu": estimate.mfu,
-        "memory_gib": max(rank.total for rank in estimate.memory) / GIB,
+        "memory_gib": estimate.memory_gib,
         "verdict": estimate.verdict.word,
     }

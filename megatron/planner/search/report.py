@@ -23,15 +23,12 @@ from megatron.planner.search.space import offer, offered
 from megatron.planner.search.sweep import Sweep, SweepPoint
 from megatron.planner.search.table import (
     BESIDE,
-    HEADINGS,
-    INTERVAL,
     SWEEP_TEXTS,
-    TEXTS,
-    cells,
+    Column,
+    columns_of,
     describe,
     expectation,
     reasons,
-    says,
     sweep_rows,
 )  # fmt: skip
 
@@ -151,14 +148,6 @@ def _finish(figure: Figure, axes: Axes, entries: list, title: str, *, num_column
 
 _STYLE, _SCRIPT = (Path(__file__).with_suffix(suffix) for suffix in (".css", ".js"))
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"  # a page that asks for nothing
-_WORDS = {"gain, %": "over the best of the ranking, beside which it stands",
-          "layers": "whose they are, TE: Transformer Engine's, local: megatron.core's own; and which attention",
-          "t": "tensor parallel ranks", "p": "pipeline ranks", "d": "replicas",
-          "cp": "context parallel ranks", "ep": "expert parallel ranks", "v": "stages on each rank",
-          "s/iteration": "~: estimated; the others were simulated", "days": "for all tokens, without a pause",
-          INTERVAL: "where so many of the published runs of its kind were; not validated: none was compared",
-          "cost": "for all tokens", "cost/M tokens": "for a million tokens",
-          "GiB": "memory of the fullest GPU"}  # fmt: skip
 
 
 def html_report(
@@ -258,14 +247,12 @@ def configurations_table(
     outcome: Outcome, rows: Sequence[tuple[int | None, Kept]], *, name: str, filtered: bool = False
 ) -> str:
     """A row for each of these of `Outcome.rows`. `name`: an id. `filtered`: the page offers a choice of schedules."""
-    texts = [cells(each, rank, outcome.gain(each)) for rank, each in rows]
-    shown = [index for index, _ in enumerate(HEADINGS) if any(says(index, row[index]) for row in texts)]
-    if "notes" not in (HEADINGS[index] for index in shown) and any(_is_delayed(each) for _, each in rows):
-        shown.append(HEADINGS.index("notes"))
-    head = "".join(f"<th scope=col{_hint(HEADINGS[index])}>{_heading(HEADINGS[index])}" for index in shown)
+    wanted = ("notes",) if any(_is_delayed(each) for _, each in rows) else ()
+    shown = columns_of(outcome, rows, wanted=wanted)
+    head = "".join(f"<th scope=col{_hint(column)}>{_heading(column.heading)}" for column, _ in shown)
     lines = []
-    for (_, each), row in zip(rows, texts, strict=True):
-        written = [_cell(each, HEADINGS[index], row[index]) for index in shown]
+    for index, (_, each) in enumerate(rows):
+        written = [_cell(each, column, texts[index]) for column, texts in shown]
         kind = " class=pressure" if each.estimate.under_pressure else ""
         lines.append(f"<tr{kind}>{''.join(written)}")
     kind = "configurations filtered" if filtered else "configurations"
@@ -289,15 +276,16 @@ def _heading(text: str) -> str:
     return escape(text).replace("/", "/<wbr>").replace("microbatch", "micro&shy;batch")
 
 
-def _hint(heading: str) -> str:
-    kind = " class=text" if heading in TEXTS else ""
-    return f'{kind} title="{escape(_WORDS[heading])}"' if heading in _WORDS else kind
+def _hint(column: Column) -> str:
+    kind = " class=text" if column.is_text else ""
+    return f'{kind} title="{escape(column.hint)}"' if column.hint else kind
 
 
-def _cell(each: Kept, heading: str, text: str) -> str:
-    kind = f" class={'notes' if heading == 'notes' else 'text'}" if heading in TEXTS else ""
+def _cell(each: Kept, column: Column, text: str) -> str:
+    is_notes = column.heading == "notes"
+    kind = f" class={'notes' if is_notes else 'text'}" if column.is_text else ""
     written = escape(text)
-    if heading == "notes" and _is_delayed(each):
+    if is_notes and _is_delayed(each):
         written = '<a href="#delay">delayed weights</a>' + f"; {written}" * bool(written)
     return f"<td{kind}>{written}"
 

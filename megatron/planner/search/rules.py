@@ -201,11 +201,8 @@ def _refused_shares(choice: Choice, planner: Planner) -> Rejected | None:
     if not is_shared(choice):
         return None
     try:
-        configuration = Configuration(
-            tensor=choice.tensor, pipeline=choice.pipeline, data=choice.data, micro_batch_size=1,
-            global_batch_size=choice.data, sequence_parallel=splits_sequences(planner.model, choice),
-            context=choice.context or 1, expert=choice.expert or 1, expert_tensor=choice.expert_tensor,
-        )  # fmt: skip
+        smallest = replace(choice, micro_batch_size=1, global_batch_size=choice.data, schedule="flush")
+        configuration = smallest.configuration(sequence_parallel=splits_sequences(planner.model, choice))
         if planner.software.overlaps_experts and planner.model.experts is not None and choice.expert in (None, 1):
             raise ValueError("copies of tokens beside another microbatch take ep above 1")
         refuse_shares(planner.model, configuration, replace(planner.software, overlaps_experts=False))

@@ -4,15 +4,15 @@ The schedules are the presets, and balanced presets: `NAME+balance` is the prese
 activations. Presets with weights on the host have nothing to move. A search knows a schedule only by its `Preset`.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Any
 
 from megatron.pipeline.placement.mapping import NAMES
-from megatron.pipeline.program.weight_policies import WeightPolicy
-from megatron.pipeline.schedules import ORDERS, PRESETS, Preset, Schedule
-from megatron.pipeline.schedules.order import Order
-from megatron.pipeline.schedules.placements import PLACEMENTS, rank_of_stage
+from megatron.pipeline.schedules import PRESETS, Preset, Schedule
+from megatron.pipeline.schedules.placements import rank_of_stage
+from megatron.planner.job.configuration import meaning
 from megatron.planner.memory.activations import RecomputeScope
 
 PLAIN = Preset("1f1b", "flush")
@@ -63,25 +63,27 @@ def name_of(preset: Preset) -> str:
     return next((name for name, each in offered().items() if each == preset), f"{preset.order} with {preset.weights}")
 
 
-def _meaning(preset: Preset) -> tuple[str, type[Order], WeightPolicy, str, Callable]:
-    """The parts of a preset, with what the names of its order and placement stand for now (tables may grow)."""
-    return preset.order, ORDERS[preset.order], preset.policy, preset.placement, PLACEMENTS[preset.placement]
+def _on_ranks(preset: Preset, ranks: int, **choices: Any) -> Schedule | None:
+    """The schedule of a preset on so many ranks, with the least stages on each; None: it is not valid there."""
+    virtual = preset.virtual_stages or 2
+    try:
+        placed = rank_of_stage(preset.placement, ranks, virtual)
+        return Schedule(
+            order=preset.order, weights=preset.policy, num_stages=ranks * virtual, rank_of_stage=placed, **choices
+        )
+    except ValueError:
+        return None
 
 
 def splits(preset: Preset) -> bool:
     """Whether schedules of this preset compute backwards in halves, I and W."""
-    return _splits(*_meaning(preset))
+    return _splits(meaning(preset))
 
 
 @lru_cache(maxsize=256)
-def _splits(order: str, meaning: type[Order], weights: WeightPolicy, placement: str, _: Callable) -> bool:
-    virtual = (meaning.virtual_stages or 2) if meaning.interleaves else 1
-    placed = rank_of_stage(placement, _FEW_RANKS, virtual)
-    try:
-        schedule = Schedule(order=order, weights=weights, num_stages=_FEW_RANKS * virtual, rank_of_stage=placed)
-    except ValueError:
-        return False
-    return schedule.splits_backward
+def _splits(meant: tuple[Any, ...]) -> bool:
+    schedule = _on_ranks(meant[0], _FEW_RANKS)
+    return schedule is not None and schedule.splits_backward
 
 
 def can_move(preset: Preset) -> bool:
@@ -91,25 +93,13 @@ def can_move(preset: Preset) -> bool:
 
 def fewest_ranks(preset: Preset) -> int | None:
     """The least number of ranks on which the preset moves activations (BPipe, 3.3 and appendix A); None: on none."""
-    if preset.residency is not None:
-        return None
-    return _fewest_ranks(*_meaning(preset))
+    return None if preset.residency is not None else _fewest_ranks(meaning(preset))
 
 
 @lru_cache(maxsize=256)
-def _fewest_ranks(order: str, meaning: type[Order], weights: WeightPolicy, placement: str, _: Callable) -> int | None:
-    virtual = (meaning.virtual_stages or 2) if meaning.interleaves else 1
-    for ranks in range(2, _MOST_RANKS + 1):
-        try:
-            placed = rank_of_stage(placement, ranks, virtual)
-            schedule = Schedule(
-                order=order, weights=weights, num_stages=ranks * virtual, rank_of_stage=placed, balance=True
-            )
-        except ValueError:
-            continue
-        if _moves(schedule):
-            return ranks
-    return None
+def _fewest_ranks(meant: tuple[Any, ...]) -> int | None:
+    on_ranks = ((ranks, _on_ranks(meant[0], ranks, balance=True)) for ranks in range(2, _MOST_RANKS + 1))
+    return next((ranks for ranks, schedule in on_ranks if schedule is not None and _moves(schedule)), None)
 
 
 @lru_cache(maxsize=1024)
@@ -142,8 +132,8 @@ class Space:
         early_stopping: if a recompute scope fits, scopes that recompute more are left out, and so is balance.
         needs_fused_softmax: configurations without Megatron's fused softmax are left out.
         avoids_pressure: configurations whose allocator is short of memory are left out.
-        provisional, provisional_microbatches, provisional_reduce: how 2bw predicts weights, as in `Configuration`.
-            Without replicas nothing is reduced.
+        predictions: how 2bw predicts weights, by field of `Configuration`; empty: it does not. Without replicas nothing
+            is reduced.
         context, expert: context parallel sizes, and expert parallel sizes for a model with experts.
         expert_tensor: expert tensor parallel size; None: t.
 
@@ -167,9 +157,7 @@ class Space:
     early_stopping: bool = True
     needs_fused_softmax: bool = False
     avoids_pressure: bool = False
-    provisional: str = "off"
-    provisional_microbatches: int | None = None
-    provisional_reduce: bool = False
+    predictions: Mapping[str, Any] = field(default_factory=dict)
     context: tuple[int, ...] = (1,)
     expert: tuple[int, ...] = (1,)
     expert_tensor: int | None = None

@@ -8,15 +8,17 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.documents.files import write_whole
 from megatron.documents.tables import plain_table
 from megatron.planner.intervals import LEVEL, Interval, NotValidated
-from megatron.planner.intervals.interval import interval_text
+from megatron.planner.intervals.interval import interval_text, short_number
+from megatron.planner.job.configuration import CHOSEN, SETTINGS, Configuration, remarks
+from megatron.planner.job.estimate import Estimate
 from megatron.planner.memory.memory import GIB
 from megatron.planner.search.outcome import Bill, Choice, Kept, Outcome, Rejected, amount, money
 from megatron.planner.search.sweep import Sweep, SweepPoint
@@ -26,47 +28,115 @@ if TYPE_CHECKING:
 
 
 INTERVAL = f"s ({LEVEL:.0%})"
-HEADINGS = (
-    "rank", "gain, %", "schedule", "layers", "t", "p", "d", "cp", "ep", "v", "microbatch", "microbatches", "recompute",
-    "split optimizer", "rank mapping", "s/iteration", INTERVAL, "sequences/s", "days", "cost", "cost/M tokens",
-    "MFU, %", "bubble, %", "GiB", "memory", "notes",
-)  # fmt: skip
-TEXTS = frozenset({"schedule", "layers", "recompute", "split optimizer", "rank mapping", "memory", "notes"})
-
-
 BESIDE = "beside"
 """In place of the rank of what stands beside the ranking."""
+
+
+class Row(NamedTuple):
+    """A configuration of `Outcome.rows`, with what `Outcome.gain` says of it."""
+
+    rank: int | None
+    kept: Kept
+    gain: float | None = None
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of tables of configurations.
+
+    Attributes:
+        heading: its heading.
+        cell: the text of a row.
+        hint: what the page says of the heading.
+        is_text: whether cells hold words.
+        silent: a text that says nothing. A column whose rows all say nothing is left out.
+    """
+
+    heading: str
+    cell: Callable[[Row], str]
+    hint: str = ""
+    is_text: bool = False
+    silent: str = ""
+
+    def says(self, text: str) -> bool:
+        return text not in ("", self.silent)
+
+
+def _size(name: str, hint: str, silent: str = "") -> Column:
+    return Column(SETTINGS[name].short, lambda row: str(getattr(row.kept.choice, name) or ""), hint, silent=silent)
+
+
+def _estimate(heading: str, cell: Callable[[Estimate], str], hint: str = "") -> Column:
+    return Column(heading, lambda row: cell(row.kept.estimate), hint)
+
+
+def _bill(heading: str, cell: Callable[[Bill], str], hint: str) -> Column:
+    return Column(heading, lambda row: "" if row.kept.bill is None else cell(row.kept.bill), hint)
+
+
+COLUMNS = (
+    Column("rank", lambda row: BESIDE if row.rank is None else str(row.rank)),
+    Column("gain, %", lambda row: "" if row.gain is None else _percent(row.gain),
+           "over the best of the ranking, beside which it stands"),
+    Column("schedule", lambda row: _schedule(row.kept.choice), is_text=True),
+    Column("layers", lambda row: row.kept.layers,
+           "whose they are, TE: Transformer Engine's, local: megatron.core's own; and which attention", is_text=True),
+    _size("tensor", "tensor parallel ranks"),
+    _size("pipeline", "pipeline ranks"),
+    _size("data", "replicas"),
+    _size("context", "context parallel ranks"),
+    _size("expert", "expert parallel ranks"),
+    _size("virtual", "stages on each rank", silent="1"),
+    Column("microbatch", lambda row: str(row.kept.choice.micro_batch_size)),
+    _estimate("microbatches", lambda estimate: str(estimate.configuration.num_microbatches)),
+    Column("recompute", lambda row: row.kept.choice.recompute.value, is_text=True),
+    Column("split optimizer", lambda row: "yes" if row.kept.choice.distributed_optimizer else "no", is_text=True),
+    Column("rank mapping", lambda row: row.kept.choice.rank_mapping, is_text=True),
+    Column("s/iteration", lambda row: "~"[row.kept.is_simulated :] + short_number(row.kept.estimate.seconds),
+           "~: estimated; the others were simulated"),
+    Column(INTERVAL, lambda row: _interval_text(row.kept),
+           "where so many of the published runs of its kind were; not validated: none was compared"),
+    Column("sequences/s", lambda row: short_number(row.kept.sequences_per_second)),
+    _bill("days", lambda bill: "" if bill.days is None else short_number(bill.days), "for all tokens, without a pause"),
+    _bill("cost", lambda bill: _money(bill.cost, bill), "for all tokens"),
+    _bill("cost/M tokens", lambda bill: _money(bill.cost_per_million_tokens, bill), "for a million tokens"),
+    _estimate("MFU, %", lambda estimate: f"{100 * estimate.mfu:.1f}"),
+    _estimate("bubble, %", lambda estimate: f"{100 * estimate.bubble:.1f}"),
+    Column("GiB", lambda row: f"{row.kept.memory_gib:.1f}", "memory of the fullest GPU"),
+    Column("memory", lambda row: row.kept.estimate.verdict.word, is_text=True),
+    Column("notes", lambda row: "; ".join(row.kept.notes), is_text=True),
+)  # fmt: skip
+"""Of rows that stand beside the ranking, `rank` is None. A time with ~ is an estimate (`Kept.is_simulated`)."""
+
+HEADINGS = tuple(column.heading for column in COLUMNS)
+TEXTS = frozenset(column.heading for column in COLUMNS if column.is_text)
+
+
+def cells(each: Kept, rank: int | None, gain: float | None = None) -> tuple[str, ...]:
+    """The cells of a row under `HEADINGS`."""
+    row = Row(rank, each, gain)
+    return tuple(column.cell(row) for column in COLUMNS)
+
+
+def columns_of(
+    outcome: Outcome, rows: Sequence[tuple[int | None, Kept]], *, wanted: Collection[str] = ()
+) -> list[tuple[Column, list[str]]]:
+    """The columns that say something in some of these of `Outcome.rows`, or are `wanted`, with their cells."""
+    texts = [cells(each, rank, outcome.gain(each)) for rank, each in rows]
+    columns = [(column, [row[index] for row in texts]) for index, column in enumerate(COLUMNS)]
+    return [each for each in columns if each[0].heading in wanted or any(map(each[0].says, each[1]))]
 
 
 def _percent(gain: float) -> str:
     return f"{round(100 * gain, 1) + 0.0:+.1f}"  # without the sign of -0.0
 
 
-def cells(each: Kept, rank: int | None, gain: float | None = None) -> tuple[str, ...]:
-    """The cells of a row under `HEADINGS`; beside the ranking, `rank` is None. A time with ~ is an estimate
-    (`Kept.is_simulated`)."""
-    choice, estimate = each.choice, each.estimate
-    return (
-        BESIDE if rank is None else str(rank), "" if gain is None else _percent(gain), _schedule(choice),
-        each.layers, str(choice.tensor), str(choice.pipeline), str(choice.data),
-        str(choice.context or ""), str(choice.expert or ""), str(choice.virtual),
-        str(choice.micro_batch_size), str(estimate.configuration.num_microbatches), choice.recompute.value,
-        "yes" if choice.distributed_optimizer else "no", choice.rank_mapping,
-        f"{'' if each.is_simulated else '~'}{_number(estimate.seconds)}",
-        "" if each.accuracy is None else interval_text(each.accuracy, estimate.seconds),
-        _number(each.sequences_per_second), *_bill(each.bill),
-        f"{100 * estimate.mfu:.1f}", f"{100 * estimate.bubble:.1f}", f"{each.memory_gib:.1f}", estimate.verdict.word,
-        "; ".join(each.notes),
-    )  # fmt: skip
+def _interval_text(each: Kept) -> str:
+    return "" if each.accuracy is None else interval_text(each.accuracy, each.estimate.seconds)
 
 
-def _bill(bill: Bill | None) -> tuple[str, str, str]:
-    """The cells of days, total cost and cost of a million tokens; empty if not known."""
-    if bill is None:
-        return "", "", ""
-    amounts = (bill.cost, bill.cost_per_million_tokens)
-    whole, million = ("" if each is None else money(each, bill.currency) for each in amounts)
-    return "" if bill.days is None else _number(bill.days), whole, million
+def _money(amount: float | None, bill: Bill) -> str:
+    return "" if amount is None else money(amount, bill.currency)
 
 
 def _schedule(choice: Choice) -> str:
@@ -76,11 +146,11 @@ def _schedule(choice: Choice) -> str:
 
 def describe(choice: Choice) -> str:
     """A configuration as short text."""
-    buffers = " with one gradient buffer" if choice.single_gradient_buffer else ""
-    parts = [choice.schedule + buffers, f"t={choice.tensor}", f"p={choice.pipeline}", f"d={choice.data}"]
-    parts += [f"{name}={size}" for name, size in (("cp", choice.context), ("ep", choice.expert)) if (size or 1) > 1]
-    if choice.virtual > 1:
-        parts.append(f"v={choice.virtual}")
+    parts = [" with ".join((choice.schedule, *remarks(choice)))]
+    for name in ("tensor", "pipeline", "data", "context", "expert", "virtual"):
+        size = getattr(choice, name) or 1
+        if size > 1 or name in ("tensor", "pipeline", "data"):
+            parts.append(f"{SETTINGS[name].short}={size}")
     parts.append(f"microbatches of {choice.micro_batch_size}")
     if choice.recompute.value != "none":
         parts.append(f"recompute {choice.recompute.value}")
@@ -89,17 +159,12 @@ def describe(choice: Choice) -> str:
 
 def best_table(outcome: Outcome, kept: Sequence[tuple[int | None, Kept]], *, plain: bool) -> Table:
     """A table with a row for each of `kept` (as in `Outcome.rows`). `plain`: neither lines nor colours."""
-    rows = [cells(each, rank, outcome.gain(each)) for rank, each in kept]
-    shown = [index for index, _ in enumerate(HEADINGS) if any(says(index, row[index]) for row in rows)]
+    shown = columns_of(outcome, kept)
+    rows = list(zip(*(texts for _, texts in shown), strict=True))
     return plain_table(
-        [HEADINGS[index] for index in shown], [[row[index] for index in shown] for row in rows], plain=plain,
-        left=TEXTS, wraps=TEXTS, styles=["yellow" if each.estimate.under_pressure else "" for _, each in kept],
+        [column.heading for column, _ in shown], rows, plain=plain, left=TEXTS, wraps=TEXTS,
+        styles=["yellow" if each.estimate.under_pressure else "" for _, each in kept],
     )  # fmt: skip
-
-
-def says(index: int, text: str) -> bool:
-    """Whether a cell has information: a column without information in any row is left out."""
-    return text != "1" if HEADINGS[index] == "v" else bool(text)
 
 
 def reasons(rejected: Sequence[Rejected], most: int) -> list[tuple[str, int]]:
@@ -124,10 +189,6 @@ def _example(kind: str, of_kind: Sequence[Rejected]) -> str:
         return of_kind[0].reason
     near = min(of_kind, key=lambda each: math.inf if each.missing_gib is None else each.missing_gib)
     return f"{_MEMORY}; the nearest: {near.reason}"
-
-
-def _number(value: float) -> str:
-    return f"{value:.3g}" if value < 100 else f"{value:.0f}"
 
 
 # --- a sweep
@@ -165,9 +226,8 @@ def sweep_table(sweep: Sweep, *, plain: bool) -> Table:
 
 
 _BILL = tuple(field.name for field in fields(Bill))
-CHOICES = tuple(field.name for field in fields(Choice))
 FIELDS = (
-    "rank", "status", "gain_over_best", *CHOICES, "transformer_impl", "attention", "sequence_parallel",
+    "rank", "status", "gain_over_best", *CHOSEN, "transformer_impl", "attention", "sequence_parallel",
     "num_microbatches", "iteration_seconds", "sequences_per_second",
     "iteration_seconds_low", "iteration_seconds_high", "interval_runs", "interval_of", "not_validated", *_BILL, "mfu",
     "bubble", "memory_gib", "spare_gib", "verdict", "is_simulated", "reason", "notes",
@@ -182,12 +242,10 @@ def kept_record(each: Kept, rank: int | None, gain: float | None = None) -> dict
         "rank": rank,
         "status": "kept",
         "gain_over_best": gain,
-        **_choice(each.choice),
+        **_chosen(estimate.configuration),
+        "schedule": each.choice.schedule,
         "transformer_impl": software and software.transformer_impl,
         "attention": software and software.attention,
-        "context": estimate.configuration.context,
-        "expert": estimate.configuration.expert,
-        "single_gradient_buffer": estimate.configuration.single_gradient_buffer,
         "sequence_parallel": estimate.configuration.sequence_parallel,
         "num_microbatches": estimate.configuration.num_microbatches,
         "iteration_seconds": estimate.seconds,
@@ -219,7 +277,7 @@ def _interval(each: Kept) -> dict:
 
 def rejected_record(each: Rejected) -> dict:
     """The record of a rejected choice. A null stands for every value."""
-    return {"status": "rejected", **_choice(each.choice), "reason": each.reason}
+    return {"status": "rejected", **_chosen(each.choice), "reason": each.reason}
 
 
 def records(outcome: Outcome) -> Iterator[dict]:
@@ -246,9 +304,9 @@ def write_csv(outcome: Outcome, path: Path) -> None:
     write_whole(path, text.getvalue())
 
 
-def _choice(choice: Choice) -> dict:
-    values = {name: getattr(choice, name) for name in CHOICES}
-    return {**values, "recompute": None if choice.recompute is None else choice.recompute.value}
+def _chosen(chosen: Choice | Configuration) -> dict:
+    values = {name: getattr(chosen, name) for name in CHOSEN}
+    return {name: getattr(value, "value", value) for name, value in values.items()}
 
 
 def sweep_records(sweep: Sweep) -> list[dict]:

@@ -39,7 +39,7 @@ class Lane(Enum):
 
 @dataclass(frozen=True)
 class Task:
-    """`after`: places in the list of what it waits for, all of them before it."""
+    """A task of a lane. `after`: the places in the list of the tasks that it waits for, all of them before it."""
 
     lane: Lane
     name: str
@@ -48,7 +48,7 @@ class Task:
 
 
 def ends(tasks: Sequence[Task]) -> list[float]:
-    """When each task ends, from 0 on."""
+    """The second at which each task ends, if the first starts at 0."""
     found: list[float] = []
     free = dict.fromkeys(Lane, 0.0)
     for task in tasks:
@@ -73,17 +73,18 @@ class ShardedCosts:
     """Seconds of one microbatch.
 
     Attributes:
-        embedding, layer, head: computing.
-        gather: a layer's weights for its forward. `gather_again`: for its backward, `times_again` of the same.
-        reduce: a layer's gradients.
-        host: for each gather and reduction of a layer, what the host needs before, while the device waits.
-        root_gather, root_reduce: the same of embedding and head together.
+        embedding, layer, head: computation of the embedding, a layer and the head.
+        gather: the gather of a layer's weights for its forward. `gather_again`: the gather for its backward, which
+            happens `times_again` times.
+        reduce: the reduction of a layer's gradients.
+        host: the work of the host before each gather and reduction of a layer, while the device waits.
+        root_gather, root_reduce: gather and reduction of embedding and head together.
         num_layers: layers, all alike.
         contention: as in `Constants`.
         regathers: weights are released behind a forward (stage 3); else they are kept for the backward.
-        keeps_batch: and then for the microbatches that follow.
-        keeps_last: but for the last layer, which is needed again at once.
-        step: the optimizer's, once a batch; with the casts of weights that stay gathered.
+        keeps_batch: weights that are kept for the backward are kept for the following microbatches, too.
+        keeps_last: the last layer is not released, since it is needed again at once.
+        step: the step of the optimizer, once a batch, with the casts of weights that stay gathered.
     """
 
     embedding: Seconds
@@ -108,13 +109,13 @@ class ShardedCosts:
 
     @property
     def computed(self) -> Seconds:
-        """One microbatch, alone on its GPU."""
+        """Seconds of forward and backward of a microbatch, without collectives."""
         ways = zip(self.embedding, self.layer, self.head, strict=True)
         return Seconds(*(first + self.num_layers * middle + last for first, middle, last in ways))
 
     @property
     def busy(self) -> float:
-        """Of both ways."""
+        """Seconds of forward and backward together."""
         return sum(self.computed)
 
 
@@ -136,7 +137,7 @@ def batch_seconds(costs: ShardedCosts, num_microbatches: int) -> float:
 
 
 class _Tasks:
-    """Lists them. Layers are counted from 1 on."""
+    """Lists the tasks of a batch. Layers are counted from 1 on."""
 
     def __init__(self, costs: ShardedCosts) -> None:
         self.costs, self.found = costs, []
@@ -184,7 +185,8 @@ class _Tasks:
         self._add(Lane.NETWORK, "reduce root", costs.root_reduce, (previous,))
 
     def _compute(self, name: str, seconds: float, beside: float, *after: int | None, waits: float = 0.0) -> int:
-        """`beside`: seconds of the collectives that run meanwhile. `waits`: those in which the host is busy before."""
+        """Add a computation. `beside`: seconds of the collectives that run meanwhile. `waits`: seconds of the host's
+        work before it."""
         lost = self.costs.contention * min(beside, seconds)
         places = tuple(each for each in after if each is not None)
         return self._add(Lane.COMPUTE, name, seconds + lost + waits, places)
@@ -202,8 +204,8 @@ _MATRICES_OF_ROOT = 2
 
 
 def sharded_time(cost_model: CostModel, configuration: Configuration, *, is_slowed: bool = False) -> IterationTime:
-    """`is_slowed`: its GPUs are short of memory (`Verdict.slowed`). Raises ValueError where the cost model knows no
-    gathers of weights."""
+    """The time of an iteration. `is_slowed`: GPUs are short of memory (`Verdict.slowed`). Raises ValueError if the cost
+    model knows no gathers of weights."""
     costs = sharded_costs(cost_model, configuration, is_slowed=is_slowed)
     m = configuration.num_microbatches
     seconds, busy = batch_seconds(costs, m), m * costs.busy + costs.step
@@ -211,7 +213,7 @@ def sharded_time(cost_model: CostModel, configuration: Configuration, *, is_slow
 
 
 def sharded_costs(cost_model: CostModel, configuration: Configuration, *, is_slowed: bool = False) -> ShardedCosts:
-    """What the tasks of a microbatch take. Raises as `sharded_time`."""
+    """The seconds of the tasks of a microbatch. Raises as `sharded_time`."""
     if not isinstance(cost_model, FirstPrinciples):
         raise ValueError(
             "a profile holds no gathers of weights, which split weights need; predict from first principles"
@@ -259,7 +261,7 @@ def sharded_costs(cost_model: CostModel, configuration: Configuration, *, is_slo
 
 
 class _Network:
-    """Seconds of collectives. `matrices`: how many there are in what is gathered or reduced."""
+    """Seconds of collectives. `matrices`: the number of matrices that are gathered or reduced."""
 
     def __init__(self, cost_model: FirstPrinciples, configuration: Configuration, sharding: Sharding) -> None:
         shards, data = sharding.shards, configuration.data
@@ -277,7 +279,7 @@ class _Network:
 
     @property
     def host_seconds(self) -> float:
-        """For which the host cuts what a layer gathers into parts, while the device waits."""
+        """Seconds in which the host cuts the buffer of a gather into parts, while the device waits."""
         return _MATRICES * self._shards.size * self._launch if self._runtime.by_parts else 0.0
 
     def _ring(self, ring: Ring, num_bytes: float, matrices: int) -> float:

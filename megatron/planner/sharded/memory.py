@@ -33,7 +33,7 @@ _REDUCED_TOGETHER = 500_000_000
 
 
 def sharded_memory(shape: Architecture, software: Software, configuration: Configuration) -> tuple[RankMemory, ...]:
-    """The memory of one GPU, as each of them needs."""
+    """The memory of a GPU; all GPUs need the same."""
     sharding, runtime = configuration.sharding, software.sharding
     assert sharding is not None
     setting = software.activation_setting(configuration)
@@ -70,8 +70,8 @@ def sharded_memory(shape: Architecture, software: Software, configuration: Confi
 def _gathered(
     shape: Architecture, tensor: int, root: int, of_layer: int, runtime: ShardingRuntime, *, stays: bool
 ) -> float:
-    """Parameters that are whole at once: all where they stay. Where they are copied, one unit of them is there
-    twice."""
+    """The number of parameters that are gathered at once: all, if they stay gathered. If they are copied out of a
+    buffer, one unit counts twice."""
     total, unit = root + shape.num_layers * of_layer, of_layer
     live = root + min(2, shape.num_layers) * of_layer
     if runtime.by_matrix:
@@ -83,7 +83,7 @@ def _gathered(
 def _unsharded(
     shape: Architecture, tensor: int, root: int, of_layer: int, runtime: ShardingRuntime, element: int, gradient: int
 ) -> float:
-    """Bytes of gradients that are not scattered yet, and of one that is copied for that."""
+    """Bytes of gradients that are not scattered yet, and of a gradient that is copied to be scattered."""
     if runtime.by_matrix:
         largest = largest_parameter(shape, tensor, is_first=True, is_last=True)
         reduced = min(root + shape.num_layers * of_layer, max(largest, _REDUCED_TOGETHER))

@@ -1,9 +1,9 @@
 """Times of stages, updates, transfers and all-reduces of any size, from those that a profile holds.
 
-A stage of n layers takes what it took with the few layers that were timed, and (n - few) times what a layer takes: the
-difference of the two middle stages. Between two microbatch sizes, numbers of working processes or numbers of bytes that
-were timed, times are interpolated; nothing is extrapolated, with one exception: a transfer or an all-reduce beyond the
-largest goes on at that one's bandwidth.
+A profile times stages of few layers. A stage of n layers takes as long as the profiled stage, and n - few times as long
+as one layer, which is the difference of the two middle stages. Times are interpolated between the microbatch sizes, the
+numbers of working processes and the numbers of bytes that the profile has. Nothing is extrapolated, with one exception:
+a transfer or an all-reduce of more bytes than the largest continues at the bandwidth of the largest.
 """
 
 from bisect import bisect_left
@@ -18,7 +18,7 @@ from megatron.planner.time.profile import Profile, StagePosition, UpdateTime
 
 @dataclass(frozen=True)
 class Seconds:
-    """The times of a microbatch. `halves`: of I and W, where the profile has them for all that was looked up."""
+    """Seconds of a microbatch. `halves`: seconds of I and W, if the profile has them for everything looked up."""
 
     forward: float
     backward: float
@@ -39,7 +39,7 @@ class Seconds:
 
 
 class Blocks:
-    """Looks up the times of a profile. Every method raises ValueError where the profile cannot say, with the remedy."""
+    """Looks up times in a profile. Each method raises ValueError, with the remedy, if the profile lacks the time."""
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
@@ -50,13 +50,13 @@ class Blocks:
     def _stage(
         self, place: StagePosition, num_layers: int, *, tensor: int, size: int, recompute: RecomputeScope, working: int
     ) -> Seconds:
-        """Forward and backward of `size` sequences through a stage, while so many processes work."""
+        """Seconds of `size` sequences through a stage, while so many processes work."""
         few, _ = self._layers
         whole = self._timed(place, few, tensor, size, recompute, working)
         return whole + self.layer(tensor=tensor, size=size, recompute=recompute, working=working) * (num_layers - few)
 
     def layer(self, *, tensor: int, size: int, recompute: RecomputeScope, working: int) -> Seconds:
-        """Forward and backward of one layer."""
+        """Seconds of one layer."""
         few, many = self._layers
         less, more = (self._timed(StagePosition.MIDDLE, each, tensor, size, recompute, working) for each in (few, many))
         return (more - less) * (1 / (many - few))
@@ -105,8 +105,8 @@ class Blocks:
         working: int,
         seconds: Callable[[UpdateTime], float] = UpdateTime.seconds,
     ) -> float:
-        """Seconds in which a stage's gradients are zeroed, measured, clipped and applied, or what `seconds` makes of
-        those."""
+        """Seconds in which gradients of a stage are zeroed, measured, clipped and applied; or the result of `seconds`
+        for these times."""
         few, many = self._layers
         weights = self._profiled_like(weight_policy(weights))
         whole = self._timed_update(place, few, tensor, weights, working, seconds)
@@ -116,9 +116,8 @@ class Blocks:
         return whole + (num_layers - few) * (more - less) / (many - few)
 
     def _profiled_like(self, weights: WeightPolicy) -> str:
-        """The policy of that name in the profile, or one whose steps write as its do: in place, or into another buffer
-        than the one in use.
-        """
+        """The policy of this name in the profile; or a policy whose steps write alike, in place or into another buffer
+        than the one in use."""
         known = sorted({each.weights for each in self.profile.updates})
         alike = (name for name in known if name in POLICIES and POLICIES[name].drains == weights.drains)
         return weights.name if weights.name in known else next(alike, weights.name)
@@ -148,7 +147,7 @@ class Blocks:
     # --- between ranks
 
     def transfer(self, num_bytes: float) -> float:
-        """Seconds from one rank to the next on the same machine."""
+        """Seconds of a transfer from one rank to the next on the same machine."""
         found = {each.num_bytes: each.seconds.median for each in self.profile.transfers}
         if not found:
             raise ValueError("the profile has no transfers; profile with --processes 2 or more")
@@ -190,7 +189,7 @@ class Blocks:
 
 
 def _between(found: Mapping[int, "Seconds | float"], wanted: int, refusal: Callable[[], str]) -> "Seconds | float":
-    """What was found at `wanted`, or on the line between its neighbours. Raises ValueError outside."""
+    """The value at `wanted`, or on the line between its neighbours. Raises ValueError outside of all values."""
     if wanted in found:
         return found[wanted]
     known = sorted(found)
@@ -203,7 +202,8 @@ def _between(found: Mapping[int, "Seconds | float"], wanted: int, refusal: Calla
 
 
 def _of_bytes(found: Mapping[int, float], num_bytes: float) -> float:
-    """Below the least: its time. Between: on the line. Beyond the largest: at the rate between the last two."""
+    """Seconds of a number of bytes. Below the least number: its seconds. Between two numbers: on the line. Beyond the
+    largest number: at the rate between the last two."""
     known = sorted(found)
     if num_bytes <= known[0]:
         return found[known[0]]

@@ -33,8 +33,10 @@ _KERNELS = 20  # of router and dispatcher, in each direction, as megatron.core h
 
 
 class ExpertLayerWork(LayerWork):
-    """The work of one microbatch on one of t tensor ranks. `degrees`: how experts lie on ranks. The rest as in
-    `LayerWork`."""
+    """The work of one microbatch on one of t tensor ranks, in a layer with experts.
+
+    `degrees` says how experts lie on ranks; all other arguments are those of `LayerWork`.
+    """
 
     def __init__(self, shape: Architecture, software: Software, *, degrees: ExpertDegrees, **options: object) -> None:
         super().__init__(shape, software, **options)
@@ -85,7 +87,7 @@ class ExpertLayerWork(LayerWork):
 
     @property
     def _moved(self) -> float:
-        """Copies of a token that kernels read and write in a direction."""
+        """The number of copies of a token that kernels read and write in one direction of the computation."""
         k, etp = self.experts.copies, self.degrees.tensor
         padded = 4 * k * etp * (self.software.fp8 and self.experts.capacity_factor is None)
         if self.software.dispatcher == FLEX:
@@ -94,7 +96,7 @@ class ExpertLayerWork(LayerWork):
 
     @property
     def _sent(self) -> float:
-        """How many times a token is sent to experts."""
+        """The number of times that a token is sent to experts."""
         if self.software.dispatcher == FLEX:
             return min(self.experts.copies, self.experts.reached(self.degrees.parallel))
         return self.experts.copies
@@ -107,7 +109,7 @@ class ExpertLayerWork(LayerWork):
 
     @property
     def _between_ranks(self) -> Work:
-        """Copies on their way to experts and back, in one direction of the computation."""
+        """The work of sending copies to experts and back, in one direction of the computation."""
         sent = 2 * self._routed_tokens * self._sent * self.e * self.shape.hidden_size
         ep, etp = self.degrees.parallel, self.degrees.tensor
         return Work(

@@ -39,7 +39,7 @@ Pieces = tuple[tuple[float, float], tuple[float, float], tuple[float, float]]
 
 
 class FirstPrinciples:
-    """A `CostModel`. See `work` for what is counted and `Constants` for what is fitted."""
+    """A `CostModel`: `work` says which work is counted, and `Constants` which numbers are fitted."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class FirstPrinciples:
         self._others: dict[Software, FirstPrinciples] = {}
 
     def calibrated(self, constants: Constants) -> "FirstPrinciples":
-        """The same with other constants."""
+        """This model with other constants."""
         other = copy(self)
         other.constants, other._others = constants, {}
         return other
@@ -65,7 +65,7 @@ class FirstPrinciples:
         return self.constants.pressed_efficiency
 
     def _trained_by(self, software: Software) -> "FirstPrinciples":
-        """The same with other software."""
+        """This model with other software."""
         if software not in self._others:
             other = FirstPrinciples(self.model, self.cluster, software, self.constants)
             self._others[software] = other
@@ -116,7 +116,7 @@ class FirstPrinciples:
         return self._pieces(configuration, self._links_alone(configuration))
 
     def ring(self, configuration: Configuration, replicas: range) -> Ring:
-        """What these replicas send round to gather or to sum something, while all others do the same."""
+        """The ring in which these replicas gather or sum a buffer, while all other groups do the same."""
         links = self._links_alone(configuration)
         return Ring(
             size=len(replicas),
@@ -126,7 +126,7 @@ class FirstPrinciples:
         )
 
     def moved(self, num_bytes: float) -> float:
-        """Seconds in which kernels read and write so many bytes."""
+        """Seconds of kernels that read and write so many bytes."""
         return num_bytes / self._rates.memory
 
     def _links_alone(self, configuration: Configuration) -> Links:
@@ -138,7 +138,7 @@ class FirstPrinciples:
     def _of_layers(
         self, layers: Sequence[int], works: Works, links: Links, part: Callable[[LayerWork], Work]
     ) -> list[float]:
-        """Seconds of a part of the work of the layers of each stage, some of which may have experts."""
+        """Seconds of a part of the work of the layers, by stage; some layers may have experts."""
         plain, with_experts = works
         seconds = self._seconds(part(plain), links)
         if with_experts is None:
@@ -160,7 +160,7 @@ class FirstPrinciples:
     def _halves(
         self, configuration: Configuration, layers: Sequence[int], works: Works, links: Links
     ) -> dict[str, list[float]]:
-        """I and W of each stage, by what is in them."""
+        """Seconds of I and W, by stage."""
         work, recompute = works[0], configuration.recompute
         found = {
             "backward_input": self._of_layers(
@@ -215,7 +215,7 @@ class FirstPrinciples:
         return self._links[key]
 
     def _traffic(self, configuration: Configuration, layers: Sequence[int], schedule: Schedule) -> Traffic:
-        """What ranks of a pipeline send in an iteration, for the mapping that makes the best of it."""
+        """The bytes that ranks of a pipeline send in an iteration, for which a mapping is optimized."""
         m, placement = configuration.num_microbatches, schedule.rank_of_stage
         crossing = Counter(ends for ends in pairwise(placement) if ends[0] != ends[1])
         counts = MessageCounts(
@@ -248,14 +248,14 @@ class FirstPrinciples:
         return [num / self._rates.of_link(links.pairs[rank], links) for num, rank in moved]
 
     def _moved_bytes(self, configuration: Configuration, layers: Sequence[int]) -> list[float]:
-        """Saved activations of a microbatch at each stage, where they are balanced."""
+        """Bytes of saved activations of a microbatch, by stage, if activations are balanced."""
         if not configuration.preset.balance:
             return [0.0] * len(layers)
         activations = Activations(self.model, self.software.activation_setting(configuration))
         return by_stage(activations.saved, layers, self.model.layers_with_experts(layers))
 
     def _reduces_embedding(self, schedule: Schedule) -> bool:
-        """Whether the first and the last stage, on two ranks, share an embedding."""
+        """Whether the first and the last stage share an embedding and lie on two ranks."""
         return self.model.tied_embeddings and schedule.rank_of_stage[0] != schedule.rank_of_stage[-1]
 
     def _embedding(self, configuration: Configuration, links: Links, schedule: Schedule) -> float:
@@ -274,8 +274,8 @@ class FirstPrinciples:
         self, configuration: Configuration, schedule: Schedule, layers: Sequence[int], links: Links, *,
         forward: Sequence[float], backward: Sequence[float],
     ) -> tuple[list[float], list[float]]:  # fmt: skip
-        """The optimizer's step, with casts of new weights to FP8, and what is seen of the reduction over replicas, by
-        stage."""
+        """By stage: seconds of the optimizer's step, with casts of new weights to FP8, and seconds of the reduction
+        over replicas that nothing hides."""
         state = self.software.training_state(configuration)
         written = 0 if configuration.predicts else state.weight_bytes
         step, reduce, gather, buckets = [], [], [], []
@@ -304,7 +304,7 @@ class FirstPrinciples:
     def _predictions(
         self, configuration: Configuration, layers: Sequence[int], links: Links
     ) -> tuple[list[float], list[float]]:
-        """Taking the optimizer's step provisionally, and keeping gradients, by stage; 0 where nothing is predicted.
+        """By stage: seconds of provisional steps, and of copies of gradients; 0 without predictions.
 
         On a CPU, where torch's optimizers step, PREDICT is one pass that reads master, both moments and the gradient of
         each element and writes the weight. Those of Apex and Transformer Engine step on copies: it reads master and
@@ -332,7 +332,7 @@ class FirstPrinciples:
         return predict, hold
 
     def _hosted(self, configuration: Configuration, layers: Sequence[int]) -> dict[str, list[float]]:
-        """Where weights live on the host, what copying and updating a stage takes there.
+        """The costs of copies and updates of stages whose weights live on the host.
 
         The host's Adam reads gradient, master and moments, and writes master, moments and the weight in 16 bits.
         Replicas on a node share a store: each brings and steps its share, and may fetch it alone, of which their links

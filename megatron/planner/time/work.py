@@ -157,7 +157,7 @@ class LayerWork:
 
     @cached_property
     def backward(self) -> Work:
-        """Without what is recomputed."""
+        """The backward, without recomputation."""
         h, q, k, e, t = self.shape.hidden_size, self.shape.query_width, self.shape.key_width, self.e, self.t
         norm, _, around = self._elementwise(backward=True)
         along_tokens = self.tokens / self.shared * (2 * norm * h + 2 * (5 * e + self._mask) * h)
@@ -181,7 +181,7 @@ class LayerWork:
 
     @cached_property
     def backward_input(self) -> Work:
-        """I of a backward in halves, without what is recomputed."""
+        """I of a backward in halves, without recomputation."""
         return _rest(self.backward, self.backward_weight)
 
     def recomputed(self, scope: RecomputeScope) -> Work:
@@ -243,18 +243,18 @@ class LayerWork:
         return 1 if self.shape.hidden_dropout else 0
 
     def _accumulated(self, num_weights: float) -> float:
-        """Bytes to add gradients of weights to their buffer: read and written, and without fusion made before."""
+        """Bytes read and written to add gradients of weights to their buffer; without fusion they are made first."""
         passes = self.software.gradient_bytes + (0 if self.software.fuses_gradient_accumulation else self.e)
         return 2 * num_weights * passes
 
     @property
     def _matrices(self) -> float:
-        """Elements of a layer's matrices on a rank."""
+        """The number of elements of a layer's matrices on a rank."""
         return self.shape.layer_matrices / self.t
 
     @property
     def _num_sums(self) -> int:
-        """Results of matrices that are cut by rows, which tensor ranks sum: of the projections and of the MLP."""
+        """The number of results that tensor ranks sum: one of the projections and one of the MLP, cut by rows."""
         return 2
 
     def _linear(self, times: int) -> Work:
@@ -264,7 +264,7 @@ class LayerWork:
         return Work(operations=operations, calls=4 * times)
 
     def _casts(self, *, backward: bool) -> Work:
-        """Tensors to FP8: inputs of a layer's linears, or in a backward gradients of their outputs."""
+        """The work of casts to FP8: of the inputs of linears, or in a backward of the gradients of their outputs."""
         if not self.software.fp8:
             return Work()
         q, k = self.shape.query_width, self.shape.key_width
@@ -273,19 +273,18 @@ class LayerWork:
         return Work(traffic=(self.e + FP8_COPY_BYTES) * elements, kernels=2 + kernels)
 
     def _mlp_casts(self, backward: bool) -> tuple[float, int]:
-        """Of an MLP's: elements and kernels."""
+        """The elements and the kernels of casts for an MLP."""
         return self._cast_elements(self.shape.ffn_hidden_size, backward), 2
 
     def _cast_elements(self, width: int, backward: bool) -> float:
-        """Of the two tensors of an MLP with so many columns."""
+        """The elements of the two cast tensors of an MLP with so many columns."""
         columns = width * (1 + self.shape.gated * backward)
         return self.tokens * (self.shape.hidden_size / self.shared + columns / self.t)
 
     @property
     def _all_but_kept(self) -> Work:
-        """A forward without the attention and the products whose results are kept: the first, the third and so on of q,
-        k, v, projection, (gate,) up, down. The last of an even number is not needed, and counts.
-        """
+        """A forward without the attention and without the products whose results are kept: each second product of q,
+        k, v, projection, (gate,) up, down, from the first on. The last of an even number is not needed, and counts."""
         h, q, k, f = self.shape.hidden_size, self.shape.query_width, self.shape.key_width, self.shape.ffn_hidden_size
         again = h * (k + q + f)  # keys, projection, and up of a gated MLP or else down
         operations = 2.0 * self.tokens * again / self.t
@@ -320,13 +319,13 @@ class LayerWork:
 
     @property
     def _shared_groups(self) -> Work:
-        """Where several ranks compute a query group, they gather queries, keys and values, or scatter gradients."""
+        """The exchange in which ranks of one query group gather queries, keys and values, or scatter gradients."""
         width = (self.shape.query_width + 2 * self.shape.key_width) * (self.shape.num_query_groups < self.t)
         return Work(exchanged=(self.t - 1) / self.t * self.tokens * width * self.e, collectives=float(width > 0))
 
     def _in_pieces(self, num_bytes: float) -> tuple[float, float]:
-        """Of sums that products would wait for, what goes alone, and what beside them: all pieces but one, where
-        products are computed in as many as there are tensor ranks."""
+        """The bytes of sums that are sent alone, and those sent beside products. If products are computed in as many
+        pieces as there are tensor ranks, all pieces but one are sent beside them."""
         if not (self.software.overlaps_in_pieces and self.sequence_parallel):
             return num_bytes, 0.0
         return num_bytes / self.t, num_bytes * (self.t - 1) / self.t
@@ -358,7 +357,7 @@ class LayerWork:
 
     @property
     def _widening(self) -> int:
-        """Bytes to turn a score to FP32 and back."""
+        """Bytes to widen a score to FP32 and narrow it again."""
         return 2 * (self.e + _FP32) if self.e < _FP32 else 0
 
     def _core_products(self, times: float) -> Work:
@@ -367,7 +366,7 @@ class LayerWork:
         return Work(calls=2 * times, **{kind: 2 * times * operations})
 
     def _flash(self, times: float) -> Work:
-        """Products of flash attention, which leaves out blocks of scores of later tokens."""
+        """The products of flash attention, which leaves out blocks of scores of later tokens."""
         operations = 4.0 * times * self._scores * self.shape.kv_channels
         return Work(attended=operations / 2 if self.shape.is_causal else operations, calls=2 * times)
 
@@ -389,8 +388,8 @@ class LayerWork:
         return self._core_products(2) + Work(traffic=(5 * e + softmax + dropout) * self._scores, kernels=8)
 
     def _in_steps(self, core: Work, width: int, *, passed: int) -> Work:
-        """The attention's core with what context parallel ranks hand on: keys and values, and their gradients if twice
-        as much is `passed`. `width`: of the results that each step adds to."""
+        """The attention's core with the keys and values that context parallel ranks pass on, and with gradients if
+        twice as much is `passed`. `width`: the columns of the results to which each step adds."""
         if self.cp == 1:
             return core
         keys = (self.cp - 1) * passed * 2 * self.shape.key_width * self.e * self.tokens / self.t
@@ -405,7 +404,7 @@ class LayerWork:
 
 
 def _rest(whole: Work, weight: Work) -> Work:
-    """I, where W is `weight`. What a whole backward sends under products, and W does not, I sends by itself."""
+    """I of a backward whose W is `weight`. I sends by itself what W does not send under products."""
     exchanged = whole.exchanged + whole.overlapped - weight.exchanged
     left = whole + weight * -1.0
     return replace(left, exchanged=exchanged, overlapped=0.0, collectives=whole.collectives)

@@ -1,1 +1,1 @@
-"""Real runs of configurations: started, watched, classified, and put beside what was predicted. No torch in here."""
+"""Real runs of configurations: started, watched, classified, and compared with predictions. No torch in here."""

@@ -1,11 +1,11 @@
-"""Configurations that are measured: how they are run, what came out, and how that compares with the prediction.
+"""Measured configurations: the settings of their runs, the results, and the comparison with predictions.
 
-A results file holds a JSON object a line, one for each configuration. It is written anew, in whole or not at all, when
-a result is added; so a measuring that was killed continues with the configurations that the file lacks.
+A results file holds a JSON object a line, one for each configuration. When a result is added, the file is written anew,
+in whole or not at all. So a measurement that was killed continues with the configurations that the file lacks.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from megatron.documents.faults import shown
 from megatron.documents.files import read_json, write_whole
 from megatron.documents.picture import one_panel
 from megatron.planner.job.cluster import Cluster
-from megatron.planner.job.configuration import Configuration
+from megatron.planner.job.configuration import DEFAULTS, KINDS, SETTINGS, Configuration
 from megatron.planner.planner import Planner
 from megatron.planner.search.space import preset_of
 from megatron.planner.time.iteration import simulated
@@ -29,9 +29,9 @@ class Settings(BaseModel):
     """The settings of a run.
 
     Attributes:
-        flags: of the training program, without those that a configuration decides.
-        iterations, warmup: how many are trained, and how many of them are not measured.
-        threads: of each rank in the operators of a CPU.
+        flags: the flags of the training program, without those that a configuration decides.
+        iterations, warmup: the number of trained iterations, and how many of them are not measured.
+        threads: the threads of each rank in the operators of a CPU.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -42,16 +42,17 @@ class Settings(BaseModel):
     threads: int
 
     def argv(self) -> tuple[str, ...]:
-        """All of it, as `differences` takes it."""
+        """The settings as a command line, for `differences`."""
         own = {"--iterations": self.iterations, "--warmup": self.warmup, "--threads": self.threads}
         return (*self.flags, *(str(part) for pair in own.items() for part in pair))
 
 
 def differences(known: Sequence[str], given: Sequence[str], *, but: frozenset[str] = frozenset()) -> str:
-    """What one command line says that the other does not: `--hidden-size 64 and not 128`; nothing where they agree.
+    """The differences of two command lines in words: `--hidden-size 64 and not 128`; empty if they agree.
 
     Args:
-        known: flags and their values, of which the sentence is.
+        known: flags and their values, which the words are about.
+        given: the flags and values to compare with.
         but: flags that may differ.
     """
     first, second = _by_flag(known), _by_flag(given)
@@ -77,18 +78,6 @@ def _by_flag(argv: Sequence[str]) -> dict[str, str]:
     return {flag: " ".join(values) for flag, values in found.items()}
 
 
-_FIELDS = tuple(field.name for field in fields(Configuration))
-_DEFAULTS = vars(Configuration(micro_batch_size=1, global_batch_size=1))
-_SHORT = {
-    "tensor": "t",
-    "pipeline": "p",
-    "data": "d",
-    "virtual": "v",
-    "micro_batch_size": "b",
-    "global_batch_size": "B",
-}
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrialEntry:
     """A configuration that is to be measured, and its predicted seconds of an iteration, if known."""
@@ -99,24 +88,19 @@ class TrialEntry:
     @property
     def name(self) -> str:
         """Unique, and good for a file: `t1-p2-d1-v1-b2-B16-none-2bw`."""
-        configuration = self.configuration
-        parts = [f"{short}{getattr(configuration, name)}" for name, short in _SHORT.items()]
-        parts += [configuration.recompute.value, configuration.schedule]
-        parts += [
-            word
-            for word, is_on in (
-                ("balanced", configuration.balance),
-                ("sequence", configuration.sequence_parallel),
-                ("distributed", configuration.distributed_optimizer),
-                (configuration.rank_mapping, configuration.rank_mapping != "standard"),
-                (f"provisional-{configuration.provisional}", configuration.predicts),
-                (f"read{configuration.provisional_microbatches}", configuration.provisional_microbatches is not None),
-                ("reduced", configuration.provisional_reduce),
-                ("layers" + ".".join(map(str, configuration.layers or ())), configuration.layers is not None),
-            )
-            if is_on
-        ]
+        parts = []
+        for name, setting in SETTINGS.items():
+            value = getattr(self.configuration, name)
+            if setting.always or value != DEFAULTS[name]:
+                parts.append(f"{setting.short or setting.word}{_text(value)}")
         return "-".join(parts)
+
+
+def _text(value: object) -> str:
+    """A value within a name of a run, where a switch is a word alone."""
+    if value is True:
+        return ""
+    return ".".join(map(str, value)) if isinstance(value, tuple) else str(getattr(value, "value", value))
 
 
 class Status(str, Enum):
@@ -132,15 +116,16 @@ class Result(BaseModel):
     """The result of one configuration.
 
     Attributes:
-        name: the entry's.
-        configuration: its fields.
-        settings: with which it was run.
-        predicted_seconds: of an iteration.
+        name: the name of the entry.
+        configuration: the fields of the configuration.
+        settings: the settings of the run.
+        predicted_seconds: the predicted seconds of an iteration.
         status: how the run ended.
-        seconds, low, high: of an iteration, without those of the warm-up: median, and between which eight of ten lie.
-        num_iterations: that were measured.
-        sentence: why it failed.
-        directory: with its command, its log and its metrics.
+        seconds, low, high: the median of the seconds of iterations behind the warm-up, and the two values between which
+            eight of ten lie.
+        num_iterations: the number of measured iterations.
+        sentence: why the run failed.
+        directory: the directory with its command, its log and its metrics.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -159,22 +144,22 @@ class Result(BaseModel):
 
     @property
     def error(self) -> float | None:
-        """The error of the prediction, relative to what was measured; positive: predicted too long."""
+        """The error of the prediction, relative to the measured time; positive: the prediction is too long."""
         if self.seconds is None or self.predicted_seconds is None:
             return None
         return self.predicted_seconds / self.seconds - 1
 
 
 def configuration_fields(configuration: Configuration) -> dict[str, bool | int | str | list[int] | None]:
-    """Plain values by name, as in a file."""
+    """The fields of a configuration as plain values, as in a file."""
     values = {name: getattr(value, "value", value) for name, value in asdict(configuration).items()}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 def read_entries(path: str | Path) -> list[TrialEntry]:
-    """The configurations of a search's JSONL that are not rejected, in its order, which is by time.
+    """The kept configurations of a JSONL file of a search, in the order of the file, which is by time.
 
-    A line is a record of `search.table`. Raises ValueError, naming the line.
+    A line is a record of `search.table`. Raises ValueError naming the line.
     """
     entries = []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
@@ -186,7 +171,7 @@ def read_entries(path: str | Path) -> list[TrialEntry]:
                 raise ValueError(f"it holds {shown(record)}, no object")
             if record["status"] == "rejected":
                 continue
-            values = {name: _typed(name, record[name]) for name in _FIELDS if name in record}
+            values = {name: _typed(name, record[name]) for name in SETTINGS if name in record}
             values["schedule"], values["balance"] = preset_of(record["schedule"])
             values["layers"] = None if record.get("layers") is None else tuple(record["layers"])
             entry = TrialEntry(
@@ -205,15 +190,15 @@ def read_entries(path: str | Path) -> list[TrialEntry]:
 
 
 def _typed(name: str, value: object) -> object:
-    """A field of a configuration. Raises ValueError for a number where it is yes or no, and the other way round."""
-    kind = type(_DEFAULTS[name])
+    """The value of a field. Raises ValueError for a number in place of yes or no, and the other way round."""
+    kind = KINDS[name]
     if kind in (int, bool) and type(value) is not kind:
         raise ValueError(f"{name} is {shown(value)}, {'true or false' if kind is bool else 'a whole number'} is wanted")
     return value
 
 
 class ResultsFile:
-    """Results by name, kept in a file. Raises ValueError where the file is none."""
+    """Results by name, in a file. Raises ValueError for a file of anything else."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -231,25 +216,25 @@ class ResultsFile:
         return self._results.get(name)
 
     def refuse_others(self, entries: Sequence[TrialEntry], settings: Settings) -> None:
-        """Raises ValueError where an entry was run with other settings: its result says nothing about a run now."""
+        """Raise ValueError if an entry was run with other settings: its result says nothing about a run now."""
         for result in self.of(entries):
             told = differences(result.settings.argv(), settings.argv())
             if told:
                 raise ValueError(f"{self._path} has {result.name} with {told}; give another --output, or remove it")
 
     def add(self, result: Result) -> None:
-        """Keep a result, in place of one of the same name."""
+        """Write a result, in place of a result of the same name."""
         self._results[result.name] = result
         self._path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(self._path, "".join(f"{each.model_dump_json()}\n" for each in self._results.values()))
 
     def of(self, entries: Sequence[TrialEntry]) -> list[Result]:
-        """Those that are there, in the order of the entries."""
+        """The known results, in the order of the entries."""
         return [self._results[entry.name] for entry in entries if entry.name in self._results]
 
 
 def table_of(results: Sequence[Result]) -> Table:
-    """A row for each, the fastest first; failures last, with their sentence."""
+    """A table with a row for each result, the fastest first; failures last, with their sentence."""
     table = Table(title="seconds per iteration")
     for column in ("configuration", "predicted", "measured", "eight of ten", "predicted too long by", "ended"):
         table.add_column(column, justify="left" if column in ("configuration", "ended") else "right", overflow="fold")
@@ -267,9 +252,9 @@ def table_of(results: Sequence[Result]) -> Table:
 
 
 def draw(results: Sequence[Result], path: Path) -> None:
-    """Predicted against measured seconds, with the line on which both agree; the suffix chooses the format.
+    """Draw predicted against measured seconds, with the line on which both agree; the suffix chooses the format.
 
-    Raises ValueError where nothing has both.
+    Raises ValueError if no result has both.
     """
     both = [each for each in results if each.error is not None]
     if not both:
@@ -299,8 +284,8 @@ def draw(results: Sequence[Result], path: Path) -> None:
 
 
 def predicted_seconds(profile: Profile, configuration: Configuration, *, num_layers: int) -> float:
-    """Seconds of an iteration of the profile's model with `num_layers` layers. Raises ValueError for what was not
-    profiled."""
+    """Seconds of an iteration of the profile's model with `num_layers` layers. Raises ValueError if the profile lacks a
+    time."""
     model = shape_of(profile, num_layers=num_layers, tensor=configuration.tensor)
     # Of the cluster a profile needs nothing: it was taken there.
     planner = Planner(model, Cluster(gpu="cpu", nodes=1, gpus_per_node=configuration.num_gpus))

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.planner.search.flags import configuration_argv
 from megatron.planner.time.profile import Spread
 from megatron.planner.trial.results import Result, ResultsFile, Settings, Status, TrialEntry, configuration_fields
 from megatron.processes.job import End, end_left, run_job
@@ -26,11 +25,11 @@ class Runs:
 
     Attributes:
         program: path of the training program.
-        argv: its flags, without those that a configuration decides.
-        output: directory for all of it.
-        iterations, warmup: how many are trained, and how many of them are not measured.
-        timeout: seconds of a run, from its start to its end.
-        threads: of each rank in the operators of a CPU.
+        argv: the flags of the program, without those that a configuration decides.
+        output: directory for all runs.
+        iterations, warmup: the number of trained iterations, and how many of them are not measured.
+        timeout: the most seconds of a run, from its start to its end.
+        threads: the threads of each rank in the operators of a CPU.
         topology: file with the nodes and their bandwidths, for optimized rank mappings.
     """
 
@@ -69,8 +68,8 @@ class Runs:
         return self.folder / entry.name
 
     def training_argv(self, entry: TrialEntry) -> list[str]:
-        """Program and flags. A transfer that does not come ends the run, with the rank's own words, in half its
-        time."""
+        """The program and its flags. A transfer that does not arrive ends the run in half of the timeout, with the
+        words of the rank."""
         flags = {
             "--train-iters": self.iterations,
             "--eval-iters": 0,
@@ -83,10 +82,10 @@ class Runs:
                 raise ValueError(f"{entry.name} needs the cluster's nodes; give --rank-topology FILE")
             flags["--rank-topology"] = self.topology.absolute()
         own = [str(part) for pair in flags.items() for part in pair]
-        return [str(self.program), *self.argv, *configuration_argv(entry.configuration), *own]
+        return [str(self.program), *self.argv, *entry.configuration.argv(), *own]
 
     def run(self, entry: TrialEntry) -> Result:
-        """Train and return what came out. Nothing of the run is left when this returns, also after an exception."""
+        """Train and return the result. No process of the run is left when this returns, also after an exception."""
         directory = self.directory(entry)
         directory.mkdir(parents=True, exist_ok=True)
         (directory / METRICS).unlink(missing_ok=True)  # of a run that was killed with the process that measured it
@@ -103,7 +102,7 @@ class Runs:
         return self.result(entry, end)
 
     def result(self, entry: TrialEntry, end: End) -> Result:
-        """What the metrics and the log of a run that has ended say."""
+        """The result of a run that has ended, from its metrics and its log."""
         directory = self.directory(entry)
         times = iteration_seconds(directory / METRICS)
         common = {
@@ -124,7 +123,7 @@ class Runs:
         return Result(**common, status=status, sentence=sentence)
 
     def write_script(self, entry: TrialEntry, gpus_per_node: int) -> Path:
-        """Write what to start on every node of a cluster, as `NNODES`, `NODE_RANK` and `MASTER_ADDR` say."""
+        """Write the script to start on every node of a cluster, which reads `NNODES`, `NODE_RANK` and `MASTER_ADDR`."""
         num_gpus = entry.configuration.num_gpus
         if num_gpus > gpus_per_node and num_gpus % gpus_per_node:
             raise ValueError(
@@ -150,12 +149,12 @@ class Runs:
         return script
 
     def _is_of(self, script: Path, entry: TrialEntry) -> bool:
-        """Whether a script that was written before trains what this one would."""
+        """Whether a script that was written before trains the same."""
         return script.exists() and shlex.join(self.training_argv(entry)) in script.read_text(encoding="utf-8")
 
     def collected(self, entry: TrialEntry) -> Result | None:
-        """The result of a run that was started by its script, or None before its end. Raises ValueError where the
-        script was written for other flags."""
+        """The result of a run that its script started; None before its end. Raises ValueError if the script was written
+        for other flags."""
         directory = self.directory(entry)
         if len(iteration_seconds(directory / METRICS)) < self.iterations:
             return None
@@ -173,9 +172,9 @@ def measure(
     again: frozenset[Status] = frozenset(),
     said: Callable[[int, TrialEntry, Result | None], None] = lambda number, entry, result: None,
 ) -> None:
-    """Run what has no result yet, or one whose status is in `again`; every result is kept at once.
+    """Run the entries without a result, or with a status in `again`; each result is written at once.
 
-    `said(number, entry, result)` is called before each run, with None, and after it. Raises ValueError where another
+    `said(number, entry, result)` is called before each run, with None, and after it. Raises ValueError if another
     process measures in the same folder.
     """
     end_left(runs.folder)
@@ -192,7 +191,7 @@ def measure(
 
 
 def collect(runs: Runs, entries: Sequence[TrialEntry], results: ResultsFile) -> list[TrialEntry]:
-    """Take the results of runs that were started by their scripts and have trained to their end; returns the others."""
+    """Add the results of runs that their scripts started and that have ended; return the other entries."""
     waiting = []
     for entry in entries:
         result = runs.collected(entry)
@@ -204,7 +203,7 @@ def collect(runs: Runs, entries: Sequence[TrialEntry], results: ResultsFile) -> 
 
 
 def iteration_seconds(path: Path) -> list[float]:
-    """A metrics file's iteration times, in order; of one that is there twice, the last. A torn line is left out."""
+    """The seconds of iterations in a metrics file, in order; of equal iterations the last. A torn line is left out."""
     seconds: dict[int, float] = {}
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -242,11 +241,11 @@ _EXCEPTION = re.compile(
 
 
 def classify(end: End, log: str, *, progress: str) -> tuple[Status, str]:
-    """Kind and sentence of a run that did not end well.
+    """The status and the sentence of a run that did not end well.
 
     Args:
-        log: all that it printed.
-        progress: how far it came, in words.
+        log: everything that the run printed.
+        progress: how far the run came, in words.
     """
     if end.status is None:
         return Status.HANG, f"not at its end after {end.seconds:.0f} s: {progress}"
@@ -265,7 +264,7 @@ def classify(end: End, log: str, *, progress: str) -> tuple[Status, str]:
 
 
 def _sentence(log: str) -> str | None:
-    """What the failure guard told, a refusal, or an exception: of several the one that tells of memory, or the last."""
+    """The sentence of the failure guard, a refusal, or an exception: of several the one about memory, or the last."""
     for pattern in (_STORY, _REFUSAL):
         found = pattern.search(log)
         if found:

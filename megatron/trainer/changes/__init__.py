@@ -1,7 +1,7 @@
-"""What a run changes while it trains (PipeTransformer): frozen layers, and the arrangement of its ranks for the others.
+"""Changes to a run while it trains (PipeTransformer): layers freeze, and ranks are rearranged for the other layers.
 
-`decisions` says when layers freeze, `arrangement_choice` which arrangement follows, and `change` makes the change.
-`state_in_memory` holds the run's state meanwhile and hands it to the new stages. Below it, `transfer_plan` (parts of
-tensors, and which rank sends which part to which) imports no torch, and `exchange` (a sharded state dict as such parts,
-sent in messages with checksums) does.
+`decisions` decides when layers freeze, `arrangement_choice` chooses the next arrangement, and `change` carries it out.
+`state_in_memory` holds the run's state during the change and moves it to the new stages. It uses `transfer_plan`, which
+plans the transfers of parts of tensors between ranks without torch, and `exchange`, which converts a sharded state dict
+to such parts and sends them in messages with checksums.
 """

@@ -1,10 +1,10 @@
-"""Which arrangement a run continues in: how many ranks a pipeline has, and how many layers each rank has.
+"""The choice of a run's next arrangement: the number of ranks of a pipeline, and the number of layers of each rank.
 
-The candidates are the divisors of the number of ranks, at most as many as the pipeline had at first; the other ranks
-are replicas. The batch stays, so each replica takes fewer microbatches, or it grows with the replicas
-(`--elastic-batch`). Each candidate is cut by measured times, simulated with measured links, and priced by the planner
-with the most memory that a rank had at first as its limit. The fastest one is taken if it repays the cost of the change
-in the rest of the run.
+Candidate numbers of pipeline ranks are the divisors of the number of all ranks, up to the pipeline's initial number;
+the other ranks form replicas. The batch size either stays the same, so that each replica takes fewer microbatches, or
+grows with the number of replicas (`--elastic-batch`). Each candidate is cut by measured times and simulated with
+measured links. The planner computes its memory; the limit is the largest memory of a rank in the first arrangement. The
+fastest candidate is taken if it repays the cost of the change in the rest of the run.
 """
 
 from __future__ import annotations
@@ -48,37 +48,36 @@ if TYPE_CHECKING:
 
 
 def memory_of_ranks(args: TrainConfig, *, counts_communicators: bool = False) -> tuple[RankMemory, ...]:
-    """The planner's memory of each rank of a pipeline of a job arranged as `args` say."""
+    """The planner's estimate of the memory of each rank of a pipeline in the arrangement of `args`."""
     _, demand = prove(args)
     return estimate_memory(
         from_flags.architecture(args), from_flags.activation_setting(args), from_flags.training_state(args), demand,
-        layers=args.arrangement.stages.layers, single_gradient_buffer=args.pipeline_2bw_single_gradient_buffer,
-        counts_communicators=counts_communicators,
+        layers=args.arrangement.stages.layers, counts_communicators=counts_communicators,
     )  # fmt: skip
 
 
 def state_bytes(memory: RankMemory) -> float:
-    """The bytes of a rank's weights, gradients and optimizer, without activations."""
+    """The bytes of a rank's weights, gradients and optimizer state, without activations."""
     return memory.parts.weights + memory.parts.gradients + memory.parts.optimizer + memory.parts.step
 
 
 def bytes_in_change(before: RankMemory, after: RankMemory) -> float:
-    """The bytes of a process during a change: the state of both arrangements, without the gradients of the old one."""
+    """The bytes of a process during a change: the state of both arrangements, without the old one's gradients."""
     return state_bytes(before) - before.parts.gradients + state_bytes(after)
 
 
 class ArrangementChoice:
-    """Chooses the arrangement of one run.
+    """The choice of arrangements for one run.
 
     Args:
-        processes: by rank; none: they are asked when they measure.
-        device_bytes: of a rank's device, which holds the state of before and that of after while it changes.
-        disk: seconds of the cache's folder; None: measured there.
-        epoch: samples of one; None: as many as there are.
+        processes: the processes by rank; if empty, they are gathered in `measure`.
+        device_bytes: memory of a rank's device, which holds the old and the new state during a change.
+        disk: seconds of reading and writing in the cache's folder; None measures them.
+        epoch: number of samples of an epoch; None takes the number of training samples.
 
     Attributes:
         args: the present configuration of the run.
-        seconds_of_change: what the last change took; until there was one, what it is expected to.
+        seconds_of_change: duration of the last change, or the expected duration before the first one.
     """
 
     def __init__(
@@ -97,9 +96,10 @@ class ArrangementChoice:
         self.seconds_of_change = 0.0
 
     def measure(self, engine: PipelineEngine, cache: PrefixCache | None = None) -> None:
-        """Measure the times of layers (from what the engine traced), hosts and links. Collective, drained.
+        """Measure the times of layers (from the engine's trace), links and the cache, and gather the processes.
 
-        `cache`: what the run's reading and writing have taken.
+        Collective: every rank must call it. Precondition: the pipeline is drained. `cache`: the run's cache, which has
+        measured its reading and writing.
         """
         if not self._processes:
             found: list = [None] * self.args.world_size
@@ -118,13 +118,16 @@ class ArrangementChoice:
             self._disk = replace(self._disk, read=taken[0], write=taken[1])
 
     def decide(self, now: Arrangement, *, batches_left: int, is_interval: bool = True) -> tuple[Arrangement, Outlook]:
-        """The arrangement to continue in, from `now`: the present one with the layers frozen that shall be frozen.
-        `is_interval`: an interval ends here, which advances the lists that were given by hand."""
+        """Choose the arrangement in which the run continues, and return it with the expected times.
+
+        `now`: the present arrangement with the decided number of frozen layers. `is_interval`: an interval ends, which
+        advances the lists of values given by hand.
+        """
         self._num_intervals += is_interval
         present = self._as_it_is(now)
         before = self._expected(present, batches_left) or 0.0
         insists = self._by_hand is not None
-        # layers that train again need their room back
+        # layers that train again need memory for gradients and optimizer state
         thaws = now.num_frozen < self.args.arrangement.num_frozen
         needs_room = thaws and (self._arranged(present) is None or not self._has_room(present))
         if self._microbatches is not None:
@@ -154,21 +157,23 @@ class ArrangementChoice:
         return self._ordered(wanted, present), Outlook(before, after)
 
     def _cost_of_another_cut(self, present: Arrangement) -> float:
-        """Seconds. Where layers freeze the run changes anyway, so another cut costs only the way of its state."""
+        """The cost of another cut in seconds. If layers freeze, the run changes anyway, and only moving state costs."""
         if present == self.args.arrangement:
             return self.seconds_of_change
         links = self._links or LinkTimes()
         return links.of_transfer(max(map(state_bytes, self._memory(self.args.arrangement))))
 
     def _has_room(self, wanted: Arrangement) -> bool:
-        """Whether no rank takes more memory than one did at first, with activations, and devices have room for the
-        change."""
+        """Whether an arrangement keeps to the limits of memory, during the change and after it.
+
+        No rank may need more memory, with activations, than the largest one in the first arrangement.
+        """
         if self._bytes(wanted) > self._limit():
             return False
         return self._bytes_within(wanted) <= self._device_bytes
 
     def _bytes_within(self, wanted: Arrangement) -> float:
-        """The most bytes of a process during the change."""
+        """The largest number of bytes of a process during the change to `wanted`."""
         before, after = map(self._memory_of_processes, (self.args.arrangement, wanted))
         return max(map(bytes_in_change, before, after))
 
@@ -177,7 +182,7 @@ class ArrangementChoice:
         return [ranks[degrees.coordinates(each).stage] for each in range(degrees.world_size)]
 
     def _ordered(self, wanted: Arrangement, present: Arrangement) -> Arrangement:
-        """`wanted` with its rank mapping decided anew, where its groups of ranks differ from the present ones."""
+        """The wanted arrangement; if its groups of ranks differ from the present ones, with a new rank mapping."""
         if (wanted.pipeline, wanted.data) == (present.pipeline, present.data):
             return wanted
         wanted = replace(wanted, pipelines_in_a_row=False)
@@ -187,16 +192,18 @@ class ArrangementChoice:
         return replace(wanted, pipelines_in_a_row=is_better)
 
     def _as_it_is(self, now: Arrangement) -> Arrangement:
-        """`now` in its present cut. A cache stays in use if it can: newly frozen layers must lie on the first rank,
-        too."""
+        """The arrangement `now` in its present cut.
+
+        A cache stays in use if all frozen layers lie on the first rank, which has other layers, too.
+        """
         return replace(now, cached=now.cached and 0 < now.num_frozen < now.layers_of_rank[0])
 
     def _is_to_be_cached(self, now: Arrangement) -> bool:
-        """Whether to read the output of the frozen layers from the cache: always, or where that is faster."""
+        """Whether to read the output of the frozen layers from the cache: always if demanded, or if it is faster."""
         args = self.args
         if args.activation_cache is None or not now.num_frozen:
             return False
-        if self._disk_seconds().read == math.inf:  # its folder cannot be written, as was warned
+        if self._disk_seconds().read == math.inf:  # the folder cannot be written; a warning was logged
             return False
         if args.activation_cache_use == "always":
             return True
@@ -204,13 +211,13 @@ class ArrangementChoice:
         return reading_pays(self._disk_seconds().read, computing)
 
     def _disk_seconds(self) -> CacheSeconds:
-        """The seconds of a sample on the cache's disk, measured once."""
+        """The seconds of reading and writing a sample on the cache's disk, measured once."""
         if self._disk is None:
             self._disk = measure(self.args.activation_cache, self._output_bytes())
         return self._disk
 
     def _output_bytes(self) -> int:
-        """The bytes of a sample between two stages."""
+        """The bytes of a sample that travel between two stages."""
         args = self.args
         width = args.hidden_size * from_flags.activation_setting(args).residual_bytes
         return args.seq_length * width // (args.tensor_model_parallel_size if args.sequence_parallel else 1)
@@ -221,10 +228,12 @@ class ArrangementChoice:
         return from_flags.training_state(args).gradients(own, num_buffers=1)
 
     def _expected(self, arrangement: Arrangement, batches_left: int) -> float | None:
-        """As `_seconds`, the mean over what is left of the run. Of a cache that begins anew the first epoch finds
-        nothing, or what the depth before has put out: it computes and writes. When more layers freeze, what there is
-        goes on being read and the new layers alone are computed, so it saves as much then; where a cache has to begin
-        anew with them, what it has holds until they may freeze.
+        """The expected seconds of a batch, as in `_seconds`, averaged over the rest of the run.
+
+        With a new cache, the first epoch finds no outputs, or only those of the previous depth; it computes and writes.
+        If more layers freeze later, the cached outputs are still read and only the new layers are computed, so the
+        cache saves as much as before. But if a deeper freeze makes the cache useless, its outputs count only until the
+        next interval.
         """
         args = self.args
         reading, now = self._seconds(arrangement), args.arrangement
@@ -246,10 +255,10 @@ class ArrangementChoice:
         return self.args.freeze_training and (self.args.fp32_residual_connection or self._microbatches is not None)
 
     def _share_that_is_read(self, arrangement: Arrangement, batches: int) -> float:
-        """The share of microbatches whose samples were all there, in so many batches from a depth's first on.
+        """The expected share of microbatches with all samples cached, in the first `batches` batches at a depth.
 
-        Samples are dealt out anew in each epoch, and a node has what it has computed itself. So on n nodes a sample is
-        missing behind e epochs with a chance of (1 - 1/n)^e.
+        Samples are distributed anew in each epoch, and a node has only outputs that it has computed itself. So on n
+        nodes a sample is missing after e epochs with probability (1 - 1/n)^e.
         """
         epoch = -(-self._epoch // batch_size(self.args, arrangement))
         hosts = self._hosts_of_prefix(arrangement)
@@ -268,10 +277,10 @@ class ArrangementChoice:
         return len({self._processes[each].host for each in first})
 
     def _candidates(self, now: Arrangement) -> list[Arrangement]:
-        """An arrangement for each number of ranks in which the job can be arranged."""
+        """The candidates: an arrangement for each possible number of pipeline ranks."""
         world = now.pipeline * now.data
         sizes = range(self.args.first_arrangement.pipeline, 0, -1) if self.args.elastic_pipeline else [now.pipeline]
-        times = self._times if self._by_hand is None else self._counted  # by hand a run is the same every time
+        times = self._times if self._by_hand is None else self._counted  # choices by hand: independent of measurements
         work = [
             forward + (0.0 if layer < now.num_frozen else backward)
             for layer, (forward, backward) in enumerate(zip(times.forward, times.backward, strict=True))
@@ -289,7 +298,7 @@ class ArrangementChoice:
         return found
 
     def _cut(self, work: list[float], shape: Arrangement) -> tuple[int, ...]:
-        """The most even cut in which all ranks have room; by hand, or where no cut has room, the most even one."""
+        """The most even cut that fits into memory; the most even of all if none fits, or if it is given by hand."""
         size, num_layers = shape.pipeline, self.args.num_layers
         if self.args.elastic_cut == "greedy":
             return cut_greedily(work, size)
@@ -321,16 +330,16 @@ class ArrangementChoice:
         return cut_that_fits(work, size, fits) or cut_exactly(work, size)
 
     def _arranged(self, arrangement: Arrangement) -> TrainConfig | None:
-        """The arguments of a job in this arrangement; None where the arrangement is impossible."""
+        """The arguments of the job in an arrangement; None if the arrangement is impossible."""
         try:
             return arranged(self.args, arrangement)
         except ValueError:
             return None
 
     def _seconds(self, arrangement: Arrangement, *, num_stored: int | None = None) -> float | None:
-        """Simulated seconds of as many samples as a batch has now; None where the arrangement is impossible.
+        """The simulated seconds of as many samples as a batch has now; None if the arrangement is impossible.
 
-        `num_stored`: as of `pipelines`, where the arrangement is cached.
+        `num_stored`: the argument of `pipelines`, for a cached arrangement.
         """
         args = self._arranged(arrangement)
         if args is None:
@@ -368,13 +377,13 @@ class ArrangementChoice:
         return max(each.total for each in self._memory(arrangement))
 
     def _memory(self, arrangement: Arrangement) -> tuple[RankMemory, ...]:
-        """The memory of a pipeline's ranks; counted once, since a program is proved for that."""
+        """The memory of a pipeline's ranks, computed once per arrangement, since it takes the proof of a program."""
         if arrangement not in self._memories:
             self._memories[arrangement] = memory_of_ranks(self._arranged(arrangement))
         return self._memories[arrangement]
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as plain numbers."""
+        """The state of the choice that a checkpoint must save, as plain numbers."""
         return {
             "num_intervals": self._num_intervals,
             "forward": list(self._times.forward),

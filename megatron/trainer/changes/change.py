@@ -1,26 +1,26 @@
-"""A run changes its arrangement while it trains: drained, without a file, and back if the change fails.
+"""The change of a run's arrangement while it trains: drained, without a file, and undone if it fails.
 
-The state moves as it does through a checkpoint, from the old chunks to new ones. Until all ranks agree that the state
-has arrived and that they are about to run the same program, the old chunks and their process groups stay as they were;
-an error until then leaves the run in the old arrangement.
+The state moves as it does through a checkpoint, from the old chunks to new ones. The old chunks and their process
+groups stay unchanged until all ranks agree that the state has arrived and that they are about to run the same program;
+an error before that point leaves the run in the old arrangement.
 
-Between two batches nobody reads a gradient: a batch begins with zeros. So while the new chunks are built, which have
-buffers of their own, the gradient buffers of the old chunks need no memory; if the run keeps the old chunks, the
-buffers are filled with zeros. What refers to a buffer (views of parameters, buckets, shards) refers to its storage,
-which stays the same and is empty meanwhile.
+Between two batches no gradient is read, since a batch begins with zeros. So the gradient buffers of the old chunks need
+no memory while the new chunks are built, which have their own buffers; if the run keeps the old chunks, their buffers
+are filled with zeros again. All references to a buffer (views of parameters, buckets, shards) refer to its storage,
+which stays the same object and is empty during the change.
 
-Where the degrees change, the old process groups are kept beside the new ones:
+If the degrees change, the old process groups are kept beside the new ones:
 
     before = set_groups_aside()                           # megatron.core is as if it had never been initialised
     parallel_state.initialize_model_parallel(...)
-    destroy_groups(before)                                # the new groups hold: the old ones end
-    destroy_groups(set_groups_aside()); restore_groups(before)  # or the old groups come back
+    destroy_groups(before)                                # success: the old groups end
+    destroy_groups(set_groups_aside()); restore_groups(before)  # failure: the old groups come back
 
-megatron.core forgets its groups without ending them. Each has sockets and threads, hundreds after a few changes, and a
-forgotten group lives as long as torch's registry, which is as long as the process. So the groups are ended one by one.
-What `parallel_state` has set since it was imported is found by comparing it with a second instance of the module, which
-was never initialised: nothing here depends on the names of one version. What other modules keep (generators of tensor
-parallel dropout, timeouts) stays as it is.
+megatron.core drops its groups without ending them. Each group has sockets and threads, hundreds after a few changes,
+and torch's registry keeps a dropped group for as long as the process lives. So the groups are ended one by one. The
+variables that `parallel_state` has set since its import are found by comparison with a second instance of the module
+that was never initialised, so that no names of a particular version are needed. The state of other modules (generators
+of tensor parallel dropout, timeouts) is not changed.
 """
 
 from __future__ import annotations
@@ -60,17 +60,17 @@ from megatron.trainer.start_up.model_and_optimizer import (
 )
 from megatron.trainer.start_up.run import Run
 
-# --- gradient buffers, given up meanwhile -----------------------------------------------------------------------------
+# --- gradient buffers, released during a change -----------------------------------------------------------------------
 
 
 class _GradientMemory:
-    """The gradient memory of a drained `update`; empty where the update has no gradients, as on a frozen rank."""
+    """The gradient buffers of a drained `update`; none if the update has no gradients, as on a frozen rank."""
 
     def __init__(self, update: object) -> None:
         buffers: CoreGradientBuffers | None = getattr(update, "_gradients", None)
         slots = [] if buffers is None else [buffers[slot] for slot in range(buffers.num_slots)]
         storages = [flat.untyped_storage() for slot in slots for flat in slot.flats]
-        self._storages = [storage for storage in storages if storage.resizable()]  # numpy may have a view of some
+        self._storages = [storage for storage in storages if storage.resizable()]  # not those with a numpy view
         self._num_bytes = [storage.nbytes() for storage in self._storages]
 
     def release(self) -> None:
@@ -78,7 +78,7 @@ class _GradientMemory:
             storage.resize_(0)
 
     def take_again(self) -> None:
-        """Zeros. As much memory as before has to be there."""
+        """Allocate the buffers again and fill them with zeros. Precondition: their memory is still available."""
         for storage, num_bytes in zip(self._storages, self._num_bytes, strict=True):
             storage.resize_(num_bytes)
             torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
@@ -87,17 +87,19 @@ class _GradientMemory:
 # --- the change -------------------------------------------------------------------------------------------------------
 
 PATIENCE = timedelta(minutes=1)
-"""How long a rank that has failed waits for the others to come to a verdict."""
+"""The time for which a failed rank waits for the other ranks to agree on the outcome."""
 
 
 def change_arrangement(run: Run, wanted: Arrangement) -> Change:
-    """Change the run to the arrangement `wanted`. Collective, drained.
+    """Change the run to the arrangement `wanted`.
+
+    Collective: every rank must call it. Precondition: the pipeline is drained.
 
     Raises:
-        CheckpointError: on every rank: that cannot be, something failed, or the state did not arrive. The run goes on
-            as it was. If what fails on some ranks alone is a collective, which leaves the others waiting in it
-            (sockets of a group that one rank cannot open), there is no way back: behind `PATIENCE` these ranks raise
-            their own error, and the guard ends the job with it, as where a rank is killed.
+        CheckpointError: on every rank, if the arrangement is impossible, a step fails, or the state does not arrive.
+            The run then continues in the old arrangement. There is one exception: if a collective fails on some ranks
+            only, so that the others still wait in it (for example, a rank cannot open the sockets of a group), the
+            failed ranks raise their own error after `PATIENCE`, and the guard ends the job, as if a rank were killed.
     """
     start = time.perf_counter()
     before, way_back = run.args.arrangement, _WayBack(run)
@@ -107,7 +109,7 @@ def change_arrangement(run: Run, wanted: Arrangement) -> Change:
             state = _leave(run, wanted, way_back)
             built = setup_model_and_optimizer(run.args, run.program, draws=False, locally=agreed)
             moved = _move_in(run, built, state, before)
-    except AgreedError as error:  # whose frames hold what was built until this block ends
+    except AgreedError as error:  # its frames keep the new objects alive until this block ends
         problem = str(error)
     if problem is not None:
         if built is not None:
@@ -127,20 +129,23 @@ def change_arrangement(run: Run, wanted: Arrangement) -> Change:
 
 
 class _WayBack:
-    """What a run needs to continue as before the change: configuration, model and optimizer, gradients and generators.
+    """The state with which a run continues if a change fails: configuration, model, optimizer, gradients, generators.
 
     Attributes:
-        groups: those of before, once they have been set aside.
+        groups: the old process groups, once they have been set aside.
     """
 
     def __init__(self, run: Run) -> None:
         self.args, self.model_and_optimizer = run.args, run.model_and_optimizer
         self.gradients = _GradientMemory(run.update)
         self.groups: ParallelState | None = None
-        self._random_state = random_state()  # building draws
+        self._random_state = random_state()  # building a model draws random numbers
 
     def go(self, run: Run) -> None:
-        """Restore the run as before the change. Collective; what was built is dropped."""
+        """Restore the run to its state before the change, and drop the new groups.
+
+        Collective: every rank must call it.
+        """
         _collect(run)
         if self.groups is not None:
             destroy_groups(set_groups_aside())
@@ -154,7 +159,10 @@ class _WayBack:
 
 
 def _leave(run: Run, wanted: Arrangement, way_back: _WayBack) -> ShardedStateDict:
-    """Set configuration and process groups to `wanted`; returns the state that this rank holds. Collective."""
+    """Set the configuration and the process groups to the arrangement `wanted`. Returns this rank's state.
+
+    Collective: every rank must call it.
+    """
     with agreed():
         run.args = arranged(run.args, wanted)
     _end_engine(run)
@@ -168,7 +176,10 @@ def _leave(run: Run, wanted: Arrangement, way_back: _WayBack) -> ShardedStateDic
 
 
 def _move_in(run: Run, built: ModelAndOptimizer, state: ShardedStateDict, before: Arrangement) -> Moved:
-    """Load the state that the ranks hold into what has been built. Collective."""
+    """Load the state that the ranks hold into the new model and optimizer.
+
+    Collective: every rank must call it.
+    """
     _require_same_program(built.schedule, run.args.batch_sizes.num_microbatches(run.consumed_samples))
     thaws = run.args.arrangement.num_frozen < before.num_frozen
     moved = hand_over(state, built, iteration=run.iteration, anew=thaws)
@@ -187,7 +198,10 @@ def _end_engine(run: Run) -> None:
 
 
 def _require_same_program(schedule: Schedule, num_microbatches: int) -> None:
-    """Raises CheckpointError where ranks are about to run different programs. Collective."""
+    """Check that all ranks are about to run the same program. Raises CheckpointError if not.
+
+    Collective: every rank must call it.
+    """
     with agreed():
         program = schedule.build((num_microbatches,) * 3)
         check(program)
@@ -199,7 +213,10 @@ def _require_same_program(schedule: Schedule, num_microbatches: int) -> None:
 
 
 def _summary(run: Run, before: Arrangement, moved: Moved, seconds: float) -> Change:
-    """The change, over all ranks. Collective."""
+    """The record of a change, with bytes summed and seconds maximised over all ranks.
+
+    Collective: every rank must call it.
+    """
     found: list = [None] * dist.get_world_size()
     dist.all_gather_object(found, (moved.num_bytes, moved.bytes_received, seconds), group=control_group())
     return Change(
@@ -209,8 +226,10 @@ def _summary(run: Run, before: Arrangement, moved: Moved, seconds: float) -> Cha
 
 
 def _collect(run: Run) -> None:
-    """Let go of what a rank held, which has cycles, and keep what is left out of later collections where the run does
-    so."""
+    """Free dropped objects, which have reference cycles.
+
+    If the run keeps its objects out of garbage collections, the remaining ones are kept out again.
+    """
     if not run.is_kept_out_of_collections:
         gc.collect()
         return
@@ -219,23 +238,23 @@ def _collect(run: Run) -> None:
     gc.freeze()
 
 
-_VALUES = (type(None), bool, int, float, str, list, tuple, dict, set)  # what a module's variables begin as
+_VALUES = (type(None), bool, int, float, str, list, tuple, dict, set)  # types of a module's initial variables
 
 
 @dataclass
 class ParallelState:
-    """What `parallel_state` held: name -> value. Spent once it has been restored or destroyed."""
+    """The variables of `parallel_state`, name -> value. The record is empty after it is restored or destroyed."""
 
     values: dict[str, object] = field(repr=False)
 
     def groups(self) -> list[dist.ProcessGroup]:
-        """The groups among the values that torch knows, each once, in the order in which they were made."""
+        """The process groups among the values that torch has registered, each once, in the order of their creation."""
         found = set(_groups_in(list(self.values.values())))
         return [group for group in dist.distributed_c10d._world.pg_map if group in found]
 
 
 def set_groups_aside() -> ParallelState:
-    """Take everything out of `parallel_state`. Not collective; the groups go on."""
+    """Take all variables out of `parallel_state`, and return them. Not collective; the groups stay alive."""
     module, begins = vars(parallel_state), _as_imported()
     record = ParallelState({name: module[name] for name in _names()})
     for name in record.values:
@@ -245,8 +264,10 @@ def set_groups_aside() -> ParallelState:
 
 
 def restore_groups(record: ParallelState) -> None:
-    """Put back what was set aside. Not collective. The present groups are forgotten: call `destroy_groups` on them
-    first."""
+    """Put the variables of `record` back into `parallel_state`. Not collective.
+
+    The present groups are dropped without being ended, so call `destroy_groups` on them first.
+    """
     module = vars(parallel_state)
     for name in _names():
         del module[name]
@@ -255,12 +276,13 @@ def restore_groups(record: ParallelState) -> None:
 
 
 def destroy_groups(record: ParallelState) -> None:
-    """End the groups that were set aside, but for the job's own and those in use now. Collective over the job.
+    """End the groups of `record`, except for the job's own groups and those in use now.
 
-    Every other reference to them (of chunks, optimizers, gradient buffers) has to be dropped for their threads to end.
+    The threads of a group end only if all other references to it (of chunks, optimizers, gradient buffers) are dropped.
+    Collective: every rank of the job must call it.
     """
     control = control_group()
-    dist.barrier(group=control)  # a group that one member has left may fail another that still works with it
+    dist.barrier(group=control)  # a group that one member has left may fail for a member that still uses it
     in_use = {
         dist.group.WORLD,
         control,
@@ -273,9 +295,10 @@ def destroy_groups(record: ParallelState) -> None:
 
 
 def align_names() -> None:
-    """Let ranks agree on the name of the next groups, where some ranks have made more groups than others. Collective.
+    """Make the ranks agree on the names of the next groups, even if some ranks have made more groups than others.
 
-    torch and the chain's groups are named by counts of those that a process has made or tried to make.
+    The groups of torch and of the chain are named by the number of groups that a process has made or tried to make.
+    Collective: every rank must call it.
     """
     world, chains = dist.distributed_c10d._world, groups._num_created
     found: list = [None] * dist.get_world_size()
@@ -286,14 +309,14 @@ def align_names() -> None:
 
 
 def _names() -> list[str]:
-    """The variables of the module: those of its import, and those that were added since."""
+    """The names of the module's variables: those set by its import, and those added since."""
     begins, module = _as_imported(), vars(parallel_state)
     known = vars(_untouched())
     return [name for name in module if name in begins or name not in known]
 
 
 def _as_imported() -> dict[str, object]:
-    """The variables of the module as its import sets them, in containers of their own."""
+    """The variables of the module as its import sets them, with copies of containers."""
     return {
         name: type(value)(value) if isinstance(value, (list, dict, set)) else value
         for name, value in vars(_untouched()).items()
@@ -303,7 +326,7 @@ def _as_imported() -> dict[str, object]:
 
 @cache
 def _untouched() -> ModuleType:
-    """A second instance of `parallel_state`, which nobody initialises."""
+    """A second instance of `parallel_state`, which is never initialised."""
     spec = importlib.util.spec_from_file_location(f"{parallel_state.__name__}_untouched", parallel_state.__file__)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -1,8 +1,8 @@
-"""When a run freezes layers and changes its arrangement.
+"""The decisions of a run to freeze layers and to change its arrangement.
 
-At the end of an interval the pipeline is drained, rank 0 decides, and all ranks receive its decision: measured times
-differ from rank to rank, and the last bits of norms from layout to layout. A checkpoint holds the decision, whether or
-not the run has carried it out.
+At the end of an interval the pipeline is drained, rank 0 decides, and all ranks receive its decision. Other ranks could
+decide differently, since measured times differ from rank to rank, and the last bits of norms from layout to layout. A
+checkpoint holds the decision, whether or not the run has carried it out.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from megatron.trainer.models.classifiers import ACCURACY
 from megatron.trainer.plan.arrangement import Outlook, reading_changes
 from megatron.trainer.report.log import main_loss
 
-# --- by which norms layers freeze, and what a checkpoint keeps of it --------------------------------------------------
+# --- freezing of layers -----------------------------------------------------------------------------------------------
 
 
 class _Freezing:
-    """Decides how many layers of a run are frozen.
+    """The decisions on the number of frozen layers of a run.
 
     Attributes:
-        num_frozen: layers, by the last decision.
-        watch: what evaluations say of it.
-        has_ended: all layers train from now on.
+        num_frozen: number of frozen layers by the last decision.
+        watch: the validation results, which may end freezing.
+        has_ended: whether freezing has ended, so that all layers train.
     """
 
     def __init__(self, args: TrainConfig) -> None:
@@ -49,15 +49,15 @@ class _Freezing:
         self.has_ended = False
 
     def note(self, report: BatchReport) -> None:
-        """Count in the norms of a batch's layers."""
+        """Add the gradient norms of a batch's layers."""
         if report.batch >= self._args.freeze_start and not report.skipped:
             self._norms.add(report.layers_squared)
 
     def decide(self) -> None:
-        """End an interval: by the rule, more layers may be frozen from now on.
+        """Decide at the end of an interval whether more layers freeze.
 
-        To be asked on one rank, which tells the others what it has by then (`state_dict`): last bits of the norms
-        depend on the layout of the job, and a rule of a user's own may do anything.
+        Called on one rank, which sends its `state_dict` to the others: the last bits of norms depend on the layout of
+        the job, and a user's own rule may depend on anything.
         """
         if self.has_ended:
             self.num_frozen = 0
@@ -65,13 +65,13 @@ class _Freezing:
             self.num_frozen = max(self.num_frozen, int(self._rule.decide(self._norms.take())))
 
     def note_validation(self, losses: Mapping[str, float], *, iteration: int, num_frozen: int) -> str | None:
-        """As `ValidationWatch.note`: an evaluation of the validation data, made with so many layers frozen."""
+        """Note an evaluation of the validation data with `num_frozen` frozen layers, as `ValidationWatch.note` does."""
         name = ACCURACY if ACCURACY in losses else main_loss(losses)
         is_accuracy = name == ACCURACY
         return self.watch.note(Validation(name, losses[name], is_accuracy, iteration, num_frozen))
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as plain numbers."""
+        """The state of freezing that a checkpoint must save, as plain numbers."""
         return {
             "num_frozen": self.num_frozen,
             "rule": self._args.freeze_rule,
@@ -82,7 +82,7 @@ class _Freezing:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on as a checkpoint says. Raises CheckpointError where another rule has decided."""
+        """Restore the state from a checkpoint. Raises CheckpointError if the checkpoint was made with another rule."""
         if state["rule"] != self._args.freeze_rule:
             raise CheckpointError(
                 f"the checkpoint's layers were frozen by --freeze-rule {state['rule']}, and this run has "
@@ -96,11 +96,11 @@ class _Freezing:
             self.has_ended = bool(state["has_ended"])
 
 
-# --- what changes -----------------------------------------------------------------------------------------------------
+# --- changes of the arrangement ---------------------------------------------------------------------------------------
 
 
 class RunSoFar(Protocol):
-    """The parts of a run by which its next arrangement is chosen."""
+    """The parts of a run that determine the choice of its next arrangement."""
 
     engine: PipelineEngine
     cache: PrefixCache | None
@@ -108,11 +108,11 @@ class RunSoFar(Protocol):
 
 
 class ChangeDecisions:
-    """Decides what one run changes, and when.
+    """The decisions on the changes of one run.
 
     Attributes:
-        wanted: the arrangement that was decided last.
-        outlook: what was expected of it; None where nothing was.
+        wanted: the arrangement of the last decision.
+        outlook: the expected times of that decision; None if there are none.
     """
 
     def __init__(self, args: TrainConfig) -> None:
@@ -123,20 +123,23 @@ class ChangeDecisions:
             self._choice = ArrangementChoice(args, device_bytes=_device_bytes(args))
         self.wanted: Arrangement = args.arrangement
         self.outlook: Outlook | None = None
-        self._num_failed = self._num_paused = 0  # changes in a row; decisions that nothing comes of
+        self._num_failed = self._num_paused = 0  # successive failed changes; next decisions to drop
 
     def note(self, report: BatchReport) -> None:
-        """Count in what the decision reads of a batch."""
+        """Add the measurements of a batch that the decision needs."""
         if self._freezing is not None:
             self._freezing.note(report)
 
     def is_due(self, iteration: int) -> bool:
-        """Whether an interval ends after this many batches."""
+        """Whether an interval ends after `iteration` batches."""
         since = iteration - self._args.freeze_start
         return since > 0 and since % self._args.freeze_interval == 0
 
     def decide(self, run: RunSoFar) -> None:
-        """End an interval: fill `wanted`. Collective, drained."""
+        """Decide at the end of an interval, and set `wanted`.
+
+        Collective: every rank must call it. Precondition: the pipeline is drained.
+        """
         if self._choice is not None:
             self._choice.measure(run.engine, run.cache)
         state, outlook = on_rank_zero(lambda: self._decide(run.iteration))
@@ -147,8 +150,10 @@ class ChangeDecisions:
             self.take_back()
 
     def note_validation(self, losses: Mapping[str, float], *, iteration: int) -> str | None:
-        """Count in an evaluation of the validation data; returns a warning where it is worse than the best, and layers
-        are frozen. The same on all ranks."""
+        """Note an evaluation of the validation data, the same on all ranks.
+
+        Returns a warning if the result is worse than the best one and layers are frozen; otherwise None.
+        """
         if self._freezing is None:
             return None
         num_frozen = self._args.arrangement.num_frozen
@@ -160,11 +165,14 @@ class ChangeDecisions:
 
     @property
     def is_to_thaw(self) -> bool:
-        """Whether validation has fallen so far that all layers are to train again."""
+        """Whether validation has become so much worse that all layers have to train again."""
         return self._freezing is not None and self._freezing.watch.has_fallen and not self._freezing.has_ended
 
     def thaw(self, run: RunSoFar) -> None:
-        """Freeze nothing from now on: fill `wanted`. Collective, drained."""
+        """End freezing, and set `wanted` to an arrangement without frozen layers.
+
+        Collective: every rank must call it. Precondition: the pipeline is drained.
+        """
         if self._choice is not None:
             self._choice.measure(run.engine, run.cache)
         self._freezing.has_ended = True
@@ -173,7 +181,7 @@ class ChangeDecisions:
         self.outlook = outlook
 
     def cost_of_freezing(self) -> str | None:
-        """A line for the end of a run: what its evaluations say of its frozen layers; None where it froze none."""
+        """A line for the end of a run about the cost of frozen layers in its evaluations; None if it froze none."""
         num_frozen = self._args.arrangement.num_frozen
         if self._freezing is None or not (num_frozen or self._freezing.has_ended):
             return None
@@ -218,23 +226,23 @@ class ChangeDecisions:
             self._choice.seconds_of_change = seconds
 
     def note_failure(self) -> None:
-        """Record that a change failed. After repeated failures the next 1, 3, 7 ... decisions change nothing."""
+        """Record that a change failed. After repeated failures the next 1, 3, 7, ... decisions are dropped."""
         self._num_paused = 2**self._num_failed - 1
         self._num_failed += 1
         self.take_back()
 
     def take_back(self) -> None:
-        """Drop the decision, which was not carried out."""
+        """Drop the last decision, which was not carried out."""
         self.wanted, self.outlook = self._args.arrangement, None
         if self._freezing is not None:
             self._freezing.num_frozen = self.wanted.num_frozen
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as plain numbers, the same on all ranks."""
+        """The state of the decisions that a checkpoint must save, as plain numbers, the same on all ranks."""
         thaws = self.wanted.num_frozen < self._args.arrangement.num_frozen
         return {
             "first": self._args.first_arrangement.state_dict(),
-            # a run that goes on from here has no optimizer state of what is frozen yet, and thaws as this one will
+            # a resumed run starts with the layers still frozen, without their optimizer state, and thaws them itself
             "wanted": (self._args.arrangement if thaws else self.wanted).state_dict(),
             "thawed": self.wanted.state_dict() if thaws else None,
             "freezing": None if self._freezing is None else self._freezing.state_dict(),
@@ -249,7 +257,7 @@ class ChangeDecisions:
             self._choice.load_state_dict(state["shaping"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint. Raises CheckpointError where another rule has decided, or the record is damaged."""
+        """Restore the state from a checkpoint. Raises CheckpointError for another rule, and for a damaged record."""
         with reading_changes(self._args):
             self._load(state)
             goes_on_as_it_was = Arrangement.from_state(state["wanted"]) == self._args.arrangement
@@ -260,6 +268,6 @@ class ChangeDecisions:
 
 
 def _device_bytes(args: TrainConfig) -> float:
-    """The memory of one rank's device; on a CPU its part of the host's."""
+    """The bytes of memory of one rank's device; on a CPU, the rank's share of the host's memory."""
     sharing = 1 if backend.is_cuda() else int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
     return backend.device_bytes() / sharing

@@ -1,16 +1,16 @@
-"""Moves tensors between ranks: one message for each pair of ranks, in pieces of bounded size, each with a checksum.
+"""The exchange of tensors between ranks: messages of bounded size for each pair of ranks, with checksums.
 
-Large contiguous runs go from the tensors that hold them directly into the tensors that want them; all are posted at
+Large contiguous runs of elements go directly from their source tensors into their target tensors; all are posted at
 once. Runs that are small, scattered or on a device are packed, and sent in rounds: in round k every rank sends to the
-rank k places ahead and receives from the rank k places behind, both at once, until both messages are through. So each
-rank has one buffer to send from and one to receive into, and ranks never wait in a circle: a rank in the earliest round
-has a partner in that round. Checksums are CRC-32. The checksum of a large run follows it; a packed piece ends with its
-own.
+rank k places ahead and receives from the rank k places behind, both at once, until both messages are complete. So each
+rank has one send buffer and one receive buffer, and ranks never wait in a circle: a rank in the earliest round has a
+partner in the same round. Checksums are CRC-32. The checksums of large runs follow in a message of their own; a packed
+message ends with its checksum.
 
 A rank that finds a fault records it and continues, since the other ranks depend on its messages; afterwards all ranks
-decide together what follows from it.
+together decide how to proceed.
 
-A piece is a part of a whole tensor of a sharded state dict, with its place there and a view of its data.
+A piece is a part of a tensor of a sharded state dict, with its position in the whole tensor and a view of its data.
 """
 
 import zlib
@@ -35,14 +35,11 @@ from megatron.trainer.changes.transfer_plan import (
 )
 from megatron.trainer.checkpoint.optimizer_state import ElementRange
 
-# --- what a state dict holds, as parts of whole tensors ---------------------------------------------------------------
+# --- a state dict as parts of whole tensors ---------------------------------------------------------------------------
 
 
 class Piece(NamedTuple):
-    """A part of the tensor `key`, whose whole shape is `global_shape`.
-
-    `data` has the shape of `box`.
-    """
+    """A part of the tensor `key`, whose whole shape is `global_shape`; `data` has the shape of `box`."""
 
     key: str
     box: Box
@@ -75,7 +72,7 @@ def _pieces(value: ShardedTensor | ElementRange) -> Iterator[Piece]:
 
 
 def _piece(sharded: ShardedTensor, box: Box, data: Tensor) -> Piece:
-    """The piece of `box`, in coordinates of the local tensor."""
+    """The piece for a box that is given in coordinates of the local tensor."""
     prepended = sharded.prepend_axis_num
     local = Box((0,) * prepended + box.start, (1,) * prepended + box.stop)
     offset = sharded.global_offset
@@ -87,7 +84,7 @@ def _piece(sharded: ShardedTensor, box: Box, data: Tensor) -> Piece:
 
 
 def share_memory(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
-    """Whether two lists of tensors have a byte of memory in common."""
+    """Whether a tensor of `some` and a tensor of `others` share memory."""
     spans = sorted([(*_span(each), 0) for each in some if each.numel()] + [(*_span(each), 1) for each in others
                                                                           if each.numel()])  # fmt: skip
     ends: dict[int, tuple] = {}
@@ -105,12 +102,12 @@ def _span(tensor: Tensor) -> tuple[str, int, int]:
 
 
 def dtype_name(tensor: Tensor) -> str:
-    """The name of a dtype as users write it: "bfloat16"."""
+    """The name of a tensor's dtype, such as "bfloat16"."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
 def _empty_bytes(num_bytes: int) -> Tensor:
-    """Host memory for a message."""
+    """A buffer of host memory for a message."""
     return torch.empty(num_bytes, dtype=torch.uint8)
 
 
@@ -120,12 +117,12 @@ _CHECKSUM_BYTES = 4
 
 
 class Exchange:
-    """One rank's part in carrying out a plan.
+    """The execution of a plan of moves on one rank.
 
     Args:
         held, wanted: this rank's pieces, numbered as in the plan.
-        group: gloo, over all ranks of the job; nobody else may use it meanwhile.
-        piece_bytes: the longest piece of a message, checksum included.
+        group: gloo group of all ranks of the job; no other code may use it during the exchange.
+        piece_bytes: largest number of bytes of a message, including its checksum.
     """
 
     def __init__(
@@ -140,7 +137,10 @@ class Exchange:
 
     @torch.no_grad()
     def run(self, moves: Sequence[Move]) -> None:
-        """Carry out `moves`, the whole plan's, in its order. Collective. Faults are in `problems` afterwards."""
+        """Carry out `moves`, all moves of the plan in its order; then `problems` has the faults that were found.
+
+        Collective: every rank must call it.
+        """
         outgoing: dict[int, list[Move]] = defaultdict(list)
         incoming: dict[int, list[Move]] = defaultdict(list)
         for move in moves:
@@ -172,7 +172,7 @@ class Exchange:
                 for number, ((move,), *_) in enumerate(messages):
                     data = _bytes_of(self._held[move.held].view(move.box))
                     leaving.append((dist.isend(data, group=self._group, group_dst=target), data))
-                    sums[number] = checksum(data)  # while it is on its way
+                    sums[number] = checksum(data)  # computed during the transfer
                 leaving.append((dist.isend(sums, group=self._group, group_dst=target), sums))
         for source, targets, sums, posted in arriving:
             found = []
@@ -208,7 +208,7 @@ class Exchange:
                     self._unpack(arrives[number], buffer, source)
 
     def _others(self, step: int) -> list[int]:
-        """The other ranks, starting with the next one in this direction."""
+        """The other ranks, starting with the next one in the direction `step`."""
         return [(self._rank + step * distance) % self._num_ranks for distance in range(1, self._num_ranks)]
 
     def _packed(self, message: Message, buffer: Tensor) -> Tensor:
@@ -236,15 +236,15 @@ class Exchange:
 
 
 def checksum(data: Tensor) -> int:
-    """CRC-32 of bytes on the host."""
+    """The CRC-32 of a tensor of bytes on the host."""
     return zlib.crc32(data.numpy())
 
 
 def within(buffer: Tensor, first: int, like: Tensor) -> Tensor:
-    """A tensor of this dtype and shape in the bytes of a message, from `first` on."""
+    """A view of the bytes of a message from `first` on, with the dtype and shape of `like`."""
     return buffer[first : first + like.numel() * like.element_size()].view(like.dtype).view(like.shape)
 
 
 def _bytes_of(data: Tensor) -> Tensor:
-    """The bytes of a contiguous run."""
+    """A view of a contiguous tensor as bytes."""
     return data.view(-1).view(torch.uint8)

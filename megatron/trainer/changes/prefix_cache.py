@@ -1,8 +1,8 @@
-"""AutoCache: a run's cache of what its frozen layers put out (PipeTransformer, section 3.4).
+"""AutoCache: a run's cache of the outputs of its frozen layers (PipeTransformer, section 3.4).
 
-Whichever rank holds the frozen layers asks for each sample of a microbatch; where all are there, they are the stage's
-output. A microbatch of which a sample is missing is computed as a whole, as without a cache, so that the bits are the
-same. Where more layers froze since, it is computed from what the depth before has put out.
+The rank with the frozen layers looks up each sample of a microbatch; if all are cached, they are the stage's output. If
+a sample is missing, the whole microbatch is computed, as without a cache, so that the result has the same bits. If more
+layers have frozen since, it is computed from the cached outputs of the previous depth.
 """
 
 import errno
@@ -38,13 +38,13 @@ _ABOUT_STAGES = ("pipeline", "timers", "microbatch")
 
 
 class PrefixCache:
-    """The activation cache of one rank, for the whole run: the `OutputCache` of its first stage while that is frozen.
+    """The activation cache of one rank for the whole run: the `OutputCache` of its first stage while that is frozen.
 
     Args:
-        dataset: of training, which says what its samples are; None where this rank reads none.
+        dataset: the training data, which identify their samples; None if this rank reads no data.
 
     Raises:
-        ValueError: the samples do not repeat, or have no numbers.
+        ValueError: if the dataset does not promise that samples repeat, or has no sample ids.
     """
 
     def __init__(self, args: TrainConfig, dataset: object | None) -> None:
@@ -56,12 +56,14 @@ class PrefixCache:
         self._args, self._dataset = args, dataset
         self._cache: ActivationCache | None = None
         self._told = CacheCounts()
-        self._unread = 0  # samples until each has been asked for at this depth
-        self._depth = 0  # at which outputs are kept now; on all ranks, as any may come to have the first stage
+        self._unread = 0  # samples to read until each sample has been read at this depth
+        self._depth = 0  # depth of the cached outputs; known on all ranks, since any may get the first stage
 
     def serve(self, args: TrainConfig, stages: list[MegatronStage]) -> None:
-        """Use the cache for these stages of a run of `args` from now on: the first one reads and writes, if the
-        arrangement is cached."""
+        """Attach the cache to the rank's stages: the first stage reads and writes it if the arrangement is cached.
+
+        `args`: the configuration of the run in that arrangement.
+        """
         self._args, arrangement, first = args, args.arrangement, stages[0]
         before, self._depth = self._depth, arrangement.num_frozen if arrangement.cached else 0
         if not (arrangement.cached and first.is_frozen and first.index == 0):
@@ -77,7 +79,7 @@ class PrefixCache:
                 )
             elif self._cache.generation != generation:
                 self._cache.deepen(generation)
-            self._unread = 2 * num_samples(self._args, "train")  # a whole epoch lies within, wherever this one stands
+            self._unread = 2 * num_samples(self._args, "train")  # two epochs have a whole one, wherever they start
         except (OSError, ValueError) as error:
             logger.warning("--activation-cache: rank %d goes on without: %s", self._args.rank, error)
             self.close()
@@ -101,18 +103,24 @@ class PrefixCache:
         )
 
     def read(self, batch: dict[str, Tensor]) -> Tensor | None:
-        """As `OutputCache`. Where one tensor rank has not all of it, all compute, since they do that together."""
+        """The cached output, as `OutputCache.read`.
+
+        If one tensor rank lacks a part of the microbatch, all tensor ranks compute it, since they compute together.
+        """
         self._forget_older(self._args.micro_batch_size * self._args.data_parallel_size)
         return self._joined([None] if self._cache is None else self._cache.get(_numbers(batch)))
 
     def read_older(self, batch: dict[str, Tensor]) -> tuple[Tensor, int] | None:
-        """As `OutputCache`. Between two layers the residual may be wider than between two stages."""
+        """The cached output of the previous depth, as `OutputCache.read_older`.
+
+        None with FP32 residual connections: between two layers the residual is wider than between two stages.
+        """
         older = None if self._cache is None or self._args.fp32_residual_connection else self._cache.older
         hidden = self._joined([None] if older is None else self._cache.get_older(_numbers(batch)))
         return None if hidden is None else (hidden, older.depth)
 
     def _joined(self, found: list[Tensor | None]) -> Tensor | None:
-        """A microbatch, if all tensor ranks have all samples of it."""
+        """The samples as a microbatch on the device, or None unless all tensor ranks have all its samples."""
         has_all = all(each is not None for each in found)
         if self._args.tensor_model_parallel_size > 1:
             have_all = torch.tensor([int(has_all)], device=backend.device())
@@ -122,18 +130,18 @@ class PrefixCache:
         return torch.stack(found, dim=1).to(backend.device(), non_blocking=True) if has_all else None
 
     def _forget_older(self, num_read: int) -> None:
-        """Give up the depth before, once each sample has been asked for at this one."""
+        """Drop the outputs of the previous depth once each sample has been read at the present one."""
         if self._unread > 0 >= self._unread - num_read and self._cache is not None:
             self._cache.forget_older()
         self._unread -= num_read
 
     def write(self, batch: dict[str, Tensor], output: Tensor) -> None:
-        """As `OutputCache`."""
+        """Cache the output of a microbatch, as `OutputCache.write`."""
         if self._cache is not None:
             self._cache.put(_numbers(batch), output.unbind(dim=1))
 
     def read_ahead(self, data: Iterator) -> None:
-        """As `OutputCache`: the microbatch that `data` yields next."""
+        """Begin to read the microbatch that `data` yields next, as `OutputCache.read_ahead`."""
         if self._dataset is None or self._cache is None:
             return
         size = self._args.micro_batch_size
@@ -142,7 +150,10 @@ class PrefixCache:
             self._cache.prefetch([self._dataset.sample_id(index) for index in range(begin, begin + size)])
 
     def seconds(self) -> tuple[float, float] | None:
-        """What reading and writing a sample takes, on the slowest rank; None where neither was done. Collective."""
+        """The seconds of reading and of writing a sample on the slowest rank; None if no rank has measured both.
+
+        Collective: every rank must call it.
+        """
         own = None if self._cache is None else self._cache.measured
         found: list = [None] * dist.get_world_size()
         dist.all_gather_object(found, own and (own.read_seconds, own.write_seconds), group=control_group())
@@ -152,7 +163,10 @@ class PrefixCache:
         return max(read for read, _ in known), max(write for _, write in known)
 
     def describe(self) -> str:
-        """One line about all ranks since the last call; empty where none has a cache. Collective."""
+        """A line with the counts of all ranks since the last call; "" if no rank has a cache.
+
+        Collective: every rank must call it.
+        """
         own = None if self._cache is None else self._take_counts()
         gathered: list = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, own, group=control_group())
@@ -175,14 +189,14 @@ class PrefixCache:
         return own
 
     def close(self) -> None:
-        """Write what was put, and let go of the files."""
+        """Write pending outputs, and close the files."""
         if self._cache is not None:
             self._cache.close()
             self._cache, self._told = None, CacheCounts()
 
 
 def require_cache(args: TrainConfig) -> None:
-    """Raises ValueError where --activation-cache cannot be used on this node."""
+    """Check that --activation-cache can be used on this node. Raises ValueError if not."""
     try:
         require_usable(Path(args.activation_cache), most_bytes=_limit(args))
     except ValueError as error:
@@ -192,12 +206,12 @@ def require_cache(args: TrainConfig) -> None:
 
 
 def missing_cache(args: TrainConfig) -> list[str]:
-    """A note where --activation-cache names a folder that this machine does not have. Makes no file.
+    """A note if the folder of --activation-cache does not exist on this machine; makes no file.
 
-    Raises ValueError as `require_cache`, for what would be no folder on another machine either.
+    Raises ValueError, as `require_cache`, for a folder that would be refused on any machine.
     """
     if _limit(args) < FEWEST_BYTES:
-        require_cache(args)  # says so before it looks at the folder
+        require_cache(args)  # refuses the size before it looks at the folder
     folder = Path(args.activation_cache).absolute()
     there = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
     try:
@@ -216,7 +230,7 @@ def missing_cache(args: TrainConfig) -> list[str]:
 
 
 def digest_of_config(args: TrainConfig) -> str:
-    """A digest of megatron.core's configuration of the model, without its cut into stages."""
+    """A digest of megatron.core's configuration of the model, without the fields about its cut into stages."""
     said = {}
     for each in fields(model_config(args)):
         value = getattr(model_config(args), each.name)
@@ -237,7 +251,7 @@ def _device() -> str:
 
 
 def _layer(name: str) -> int:
-    """The number of the layer, from 0 on, that a parameter's name in a prefix says; less for what stands in front."""
+    """The number of the layer, from 0, in the name of a tensor; -1 for a tensor before the first layer."""
     words = name.split(".")
     return int(words[words.index("layers") + 1]) if "layers" in words else -1
 

@@ -1,15 +1,15 @@
-"""Moves a run's state between ranks without a file, through the code that saves and loads checkpoints.
+"""The move of a run's state between ranks without a file, by the code that saves and loads checkpoints.
 
-    state = hold_run(parts, iteration=...)              # under the old degrees: what each rank has, no copies
+    state = hold_run(parts, iteration=...)              # under the old degrees: each rank's state, without copies
     ...                                                 # new groups, chunks, optimizer, update
-    moved = hand_over(state, new_parts, iteration=...)  # under the new degrees: they have the old state
+    moved = hand_over(state, new_parts, iteration=...)  # under the new degrees: the new parts have the old state
 
-The old state is never written to, so a run that still holds it can continue with it where this fails. Memory beyond
-the old and the new state: two pieces of a message on each rank, for what is small or scattered (at most 64 MiB each),
-and older versions of the weights once more, until they are restored.
+The old state is never written to, so if the move fails, a run that still holds it can continue with it. Besides the old
+and the new state, each rank needs memory for two messages with small or scattered parts (at most 64 MiB each), and for
+a second copy of older weight versions until they are restored.
 
-The state goes through the job's control group, on the host, from the calling thread. A checkpoint that is being written
-in the background uses that group, too, and must be finished before.
+The state goes through the job's control group, on the host, from the calling thread. A checkpoint that is written in
+the background uses this group, too, and must be finished before.
 """
 
 import pickle
@@ -50,7 +50,7 @@ PIECE_BYTES = 64 * 1024 * 1024
 
 @dataclass(frozen=True)
 class Moved:
-    """What handing over took on this rank. Bytes that stayed on the rank are not sent."""
+    """The bytes and the time of a move of state on this rank. `bytes_kept`: bytes that stayed on the rank."""
 
     bytes_sent: int
     bytes_received: int
@@ -59,31 +59,30 @@ class Moved:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all state of this rank."""
+        """The bytes of the rank's whole new state."""
         return self.bytes_received + self.bytes_kept
 
 
 @dataclass(frozen=True)
 class _HeldState:
-    """One rank's announcement of the state that it has."""
+    """The description of one rank's state, which is sent to all ranks."""
 
     parts: list[TensorPart]
     kinds: dict[str, tuple[Shape, str]]  # key of a tensor -> whole shape and dtype
-    objects: dict[str, tuple[tuple[int, ...], int]]  # key -> whose replica it is, and bytes
+    objects: dict[str, tuple[tuple[int, ...], int]]  # key -> replica id, and bytes
     common: dict
 
 
 def hold_run(parts: RunParts, *, iteration: int) -> ShardedStateDict:
-    """The state that this rank has of a run, drained after `iteration` batches, under the current degrees. Needs no
-    other rank.
+    """This rank's state of a run that is drained after `iteration` batches, under the current degrees. Not collective.
 
-    The tensors are the run's own, so nothing may change them until they are handed over.
+    The tensors are the run's own, so they must not change until they are handed over.
     """
     state = run_state(
         parts, memory_metadata(), iteration=iteration, random_state=own_random_state(), with_optimizer=False
     )
     model = {entry: value for entry, value in state.items() if entry.startswith("model")}
-    metadata = {"distrib_optim_sharding_type": ELEMENT_RANGES}  # what ranks have in common, the store finds
+    metadata = {"distrib_optim_sharding_type": ELEMENT_RANGES}  # the store finds the common state
     state["optimizer"] = optimizer_state(parts.optimizer, model, metadata, is_loading=False)
     state["opt_param_scheduler"] = parts.scheduler.state_dict()
     return state
@@ -92,12 +91,13 @@ def hold_run(parts: RunParts, *, iteration: int) -> ShardedStateDict:
 def hand_over(
     state: ShardedStateDict, parts: RunParts, *, iteration: int, piece_bytes: int = PIECE_BYTES, anew: bool = False
 ) -> Moved:
-    """Put `parts`, built under other degrees, into what the ranks hold as `state` (see `hold_run`). Collective.
+    """Load the state that all ranks hold (see `hold_run`) into `parts`, which were built under other degrees.
 
-    `anew`: layers that nobody has trained lately are trained again, so the optimizer begins anew (see `anew`).
+    Collective: every rank must call it. `anew`: frozen layers train again, so the optimizer's state is reset (see
+    `optimizer_state.Anew`).
 
     Raises:
-        CheckpointError: on every rank: something is missing, or was damaged on its way. What is held is as it was.
+        CheckpointError: on every rank, if a part is missing or was damaged in transfer. The held state is unchanged.
     """
     start = time.perf_counter()
     store = MemoryStore(state, piece_bytes=piece_bytes, anew=anew)
@@ -112,12 +112,14 @@ def hand_over(
 
 
 class MemoryStore:
-    """What the ranks of the job hold, as a checkpoint would. Making one is collective.
+    """The state of all ranks of the job as a `StateStore`, like a checkpoint.
+
+    Collective: every rank must call the constructor.
 
     Args:
-        state: this rank's, as for a checkpoint; kept by reference for as long as the store.
-        piece_bytes: the longest piece in which something is sent; the same on all ranks.
-        anew: what an optimizer that begins anew does not ask for stays as it is.
+        state: this rank's state, as for a checkpoint; the store keeps references to its tensors.
+        piece_bytes: largest number of bytes of a message; the same on all ranks.
+        anew: do not load the tensors that a reset of the optimizer's state leaves out.
     """
 
     def __init__(self, state: ShardedStateDict, *, piece_bytes: int = PIECE_BYTES, anew: bool = False) -> None:
@@ -145,24 +147,25 @@ class MemoryStore:
             _complete(self.common, each.common)
 
     def holds(self, sharded: ShardedObject | ShardedTensor) -> bool:
-        """True if some rank has this tensor, or this very shard of an object."""
+        """Whether some rank has the key of a tensor, or the shard of an object."""
         if isinstance(sharded, ShardedObject):
             return any(sharded.unique_key in each.objects for each in self._held)
         return self.holds_key(sharded.key)
 
     def holds_key(self, key: str) -> bool:
-        """True if some rank has a tensor of this key."""
+        """Whether some rank has a tensor with the key `key`."""
         return key in self._kinds
 
     def holds_prefix(self, prefix: str) -> bool:
-        """True if any of the tensors' keys starts so."""
+        """Whether the key of any tensor starts with `prefix`."""
         return any(key.startswith(prefix) for key in self._kinds)
 
     def load(self, state: ShardedStateDict) -> dict:
-        """What `state` asks for, in the tensors that it gives, and the common entries. Collective.
+        """Load the entries that `state` requests, into its tensors, and the common entries.
 
-        Raises CheckpointError on every rank: nobody holds a tensor, or only a part of it, or with another shape or
-        dtype, or a message was damaged. What is held is as it was; what was asked for may be filled in part.
+        Collective: every rank must call it. Raises CheckpointError on every rank if no rank holds a tensor completely,
+        with the same shape and dtype, or if a message was damaged. The held state is unchanged; the requested tensors
+        may be filled partly.
         """
         start = time.perf_counter()
         state, _ = extract_matching_values(state, lambda value: not is_extra_state(value) or self.holds(value))
@@ -180,7 +183,7 @@ class MemoryStore:
         return apply_factory_merges(result, factories)
 
     def _require(self, pieces: list[Piece], objects: dict[str, ShardedObject]) -> None:
-        """Raise CheckpointError for a tensor that no rank holds as wanted."""
+        """Raise CheckpointError for a tensor or object that no rank holds, or a tensor with another shape or dtype."""
         missing = {piece.key for piece in pieces if piece.key not in self._kinds}
         missing |= {each.key for each in objects.values() if not self.holds(each)}
         if missing:
@@ -198,7 +201,10 @@ class MemoryStore:
         )
 
     def _fetch(self, pieces: list[Piece], objects: dict[str, ShardedObject], start: float) -> dict[str, Tensor]:
-        """Fill the pieces; returns the objects, pickled, by their unique keys. Collective."""
+        """Fill the pieces. Returns the pickled objects by their unique keys.
+
+        Collective: every rank must call it.
+        """
         rank = dist.get_rank()
         wanted = _gathered(([piece.part() for piece in pieces], sorted(objects)))
         parts = [
@@ -210,7 +216,7 @@ class MemoryStore:
             for number, each in enumerate(self._held)
         ]
         plan = plan_moves(held, parts)
-        if plan.missing:  # known to all ranks alike
+        if plan.missing:  # the same on all ranks
             target, number = plan.missing[0]
             raise CheckpointError(
                 f"ranks hold only parts of {parts[target][number].key!r}, and rank {target} needs more of it under "
@@ -239,7 +245,7 @@ class MemoryStore:
 
 
 def _gathered(own: object) -> list:
-    """The values of every rank, in rank order. Collective."""
+    """The values of all ranks in rank order. Collective: every rank must call it."""
     found: list = [None] * dist.get_world_size()
     dist.all_gather_object(found, own, group=control_group())
     return found
@@ -258,7 +264,7 @@ def _replica(sharded: ShardedObject) -> tuple[int, ...]:
 
 
 def _part(key: str, holder: int, num_bytes: int) -> TensorPart:
-    """A pickled object of one rank; replicas need not be equal to the byte."""
+    """A pickled object of one rank. The rank is part of the key, since replicas may differ in bytes."""
     return TensorPart(f"{key} of rank {holder}", Box((0,), (num_bytes,)), 1)
 
 
@@ -285,7 +291,7 @@ def _with_own_containers(value: object) -> object:
 
 
 def _joined(state: object, more: object) -> object:
-    """Nested dicts and lists with what both have. A rank without parameters has said empty lists of tensors."""
+    """The union of two nested values of dicts and lists. An empty list of a rank without parameters is replaced."""
     if isinstance(state, dict) and isinstance(more, dict):
         return state | {key: _joined(state[key], value) if key in state else value for key, value in more.items()}
     if isinstance(state, list) and isinstance(more, (list, dict)):
@@ -299,7 +305,7 @@ def _joined(state: object, more: object) -> object:
 
 
 def _filled_in_place(value: object) -> object:
-    """A factory whose parts are views of its tensor need not put them together again."""
+    """The value itself, or a factory without its merge, if its parts are views that are filled in place."""
     if not isinstance(value, ShardedTensorFactory):
         return value
     whole = value.data.detach()
@@ -308,7 +314,7 @@ def _filled_in_place(value: object) -> object:
 
 
 def _complete(state: dict, other: dict) -> None:
-    """Add to `state` what `other` has beyond it: a rank without parameters knows no count of steps."""
+    """Add the entries that only `other` has to `state`. For example, a rank without parameters has no step counter."""
     for key, value in other.items():
         if key not in state:
             state[key] = value

@@ -1,12 +1,12 @@
 """Measured times for decisions about a run's pipeline: seconds of each layer, and of links between ranks.
 
-Layers: a stage's time is divided among its layers by their arithmetic. All layers of a model are alike, and the output
-layer of the last stage counts as some number of them. The embedding, a copy, is not counted. The time of a layer is
-kept until it is measured again, also while the layer is frozen and has no backward.
+Layers: a stage's time is divided among its layers in proportion to their arithmetic. All transformer layers are equal,
+and the output layer counts as a certain number of them. The embedding, which only copies, is not counted. The time of a
+layer is kept until it is measured again, even while the layer is frozen and has no backward.
 
-Links: the time of reducing gradients and of sending, for decisions about degrees. It is measured by all-reduces over
-all ranks of the job, of a few bytes and of a layer's gradients: this group exists, and its slowest link decides.
-Replicas and stages that are nearer to each other may be faster.
+Links: the times of gradient reductions and of transfers, for decisions about degrees. They are measured by all-reduces
+over all ranks of the job, of a few bytes and of a layer's gradients. This group always exists, and its slowest link
+determines the time; replicas and stages that are nearer to each other may be faster.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ from megatron.trainer.report.metrics import flops_of_output_layer, flops_per_sam
 # --- layers -----------------------------------------------------------------------------------------------------------
 
 Seconds = Mapping[int, tuple[float, float]]
-"""Stage -> forward and backward of a microbatch, recompute with the backward."""
+"""Stage -> seconds of the forward and of the backward of a microbatch; the backward includes its recompute."""
 
 _COMPUTED = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD)
 
 
 def seconds_of_stages(engine: PipelineEngine) -> Seconds:
-    """Times of all stages of the pipeline: medians over what was traced last, then over replicas. Collective over the
-    job.
+    """The times of all stages of the pipeline: medians over the engine's trace, then over replicas.
+
+    Collective: every rank of the job must call it.
     """
     found: dict[int, dict[Kind, list[float]]] = defaultdict(lambda: defaultdict(list))
     for span in engine.trace().spans:
@@ -59,26 +60,26 @@ def seconds_of_stages(engine: PipelineEngine) -> Seconds:
 
 
 def share_of_output_layer(args: TrainConfig) -> float:
-    """The arithmetic of the output layer over that of one transformer layer."""
+    """The ratio of the output layer's arithmetic to that of one transformer layer."""
     output = flops_of_output_layer(args)
     return output / ((flops_per_sample(args) - output) / args.num_layers)
 
 
 class LayerTimes:
-    """The times of a model's layers, the output layer counted to the last one.
+    """The times of a model's layers; the last layer includes the output layer.
 
     Attributes:
-        forward, backward: seconds of a microbatch, by layer.
+        forward, backward: seconds of a microbatch by layer.
     """
 
     def __init__(self, num_layers: int, *, output_layer: float) -> None:
-        """`output_layer`: how many layers' time it takes. Until layers are measured, a forward of one is a second."""
+        """`output_layer`: its time in units of a layer's time. Before any measurement, a layer's forward takes 1 s."""
         self._output_layer = output_layer
         parts = self._parts(range(num_layers), num_layers)
         self.forward, self.backward = list(parts), [2 * each for each in parts]
 
     def note(self, stages: Stages, seconds: Seconds, *, cached: bool = False) -> None:
-        """Take over what the stages were measured to take. `cached`: the frozen one has read its output."""
+        """Note the measured times of stages. `cached`: frozen stages have read their output from the cache."""
         num_layers = len(self.forward)
         ends = list(accumulate(stages.layers, initial=0))
         for stage, (forward, backward) in seconds.items():
@@ -99,31 +100,34 @@ class LayerTimes:
 
 _REPEATS = 5
 _MOST_BYTES = 32 << 20
-"""The size of the all-reduce that is measured; a larger one takes longer in proportion."""
+"""Largest size in bytes of the measured all-reduce; the time of a larger one is proportional to its size."""
 
 
 @dataclass(frozen=True)
 class LinkTimes:
-    """Seconds of a message, and of each byte that a rank sends in a ring."""
+    """The seconds of a message without content (`message`), and of each byte that a rank sends in a ring (`byte`)."""
 
     message: float = 0.0
     byte: float = 0.0
 
     def of_message(self, num_ranks: int) -> float:
-        """The time of an all-reduce of next to nothing over so many ranks."""
+        """The time of an all-reduce of a few bytes over `num_ranks` ranks."""
         return 2 * (num_ranks - 1) * self.message
 
     def of_reduction(self, num_bytes: float) -> float:
-        """The time of an all-reduce, whatever the number of its members: a ring sends all bytes up to twice."""
+        """The time of an all-reduce with any number of members: in a ring, each byte is sent at most twice."""
         return 2 * num_bytes * self.byte
 
     def of_transfer(self, num_bytes: float) -> float:
-        """The time for which a transfer holds its link."""
+        """The time for which a transfer occupies its link."""
         return num_bytes * self.byte
 
 
 def measure_links(num_bytes: float) -> LinkTimes:
-    """Times taken by an all-reduce of up to so many bytes. Collective, drained."""
+    """Measure links by all-reduces of a few bytes and of up to `num_bytes`.
+
+    Collective: every rank must call it. Precondition: the pipeline is drained.
+    """
     num_ranks = dist.get_world_size()
     if num_ranks == 1:
         return LinkTimes()
@@ -134,12 +138,12 @@ def measure_links(num_bytes: float) -> LinkTimes:
 
 
 def _seconds(num_bytes: int) -> float:
-    """The median of the times; the first call is not counted."""
+    """The median time of an all-reduce of `num_bytes`; the first call is not counted."""
     values, found = torch.zeros(num_bytes // 4, dtype=torch.float32, device=backend.device()), []
     for _ in range(1 + _REPEATS):
         dist.barrier()
         begin = time.perf_counter()
         dist.all_reduce(values)
-        values[0].item()  # on a device: when it has been done
+        values[0].item()  # waits for a device to finish
         found.append(time.perf_counter() - begin)
     return statistics.median(found[1:])

@@ -1,14 +1,15 @@
-"""Which rank sends which part of which tensor where: the same plan on every rank, without communication. No torch.
+"""The plan of transfers of parts of tensors between ranks, computed on every rank without communication or torch.
 
 Problem: before and after a change of degrees, tensors are cut differently, and several ranks hold the same part. If
 every rank fetched from the first holder, that rank would send everything.
 
-Solution: all ranks know what each holds and wants, and compute one plan. A rank takes from itself what it has; the rest
-comes from the holder with the fewest bytes to send so far. What one rank sends to another is cut into messages of
-bounded size; parts that are small, or scattered at one end, are packed several into one message.
+Solution: all ranks know which parts each rank holds and wants, and compute the same plan. A rank copies the parts that
+it holds itself; each other part comes from the holder that has the fewest bytes to send so far. The parts from one rank
+to another are cut into messages of bounded size. Several parts that are small, or scattered at one end, are packed into
+one message.
 
-A part is a box in the coordinates of the whole tensor: `start` inclusive, `stop` exclusive, one number an axis. A
-scalar has no axes and one box.
+A part is a box in the coordinates of the whole tensor: `start` inclusive, `stop` exclusive, with one number for each
+axis. A scalar has no axes and one box.
 """
 
 from bisect import bisect_left
@@ -24,7 +25,7 @@ Shape = tuple[int, ...]
 
 
 class Box(NamedTuple):
-    """Elements from `start` up to `stop` along every axis."""
+    """A box of elements: from `start` up to `stop`, exclusive, along every axis."""
 
     start: Shape
     stop: Shape
@@ -39,7 +40,7 @@ class Box(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """The number of elements in the box."""
         return prod(max(0, extent) for extent in self.shape)
 
     def within(self, outer: "Box") -> tuple[slice, ...]:
@@ -59,7 +60,7 @@ def is_run(box: Box, outer: Box) -> bool:
 
 
 def overlap(one: Box, other: Box) -> Box | None:
-    """The box that two boxes have in common; None where they have none."""
+    """The intersection of two boxes, or None if it is empty."""
     start = tuple(map(max, one.start, other.start))
     stop = tuple(map(min, one.stop, other.stop))
     if any(first >= last for first, last in zip(start, stop, strict=True)):
@@ -68,7 +69,7 @@ def overlap(one: Box, other: Box) -> Box | None:
 
 
 def without(box: Box, hole: Box) -> Iterator[Box]:
-    """`box` without `hole`, which lies in it, as at most two boxes an axis."""
+    """Yield the parts of `box` outside `hole`, which lies inside it, as at most two boxes for each axis."""
     start, stop = list(box.start), list(box.stop)
     for axis, (first, last) in enumerate(zip(hole.start, hole.stop, strict=True)):
         if start[axis] < first:
@@ -79,7 +80,7 @@ def without(box: Box, hole: Box) -> Iterator[Box]:
 
 
 def boxes_of_range(shape: Shape, first: int, last: int) -> Iterator[Box]:
-    """The elements `first` to `last` of a flattened tensor of `shape` as boxes in order, at most 2 n - 1 for n axes."""
+    """Yield the elements `first` to `last` of a flattened tensor as boxes in order, at most 2 n - 1 for n axes."""
     if first >= last:
         return
     if not shape:
@@ -99,7 +100,7 @@ def boxes_of_range(shape: Shape, first: int, last: int) -> Iterator[Box]:
 
 
 def split(box: Box, most: int) -> Iterator[Box]:
-    """`box` in parts of at most `most` elements each, in order, cut along the first axes."""
+    """Yield parts of a box with at most `most` elements each, in order, cut along the first axes."""
     if box.size <= most:
         yield box
         return
@@ -112,16 +113,16 @@ def split(box: Box, most: int) -> Iterator[Box]:
         yield from split(part, most)
 
 
-# --- who sends what to whom -------------------------------------------------------------------------------------------
+# --- moves between ranks ----------------------------------------------------------------------------------------------
 
-ALIGNMENT = 16  # bytes: where the parts of a message begin
-DIRECT_BYTES = 64 * 1024  # below that, packing costs less than a message
+ALIGNMENT = 16  # alignment in bytes of the parts of a message
+DIRECT_BYTES = 64 * 1024  # packing a smaller part costs less than a message of its own
 
 
 class TensorPart(NamedTuple):
     """A part of a tensor that one rank holds or wants.
 
-    `element_bytes`: the size of an element. `in_order`: the elements follow each other in the host's memory.
+    `element_bytes`: bytes of an element. `in_order`: whether the elements are contiguous in the host's memory.
     """
 
     key: str
@@ -131,9 +132,9 @@ class TensorPart(NamedTuple):
 
 
 class Move(NamedTuple):
-    """`box` of the tensor goes from the part of number `held` of rank `source` to part `wanted` of rank `target`.
+    """A move of `box` from the part number `held` of rank `source` to the part number `wanted` of rank `target`.
 
-    `is_run`: its elements follow each other at both ends.
+    `is_run`: whether its elements are contiguous at both ends.
     """
 
     source: int
@@ -146,14 +147,14 @@ class Move(NamedTuple):
 
 
 class MovePlan(NamedTuple):
-    """All moves, those within a rank included, and the parts (rank, number) that nobody holds in full."""
+    """The moves, including those within a rank, and the parts (rank, number) that no ranks hold completely."""
 
     moves: list[Move]
     missing: list[tuple[int, int]]
 
 
 def plan_moves(held: Sequence[Sequence[TensorPart]], wanted: Sequence[Sequence[TensorPart]]) -> MovePlan:
-    """The plan for what the ranks hold and want, in rank order."""
+    """The plan for the parts that the ranks hold and want, both in rank order."""
     holders = _Holders(held)
     sent = [0] * len(held)
     plan = MovePlan([], [])
@@ -186,7 +187,7 @@ def plan_moves(held: Sequence[Sequence[TensorPart]], wanted: Sequence[Sequence[T
 
 
 class _Holders:
-    """The holders of each part of each tensor, found by place on the first axis."""
+    """An index of the parts that ranks hold, by key and position on the first axis."""
 
     def __init__(self, held: Sequence[Sequence[TensorPart]]) -> None:
         found: dict[str, list[tuple[int, int, int, Box]]] = defaultdict(list)
@@ -212,7 +213,7 @@ class _Holders:
 
 
 class Message(NamedTuple):
-    """Moves from one rank to another that travel together; `places`: at which byte each begins."""
+    """Moves from one rank to another that are sent together. `places`: the first byte of each move."""
 
     moves: tuple[Move, ...]
     places: tuple[int, ...]
@@ -220,7 +221,7 @@ class Message(NamedTuple):
 
 
 def direct_messages(moves: Iterable[Move], most_bytes: int) -> list[Message]:
-    """The large runs among the moves between one pair of ranks, a message each, cut to at most `most_bytes`."""
+    """The messages for large contiguous moves between a pair of ranks, each with one move of at most `most_bytes`."""
     return [
         Message((move,), (0,), move.num_bytes)
         for whole in moves
@@ -230,9 +231,9 @@ def direct_messages(moves: Iterable[Move], most_bytes: int) -> list[Message]:
 
 
 def packed_messages(moves: Iterable[Move], most_bytes: int) -> list[Message]:
-    """The other moves between one pair of ranks, in messages of at most `most_bytes`; large ones are cut.
+    """The messages of at most `most_bytes` for the other moves between a pair of ranks; large moves are cut.
 
-    Raises ValueError where `most_bytes` is too few for one element.
+    Raises ValueError if an element has more than `most_bytes`.
     """
     return _packed(filterfalse(_is_direct, moves), most_bytes)
 

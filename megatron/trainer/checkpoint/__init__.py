@@ -1,5 +1,7 @@
-"""The parts of a checkpoint, one file each: where it lies and whether it is whole (`directory`), what it holds
-(`state`, `optimizer_state`, `run_state`), what it was trained with, and whether that is the model that is wanted
-(`arguments`), how it is written (`writer`) and read (`loader`, `unpickling`), and whose the directory is (`ownership`,
-`heartbeat`). `megatron.trainer.checkpoint.checkpoint` joins them.
+"""Saving and loading of checkpoints.
+
+The modules are about the location and the completeness of a checkpoint (`directory`), its content (`state`,
+`optimizer_state`, `run_state`), the arguments of its run and the comparison of its model (`arguments`), writing
+(`writer`), reading (`loader`, `unpickling`), and the owner of a directory (`ownership`).
+`megatron.trainer.checkpoint.checkpoint` has the functions that use all of them.
 """

@@ -1,15 +1,15 @@
-"""The arguments inside a checkpoint: written, compared before anything is loaded, and taken over on request.
+"""The arguments inside a checkpoint: they are stored, compared before a load, and on request taken over.
 
 A checkpoint holds the run's arguments under 'args', as Megatron-LM's do. Loading weights into a model of another shape
-would fail deep inside, tensor by tensor; comparing the models first names what the user has to change.
+would fail with an error about a tensor; comparing the models first leads to an error that names the argument to change.
 
-Problem: two command lines may spell one model differently, and Megatron-LM completes its arguments before it stores
-them: with biases in all linear layers it stores `add_qkv_bias` as True, and it has other names for some of ours.
-Comparing arguments as they stand refuses a checkpoint of the very same model.
+Problem: two command lines may describe one model differently, and Megatron-LM completes its arguments before it stores
+them. For example, with biases in all linear layers it stores `add_qkv_bias` as True, and it has other names for some
+arguments. A plain comparison of arguments would refuse a checkpoint of the same model.
 
-Solution: both sides are turned into facts about the network, and these are compared. A fact is named like the argument
-that a user would change. None stands for what the arguments do not say, or what has no effect in that model. A switch
-that is newer than a checkpoint was off there, since no model had it yet.
+Solution: both sets of arguments are converted to facts about the network, and the facts are compared. A fact has the
+name of the argument that a user would change. Its value is None if the arguments do not determine it, or if it has no
+effect in that model. A switch that is newer than the checkpoint counts as off there, since no model had it yet.
 """
 
 import argparse
@@ -23,21 +23,21 @@ from megatron.trainer.arguments.flags.parser import FLAGS, destinations
 from megatron.trainer.arguments.flags.specification import Role
 from megatron.trainer.arguments.rules.programs import ONLY_OF
 
-# --- what a model is, whatever the arguments that describe it are called ----------------------------------------------
+# --- facts about a model, independent of the names of arguments -------------------------------------------------------
 
 MODEL_ARGUMENTS = destinations(Role.SHAPE)
-"""What decides the shape or the meaning of the weights."""
+"""The arguments that determine the shape or the meaning of the weights."""
 
-# What facts are read from that are not the argument of their name.
+# Arguments that are not copied to the fact of their name, but combined with others.
 _READ = ("group_query_attention", "num_query_groups", "position_embedding_type", "add_bias_linear", "add_qkv_bias")
 _OF_ROTARY = ("rotary_base", "rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor",
               "use_rope_scaling", "rope_scaling_factor")  # fmt: skip
 _OF_HEADS = ("num_classes", "class_names", "untie_embeddings_and_output_weights")
 # Facts of some architectures only. Megatron-LM stores these arguments for every model.
 _ONLY_OF = {name: ONLY_OF[name] for name in MODEL_ARGUMENTS if name in ONLY_OF} | {"class_names": ("bert-classify",)}
-# Ours -> Megatron-LM's name, where its arguments follow megatron.core's configuration.
+# This project's name of an argument -> Megatron-LM's name, if that follows megatron.core's configuration.
 OTHER_NAMES = {"apply_layernorm_1p": "layernorm_zero_centered_gamma", "norm_epsilon": "layernorm_epsilon"}
-# What a model had before Megatron-LM got the argument; also what None stands for.
+# Argument -> the value that models had before Megatron-LM got the argument, which None stands for, too.
 WITHOUT_IT = {
     "position_embedding_type": "learned_absolute",
     "rotary_base": 10000,
@@ -58,7 +58,7 @@ WITHOUT_IT = {
     "add_bias_linear": True,
 }
 _GPT_LAYERS = "megatron.core.models.gpt.gpt_layer_specs"
-# Parts of other networks, and the values that ask for none of them.
+# Arguments for parts of other networks -> the values for a network without the part.
 _NOT_BUILT_HERE = {
     "num_experts": (None, 0),
     "multi_latent_attention": (None, False),
@@ -91,7 +91,10 @@ _NOT_BUILT_HERE = {
 def _differences(
     here: TrainConfig, there: argparse.Namespace | None, *, body_only: bool = False
 ) -> Iterator[tuple[str, object, object]]:
-    """The facts in which two models differ, as (name, value here, value there). `body_only`: heads are not compared."""
+    """Yield the facts in which two models differ, as (name, value here, value there).
+
+    `body_only`: do not compare heads.
+    """
     ours, theirs = _facts(here), _facts(there)
     architecture = getattr(here, "architecture", None)
     if body_only:
@@ -106,7 +109,7 @@ def _differences(
 
 
 def parts_not_built(there: argparse.Namespace | None) -> Iterator[tuple[str, object]]:
-    """Arguments of a saved model that ask for what no model here has."""
+    """Yield the arguments of a saved model, as (name, value), that ask for a part that this project does not build."""
     for name, neutral in _NOT_BUILT_HERE.items():
         value = getattr(there, name, None)
         if value not in neutral:
@@ -130,8 +133,10 @@ def _facts(args: TrainConfig | argparse.Namespace | None) -> dict[str, object]:
 
 
 def _value(args: TrainConfig | argparse.Namespace | None, name: str) -> object:
-    """The argument by its name or Megatron-LM's; where neither is set, what models had before there was such an
-    argument. None without any arguments."""
+    """The value of an argument, by its name or Megatron-LM's name; if it is not set, its value in older models.
+
+    None if there are no arguments.
+    """
     if args is None:
         return None
     for each in (name, OTHER_NAMES.get(name)):
@@ -141,13 +146,13 @@ def _value(args: TrainConfig | argparse.Namespace | None, name: str) -> object:
 
 
 def _key_value_heads(args: TrainConfig | argparse.Namespace | None) -> object:
-    """Without grouped queries each attention head has keys and values, whatever number of groups is stored."""
+    """The number of key-value heads: that of attention heads without grouped queries, whatever number is stored."""
     grouped = _value(args, "group_query_attention")
     return _value(args, "num_query_groups" if grouped else "num_attention_heads")
 
 
 def _positions(args: TrainConfig | argparse.Namespace | None) -> object:
-    """The kind of position embedding, also from its old flags."""
+    """The kind of position embedding, with Megatron-LM's old flags taken into account."""
     kind = _value(args, "position_embedding_type")
     if _value(args, "use_rotary_position_embeddings"):
         return "rope"
@@ -157,15 +162,16 @@ def _positions(args: TrainConfig | argparse.Namespace | None) -> object:
 
 
 def _biases(args: TrainConfig | argparse.Namespace | None) -> dict[str, object]:
-    """The projection of queries, keys and values has a bias where all linear layers have one, whatever `add_qkv_bias`
-    says of it."""
+    """The facts about biases. If all linear layers have one, so has the projection of queries, keys and values."""
     linear, of_queries = _value(args, "add_bias_linear"), _value(args, "add_qkv_bias")
     return {"add_bias_linear": linear, "add_qkv_bias": of_queries if linear is None else linear or bool(of_queries)}
 
 
 def _same_vocabulary(args: TrainConfig, saved: argparse.Namespace | None) -> bool:
-    """The vocabulary is padded to a multiple that depends on the tensor-parallel degree, so two padded sizes of one
-    vocabulary may differ: they can belong together if some size is padded to either."""
+    """Whether two padded vocabulary sizes can belong to one vocabulary.
+
+    The size is padded to a multiple that depends on the tensor-parallel degree, so padded sizes may differ.
+    """
     low, high = 0, float("inf")
     for side in (args, saved):
         padded = getattr(side, "padded_vocab_size", None)
@@ -182,12 +188,15 @@ def _same_vocabulary(args: TrainConfig, saved: argparse.Namespace | None) -> boo
 
 _TAKEN_UNLESS_GIVEN = (*destinations(Role.SAVED), "padded_vocab_size")
 _ARCHITECTURES = {"gpt": "GPT", "bert": "BERT", "vit": "ViT", "bert-classify": "BERT that tells classes"}
-_BODIES = {"bert-classify": "bert"}  # whose weights it takes, too
+_BODIES = {"bert-classify": "bert"}  # architecture -> the one whose weights without head it accepts
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype)
 
 
 def saved_arguments(args: TrainConfig, **position: int) -> argparse.Namespace:
-    """Copy of the arguments that any program can unpickle: plain values only, paths as text; `position` overrides."""
+    """A copy of the arguments that any program can unpickle: plain values only, with paths as text.
+
+    `position`: values that replace those of the arguments.
+    """
     values = {name: value for name, value in vars(args).items() if _is_plain(value)}
     values.update({name: str(value) for name, value in vars(args).items() if hasattr(value, "__fspath__")})
     return argparse.Namespace(**{**values, **position})
@@ -196,10 +205,11 @@ def saved_arguments(args: TrainConfig, **position: int) -> argparse.Namespace:
 def check_same_model(
     args: TrainConfig, saved: argparse.Namespace | None, path: object, *, body_only: bool = False
 ) -> None:
-    """Raise CheckpointError naming the first argument in which the model to be loaded into differs from the saved one.
+    """Check that the saved model is the same as the model of `args`.
 
-    What the models are is compared, not how their arguments are spelled. A switch that the checkpoint's program did not
-    have yet was off; what else either side does not say is not compared. `body_only`: the heads may differ.
+    The models are compared, and not the spellings of their arguments. A switch that the checkpoint's program did not
+    have yet counts as off; other facts that one side does not determine are not compared. `body_only`: heads may
+    differ. Raises CheckpointError naming the first argument that differs.
     """
     _check_can_be_built(args, saved, path, body_only=body_only)
     for name, here, there in _differences(args, saved, body_only=body_only):
@@ -221,7 +231,7 @@ def check_same_model(
 
 
 def _remedy(name: str, value: object) -> str:
-    """What to change on the command line for an argument to become `value`."""
+    """The change to the command line that gives an argument the value `value`, as part of a sentence."""
     if name == "num_query_groups":
         return f"Pass --group-query-attention --num-query-groups {value}"
     flag = next(flag for flag in FLAGS if flag.dest == name)
@@ -233,8 +243,10 @@ def _remedy(name: str, value: object) -> str:
 def _check_can_be_built(
     args: TrainConfig, saved: argparse.Namespace | None, path: object, *, body_only: bool = False
 ) -> None:
-    """Neither weights nor arguments of a GPT fit a BERT (Megatron-LM's checkpoints do not say which they are), and some
-    of Megatron-LM's models are not built here."""
+    """Check that the saved model has the architecture of this program, and only parts that this project builds.
+
+    Megatron-LM's checkpoints do not name their architecture. Raises CheckpointError for another model.
+    """
     here, there = getattr(args, "architecture", None), getattr(saved, "architecture", None)
     fits = here == there or (body_only and _BODIES.get(here) == there)
     if None not in (here, there) and not fits:
@@ -252,12 +264,15 @@ def _check_can_be_built(
 
 
 def what_changes(args: TrainConfig, saved: argparse.Namespace | None) -> list[str]:
-    """Lines for the log of a run that continues with other flags than those of its save, where the weights fit."""
+    """Lines for the log of a run that resumes with another pipeline program or another order of samples."""
     return [line for line in (_other_program(args, saved), _other_samples(args, saved)) if line]
 
 
 def _other_samples(args: TrainConfig, saved: argparse.Namespace | None) -> str | None:
-    """Of a run that trains on: its position counts samples, and these stand in another order, or are others."""
+    """The line about samples if the resumed run trains on other samples or in another order; otherwise None.
+
+    The position of a run counts samples, so after such a change it means other samples.
+    """
     if saved is None or getattr(args, "skip_train", False):
         return None
     values = [(flag, getattr(saved, flag.dest), getattr(args, flag.dest)) for flag in FLAGS
@@ -279,7 +294,7 @@ def _other_samples(args: TrainConfig, saved: argparse.Namespace | None) -> str |
 
 
 def _length(args: TrainConfig) -> int | None:
-    """Samples of the whole run, but for a ramp-up of the batch size."""
+    """The number of samples of the whole run, without regard to a ramp-up of the batch size."""
     iterations, size = getattr(args, "train_iters", None), getattr(args, "global_batch_size", None)
     return getattr(args, "train_samples", None) or (iterations and size and iterations * size)
 
@@ -289,8 +304,10 @@ def _words(value: object) -> str:
 
 
 def _other_program(args: TrainConfig, saved: argparse.Namespace | None) -> str | None:
-    """Of a run under another pipeline program than it was saved under; that is sound: a checkpoint is a drained state,
-    in which nothing of a program is under way."""
+    """The line about the pipeline program if the resumed run has another one; otherwise None.
+
+    Such a change is safe, since a checkpoint is a drained state without microbatches in flight.
+    """
     here, there = (getattr(each, "pipeline_program_sha256", None) for each in (args, saved))
     if here == there:
         return None
@@ -304,9 +321,10 @@ def with_saved_arguments(
 ) -> argparse.Namespace:
     """--use-checkpoint-args: parsed arguments with the model's from a checkpoint.
 
-    What decides the shape always comes from the checkpoint, also that its program did not have a switch yet; `further`
-    arguments where it has them. The rest of the model's arguments, and the tokenizer's, keep the values that the
-    command line names (`args.given`).
+    Arguments that determine the shape always come from the checkpoint; a switch that its program did not have yet is
+    off. `further` arguments come from the checkpoint if it has them. The model's other arguments, and the tokenizer's,
+    keep the values given on the command line (`args.given`). Raises CheckpointError if the checkpoint has no arguments
+    or its model cannot be built.
     """
     if saved is None:
         raise CheckpointError(

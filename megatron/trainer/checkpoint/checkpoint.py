@@ -1,12 +1,12 @@
-"""Saving and loading training runs: the face of `megatron.trainer.checkpoint`.
+"""Saving and loading training runs: the public functions of `megatron.trainer.checkpoint`.
 
     writer = CheckpointWriter(args.save)
     save_checkpoint(writer, RunParts(chunks, optimizer, scheduler, update), args=args, position=position)
     writer.finish()                                                     # before the process ends
     position = load_checkpoint(RunParts(chunks, optimizer, scheduler, update), args=args)
 
-Both are collective over all ranks, and are called where the pipeline is drained. Format and directory layout are those
-of Megatron-LM's torch_dist checkpoints. See docs/checkpoints.md.
+Both functions are collective: every rank must call them. Precondition: the pipeline is drained. Format and directory
+layout are those of Megatron-LM's torch_dist checkpoints. See docs/checkpoints.md.
 """
 
 import argparse
@@ -43,7 +43,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class CheckpointPosition:
-    """Where in the run a checkpoint stands. Everything counts over the whole run, from 0."""
+    """The position of a checkpoint in its run. All numbers are counted over the whole run, from 0."""
 
     iteration: int = 0
     consumed_train_samples: int = 0
@@ -60,22 +60,23 @@ def save_checkpoint(
     changes: dict | None = None,
     on_saved: Callable[[Path], None] | None = None,
 ) -> None:
-    """Save the run, drained, as the checkpoint of `position.iteration`, and make it the latest.
+    """Save a drained run as the checkpoint of `position.iteration`, and make it the latest.
 
     Args:
-        args: honours `no_save_optim`, `no_save_rng`, `async_save`, `ckpt_fully_parallel_save`,
-            `use_distributed_optimizer`; stored as 'args'.
-        parts: this rank's. The newest weight version is stored as the model; under 2bw and the like the versions of
-            the update hold the older weights, which are stored too.
-        changes: what has become of the pipeline while it trained, if it changes; plain numbers, the same on all ranks.
+        args: stored as 'args'. The flags `no_save_optim`, `no_save_rng`, `async_save`, `ckpt_fully_parallel_save` and
+            `use_distributed_optimizer` are honoured.
+        parts: this rank's parts. The newest weight version is stored as the model; the older versions that policies
+            such as 2bw need are stored, too.
+        changes: the history of changes to the pipeline, if it changes while it trains; plain numbers, the same on all
+            ranks.
         on_saved: called on rank 0 with the checkpoint's directory once it is durable; with `async_save` later, from
             another thread.
 
     Raises:
-        CheckpointError: on every rank, if any could not write (with `async_save`: from the next save or
+        CheckpointError: on every rank, if any rank could not write (with `async_save`: from the next save or
             `writer.finish()`). Earlier checkpoints are untouched.
     """
-    writer.finish()  # it needs the group over which the optimizer's state is completed where layers freeze
+    writer.finish()  # an asynchronous save uses the group over which frozen ranks get the optimizer's common state
     metadata = sharding_metadata(args)
     state = {
         "args": arguments.saved_arguments(
@@ -109,9 +110,9 @@ def save_checkpoint(
 
 
 def recorded_changes(args: TrainConfig) -> dict | None:
-    """What the checkpoint that `load_checkpoint` would go on from says of changes to the pipeline; None: nothing.
+    """The `changes` in the checkpoint that `load_checkpoint` would load to resume a run; None if there are none.
 
-    Collective.
+    Collective: every rank must call it.
     """
     if args.load is None or args.finetune:
         return None
@@ -128,21 +129,25 @@ def recorded_changes(args: TrainConfig) -> dict | None:
 def load_checkpoint(
     parts: RunParts, *, args: TrainConfig, body_only: bool = False, say: Callable[[str], None] = log_once
 ) -> CheckpointPosition | None:
-    """Load the checkpoint of `args.load` into model, optimizer, scheduler, generators and weight versions.
+    """Load the checkpoint of `args.load` into model, optimizer, scheduler, random generators and weight versions.
 
-    Degrees of tensor, pipeline and data parallelism may differ from those it was saved with. Honours `ckpt_step`,
-    `finetune` (weights only, the run starts at 0), `no_load_optim`, `no_load_rng`, `ckpt_fully_parallel_load`.
+    The degrees of tensor, pipeline and data parallelism may differ from those of the save. The flags `ckpt_step`,
+    `finetune` (weights only; the run starts at 0), `no_load_optim`, `no_load_rng` and `ckpt_fully_parallel_load` are
+    honoured.
 
     Args:
-        body_only: leave the parts of a chunk that its `new_parts` name as they are, and those of its `optional_parts`
-            that the checkpoint lacks; the model there may have another head.
-        say: told, on every rank, what goes on otherwise than before: the pipeline program, the order of samples.
+        body_only: do not load the parts of a chunk that its `new_parts` name, nor those of its `optional_parts` that
+            the checkpoint lacks; the saved model may have another head.
+        say: called on every rank with a line for each difference to the saved run: the pipeline program, the order of
+            samples.
 
     Returns:
-        Where to go on; None if the directory holds no checkpoint at all (the run then starts from its initial weights).
+        The position at which to resume; None if the directory has no checkpoint, so that the run starts from its
+        initial weights.
 
     Raises:
-        CheckpointError: on every rank: damaged, missing, or of another model. Nothing falls back to an older one.
+        CheckpointError: on every rank, if the checkpoint is damaged, missing, or of another model. No older checkpoint
+            is loaded instead.
     """
     location = on_rank_zero(lambda: directory.locate(args.load, step=args.ckpt_step))
     if location is None:
@@ -177,7 +182,7 @@ def load_checkpoint(
 def with_checkpoint_arguments(args: argparse.Namespace, *, further: Collection[str] = ()) -> argparse.Namespace:
     """--use-checkpoint-args: parsed arguments with the model's, and `further` ones, of the checkpoint of `args.load`.
 
-    Not collective; every rank reads for itself. Raises CheckpointError where there is no checkpoint to take them from.
+    Not collective: every rank reads the file itself. Raises CheckpointError if there is no checkpoint.
     """
     location = directory.locate(args.load, step=args.ckpt_step) if args.load else None
     if location is None:
@@ -187,7 +192,7 @@ def with_checkpoint_arguments(args: argparse.Namespace, *, further: Collection[s
 
 
 def _judge_what_is_left_over(reader: CheckpointReader, model: dict, strictness: str) -> None:
-    """--dist-ckpt-strictness: weights of the checkpoint that the model has no place for are logged, or an error."""
+    """--dist-ckpt-strictness: log weights of the checkpoint that the model lacks, or raise CheckpointError for them."""
     if strictness.startswith(("ignore_", "return_")):
         return
     left_over = reader.left_over(model)

@@ -1,19 +1,19 @@
-"""Where checkpoints lie, how one appears there all at once or not at all, and whether it is the one that was written.
+"""The directory of checkpoints: a checkpoint appears in it completely or not at all, and damage to it is detected.
 
 Problem: a job can be killed between any two system calls, and the file that names the latest checkpoint must never name
-one that is not whole. And torch's distributed format notices neither a flipped bit in a tensor nor, before it has
-loaded half of the model, a missing or shortened file; and then it says so in words that name no file.
+an incomplete one. Moreover, torch's distributed format does not detect a flipped bit in a tensor; it detects a missing
+or shortened file only after half of the model is loaded, and its error names no file.
 
-Solution: a checkpoint is written into `.iter_0000010.TOKEN.incomplete`, a name that no other process has, made
-durable, and renamed to `iter_0000010`; only then is `latest_checkpointed_iteration.txt` replaced, by a rename as well.
-A checkpoint of the same iteration that is already there is moved aside to `.iter_0000010.replaced` and removed last.
-Where a kill came between the two renames it is found under that name, also in a directory that may only be read, and
-`recover` moves it back. Only rank 0 of the job that owns the directory calls the functions that change anything. Names
-and tracker are those of Megatron-LM, so each program finds the checkpoints of the other.
+Solution: a checkpoint is written into `.iter_0000010.TOKEN.incomplete`, a name that no other process uses, made
+durable, and renamed to `iter_0000010`. Only then is `latest_checkpointed_iteration.txt` replaced, also by a rename. An
+existing checkpoint of the same iteration is renamed to `.iter_0000010.replaced` and removed last. If the job is killed
+between the two renames, the checkpoint is found under that name, even in a read-only directory, and `recover` renames
+it back. Only rank 0 of the job that owns the directory calls the functions that change files. Names and tracker are
+those of Megatron-LM, so each program finds the checkpoints of the other.
 
-The last file that a save writes is `checksums.json`: size and CRC-32 of every other file, and of that list itself. A
-load compares before anything is read. CRC-32 finds every single flipped bit and every burst of up to 32, and runs at
-memory speed. Checkpoints of Megatron-LM have no such file; for them the lengths that the format records in its
+The last file that a save writes is `checksums.json`: size and CRC-32 of every other file, and a CRC-32 of that list. A
+load compares them before it reads anything. CRC-32 finds every single flipped bit and every burst of up to 32 bits, and
+runs at memory speed. Checkpoints of Megatron-LM have no such file. For them the lengths that the format records in its
 `.metadata` are compared, which finds missing and shortened files.
 """
 
@@ -28,14 +28,14 @@ from pathlib import Path
 
 from megatron.pipeline.runtime.failure.errors import CheckpointError
 
-# --- whether a checkpoint is whole ------------------------------------------------------------------------------------
+# --- completeness of a checkpoint -------------------------------------------------------------------------------------
 
 MANIFEST = "checksums.json"
 _CHUNK_BYTES = 16 * 1024 * 1024
 
 
 def checksum(path: Path) -> dict[str, int | str]:
-    """Size in bytes and CRC-32 (eight hexadecimal digits) of a file."""
+    """The size in bytes and the CRC-32 (eight hexadecimal digits) of a file."""
     value, size = 0, 0
     with open(path, "rb") as stream:
         while chunk := stream.read(_CHUNK_BYTES):
@@ -45,14 +45,14 @@ def checksum(path: Path) -> dict[str, int | str]:
 
 
 def manifest_text(files: dict[str, dict]) -> str:
-    """Content of `checksums.json` for files given by name, each with what `checksum` returns."""
+    """The content of `checksums.json`. `files`: name of a file -> the result of `checksum`."""
     return json.dumps({"files": files, "crc32": _own_checksum(files)}, indent=1, sort_keys=True) + "\n"
 
 
 def read_manifest(directory: Path) -> dict[str, dict] | None:
-    """The files that a checkpoint must consist of, by name; None where it has no manifest.
+    """The manifest of a checkpoint: name of a file -> its size and checksum; None if there is no manifest.
 
-    Raises CheckpointError where the manifest itself is damaged.
+    Raises CheckpointError if the manifest itself is damaged.
     """
     path = directory / MANIFEST
     try:
@@ -68,7 +68,7 @@ def read_manifest(directory: Path) -> dict[str, dict] | None:
 
 
 def find_damage(directory: Path, files: dict[str, dict], names: list[str]) -> list[str]:
-    """Compare the named files with the manifest's entries; returns one sentence for each that differs."""
+    """Compare files with their entries in the manifest. Returns a sentence for each file that differs."""
     problems = []
     for name in names:
         path, expected = directory / name, files[name]
@@ -83,7 +83,10 @@ def find_damage(directory: Path, files: dict[str, dict], names: list[str]) -> li
 
 
 def find_short_files(directory: Path, required_sizes: dict[str, int]) -> list[str]:
-    """Short files of a checkpoint without a manifest; `required_sizes`: the least lengths that its index asks for."""
+    """Sentences about missing and shortened files of a checkpoint without a manifest.
+
+    `required_sizes`: name of a file -> the least length in bytes that the index implies.
+    """
     problems = []
     for name, required in sorted(required_sizes.items()):
         path = directory / name
@@ -98,7 +101,7 @@ def _own_checksum(files: dict[str, dict]) -> str:
     return f"{zlib.crc32(json.dumps(files, sort_keys=True).encode()):08x}"
 
 
-# --- where checkpoints lie --------------------------------------------------------------------------------------------
+# --- locations of checkpoints -----------------------------------------------------------------------------------------
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -110,8 +113,12 @@ _REPLACED = re.compile(r"\.iter_(\d{7,})\.replaced")
 
 @dataclass(frozen=True)
 class CheckpointLocation:
-    """One checkpoint on disk. `iteration` is 0 for a release checkpoint (weights without a training position).
-    `is_named`: by the tracker, or by whoever asked for it."""
+    """A checkpoint on disk.
+
+    Attributes:
+        iteration: 0 for a release checkpoint, which has weights without a training position.
+        is_named: whether the tracker or the caller named this checkpoint.
+    """
 
     root: Path
     path: Path
@@ -121,23 +128,23 @@ class CheckpointLocation:
 
 
 def iteration_directory(root: Path | str, iteration: int) -> Path:
-    """Directory of the checkpoint of `iteration`."""
+    """The directory of the checkpoint of `iteration`."""
     return Path(root) / f"iter_{iteration:07d}"
 
 
 def _replaced_directory(root: Path | str, iteration: int) -> Path:
-    """Where the checkpoint of `iteration` lies while a new one takes its place."""
+    """The directory of the old checkpoint of `iteration` while a new one replaces it."""
     return Path(root) / f".iter_{iteration:07d}.replaced"
 
 
 def _existing_directory(root: Path, iteration: int) -> Path:
-    """Directory of the checkpoint of `iteration`, or its other name where a kill came between the renames."""
+    """The directory of the checkpoint of `iteration`, under its other name if a job was killed between the renames."""
     path, replaced = iteration_directory(root, iteration), _replaced_directory(root, iteration)
     return replaced if replaced.is_dir() and not path.exists() else path
 
 
 def complete_iterations(root: Path | str) -> list[int]:
-    """Iterations with a whole checkpoint, ascending: `metadata.json` is the last file that a save writes."""
+    """The iterations with a complete checkpoint in ascending order; a complete checkpoint has a `metadata.json`."""
     root = Path(root)
     if not root.is_dir():
         return []
@@ -147,8 +154,10 @@ def complete_iterations(root: Path | str) -> list[int]:
 
 
 def iterations_hint(root: Path | str, *, but: int | None = None) -> str:
-    """A sentence that says which checkpoints can be tried, and how to load the newest. `but`: an iteration whose
-    checkpoint cannot."""
+    """A sentence that names the complete checkpoints, and the flags that load the newest.
+
+    `but`: an iteration whose checkpoint cannot be loaded.
+    """
     found = [number for number in complete_iterations(root) if number != but]
     if not found:
         return f"{root} has no complete checkpoint of {'an' if but is None else 'another'} iteration."
@@ -162,9 +171,9 @@ def iterations_hint(root: Path | str, *, but: int | None = None) -> str:
 
 
 def read_tracker(root: Path | str) -> int | str | None:
-    """Iteration that the tracker file names, "release", or None where there is no such file.
+    """The iteration that the tracker file names, "release", or None if there is no such file.
 
-    Raises CheckpointError where the file holds anything else.
+    Raises CheckpointError for any other content.
     """
     path = Path(root) / TRACKER
     try:
@@ -181,11 +190,12 @@ def read_tracker(root: Path | str) -> int | str | None:
 
 
 def locate(root: Path | str, *, step: int | None = None) -> CheckpointLocation | None:
-    """Find the checkpoint to load: `step` where given, else the one that the tracker names. Without a tracker, the only
-    one there: the job was killed between its very first checkpoint and the tracker.
+    """Find the checkpoint to load: that of iteration `step` if given, otherwise the one that the tracker names.
 
-    Returns None where the directory holds no checkpoint. Raises CheckpointError where the one asked for is missing, and
-    where there are several and no tracker, which no job leaves behind.
+    Without a tracker, a single checkpoint is taken: the job was killed between its first checkpoint and the tracker.
+
+    Returns None if the directory has no checkpoint. Raises CheckpointError if the requested checkpoint is missing, and
+    if there are several without a tracker, a state that no job leaves.
     """
     root = Path(root)
     named = step if step is not None else read_tracker(root)
@@ -219,7 +229,7 @@ def _require(path: Path, root: Path, iteration: int | None) -> Path:
 
 
 def recover(root: Path | str) -> None:
-    """Bring a directory that a killed job left behind back into order. Nothing that was completed is removed."""
+    """Clean up a directory after a killed job. No complete checkpoint is lost."""
     root = Path(root)
     if not root.is_dir():
         return
@@ -235,7 +245,7 @@ def recover(root: Path | str) -> None:
 
 
 def begin(root: Path | str, iteration: int) -> Path:
-    """Make an empty directory to write the checkpoint of `iteration` into; leftovers of killed saves are removed."""
+    """Make an empty directory for the files of the checkpoint of `iteration`; remains of killed saves are removed."""
     root = Path(root)
     root.mkdir(parents=True, exist_ok=True)
     recover(root)
@@ -245,7 +255,10 @@ def begin(root: Path | str, iteration: int) -> Path:
 
 
 def commit(root: Path | str, staging: Path, iteration: int) -> Path:
-    """Make a completely written checkpoint visible, and then the latest one. Its files must have been synced."""
+    """Rename a completely written checkpoint to its final name, and make it the latest one.
+
+    Precondition: its files are synced. Returns its directory.
+    """
     root, final = Path(root), iteration_directory(root, iteration)
     sync_directory(staging)
     replaced = _replaced_directory(root, iteration)
@@ -260,7 +273,7 @@ def commit(root: Path | str, staging: Path, iteration: int) -> Path:
 
 
 def discard(staging: Path) -> None:
-    """Remove what a failed save has written."""
+    """Remove the files of a failed save."""
     shutil.rmtree(staging, ignore_errors=True)
 
 
@@ -273,7 +286,7 @@ def write_synced(path: Path, text: str) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Wait until a file that somebody else has written is durable."""
+    """Wait until a file that other code has written is durable."""
     with open(path, "rb+") as stream:
         os.fsync(stream.fileno())
 

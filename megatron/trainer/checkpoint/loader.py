@@ -1,8 +1,8 @@
-"""Reading a checkpoint: first whether it is whole and fits, then the tensors, at whatever degrees the job runs with.
+"""Reading a checkpoint at any parallel degrees: checks of its completeness and its model, then the tensors.
 
-Everything that can be wrong is found before a tensor is touched, and reported alike on all ranks: the common file, the
-model's arguments (see `arguments`), damaged or missing files (each rank checks its share), tensors that the job needs
-and the checkpoint lacks or holds in another shape.
+Errors are found before any tensor is changed, and all ranks report the same error: a damaged common file, a model with
+other arguments (see `arguments`), damaged or missing files (each rank checks a share of them), and tensors that the job
+needs and the checkpoint lacks or has in another shape.
 """
 
 import pickle
@@ -43,9 +43,9 @@ _BESIDE_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state", OLDER_V
 
 
 def read_common_state(location: CheckpointLocation) -> dict:
-    """The part of a checkpoint that is the same for all ranks: arguments, iteration, scheduler, ... Not collective.
+    """Read the part of a checkpoint that is the same for all ranks: arguments, iteration, scheduler, ...
 
-    Raises CheckpointError where the file is missing or damaged.
+    Not collective. Raises CheckpointError if the file is missing or damaged.
     """
     path = location.path / COMMON_FILE
     files = _manifest(location)
@@ -65,13 +65,15 @@ def read_common_state(location: CheckpointLocation) -> dict:
 
 
 class CheckpointReader:
-    """A checkpoint opened for loading. Making one is collective, as are its methods.
+    """A checkpoint opened for loading.
+
+    Collective: every rank must call the constructor, `left_over` and `load`.
 
     Args:
-        common: what `read_common_state` has read of it.
-        fully_parallel: data-parallel replicas share the reading of what they all need.
+        common: the result of `read_common_state` for this checkpoint.
+        fully_parallel: data-parallel replicas share the reading of tensors that they all need.
 
-    Raises CheckpointError on every rank where a file is damaged, truncated or missing.
+    Raises CheckpointError on every rank if a file is damaged, truncated or missing.
     """
 
     def __init__(self, location: CheckpointLocation, *, common: dict | None = None, fully_parallel: bool = False):
@@ -85,20 +87,22 @@ class CheckpointReader:
                 _raise_damage(location, find_short_files(location.path, self._least_sizes()))
 
     def holds(self, sharded: ShardedObject | ShardedTensor) -> bool:
-        """True if the checkpoint has this tensor, or this very shard of an object."""
+        """Whether the checkpoint has the key of a tensor, or the shard of an object."""
         return _index_key(sharded) in self.index.state_dict_metadata
 
     def holds_key(self, key: str) -> bool:
-        """True if the checkpoint has a tensor of this key."""
+        """Whether the checkpoint has an entry with the key `key`."""
         return key in self.index.state_dict_metadata
 
     def holds_prefix(self, prefix: str) -> bool:
-        """True if any of the checkpoint's keys starts so."""
+        """Whether any key of the checkpoint starts with `prefix`."""
         return any(key.startswith(prefix) for key in self.index.state_dict_metadata)
 
     def left_over(self, state: dict) -> list[str]:
-        """Keys of the checkpoint's weights that `state` asks for on no rank. Transformer Engine's extra states and what
-        lies beside the weights (optimizer, random states) are not counted."""
+        """The keys of the checkpoint's weights that `state` requests on no rank.
+
+        Transformer Engine's extra states, optimizer states and random states are not counted.
+        """
         wanted: list[set[str]] = [set()] * dist.get_world_size()
         mine = {value.key for value in nested_values(load_preprocess(state)[0]) if isinstance(value, ShardedTensor)}
         dist.all_gather_object(wanted, mine, group=control_group())
@@ -107,10 +111,10 @@ class CheckpointReader:
         return sorted(key for key in rest if "_extra_state" not in key and not key.startswith(_BESIDE_WEIGHTS))
 
     def load(self, state: dict) -> dict:
-        """Read what `state` asks for (tensors in place where it gives them), and the common state.
+        """Read the entries that `state` requests, into its tensors if it has them, and the common state.
 
-        Raises CheckpointError on every rank where the checkpoint lacks a tensor or has it in another shape. Transformer
-        Engine's extra states are left out where the checkpoint has none.
+        Transformer Engine's extra states are left out if the checkpoint has none. Raises CheckpointError on every rank
+        if the checkpoint lacks a tensor or has it in another shape.
         """
         state, _ = extract_matching_values(state, lambda value: not is_extra_state(value) or self.holds(value))
         agree(self._find_misfit(state))
@@ -121,7 +125,7 @@ class CheckpointReader:
                 get_default_load_sharded_strategy(str(self.location.path)), group
             )
         with warnings.catch_warnings():
-            # megatron.core reads through torch functions that newer torch calls deprecated.
+            # megatron.core uses functions of torch that are deprecated in newer versions.
             warnings.filterwarnings("ignore", category=FutureWarning)
             return with_copies(load(state, str(self.location.path), strategy))
 
@@ -189,5 +193,5 @@ def _index_key(sharded: ShardedObject | ShardedTensor) -> str:
 
 
 def is_extra_state(value: object) -> bool:
-    """Whether `value` is one of Transformer Engine's, which a model does without where nobody holds it."""
+    """Whether `value` is an extra state of Transformer Engine, which a model does not need if a checkpoint lacks it."""
     return isinstance(value, ShardedObject) and value.key.endswith("_extra_state")

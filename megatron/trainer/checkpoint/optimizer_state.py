@@ -1,19 +1,21 @@
-"""The optimizer's state in a checkpoint and in memory: as ranks own it, under either kind's names, and begun anew.
+"""The optimizer's state in a checkpoint and in memory: ranges owned by ranks, conversion between the kinds of
+optimizers, and a reset when frozen layers train again.
 
-Problem: megatron.core's two kinds of optimizer hold the same numbers under different names. Moments agree
-('optimizer.state.exp_avg.<parameter>'), but FP32 masters are 'param' in the distributed optimizer, 'fp32_param' in the
-mixed-precision one, and the model's own tensors in the FP32 one; step counter and groups lie at different places. The
-step counter of Adam and its kind is left out where it is 0, and then the load fails for want of it. The distributed
-optimizer shards masters and moments by ranges of a flat buffer, and its format that other degrees can load gathers them
-on every replica first, whole. And nobody holds the moments of layers that were frozen, nor, beside 16-bit weights,
-their FP32 masters, nor an older version of their weights; moments of zero beside a counter that goes on would make the
-first steps several times too long, since Adam corrects them by that counter, of which checkpoints have one for all.
+Problem: megatron.core's two kinds of optimizer store the same numbers under different names. Moments agree
+('optimizer.state.exp_avg.<parameter>'). FP32 masters are 'param' in the distributed optimizer, 'fp32_param' in the
+mixed-precision optimizer, and the model's own tensors in the FP32 optimizer. Step counter and groups are at different
+places. A step counter of 0 is left out of the state of Adam and similar optimizers, and then the load fails, since it
+is missing. The distributed optimizer shards masters and moments by ranges of a flat buffer; its format that other
+degrees can load first gathers the whole state on every replica. Moreover, no rank has the moments of layers that were
+frozen, nor older versions of their weights, nor, with 16-bit weights, their FP32 masters. If such moments were zero
+while the step counter went on, the first steps would be several times too long, since Adam corrects moments by the
+counter, and checkpoints have one counter for all layers.
 
-Solution: ask for each master under the name that the checkpoint has, and rearrange the small common part afterwards.
-Where state goes from rank to rank in memory, a rank describes what it owns of a parameter as a range of that
-parameter's flattened elements, without a copy; only stores that know `ElementRange` can hold it, files cannot. Where
-frozen layers train again the optimizer begins anew, for all layers: moments are zero, the counter is 0. Masters of what
-was trained stay as they are; those of what was frozen are its weights, and so are its older versions.
+Solution: request each master under its name in the checkpoint, and rearrange the small common part after the load. When
+state goes from rank to rank in memory, a rank describes its share of a parameter as a range of the parameter's
+flattened elements, without a copy; only stores that know `ElementRange` can hold such a range, files cannot. When
+frozen layers train again, the optimizer is reset for all layers: moments and counter are 0. Masters of trained layers
+are kept; the masters and older versions of frozen layers are their weights.
 """
 
 from __future__ import annotations
@@ -42,20 +44,20 @@ from megatron.pipeline.runtime.stages.megatron.checkpointed_versions import OLDE
 # --- the elements that a rank owns ------------------------------------------------------------------------------------
 
 ELEMENT_RANGES = "element_ranges"  # value of "distrib_optim_sharding_type"
-# How megatron.core names a loaded state that has for each of its shards the tensors of just that shard.
+# megatron.core's name for a loaded state that has, for each of its shards, exactly the tensors of that shard.
 _AS_LOADED = "fully_sharded_model_space"
 
 
 @dataclass
 class ElementRange(ShardedBase):
-    """A flat tensor that is a range of a sharded tensor's part.
+    """A range of the flattened local part of a sharded tensor.
 
     Attributes:
-        key: of the parameter's state, for messages.
-        data: one axis; the elements `first` to `first + len(data)` of the flattened local tensor.
-        first: counted in elements of the local tensor of the parameter.
-        wholes: the sharded tensors, without data, that the local tensor consists of, each with the element where it
-            begins: one, or what a factory makes of it (the two halves of a gated layer).
+        key: key of the parameter's state, for messages.
+        data: tensor with one axis; the elements `first` to `first + len(data)` of the flattened local tensor.
+        first: index of the first element in the flattened local tensor of the parameter.
+        wholes: (index of the first element, sharded tensor without data) for each sharded tensor of the local tensor:
+            a single one, or those that a factory makes (the two halves of a gated layer).
     """
 
     key: str
@@ -71,7 +73,7 @@ class ElementRange(ShardedBase):
         return replace(self, data=None)
 
     def overlaps(self) -> list[tuple[ShardedTensor, int, Tensor]]:
-        """The wholes that the range reaches into: (whole, first element within it, the data there)."""
+        """The sharded tensors that overlap the range, as (tensor, first element within it, data of the overlap)."""
         last, found = self.first + len(self.data), []
         for begin, whole in self.wholes:
             start, stop = max(self.first, begin), min(last, begin + whole.data.numel())
@@ -83,8 +85,10 @@ class ElementRange(ShardedBase):
 def ranged_optimizer_state(
     optimizer: MegatronOptimizer, model: dict[str, ShardedStateDict], metadata: dict, *, is_loading: bool
 ) -> ShardedStateDict:
-    """As `optimizer.sharded_state_dict`, with element ranges for the state of distributed optimizers. The data are the
-    optimizer's own tensors."""
+    """The optimizer's sharded state dict, with element ranges for the state of distributed optimizers.
+
+    The data are the optimizer's own tensors.
+    """
     chain = getattr(optimizer, "chained_optimizers", [optimizer])
     states = [
         _distributed_state(inner, model)
@@ -105,10 +109,10 @@ def _distributed_state(optimizer: DistributedOptimizer, model: dict[str, Sharded
             param_state[len(param_state)] = {
                 name: _range_of(of_parameter[id(parameter)], f"optimizer.state.{name}", tensor, places["param"].start)
                 for name, tensor in tensors.items()
-                if name != "step"  # the same for all; it is in the groups
+                if name != "step"  # the groups have it, since it is the same for all parameters
             }
     common = optimizer.state_dict()
-    if not param_state:  # a rank that owns nothing knows no count of steps
+    if not param_state:  # a rank without parameters does not count steps
         for group in common["optimizer"]["param_groups"]:
             group.pop("step", None)
     return {**common, "param_state": param_state, "param_state_sharding_type": _AS_LOADED}
@@ -120,7 +124,7 @@ def _range_of(parameter: ShardedTensor | ShardedTensorFactory, prefix: str, tens
 
 
 def _wholes(parameter: ShardedTensor | ShardedTensorFactory, key: str) -> tuple[tuple[int, ShardedTensor], ...]:
-    """The sharded tensors of a parameter's local tensor, made for a stand-in that has places and no memory."""
+    """The sharded tensors of a parameter's local tensor, on the meta device, with the first element of each."""
     stand_in = torch.empty(parameter.data.shape, dtype=parameter.data.dtype, device="meta")
     if isinstance(parameter, ShardedTensor):
         return ((0, replace(parameter, key=key, data=stand_in)),)
@@ -134,23 +138,23 @@ def _wholes(parameter: ShardedTensor | ShardedTensorFactory, key: str) -> tuple[
     return wholes
 
 
-# --- saved with the distributed optimizer and loaded without it, and the other way round ------------------------------
+# --- conversion between states with and without the distributed optimizer ---------------------------------------------
 
 _DISTRIBUTED_MASTER, _MIXED_MASTER = "optimizer.state.param.", "optimizer.state.fp32_param."
 _SHARDING = "param_state_sharding_type"
 
 
 def is_distributed(optimizer: MegatronOptimizer) -> bool:
-    """True for megatron.core's DistributedOptimizer, alone or in a chain."""
+    """Whether an optimizer is megatron.core's DistributedOptimizer, alone or in a chain."""
     return any(
         isinstance(inner, DistributedOptimizer) for inner in getattr(optimizer, "chained_optimizers", [optimizer])
     )
 
 
 def needs_conversion(optimizer: MegatronOptimizer, saved: dict | None) -> bool:
-    """True if `saved`, the common part of the saved optimizer state, is of the other kind.
+    """Whether `saved`, the common part of a saved optimizer state, comes from the other kind of optimizer.
 
-    Raises CheckpointError where it cannot be converted.
+    Raises CheckpointError if such a state cannot be converted.
     """
     if saved is None or is_distributed(optimizer) == (_SHARDING in saved):
         return False
@@ -168,8 +172,11 @@ def needs_conversion(optimizer: MegatronOptimizer, saved: dict | None) -> bool:
 
 
 def convert_request(request: dict, holds: Callable[[str], bool]) -> dict:
-    """Name the masters in a sharded optimizer state as the checkpoint does (`holds`: is this key there?), and leave out
-    those that it does not have: an FP32 run without the distributed optimizer has no masters beside the model."""
+    """Rename the masters in a sharded optimizer state to the checkpoint's keys, and leave out those that it lacks.
+
+    An FP32 run without the distributed optimizer has no masters beside the model. `holds`: whether the checkpoint has a
+    key.
+    """
 
     def renamed(value: object) -> object:
         master = _master_of(value)
@@ -184,12 +191,12 @@ def convert_request(request: dict, holds: Callable[[str], bool]) -> dict:
 
 
 def _master_of(value: object) -> str | None:
-    """Name of the parameter that a sharded tensor is the FP32 master of."""
+    """The name of the parameter whose FP32 master a sharded tensor is; None if it is not a master."""
     return master_of(value.key) if isinstance(value, (ShardedTensor, ShardedTensorFactory)) else None
 
 
 def master_of(key: str) -> str | None:
-    """The key of the parameter whose FP32 master has this one."""
+    """The key of the parameter whose FP32 master has the key `key`; None if `key` is not that of a master."""
     for prefix in (_DISTRIBUTED_MASTER, _MIXED_MASTER):
         if key.startswith(prefix):
             return key.removeprefix(prefix)
@@ -201,14 +208,18 @@ def _possible_keys(master: str) -> tuple[str, str]:
 
 
 def convert_loaded(loaded: dict, optimizer: MegatronOptimizer) -> dict:
-    """Rearrange a loaded optimizer state of the other kind so that `optimizer.load_state_dict` takes it. The model must
-    have been loaded already."""
+    """Rearrange a loaded optimizer state of the other kind into the form that `optimizer.load_state_dict` takes.
+
+    Precondition: the model is already loaded.
+    """
     return _to_distributed(loaded, optimizer) if is_distributed(optimizer) else _to_plain(loaded)
 
 
 def convert_step_counters(loaded: dict, optimizer: MegatronOptimizer) -> None:
-    """Put the counter of a loaded state where the optimizer looks for it, 0 where it was saved before its first update:
-    torch's Adam and its kind have it beside the moments, Apex's and Transformer Engine's in their groups.
+    """Move the step counter of a loaded state to the place where the optimizer reads it; 0 if the state has none.
+
+    torch's Adam and similar optimizers have the counter beside the moments, Apex's and Transformer Engine's in their
+    groups. A state that was saved before the first update has no counter.
     """
     chain = getattr(optimizer, "chained_optimizers", [optimizer])
     states = [loaded] if len(chain) == 1 else [loaded[index] for index in range(len(chain))]
@@ -261,14 +272,18 @@ _STATE = "optimizer.state."
 
 
 def stays(key: str, holds_key: Callable[[str], bool]) -> bool:
-    """Whether the value of a key is not loaded: a moment, or a master or older version that the store lacks."""
+    """Whether a reset leaves out the value of a key: a moment, or a master or older version that the store lacks."""
     comes_from_weights = _weight_of(key) is not None
     return not holds_key(key) if comes_from_weights else key.startswith(_STATE)
 
 
 @dataclass(frozen=True)
 class Anew:
-    """`from_weights`: (what is the weights, the weights that are to be loaded), both in place."""
+    """A reset of the optimizer's state.
+
+    Attributes:
+        from_weights: pairs of a master or older version and the weights that are copied into it after the load.
+    """
 
     from_weights: list[tuple[Tensor, Tensor]]
 
@@ -276,7 +291,7 @@ class Anew:
     def of(
         cls, request: ShardedStateDict, model: dict[str, ShardedStateDict], holds_key: Callable[[str], bool]
     ) -> Anew:
-        """Of what is asked for beside the model."""
+        """The reset for a load of `request`, which has the entries of `model` and others."""
         weights = {value.key: value.data.detach() for value in nested_values(model) if _is_tensor(value)}
         found = []
         for entry in (each for each in request if each not in model):
@@ -291,7 +306,7 @@ class Anew:
 
     @torch.no_grad()
     def complete(self, loaded: dict) -> None:
-        """Fill in what is copied from the weights, which have been loaded, and let the counter begin at 0."""
+        """Copy the loaded weights to masters and older versions, and set the step counter to 0."""
         for target, weights in self.from_weights:
             target.copy_(weights)
         _reset_counters(loaded.get("optimizer"))
@@ -302,7 +317,7 @@ def _is_tensor(value: object) -> bool:
 
 
 def _weight_of(key: str) -> str | None:
-    """The key of the weight of which this is the FP32 master or an older version."""
+    """The key of the weight whose FP32 master or older version has the key `key`; None for another key."""
     return master_of(key) or (key.partition(".")[2] if key.startswith(OLDER_VERSIONS) else None)
 
 

@@ -1,21 +1,22 @@
-"""Which job may write into a `--save` directory: the mark of its owner, and the owner's sign of life.
+"""The ownership of a `--save` directory: the mark of the job that may write into it, and the job's heartbeat.
 
-Problem: a requeued job may start while the job before it still runs. Two jobs that write into one directory remove and
+Problem: a requeued job may start while the previous job still runs. Two jobs that write into one directory remove and
 mix each other's files.
 
-Solution: rank 0 of a job leaves a mark there, the file `.owner_N`, which names the job. The highest N counts. A job
-that finds the mark of a live owner is refused. A job that finds the mark of a dead owner makes the mark N + 1, which
-the file system lets only one job do, and then removes the older mark. Every save asks first whether its mark counts.
+Solution: rank 0 of a job makes a mark in the directory, the file `.owner_N`, which names the job. The mark with the
+highest N is valid. A job that finds the mark of a live owner is refused. A job that finds the mark of a dead owner
+makes the mark N + 1, which the file system allows only one job, and then removes the older mark. Every save first
+checks that the job's mark is valid.
 
-Who is alive: a process of this machine (the same boot, the same namespace of process ids) is found by its id and the
-time of its start. Of any other process only the file tells: its owner changes it every `PERIOD` seconds, and a file
-that stays as it is for `PATIENCE` seconds on the watcher's own clock belongs to a dead owner. Clocks of different hosts
-are never compared.
+An owner on this machine (same boot, same namespace of process ids) is alive if a process with its id and its start time
+exists. For any other owner only the file tells: its owner changes the file every `PERIOD` seconds, and if the file
+stays unchanged for `PATIENCE` seconds on the watcher's own clock, the owner is dead. Clocks of different hosts are
+never compared.
 
-A process beside the job (`Heartbeat`) changes the file. A thread of the job cannot: megatron.core's C++ holds Python's
-lock while it builds the index of the samples, most of a minute for a large data set, and no other thread runs then.
-The process ends when the job does, however the job ends: its input closes, and its parent changes. It writes only into
-a mark that begins as it should, and never makes one.
+A process beside the job (`Heartbeat`) changes the file. A thread of the job cannot do so: megatron.core's C++ holds
+Python's lock while it builds the index of samples, which takes most of a minute for a large data set, and no other
+thread runs then. The process ends together with the job in any case, since its input closes and its parent changes. It
+writes only into an existing mark that begins with the job's own text.
 """
 
 import atexit
@@ -37,7 +38,7 @@ from pathlib import Path
 from megatron.pipeline.runtime.failure.errors import CheckpointError
 
 DIGITS = 12
-"""Width of the count, which is overwritten in its place: a reader finds a whole mark at any moment."""
+"""Width of the count in digits. The count is overwritten in place, so a reader always finds a complete mark."""
 _CODE = """
 import os, select, sys
 path, begins, digits, period, parent = sys.argv[1:]
@@ -62,7 +63,10 @@ logger = logging.getLogger(__name__)
 
 
 class Heartbeat:
-    """Counts in the file `path`, which starts with `begins`, every `period` seconds; from `start` to `stop`."""
+    """A process that increments a count in the file `path` every `period` seconds, from `start` to `stop`.
+
+    It writes only while the file starts with the text `begins`.
+    """
 
     def __init__(self, path: Path, begins: str, period: float) -> None:
         self._path, self._begins, self._period = path, begins, period
@@ -70,12 +74,12 @@ class Heartbeat:
         self._leaving = threading.Event()
 
     def start(self) -> None:
-        """Start the process, and a thread that logs its messages and replaces it if somebody ends it."""
+        """Start the process, and a thread that logs its messages and restarts it if it ends."""
         self._begin()
         threading.Thread(target=self._attend, name="heartbeat", daemon=True).start()
 
     def stop(self) -> None:
-        """End the process without waiting for it; the thread waits."""
+        """Ask the process to end, without waiting; the thread waits for it."""
         self._leaving.set()
         self._close()
 
@@ -97,7 +101,7 @@ class Heartbeat:
         if self._child is not None:
             with suppress(OSError):
                 self._child.stdin.close()
-                self._child.terminate()  # a process that the job has forked may have its input open, too
+                self._child.terminate()  # a fork of the job may still hold the process's input open
 
     def _attend(self) -> None:
         while self._child is not None:
@@ -115,11 +119,11 @@ class Heartbeat:
 
 
 PERIOD = 10.0
-"""Seconds between two signs of life in a mark."""
+"""Seconds between two changes of a mark's count."""
 PATIENCE = 45.0
-"""Seconds after which a mark without a new one belongs to a dead owner."""
+"""Seconds without a change after which the owner of a mark is considered dead."""
 BETWEEN_LOOKS = 1.0
-"""Seconds until a mark of another job is looked at again: one that a taker gives up is soon gone."""
+"""Seconds until the mark of another job is read again; a job that loses the race soon removes its mark."""
 _NAME = re.compile(r"\.owner_(\d+)")
 _COUNT = "beat"
 _held: list["OwnerMark"] = []
@@ -127,8 +131,12 @@ _held: list["OwnerMark"] = []
 
 @dataclass(frozen=True)
 class Owner:
-    """The content of a mark. `machine` says on which machine `process` and `started` are valid; None where no system
-    tells it."""
+    """The content of a mark.
+
+    Attributes:
+        process, started: process id, and start time in the machine's ticks.
+        machine: the identity of the machine on which `process` and `started` are valid; None if it is unknown.
+    """
 
     host: str
     process: int
@@ -150,12 +158,12 @@ class Owner:
 
     @property
     def is_here(self) -> bool:
-        """Whether this machine can look the process up."""
+        """Whether the process can be looked up on this machine."""
         return self.machine is not None and self.machine == _machine()
 
     @property
     def is_running(self) -> bool:
-        """Whether an owner that `is_here` still runs. A mark that this process itself left does not count."""
+        """Whether an owner on this machine still runs; False for this process itself, which may have left a mark."""
         return self.process != os.getpid() and self.started is not None and _start_of(self.process) == self.started
 
     def __str__(self) -> str:
@@ -164,8 +172,12 @@ class Owner:
 
 @dataclass(frozen=True)
 class _Sight:
-    """A mark as it was read; `owner` is None where the mark is empty or unreadable. `beat` changes while the owner is
-    alive."""
+    """A mark as it was read.
+
+    Attributes:
+        owner: None if the mark is empty or unreadable.
+        beat: a value that changes while the owner is alive.
+    """
 
     number: int
     owner: Owner | None
@@ -173,21 +185,20 @@ class _Sight:
 
 
 class OwnerMark:
-    """This process's mark on a directory."""
+    """The mark of this process on a directory."""
 
     def __init__(self, root: Path | str) -> None:
         self.root = Path(root)
         self._number: int | None = None
         self._owner = Owner.this_process()
-        self._watched: tuple[_Sight, float] | None = None  # an owner elsewhere, and when it was first seen so
+        self._watched: tuple[_Sight, float] | None = None  # mark of an owner elsewhere, and when it was first read
         self._heartbeat: Heartbeat | None = None
 
     def try_to_take(self) -> bool:
-        """Take the directory. False: it is not known yet whether the previous owner is alive; ask again in a second.
+        """Try to take the directory. Returns False if the owner may still be alive; call it again in a second.
 
         Raises:
-            CheckpointError: it belongs to a live job, or no mark can be made; the text says to which, or why, and what
-                to do.
+            CheckpointError: if the directory belongs to a live job, or no mark can be made, with the remedy.
         """
         try:
             return self._try_to_take()
@@ -208,7 +219,7 @@ class OwnerMark:
         return True
 
     def _follow(self, before: list[_Sight]) -> bool:
-        """Make the mark after `marks`, whose owners are all dead; False where another job was first."""
+        """Make the mark that follows the marks `before`, whose owners are all dead; False if another job was faster."""
         number = before[-1].number + 1 if before else 1
         if not self._make(number):
             return False
@@ -216,12 +227,12 @@ class OwnerMark:
         try:
             others = [mark for mark in self._marks() if mark.number != number]
             if any((mark.number, mark.owner) not in judged for mark in others):
-                self._path(number).unlink(missing_ok=True)  # one has come meanwhile that is to be judged, too
+                self._path(number).unlink(missing_ok=True)  # a new mark, whose owner may be alive
                 return False
             for mark in others:
                 self._path(mark.number).unlink(missing_ok=True)
         except OSError:
-            self._path(number).unlink(missing_ok=True)  # such as where another user's files cannot be removed
+            self._path(number).unlink(missing_ok=True)  # for example, another user's files cannot be removed
             raise
         self._number, self._watched = number, None
         if self._heartbeat is not None:
@@ -231,10 +242,10 @@ class OwnerMark:
         return True
 
     def require(self) -> None:
-        """Take the directory again where somebody removed the mark.
+        """Check that this process still owns the directory; if its mark was removed, make a new one.
 
         Raises:
-            CheckpointError: another job's mark counts; it took this one for dead.
+            CheckpointError: if another job has taken the directory, because it considered this job dead.
         """
         for pause in (BETWEEN_LOOKS, BETWEEN_LOOKS, 0.0):
             marks = self._marks()
@@ -244,7 +255,7 @@ class OwnerMark:
                 logger.warning("--save %s: somebody removed the mark of this job, %s; it has made another and goes on",
                                self.root, ".owner_N")  # fmt: skip
                 return
-            time.sleep(pause)  # a taker that comes too late makes a mark, sees this one, and removes its own again
+            time.sleep(pause)  # a job that lost the race removes its own mark soon
         other = marks[-1].owner if marks else None
         raise CheckpointError(
             f"another job ({other or 'which does not say its name'}) has taken the directory over, as this one gave no "
@@ -253,8 +264,8 @@ class OwnerMark:
         )
 
     def release(self) -> None:
-        """Give the directory up to the next job."""
-        if self._number is None or self._owner.process != os.getpid():  # a fork has it only by inheritance
+        """Release the directory for the next job."""
+        if self._number is None or self._owner.process != os.getpid():  # a fork must not release its parent's mark
             return
         number, self._number = self._number, None
         self._heartbeat.stop()
@@ -267,7 +278,7 @@ class OwnerMark:
     # -- judging ------------------------------------------------------------------------------------------------------
 
     def _is_dead(self, mark: _Sight) -> bool:
-        """Whether a mark's owner is dead; False where it is not known yet. Raises CheckpointError where it is alive."""
+        """Whether a mark's owner is dead; False if it is not known yet. Raises CheckpointError if it is alive."""
         owner = mark.owner
         if owner is not None and owner.is_here:
             if owner.is_running:
@@ -296,19 +307,19 @@ class OwnerMark:
         return self.root / f".owner_{number}"
 
     def _marks(self) -> list[_Sight]:
-        """All marks in the directory; the last one counts."""
+        """All marks in the directory by number; the last one is valid."""
         matches = map(_NAME.fullmatch, os.listdir(self.root))
         numbers = sorted(int(match[1]) for match in matches if match)
         return [mark for mark in map(self._see, numbers) if mark is not None]
 
     def _see(self, number: int) -> _Sight | None:
-        """Read a mark. The file is opened anew each time, so that a network file system asks its server."""
+        """Read a mark; None if it does not exist. Opening the file anew makes a network file system ask its server."""
         path = self._path(number)
         try:
             try:
                 with open(path, encoding="utf-8") as stream:
                     touched, text = os.fstat(stream.fileno()).st_mtime_ns, stream.read()
-            except PermissionError:  # another user's
+            except PermissionError:  # the mark of another user
                 touched, text = path.stat().st_mtime_ns, ""
         except FileNotFoundError:
             return None
@@ -320,29 +331,29 @@ class OwnerMark:
             return _Sight(number, None, (touched, text))
 
     def _text(self) -> str:
-        """The beginning of this process's mark; the count and `"}` follow it."""
+        """The beginning of this process's mark, before the count and `"}`."""
         return json.dumps({**asdict(self._owner), _COUNT: ""})[: -len('"}')]
 
     def _make(self, number: int) -> bool:
-        """Make this process's mark; False if a mark of that number exists."""
+        """Make this process's mark with a number; False if a mark with that number exists."""
         try:
             with open(self._path(number), "x", encoding="utf-8") as stream:
                 stream.write(f'{self._text()}{"0" * DIGITS}"}}')
                 stream.flush()
                 with suppress(OSError):
-                    os.fchmod(stream.fileno(), 0o644)  # other users are to see whose it is
+                    os.fchmod(stream.fileno(), 0o644)  # other users should see the owner
                 os.fsync(stream.fileno())
         except FileExistsError:
             return False
         except OSError:
-            self._path(number).unlink(missing_ok=True)  # such as on a full disk
+            self._path(number).unlink(missing_ok=True)  # for example, the disk is full
             raise
         return True
 
 
 @atexit.register
 def release_all() -> None:
-    """Release every mark of this process; for an exit that runs no `finally`."""
+    """Release every mark of this process at its exit, even if no `finally` runs."""
     for mark in list(_held):
         mark.release()
 
@@ -351,7 +362,7 @@ def release_all() -> None:
 
 
 def _machine() -> str | None:
-    """An identity of the machine, shared by processes that can look each other up by id."""
+    """The identity of the machine, shared by processes that can look each other up by id; None if it is unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -360,7 +371,7 @@ def _machine() -> str | None:
 
 
 def _start_of(process: int) -> int | None:
-    """The start time of a running process, in the machine's ticks; None where it does not run, or is a zombie."""
+    """The start time of a process in the machine's ticks; None if it does not run, or is a zombie."""
     try:
         state, *fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,7 +1,7 @@
-"""The state of a run as entries that a store keeps, and a run put into the state that a store holds.
+"""The conversion of a run's state to entries of a store, and the restoration of a run from a store.
 
-Two stores are served: a checkpoint's files, and the memory of the job's own ranks while its degrees change. What they
-have in common is here, so that a run goes on from either in the same way.
+There are two stores: the files of a checkpoint, and the memory of the job's ranks while its degrees change. This module
+has their common part, so that a run resumes from both in the same way.
 """
 
 import logging
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 class SavedUpdate(Protocol):
-    """What is asked of the pipeline's weight update beyond its optimizer."""
+    """The state of the pipeline's weight update besides its optimizer."""
 
     versions: SavedVersions
     weights: WeightPolicy
@@ -54,7 +54,7 @@ class SavedUpdate(Protocol):
 
 
 class StateStore(Protocol):
-    """Where a run's state is kept: a checkpoint opened for loading, or the ranks' memory."""
+    """A store of a run's state: a checkpoint opened for loading, or the ranks' memory."""
 
     common: dict
     """Entries that are the same for all ranks."""
@@ -70,7 +70,7 @@ class StateStore(Protocol):
 
 @dataclass(frozen=True)
 class RunParts:
-    """The parts of one rank that have state: its model chunks, wrapped or not, and what trains them."""
+    """The parts of one rank that have state: its model chunks, wrapped or not, with optimizer, scheduler and update."""
 
     chunks: Sequence[torch.nn.Module]
     optimizer: MegatronOptimizer | None = None
@@ -78,13 +78,13 @@ class RunParts:
     update: SavedUpdate | None = None
 
     def model_state(self, metadata: dict) -> dict[str, ShardedStateDict]:
-        """The chunks' weights in the newest version; from then on the chunks show that version."""
+        """The chunks' weights in the newest version. As a side effect the chunks' parameters show that version."""
         if self.update is not None:
             self.update.versions.show_newest()
         return model_state(self.chunks, metadata)
 
     def other_versions(self, iteration: int) -> OlderVersions:
-        """What a run that is drained after `iteration` batches needs besides the newest weights."""
+        """The weight versions that a run drained after `iteration` batches needs besides the newest one."""
         update = self.update
         if update.weights.predicts:
             return PredictedVersion(
@@ -96,12 +96,12 @@ class RunParts:
 def run_state(
     parts: RunParts, metadata: dict, *, iteration: int, random_state: ShardedObject | None, with_optimizer: bool = True
 ) -> dict:
-    """The entries of a run, drained after `iteration` batches. The tensors are the run's own.
+    """The entries for a store of a run that is drained after `iteration` batches. The tensors are the run's own.
 
     Args:
-        metadata: how the state is sharded (see `state`).
-        random_state: of the generators, where it is kept.
-        with_optimizer: whether optimizer and schedule are kept.
+        metadata: the sharding of the state (see `state`).
+        random_state: the state of the random number generators; None leaves it out.
+        with_optimizer: include optimizer and scheduler.
     """
     model = parts.model_state(metadata)
     state = {"pipeline": {"update": parts.update.state_dict() if parts.update else None}, **model}
@@ -117,17 +117,18 @@ def run_state(
 
 
 class Restoration:
-    """Puts a run into the state that a store holds: what `request` asks for, the store loads, and `complete` takes it.
+    """The restoration of a run from a store: the store loads the entries of `request`, and `complete` applies them.
 
     Args:
-        store: whose state it is.
-        metadata: how that is sharded.
-        iteration: the batches after which the run goes on.
-        random_state: which of the store's random states to take; None leaves the generators alone.
-        with_optimizer: take optimizer and schedule; without, the optimizer starts from the weights.
-        new: parts of the model, by the beginning of their names, that stay as they were drawn.
-        anew: the optimizer's moments and counter begin anew; masters and older versions that the store lacks are the
-            weights (see `anew`). Of a store that loads into the tensors it is given, and leaves these.
+        store: the store with the state.
+        metadata: the sharding of the state.
+        iteration: the number of batches after which the run resumes.
+        random_state: the entry of the store's random state to load; None leaves the generators unchanged.
+        with_optimizer: load optimizer and scheduler; otherwise the optimizer starts from the weights.
+        new: names of parts of the model that are not loaded and keep their initial values.
+        anew: reset the optimizer's moments and counter; masters and older versions that the store lacks become the
+            weights (see `optimizer_state.Anew`). Only for a store that loads in place, and leaves tensors that it lacks
+            unchanged.
     """
 
     def __init__(
@@ -161,14 +162,14 @@ class Restoration:
         self._anew = Anew.of(self.request, self.model, store.holds_key) if anew else None
 
     def complete(self, state: dict) -> None:
-        """Take what the store has loaded. Raises CheckpointError for another schedule of the learning rate."""
+        """Apply the loaded `state` to the run. Raises CheckpointError for another schedule of the learning rate."""
         parts, optimizer = self._parts, self._parts.optimizer
         if self._anew is not None:
             self._anew.complete(state)
         for entry, chunk in zip(self.model, parts.chunks, strict=True):
             _load_module(
                 unwrap_model(chunk), state.get(entry, {}), new=self._new
-            )  # a stage may be empty; what lacks is found there
+            )  # an empty stage has no entry; the call finds missing tensors
         if parts.update is not None:
             self._older.restore(state)
         if self._with_optimizer:
@@ -199,7 +200,7 @@ def log_once(message: str) -> None:
 def _load_scheduler(scheduler: object, state: dict) -> None:
     try:
         scheduler.load_state_dict(state)
-    except AssertionError as error:  # how megatron.core reports other settings on the command line
+    except AssertionError as error:  # megatron.core's error for other settings on the command line
         raise CheckpointError(
             f"the schedule of learning rate and weight decay is not the checkpoint's ({error}); pass "
             "--override-opt_param-scheduler to follow the command line or --use-checkpoint-opt_param-scheduler to "
@@ -208,8 +209,9 @@ def _load_scheduler(scheduler: object, state: dict) -> None:
 
 
 def _load_module(module: torch.nn.Module, state: dict, *, new: Sequence[str]) -> None:
-    """Strict, but for `new` parts, and for Transformer Engine's extra states, which a checkpoint of another
-    implementation lacks.
+    """Load a module's state strictly, except for the parts `new` and Transformer Engine's extra states.
+
+    A checkpoint of another implementation lacks extra states.
     """
     missing, unexpected = module.load_state_dict(state, strict=False)
     misfit = [key for key in [*missing, *unexpected] if not key.endswith("_extra_state")]

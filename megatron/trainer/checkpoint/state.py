@@ -1,25 +1,25 @@
-"""What a checkpoint holds, as the sharded state dict that megatron.core writes and reads.
+"""The content of a checkpoint, as the sharded state dict that megatron.core writes and reads.
 
 The entries and keys are those of Megatron-LM's torch_dist format, so weights written by either program load in the
 other: 'args', 'checkpoint_version', 'iteration', 'model', 'optimizer', 'opt_param_scheduler', 'rng_state',
-'num_floating_point_operations_so_far'. Three entries are ours, and Megatron-LM ignores them:
+'num_floating_point_operations_so_far'. Three entries belong to this project, and Megatron-LM ignores them:
 
 - 'previous_version': under the 2bw policy two weight versions are alive between two batches, and the next batch still
-  uses the older one. It is stored tensor by tensor like the model, every key prefixed with 'previous_version.'.
-  Policies with longer delays have more of them (see
+  uses the older one. It is stored tensor by tensor like the model, with the prefix 'previous_version.' before every
+  key. Policies with longer delays have more such versions (see
   `megatron.pipeline.runtime.stages.megatron.checkpointed_versions`).
-- 'pipeline': what the weight update keeps beyond the optimizer (the table of loss scales).
-- 'changes': what has become of the pipeline where it changes while it trains: frozen layers, ranks, what decided.
+- 'pipeline': the state of the weight update besides the optimizer (the table of loss scales).
+- 'changes': the history of a pipeline that changes while it trains: frozen layers, ranks, and the state of decisions.
 
-What is not sharded (learning rates, step counters, the loss scaler) is the same on all ranks, and megatron.core writes
-rank 0's. Where the layers of rank 0 are frozen its optimizer has stepped nothing and knows no counter, so it takes over
-what the last rank says, which trains the last layer always.
+Values that are not sharded (learning rates, step counters, the loss scaler) are the same on all ranks, and
+megatron.core writes those of rank 0. If the layers of rank 0 are frozen, its optimizer has made no step and has no
+counter, so it takes over the values of the last rank, which always trains the last layer.
 
-A rank may hold a tensor twice: a tied embedding whose two stages lie on it, and its optimizer state. Where replicas
-share the writing, megatron.core chooses a rank for each part of a tensor, and a rank that has a part twice would write
-it twice, which it then refuses. Where they share the reading, it fills both places with one and the same tensor, and an
-optimizer would update its state twice. So each part is handed over once, and what is read gets a tensor for each
-place.
+A rank may hold a tensor twice: a tied embedding whose two stages lie on the rank, and the optimizer state of this
+embedding. When replicas share the writing, megatron.core chooses a rank for each part of a tensor; a rank with two
+copies would write the part twice, which megatron.core refuses. When replicas share the reading, megatron.core puts the
+same tensor into both places, and an optimizer would update its state twice. So each part is written once, and after
+the read each place gets a tensor of its own.
 """
 
 import contextlib
@@ -52,11 +52,11 @@ from megatron.pipeline.runtime.failure.agreement import control_group
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.checkpoint.optimizer_state import ELEMENT_RANGES, ranged_optimizer_state
 
-# --- random number generators of one rank, in Megatron-LM's layout, so that either program resumes the other's runs ---
+# --- random number generators of one rank, in Megatron-LM's layout, so that each program can resume the other's runs --
 
 
 def random_state() -> dict:
-    """State of every generator of this process: Python, NumPy, torch, the device, tensor parallel dropout."""
+    """The state of all random generators of this process: Python, NumPy, torch, the device, tensor parallel dropout."""
     return {
         "random_rng_state": random.getstate(),
         "np_rng_state": np.random.get_state(),
@@ -67,7 +67,10 @@ def random_state() -> dict:
 
 
 def restore_random_state(states: list[dict]) -> None:
-    """Set the generators; `states` holds one entry, or one for each data-parallel rank."""
+    """Set the random number generators of this process.
+
+    `states`: a single state, or one for each data-parallel rank.
+    """
     state = states[parallel_state.get_data_parallel_rank() if len(states) > 1 else 0]
     random.setstate(_tuples(state["random_rng_state"]))
     np.random.set_state(state["np_rng_state"])
@@ -77,7 +80,7 @@ def restore_random_state(states: list[dict]) -> None:
 
 
 def sharded_random_state() -> ShardedObject:
-    """The random state as an object for each (pipeline, tensor) rank; data-parallel replicas share the first one's."""
+    """The random state as an object for each (pipeline, tensor) rank; data-parallel replicas share one."""
     pipeline_size, tensor_size = (
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_tensor_model_parallel_world_size(),
@@ -92,7 +95,7 @@ def sharded_random_state() -> ShardedObject:
 
 
 def own_random_state() -> ShardedObject:
-    """The random state as one object for each rank of the job, which the same rank takes back under other degrees."""
+    """The random state as one object for each rank of the job, which the same rank restores under other degrees."""
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     return ShardedObject("rng_state", [random_state()], (size,), (rank,))
 
@@ -101,13 +104,16 @@ def _tuples(value: object) -> object:
     return tuple(_tuples(item) for item in value) if isinstance(value, (list, tuple)) else value
 
 
-# --- a rank that has nothing to train ---------------------------------------------------------------------------------
+# --- a rank without trained layers ------------------------------------------------------------------------------------
 
 _LOCAL = (ShardedBase, LocalNonpersistentObject)
 
 
 def _with_common_state(entry: ShardedStateDict, *, is_frozen: bool) -> ShardedStateDict:
-    """`entry`, on a rank that is frozen with the last rank's common state in it. Collective over the job."""
+    """The optimizer entry, on a frozen rank with the common state of the last rank.
+
+    Collective: every rank of the job must call it.
+    """
     source = dist.get_world_size() - 1
     message = [_common(entry) if dist.get_rank() == source else None]
     dist.broadcast_object_list(message, src=source, group=control_group())
@@ -115,7 +121,7 @@ def _with_common_state(entry: ShardedStateDict, *, is_frozen: bool) -> ShardedSt
 
 
 def _common(value: object) -> object:
-    """The parts of a nested value that all ranks share."""
+    """The parts of a nested value that are the same on all ranks."""
     if isinstance(value, dict):
         return {key: _common(each) for key, each in value.items() if not _is_own(each)}
     if isinstance(value, list):
@@ -124,14 +130,14 @@ def _common(value: object) -> object:
 
 
 def _is_own(value: object) -> bool:
-    """Whether a nested value consists only of what is the rank's own."""
+    """Whether a nested value has only parts that belong to the rank: sharded and local objects."""
     if isinstance(value, (dict, list)) and value:
         return all(map(_is_own, value.values() if isinstance(value, dict) else value))
     return isinstance(value, _LOCAL)
 
 
 def _completed(own: object, common: object) -> object:
-    """`common`, completed with the rank's own parts of `own`."""
+    """The nested value `common` with the rank's parts of `own` added."""
     if isinstance(own, dict) and isinstance(common, dict):
         kept = {key: _completed(each, common.get(key)) for key, each in own.items() if _has_own(each)}
         return {**common, **kept}
@@ -149,17 +155,17 @@ def _has_own(value: object) -> bool:
 
 
 def trains_nothing(optimizer: MegatronOptimizer) -> bool:
-    """Whether no parameter is the optimizer's, as on a rank whose layers are all frozen."""
+    """Whether an optimizer has no parameters, as on a rank whose layers are all frozen."""
     return not any(group["params"] for group in optimizer.param_groups)
 
 
 def with_what_is_empty(loaded: dict, optimizer: MegatronOptimizer) -> dict:
-    """State loaded for an optimizer that trains nothing, with the empty lists and tables that stores leave out."""
+    """The loaded state of an optimizer without parameters, with the empty lists and dicts that stores leave out."""
     return _over(optimizer.state_dict(), loaded)
 
 
 def _over(own: object, loaded: object) -> object:
-    """`loaded`, completed with the parts of `own` that it lacks."""
+    """The nested value `loaded` with the parts of `own` that it lacks."""
     if isinstance(own, dict) and isinstance(loaded, dict):
         return {**own, **{key: _over(own.get(key), value) for key, value in loaded.items()}}
     if isinstance(own, list) and isinstance(loaded, list) and len(own) == len(loaded):
@@ -169,7 +175,7 @@ def _over(own: object, loaded: object) -> object:
 
 @contextmanager
 def _nothing_to_map() -> Iterator[None]:
-    """A block in which megatron.core does not warn that an optimizer has none of the model's parameters."""
+    """Suppress megatron.core's warning that an optimizer has none of the model's parameters, within a block."""
 
     def says_else(record: logging.LogRecord) -> bool:
         return "mapping is empty" not in record.getMessage()
@@ -185,7 +191,7 @@ def _nothing_to_map() -> Iterator[None]:
 
 
 def without_copies(state: ShardedStateDict) -> ShardedStateDict:
-    """`state` with each part of a tensor once: the copy that is written where nobody chooses."""
+    """The sharded state with one copy of each part of a tensor: the copy with the lowest replica id."""
     kept: dict[tuple, ShardedTensor] = {}
     for value in nested_values(state):
         if isinstance(value, ShardedTensor):
@@ -200,7 +206,7 @@ def without_copies(state: ShardedStateDict) -> ShardedStateDict:
 
 
 def with_copies(state: StateDict) -> StateDict:
-    """`state`, as loaded, with a tensor of its own in each place. In place."""
+    """Clone tensors of a loaded state such that each place has its own. Changes and returns `state`."""
     seen: set[int] = set()
 
     def own(value: object) -> object:
@@ -218,15 +224,15 @@ def with_copies(state: StateDict) -> StateDict:
 
 FORMAT_VERSION = 3.0
 _LAYERS_APART = "non_homogeneous_layers"
-"""megatron.core's word for layers each under a key of its own, and not all under one that they share."""
+"""megatron.core's name for the option that each layer has a key of its own, instead of one key for all layers."""
 
 
 def sharding_metadata(args: TrainConfig) -> dict:
-    """How optimizer state is laid out. A new dict with every call, since megatron.core changes the one it is given."""
+    """The metadata about the layout of optimizer state, a new dict for each call, since megatron.core changes it."""
     metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if getattr(args, "changes", False):
         metadata[_LAYERS_APART] = (
-            True  # some have an optimizer's state, some have none, and keys that they share need all
+            True  # frozen layers have no optimizer state, and a key for all layers would need it of each
         )
     if getattr(args, "use_distributed_optimizer", False):
         metadata["distrib_optim_sharding_type"] = "fully_reshardable"
@@ -235,7 +241,7 @@ def sharding_metadata(args: TrainConfig) -> dict:
 
 
 def loading_metadata(args: TrainConfig, saved: dict | None) -> dict:
-    """The metadata that loads what was saved with the metadata `saved`; None where a checkpoint has none."""
+    """The metadata for loading a state that was saved with the metadata `saved`; None if a checkpoint has none."""
     metadata, saved = {**sharding_metadata(args), **(saved or {})}, saved or {}
     if not saved.get(_LAYERS_APART):
         metadata.pop(_LAYERS_APART, None)
@@ -243,8 +249,11 @@ def loading_metadata(args: TrainConfig, saved: dict | None) -> dict:
 
 
 def memory_metadata() -> dict:
-    """The metadata for state that moves from rank to rank and never to a file: layers have keys of their own, so that
-    each may have optimizer state or none, and the distributed optimizer's state keeps its layout."""
+    """The metadata for state that moves from rank to rank in memory and is never written to a file.
+
+    Each layer has a key of its own, so that it may lack optimizer state; the distributed optimizer's state keeps its
+    layout.
+    """
     return {
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,
@@ -254,12 +263,12 @@ def memory_metadata() -> dict:
 
 
 def model_key(index: int, num_chunks: int) -> str:
-    """Name of a chunk's entry: 'model', or 'model0', 'model1', ... where a rank holds several."""
+    """The name of a chunk's entry: 'model', or 'model0', 'model1', ... if a rank has several chunks."""
     return "model" if num_chunks == 1 else f"model{index}"
 
 
 def model_state(chunks: Sequence[torch.nn.Module], metadata: dict) -> dict[str, ShardedStateDict]:
-    """Sharded weights of each chunk, under its entry's name. The data are the parameters themselves."""
+    """Name of a chunk's entry -> its sharded weights. The data are the parameters themselves."""
     return {
         model_key(index, len(chunks)): unwrap_model(chunk).sharded_state_dict(metadata=dict(metadata))
         for index, chunk in enumerate(chunks)
@@ -267,8 +276,10 @@ def model_state(chunks: Sequence[torch.nn.Module], metadata: dict) -> dict[str, 
 
 
 def new_parts(chunks: Sequence[torch.nn.Module], holds_prefix: Callable[[str], bool]) -> tuple[str, ...]:
-    """Children of the chunks that a checkpoint of another head does not bring: `new_parts`, and of `optional_parts`
-    those of which it has nothing."""
+    """The names of the chunks' children that are not loaded from a checkpoint with another head.
+
+    These are all of a chunk's `new_parts`, and those of its `optional_parts` that the checkpoint lacks.
+    """
     found: list[str] = []
     for chunk in map(unwrap_model, chunks):
         found += getattr(chunk, "new_parts", ())
@@ -277,7 +288,7 @@ def new_parts(chunks: Sequence[torch.nn.Module], holds_prefix: Callable[[str], b
 
 
 def without_parts(model: dict[str, ShardedStateDict], names: Sequence[str]) -> dict[str, ShardedStateDict]:
-    """The entries of `model_state` without these children."""
+    """The entries of `model_state` without the children `names`."""
     return {
         entry: {key: value for key, value in state.items() if key.split(".")[0] not in names}
         for entry, state in model.items()
@@ -287,9 +298,9 @@ def without_parts(model: dict[str, ShardedStateDict], names: Sequence[str]) -> d
 def optimizer_state(
     optimizer: MegatronOptimizer, model: dict[str, ShardedStateDict], metadata: dict, *, is_loading: bool
 ) -> ShardedStateDict:
-    """Sharded optimizer state, in terms of the model's entries. Every state exists, also before the first update.
+    """The sharded optimizer state, with the sharding of the model's entries. It is complete even before the first step.
 
-    Collective over the job where layers may be frozen.
+    Collective in a job whose layers may be frozen: every rank must call it.
     """
     complete_state(optimizer)
     is_frozen = trains_nothing(optimizer)
@@ -304,8 +315,10 @@ def optimizer_state(
 
 
 def complete_state(optimizer: MegatronOptimizer) -> None:
-    """Make the state that torch's optimizers make in their first step, so that saving and loading find the same
-    tensors."""
+    """Make the state that torch's optimizers otherwise make in their first step.
+
+    So saving and loading find the same tensors at any time.
+    """
     for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
         if inner.optimizer is not None:
             complete_optimizer_state(inner.optimizer)

@@ -1,15 +1,15 @@
-"""Unpickling what a checkpoint holds, without running what somebody has put there.
+"""Safe unpickling of checkpoints: a file cannot run code.
 
 Problem: the index of a torch_dist checkpoint (`.metadata`) is a pickle, and so are the objects beside its tensors.
-torch reads both with all that pickle can do, so a file from elsewhere may name any function and have it called. A list
-of the names that a pickle may use is not enough: one instruction of it, BUILD, sets any attribute of whatever lies on
-its stack, so of a class or a function that it may name.
+torch reads both with unrestricted pickle, so a file from another source may call any function. A list of allowed names
+is not enough: the pickle instruction BUILD sets any attribute of the object on top of the stack, which may be an
+allowed class or function.
 
-Solution: from `install` on, every reader in this process, megatron.core's own included, goes through unpicklers that
-know what belongs there. Objects are read as torch reads weights. The index has an unpickler of its own: a file builds
-data with it and reaches nothing else of the process. A name is read as a `_Name`, which only the instructions that make
-an object can use, and only as the tables below say; the file never holds the class itself. Attributes are set on fresh
-objects of the listed kinds, items on plain containers. Every other instruction of that sort is refused.
+Solution: after `install`, every reader in this process, including megatron.core's own, uses restricted unpicklers.
+Objects are read as torch reads weights. The index has its own unpickler, with which a file can only build data. A name
+is read as a `_Name`, which only the instructions that make an object can use, as the tables below allow; the class
+itself never reaches the stack. Attributes can be set only on new objects of the listed classes, and items only on plain
+containers. All other instructions of this kind are refused.
 """
 
 import pickle
@@ -36,7 +36,7 @@ _RECORDS = {
     "torch.distributed.checkpoint.planner": ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem"),
     "megatron.core.dist_checkpointing.strategies.torch": ("MCoreSavePlan",),
 }  # fmt: skip
-"""Classes of plain attributes: module -> names."""
+"""Classes whose instances have only plain attributes: module -> names."""
 _ENUMERATIONS = {
     "torch.distributed.checkpoint.metadata": ("_MEM_FORMAT_ENCODING",),
     "torch.distributed.checkpoint.planner": ("WriteItemType",),
@@ -45,7 +45,7 @@ _FACTORIES = {"dict": dict, "list": list, "set": set}
 
 
 class _Name(NamedTuple):
-    """A name that a file gives, instead of the object of that name."""
+    """A name in a file, which stands for the class or function without giving access to it."""
 
     module: str
     name: str
@@ -55,9 +55,9 @@ class _Name(NamedTuple):
 
 
 class IndexUnpickler(pickle._Unpickler):
-    """Reads the index of a checkpoint. Raises UnpicklingError for anything that does not belong there.
+    """The unpickler of a checkpoint's index. Raises UnpicklingError for anything that does not belong there.
 
-    Python's own, since that one's instructions can be replaced; C's cannot.
+    The base class is the Python implementation, since the instructions of the C implementation cannot be replaced.
     """
 
     dispatch: ClassVar[dict] = dict(pickle._Unpickler.dispatch)
@@ -65,7 +65,7 @@ class IndexUnpickler(pickle._Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        named = _Name("builtins" if module == "__builtin__" else module, name)  # as protocol 2 says it
+        named = _Name("builtins" if module == "__builtin__" else module, name)  # the name of builtins in protocol 2
         if named not in _CALLS and not _is_listed(_RECORDS, named) and not _is_listed(_ENUMERATIONS, named):
             raise pickle.UnpicklingError(f"it names {named}, which does not belong into the index of a checkpoint")
         return named
@@ -105,7 +105,10 @@ class IndexUnpickler(pickle._Unpickler):
 
 
 def _only_on(kinds: tuple[type, ...], instruction: Callable, *, above: Callable) -> Callable:
-    """`instruction`, restricted to objects exactly of one of `kinds`; `above(unpickler)`: the stack with the object."""
+    """A restricted version of `instruction` that accepts only objects whose type is exactly one of `kinds`.
+
+    `above(unpickler)`: the object that the instruction changes.
+    """
 
     def checked(self: IndexUnpickler) -> None:
         changed = above(self)
@@ -139,7 +142,7 @@ _replace_instructions()
 
 
 def _said(thing: Any) -> str:
-    """The name of an object for a sentence; a half-made object is not asked for it."""
+    """The name of an object for messages, without calling methods of an object that may be incomplete."""
     return (
         str(thing) if type(thing) is _Name else repr(thing)[:80] if type(thing) in (str, int) else type(thing).__name__
     )
@@ -161,7 +164,7 @@ def _member(enumeration: type[Enum], value: Any) -> Enum:
 
 
 def _enum_member(enumeration: type[Enum], name: str) -> Enum:
-    """The `getattr` that a checkpoint may call: Python 3.11 writes a member of an enumeration that way."""
+    """The `getattr` that a checkpoint may call, since Python 3.11 pickles a member of an enumeration with it."""
     if not (isinstance(enumeration, type) and issubclass(enumeration, Enum) and name in enumeration.__members__):
         raise pickle.UnpicklingError(f"it asks for {name!r} of {enumeration!r}, which is no member of an enumeration")
     return enumeration[name]
@@ -212,17 +215,16 @@ _CALLS: dict[_Name, Callable] = {
     _Name("torch", "Size"): torch.Size,
     _Name("torch.serialization", "_get_layout"): _layout,
 }
-"""What is done where a file calls one of these names."""
+"""Name that a file may call -> the function that is called instead."""
 
 
-# --- every reader of this process -------------------------------------------------------------------------------------
+# --- installation for all readers of this process ---------------------------------------------------------------------
 
 _installed = False
 
 
 def install() -> None:
-    """Replace the readers of checkpoints in torch and megatron.core by ones that call nothing that a file names. May be
-    called again."""
+    """Replace the readers of checkpoints in torch and megatron.core by restricted ones. Further calls are no-ops."""
     global _installed
     if _installed:
         return
@@ -233,7 +235,7 @@ def install() -> None:
 
 
 class _Replaced(types.ModuleType):
-    """A module with some of its names replaced, for one of its users."""
+    """A copy of a module with some names replaced, for one module that uses it."""
 
     def __init__(self, module: types.ModuleType, **names: Any) -> None:
         super().__init__(module.__name__)
@@ -256,9 +258,9 @@ def _register_safe_classes() -> None:
     register_safe_globals()
     for kind in SAFE_GLOBALS:
         if isinstance(kind, type) and issubclass(kind, Enum):
-            kind.__setstate__ = _refuse_state  # torch's reader asks for it before it sets attributes
+            kind.__setstate__ = _refuse_state  # torch's reader calls it instead of setting attributes
 
 
 def _refuse_state(member: Enum, state: Any) -> None:
-    """A member of an enumeration is the whole process's; no file has to set attributes of it, and none does."""
+    """Refuse to set attributes of a member of an enumeration, which is shared by the whole process."""
     raise pickle.UnpicklingError(f"it sets attributes of {member}, which the objects of a checkpoint do not")

@@ -1,13 +1,13 @@
-"""Writing a checkpoint, at once or beside training, with one verdict for all ranks.
+"""Writing a checkpoint, synchronously or beside training, with the same outcome on all ranks.
 
-Problem: megatron.core writes through forked processes and a spawned manager. A fork of a process that runs transfer
-threads may deadlock, and a killed rank leaves those processes behind. A failure on one rank (a full disk) surfaces as a
-hang of the others, since each phase ends in a collective that the failing rank never reaches.
+Problem: megatron.core writes through forked processes and a spawned manager. A fork of a process with transfer threads
+may deadlock, and a killed rank leaves those processes behind. If one rank fails (for example, on a full disk), the
+others hang, since each phase ends in a collective that the failing rank never reaches.
 
-Solution: megatron.core plans what each rank writes and in which format; the writing itself is done here, in the calling
-thread, or for an asynchronous save in one background thread from a copy of the tensors. Then every rank reports what
-it wrote, with checksums, or why it could not, to rank 0 over a gloo group of its own; rank 0 adds the index and
-makes the checkpoint visible, and all ranks learn the verdict.
+Solution: megatron.core plans the files of each rank and their format. The writing itself is done here: in the calling
+thread, or for an asynchronous save in one background thread, from a copy of the tensors. Then every rank reports its
+files with checksums, or its error, to rank 0 over a separate gloo group. Rank 0 adds the index and makes the checkpoint
+visible, and all ranks learn the outcome.
 """
 
 import os
@@ -44,15 +44,15 @@ from megatron.trainer.checkpoint.directory import (
 from megatron.trainer.checkpoint.ownership import OwnerMark
 from megatron.trainer.checkpoint.state import without_copies
 
-# What torch.save and the index add to each tensor.
+# Bytes that torch.save and the index add to each tensor.
 _BYTES_AROUND_A_TENSOR = 2048
 
 
 class _PlanningStrategy(TorchDistSaveShardedStrategy):
-    """megatron.core's strategy up to the plan; keeps the file writer and the index instead of scheduling them."""
+    """megatron.core's strategy up to the plan: it keeps the file writer and the index instead of starting the save."""
 
     def async_save(self, sharded_state_dict, checkpoint_dir):
-        # Made here in place of a queue served by a spawned process: nothing leaves this process.
+        # A queue within this process replaces megatron.core's queue, which a spawned process would serve.
         if filesystem_async._results_queue is None:
             filesystem_async._results_queue = queue.Queue()
         return super().async_save(sharded_state_dict, checkpoint_dir)
@@ -63,7 +63,7 @@ class _PlanningStrategy(TorchDistSaveShardedStrategy):
 
 
 class _AgreeingStrategy(AsyncSaveShardedStrategy):
-    """Enters the collectives of a plan only once rank 0 has written the common part of the checkpoint."""
+    """A strategy that enters the collectives of a plan only after rank 0 has written the checkpoint's common part."""
 
     def __init__(self, strategy: AsyncSaveShardedStrategy):
         super().__init__(strategy.backend, strategy.version)
@@ -71,7 +71,7 @@ class _AgreeingStrategy(AsyncSaveShardedStrategy):
 
     def async_save(self, sharded_state_dict, checkpoint_dir):
         self.entered = True
-        agree(None)  # a rank 0 that failed before reports here
+        agree(None)  # matches the report of a rank 0 that could not write
         return self.strategy.async_save(without_copies(sharded_state_dict), checkpoint_dir)
 
     @property
@@ -80,10 +80,10 @@ class _AgreeingStrategy(AsyncSaveShardedStrategy):
 
 
 class CheckpointWriter:
-    """Writes checkpoints into `root`, one at a time. All methods are collective unless they say otherwise.
+    """A writer of checkpoints into `root`, one at a time. `write` is collective: every rank must call it.
 
     Args:
-        owner_mark: on rank 0, this job's mark on `root`, without which nothing is written.
+        owner_mark: on rank 0, this job's mark on `root`; nothing is written unless the mark is valid.
     """
 
     def __init__(self, root: Path | str, *, owner_mark: OwnerMark | None = None):
@@ -104,18 +104,18 @@ class CheckpointWriter:
     ) -> None:
         """Save a sharded state dict as the checkpoint of `iteration`.
 
-        An asynchronous save returns once the tensors are copied; `finish` waits for it and reports its failure, and so
-        does the next `write`.
+        An asynchronous save returns once the tensors are copied; `finish` and the next `write` wait for its end and
+        raise its error.
 
         Args:
-            content_metadata: how the state is sharded; stored for the load.
-            fully_parallel: data-parallel replicas share the writing of what they all hold.
-            on_saved: called on rank 0 (from the background thread, where there is one) with the checkpoint's directory
-                when it is durable and the latest.
+            content_metadata: the sharding of the state, stored for the load.
+            fully_parallel: data-parallel replicas share the writing of tensors that they all hold.
+            on_saved: called on rank 0 with the checkpoint's directory when it is durable and the latest; an
+                asynchronous save calls it from the background thread.
 
         Raises:
-            CheckpointError: on every rank, if any rank could not write; what was written is removed and the checkpoints
-                before it are as they were.
+            CheckpointError: on every rank, if any rank could not write; the written files are removed, and earlier
+                checkpoints are unchanged.
         """
         self.finish()
         try:
@@ -146,7 +146,7 @@ class CheckpointWriter:
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait for an asynchronous save and raise its CheckpointError. Not collective, and free where there is none."""
+        """Wait for an asynchronous save and raise its CheckpointError; a no-op if there is none. Not collective."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -155,7 +155,7 @@ class CheckpointWriter:
             raise failure
 
     def close(self) -> None:
-        """Wait as `finish` does, and give the directory up. Not collective."""
+        """Wait as `finish` does, and release the directory. Not collective."""
         try:
             self.finish()
         finally:
@@ -193,7 +193,7 @@ class CheckpointWriter:
         return planning
 
     def _require_space(self, buckets: list) -> None:
-        """Raise CheckpointError before the disk is full."""
+        """Raise CheckpointError if the disk has too little space for the checkpoint."""
         needed = torch.tensor([_num_bytes(buckets)], dtype=torch.int64)
         dist.all_reduce(needed, group=control_group())
         with agreed():
@@ -244,18 +244,21 @@ class CheckpointWriter:
         intact = f"The checkpoint of iteration {latest} is intact" if latest is not None else "No earlier one existed"
         try:
             free = f" ({_free_bytes(self.root):,} bytes are free there)"
-        except OSError:  # the reason says it
+        except OSError:  # `reason` already names the cause
             free = ""
         return f"cannot save the checkpoint of iteration {iteration} in {self.root}: {reason}{free}. {intact}."
 
 
 def _without_arguments(common_state: dict) -> dict:
-    """The state that must be equal on all ranks; arguments name ranks and paths, and those of rank 0 are stored."""
+    """The part of the common state that must be equal on all ranks.
+
+    Arguments are left out, since they contain ranks and paths; those of rank 0 are stored.
+    """
     return {name: value for name, value in common_state.items() if name != "args"}
 
 
 def _write_files(writer: FileSystemWriterAsync, buckets: list) -> tuple[list, dict[str, dict]]:
-    """Write this rank's files; returns what the index needs, and size and checksum of each file by name."""
+    """Write this rank's files. Returns the items for the index, and the size and the checksum of each file by name."""
     transforms = [writer.transforms] if hasattr(writer, "transforms") else []
     items, checksums = [], {}
     for index, bucket in enumerate(buckets):
@@ -272,7 +275,7 @@ def _write_files(writer: FileSystemWriterAsync, buckets: list) -> tuple[list, di
 
 
 def _write_index(strategy: _PlanningStrategy, staging: Path, reports: list[tuple[list, dict]]) -> None:
-    """Write the format's index, then the checksums of everything; on rank 0, once all ranks have written."""
+    """Write the format's index, then the checksums of all files. Called on rank 0 after all ranks have written."""
     strategy.file_writer.finish(strategy.index, [items for items, _ in reports])
     save_config(CheckpointingConfig(strategy.backend, strategy.version), str(staging))
     files: dict[str, dict] = {}
@@ -286,7 +289,7 @@ def _write_index(strategy: _PlanningStrategy, staging: Path, reports: list[tuple
 
 
 def _on_host(buckets: list, *, copy: bool) -> list:
-    """The same buckets with tensors in host memory; copies where training goes on while they are written."""
+    """The buckets with tensors in host memory. `copy`: copy them, for training that goes on during the save."""
     return [
         (path, name, (objects, [(item, tensor.to("cpu", copy=copy)) for item, tensor in tensors]))
         for path, name, (objects, tensors) in buckets

@@ -1,8 +1,8 @@
 """BERT's datasets, the parts of its microbatches, and its losses.
 
-Samples come from megatron.core: sentences of one document up to the sequence length, some tokens of which are masked.
-Where the document ends or `--short-seq-prob` strikes a sample is shorter, and padded. Every stage has attention, so
-every stage reads the padding's mask; it reads its samples itself, in the order in which all stages take them.
+Samples come from megatron.core: sentences of one document up to the sequence length, with some tokens masked. At the
+end of a document, and with the probability of `--short-seq-prob`, a sample is shorter and padded. Every stage has
+attention, so every stage needs the mask of the padding. Each stage reads the samples itself, in the common order.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,20 +21,20 @@ from megatron.trainer.files.indexed_files import document_lengths
 from megatron.trainer.report.metrics import LOSS
 
 ORDER_LOSS = "sop loss"
-_LONGEST_NGRAM = 3  # whole words that are masked at once, as in Megatron-LM
+_LONGEST_NGRAM = 3  # largest number of adjacent words that are masked together, as in Megatron-LM
 
 
 def loss_names(args: TrainConfig) -> tuple[str, ...]:
-    """What `bert_loss` reports."""
+    """The names of the losses that `bert_loss` reports."""
     return (LOSS, ORDER_LOSS) if args.bert_binary_head else (LOSS,)
 
 
 def bert_fields(args: TrainConfig) -> tuple[Field, ...]:
-    """What a BERT's stages need, with b samples of s tokens, all int64 but `loss_mask`.
+    """The fields that a BERT's stages need for b samples of s tokens, all int64 except `loss_mask`.
 
-    `text` [b, s] and with the binary head `types` [b, s] on the first stage; `labels` [b, s] (-1 where none),
-    `loss_mask` (float32 [b, s]) and with the binary head `is_random` [b] (1: the segments are swapped) on the last;
-    `padding_mask` [b, s] (0 at padding) on every stage.
+    First stage: `text` [b, s], and with the binary head `types` [b, s]. Last stage: `labels` [b, s] (-1 for no label),
+    `loss_mask` (float32 [b, s]), and with the binary head `is_random` [b] (1 if the segments are swapped). Every stage:
+    `padding_mask` [b, s] (0 at padding).
     """
     fields = (
         Field(name="text", stages="first", least_id=0),
@@ -52,7 +52,7 @@ def bert_fields(args: TrainConfig) -> tuple[Field, ...]:
 
 
 def bert_inputs(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
-    """The arguments of BertModel's forward for a microbatch, as far as this stage needs them."""
+    """The arguments of BertModel's forward for a microbatch; None for those that the stage does not need."""
     labels = batch.get("labels")
     return {
         "input_ids": batch.get("text"),
@@ -67,18 +67,19 @@ def bert_loss(
     is_random: torch.Tensor | None,
     output: tuple[torch.Tensor, torch.Tensor | None],
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """BERT's loss on one microbatch, as Megatron-LM weighs it.
+    """BERT's loss on one microbatch, weighted as in Megatron-LM.
 
-    The mean over the microbatch's masked tokens, plus with the binary head the mean over its samples' orders. Each
-    microbatch counts alike, however many masked tokens it has: a batch's loss, differentiated and reported, is the
-    mean over its microbatches and replicas.
+    It is the mean over the microbatch's masked tokens, plus, with the binary head, the mean over its samples of the
+    loss of the order. Each microbatch has the same weight, whatever its number of masked tokens: the loss of a batch,
+    both for gradients and for reports, is the mean over its microbatches and replicas.
 
     Args:
         loss_mask: float32 [b, s], 1 where a token was masked.
         is_random: int64 [b], or None without the binary head.
         output: cross entropy of each token [b, s], and the logits of the order [b, 2] or None.
 
-    Returns (loss, {name: tensor [value, 1]}), the last for the log, detached; without any masked token [0, 0].
+    Returns the loss, and detached tensors for the log by name: [value, 1] for the masked tokens ([0, 0] if there are
+    none), and the value for the order.
     """
     losses, order_logits = output
     mask = loss_mask.reshape(-1).float()
@@ -93,10 +94,11 @@ def bert_loss(
 
 
 class BertDataset(BERTMaskedWordPieceDataset):
-    """megatron.core's, whose samples depend on seed and data only.
+    """megatron.core's dataset, changed so that samples depend only on seed and data.
 
-    A tenth of the masked tokens is replaced by random ones out of a list in the order of the tokenizer's vocabulary,
-    and that of the `tokenizers` package is another in every process: stages and resumed runs would see other samples.
+    megatron.core replaces a tenth of the masked tokens by random ones from a list in the order of the tokenizer's
+    vocabulary. With the `tokenizers` package this order differs from process to process, so that stages and resumed
+    runs would see different samples.
     """
 
     def __init__(self, *args: object) -> None:
@@ -110,7 +112,7 @@ class BertDataset(BERTMaskedWordPieceDataset):
     def __getitem__(self, idx: int) -> dict:
         try:
             return super().__getitem__(idx)
-        except KeyError as error:  # looks every token up, to know where words begin
+        except KeyError as error:  # megatron.core looks up every token, to find the beginnings of words
             raise ValueError(
                 f"token id {error.args[0]} in {self.dataset_path} is not in the vocabulary; use the tokenizer that the "
                 f"data was made with"
@@ -118,7 +120,7 @@ class BertDataset(BERTMaskedWordPieceDataset):
 
 
 def build_bert_datasets(args: TrainConfig, tokenizer: MegatronTokenizerBase) -> Datasets:
-    """A BERT's three datasets; see `build_blended`. Raises ValueError also for a tokenizer that does not fit."""
+    """The three datasets of a BERT, as `build_blended` returns them. Raises ValueError also for a wrong tokenizer."""
     check_tokenizer(args, tokenizer)
     return build_blended(
         args,
@@ -140,12 +142,12 @@ def build_bert_datasets(args: TrainConfig, tokenizer: MegatronTokenizerBase) -> 
 
 
 def check_tokenizer(args: TrainConfig, tokenizer: MegatronTokenizerBase) -> None:
-    """Raise ValueError for a tokenizer that lacks what BERT's samples need."""
+    """Check that a tokenizer has the tokens that BERT's samples need. Raises ValueError if not."""
     numbers = {}
     for name in ("cls", "sep", "mask", "pad"):
         try:
             numbers[name] = getattr(tokenizer, name)
-        except (AttributeError, NotImplementedError, RecursionError):  # some of megatron.core's ask themselves
+        except (AttributeError, NotImplementedError, RecursionError):  # some of megatron.core's tokenizers recurse
             numbers[name] = None
     missing = [f"[{name.upper()}]" for name, number in numbers.items() if number is None]
     if missing:
@@ -161,7 +163,10 @@ def check_tokenizer(args: TrainConfig, tokenizer: MegatronTokenizerBase) -> None
 
 
 def _check_documents(args: TrainConfig, config: BERTMaskedWordPieceDatasetConfig, has_split: Sequence[bool]) -> None:
-    """Every split of every file has a document to make samples of; megatron.core would look for one for ever."""
+    """Check that every split of every file has a usable document, since megatron.core would search for one forever.
+
+    Raises ValueError naming the first split without one.
+    """
     least = 2 if args.bert_binary_head else 1
     for split, prefix, part in _parts(config, has_split):
         if not any(_is_usable(lengths, least) for lengths in document_lengths(prefix, part)):
@@ -179,7 +184,7 @@ def _is_usable(lengths: numpy.ndarray, least: int) -> bool:
 def _parts(
     config: BERTMaskedWordPieceDatasetConfig, has_split: Sequence[bool]
 ) -> Iterator[tuple[str, str, tuple[float, float]]]:
-    """(split, prefix, the part of its documents) of all that the run reads."""
+    """Yield (split, prefix, part of the documents) for all data that the run reads."""
     for index, split in enumerate(SPLITS):
         if has_split[index]:
             blend = config.blend or config.blend_per_split[index]

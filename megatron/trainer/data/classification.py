@@ -1,9 +1,10 @@
-"""The three datasets of a classifier, the same on every rank that reads, of images or of texts.
+"""The three datasets of a classifier of images or texts, the same on every rank that reads data.
 
-Samples come again, epoch after epoch, in a new order each time. A run counts positions: position i is sample i % n of
-epoch i // n, and the order of an epoch depends on the seed and its number only. Neither replicas nor microbatches, nor
-where a run was resumed, are part of that; an epoch's last samples and the next one's first may be in one batch, so none
-is left out. No random augmentation: a sample is the same whenever it comes, and `sample_id` says which it is.
+Samples repeat in each epoch, in a new order. A run counts positions: position i is sample i % n of epoch i // n, and
+the order of an epoch depends only on the seed and the number of the epoch. It does not depend on replicas, microbatches
+or the point at which a run was resumed. One batch may have the last samples of an epoch and the first ones of the next,
+so no sample is left out. There is no random augmentation: a sample is the same in every epoch, and `sample_id`
+identifies it.
 """
 
 import hashlib
@@ -26,7 +27,7 @@ from megatron.trainer.files import image_files, text_files
 
 
 class _Samples(Protocol):
-    """What is read: as many as its length, each a dictionary of numbers and arrays; `digest` says which they are."""
+    """A sequence of samples, each a dictionary of numbers and arrays; `digest` identifies their content."""
 
     digest: str
 
@@ -36,16 +37,16 @@ class _Samples(Protocol):
 
 
 class EpochSamples(torch.utils.data.Dataset):
-    """The positions of a run.
+    """The samples at the positions of a training run.
 
     Args:
-        samples: of one epoch.
-        seed: the run's.
-        length: positions that the run takes.
+        samples: the samples of one epoch.
+        seed: the seed of the run.
+        length: number of positions of the run.
     """
 
     samples_repeat = True
-    """Whether a number of `sample_id` stands for one sample, the same in every epoch and every run over these data."""
+    """Whether a sample id stands for the same sample in every epoch and in every run on the same data."""
 
     def __init__(self, samples: _Samples, *, seed: int, length: int) -> None:
         self.samples, self.seed, self.length = samples, seed, length
@@ -53,14 +54,14 @@ class EpochSamples(torch.utils.data.Dataset):
 
     @property
     def digest(self) -> str:
-        """The digest of the data, without their order."""
+        """The digest of the data; it does not depend on their order in an epoch."""
         return self.samples.digest
 
     def __len__(self) -> int:
         return self.length
 
     def sample_id(self, index: int) -> int:
-        """The number of the sample at a position, from 0 to less than the samples of an epoch."""
+        """The number of the sample at a position, from 0 up to the number of samples of an epoch less 1."""
         epoch, place = divmod(index, len(self.samples))
         if epoch != self._epoch:
             self._epoch, self._order = epoch, order_of_epoch(len(self.samples), seed=self.seed, epoch=epoch)
@@ -72,12 +73,12 @@ class EpochSamples(torch.utils.data.Dataset):
 
 
 class EvaluationSamples(torch.utils.data.Dataset):
-    """All samples once, in order, and then fillers that do not count, up to whole batches.
+    """All samples once, in order, and then fillers with weight 0 up to whole batches.
 
     Args:
-        samples: of the data.
-        batch_size: samples in a batch over all replicas.
-        per_evaluation: samples that an evaluation takes, a multiple of that.
+        samples: the samples of the data.
+        batch_size: samples of a batch over all replicas.
+        per_evaluation: samples of an evaluation, a multiple of `batch_size`.
     """
 
     samples_repeat = True
@@ -96,7 +97,7 @@ class EvaluationSamples(torch.utils.data.Dataset):
         return self.length
 
     def sample_id(self, index: int) -> int:
-        """The number of the sample at a position; of a filler, one of those that counted before."""
+        """The number of the sample at a position; a filler repeats an earlier sample."""
         return index % len(self.samples)
 
     def __getitem__(self, index: int) -> dict:
@@ -105,8 +106,8 @@ class EvaluationSamples(torch.utils.data.Dataset):
 
 
 def order_of_epoch(num_samples: int, *, seed: int, epoch: int) -> numpy.ndarray:
-    """The samples of an epoch in the order in which they are taken, int64 [num_samples]."""
-    return numpy.random.RandomState([seed, epoch]).permutation(num_samples)  # its numbers are numpy's promise
+    """The numbers of the samples of an epoch in their order, int64 [num_samples]."""
+    return numpy.random.RandomState([seed, epoch]).permutation(num_samples)  # numpy guarantees its numbers
 
 
 # --- the three datasets -----------------------------------------------------------------------------------------------
@@ -116,18 +117,20 @@ _COMMON_FIELDS = (
     Field(name="labels", stages="last", shape=lambda size, length: (size,)),
     Field(name="counts", stages="last", shape=lambda size, length: (size,), dtype=torch.float32),
 )
-"""Every classifier's, with b samples: `sample_id` (int64 [b]) on the first stage, `labels` (int64 [b]) and `counts`
-(float32 [b]) on the last."""
+"""The fields of every classifier, for b samples: `sample_id` (int64 [b]) on the first stage, `labels` (int64 [b]) and
+`counts` (float32 [b]) on the last."""
 
 
 def _build_datasets(args: TrainConfig, fields: Sequence[Field], read: Callable[[list[str]], _Samples]) -> Datasets:
-    """Training, validation and test. Collective.
+    """The datasets for training, validation and test, with the digest of the training data.
+
+    Collective: every rank must call it.
 
     Args:
-        fields: which stages need which part of a sample.
-        read: samples of files and folders; raises ValueError.
+        fields: the fields of a sample, with the stages that need them.
+        read: reads the samples of files and folders; raises ValueError if it cannot.
 
-    Raises ValueError for data that cannot be read, and on every rank where ranks see other data.
+    Raises ValueError for data that cannot be read, and on every rank if ranks see different data.
     """
     paths, wanted = data_paths(args), num_samples(args)
     has_split = tuple(bool(each) and number > 0 for each, number in zip(paths.values(), wanted, strict=True))
@@ -147,7 +150,7 @@ def _build_datasets(args: TrainConfig, fields: Sequence[Field], read: Callable[[
 
 
 def _digest(*arrays: numpy.ndarray) -> str:
-    """A digest of what the arrays hold, their types and shapes."""
+    """A digest of the content, the types and the shapes of arrays."""
     hashed = hashlib.blake2b(digest_size=16)
     for array in arrays:
         hashed.update(f"{array.dtype.str}{array.shape}".encode())
@@ -156,9 +159,9 @@ def _digest(*arrays: numpy.ndarray) -> str:
 
 
 def _reads(args: TrainConfig, fields: Sequence[Field]) -> bool:
-    """Whether a stage of this rank needs any part of a sample, and this rank reads for its tensor group."""
+    """Whether this rank reads data: it is the first of its tensor group, and one of its stages needs a field."""
     stages = args.schedule.stages_of(parallel_state.get_pipeline_model_parallel_rank())
-    if args.elastic_pipeline or args.activation_cache is not None:  # any rank may come to hold the first or last stage
+    if args.elastic_pipeline or args.activation_cache is not None:  # any rank may get the first or the last stage later
         return parallel_state.get_tensor_model_parallel_rank() == 0
     needed = any(field.is_needed(stage, args.schedule.num_stages) for stage in stages for field in fields)
     return needed and parallel_state.get_tensor_model_parallel_rank() == 0
@@ -167,10 +170,10 @@ def _reads(args: TrainConfig, fields: Sequence[Field]) -> bool:
 def _read_alike(
     read: Callable[[list[str]], _Samples], paths: list[list[str]]
 ) -> tuple[list[_Samples | None], str | None]:
-    """What `read` makes of each of `paths`, None of no path, and the digest of the first. Collective.
+    """Read the samples of each list of paths, None for an empty list. Returns them with the digest of the first.
 
-    Raises ValueError on every rank if any could not read, or finds other data than the others: stages read for
-    themselves, so labels would belong to other samples.
+    Collective: every rank must call it. Raises ValueError on every rank if any rank cannot read, or if ranks find
+    different data: stages read separately, so labels would belong to other samples.
     """
     found: list[_Samples | None] = [None] * len(paths)
     problem = None
@@ -197,7 +200,7 @@ def _read_alike(
 
 
 def vision_fields(args: TrainConfig) -> tuple[Field, ...]:
-    """`images` (float32 [b, height, width, channels]) on the first stage, `labels` and `counts` on the last."""
+    """The fields of a ViT: `images` (float32 [b, height, width, channels]) on the first stage, and the common ones."""
     shape = (args.img_h, args.img_w, args.num_channels)
     images = Field(
         name="images", stages="first", shape=lambda size, length: (size, *shape), dtype=torch.float32
@@ -206,7 +209,7 @@ def vision_fields(args: TrainConfig) -> tuple[Field, ...]:
 
 
 class ImageSamples:
-    """Images and labels in memory. `_digest`: of all of them."""
+    """Images and labels in memory."""
 
     def __init__(self, images: image_files.Images) -> None:
         self.images = images
@@ -220,7 +223,7 @@ class ImageSamples:
 
 
 def build_vision_datasets(args: TrainConfig, tokenizer: None) -> Datasets:
-    """A ViT's three datasets. Raises ValueError for images or labels that do not fit the flags."""
+    """The three datasets of a ViT. Raises ValueError for images or labels that do not fit the flags."""
     return _build_datasets(args, vision_fields(args), lambda paths: ImageSamples(_read_images(args, paths)))
 
 
@@ -246,17 +249,17 @@ def _read_images(args: TrainConfig, paths: list[str]) -> image_files.Images:
 
 
 def text_fields(args: TrainConfig) -> tuple[Field, ...]:
-    """`text` (int64 [b, s]) on the first stage, `padding_mask` (int64 [b, s], 0 at padding) on all, `labels` and
-    `counts` on the last."""
+    """The fields of a BERT that classifies: `text` (int64 [b, s]) on the first stage, `padding_mask` (int64 [b, s], 0
+    at padding) on all stages, and the common ones."""
     return (Field(name="text", stages="first", least_id=0), Field(name="padding_mask"), *_COMMON_FIELDS)
 
 
 class TextSamples:
-    """Token ids and classes in memory. A text that is too long loses its end. `_digest`: of all of them.
+    """Token ids and classes in memory. A text that is too long is cut at its end.
 
     Args:
-        samples: texts and the names of their classes, which are among `classes`.
-        length: tokens of a sample, with [CLS], [SEP] and padding.
+        samples: texts and the names of their classes, which must be among `classes`.
+        length: tokens of a sample, including [CLS], [SEP] and padding.
     """
 
     def __init__(
@@ -289,7 +292,7 @@ class TextSamples:
 
 
 def build_text_datasets(args: TrainConfig, tokenizer: MegatronTokenizerBase) -> Datasets:
-    """The three datasets of a BERT that tells classes. Raises ValueError for files or a tokenizer that do not fit."""
+    """The three datasets of a BERT that classifies. Raises ValueError for files or a tokenizer that do not fit."""
     check_tokenizer(args, tokenizer)
     return _build_datasets(args, text_fields(args), lambda paths: _read_texts(args, tokenizer, paths))
 

@@ -1,6 +1,6 @@
-"""Which datasets a run reads: from flags to megatron.core's datasets for training, validation and test.
+"""The datasets of a run: megatron.core's datasets for training, validation and test, as the flags say.
 
-`build_datasets` is a GPT's; what other models share with it is `build_blended`.
+`build_datasets` builds those of a GPT; other models use its common part, `build_blended`.
 """
 
 import logging
@@ -28,7 +28,7 @@ SPLITS = ("training", "validation", "test")
 
 
 class TokenFiles(IndexedDataset):
-    """megatron.core's, read so that a .bin that is cut short meanwhile is named (`BinReader`)."""
+    """megatron.core's indexed dataset, with a reader that names a .bin file that is truncated during the run."""
 
     def initialize(self, path_prefix: str, multimodal: bool, mmap: bool, *options: object) -> None:
         super().initialize(path_prefix, multimodal, False, *options)
@@ -36,7 +36,7 @@ class TokenFiles(IndexedDataset):
 
 
 class GPTDataset(gpt_dataset.GPTDataset):
-    """megatron.core's, over `TokenFiles`. The same name, since those of kept sample indices have it."""
+    """megatron.core's GPT dataset over `TokenFiles`. Files of sample indices depend on the name of the class."""
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> IndexedDataset:
@@ -44,7 +44,7 @@ class GPTDataset(gpt_dataset.GPTDataset):
 
 
 def num_samples(args: TrainConfig) -> list[int]:
-    """Samples that training, validation and test take over the whole run, as Megatron-LM counts them."""
+    """The numbers of samples of training, validation and test in the whole run, as Megatron-LM counts them."""
     train = args.train_samples or args.batch_sizes.samples_after(args.train_iters)
     per_evaluation = args.eval_iters * args.global_batch_size
     return [train, (args.train_iters // args.eval_interval + 1) * per_evaluation, per_evaluation]
@@ -66,14 +66,14 @@ class Datasets:
 
 
 def build_datasets(args: TrainConfig, tokenizer: MegatronTokenizerBase) -> Datasets:
-    """A GPT's three datasets; see `build_blended`."""
+    """The three datasets of a GPT, as `build_blended` returns them."""
     if args.mock_data:
-        logging.getLogger(gpt_dataset.__name__).setLevel(logging.ERROR)  # it warns that mock indices are not cached
+        logging.getLogger(gpt_dataset.__name__).setLevel(logging.ERROR)  # no warning that mock indices are not cached
     return build_blended(
         args,
         MockGPTDataset if args.mock_data else GPTDataset,
         GPTDatasetConfig,
-        reads=args.elastic_pipeline  # any rank may come to hold the first or the last stage
+        reads=args.elastic_pipeline  # any rank may get the first or the last stage later
         or any(
             field.is_needed(stage, args.schedule.num_stages)
             for stage in args.schedule.stages_of(parallel_state.get_pipeline_model_parallel_rank())
@@ -84,7 +84,7 @@ def build_datasets(args: TrainConfig, tokenizer: MegatronTokenizerBase) -> Datas
         reset_position_ids=args.reset_position_ids,
         reset_attention_mask=args.reset_attention_mask,
         eod_mask_loss=args.eod_mask_loss,
-        create_attention_mask=args.reset_attention_mask,  # the plain causal mask is left to the attention
+        create_attention_mask=args.reset_attention_mask,  # the attention makes a plain causal mask itself
     )
 
 
@@ -98,13 +98,15 @@ def build_blended(
     check: Callable[[BlendedMegatronDatasetConfig, tuple[bool, ...]], None] | None = None,
     **options: object,
 ) -> Datasets:
-    """The three datasets. Collective over all ranks.
+    """The datasets for training, validation and test.
+
+    Collective: every rank must call it.
 
     Args:
-        dataset_class, config_class: megatron.core's; `options` are what this configuration has of its own.
-        reads: whether this rank's stage needs samples.
-        num_elements: of a file, what `--split` divides.
-        check: raises ValueError for data of which the class makes no samples; told which splits there are.
+        dataset_class, config_class: megatron.core's classes; `options` are further fields of the configuration.
+        reads: whether a stage of this rank needs samples.
+        num_elements: the number of a file's elements that `--split` divides.
+        check: raises ValueError for data from which the class cannot make samples, given which splits exist.
 
     Raises ValueError for files that are missing, empty or truncated, for a training split without documents, and for a
     cache of sample indices that cannot be written.
@@ -142,7 +144,7 @@ def build_blended(
             f"no samples of {args.seq_length} tokens can be made from {' '.join(prefixes) or 'mock data'}: "
             f"{str(error) or type(error).__name__}; give more text or shorten --seq-length"
         ) from error
-    except Exception as error:  # megatron.core raises no subclass of it where it cannot write
+    except Exception as error:  # megatron.core raises plain Exception if it cannot write
         folders = [args.data_cache_path] if args.data_cache_path else [f"{prefix}/cache" for prefix in prefixes]
         if (problem := damaged_index_cache(folders)) is not None:
             raise ValueError(problem) from error
@@ -159,14 +161,20 @@ def build_blended(
 
 
 def _problem_with_cache(path: str | None) -> str | None:
-    """Why sample indices cannot be kept in `path`. One that holds files may have all of them, and need no writing."""
+    """The reason why sample indices cannot be written to `path`; None if they can.
+
+    A folder with files is accepted, since it may have all the indices.
+    """
     if path is None or (os.path.isdir(path) and os.listdir(path)):
         return None
     return problem_with_directory("--data-cache-path", path)
 
 
 def _drop_empty_splits(config: BlendedMegatronDatasetConfig, num_elements: list[int]) -> None:
-    """A split that gets no document of a small file is left out; megatron.core would look for its samples for ever."""
+    """Leave out a split without documents, since megatron.core would search for its samples forever.
+
+    Raises ValueError if only some files have no documents for a split.
+    """
     for index, bounds in enumerate(config.split_matrix):
         if bounds is None:
             continue
@@ -182,7 +190,7 @@ def _drop_empty_splits(config: BlendedMegatronDatasetConfig, num_elements: list[
 
 
 def _existing_splits(config: BlendedMegatronDatasetConfig, wanted: list[int]) -> tuple[bool, bool, bool]:
-    """Which of the three splits have data that the run takes; the same on every rank."""
+    """Whether each of the three splits has data that the run uses; the same on every rank."""
     there = config.split_matrix if config.split_matrix is not None else config.blend_per_split
     return tuple(part is not None and number > 0 for part, number in zip(there, wanted, strict=True))
 

@@ -1,10 +1,10 @@
-"""From datasets to the microbatches that a stage computes on.
+"""The microbatches of a stage, made from a dataset.
 
 Samples are read in order, from an absolute position: sample number `consumed + k x (microbatch size x data parallel
 size) + data rank x microbatch size` starts microbatch k of a data parallel rank. So a resumed run, a ramp-up of the
-batch size and any schedule see the same samples. Which parts of a sample a stage needs is said by `Field`s, which a
-model brings along. Only the first tensor parallel rank of a stage that needs some reads; it broadcasts to its tensor
-group. Where a rank has several stages, each has an iterator of its own.
+batch size and any schedule see the same samples. A model's `Field`s say which parts of a sample a stage needs. If a
+stage needs data, only its first tensor parallel rank reads, and broadcasts to its tensor group. If a rank has several
+stages, each has an iterator of its own.
 """
 
 import atexit
@@ -26,12 +26,13 @@ _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 @dataclass(frozen=True, kw_only=True)
 class Field:
-    """One tensor of a microbatch, under the dataset's name for it.
+    """A tensor of a microbatch, with the dataset's name for it.
 
-    stages: which stages need it: "first", "last" or "all".
-    shape: from microbatch size and sequence length.
-    least_id: if it holds token ids, the smallest that may occur.
-    is_full: no element may be 0.
+    Attributes:
+        stages: the stages that need the tensor: "first", "last" or "all".
+        shape: (microbatch size, sequence length) -> shape of the tensor.
+        least_id: the smallest allowed token id; None if the tensor has no token ids.
+        is_full: whether every element must be nonzero.
     """
 
     name: str
@@ -42,7 +43,7 @@ class Field:
     is_full: bool = False
 
     def is_needed(self, stage: int, num_stages: int) -> bool:
-        """Whether a stage of the pipeline needs it."""
+        """Whether a stage of the pipeline needs the tensor."""
         return (
             self.stages == "all"
             or (self.stages == "first" and stage == 0)
@@ -54,14 +55,16 @@ FieldsProvider = Callable[[TrainConfig], tuple[Field, ...]]
 
 
 def gpt_fields(args: TrainConfig) -> tuple[Field, ...]:
-    """What a GPT's stages need, with b samples of s tokens: `tokens`, `position_ids` and `labels` (int64 [b, s]),
-    `loss_mask` (float32 [b, s]), with `--reset-attention-mask` `attention_mask` (bool [b, 1, s, s], True where
-    masked)."""
+    """The fields that a GPT's stages need for b samples of s tokens.
+
+    These are `tokens`, `position_ids` and `labels` (int64 [b, s]), `loss_mask` (float32 [b, s]), and with
+    `--reset-attention-mask` also `attention_mask` (bool [b, 1, s, s], True for a masked position).
+    """
     fields = (
         Field(name="tokens", stages="first", least_id=0),
         Field(name="position_ids", stages="first"),
         Field(name="labels", stages="last", least_id=0),
-        # where every token counts, the mean over microbatches is that over tokens
+        # if every token has a loss, the mean over microbatches equals the mean over tokens
         Field(name="loss_mask", stages="last", dtype=torch.float32, is_full=args.calculate_per_token_loss),
     )
     if not args.reset_attention_mask:
@@ -73,14 +76,14 @@ def gpt_fields(args: TrainConfig) -> tuple[Field, ...]:
 
 
 class SequentialSampler:
-    """Yields the sample numbers of one data parallel rank's microbatches, from `consumed_samples` on.
+    """A sampler that yields the sample numbers of one data parallel rank's microbatches, from `consumed_samples` on.
 
     Args:
         num_samples: length of the dataset.
-        consumed_samples: samples that were taken before, over all replicas.
-        micro_batch_size: samples in a microbatch.
-        data_parallel_rank, data_parallel_size: this replica and how many there are.
-        repeats: begin again where the dataset ends, and go on for ever.
+        consumed_samples: number of samples that were consumed before, over all replicas.
+        micro_batch_size: samples of a microbatch.
+        data_parallel_rank, data_parallel_size: this replica, and the number of replicas.
+        repeats: start over at the end of the dataset, without end.
     """
 
     def __init__(
@@ -112,8 +115,10 @@ class SequentialSampler:
 
 
 def _start_worker(_: int) -> None:
-    """A loading process leaves SIGINT to its parent, and goes when the parent is gone. Of a bus error torch would say
-    that shared memory is short."""
+    """Prepare a process that loads samples: it ignores SIGINT, and ends when its parent ends.
+
+    A bus error names the truncated file; torch would report a lack of shared memory.
+    """
     name_cut_files()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":  # elsewhere torch's own watch over the parent takes seconds
@@ -121,17 +126,18 @@ def _start_worker(_: int) -> None:
 
 
 class MicrobatchIterator:
-    """Microbatches of one dataset for one stage of this rank, as dictionaries of tensors on the device: the fields that
-    the stage needs, {} where it needs none.
+    """An iterator over the microbatches of a dataset for one stage of this rank.
+
+    It yields dictionaries of tensors on the device, with the fields that the stage needs; {} if it needs none.
 
     Args:
-        dataset: None on ranks that do not read.
-        fields: the parts of a microbatch.
-        name: how errors call the data.
-        consumed_samples: where to start.
-        vocab_size: ids at or beyond it raise ValueError.
-        stage, num_stages: which stage, and of how many.
-        repeats: begin again where the dataset ends; otherwise its end raises ValueError.
+        dataset: the dataset; None on ranks that do not read.
+        fields: the fields of a microbatch.
+        name: name of the data in errors.
+        consumed_samples: number of samples to skip.
+        vocab_size: token ids from this number on raise ValueError.
+        stage, num_stages: the stage, and the number of stages.
+        repeats: start over at the end of the dataset; otherwise its end raises ValueError.
     """
 
     def __init__(
@@ -156,15 +162,18 @@ class MicrobatchIterator:
         self.loader = self._start(dataset, repeats) if self.reads else None
 
     def _start(self, dataset, repeats: bool) -> Iterator[dict[str, torch.Tensor]]:
-        """Start loading. SIGTERM, which a launcher sends to whole process groups, is a stop request to the parent only,
-        so the loading processes inherit it blocked; they end with `close`, at the latest when the interpreter exits."""
+        """Start the processes that load samples.
+
+        They inherit a blocked SIGTERM: a launcher sends it to whole process groups, and it is a stop request to the
+        parent only. The processes end in `close`, at the latest when the interpreter exits.
+        """
         loader = self._loader(dataset, repeats)
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
             return iter(loader)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            atexit.register(self.close)  # before multiprocessing's own exit, which would send them SIGTERM and wait
+            atexit.register(self.close)  # runs before multiprocessing's exit handler, which would send SIGTERM and wait
 
     def _loader(self, dataset, repeats: bool) -> torch.utils.data.DataLoader:
         sampler = SequentialSampler(
@@ -182,7 +191,7 @@ class MicrobatchIterator:
             pin_memory=backend.is_cuda(),
             persistent_workers=self.args.num_workers > 0,
             worker_init_fn=_start_worker,
-            generator=torch.Generator(),  # the loader draws a seed; not from the generator that dropout uses
+            generator=torch.Generator(),  # the loader must not draw its seed from dropout's generator
         )
 
     def __iter__(self) -> "MicrobatchIterator":
@@ -199,13 +208,13 @@ class MicrobatchIterator:
         return {field.name: self._share(field, batch) for field in self.fields}
 
     def close(self) -> None:
-        """End the loading processes, before the interpreter's exit would kill them under torch's eyes."""
+        """End the processes that load samples; torch would report an error if they were killed at the exit."""
         loader, self.loader = self.loader, None
         atexit.unregister(self.close)
         if isinstance(loader, torch.utils.data.dataloader._MultiProcessingDataLoaderIter):
-            loader._shutdown_workers()  # references to the loader, as in a traceback, would put off its end
+            loader._shutdown_workers()  # references to the loader, as in a traceback, would delay its end
             for worker in loader._workers:
-                if worker.is_alive():  # stuck while reading
+                if worker.is_alive():  # it hangs in a read
                     worker.kill()
 
     def _read(self) -> dict[str, torch.Tensor]:
@@ -215,7 +224,7 @@ class MicrobatchIterator:
             raise ValueError(
                 f"the {self.name} data ends at sample {self.next_sample}; give more data or shorten the run"
             ) from None
-        except ValueError as error:  # of a loading process torch tells the whole traceback
+        except ValueError as error:  # torch adds the traceback of the loading process to the text
             raise ValueError(str(error).strip().rpartition("ValueError: ")[2]) from error
 
     def _check(self, batch: dict[str, torch.Tensor], first: int) -> None:
@@ -238,7 +247,7 @@ class MicrobatchIterator:
     def _share(self, field: Field, batch: dict[str, torch.Tensor] | None) -> torch.Tensor:
         device = backend.device()
         if batch is not None:
-            # In two steps: torch would convert on the host, into memory that is not pinned, and wait for the device.
+            # Two steps: in one, torch would convert on the host, into unpinned memory, and wait for the device.
             tensor = batch[field.name].to(device, non_blocking=True).to(field.dtype)
         else:
             shape = field.shape(self.args.micro_batch_size, self.args.seq_length)
@@ -249,7 +258,7 @@ class MicrobatchIterator:
 
 
 def gpt_inputs(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
-    """(tokens, labels, loss_mask, attention_mask, position_ids) of a microbatch; None where the stage has none."""
+    """(tokens, labels, loss_mask, attention_mask, position_ids) of a microbatch; None for those that a stage lacks."""
     return tuple(batch.get(key) for key in ("tokens", "labels", "loss_mask", "attention_mask", "position_ids"))
 
 
@@ -257,10 +266,10 @@ def language_model_loss(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[
     """Megatron's loss function of a language model.
 
     Args:
-        loss_mask: float32 [b, s], 0 where a token does not count.
+        loss_mask: float32 [b, s], 0 for a token without a loss.
         output: cross entropy of each token, [b, s].
 
-    Returns (sum of losses, number of tokens, {"lm loss": tensor [sum, tokens]}), the last for the log, detached.
+    Returns (sum of losses, number of tokens, {"lm loss": tensor [sum, tokens]}); the last is detached, for the log.
     """
     mask = loss_mask.reshape(-1).float()
     total = torch.sum(output.reshape(-1).float() * mask)

@@ -1,15 +1,16 @@
-"""Where does a sentence end? Rules of the standard library's kind, so that every machine splits alike.
+"""The rules by which texts are split into sentences; they use only the standard library, so all machines agree.
 
-A blank line ends a sentence. So does white space after `.`, `!` or `?`, with quotes and brackets that close there, if
-the next word, behind quotes and brackets that open there, does not begin with a small letter. It does not after a
-single capital (an initial) or an abbreviation of the list below. Made for English; whoever knows better gives
-`tools/preprocess_data.py` lists of sentences. No torch in here.
+A blank line ends a sentence. So does white space after `.`, `!` or `?` and any closing quotes and brackets, if the next
+word, after any opening quotes and brackets, does not begin with a small letter. A point after a single capital (an
+initial) or after an abbreviation of the list below does not end a sentence. The rules are made for English; for other
+languages give `tools/preprocess_data.py` lists of sentences. This module imports no torch.
 """
 
 import re
 
 LONGEST_SENTENCE = 512
-"""Tokens. megatron.core makes no samples of a document with a longer one, unless it is the document's only one."""
+"""The largest number of tokens of a sentence. megatron.core ignores a document of several sentences with a longer one.
+"""
 
 ABBREVIATIONS = frozenset(
     """
@@ -31,7 +32,7 @@ _LAST_WORD = re.compile(r"([^\s\"'“‘(\[{]*)$")
 
 
 def split_sentences(text: str) -> list[str]:
-    """The sentences of `text`, in order, without the white space around them; none is empty."""
+    """The sentences of `text` in order, without surrounding white space and without empty sentences."""
     sentences = []
     for paragraph in _PARAGRAPHS.split(text):
         start = 0
@@ -44,7 +45,7 @@ def split_sentences(text: str) -> list[str]:
 
 
 def _ends_sentence(before: str, end: str) -> bool:
-    """Whether the mark `end` after the words `before` is more than the point of an abbreviation."""
+    """Whether the mark `end` after the words `before` ends a sentence, and not only an abbreviation."""
     if end != ".":
         return True
     word = _LAST_WORD.search(before)[1]

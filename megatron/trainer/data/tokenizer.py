@@ -1,8 +1,8 @@
-"""Text to token ids and back: which tokenizer `--tokenizer-type` names.
+"""The tokenizers that `--tokenizer-type` names.
 
-megatron.core brings SentencePiece, Hugging Face, tiktoken, byte-level and null tokenizers. Its GPT-2 BPE and its
-WordPiece need a network even with local files, and it cannot open a single `tokenizer.json`; all three are read here
-through the `tokenizers` package.
+megatron.core has SentencePiece, Hugging Face, tiktoken, byte-level and null tokenizers. Its GPT-2 BPE and its WordPiece
+need a network even with local files, and it cannot open a single `tokenizer.json`; here the `tokenizers` package reads
+all three.
 """
 
 import importlib.util
@@ -25,7 +25,7 @@ _PACKAGES = {
     "BertWordPieceLowerCase": "tokenizers",
     "BertWordPieceCase": "tokenizers",
 }
-_LOCAL_FILES = {  # those that are read by their flags, without a --tokenizer-model
+_LOCAL_FILES = {  # tokenizers whose files have flags of their own, instead of --tokenizer-model
     "GPT2BPETokenizer": (("--vocab-file", "vocab_file"), ("--merge-file", "merge_file")),
     "BertWordPieceLowerCase": (("--vocab-file", "vocab_file"),),
     "BertWordPieceCase": (("--vocab-file", "vocab_file"),),
@@ -36,9 +36,10 @@ class FastTokenizer(MegatronTokenizerBase):
     """A `tokenizers.Tokenizer` with the interface that megatron.core's datasets expect.
 
     Args:
-        path: where it came from; part of the identity of sample indices.
+        path: the tokenizer's file, which is part of the identity of sample indices.
         core: the loaded tokenizer.
-    Raises ValueError if it has no end-of-document token.
+
+    Raises ValueError if the tokenizer has no end-of-document token.
     """
 
     def __init__(self, path: str, core) -> None:
@@ -83,9 +84,9 @@ class FastTokenizer(MegatronTokenizerBase):
 
 
 class WordPieceTokenizer(FastTokenizer):
-    """BERT's tokenizer, from a vocabulary file with a token a line, `##` before those that go on with a word.
+    """BERT's tokenizer. Its vocabulary file has one token a line; tokens that continue a word begin with `##`.
 
-    [SEP] ends a document as it ends a segment. Raises ValueError if a token that BERT's samples need is missing.
+    [SEP] is also the end-of-document token. Raises ValueError if a token that BERT's samples need is missing.
     """
 
     def __init__(self, path: str, core) -> None:
@@ -101,7 +102,7 @@ class WordPieceTokenizer(FastTokenizer):
 
     @property
     def inv_vocab(self) -> dict[int, str]:
-        return self._words  # megatron.core looks into it for every token
+        return self._words  # cached, since megatron.core reads it for every token
 
 
 def build_tokenizer(args: TrainConfig) -> MegatronTokenizerBase:
@@ -112,7 +113,7 @@ def build_tokenizer(args: TrainConfig) -> MegatronTokenizerBase:
         return _load(args)
     except ValueError:
         raise
-    except Exception as error:  # each library has its own errors for a file that is not its own
+    except Exception as error:  # each library raises its own errors for a wrong file
         kind = args.tokenizer_type
         source = args.tokenizer_model or args.vocab_file
         raise ValueError(
@@ -121,7 +122,7 @@ def build_tokenizer(args: TrainConfig) -> MegatronTokenizerBase:
 
 
 def problem_with_tokenizer(args: TrainConfig) -> str | None:
-    """What this machine lacks for the tokenizer, a package or a file, in one sentence."""
+    """A sentence about the package or file of the tokenizer that this machine lacks; None if it lacks nothing."""
     kind = args.tokenizer_type
     package = _PACKAGES.get(kind)
     if package and importlib.util.find_spec(package) is None:
@@ -194,11 +195,13 @@ def _wordpiece(vocab_file: str, *, lowercase: bool) -> WordPieceTokenizer:
 
 
 def padded_vocab_size(args: TrainConfig, tokenizer: MegatronTokenizerBase) -> int:
-    """Rows of the embedding: the vocabulary, at least `--vocab-size`, up to a multiple of
-    `--make-vocab-size-divisible-by` x tensor parallel size."""
+    """The number of rows of the embedding: `vocab_size`, padded to a multiple.
+
+    The multiple is `--make-vocab-size-divisible-by` x tensor parallel size.
+    """
     return padded_vocabulary(args, vocab_size(args, tokenizer))
 
 
 def vocab_size(args: TrainConfig, tokenizer: MegatronTokenizerBase) -> int:
-    """Token ids that may occur in the data."""
+    """The number of token ids that may occur in the data: at least `--vocab-size`, plus `--vocab-extra-ids`."""
     return max(tokenizer.vocab_size, args.vocab_size or 0) + args.vocab_extra_ids

@@ -172,8 +172,7 @@ def check_job(args: argparse.Namespace) -> DryRun:
     layers, hosting = from_flags.layers_of_stages(config), from_flags.hosting_of(args)
     memory = estimate_memory(
         from_flags.architecture(args), from_flags.activation_setting(args), from_flags.training_state(args), demand,
-        layers=layers, single_gradient_buffer=args.pipeline_2bw_single_gradient_buffer,
-        counts_communicators=from_flags.uses_nccl(args) and hosting is None, hosting=hosting,
+        layers=layers, counts_communicators=from_flags.uses_nccl(args) and hosting is None, hosting=hosting,
     )  # fmt: skip
     placement, lines, processes = place(args)
     return DryRun(

@@ -1,1 +1,1 @@
-"""What files of samples hold, read without torch."""
+"""Readers of files of samples, without torch."""

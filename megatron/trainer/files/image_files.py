@@ -1,8 +1,8 @@
 """Images with classes in numpy's files.
 
-A file `*.npz` holds `images`, [n, height, width] or [n, height, width, channels], and `labels`, n whole numbers from 0
-on. Bytes are brought to -1 to 1; other numbers are taken as they stand. A folder stands for its files in the order of
-their names. No torch in here.
+A file `*.npz` has the arrays `images`, [n, height, width] or [n, height, width, channels], and `labels`, n whole
+numbers from 0 on. Bytes are scaled to -1 to 1; other numbers are used unchanged. A folder stands for its files in the
+order of their names. This module imports no torch.
 """
 
 from collections.abc import Sequence
@@ -11,12 +11,12 @@ from pathlib import Path
 
 import numpy
 
-_MIDDLE = 127.5  # of a byte
+_MIDDLE = 127.5  # middle of the values of a byte
 
 
 @dataclass(frozen=True)
 class Images:
-    """`pixels`: [n, height, width, channels], as they were stored; `labels`: int64 [n]."""
+    """Images with their classes. `pixels`: [n, height, width, channels], as stored; `labels`: int64 [n]."""
 
     pixels: numpy.ndarray
     labels: numpy.ndarray
@@ -28,14 +28,14 @@ def missing(paths: Sequence[str]) -> list[str]:
 
 
 def count(paths: Sequence[str]) -> int:
-    """The number of images in these files and folders. Raises ValueError where one cannot be read."""
+    """The number of images in files and folders. Raises ValueError if a file cannot be read."""
     return sum(len(_part(file, "labels")) for file in _files(paths))
 
 
 def read(paths: Sequence[str]) -> Images:
-    """All images of these files and folders, in their order.
+    """Read all images of files and folders in order.
 
-    Raises ValueError for a file that is missing or damaged, or whose arrays do not fit together or the files before.
+    Raises ValueError for a file that is missing or damaged, or whose arrays do not match each other or earlier files.
     """
     pixels, labels = [], []
     for file in _files(paths):
@@ -52,7 +52,7 @@ def read(paths: Sequence[str]) -> Images:
 
 
 def as_float(pixels: numpy.ndarray) -> numpy.ndarray:
-    """Pixels as float32; bytes are scaled to -1 to 1."""
+    """The pixels as float32; bytes are scaled to -1 to 1."""
     if pixels.dtype == numpy.uint8:
         return pixels.astype(numpy.float32) / _MIDDLE - 1
     return pixels.astype(numpy.float32)
@@ -85,7 +85,7 @@ def _part(file: Path, name: str) -> numpy.ndarray:
         if str(error).startswith(str(file)):
             raise
         raise ValueError(f"{file} is no file of numpy arrays (.npz): {error}") from error
-    except Exception as error:  # zip files that are damaged or none have many ways to say so
+    except Exception as error:  # damaged zip files raise errors of many classes
         raise ValueError(f"{file} is no file of numpy arrays (.npz): {str(error) or type(error).__name__}") from error
 
 

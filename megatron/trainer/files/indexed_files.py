@@ -1,12 +1,13 @@
-"""Which data files a language model reads, by which weights, and whether each .bin/.idx pair is whole. No torch.
+"""The data files of a language model with their weights, and checks of each .bin/.idx pair. This module has no torch.
 
-Problem: a truncated or empty file shows itself hours later, in the middle of an epoch, as a wrong slice or a crash. A
-file that is cut short while a run reads it ends the process by a bus error where it is mapped into memory, and
-megatron.core's other reader returns what the memory held before.
+Problem: a truncated or empty file would cause an error only hours later, in the middle of an epoch, as a wrong slice or
+a crash. If a file is truncated while a run reads it, the process dies of a bus error if the file is mapped into memory;
+megatron.core's other reader returns uninitialised memory.
 
-Solution: pairs are checked at the start of a run, in constant time per pair, and at each read; `BinReader` names the
-file. The layout is that of megatron.core's IndexedDataset: a header (magic, version, dtype code, number of sequences,
-number of document borders), then lengths (int32), byte offsets (int64) and document borders (int64, from 0).
+Solution: pairs are checked at the start of a run, in constant time per pair, and at each read; the errors of
+`BinReader` name the file. The layout is that of megatron.core's IndexedDataset: a header (magic, version, dtype code,
+number of sequences, number of document borders), then lengths (int32), byte offsets (int64) and document borders
+(int64, from 0).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from megatron.documents import counted
 if TYPE_CHECKING:
     import numpy
 
-# --- which files, by which weights ------------------------------------------------------------------------------------
+# --- files and their weights ------------------------------------------------------------------------------------------
 
 Blend = tuple[list[str], list[float] | None]
 
@@ -45,9 +46,9 @@ _PER_SPLIT = ("train_data_path", "valid_data_path", "test_data_path")
 
 
 def parse_blend(words: list[str] | None, source: str = "--data-path") -> Blend | None:
-    """A blend's words: prefixes, or weights and prefixes in turn. A prefix of weight 0 is left out.
+    """Parse the words of a blend: prefixes, or weights and prefixes in turn. A prefix with weight 0 is left out.
 
-    Raises ValueError, naming `source`, for weights that are none.
+    Raises ValueError, naming `source`, for an invalid weight.
     """
     if not words:
         return None
@@ -72,14 +73,19 @@ def parse_blend(words: list[str] | None, source: str = "--data-path") -> Blend |
 
 
 def blends(args: DataFlags) -> tuple[Blend | None, list[Blend | None] | None]:
-    """(one blend that is split, or None; a blend per split, or None). Both None mean mock data. Raises ValueError."""
+    """The blend to split (or None), and the blends of the splits (or None). Both are None for mock data.
+
+    Raises ValueError for invalid weights, and for files of words that cannot be read.
+    """
     blend, *per_split = [parse_blend(words, source) for source, words in _sources(args)]
     return blend, per_split if any(per_split) else None
 
 
 def notes_on_weights(args: DataFlags) -> list[str]:
-    """A note for each source whose weights of 0 leave prefixes out. Raises ValueError for invalid weights. Missing
-    files are reported elsewhere."""
+    """A note for each source in which prefixes have the weight 0. Raises ValueError for invalid weights.
+
+    Other code reports missing files.
+    """
     files = (args.data_args_path, args.per_split_data_args_path)
     notes: list[str] = []
     if any(path and not os.path.isfile(path) for path in files):
@@ -93,7 +99,7 @@ def notes_on_weights(args: DataFlags) -> list[str]:
 
 
 def _sources(args: DataFlags) -> list[tuple[str, list[str] | None]]:
-    """(flag or file, words) of the blend that is split, then of each split's own."""
+    """The words of blends as (flag or file, words): the blend to split first, then the blend of each split."""
     if args.mock_data:
         return [("--mock-data", None)]
     if args.data_args_path:
@@ -122,7 +128,7 @@ def _read(path: str) -> str:
         return stream.read()
 
 
-# --- whether a pair is whole ------------------------------------------------------------------------------------------
+# --- checks of a pair -------------------------------------------------------------------------------------------------
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _ITEM_SIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
@@ -131,7 +137,7 @@ _HEADER_SIZE = 34
 
 
 class Contents(NamedTuple):
-    """The content of a pair. A document is one sequence, or with `--split-sentences` one for each of its sentences."""
+    """The content of a pair. A document has one sequence, or with `--split-sentences` one for each sentence."""
 
     num_sequences: int
     num_documents: int
@@ -139,9 +145,9 @@ class Contents(NamedTuple):
 
 
 def check_indexed_dataset(prefix: str) -> Contents:
-    """Check `prefix`.idx and `prefix`.bin against each other; returns what they hold.
+    """Check that `prefix`.idx and `prefix`.bin fit together. Returns their content.
 
-    Raises ValueError naming the file and what is wrong with it.
+    Raises ValueError naming the file and its error.
     """
     index, binary = f"{prefix}.idx", f"{prefix}.bin"
     for path in (index, binary):
@@ -165,7 +171,7 @@ def check_indexed_dataset(prefix: str) -> Contents:
         if num_sequences == 0:
             raise ValueError(f"data file {index} has no sequences; was the text empty?")
         expected = _HEADER_SIZE + 12 * num_sequences + 8 * num_documents
-        if size not in (expected, expected + num_sequences):  # some have a mode of each sequence, a byte
+        if size not in (expected, expected + num_sequences):  # some files have a byte with a mode for each sequence
             raise ValueError(_another_size(index, size, expected))
         lengths = _last_two(stream, _HEADER_SIZE, "i", num_sequences)
         offsets = _last_two(stream, _HEADER_SIZE + 4 * num_sequences, "q", num_sequences)
@@ -187,7 +193,7 @@ def check_indexed_dataset(prefix: str) -> Contents:
 
 
 def _last_two(stream: BinaryIO, start: int, kind: str, count: int) -> tuple[int, ...]:
-    """The last two of the `count` numbers that begin at `start`, or the only one."""
+    """The last two of the `count` numbers from position `start` on, or the only one."""
     layout = struct.Struct(f"<{min(count, 2)}{kind}")
     stream.seek(start + (count - min(count, 2)) * struct.calcsize(f"<{kind}"))
     return layout.unpack(stream.read(layout.size))
@@ -199,9 +205,12 @@ def _another_size(path: str, size: int, expected: int) -> str:
 
 
 def _bytes_a_token(lengths: tuple[int, ...], offsets: tuple[int, ...], size: int, said: int) -> tuple[int | None, bool]:
-    """How many bytes a token has, by the offsets, or where these agree with the dtype, by the size of the data; and
-    whether that is sure. None where that comes out at no number that a token can have: then bytes are missing, or too
-    many. An index that agrees with itself, beside too few bytes, says that the data are cut."""
+    """The number of bytes of a token in the data, and whether it is certain; `said`: the number by the index's dtype.
+
+    The number follows from the offsets, or if these agree with the dtype, from the size of the data. It is None if no
+    token can have this number of bytes: then bytes are missing or superfluous. If the offsets agree with the dtype and
+    there are too few bytes, the data are truncated.
+    """
     known = set(_ITEM_SIZES.values())
     has_two = len(lengths) == 2 and lengths[0] > 0
     if has_two:
@@ -215,21 +224,21 @@ def _bytes_a_token(lengths: tuple[int, ...], offsets: tuple[int, ...], size: int
 
 
 class BinReader:
-    """Reads a .bin file for megatron.core's IndexedDataset, through one open file that processes may share.
+    """A reader of a .bin file for megatron.core's IndexedDataset, with one open file that processes may share.
 
-    Raises ValueError for a file that cannot be opened.
+    Raises ValueError if the file cannot be opened.
     """
 
     def __init__(self, path: str) -> None:
         self._path = path
         try:
-            self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - as long as the dataset
+            self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - open for as long as the dataset
         except OSError as error:
             raise ValueError(f"data file {path} cannot be read: {error.strerror}") from error
 
     def read(self, dtype: type[numpy.number], count: int, offset: int) -> numpy.ndarray:
-        """`count` numbers from byte `offset` on. Raises ValueError where the file has no so many."""
-        import numpy  # not at the top: the flags' rules, which read no array, start without it
+        """Read `count` numbers from byte `offset` on. Raises ValueError if the file ends before."""
+        import numpy  # not at the top, since the rules of flags import this module and need no numpy
 
         numbers = numpy.empty(count, dtype)
         left = numbers.view(numpy.uint8)
@@ -249,8 +258,10 @@ class BinReader:
 
 
 def damaged_index_cache(folders: Iterable[str]) -> str | None:
-    """One sentence about a file of sample indices (.npy) in these folders that is shorter than its header says, or has
-    none; None where there is no such file. megatron.core's error names none."""
+    """A sentence about the first damaged file of sample indices (.npy) in `folders`; None if there is none.
+
+    A file is damaged if it has no header, or is shorter than the header says. megatron.core's error names no file.
+    """
     for folder in folders:
         for path in sorted(Path(folder).rglob("*.npy")):
             size, expected = path.stat().st_size, _bytes_of_array(path)
@@ -261,7 +272,7 @@ def damaged_index_cache(folders: Iterable[str]) -> str | None:
 
 
 def _bytes_of_array(path: Path) -> int | None:
-    """The length that a .npy file must have by its header; None where it has no header."""
+    """The length in bytes that a .npy file must have by its header; None if it has no header."""
     from numpy.lib import format as layout
 
     with open(path, "rb") as stream:
@@ -275,9 +286,9 @@ def _bytes_of_array(path: Path) -> int | None:
 
 
 def document_lengths(prefix: str, part: tuple[float, float] = (0.0, 1.0)) -> Iterator[numpy.ndarray]:
-    """Lengths in tokens of the sequences of each document (int32 arrays) of a checked pair, read when asked for.
+    """Yield the lengths in tokens of the sequences of each document, int32 [sequences]. Precondition: a checked pair.
 
-    `part`: from which to which share of the documents, rounded as megatron.core splits them.
+    `part`: first and last share of the documents to read, rounded as in megatron.core's splits.
     """
     import numpy
 

@@ -1,5 +1,7 @@
-"""Texts with classes in files: JSON lines with `text` and `label`, or a table with tabs whose first line names its
-columns, `text` (or `sentence`, as GLUE says) and `label`; plain, or compressed (.gz, .bz2, .xz). No torch in here.
+"""Texts with classes in files, plain or compressed (.gz, .bz2, .xz).
+
+A file has JSON lines with `text` and `label`; or it is a table with tabs whose first line has the columns `text` (or
+`sentence`, as in GLUE) and `label`. This module imports no torch.
 """
 
 import json
@@ -21,7 +23,7 @@ def missing(paths: Sequence[str]) -> list[str]:
 
 
 def read(paths: Sequence[str]) -> list[Sample]:
-    """All samples of these files, in their order.
+    """Read all samples of files in order.
 
     Raises ValueError for a file that is missing or empty, and for a line without a text or a label.
     """
@@ -37,13 +39,15 @@ def read(paths: Sequence[str]) -> list[Sample]:
 
 
 def count(paths: Sequence[str]) -> int:
-    """The number of samples in these files. Raises ValueError as `read` does."""
+    """The number of samples in files. Raises ValueError if `read` does."""
     return len(read(paths))
 
 
 def class_names(paths: Sequence[str]) -> list[str]:
-    """The classes of these files: numbers in their order, or names in that of the alphabet. Raises ValueError as
-    `read`."""
+    """The classes in files, sorted: by value if all are numbers, otherwise alphabetically.
+
+    Raises ValueError if `read` does.
+    """
     names = {label for _, label in read(paths)}
     return sorted(names, key=int) if all(name.isdecimal() for name in names) else sorted(names)
 

@@ -1,1 +1,1 @@
-"""The models, in megatron.core's words, with weights that do not depend on how many stages hold them."""
+"""The models, built from megatron.core, with weights that do not depend on the number of stages."""

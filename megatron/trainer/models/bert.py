@@ -1,4 +1,4 @@
-"""The BERT model, with weights that do not depend on how many stages hold it (see gpt.py)."""
+"""The BERT model, with weights that do not depend on the number of stages (see gpt.py)."""
 
 import dataclasses
 import warnings
@@ -14,7 +14,7 @@ from megatron.trainer.models.gpt import draw_output_weight, layer_stream, seeded
 from megatron.trainer.ranks import set_seeds
 
 with warnings.catch_warnings():
-    warnings.filterwarnings("ignore", message="Apex is not installed")  # torch's own norm serves as well
+    warnings.filterwarnings("ignore", message="Apex is not installed")  # torch's own norm replaces Apex's
     from megatron.core.models.bert import bert_layer_specs
     from megatron.core.models.bert.bert_model import BertModel
 
@@ -26,10 +26,10 @@ def bert_model(
     pre_process: bool = True,
     post_process: bool = True,
 ) -> BertModel:
-    """Build the part of the BERT that a stage, given by `config`, holds.
+    """Build the part of the BERT for the stage that `config` describes.
 
-    `args.padded_vocab_size` gives the size of the embedding. Random states are left as `set_seeds(args.seed)` leaves
-    them.
+    `args.padded_vocab_size` gives the size of the embedding. At the end the random states are reset by
+    `set_seeds(args.seed)`.
     """
     set_seeds(args.seed)
     model = BertModel(
@@ -57,7 +57,7 @@ def bert_model(
 
 
 def bert_layer_spec(args: TrainConfig) -> ModuleSpec:
-    """The modules of a layer. A copy: megatron.core sets the kind of mask in it."""
+    """The module specification of a layer, as a copy, since megatron.core sets the kind of mask in it."""
     if args.transformer_impl == "transformer_engine":
         spec = bert_layer_specs.get_bert_layer_with_transformer_engine_spec()
     else:
@@ -66,7 +66,10 @@ def bert_layer_spec(args: TrainConfig) -> ModuleSpec:
 
 
 def _initialize_heads(args: TrainConfig, config: TransformerConfig, model: BertModel) -> None:
-    """Draw the heads anew, from a stream of their own: megatron.core drew them after this rank's layers."""
+    """Initialise the heads again, from a random stream of their own.
+
+    megatron.core draws them after the rank's layers, so that they would depend on the number of these layers.
+    """
     set_seeds(layer_stream(args, config.num_layers + 2))
     layers: list[nn.Linear] = [model.lm_head.dense]
     if model.binary_head is not None:

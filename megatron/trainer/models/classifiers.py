@@ -1,13 +1,14 @@
-"""Models that tell classes, of texts (a BERT) and of images (a ViT), in stages; their head and their loss.
+"""Classifiers of texts (a BERT) and of images (a ViT), in stages, with their head and their loss.
 
-megatron.core's BertModel always has an output layer over the vocabulary, so the parts of a BERT are put together here,
-under its names, for its checkpoints to fit: embedding and layers of `pretrain_bert.py`'s model, with a pooler and a new
-head.
+megatron.core's BertModel always has an output layer over the vocabulary. So the parts of a BERT are assembled here,
+under the same names, so that its checkpoints load: embedding and layers of `pretrain_bert.py`'s model, with a pooler
+and a new head.
 
-megatron.core's own vision models hold all of a model, and their local layers attend causally. Here the first stage
-turns patches into tokens, the last one tells the class, and every stage has its layers, which attend to all patches.
+megatron.core's own vision models cannot be cut into stages, and their local layers attend causally. Here the first
+stage converts patches to tokens, the last stage predicts the class, and the layers of every stage attend to all
+patches.
 
-Weights do not depend on how many stages hold them (see gpt.py).
+Weights do not depend on the number of stages (see gpt.py).
 """
 
 from typing import ClassVar
@@ -32,14 +33,14 @@ from megatron.trainer.models.gpt import layer_spec, layer_stream
 from megatron.trainer.ranks import set_seeds
 from megatron.trainer.report.metrics import CLASS_LOSS
 
-# --- the head, on the last stage; every tensor rank has all of it -----------------------------------------------------
+# --- the head of the last stage, a full copy on every tensor rank -----------------------------------------------------
 
 
 class _ClassificationHead(MegatronModule):
-    """Dropout and a linear layer: from the features of a sample, [b, hidden], to logits, [b, classes].
+    """The head of a classifier: dropout and a linear layer, from features [b, hidden] to logits [b, classes].
 
     Args:
-        dropout: rate before the linear layer.
+        dropout: rate of the dropout before the linear layer.
     """
 
     dropout_place = "head", 0
@@ -55,13 +56,13 @@ class _ClassificationHead(MegatronModule):
             parameter.is_embedding_or_output_parameter = True  # --decoupled-lr
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        """[b, hidden] to [b, classes]."""
+        """Compute logits [b, classes] from features [b, hidden]."""
         return self.linear(self.dropout(features))
 
 
 def _pooled(hidden: torch.Tensor, config: TransformerConfig, *, reads_first: bool) -> torch.Tensor:
-    """The features of a sample: its first token, else the mean over all. [tokens, b, hidden] to [b, hidden]."""
-    if config.sequence_parallel:  # all tensor ranks go on alike, so gradients need no sum
+    """The features of samples, [b, hidden], from [tokens, b, hidden]: the first token or the mean over all tokens."""
+    if config.sequence_parallel:  # all tensor ranks compute the same from here on, so gradients need no sum
         hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
     return hidden[0] if reads_first else hidden.mean(dim=0)
 
@@ -72,21 +73,21 @@ ACCURACY = "accuracy"
 
 
 def loss_names(args: TrainConfig) -> tuple[str, ...]:
-    """The names of what `classification_loss` reports."""
+    """The names of the values that `classification_loss` reports."""
     return CLASS_LOSS, ACCURACY
 
 
 def classification_loss(
     labels: torch.Tensor | None, counts: torch.Tensor | None, logits: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Cross entropy in FP32, the mean over the samples that count.
+    """The cross entropy in FP32 of the samples with a nonzero count.
 
     Args:
-        labels: int64 [b], the classes; None on stages that have no loss, which do not call this.
-        counts: float32 [b], 0 for a sample that only fills up an evaluation's last batch.
+        labels: int64 [b], the classes; None on stages without a loss, which do not call this function.
+        counts: float32 [b], 0 for a sample that only fills an evaluation's last batch.
         logits: [b, classes].
 
-    Returns (sum of losses, number of samples, {"loss", "accuracy": tensor [sum, samples]}), the last detached.
+    Returns (sum of losses, number of samples, {"loss", "accuracy": tensor [sum, samples]}); the last is detached.
     """
     losses = cross_entropy(logits.float(), labels, reduction="none") * counts
     number, total = counts.sum(), losses.sum()
@@ -97,20 +98,20 @@ def classification_loss(
     }  # fmt: skip
 
 
-# --- what both models are ---------------------------------------------------------------------------------------------
+# --- the common part of both models -----------------------------------------------------------------------------------
 
 
 class _Classifier(MegatronModule):
-    """The part of a classifier that a stage holds: a block of layers, and at the ends an embedding and a head.
+    """The part of a classifier on one stage: a block of layers, on the first stage an embedding, on the last a head.
 
     Args:
-        config: of the stage; it says which layers.
-        pre_process, post_process: the stage embeds, or tells the class.
+        config: configuration of the stage, which determines its layers.
+        pre_process, post_process: whether the stage has the embedding, and whether it has the head.
     """
 
     share_embeddings_and_output_weights = False
     new_parts = ("classification_head",)
-    """What --pretrained-checkpoint does not bring."""
+    """Children that --pretrained-checkpoint does not load."""
     block: ClassVar[str]
     """The name of the layers, in the model and in checkpoints."""
 
@@ -120,7 +121,7 @@ class _Classifier(MegatronModule):
         self.model_type = ModelType.encoder_or_decoder
 
     def set_input_tensor(self, input_tensor: torch.Tensor | list[torch.Tensor]) -> None:
-        """What the stage before has sent."""
+        """Set the input of the layers to the tensor from the previous stage."""
         block = getattr(self, self.block)
         block.set_input_tensor(input_tensor[0] if isinstance(input_tensor, list) else input_tensor)
 
@@ -128,8 +129,9 @@ class _Classifier(MegatronModule):
     def build(
         cls, args: TrainConfig, config: TransformerConfig, *, pre_process: bool = True, post_process: bool = True
     ) -> "_Classifier":
-        """Build the part of a stage; `args` have the shape of embedding and head. Random states are left as
-        `set_seeds(args.seed)` leaves them.
+        """Build the part of the stage that `config` describes; `args` have the shapes of embedding and head.
+
+        At the end the random states are reset by `set_seeds(args.seed)`.
         """
         set_seeds(args.seed)
         model = cls(args, config, pre_process=pre_process, post_process=post_process)
@@ -141,16 +143,16 @@ class _Classifier(MegatronModule):
 
 
 class BertClassifier(_Classifier):
-    """The part of a BERT with a classification head that a stage holds."""
+    """The part on one stage of a BERT with a classification head."""
 
     block = "encoder"
     optional_parts = ("pooler",)
-    """What --pretrained-checkpoint may lack: that of a BERT without a binary head."""
+    """Children that --pretrained-checkpoint may lack: a BERT without a binary head has no pooler."""
 
     def __init__(self, args: TrainConfig, config: TransformerConfig, *, pre_process: bool, post_process: bool) -> None:
         super().__init__(config, pre_process=pre_process, post_process=post_process)
         self.seq_length = args.seq_length
-        self.masks_rows = args.transformer_impl == "local"  # Transformer Engine takes the keys' mask alone
+        self.masks_rows = args.transformer_impl == "local"  # Transformer Engine needs only the mask of keys
         self.has_token_types = args.bert_binary_head
         if pre_process:
             set_seeds(layer_stream(args, 0))
@@ -173,10 +175,10 @@ class BertClassifier(_Classifier):
             self.classification_head = _ClassificationHead(args, config, dropout=config.hidden_dropout)
 
     def forward(self, text: torch.Tensor | None, padding_mask: torch.Tensor) -> torch.Tensor:
-        """[tokens, b, hidden], of the last stage logits [b, classes].
+        """Compute [tokens, b, hidden], or on the last stage logits [b, classes].
 
         Args:
-            text: token ids [b, s], of the first stage.
+            text: token ids [b, s] on the first stage; None on others.
             padding_mask: [b, s], 0 at padding.
         """
         hidden = self._embedded(text) if self.pre_process else None
@@ -197,7 +199,10 @@ class BertClassifier(_Classifier):
 
 
 def attention_mask(padding_mask: torch.Tensor, *, masks_rows: bool) -> torch.Tensor:
-    """True where a token does not look: bool [b, 1, s, s], or [b, 1, 1, s] where the kernels want the keys alone."""
+    """The attention mask, True for positions that are not attended to.
+
+    Returns bool [b, 1, s, s], or [b, 1, 1, s] for kernels that need only the mask of keys.
+    """
     keys = padding_mask[:, None, None, :]
     return (keys * padding_mask[:, None, :, None] if masks_rows else keys) < 0.5
 
@@ -218,7 +223,7 @@ def _rotary(args: TrainConfig, config: TransformerConfig) -> RotaryEmbedding | N
 
 
 class PatchEmbedding(MegatronModule):
-    """Images to tokens: a linear layer over each patch, a class token before them, learned positions, dropout."""
+    """The embedding of images: a linear layer over each patch, a class token in front, learned positions, dropout."""
 
     dropout_place = "embedding", 0
 
@@ -239,7 +244,10 @@ class PatchEmbedding(MegatronModule):
             parameter.is_embedding_or_output_parameter = True  # --decoupled-lr
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """[b, height, width, channels] to [tokens, b, hidden]; with sequence parallelism this rank's tokens."""
+        """Compute [tokens, b, hidden] from images [b, height, width, channels].
+
+        With sequence parallelism the result has only this rank's tokens.
+        """
         hidden = self.projection(patches(images.to(self.projection.weight.dtype), self.patch_dim))
         if self.class_token is not None:
             hidden = torch.cat([self.class_token.expand(len(hidden), 1, -1), hidden], dim=1)
@@ -254,14 +262,14 @@ class PatchEmbedding(MegatronModule):
 
 
 def patches(images: torch.Tensor, size: int) -> torch.Tensor:
-    """[b, height, width, channels] to [b, patches, size * size * channels], row by row."""
+    """The patches of images, [b, patches, size * size * channels] from [b, height, width, channels], row by row."""
     batch, height, width, channels = images.shape
     grid = images.reshape(batch, height // size, size, width // size, size, channels)
     return grid.transpose(2, 3).reshape(batch, -1, size * size * channels)
 
 
 class VisionTransformer(_Classifier):
-    """The part of a ViT that a stage holds."""
+    """The part of a ViT on one stage."""
 
     block = "decoder"
 
@@ -279,7 +287,10 @@ class VisionTransformer(_Classifier):
             self.classification_head = _ClassificationHead(args, config)
 
     def forward(self, images: torch.Tensor | None) -> torch.Tensor:
-        """[tokens, b, hidden], of the last stage logits [b, classes]. `images`: of the first stage."""
+        """Compute [tokens, b, hidden], or on the last stage logits [b, classes].
+
+        `images`: [b, height, width, channels] on the first stage; None on others.
+        """
         hidden = self.embedding(images) if self.pre_process else None
         hidden = self.decoder(hidden_states=hidden, attention_mask=None)
         if not self.post_process:

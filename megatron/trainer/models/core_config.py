@@ -1,4 +1,4 @@
-"""From parsed flags to megatron.core's configuration objects. The only place that knows both vocabularies."""
+"""The conversion of parsed flags to megatron.core's configuration objects; only this module knows the names of both."""
 
 import warnings
 
@@ -21,7 +21,7 @@ def params_dtype(args: TrainConfig) -> torch.dtype:
 
 
 def _activation(args: TrainConfig) -> tuple:
-    """(activation function, gated, whether megatron.core's fusion with the bias is wanted)."""
+    """The activation as (function, whether it is gated, whether to use megatron.core's fusion with the bias)."""
     if args.swiglu:
         return silu, True, args.bias_swiglu_fusion
     if args.quick_geglu:
@@ -33,9 +33,10 @@ def _activation(args: TrainConfig) -> tuple:
 
 
 def transformer_config(args: TrainConfig) -> TransformerConfig:
-    """The model's configuration. Raises ValueError where megatron.core refuses a combination.
+    """The model's configuration. Raises ValueError if megatron.core refuses a combination of options.
 
-    Its ranks are those that the layers are split over (`layer_split`); the stages' configurations follow from it.
+    Its pipeline size is the number of ranks over which layers are split (`layer_split`). The configurations of stages
+    are derived from it.
     """
     dtype = params_dtype(args)
     activation, is_gated, fuses_bias = _activation(args)
@@ -47,7 +48,7 @@ def transformer_config(args: TrainConfig) -> TransformerConfig:
         options["recompute_modules"] = list(args.recompute_modules)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="full scope is deprecated")  # about a default of its own
+            warnings.filterwarnings("ignore", message="full scope is deprecated")  # warns of megatron.core's default
             return TransformerConfig(
                 num_layers=args.num_layers,
                 hidden_size=args.hidden_size,
@@ -107,7 +108,7 @@ def transformer_config(args: TrainConfig) -> TransformerConfig:
 
 
 def optimizer_config(args: TrainConfig) -> OptimizerConfig:
-    """The optimizer's configuration."""
+    """The configuration of the optimizer."""
     return OptimizerConfig(
         optimizer=args.optimizer,
         lr=args.lr,
@@ -133,11 +134,11 @@ def optimizer_config(args: TrainConfig) -> OptimizerConfig:
 
 
 def ddp_config(args: TrainConfig) -> DistributedDataParallelConfig:
-    """The gradient buffers' configuration.
+    """The configuration of the gradient buffers.
 
-    `overlap_grad_reduce` stays off: it would start reductions from backward hooks, while here the program's REDUCE_GRAD
-    starts them, beside compute; megatron.core then makes one bucket of each buffer. NaNs are found in the norm, by all
-    ranks alike, not by one rank in its bucket.
+    `overlap_grad_reduce` stays off, since it would start reductions from backward hooks; here the program's REDUCE_GRAD
+    starts them, beside computations. Without it, megatron.core makes one bucket of each buffer. The check for NaN stays
+    off, since all ranks find NaN in the norm, while the check would find it on one rank in its bucket.
     """
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=args.accumulate_allreduce_grads_in_fp32,
@@ -150,8 +151,11 @@ def ddp_config(args: TrainConfig) -> DistributedDataParallelConfig:
 
 
 def param_scheduler(args: TrainConfig, optimizer: object) -> OptimizerParamScheduler:
-    """The schedule of learning rate and weight decay. Its steps are samples, as in Megatron-LM, so that a ramp-up of
-    the batch size keeps its place; iterations are turned into the samples that they consume."""
+    """The schedule of learning rate and weight decay.
+
+    The schedule counts samples, as in Megatron-LM, so that it stays correct during a ramp-up of the batch size; flags
+    that count iterations are converted to samples.
+    """
     if args.train_samples is not None:
         decay = args.lr_decay_samples or args.train_samples
         warmup, wsd, end = args.lr_warmup_samples, args.lr_wsd_decay_samples, args.train_samples

@@ -1,8 +1,8 @@
-"""Continue a sequence of tokens with a GPT of megatron.core, one token at a time.
+"""Text generation with a GPT of megatron.core, one token at a time.
 
-The attention keys and values of earlier tokens are kept in megatron.core's static inference context, so a new token
-costs one forward of length 1. The context holds as many tokens as the model has positions; when it is full, the later
-half of the sequence is run anew and the generation goes on from there.
+megatron.core's static inference context keeps the attention keys and values of earlier tokens, so a new token costs one
+forward of length 1. The context holds as many tokens as the model has positions. When it is full, the later half of the
+sequence is computed again in a new context, and the generation continues from there.
 """
 
 import math
@@ -15,15 +15,18 @@ from torch import Tensor
 from megatron.core.inference.contexts import StaticInferenceContext
 
 _COLDEST = 1e-6
-"""A logit divided by less may be more than a number can hold; the likeliest token is certain long before."""
+"""The least temperature. A smaller divisor could make logits infinite, and would not change the chosen token."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is drawn from the logits.
+    """The options for drawing the next token from the logits.
 
-    temperature: divides the logits; 0 takes the likeliest token (greedy). top_k: draw among the k likeliest (0: all).
-    top_p: draw among the fewest most likely tokens whose probabilities add up to it (1: all; Holtzman et al. 2020).
+    Attributes:
+        temperature: divisor of the logits; 0 takes the likeliest token (greedy).
+        top_k: draw among the k likeliest tokens; 0 means all.
+        top_p: draw among the fewest likeliest tokens whose probabilities sum to at least this value; 1 means all
+            (Holtzman et al. 2020).
     """
 
     temperature: float = 1.0
@@ -40,7 +43,7 @@ class Sampling:
 
 
 def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator | None = None) -> int:
-    """Draw a token id from `logits` (one dimension, any float dtype; -inf excludes an id)."""
+    """Draw a token id from logits (one dimension, any floating-point dtype; -inf excludes an id)."""
     logits = logits.float()
     if sampling.temperature == 0:
         return int(logits.argmax())
@@ -57,10 +60,11 @@ def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator | None
 
 
 class TextGenerator:
-    """Generates with a whole GPTModel (no pipeline or tensor parallelism) in evaluation mode.
+    """A generator of tokens with a whole GPTModel in evaluation mode, without pipeline or tensor parallelism.
 
-    `num_positions`: longest sequence that the model knows. `vocab_size`: ids from here on are padding of the embedding
-    and are never drawn.
+    Args:
+        num_positions: largest number of tokens of a sequence.
+        vocab_size: number of token ids; higher ids are padding of the embedding and are never drawn.
     """
 
     def __init__(self, model: torch.nn.Module, *, num_positions: int, vocab_size: int, device: torch.device) -> None:
@@ -71,9 +75,10 @@ class TextGenerator:
         self._new_context()
 
     def stream(self, prompt: Sequence[int], num_tokens: int, sampling: Sampling, *, seed: int = 0) -> Iterator[int]:
-        """Yield `num_tokens` ids that continue `prompt` (at least one id), each as soon as it is drawn.
+        """Yield `num_tokens` ids that continue `prompt`, each as soon as it is drawn.
 
-        Raises ValueError for an empty prompt, ids beyond the vocabulary, or more of them than the model has positions.
+        Raises ValueError for an empty prompt, for ids beyond the vocabulary, and for more ids than the model has
+        positions.
         """
         self._check(prompt)
         generator = torch.Generator().manual_seed(seed)
@@ -103,7 +108,7 @@ class TextGenerator:
 
     @torch.no_grad()
     def _next_logits(self, tokens: list[int]) -> Tensor:
-        """Logits (vocabulary,) on the CPU of the token after `tokens`, which follow what the context holds."""
+        """The logits of the next token, float32 [vocabulary] on the CPU; `tokens` are appended to the context."""
         start, length = self._context.sequence_len_offset, len(tokens)
         ids = torch.tensor([tokens], device=self._device)
         positions = torch.arange(start, start + length, device=self._device).unsqueeze(0)

@@ -1,12 +1,12 @@
-"""The GPT model, and what other models build on: weights that do not depend on how many stages hold it.
+"""The GPT model, and the basis of other models: initial weights that do not depend on the number of stages.
 
-Problem: megatron.core draws all weights of a rank from one stream of random numbers, so a layer's first weights
-depend on how many layers were built before it on the same rank. Runs at p=1 and p=4 then start from different models,
-and nothing that follows can be compared.
+Problem: megatron.core draws all weights of a rank from one stream of random numbers, so a layer's initial weights
+depend on the number of layers that were built before it on the same rank. Runs at p=1 and p=4 would start from
+different models and could not be compared.
 
-Solution: every layer, the embedding and the output layer draw from a stream of their own, seeded by the run's seed
-and the layer's global number. With `--use-cpu-initialization` (always on without CUDA) megatron.core draws the full
-matrix and cuts it, so the weights do not depend on the tensor parallel size either.
+Solution: every layer, the embedding and the output layer draw from streams of their own, seeded by the run's seed and
+the layer's global number. With `--use-cpu-initialization` (always on without CUDA) megatron.core draws the full matrix
+and cuts it, so the weights do not depend on the tensor parallel size either.
 """
 
 import dataclasses
@@ -35,11 +35,11 @@ from megatron.pipeline.runtime.stages.megatron.relay_update import RelayChunk
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.ranks import set_seeds
 
-_STREAM = 1_000_003  # distance of the seeds of neighbouring layers: beyond what tensor ranks and offsets add
+_STREAM = 1_000_003  # distance of the seeds of neighbouring layers, greater than the offsets of tensor ranks
 
 
 class SeededTransformerLayer(TransformerLayer):
-    """A layer whose weights depend on the run's seed and its global number only."""
+    """A layer whose initial weights depend only on the run's seed and on its global number."""
 
     seed = 0
 
@@ -52,7 +52,7 @@ class SeededTransformerLayer(TransformerLayer):
 
 
 def layer_spec(args: TrainConfig) -> ModuleSpec:
-    """The modules of a transformer layer, with the seeded layer class."""
+    """The module specification of a transformer layer, with the seeded layer class."""
     if args.transformer_impl == "transformer_engine":
         spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=args.qk_layernorm)
     else:
@@ -61,13 +61,13 @@ def layer_spec(args: TrainConfig) -> ModuleSpec:
 
 
 def seeded_spec(args: TrainConfig, spec: ModuleSpec) -> ModuleSpec:
-    """`spec` of a transformer layer with the seeded layer class."""
+    """The module specification `spec` of a transformer layer with the seeded layer class."""
     seeded = type("TransformerLayer", (SeededTransformerLayer,), {"seed": args.seed})
     return dataclasses.replace(spec, module=seeded)
 
 
 def layer_stream(args: TrainConfig, number: int) -> int:
-    """The seed from which layer `number` is drawn: 0 the embedding, from 1 the layers, then output layer and heads."""
+    """The seed of the weights of layer `number`: 0 is the embedding, then layers, then output layer and heads."""
     return args.seed + _STREAM * number
 
 
@@ -78,10 +78,10 @@ def gpt_model(
     pre_process: bool = True,
     post_process: bool = True,
 ) -> GPTModel:
-    """Build the part of the GPT that a stage, given by `config`, holds.
+    """Build the part of the GPT for the stage that `config` describes.
 
-    `args.padded_vocab_size` gives the size of the embedding. Random states are left as `set_seeds(args.seed)` leaves
-    them.
+    `args.padded_vocab_size` gives the size of the embedding. At the end the random states are reset by
+    `set_seeds(args.seed)`.
     """
     set_seeds(args.seed)
     tied = not args.untie_embeddings_and_output_weights
@@ -108,7 +108,10 @@ def gpt_model(
 
 
 def draw_output_weight(args: TrainConfig, config: TransformerConfig, weight: torch.Tensor) -> None:
-    """Draw an untied output layer anew, from its own stream: megatron.core drew it after this rank's layers."""
+    """Initialise an untied output layer again, from its own random stream.
+
+    megatron.core draws it after the rank's layers, so that it would depend on the number of these layers.
+    """
     set_seeds(layer_stream(args, config.num_layers + 1))
     layer = tensor_parallel.ColumnParallelLinear(
         config.hidden_size,
@@ -129,14 +132,16 @@ def build_chunks(
     layers: Sequence[int] | None = None,
     on_host: bool = False,
 ) -> list[torch.nn.Module]:
-    """This rank's model chunks, one for each of its stages, on its device and in its dtype. Collective.
+    """Build this rank's model chunks, one for each of its stages, on its device and in its dtype.
+
+    Collective: every rank must call it.
 
     Args:
-        provider_of: from a stage's configuration to Megatron's `provider(pre_process, post_process) -> module`.
-        config: the model's.
-        stages: those of this rank, ascending.
-        layers: how many layers each stage of the pipeline has; default: all in one.
-        on_host: weights live there: each chunk leaves the device before the next one is built.
+        provider_of: a stage's configuration -> Megatron's `provider(pre_process, post_process) -> module`.
+        config: configuration of the whole model.
+        stages: the stages of this rank in ascending order.
+        layers: number of layers of each stage of the pipeline; default: one stage with all layers.
+        on_host: weights live on the host, so each chunk leaves the device before the next one is built.
     """
     layers = (config.num_layers,) if layers is None else layers
     num_stages, chunks = len(layers), []
@@ -150,7 +155,7 @@ def build_chunks(
         model.to(backend.device())
         if own.fp16 or own.bf16:
             model = Float16Module(own, model)
-            if model.pg_collection is None:  # else it asks the rank, and not the stage, whether it is the last
+            if model.pg_collection is None:  # otherwise it would test the rank, and not the stage, for being the last
                 model.pg_collection = seen
         chunks.append(model)
         if on_host:
@@ -163,12 +168,12 @@ def wrap_for_training(
     chunks: list[torch.nn.Module], ddp_config: DistributedDataParallelConfig, *, on_host: bool = False,
     draws: bool = True,
 ) -> list[DistributedDataParallel]:  # fmt: skip
-    """Give each chunk megatron.core's gradient buffers, and all replicas the same weights.
+    """Wrap each chunk with megatron.core's gradient buffers, and broadcast its weights to all replicas.
 
-    `on_host`: weights live there, and no gradients on the device but those that backwards add to. `draws`: False where
-    weights come from elsewhere; then no other rank is needed.
+    `on_host`: weights live on the host, and the device has only the gradients that backwards add to. `draws`: if False,
+    weights are loaded later, so they are not broadcast and the call is not collective.
     """
-    if on_host:  # replicas have drawn the same weights
+    if on_host:  # replicas have drawn the same weights, so no broadcast is needed
         return [RelayChunk(chunk.config, ddp_config, chunk) for chunk in chunks]
     wrapped = [
         DistributedDataParallel(chunk.config, ddp_config, chunk, disable_bucketing=index > 0)

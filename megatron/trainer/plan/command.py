@@ -8,13 +8,14 @@ program's own rules make of the flags, or the reason why they refuse it. No torc
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from megatron.planner import Architecture, Configuration
-from megatron.planner.search.flags import configuration_flags
+from megatron.planner.job.configuration import SETTINGS
 from megatron.trainer.arguments import Platform, parse_args, resolve_platform, validate_args
 from megatron.trainer.arguments.flags.config import TrainConfig, assumed_vocabulary, padded_vocabulary, usual_vocabulary
 from megatron.trainer.arguments.flags.parser import FLAGS, GROUPS, destinations
@@ -42,7 +43,7 @@ class Job:
         argv: flags that stay, in the order of docs/flags.md.
         dropped: flags of the user that a configuration decides, as written.
         global_batch_size: the user's, or None.
-        provisional, provisional_microbatches, provisional_reduce: how 2bw shall predict its weights.
+        predictions: how 2bw shall predict its weights, by field of a configuration; empty: it does not.
         platform: the machines as the flags are checked for them.
         priced: what the user asked for that the program does not train, and a search prices.
     """
@@ -52,9 +53,7 @@ class Job:
     dropped: tuple[str, ...]
     global_batch_size: int | None
     platform: Platform
-    provisional: str = "off"
-    provisional_microbatches: int | None = None
-    provisional_reduce: bool = False
+    predictions: Mapping[str, Any] = field(default_factory=dict)
     priced: PricedFlags = field(default_factory=PricedFlags)
 
     @classmethod
@@ -71,12 +70,12 @@ class Job:
         if given.max_position_embeddings is None and given.seq_length is not None:
             argv = [*argv, "--max-position-embeddings", str(given.seq_length)]
             given = parse_args(argv, prog=program, defaults=defaults, accepts=Role.PRICED)
-        kept, dropped, priced = [], [], []
+        predicts, kept, dropped, priced = given.pipeline_2bw_provisional != "off", [], [], []
         for flag in _given_flags(given):
             if Role.PRICED in flag.roles:
                 priced.append((flag, _written(flag, given)))
                 continue
-            if Role.PREDICTION in flag.roles and given.pipeline_2bw_provisional != "off":
+            if Role.PREDICTION in flag.roles and predicts:
                 continue
             (dropped if Role.CONFIGURATION in flag.roles else kept).append(_written(flag, given))
         job = cls(
@@ -85,9 +84,11 @@ class Job:
             dropped=tuple(" ".join(each) for each in dropped if each[:1] != ("--global-batch-size",)),
             global_batch_size=given.global_batch_size,
             platform=platform,
-            provisional=given.pipeline_2bw_provisional,
-            provisional_microbatches=given.pipeline_2bw_provisional_microbatches,
-            provisional_reduce=given.pipeline_2bw_provisional_reduce,
+            predictions={
+                name: getattr(given, dest)
+                for name, setting in SETTINGS.items()
+                if predicts and (dest := _DESTINATIONS.get(setting.flag)) in destinations(Role.PREDICTION)
+            },
             priced=read_priced(given, priced),
         )
         assert job._alone  # so that what is wrong in any case is said at once
@@ -105,7 +106,7 @@ class Job:
         A search asks for thousands, so the job's flags are parsed once, and the configuration's values are set. That
         its argv is parsed to these values a test shows.
         """
-        flags = configuration_flags(configuration)
+        flags = configuration.flags()
         if configuration.rank_mapping == "optimized":
             flags["--rank-topology"] = "topology.yaml"
         values = {_DESTINATIONS[name]: value for name, value in flags.items()}

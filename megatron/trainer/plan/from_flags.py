@@ -347,7 +347,8 @@ def prove(args: TrainConfig) -> tuple[CheckReport, Demand]:
     if args.eval_iters:
         stream.evaluation(sizes[-1])
     proved = [_prove_periodic(schedule, size) for size in dict.fromkeys((sizes[0], max(sizes)))]
-    return proved[-1][0], most(demand for _, demand in proved)
+    demand = most(demand for _, demand in proved)
+    return proved[-1][0], demand.in_one_buffer if args.pipeline_2bw_single_gradient_buffer else demand
 
 
 def _prove_periodic(schedule: PipelineSchedule, num_microbatches: int) -> tuple[CheckReport, Demand]:

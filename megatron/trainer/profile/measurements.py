@@ -1,23 +1,23 @@
-"""What the processes of a profile measure: a stage, transfers and all-reduces, the host, and which machine this is.
+"""The measurements of a profile: a single stage, transfers and all-reduces, the host, and a description of the machine.
 
 The costs of a layer, the embedding and the head can be measured without the other stages of a pipeline, if the stage
 runs as in training: megatron.core's chunk in DDP, its seeded dropout, its data, its gradients and its optimizer's step.
-So a job of tensor ranks alone builds the model, optimizer and data iterator of a training run for one `StagePosition`.
-A stage without an embedding receives a constant activation, one without a head a constant gradient. The last stage's
-output layer is untied from the embedding, which this stage does not have; that costs the same.
+So a job that has only tensor ranks builds the model, optimizer and data iterator of a training run for one
+`StagePosition`. A stage without an embedding receives a constant activation, a stage without a head a constant
+gradient. The last stage's output layer is not tied, since the stage has no embedding; its cost is the same.
 
-A stage alone: forward and backward of microbatches, whole or in halves, and the update of a batch. The calls are those
-of the executor, in the order of its instructions (contract/stage.py), batch by batch, so a forward meets the caches
-that a backward and an optimizer step have left. A batch counts with the mean over its microbatches: an iteration takes
-their sum, and where some are interrupted now and then, the median of single ones is less than that. On CUDA marks are
-events on the compute stream: they time the device's work in the order of training, without a wait in between.
+A single stage: forward and backward of microbatches, whole or in halves, and the update of a batch. The calls and their
+order are those of the executor (contract/stage.py), batch by batch, so that a forward finds the caches in the state in
+which a backward and an optimizer step leave them. The sample of a batch is the mean over its microbatches, since an
+iteration takes their sum; if some microbatches are interrupted, the median of single ones would be too small. On CUDA
+marks are events on the compute stream, which time the device's work in the order of training without extra waits.
 
-Between ranks: the links and groups that training uses.
+Between ranks: the same links and groups as in training.
 
 The host, which may hold the weights: copies go between the runtime's own buffers. On CUDA these are pinned memory and
-the GPU's memory; on a CPU the host is a shared mapping and the device the process's private memory, so the copies are
-copies in memory. The optimizer is the runtime's, on a stage of its own: AdamW by both kernels, with FP32 masters where
-weights have 16 bits, and gradients in FP32, as they arrive.
+the GPU's memory. On a CPU the host's buffer is a shared mapping and the device's buffer private memory, so the copies
+are copies in memory. The optimizer is the runtime's, for a single stage: AdamW with each kernel, with FP32 masters for
+16-bit weights, and with gradients in FP32, as they arrive.
 """
 
 import os
@@ -68,7 +68,7 @@ _STAGE_OF_POSITION = {
 
 @dataclass
 class LoneStage:
-    """A stage with its constant inputs. `deferred_bytes`: what a microbatch keeps between I and W, once measured."""
+    """A stage with its constant inputs. `deferred_bytes`: bytes of a microbatch between I and W, once measured."""
 
     stage: MegatronStage
     update: Update
@@ -79,16 +79,17 @@ class LoneStage:
     deferred_bytes: int = 0
 
     def close(self) -> None:
-        """End the processes that load samples."""
+        """End the processes that load the stage's samples."""
         self.iterator.close()
 
 
 def build_lone_stage(
     args: TrainConfig, program: TrainingProgram, position: StagePosition, weights: WeightPolicy
 ) -> LoneStage:
-    """Build `args.num_layers` layers at `position`. Collective over the tensor ranks, which are the whole job.
+    """Build a stage of `args.num_layers` layers at `position`.
 
-    Raises ValueError for what a training run would refuse.
+    Collective: every tensor rank, which is every rank of the job, must call it. Raises ValueError for arguments that a
+    training run would refuse.
     """
     index, num_stages = _STAGE_OF_POSITION[position]
     tokenizer = build_tokenizer(args)
@@ -130,11 +131,11 @@ def _constant(spec, scale: float) -> Tensor | None:
     return scale * torch.randn(spec.shape, device=backend.device()).to(spec.dtype)
 
 
-# --- a stage alone ----------------------------------------------------------------------------------------------------
+# --- a single stage ---------------------------------------------------------------------------------------------------
 
 Samples = dict[str, list[float]]
-"""What was timed -> seconds in each batch: forward, backward (of a microbatch, the mean), zero, norm, step; with halves
-also backward_input and backward_weight."""
+"""Name of a measurement -> seconds in each batch: forward and backward (the mean over microbatches), zero, norm, step;
+with halves also backward_input and backward_weight."""
 
 
 def time_stage(
@@ -149,10 +150,10 @@ def time_stage(
     """Run batches of `num_microbatches` and time the last `num_batches` of them.
 
     Args:
-        num_warmup: batches before those that count.
-        start: called before the first; where others are to work at the same time, it waits for them.
-        halves: behind each batch comes one more whose backwards are in halves, each W behind its I, of which these are
-            timed. So both meet the same machine. Sets `deferred_bytes` of `lone`.
+        num_warmup: number of batches before the timed ones.
+        start: called before the first batch; waits for other processes that work at the same time.
+        halves: after each batch run another batch with split backwards, each W after its I, and time these halves, so
+            that both are measured under the same conditions. Sets `deferred_bytes` of `lone`.
     """
     clock = CudaClock() if backend.is_cuda() else HostClock()
     if halves:
@@ -183,7 +184,7 @@ _HALVES = ("backward_input", "backward_weight")
 def _run_batch(
     lone: LoneStage, batch: int, num_microbatches: int, now: Callable, *, split: bool = False
 ) -> list[tuple]:
-    """The steps of a batch, and the clock's marks before and after each."""
+    """Run a batch. Returns (name, mark before, mark after) for each of its steps, with marks of the clock."""
     marks = []
     stage, update = lone.stage, lone.update
     info = BatchInfo(batch, num_microbatches, num_microbatches)
@@ -227,15 +228,17 @@ _FLOAT = 4
 
 
 def time_transfers(sizes: Sequence[int], *, num_iterations: int, num_warmup: int) -> dict[int, list[float]]:
-    """Number of bytes -> seconds one way, half of each of `num_iterations` round trips between ranks 0 and 1.
-    Collective over the two."""
+    """Number of bytes -> seconds in one direction, half of each of `num_iterations` round trips between ranks 0 and 1.
+
+    Collective: both ranks must call it.
+    """
     rank, name = dist.get_rank(), backend.process_group_backend()
     link_class = LINKS[name, backend.device().type]
     options = {"timeout": _TIMEOUT, "device": backend.device(), "store": dist.distributed_c10d._get_default_store()}
     links = [
         link_class(f"profile/{source}", sends=rank == source, on_error=lambda error: None, **options)
         for source in (0, 1)
-    ]  # a link each way
+    ]  # one link for each direction
     outward, homeward = links[rank], links[1 - rank]
     found: dict[int, list[float]] = {}
     for size in sizes:
@@ -261,7 +264,10 @@ def time_transfers(sizes: Sequence[int], *, num_iterations: int, num_warmup: int
 
 
 def time_all_reduces(sizes: Sequence[int], *, num_iterations: int, num_warmup: int) -> dict[int, list[float]]:
-    """Number of bytes -> seconds of an all-reduce of FP32 numbers over all ranks. Collective."""
+    """Number of bytes -> seconds of each all-reduce of FP32 numbers over all ranks.
+
+    Collective: every rank must call it.
+    """
     group = ChainGroup(
         "profile", list(range(dist.get_world_size())), backend_name=backend.process_group_backend(), timeout=_TIMEOUT
     )
@@ -270,7 +276,7 @@ def time_all_reduces(sizes: Sequence[int], *, num_iterations: int, num_warmup: i
         tensor = torch.ones(max(size // _FLOAT, 1), device=backend.device())
         samples = []
         for _ in range(num_warmup + num_iterations):
-            dist.barrier()  # so that none is timed while it waits for another
+            dist.barrier()  # so that the time has no wait for a late rank
             backend.synchronize()
             start = time.perf_counter()
             group.all_reduce(tensor)
@@ -284,11 +290,11 @@ def time_all_reduces(sizes: Sequence[int], *, num_iterations: int, num_warmup: i
 # --- copies, and the host's optimizer ---------------------------------------------------------------------------------
 
 TO_DEVICE, FROM_DEVICE = "to device", "from device"
-_LARGEST = 2**22  # elements of a matrix: beyond caches, and more take as much each
+_LARGEST = 2**22  # elements of a matrix, beyond all caches; the time of an element is the same in a larger one
 
 
 def time_copies(sizes: Sequence[int], *, num_iterations: int, num_warmup: int) -> dict[tuple[str, int], list[float]]:
-    """Direction and number of bytes -> seconds of each copy."""
+    """(direction, number of bytes) -> seconds of each copy between host and device."""
     device = backend.device()
     found = {}
     for size in sizes:
@@ -309,7 +315,10 @@ def time_copies(sizes: Sequence[int], *, num_iterations: int, num_warmup: int) -
 def time_updates(
     model: Architecture, dtype: str, *, num_iterations: int, num_warmup: int
 ) -> tuple[int, dict[str, list[float]]]:
-    """Parameters of a stage, and kernel -> seconds of each of its updates. `dtype`: of the weights."""
+    """Time updates of a layer by the host's optimizer. Returns the number of parameters, and kernel -> seconds of each.
+
+    `dtype`: dtype of the weights.
+    """
     kind = getattr(torch, dtype)
     found, num_parameters = {}, 0
     for kernel in KERNELS:
@@ -332,7 +341,7 @@ def time_updates(
 
 
 def shapes_of_layer(model: Architecture) -> list[tuple[int, ...]]:
-    """The shapes of a layer's matrices, with fewer rows where they are very large, and of as many vectors."""
+    """The shapes of a layer's matrices, with fewer rows if they are very large, and of one vector for each matrix."""
     h, wide = model.hidden_size, model.ffn_hidden_size * (2 if model.gated else 1)
     matrices = [(model.query_width + 2 * model.key_width, h), (h, model.query_width), (wide, h),
                 (h, model.ffn_hidden_size)]  # fmt: skip
@@ -344,7 +353,10 @@ def shapes_of_layer(model: Architecture) -> list[tuple[int, ...]]:
 
 
 def describe(args: TrainConfig) -> dict:
-    """`model`, `dtype`, `transformer_impl`, `shares_processor` and `machine` of a `Profile`; `args` are complete."""
+    """The fields `model`, `dtype`, `transformer_impl`, `shares_processor` and `machine` of a `Profile`.
+
+    Precondition: `args` are complete.
+    """
     args = replace(args, padded_vocab_size=padded_vocab_size(args, build_tokenizer(args)))
     return {
         "model": from_flags.architecture(args),
@@ -363,7 +375,7 @@ def describe(args: TrainConfig) -> dict:
 
 
 def _processor() -> str:
-    """The name of the CPU, as Linux knows it."""
+    """The name of the CPU."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as stream:
             for line in stream:

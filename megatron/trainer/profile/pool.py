@@ -1,11 +1,11 @@
-"""Processes that measure: started once, then given tasks, of which some are done by several at the same time.
+"""A pool of processes that measure: they are started once, and several of them can work on a task at the same time.
 
-Problem: a stage is measured in a job of its tensor ranks, and, where processes share a processor, while other jobs like
-it work beside it. Starting processes for each would take longer than measuring.
+Problem: a stage is measured in a job of its tensor ranks. If processes share a processor, several such jobs have to
+work at the same time. Starting processes for each measurement would take longer than the measurement.
 
-Solution: a pool. A task names how many ranks a job has and how many jobs there are; each of these processes becomes a
-rank of its job, builds what it needs, and says that it is ready. When all are, all begin. A process that fails or dies
-ends the pool.
+Solution: a pool of processes. A task has a number of jobs and a number of ranks of each job. Each process becomes a
+rank of its job, builds its part, and reports that it is ready; when all are ready, all begin. A process that fails or
+dies ends the pool.
 """
 
 import gc
@@ -31,14 +31,14 @@ _OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|out of memory|MemoryError|can't a
 
 
 class MeasuringError(ValueError):
-    """A task could not be done; the text names the process and the reason."""
+    """The error for a task that failed; the text names the process and the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuringTask:
     """A task that `num_jobs` jobs of `num_ranks` ranks each run at the same time.
 
-    `run` is called in each process with the arguments and `start`, which it has to call once, when it is ready.
+    `run` is called in each process with `store`, `start` and the arguments; it must call `start` once it is ready.
     """
 
     num_ranks: int
@@ -52,7 +52,7 @@ class MeasuringTask:
 
 
 class Pool:
-    """`size` processes; `threads` each in the operators of a CPU. Use it as a context manager."""
+    """A pool of `size` processes with `threads` CPU threads each. Use it as a context manager."""
 
     def __init__(self, size: int, *, threads: int, task_timeout: float = 3600.0) -> None:
         self.size = size
@@ -63,7 +63,7 @@ class Pool:
         self._connections: list[Connection] = []
         self._processes = []
         context = multiprocessing.get_context("spawn")
-        resource_tracker.ensure_running()  # of this process, and so without the mark
+        resource_tracker.ensure_running()  # started here, since it must not inherit the mark
         environment = {
             "OMP_NUM_THREADS": str(threads),
             "MKL_NUM_THREADS": str(threads),
@@ -89,13 +89,13 @@ class Pool:
                     connection.send(None)
             for process in self._processes:
                 process.join(10.0)
-        end_marked(self._mark)  # and the processes that they have started
+        end_marked(self._mark)  # ends the child processes of the pool's processes, too
         for process in self._processes:
             process.join()
         self._stores.cleanup()
 
     def do(self, task: MeasuringTask) -> list[Any]:
-        """The results of all ranks of all jobs, job by job. Raises MeasuringError."""
+        """Run a task. Returns the results of all ranks of all jobs, job by job. Raises MeasuringError if it fails."""
         assert task.working <= self.size, task
         self._num_tasks += 1
         for index in range(task.working):
@@ -144,8 +144,7 @@ class Pool:
 
 
 def _environment(values: dict[str, str]) -> ExitStack:
-    """A block with these environment variables, for processes that are started in it; afterwards the old values are
-    back."""
+    """Set environment variables within a block, for processes started in it; its end restores the old values."""
     stack = ExitStack()
     for name, value in values.items():
         before = os.environ.get(name)
@@ -158,11 +157,11 @@ def _environment(values: dict[str, str]) -> ExitStack:
 
 
 def _serve(connection: Connection, local_rank: int, local_size: int) -> None:
-    """The life of a process of the pool."""
+    """The main function of a process of the pool: it runs tasks until the parent ends it, or a task fails."""
     from megatron import backend
 
-    multiprocessing.current_process().daemon = False  # the parent's word is for its own end; loaders have processes
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the parent ends them
+    multiprocessing.current_process().daemon = False  # daemons cannot have child processes, and loaders do
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends SIGINT to all processes; the parent ends them
     threading.Thread(target=_end_with_parent, name="end with parent", daemon=True).start()
     backend.install()
     backend.keep_freed_memory()  # as in training
@@ -188,7 +187,7 @@ def _told(error: BaseException) -> str:
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent ends: a killed parent cannot end it, and it would measure for nobody."""
+    """End this process when its parent ends, since a killed parent cannot end it."""
     multiprocessing.parent_process().join()
     os._exit(1)
 
@@ -213,15 +212,15 @@ def _do(task: MeasuringTask, rank: int, store_path: str, connection: Connection)
     finally:
         initialize.shut_down()
         gc.unfreeze()
-        gc.collect()  # a stage refers to itself; the next one is to find its memory free
+        gc.collect()  # a stage has reference cycles; its memory must be free for the next one
         if backend.is_cuda():
             torch.cuda.empty_cache()
 
 
 def working_counts(num_ranks: int, processes: int, *, shares_processor: bool) -> Sequence[int]:
-    """The numbers of processes that work at once: one job alone, two, four ... up to the available room.
+    """The numbers of processes to measure with: those of one job, two jobs, four jobs, ..., up to all processes.
 
-    Where processes have a device each, all at once, as in training.
+    If each process has its own device, only the largest number, as in training.
     """
     most = processes // num_ranks * num_ranks
     if not shares_processor:

@@ -1,8 +1,8 @@
-"""A profiling session: which blocks are timed in which order, and the profile that comes out. No torch in this process.
+"""A profiling session: the order of the measured blocks, and the resulting profile. This process imports no torch.
 
-The middle of a pipeline is timed with two numbers of layers, whose difference is what a layer takes; the first, the
-last and the only stage of a pipeline with the smaller one, which gives embedding and head. Everything is measured in
-rounds: on a machine that drifts (clock, heat, neighbours) what is compared meets all of it alike.
+A middle stage is timed with two numbers of layers, whose difference gives the time of a layer. The first, the last and
+the only stage of a pipeline are timed with the smaller number, which gives the times of embedding and head. All blocks
+are measured in several rounds, so that drift of the machine (clock, heat, neighbours) affects all of them equally.
 """
 
 import itertools
@@ -30,8 +30,8 @@ from megatron.trainer.profile.tasks import HostPlan, StagePlan, TransferPlan
 
 TRANSFER_SIZES = tuple(2**exponent for exponent in range(12, 27, 2))  # 4 KiB to 64 MiB
 COPY_SIZES = tuple(2**exponent for exponent in range(12, 27, 7))  # 4 KiB, 512 KiB, 64 MiB
-_MICROBATCHES = 8  # in a batch that is timed, and counts once
-_WARMUP = 10  # iterations, at least
+_MICROBATCHES = 8  # microbatches of a timed batch, which gives one sample
+_WARMUP = 10  # least number of iterations before the timed ones
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,14 +40,15 @@ class Session:
 
     Attributes:
         architecture: "gpt" or "bert".
-        argv: of the model; see `plan.command.model_argv`.
-        sequence_parallel: with several tensor ranks.
-        processes: how many there are; tensor degrees beyond are refused.
-        threads: of each, in the operators of a CPU.
-        tensors, micro_batch_sizes, scopes, weights: of each, those to measure. Updates do not depend on microbatches
-            and scopes; other policies than the first are timed with the first of each.
+        argv: flags of the model; see `plan.command.model_argv`.
+        sequence_parallel: use sequence parallelism with several tensor ranks.
+        processes: number of processes; larger tensor degrees are refused.
+        threads: CPU threads of each process.
+        tensors, micro_batch_sizes, scopes, weights: the tensor degrees, microbatch sizes, recompute scopes and weight
+            policies to measure. Updates do not depend on microbatches and scopes, so all policies except the first are
+            measured only with the first microbatch size and scope.
         layers: the two numbers of layers.
-        iterations: microbatches that are timed of each block, over all rounds.
+        iterations: number of timed microbatches of each block over all rounds.
     """
 
     architecture: str
@@ -74,7 +75,10 @@ class Session:
             raise ValueError(f"--layers {few} {many}: the second number has to be larger; give for example 1 3")
 
     def run(self, progress: Callable[[int, int, str], None] = lambda done, total, what: None) -> Profile:
-        """Measure. `progress(done, total, what)` is called before each block. Raises ValueError."""
+        """Make all measurements, and return the profile. Raises ValueError if one fails.
+
+        `progress(done, total, what)` is called before each block.
+        """
         with Pool(self.processes, threads=self.threads) as pool:
             description = pool.do(MeasuringTask(num_ranks=1, num_jobs=1, run=self._example.describe))[0]
             blocks = list(self._blocks(description["shares_processor"]))
@@ -117,7 +121,7 @@ class Session:
         )
 
     def _blocks(self, shares_processor: bool) -> Iterator[tuple[StagePlan, int]]:
-        """The stages, and how many processes work on them at once."""
+        """Yield the stages to measure, each with the number of processes that work at the same time."""
         few, many = self.layers
         places = [
             (StagePosition.MIDDLE, few),

@@ -1,4 +1,4 @@
-"""What the processes of the pool are asked to do: become ranks of a job, build, measure."""
+"""The tasks of the pool's processes: they become ranks of a job, build its parts, and measure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.architecture import Architecture
-from megatron.planner.search.flags import configuration_argv
 from megatron.planner.time.profile import StagePosition
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.plan.command import PROGRAMS
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
-    """One stage to be timed. `argv`: of the model; see `plan.command.model_argv`."""
+    """The plan to time one stage. `argv`: flags of the model; see `plan.command.model_argv`."""
 
     architecture: str
     argv: tuple[str, ...]
@@ -41,7 +40,7 @@ class StagePlan:
     num_warmup: int
 
     def arguments(self) -> argparse.Namespace:
-        """The flags of a run of this stage, parsed. Raises ValueError."""
+        """The parsed flags of a run with this stage. Raises ValueError for invalid flags."""
         from megatron.trainer.arguments import parse_args
 
         configuration = Configuration(
@@ -53,13 +52,15 @@ class StagePlan:
         )
         length = ("--num-layers", str(self.num_layers), "--train-iters", str(self.num_batches), "--eval-iters", "0")
         return parse_args(
-            [*self.argv, *configuration_argv(configuration), *length],
+            [*self.argv, *configuration.argv(), *length],
             defaults=PROGRAMS[self.architecture][1],
         )
 
     def time(self, *, store: object, start: Callable[[], None]) -> tuple[dict[str, list[float]], int, int]:
-        """Run by each rank: seconds of each thing that was timed, how many parameters the rank has, and how many bytes
-        a microbatch keeps between the halves of its backward. Layers of Transformer Engine have no halves.
+        """Build and time the stage; called on each rank.
+
+        Returns the samples, the number of the rank's parameters, and the bytes that a microbatch keeps between the
+        halves of its backward (0 for layers of Transformer Engine, whose backwards are not split).
         """
         from megatron.trainer.profile.measurements import build_lone_stage, time_stage
 
@@ -75,7 +76,7 @@ class StagePlan:
         return samples, lone.num_parameters, lone.deferred_bytes
 
     def describe(self, *, store: object, start: Callable[[], None]) -> dict:
-        """Run by one rank: what the profile says of the model and the machine."""
+        """The profile's fields about the model and the machine; called on one rank."""
         from megatron.trainer.profile.measurements import describe
 
         args = prepare(self.arguments(), store)
@@ -85,7 +86,7 @@ class StagePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class TransferPlan:
-    """Transfers between two ranks, or all-reduces over several. `sizes`: bytes."""
+    """The plan to time transfers between two ranks, or all-reduces over several. `sizes`: numbers of bytes."""
 
     sizes: tuple[int, ...]
     num_iterations: int
@@ -119,8 +120,9 @@ class TransferPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class HostPlan:
-    """Copies between host and device of `sizes` bytes, and the host's optimizer on a layer of `model` with weights of
-    `dtype`.
+    """The plan to time copies between host and device, and the host's optimizer.
+
+    `sizes`: numbers of bytes to copy. `model`, `dtype`: model of the layer that is updated, and dtype of its weights.
     """
 
     sizes: tuple[int, ...]
@@ -130,7 +132,10 @@ class HostPlan:
     num_warmup: int
 
     def time(self, *, store: object, start: Callable[[], None]) -> tuple[dict, int, dict[str, list[float]]]:
-        """Run by each process: seconds of copies, the number of parameters, and seconds of their updates."""
+        """Time copies and updates; called in each process.
+
+        Returns the seconds of copies, the number of parameters, and the seconds of their updates.
+        """
         import torch
 
         from megatron import backend
@@ -151,8 +156,10 @@ def training_program(architecture: str) -> TrainingProgram:
 
 
 def prepare(parsed: argparse.Namespace, store: object | None) -> TrainConfig:
-    """Become a rank of a job (unless `store` is None: it is one already), and complete its configuration. Raises
-    ValueError."""
+    """Complete the configuration, and join a job through `store`; None if this process is a rank already.
+
+    Raises ValueError for invalid arguments.
+    """
     from megatron.trainer.run.pretraining import complete
     from megatron.trainer.start_up import initialize
 

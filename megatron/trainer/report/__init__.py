@@ -1,1 +1,1 @@
-"""What a run says while it trains and leaves behind: log, metrics, timelines, profiles."""
+"""The reports of a run: log, metrics and profiles."""

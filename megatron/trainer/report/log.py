@@ -1,5 +1,4 @@
-"""What a run says: Megatron's log line, TensorBoard, Weights & Biases, the metrics file. One rank, the last, writes
-all."""
+"""The log of a run: Megatron's log line, TensorBoard, Weights & Biases, the metrics file. Only the last rank writes."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Progress:
-    """The position of the run after a batch, beside the batch's report."""
+    """The position of the run after a batch, which is reported together with the batch."""
 
     iteration: int
     consumed_samples: int
@@ -47,7 +46,7 @@ class Progress:
 
 @dataclass
 class Interval:
-    """Sums since the last log line."""
+    """The sums and peaks since the last log line."""
 
     losses: dict[str, float] = field(default_factory=dict)
     num_losses: int = 0
@@ -56,8 +55,8 @@ class Interval:
     iterations: int = 0
     seconds: float = 0.0
     tokens: int = 0
-    saved_activation_bytes: Sequence[int] = ()  # peaks by pipeline rank, where they are counted
-    deferred_bytes: Sequence[int] = ()  # the same of what is kept between I and W
+    saved_activation_bytes: Sequence[int] = ()  # peaks by pipeline rank, if they are counted
+    deferred_bytes: Sequence[int] = ()  # peaks by pipeline rank of tensors kept between I and W
 
     def add(
         self,
@@ -80,23 +79,25 @@ class Interval:
         self.deferred_bytes = _larger(self.deferred_bytes, deferred_bytes)
 
     def means(self) -> dict[str, float]:
-        """Mean of each loss over the batches that had finite ones."""
+        """The mean of each loss over the batches with finite losses."""
         return {name: total / self.num_losses for name, total in self.losses.items()} or {LOSS: math.nan}
 
 
 def _larger(before: Sequence[int], now: Sequence[int]) -> list[int]:
-    """The larger count of each rank; before the first count there is nothing to compare."""
+    """The larger of two counts for each rank; `before` is empty before the first count."""
     return [max(pair) for pair in zip(before or now, now, strict=True)]
 
 
 def main_loss(losses: Mapping[str, float]) -> str:
-    """The name of the loss that is trained, or of the first of several."""
+    """The name of the main training loss."""
     return next((name for name in (LOSS, CLASS_LOSS) if name in losses), LOSS)
 
 
 def by_pipeline_rank(values: Sequence[float], num_pipeline_ranks: int) -> list[int]:
-    """The largest value of each pipeline rank. `values` are in the order of the job's ranks, which numbers tensor ranks
-    first, then replicas, then pipeline ranks."""
+    """The largest value of each pipeline rank.
+
+    `values` are in the order of the job's ranks, in which tensor ranks vary fastest, then replicas.
+    """
     width = len(values) // num_pipeline_ranks
     return [int(max(values[first : first + width])) for first in range(0, len(values), width)]
 
@@ -110,10 +111,10 @@ def log_line(
     flops: float | None = None,
     now: float | None = None,
 ) -> str:
-    """Megatron's log line: means over the interval for time and loss, peaks for saved activations, by pipeline rank,
-    and the last batch's values for the rest.
+    """Megatron's log line.
 
-    `flops` are the floating-point operations per token and GPU, or None to leave the throughput out.
+    Time and losses are means over the interval, saved activations are peaks by pipeline rank, and all other values are
+    those of the last batch. `flops`: floating-point operations per token and GPU; None leaves the throughput out.
     """
     stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
     parts = [
@@ -145,10 +146,9 @@ def log_line(
 
 
 class Reporter:
-    """Writes everything that a run reports. On all ranks but the last it writes nothing.
+    """The writer of all reports of a run. Only the last rank writes.
 
-    Raises ValueError where the metrics file or TensorBoard's directory cannot be written for another reason than a full
-    disk.
+    Raises ValueError if the metrics file or TensorBoard's directory cannot be written, except on a full disk.
     """
 
     def __init__(self, args: TrainConfig) -> None:
@@ -177,7 +177,7 @@ class Reporter:
         self._flops = per_token if args.log_throughput and backend.is_cuda() else None
 
     def say(self, text: str) -> None:
-        """Print a line for the user, once in the job; nothing for an empty one."""
+        """Print a line for the user, once in the job; an empty text prints nothing."""
         if self.writes and text:
             with self._said.attempt():
                 sys.stdout.write(text + "\n")
@@ -192,7 +192,7 @@ class Reporter:
                 stream.write(f"{stamp}\tJob ID: {job}\t# ranks: {self.args.world_size}\t{text}\n")
 
     def iteration(self, report: BatchReport, progress: Progress) -> None:
-        """Record one batch; print the log line where its interval ends."""
+        """Record one batch, and print the log line at the end of an interval."""
         peaks = {
             name: by_pipeline_rank(values, self.args.pipeline_model_parallel_size)
             for name, values in report.rank_metrics.items()
@@ -207,7 +207,7 @@ class Reporter:
             self._interval = Interval()
 
     def _begin(self, progress: Progress) -> None:
-        """Record before the first batch how a run begins, or goes on from a checkpoint, whose pipeline may change."""
+        """Before the first batch, record the arrangement with which a run begins or resumes, if it can change."""
         if not self._has_begun and self.args.changes and self._metrics is not None:
             values = _shape(self.args.arrangement)
             self._metrics.write(
@@ -265,13 +265,13 @@ class Reporter:
         self._publish(values, progress.iteration)
 
     def _publish(self, values: Mapping[str, float], iteration: int) -> None:
-        """Send the values to Weights & Biases."""
+        """Send values to Weights & Biases."""
         if self._wandb is not None:
             with self._published.attempt():
                 self._wandb.log(values, step=iteration)
 
     def _show(self, scalars: Sequence[tuple[str, float, int]]) -> None:
-        """Give TensorBoard (name, value, iteration or samples). The writer is given up after a failed write."""
+        """Write scalars (name, value, iteration or samples) to TensorBoard, which is closed after a failed write."""
         if self._board is None:
             return
         with self._shown.attempt():
@@ -281,7 +281,7 @@ class Reporter:
             self._board = None
 
     def evaluation(self, name: str, iteration: int, losses: dict[str, float], *, seconds: float) -> None:
-        """Record one evaluation: its mean losses by name. `name` is "validation" or "test"."""
+        """Record an evaluation with its mean losses by name. `name`: "validation" or "test"."""
         main = main_loss(losses)
         loss = losses[main]
         perplexity = {"ppl": math.exp(min(20.0, loss))} if main == LOSS else {}
@@ -304,8 +304,8 @@ class Reporter:
         self._publish({f"{each} {name}": value for each, value in losses.items()}, iteration)
 
     def change(self, iteration: int, change: Change, outlook: Outlook | None) -> None:
-        """Record that the pipeline has changed behind an iteration, and what was expected of it."""
-        self._interval.saved_activation_bytes = self._interval.deferred_bytes = ()  # of other ranks than those to come
+        """Record a change of the pipeline after an iteration, with the expected times of a batch."""
+        self._interval.saved_activation_bytes = self._interval.deferred_bytes = ()  # the ranks of a pipeline change
         self.say(f" pipeline changed at iteration {iteration} | {change.describe(outlook)} |")
         if not self.writes:
             return
@@ -324,7 +324,7 @@ class Reporter:
         self._publish(named, iteration)
 
     def close(self) -> None:
-        """Write out what is pending."""
+        """Write pending output, and close all writers."""
         if self._metrics is not None:
             self._metrics.close()
         if self._board is not None:
@@ -336,7 +336,7 @@ class Reporter:
 
 
 def _shape(arrangement: Arrangement) -> dict[str, int]:
-    """The numbers among an arrangement's parts."""
+    """The numbers of an arrangement, by their names in the metrics file."""
     return {
         "frozen_layers": arrangement.num_frozen,
         "pipeline_ranks": arrangement.pipeline,
@@ -346,13 +346,15 @@ def _shape(arrangement: Arrangement) -> dict[str, int]:
 
 
 def _key(name: str) -> str:
-    """A loss's name in the metrics file."""
+    """The name of a loss in the metrics file."""
     return name.replace(" ", "_")
 
 
 def packages_not_here(args: TrainConfig) -> dict[str, str]:
-    """Packages that flags ask for and this process cannot import, each with a sentence. What they would record is in
-    the log and in --metrics-file, so a run goes on without them."""
+    """Name of each package that flags need and that is not installed -> a sentence about it.
+
+    A run continues without these packages, since the log and --metrics-file have the same values.
+    """
     wanted = {
         "tensorboard": args.tensorboard_dir and f"--tensorboard-dir {args.tensorboard_dir}",
         "wandb": args.wandb_project and f"--wandb-project {args.wandb_project}",
@@ -365,12 +367,12 @@ def packages_not_here(args: TrainConfig) -> dict[str, str]:
 
 
 def _tensorboard(args: TrainConfig):
-    """Raises OSError on a full disk, and ValueError where the directory cannot be written at all."""
+    """Open TensorBoard's writer. Raises OSError on a full disk, and ValueError if the directory cannot be written."""
     from torch.utils.tensorboard import SummaryWriter
 
     try:
         os.makedirs(args.tensorboard_dir, exist_ok=True)
-        with tempfile.TemporaryFile(dir=args.tensorboard_dir) as trial:  # a thread of the writer prints a traceback
+        with tempfile.TemporaryFile(dir=args.tensorboard_dir) as trial:  # the writer's thread raises no error here
             trial.write(bytes(4096))
         return SummaryWriter(log_dir=args.tensorboard_dir, max_queue=args.tensorboard_queue_size)
     except OSError as error:
@@ -392,7 +394,7 @@ def _weights_and_biases(args: TrainConfig):
 
 def configure_logging(level: int | None) -> None:
     """Set Python's logging to warnings, or to `--logging-level`."""
-    # megatron.core wants 1 wherever there is tensor parallelism, which hangs a job whose reductions run beside
-    # computations (pipeline/check/queue_environment.py); docs/gpu.md says who may set it.
+    # megatron.core demands 1 with tensor parallelism, but then a job whose reductions run beside computations may hang
+    # (pipeline/check/queue_environment.py); docs/gpu.md describes which jobs may set it.
     warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS")
     logging.basicConfig(level=logging.WARNING if level is None else level, format="%(name)s: %(message)s")

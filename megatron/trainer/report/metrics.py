@@ -1,12 +1,13 @@
-"""What a run measures and writes: `--metrics-file`, by-products that may fail, and the arithmetic of a model.
+"""The metrics of a run: `--metrics-file`, outputs that may fail without ending the run, and the arithmetic of a model.
 
-`--metrics-file` holds JSON lines with full precision: one object per iteration, one per evaluation, and for a pipeline
-that may change one at the start (`initial_...`) and one per change. One rank writes them, and gives each to the system
-at once, so that a killed run leaves whole lines. A line that cannot be written, as on a full disk, is kept and written
-before the next. A resumed run appends; where it repeats iterations, the last line of an iteration counts.
+`--metrics-file` has JSON lines with full precision: an object for each iteration and each evaluation; and for a
+pipeline that may change, one at the start (`initial_...`) and one for each change. One rank writes each line with a
+system call, so that a killed run leaves complete lines. A line that cannot be written, for example on a full disk, is
+kept and written before the next one. A resumed run appends; if it repeats iterations, the last line of an iteration is
+valid.
 
 A full disk must not end training because a line of the log cannot be written. A by-product that cannot be written is
-reported once, with the reason, and again when it can be written. Nothing here imports torch.
+reported once, with the reason, and once more when it can be written again. This module imports no torch.
 """
 
 import json
@@ -23,8 +24,13 @@ logger = logging.getLogger(__name__)
 
 
 class ByProduct:
-    """One thing that is written: `name` is for the user, `consequence` what its failure means to him. `failures` are
-    what it may raise; a library that talks to a service raises more than OSError."""
+    """An output whose failure does not end the run.
+
+    Args:
+        name: name of the output in warnings.
+        consequence: the end of the warning's sentence, about the consequence of a failure.
+        failures: the errors that are caught; a library that uses a service raises others than OSError.
+    """
 
     def __init__(self, name: str, *, consequence: str, failures: tuple[type[Exception], ...] = (OSError,)) -> None:
         self.name, self.consequence, self._failures = name, consequence, failures
@@ -32,7 +38,7 @@ class ByProduct:
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """The block writes it. A failure is a warning, unless the attempt before failed, too."""
+        """Run a block that writes the output. A failure is logged as a warning unless the previous one failed, too."""
         try:
             yield
         except self._failures as error:
@@ -51,12 +57,12 @@ def _reason(error: Exception) -> str:
 
 
 def flops_per_sample(args: TrainConfig) -> float:
-    """Floating-point operations of forward and backward of one sequence, recomputation not counted.
+    """The floating-point operations of the forward and the backward of one sequence, without recomputation.
 
     A multiplication by a weight matrix of n elements costs 2n per token forward and 4n backward. Attention adds two
-    products of [s, s] per head and layer; the causal half is not subtracted (as Megatron-LM counts it; Korthikanti et
-    al. 2022, appendix A). A BERT's dense layer before its output layer, a twelfth of a transformer layer, is
-    left out; so is what a model that tells classes computes of a single token.
+    products of [s, s] per head and layer; the causal half is not subtracted (as in Megatron-LM; Korthikanti et al.
+    2022, appendix A). A BERT's dense layer before its output layer, a twelfth of a transformer layer, is left out; so
+    are the operations of a classifier on a single token.
     """
     query_width = args.kv_channels * args.num_attention_heads
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
@@ -73,22 +79,22 @@ def flops_per_sample(args: TrainConfig) -> float:
 
 
 def flops_of_output_layer(args: TrainConfig) -> float:
-    """The output layer's part of these."""
+    """The floating-point operations of the output layer, as counted in `flops_per_sample`."""
     return 6.0 * args.seq_length * args.hidden_size * args.padded_vocab_size
 
 
 LOSS = "lm loss"
-"""The loss that every language model has; BERT's sentence order adds "sop loss"."""
+"""The name of every language model's loss; a BERT with sentence order also has "sop loss"."""
 CLASS_LOSS = "loss"
-"""The loss of a model that tells classes; it adds "accuracy"."""
+"""The name of a classifier's loss; it also reports "accuracy"."""
 SAVED_ACTIVATIONS = "saved_activation_bytes"
 DEFERRED = "deferred_bytes"
-"""What is kept between I and W, where backwards are split; not among the saved activations."""
+"""The name of the bytes kept between I and W of split backwards, which saved activations do not include."""
 ALLOCATED = "peak_allocated_bytes"
 
 
 class MetricsFile:
-    """Appends objects to a file. Raises ValueError where the file cannot be opened."""
+    """A metrics file to which objects are appended. Raises ValueError if the file cannot be opened."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -104,7 +110,7 @@ class MetricsFile:
             self._waiting.append(b"\n")
 
     def write(self, **values: float | int | str | list[int] | None) -> None:
-        """Append one object. What is not finite becomes null, as JSON has no word for it."""
+        """Append an object. A number that is not finite becomes null, since JSON cannot express it."""
         plain = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in values.items()
@@ -118,21 +124,21 @@ class MetricsFile:
             line, size = self._waiting[0], os.fstat(self._file.fileno()).st_size
             try:
                 written = self._file.write(line)
-                while written < len(line):  # what is left of the disk takes a part; the next call says why
+                while written < len(line):  # a nearly full disk takes a part; the next call raises the error
                     written += self._file.write(line[written:])
             except OSError:
-                with suppress(OSError):  # no half line, if the file is one that can be cut
+                with suppress(OSError):  # remove the incomplete line, if the file can be truncated
                     self._file.truncate(size)
                 raise
             self._waiting.popleft()
 
     def close(self) -> None:
-        """Write what could not be written before, or say that it is lost."""
+        """Write the lines that could not be written before, or log their loss, and close the file."""
         with self._by_product.attempt():
             self._write_waiting()
         if self._waiting:
             logger.warning("--metrics-file %s lacks its last %d lines", self._path, len(self._waiting))
-        with suppress(OSError):  # all that it has taken is the system's by now
+        with suppress(OSError):  # all written lines are with the system already
             self._file.close()
 
 
@@ -145,10 +151,10 @@ def _ends_mid_line(path: str) -> bool:
 
 
 def read_metrics(path: str | os.PathLike) -> list[dict]:
-    """All whole objects of a metrics file, in the order of the file; a torn last line is left out.
+    """Read all complete objects of a metrics file in order; an incomplete line is left out.
 
     Raises:
-        ValueError: the file cannot be read.
+        ValueError: if the file cannot be read.
     """
     records = []
     try:

@@ -1,4 +1,4 @@
-"""`--profile`: nsys ranges or PyTorch's profiler around some iterations of some ranks."""
+"""`--profile`: nsys or PyTorch's profiler for some iterations of some ranks."""
 
 import torch
 
@@ -6,7 +6,7 @@ from megatron.trainer.arguments.flags.config import TrainConfig
 
 
 class Profiler:
-    """Profiles iterations `--profile-step-start` (included) to `--profile-step-end` (excluded)."""
+    """The profiler of iterations `--profile-step-start` (included) to `--profile-step-end` (excluded)."""
 
     def __init__(self, args: TrainConfig) -> None:
         self._args = args
@@ -15,7 +15,7 @@ class Profiler:
         self._profile = None
 
     def before(self, iteration: int) -> None:
-        """Before the batch of `iteration`, counted from 0."""
+        """Start the profile if it begins with the batch of `iteration`, counted from 0."""
         if not self._on or iteration != self._args.profile_step_start:
             return
         self._running = True
@@ -28,7 +28,7 @@ class Profiler:
             torch.cuda.cudart().cudaProfilerStart()
 
     def after(self, iteration: int) -> None:
-        """After a batch; `iteration` is the one that comes next."""
+        """End the profile if it has reached its end after a batch. `iteration`: the next iteration."""
         if self._running and iteration >= self._args.profile_step_end:
             self.close()
 

@@ -41,9 +41,10 @@ def estimate(
 ) -> tuple[RankMemory, ...]:
     schedule = Schedule.preset(name, num_stages=len(layers), **choices)
     program = schedule.build([8, 8])
+    demand = demand_of(program, check(program))
     return estimate_memory(
         SHAPE, ActivationSetting(micro_batch_size=1, recompute=recompute), state,
-        demand_of(program, check(program)), layers=layers, single_gradient_buffer=single,
+        demand.in_one_buffer if single else demand, layers=layers,
     )  # fmt: skip
 
 

@@ -53,7 +53,7 @@ def test_sentences_are_of_what_was_kept():
     )
     assert "18% more validation loss (docs/convergence.md)" in delayed and "--2bw-provisional stage" in delayed
     assert sentence([each for each in found.kept if each.choice.schedule == "flush"]) is None
-    predicted = run(SMALL, MACHINES, schedules=("flush", "2bw"), provisional="stage", **SPACE)
+    predicted = run(SMALL, MACHINES, schedules=("flush", "2bw"), predictions={"provisional": "stage"}, **SPACE)
     (noted,) = sentences(predicted.kept)
     assert "prediction from the part" in noted and sentence(predicted.kept) is None
     shares = {(each.choice.schedule, any("predicts from" in note for note in each.notes)) for each in predicted.kept}

@@ -4,7 +4,6 @@ from hypothesis import given
 
 from megatron.pipeline.schedules import PRESETS
 from megatron.planner.memory.activations import RecomputeScope
-from megatron.planner.search.flags import configuration_argv
 from megatron.trainer.arguments import parse_args
 from megatron.trainer.arguments.flags.parser import destinations
 from megatron.trainer.arguments.flags.specification import Role
@@ -14,7 +13,7 @@ from tests.planner.trial.strategies import configurations
 @given(configurations())
 def test_the_training_programs_parse_what_was_meant(configuration):
     """Every field comes out of the parser of pretrain_gpt.py as it went in, by flags of this role alone."""
-    args = parse_args(list(configuration_argv(configuration)))
+    args = parse_args(list(configuration.argv()))
     assert set(args.given) <= set(destinations(Role.CONFIGURATION))
     assert args.tensor_model_parallel_size == configuration.tensor
     assert args.pipeline_model_parallel_size == configuration.pipeline

@@ -6,7 +6,6 @@ import pytest
 
 from megatron.planner import Architecture, Cluster
 from megatron.planner.search import Outcome, Training, rules
-from megatron.planner.search.flags import configuration_argv
 from tests.planner.search.helper import run
 
 DEEP = Architecture.gpt3(
@@ -32,7 +31,7 @@ def test_fits_only_with_l2l_is_a_result():
     least = min(each.estimate.host.needed_gib for each in found.kept)
     (sentence,) = rules.notes_on_hosted(found)
     assert "fits only with l2l" in sentence and f"from {least:.3g} GiB a node" in sentence
-    argv = configuration_argv(best.estimate.configuration)
+    argv = best.estimate.configuration.argv()
     assert argv[argv.index("--l2l-update") + 1] == "deferred" and "--l2l-resident-stages" in argv
 
 

@@ -416,6 +416,9 @@ def test_2bw_gives_up_a_gradient_buffer_where_that_makes_it_fit():
     for each in single:
         unmapped = replace(each.choice, single_gradient_buffer=False, rank_mapping=None)
         assert unmapped in missed and each.estimate.fits
-    for training, more in ((Training(scales_loss=True), {}), (Training(scales_loss=False), {"provisional": "stage"})):
+    for training, more in (
+        (Training(scales_loss=True), {}),
+        (Training(scales_loss=False), {"predictions": {"provisional": "stage"}}),
+    ):
         other = run(model, machines, Software(), training, **space, **more)
         assert not any(each.choice.single_gradient_buffer for each in other.kept)

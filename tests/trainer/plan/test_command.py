@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given, settings
 
 from megatron.planner import Configuration
-from megatron.planner.search.flags import configuration_argv
 from megatron.trainer.arguments import Platform, parse_args
 from megatron.trainer.plan.command import PROGRAMS, Job, missing_flags, model_argv
 from tests.planner.trial.strategies import configurations
@@ -22,7 +21,7 @@ JOBS = {each: Job.read(WORDS.split(), architecture=each, platform=CPU) for each 
 def check(architecture: str, configuration: Configuration) -> None:
     job = JOBS[architecture]
     more = ("--rank-topology", "topology.yaml") if configuration.rank_mapping == "optimized" else ()
-    command = [*job.argv, *configuration_argv(configuration), *more]
+    command = [*job.argv, *configuration.argv(), *more]
     parsed = parse_args(command, prog=job.program, defaults=PROGRAMS[architecture][1])
     assert vars(job.namespace(configuration)) == vars(parsed)
 
