@@ -12,9 +12,8 @@ import os
 import shutil
 import time
 import zlib
-from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +23,7 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.pipeline.runtime.failure.agreement import control_group
 from megatron.trainer.arguments import parse_args
+from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.changes.change import destroy_groups, restore_groups, set_groups_aside
 from megatron.trainer.changes.state_in_memory import hand_over, hold_run
 from megatron.trainer.checkpoint.checkpoint import (
@@ -45,11 +45,10 @@ if TYPE_CHECKING:
 ITERATION = 10
 
 
-def arguments(job: Job, num_stages: int) -> Namespace:
+def arguments(job: Job, num_stages: int) -> TrainConfig:
     args = parse_args(f"{job.flags} --pipeline-model-parallel-size {num_stages}".split())
-    complete(args)
-    args.padded_vocab_size = padded_vocab_size(args, build_tokenizer(args))
-    return args
+    args, _ = complete(args)
+    return replace(args, padded_vocab_size=padded_vocab_size(args, build_tokenizer(args)))
 
 
 def hold_versions(parts: RunParts) -> None:
@@ -99,7 +98,7 @@ class Clock:
         return result
 
 
-def turn(job: Job, args: Namespace, parts: RunParts, *, through_memory: bool) -> dict:
+def turn(job: Job, args: TrainConfig, parts: RunParts, *, through_memory: bool) -> dict:
     """Change to the new degrees, and back. Returns the seconds of each phase, the bytes sent, and the new state's
     digest."""
     clock, path = Clock(), job.directory
@@ -111,14 +110,13 @@ def turn(job: Job, args: Namespace, parts: RunParts, *, through_memory: bool) ->
         writer.close()
     before = set_groups_aside()
     new_args = arguments(job, job.stages[1])
-    clock("groups", lambda: initialize.set_up(new_args))
+    new_args = clock("groups", lambda: initialize.set_up(new_args))
     new = clock("build", lambda: setup_model_and_optimizer(new_args, program()))
     sent = 0
     if through_memory:
         sent = clock("hand over", lambda: hand_over(state, new, iteration=ITERATION)).bytes_sent
     else:
-        new_args.load = path
-        clock("load", lambda: load_checkpoint(new, args=new_args))
+        clock("load", lambda: load_checkpoint(new, args=replace(new_args, load=path)))
     found = digest(new)
     new.update.close()
     new = None
@@ -166,7 +164,7 @@ def take_turns(job: Job) -> dict:
     """
     os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE=str(job.world_size), LOCAL_RANK=str(dist.get_rank()))
     args = arguments(job, job.stages[0])
-    initialize.set_up(args)
+    args = initialize.set_up(args)
     parts = setup_model_and_optimizer(args, program())
     hold_versions(parts)
     state_bytes = _total(randomize(parts))

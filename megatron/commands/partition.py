@@ -31,7 +31,7 @@ from megatron.commands.common.command_line import add_flags, count, positive
 from megatron.documents.files import write_whole
 from megatron.documents.picture import require_picture
 from megatron.documents.tables import console, lined_table
-from megatron.finetuning.arguments import add_data, add_microbatch, settle_precision
+from megatron.finetuning.arguments import add_data, add_microbatch, changed, settle_precision
 from megatron.partition import METHODS, CompeteResult, Competition, Graph, compete, read_graph
 
 GIB = 2**30
@@ -97,7 +97,7 @@ def _run_model(options: argparse.Namespace) -> int:
     from megatron.finetuning.plan import captured_model
     from megatron.finetuning.samples import read_data
 
-    options.model_name_or_path, options.do_train, options.do_eval = options.model, True, False
+    options = changed(options, model_name_or_path=options.model, do_train=True, do_eval=False)
     machine = PlannedMachine(options.devices, num_bytes(options.memory or "16GiB"), options.bandwidth or 10.0)
     with _progress() as progress:
         progress("reading data")

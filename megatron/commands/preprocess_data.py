@@ -26,6 +26,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 
 from megatron.commands.common import command_line
 from megatron.documents.files import is_compressed, open_text, require_characters
@@ -35,46 +36,39 @@ from megatron.trainer.arguments.flags.specification import Group, integer, optio
 from megatron.trainer.arguments.rules.data import tokenizer as check_tokenizer
 from megatron.trainer.data.sentences import LONGEST_SENTENCE, split_sentences
 
-INPUT = Group(
+
+@dataclass(frozen=True, init=False, repr=False, eq=False)
+class Input:
+    """What is read and written."""
+
+    input: str | None = option(
+        None,
+        "File with one JSON object a line, plain or compressed (.gz, .bz2, .xz); a pattern such as 'part-*.jsonl' "
+        "names several.",
+        metavar="FILE",
+    )
+    output_prefix: str | None = option(None, "Start of the names of the written files.", metavar="PREFIX")
+    json_keys: list[str] = option(["text"], "Keys of the objects that hold text.", nargs="+", metavar="KEY")
+    workers: int = option(1, "Processes that tokenize.")
+    append_eod: bool = switch("End each document with the end-of-document token.")
+    log_interval: int = option(1000, "Documents between lines of progress (where output is no terminal).")
+    split_sentences: bool = switch(
+        "Keep documents as lists of sentences, as BERT needs them, in files that end in _sentence. A key may hold "
+        f"a list of sentences. Sentences of more than {LONGEST_SENTENCE} tokens are cut."
+    )
+
+
+INPUT = Group.of(
+    Input,
     "input and output",
-    "What is read and written.",
-    (
-        option(
-            "--input",
-            str,
-            None,
-            "File with one JSON object a line, plain or compressed (.gz, .bz2, .xz); a pattern such as 'part-*.jsonl' "
-            "names several.",
-            metavar="FILE",
-        ),
-        option("--output-prefix", str, None, "Start of the names of the written files.", metavar="PREFIX"),
-        option("--json-keys", str, ["text"], "Keys of the objects that hold text.", nargs="+", metavar="KEY"),
-        option("--workers", integer, 1, "Processes that tokenize."),
-        switch("--append-eod", "End each document with the end-of-document token."),
-        option("--log-interval", integer, 1000, "Documents between lines of progress (where output is no terminal)."),
-        switch(
-            "--split-sentences",
-            "Keep documents as lists of sentences, as BERT needs them, in files that end in _sentence. A key may hold "
-            f"a list of sentences. Sentences of more than {LONGEST_SENTENCE} tokens are cut.",
-        ),
+    further=(
         refused("--keep-newlines", "newlines are always kept; leave the flag out."),
-        refused(
-            "--partitions",
-            "all input is read in one pass; use --workers.",
-            takes=None,
-            kind=integer,
-            default=1,
-            neutral=(1,),
-        ),
-        refused(
-            "--dataset-impl",
-            "the only format is mmap; leave the flag out.",
-            takes=None,
-            default="mmap",
-            neutral=("mmap",),
-        ),
+        refused("--partitions", "all input is read in one pass; use --workers.", takes=None, kind=integer, default=1,
+                neutral=(1,)),
+        refused("--dataset-impl", "the only format is mmap; leave the flag out.", takes=None, default="mmap",
+                neutral=("mmap",)),
     ),
-)
+)  # fmt: skip
 GROUPS = (INPUT, data_flags.TOKENIZER)
 
 _CHUNK = 64  # lines that go to a worker at once

@@ -7,13 +7,19 @@ The arguments in the checkpoint determine the model and the tokenizer. The model
 pipeline parallel degree; one process loads all of it.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import sys
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from megatron.documents.files import require_characters
 from megatron.documents.flag_files import FlagFileParser
+
+if TYPE_CHECKING:
+    from megatron.trainer.arguments.flags.config import TrainConfig
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -51,8 +57,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def training_arguments(options: argparse.Namespace) -> argparse.Namespace:
-    """The arguments of a training run on one rank with the checkpoint's model.
+def training_arguments(options: argparse.Namespace) -> TrainConfig:
+    """The configuration of a training run on one rank with the checkpoint's model.
 
     Raises ValueError if the checkpoint or the flags cannot be used.
     """
@@ -60,7 +66,8 @@ def training_arguments(options: argparse.Namespace) -> argparse.Namespace:
 
     backend.install()
     from megatron.trainer.arguments import parse_args, resolve_platform, validate_args
-    from megatron.trainer.checkpoint.checkpoint import apply_checkpoint_arguments
+    from megatron.trainer.arguments.flags.config import TrainConfig
+    from megatron.trainer.checkpoint.checkpoint import with_checkpoint_arguments
     from megatron.trainer.start_up import initialize
 
     argv = ["--load", options.load, "--finetune", "--use-checkpoint-args", "--skip-train", "--mock-data"]
@@ -69,15 +76,13 @@ def training_arguments(options: argparse.Namespace) -> argparse.Namespace:
         if (value := getattr(options, name)) is not None:
             argv += ["--" + name.replace("_", "-"), str(value)]
     args = parse_args(argv, prog="text_generation.py")
-    saved = apply_checkpoint_arguments(args)
-    if backend.is_cuda():
-        args.bf16, args.fp16 = getattr(saved, "bf16", False), getattr(saved, "fp16", False)
+    args = with_checkpoint_arguments(args, further=("bf16", "fp16") if backend.is_cuda() else ())
     validate_args(args, world_size=1)
     resolve_platform(args, initialize.this_platform())
-    return args
+    return TrainConfig.of(args)
 
 
-def load_model(args: argparse.Namespace) -> tuple:
+def load_model(args: TrainConfig) -> tuple:
     """Load the model in evaluation mode. Returns the model, the tokenizer, and the number of ids that may be drawn.
 
     Raises ValueError if the checkpoint or the tokenizer cannot be loaded.
@@ -89,7 +94,7 @@ def load_model(args: argparse.Namespace) -> tuple:
     from megatron.trainer.models.gpt import build_chunks, gpt_model
     from megatron.trainer.start_up import initialize
 
-    initialize.initialize(args)
+    args = initialize.initialize(args)
     tokenizer = build_tokenizer(args)
 
     def provider_of(model_config):
@@ -140,7 +145,7 @@ def generate(options: argparse.Namespace) -> int:
     return 0
 
 
-def _generate(args: argparse.Namespace, options: argparse.Namespace, prompt: str) -> None:
+def _generate(args: TrainConfig, options: argparse.Namespace, prompt: str) -> None:
     from megatron import backend
     from megatron.trainer.models.generation import Sampling, TextGenerator
 

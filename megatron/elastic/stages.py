@@ -9,8 +9,9 @@ rank after the prefix has one, and a rank in whose layers the prefix ends has tw
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, pairwise
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -55,3 +56,62 @@ def stages_of(layers_of_rank: Sequence[int], num_frozen: int) -> Stages:
                 ranks.append(rank)
                 frozen += last <= num_frozen
     return Stages(tuple(layers), tuple(ranks), frozen)
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """One arrangement of a job.
+
+    Attributes:
+        pipeline, data: ranks of a pipeline, and how many pipelines there are.
+        micro_batch_size: samples.
+        layers_of_rank: of the pipeline.
+        num_frozen: layers in front.
+        cached: what they put out is read from a cache; then they are all on the first rank.
+        pipelines_in_a_row: the ranks of a pipeline follow each other, and not the replicas of a stage.
+    """
+
+    pipeline: int
+    data: int
+    micro_batch_size: int
+    layers_of_rank: tuple[int, ...]
+    num_frozen: int = 0
+    cached: bool = False
+    pipelines_in_a_row: bool = False
+
+    @property
+    def stages(self) -> Stages:
+        return stages_of(self.layers_of_rank, self.num_frozen)
+
+    @property
+    def ranks(self) -> tuple[int, int, bool]:
+        """What process groups depend on."""
+        return self.pipeline, self.data, self.pipelines_in_a_row
+
+    def with_frozen(self, num_frozen: int) -> Arrangement:
+        """This arrangement with so many frozen layers."""
+        return replace(self, num_frozen=num_frozen)
+
+    def __str__(self) -> str:
+        stages, ranks, word = self.stages, [], " cached" if self.cached else " frozen"
+        for rank in range(self.pipeline):
+            own = [
+                f"{layers}{word * (stage < stages.num_frozen)}"
+                for stage, (layers, at) in enumerate(zip(stages.layers, stages.rank_of_stage, strict=True))
+                if at == rank
+            ]
+            ranks.append(" + ".join(own))
+        return ", ".join(ranks)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The arrangement for a checkpoint, as plain numbers."""
+        return {**asdict(self), "layers_of_rank": list(self.layers_of_rank)}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Arrangement:
+        """What `state_dict` has made. Raises ValueError, TypeError or KeyError where it is something else."""
+        found = cls(**{**state, "layers_of_rank": tuple(map(int, state["layers_of_rank"]))})
+        if len(found.layers_of_rank) != found.pipeline:
+            raise ValueError(f"{found.pipeline} ranks have {len(found.layers_of_rank)} numbers of layers")
+        stages_of(found.layers_of_rank, found.num_frozen)
+        return found

@@ -42,7 +42,7 @@ def validate(args: argparse.Namespace) -> None:
 
     Raises ValueError, with the remedy, for flags that contradict each other.
     """
-    args.notes = []
+    args.notes, args.resumed_from = [], None
     if args.pipeline_schedule in ALONE:
         if args.max_grad_norm:
             raise ValueError(
@@ -141,15 +141,22 @@ def _complete_intervals(args: argparse.Namespace) -> None:
         args.do_eval = True
 
 
-def settle_intervals(args: argparse.Namespace, *, num_steps: int, steps_per_epoch: int) -> None:
-    """Convert `eval_steps` and `save_steps` to whole numbers of batches; 0 means only at the end."""
+def changed(args: argparse.Namespace, **values: object) -> argparse.Namespace:
+    """A copy of the arguments with other values; `args` stay as they are."""
+    return argparse.Namespace(**{**vars(args), **values})
+
+
+def settled_intervals(args: argparse.Namespace, *, num_steps: int, steps_per_epoch: int) -> argparse.Namespace:
+    """The arguments with `eval_steps` and `save_steps` as whole numbers of batches; 0 means only at the end."""
+    settled = {}
     for name in ("eval", "save"):
         number = getattr(args, f"{name}_steps")
         if getattr(args, f"{name}_strategy") == "epoch":
             number = steps_per_epoch
         elif 0 < number < 1:
             number = math.ceil(number * num_steps)
-        setattr(args, f"{name}_steps", int(number))
+        settled[f"{name}_steps"] = int(number)
+    return changed(args, **settled)
 
 
 def settle_precision(args: argparse.Namespace) -> None:

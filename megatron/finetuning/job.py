@@ -14,7 +14,7 @@ import torch
 
 from megatron import backend
 from megatron.finetuning import checkpoint
-from megatron.finetuning.arguments import SOFTENING, settle_intervals
+from megatron.finetuning.arguments import SOFTENING, changed, settled_intervals
 from megatron.finetuning.assembly import BuiltPipeline, build_pipeline
 from megatron.finetuning.checkpoint import CheckpointOrigin, SavedProgress
 from megatron.finetuning.data.batches import Epochs, Feed
@@ -47,32 +47,41 @@ def finetune(args: argparse.Namespace, stop: StopSignal) -> None:
         OnThisRank: if this rank did not find the others.
     """
     configure_logging(args.logging_level)
-    join_job(args)
+    args = join_job(args)
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     with initialize.left_in_order(), guarded(failure_guard.guard(timeout=timeout)):
         run(args, stop)
 
 
-def join_job(args: argparse.Namespace) -> None:
-    """Choose the device, agree with the other ranks that the run can begin, and join their process group."""
+def join_job(args: argparse.Namespace) -> argparse.Namespace:
+    """Choose the device, agree with the other ranks that the run can begin, and join their process group.
+
+    Returns the arguments with the device's backend and the checkpoint from which the run resumes.
+    """
     problem = None
     try:
-        initialize.choose_device(args)
-        check_output_dir(args)
+        args = changed(on_this_device(args), resumed_from=checkpoint_to_resume(args))
     except ValueError as error:
         problem = str(error)
     try:
         store = initialize.rendezvous()
     except ValueError as error:
         raise OnThisRank(problem or str(error)) from error
-    timeout = max(timedelta(minutes=args.distributed_timeout_minutes), initialize.RENDEZVOUS_TIMEOUT)
-    agree_to_start(store, rank=args.rank, world_size=args.world_size, problem=problem, timeout=timeout)
-    initialize.join_process_group(args, store)
-    agreement.set_timeout(timedelta(minutes=args.distributed_timeout_minutes))
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    patience = max(timeout, initialize.RENDEZVOUS_TIMEOUT)
+    agree_to_start(store, rank=args.rank, world_size=args.world_size, problem=problem, timeout=patience)
+    initialize.join_process_group(store, args.distributed_backend, timeout)
+    agreement.set_timeout(timeout)
+    return args
 
 
-def check_output_dir(args: argparse.Namespace) -> None:
-    """Set `args.resumed_from` to the checkpoint from which the run resumes, or to None.
+def on_this_device(args: argparse.Namespace) -> argparse.Namespace:
+    """Choose the device; returns the arguments with its backend."""
+    return changed(args, distributed_backend=initialize.choose_device(args.distributed_backend)[1])
+
+
+def checkpoint_to_resume(args: argparse.Namespace) -> Path | None:
+    """The checkpoint from which the run resumes, or None. Makes the output directory of a run that trains.
 
     Raises ValueError if the checkpoint does not exist, the run would overwrite the checkpoints of another run, or
     --output_dir cannot be written.
@@ -83,10 +92,10 @@ def check_output_dir(args: argparse.Namespace) -> None:
         where = "there is no --output_dir" if output is None else f"{output} has no checkpoint"
         raise ValueError(f"--resume_from_checkpoint: {where}; name a checkpoint, or leave it out")
     found = last if args.resume_from_checkpoint == "last" else args.resume_from_checkpoint
-    args.resumed_from = None if found is None else Path(found)
+    resumed_from = None if found is None else Path(found)
     if not args.do_train:
-        return
-    goes_on = last is not None and args.resumed_from is not None and last.resolve() == args.resumed_from.resolve()
+        return resumed_from
+    goes_on = last is not None and resumed_from is not None and last.resolve() == resumed_from.resolve()
     if last is not None and not goes_on and not args.overwrite_output_dir:
         raise ValueError(
             f"{output} has checkpoints of another run ({last.name}); give --resume_from_checkpoint to go on with the "
@@ -98,6 +107,7 @@ def check_output_dir(args: argparse.Namespace) -> None:
         raise ValueError(f"--output_dir {output} cannot be made: {error.strerror}; give another") from error
     if not os.access(output, os.W_OK):
         raise ValueError(f"--output_dir {output} cannot be written; give another")
+    return resumed_from
 
 
 def run(args: argparse.Namespace, stop: StopSignal) -> None:
@@ -111,7 +121,7 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
     num_steps = 0
     if batches:
         num_steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * steps_per_epoch)
-    settle_intervals(args, num_steps=num_steps, steps_per_epoch=steps_per_epoch)
+    args = settled_intervals(args, num_steps=num_steps, steps_per_epoch=steps_per_epoch)
     facts = _facts(args, plan, data)
     done = _progress(args, facts)
     with agreement.agreed():  # the first rank alone writes

@@ -171,8 +171,7 @@ def run_all(listed: str, result: str) -> None:
 
 def run(turn: Mapping, stop: StopSignal) -> dict:
     """Run one turn. Returns the same result on both ranks."""
-    args = parse_args(turn["argv"])
-    initialize.choose_device(args)
+    args = job.on_this_device(parse_args(turn["argv"]))
     dist.barrier()
     if turn["arm"] == "naive":
         found = train(args, turn) if args.rank == 0 else None
@@ -188,7 +187,6 @@ def run(turn: Mapping, stop: StopSignal) -> dict:
 
 def finetuned(args: argparse.Namespace, stop: StopSignal) -> dict:
     """Run `finetune.py` in this process. Returns `losses` and `seconds` on rank 0."""
-    args.resumed_from = None
     with contextlib.redirect_stdout(io.StringIO()):
         job.run(args, stop)
     if args.rank:

@@ -55,8 +55,5 @@ def run_all(listed: str) -> None:
             in_turn(content["commands"][0], content["stages"], partition)
         torch.distributed.barrier()
         for command in content["commands"]:
-            args = parse_args([*command, "--partition", str(partition)])
-            initialize.choose_device(args)
-            args.resumed_from = None
-            job.run(args, stop)
+            job.run(job.on_this_device(parse_args([*command, "--partition", str(partition)])), stop)
             gc.collect()

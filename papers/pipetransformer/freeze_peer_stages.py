@@ -3,6 +3,7 @@
 import gc
 import json
 import time
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -125,12 +126,12 @@ PEERS = {"torch 1F1B": Torch, "megatron.core 1F1B": Core}
 def train(name: str, depth: str, result: str, *flags: str) -> None:
     """Train on one rank of a job. The last stage's rank writes the seconds of each batch and the first loss to
     `result`."""
-    args = parse_args(list(flags), defaults=door.DEFAULTS)
-    complete(args)
-    initialize.join_process_group(args, initialize.rendezvous())
+    args, _ = complete(parse_args(list(flags), defaults=door.DEFAULTS))
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    initialize.join_process_group(initialize.rendezvous(), args.distributed_backend, timeout)
     with initialize.left_in_order():
-        initialize.set_up(args)
-        run = assemble(args, door.program())
+        run = assemble(initialize.set_up(args), door.program())
+        args = run.args
         model = core_config.transformer_config(args)
         provider = partial(run.program.model_provider, args)
         stage = parallel_state.get_pipeline_model_parallel_rank()

@@ -60,8 +60,7 @@ def _row(args: dict, place: str, dtype: str, scope: RecomputeScope) -> dict:
     flags = plan.arguments()
     flags.log_saved_activations = True
     flags.num_workers = 0  # processes that load data would take the core
-    prepare(flags, None)
-    lone = build_lone_stage(flags, training_program("gpt"), plan.place, plan.weights)
+    lone = build_lone_stage(prepare(flags, None), training_program("gpt"), plan.place, plan.weights)
     try:
         return {"place": place, "dtype": dtype, "recompute": scope.value} | _time_halves(lone, args)
     finally:

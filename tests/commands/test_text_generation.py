@@ -23,6 +23,7 @@ def save_model(directory, flags="--tensor-model-parallel-size 2"):
 
     from megatron.core import parallel_state
     from megatron.trainer.arguments import Platform, parse_args, resolve_platform, validate_args
+    from megatron.trainer.arguments.flags.config import TrainConfig
     from megatron.trainer.checkpoint.checkpoint import CheckpointPosition, CheckpointWriter, save_checkpoint
     from megatron.trainer.checkpoint.run_state import RunParts
     from megatron.trainer.models import core_config
@@ -38,8 +39,7 @@ def save_model(directory, flags="--tensor-model-parallel-size 2"):
     args = parse_args([*argv.split(), *flags.split()])
     validate_args(args, world_size=dist.get_world_size())
     resolve_platform(args, Platform(is_cuda=False, has_transformer_engine=False, has_apex=False))
-    initialize(args)
-    args.padded_vocab_size = 512
+    args = initialize(TrainConfig.of(args, padded_vocab_size=512))
     model_config = core_config.transformer_config(args)
     chunks = build_chunks(
         lambda own_config: lambda pre, post: gpt_model(args, own_config, pre_process=pre, post_process=post),

@@ -17,7 +17,7 @@ import transformers
 from megatron.capture.blocks import blocks_of
 from megatron.capture.export import signature
 from megatron.finetuning import job
-from megatron.finetuning.arguments import parse_args
+from megatron.finetuning.arguments import changed, parse_args
 from megatron.finetuning.assembly import make_optimizer, make_scheduler
 from megatron.finetuning.data.batches import Epochs
 from megatron.finetuning.partition_file import FORM, PartitionFile, StageCost
@@ -76,8 +76,7 @@ def finetune(folder: Path, task: str, *, argv: Sequence[object] = (), dropout: f
             [*tiny.command(folder, task, *argv, dropout=dropout), "--output_dir", str(output), "--metrics_file",
              str(metrics), "--logging_steps", "1000"]
         )  # fmt: skip
-        args.distributed_backend = "gloo"
-        job.check_output_dir(args)
+        args = changed(args, distributed_backend="gloo", resumed_from=job.checkpoint_to_resume(args))
         dist.barrier()
         job.run(args, StopSignal())
     if dist.get_rank():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.finetuning.arguments import parse_args, settle_intervals
+from megatron.finetuning.arguments import parse_args, settled_intervals
 from megatron.finetuning.partitioning import weight_bytes
 
 LEAST = ["--model_name_or_path", "m", "--task", "causal-lm", "--train_file", "t.jsonl", "--output_dir", "o"]
@@ -91,7 +91,7 @@ def test_strategies(argv, evaluates, saves, notes):
     """What happens in 41 batches, 14 of them an epoch."""
     args = parse_args([*LEAST, "--validation_file", "v.jsonl", *argv])
     assert len(args.notes) == notes
-    settle_intervals(args, num_steps=41, steps_per_epoch=14)
+    args = settled_intervals(args, num_steps=41, steps_per_epoch=14)
     assert (args.eval_steps, args.save_steps) == (evaluates, saves)
     assert isinstance(args.eval_steps, int) and isinstance(args.save_steps, int)
 

@@ -11,7 +11,7 @@ backend.install()
 
 from megatron.finetuning import checkpoint
 from megatron.finetuning.checkpoint import SavedProgress
-from megatron.finetuning.job import check_output_dir
+from megatron.finetuning.job import checkpoint_to_resume
 from tests.finetuning import tiny
 
 CLASSES = "sequence-classification"
@@ -59,9 +59,7 @@ def test_what_a_killed_run_left_goes(tmp_path):
 
 
 def begin(folder: Path, *argv: object) -> Path | None:
-    args = tiny.arguments(folder, CLASSES, *argv)
-    check_output_dir(args)
-    return args.resumed_from
+    return checkpoint_to_resume(tiny.arguments(folder, CLASSES, *argv))
 
 
 def test_where_a_run_goes_on(tmp_path):
@@ -82,11 +80,10 @@ def test_where_a_run_goes_on(tmp_path):
 def test_an_evaluation_goes_on_without_a_folder_of_its_own(tmp_path):
     args = tiny.arguments(tmp_path, CLASSES, "--do_eval", "--validation_file", "v", "--resume_from_checkpoint", "there")
     args.output_dir = None
-    check_output_dir(args)
-    assert args.resumed_from == Path("there")
+    assert checkpoint_to_resume(args) == Path("there")
     args.resume_from_checkpoint = "last"
     with pytest.raises(ValueError, match=r"there is no --output_dir; name a checkpoint, or leave it out"):
-        check_output_dir(args)
+        checkpoint_to_resume(args)
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):

@@ -78,9 +78,6 @@ class SharedParameters:
         return next(batch for batch, microbatches in reversed(self._batches) if index >= microbatches.start)
 
 
-_TO = {Kind.SEND_F: 1, Kind.SEND_B: -1}  # the other stage of a chain, from the one that sends
-
-
 class Exchange:
     """The tensors between the stages of a rank and others.
 
@@ -188,7 +185,7 @@ class Exchange:
             self._channels.wait_until_read(instruction, self.most_unread[stage] - 1)
             self._waited()
         if stage in self._alone:
-            tensor = self._handed.pop((stage, stage + _TO[kind], microbatch))
+            tensor = self._handed.pop((stage, stage + (1 if kind is Kind.SEND_F else -1), microbatch))
             self._channels.post_send(kind, stage, microbatch, tensor)
             return
         peer = self._peer_of(kind, stage, instruction.peer)

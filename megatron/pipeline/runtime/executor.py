@@ -113,12 +113,10 @@ class Executor:
             waited=self._waited, on_boundary=on_boundary,
         )  # fmt: skip
         self._frozen = self._exchange.most_unread
-        self._take_input, self._take_output_grad = (
-            {index: self._exchange.taker(kind, index) for index in self._stages} for kind in (Kind.RECV_F, Kind.RECV_B)
-        )
-        self._give_output, self._give_input_grad = (
-            {index: self._exchange.giver(kind, index) for index in self._stages} for kind in (Kind.SEND_F, Kind.SEND_B)
-        )
+        self._take_input = {index: self._exchange.taker(Kind.RECV_F, index) for index in self._stages}
+        self._take_output_grad = {index: self._exchange.taker(Kind.RECV_B, index) for index in self._stages}
+        self._give_output = {index: self._exchange.giver(Kind.SEND_F, index) for index in self._stages}
+        self._give_input_grad = {index: self._exchange.giver(Kind.SEND_B, index) for index in self._stages}
         self._batches: dict[int, BatchInfo] = {}
         self._microbatches: dict[int, Microbatch] = {}
         self._with_forwards: set[int] = set()  # batches that have begun

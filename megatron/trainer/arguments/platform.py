@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from megatron.pipeline.check import queue_environment
 from megatron.pipeline.start_up.late_weights import LOOKS_UP_GRADIENTS
-from megatron.trainer.arguments.flags.values import choice_of
+from megatron.trainer.arguments.flags.config import choice_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,6 @@ fastest candidate is taken if it repays the cost of the change in the rest of th
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,6 +20,7 @@ from megatron.documents import counted
 from megatron.elastic.cache import CacheSeconds, measure, reading_pays
 from megatron.elastic.cut import cut_exactly, cut_greedily, cut_that_fits
 from megatron.elastic.pipelines import Layers, most_saved, pipelines
+from megatron.elastic.stages import Arrangement
 from megatron.pipeline.placement.topology import Process, this_process
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.failure.agreement import control_group
@@ -28,6 +28,7 @@ from megatron.pipeline.schedules import PRESETS
 from megatron.planner.memory.activations import Activations
 from megatron.planner.memory.memory import RankMemory, estimate_memory
 from megatron.planner.memory.parameters import embedding_parameters, head_parameters, layer_parameters
+from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.arguments.rules.freezing import of_interval
 from megatron.trainer.arguments.rules.programs import num_samples
 from megatron.trainer.changes.times import (
@@ -38,7 +39,7 @@ from megatron.trainer.changes.times import (
     share_of_output_layer,
 )
 from megatron.trainer.plan import from_flags
-from megatron.trainer.plan.arrangement import Arrangement, Outlook, arrange, batch_size
+from megatron.trainer.plan.arrangement import Outlook, arranged, batch_size
 from megatron.trainer.plan.from_flags import prove
 from megatron.trainer.plan.rank_mapping import degrees_of, pipelines_in_a_row
 
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from megatron.trainer.changes.prefix_cache import PrefixCache
 
 
-def memory_of_ranks(args: argparse.Namespace, *, counts_communicators: bool = False) -> tuple[RankMemory, ...]:
+def memory_of_ranks(args: TrainConfig, *, counts_communicators: bool = False) -> tuple[RankMemory, ...]:
     """The planner's estimate of the memory of each rank of a pipeline in the arrangement of `args`."""
     _, demand = prove(args)
     return estimate_memory(
@@ -75,14 +76,15 @@ class ArrangementChoice:
         epoch: number of samples of an epoch; None takes the number of training samples.
 
     Attributes:
+        args: the present configuration of the run.
         seconds_of_change: duration of the last change, or the expected duration before the first one.
     """
 
     def __init__(
-        self, args: argparse.Namespace, processes: Sequence[Process] = (), *, device_bytes: float = math.inf,
+        self, args: TrainConfig, processes: Sequence[Process] = (), *, device_bytes: float = math.inf,
         disk: CacheSeconds | None = None, epoch: int | None = None,
     ) -> None:  # fmt: skip
-        self._args, self._processes, self._device_bytes = args, tuple(processes), device_bytes
+        self.args, self._processes, self._device_bytes = args, tuple(processes), device_bytes
         self._links: LinkTimes | None = None
         self._times = LayerTimes(args.num_layers, output_layer=share_of_output_layer(args))
         self._counted = LayerTimes(args.num_layers, output_layer=share_of_output_layer(args))
@@ -100,12 +102,12 @@ class ArrangementChoice:
         measured its reading and writing.
         """
         if not self._processes:
-            found: list = [None] * self._args.world_size
+            found: list = [None] * self.args.world_size
             dist.all_gather_object(found, this_process(), group=control_group())
             self._processes = tuple(found)
-        if self._links is None and self._args.elastic_pipeline:
-            self._links = measure_links(self._gradient_bytes(self._args))
-        now = self._args.arrangement
+        if self._links is None and self.args.elastic_pipeline:
+            self._links = measure_links(self._gradient_bytes(self.args))
+        now = self.args.arrangement
         found = {
             stage: (forward / now.micro_batch_size, backward / now.micro_batch_size)
             for stage, (forward, backward) in seconds_of_stages(engine).items()
@@ -126,7 +128,7 @@ class ArrangementChoice:
         before = self._expected(present, batches_left) or 0.0
         insists = self._by_hand is not None
         # layers that train again need memory for gradients and optimizer state
-        thaws = now.num_frozen < self._args.arrangement.num_frozen
+        thaws = now.num_frozen < self.args.arrangement.num_frozen
         needs_room = thaws and (self._arranged(present) is None or not self._has_room(present))
         if self._microbatches is not None:
             now = replace(now, micro_batch_size=of_interval(self._microbatches, self._num_intervals))
@@ -143,7 +145,7 @@ class ArrangementChoice:
             found = [each for each in found if each[0].pipeline == size]
         else:
             found = [each for each in found if self._has_room(each[0])]
-        if self._args.activation_cache_use == "always" and any(each.cached for each, _ in found):
+        if self.args.activation_cache_use == "always" and any(each.cached for each, _ in found):
             found, insists = [each for each in found if each[0].cached], True
         if not found:
             asked = f"a pipeline of {counted(size, 'rank')} and " if self._by_hand is not None else ""
@@ -156,10 +158,10 @@ class ArrangementChoice:
 
     def _cost_of_another_cut(self, present: Arrangement) -> float:
         """The cost of another cut in seconds. If layers freeze, the run changes anyway, and only moving state costs."""
-        if present == self._args.arrangement:
+        if present == self.args.arrangement:
             return self.seconds_of_change
         links = self._links or LinkTimes()
-        return links.of_transfer(max(map(state_bytes, self._memory(self._args.arrangement))))
+        return links.of_transfer(max(map(state_bytes, self._memory(self.args.arrangement))))
 
     def _has_room(self, wanted: Arrangement) -> bool:
         """Whether an arrangement keeps to the limits of memory, during the change and after it.
@@ -172,7 +174,7 @@ class ArrangementChoice:
 
     def _bytes_within(self, wanted: Arrangement) -> float:
         """The largest number of bytes of a process during the change to `wanted`."""
-        before, after = map(self._memory_of_processes, (self._args.arrangement, wanted))
+        before, after = map(self._memory_of_processes, (self.args.arrangement, wanted))
         return max(map(bytes_in_change, before, after))
 
     def _memory_of_processes(self, arrangement: Arrangement) -> list[RankMemory]:
@@ -198,7 +200,7 @@ class ArrangementChoice:
 
     def _is_to_be_cached(self, now: Arrangement) -> bool:
         """Whether to read the output of the frozen layers from the cache: always if demanded, or if it is faster."""
-        args = self._args
+        args = self.args
         if args.activation_cache is None or not now.num_frozen:
             return False
         if self._disk_seconds().read == math.inf:  # the folder cannot be written; a warning was logged
@@ -211,16 +213,16 @@ class ArrangementChoice:
     def _disk_seconds(self) -> CacheSeconds:
         """The seconds of reading and writing a sample on the cache's disk, measured once."""
         if self._disk is None:
-            self._disk = measure(self._args.activation_cache, self._output_bytes())
+            self._disk = measure(self.args.activation_cache, self._output_bytes())
         return self._disk
 
     def _output_bytes(self) -> int:
         """The bytes of a sample that travel between two stages."""
-        args = self._args
+        args = self.args
         width = args.hidden_size * from_flags.activation_setting(args).residual_bytes
         return args.seq_length * width // (args.tensor_model_parallel_size if args.sequence_parallel else 1)
 
-    def _gradient_bytes(self, args: argparse.Namespace) -> float:
+    def _gradient_bytes(self, args: TrainConfig) -> float:
         """The bytes of a layer's gradients."""
         own = layer_parameters(from_flags.architecture(args), args.tensor_model_parallel_size)
         return from_flags.training_state(args).gradients(own, num_buffers=1)
@@ -233,7 +235,7 @@ class ArrangementChoice:
         cache saves as much as before. But if a deeper freeze makes the cache useless, its outputs count only until the
         next interval.
         """
-        args = self._args
+        args = self.args
         reading, now = self._seconds(arrangement), args.arrangement
         goes_on = replace(arrangement, pipeline=now.pipeline, data=now.data, layers_of_rank=now.layers_of_rank) == now
         if reading is None or not arrangement.cached or goes_on:
@@ -250,7 +252,7 @@ class ArrangementChoice:
 
     def _begins_anew_when_more_freeze(self) -> bool:
         """Whether a deeper freeze makes the cache's content useless (`PrefixCache.read_older`)."""
-        return self._args.freeze_training and (self._args.fp32_residual_connection or self._microbatches is not None)
+        return self.args.freeze_training and (self.args.fp32_residual_connection or self._microbatches is not None)
 
     def _share_that_is_read(self, arrangement: Arrangement, batches: int) -> float:
         """The expected share of microbatches with all samples cached, in the first `batches` batches at a depth.
@@ -258,7 +260,7 @@ class ArrangementChoice:
         Samples are distributed anew in each epoch, and a node has only outputs that it has computed itself. So on n
         nodes a sample is missing after e epochs with probability (1 - 1/n)^e.
         """
-        epoch = -(-self._epoch // batch_size(self._args, arrangement))
+        epoch = -(-self._epoch // batch_size(self.args, arrangement))
         hosts = self._hosts_of_prefix(arrangement)
         read = 0.0
         for number in range(-(-batches // epoch)):
@@ -277,7 +279,7 @@ class ArrangementChoice:
     def _candidates(self, now: Arrangement) -> list[Arrangement]:
         """The candidates: an arrangement for each possible number of pipeline ranks."""
         world = now.pipeline * now.data
-        sizes = range(self._args.first_arrangement.pipeline, 0, -1) if self._args.elastic_pipeline else [now.pipeline]
+        sizes = range(self.args.first_arrangement.pipeline, 0, -1) if self.args.elastic_pipeline else [now.pipeline]
         times = self._times if self._by_hand is None else self._counted  # choices by hand: independent of measurements
         work = [
             forward + (0.0 if layer < now.num_frozen else backward)
@@ -297,15 +299,13 @@ class ArrangementChoice:
 
     def _cut(self, work: list[float], shape: Arrangement) -> tuple[int, ...]:
         """The most even cut that fits into memory; the most even of all if none fits, or if it is given by hand."""
-        size, num_layers = shape.pipeline, self._args.num_layers
-        if self._args.elastic_cut == "greedy":
+        size, num_layers = shape.pipeline, self.args.num_layers
+        if self.args.elastic_cut == "greedy":
             return cut_greedily(work, size)
         if self._by_hand is not None:
             return cut_exactly(work, size)
         in_front = num_layers - len(work)
-        like = argparse.Namespace(
-            **{**vars(self._args), "data_parallel_size": shape.data, "micro_batch_size": shape.micro_batch_size}
-        )
+        like = replace(self.args, data_parallel_size=shape.data, micro_batch_size=shape.micro_batch_size)
         model, state = from_flags.architecture(like), from_flags.training_state(like)
         activations = Activations(model, from_flags.activation_setting(like))
         tensor, delay = like.tensor_model_parallel_size, 1 + (PRESETS[like.pipeline_schedule].policy.delay or 0)
@@ -329,14 +329,12 @@ class ArrangementChoice:
 
         return cut_that_fits(work, size, fits) or cut_exactly(work, size)
 
-    def _arranged(self, arrangement: Arrangement) -> argparse.Namespace | None:
+    def _arranged(self, arrangement: Arrangement) -> TrainConfig | None:
         """The arguments of the job in an arrangement; None if the arrangement is impossible."""
-        args = argparse.Namespace(**vars(self._args))
         try:
-            arrange(args, arrangement)
+            return arranged(self.args, arrangement)
         except ValueError:
             return None
-        return args
 
     def _seconds(self, arrangement: Arrangement, *, num_stored: int | None = None) -> float | None:
         """The simulated seconds of as many samples as a batch has now; None if the arrangement is impossible.
@@ -365,14 +363,14 @@ class ArrangementChoice:
             layers_of_rank=(first - (arrangement.num_frozen if cached else 0), *others),
         )  # fmt: skip
         return (
-            found[0].seconds * batch_size(args, self._args.arrangement) / batch_size(args, arrangement)
+            found[0].seconds * batch_size(args, self.args.arrangement) / batch_size(args, arrangement)
             if found
             else None
         )
 
     def _limit(self) -> float:
         if self._most_bytes is None:
-            self._most_bytes = self._bytes(self._args.first_arrangement)
+            self._most_bytes = self._bytes(self.args.first_arrangement)
         return self._most_bytes
 
     def _bytes(self, arrangement: Arrangement) -> float:

@@ -40,6 +40,7 @@ import torch.distributed as dist
 
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.elastic.stages import Arrangement
 from megatron.pipeline.check import check
 from megatron.pipeline.runtime.failure import failure_guard
 from megatron.pipeline.runtime.failure.agreement import agreed, control_group
@@ -49,7 +50,7 @@ from megatron.pipeline.runtime.stages.megatron.optimizers import CoreGradientBuf
 from megatron.pipeline.schedules import Schedule
 from megatron.trainer.changes.state_in_memory import Moved, hand_over, hold_run
 from megatron.trainer.checkpoint.state import random_state, restore_random_state
-from megatron.trainer.plan.arrangement import Arrangement, Change, arrange
+from megatron.trainer.plan.arrangement import Change, arranged
 from megatron.trainer.start_up.initialize import make_groups
 from megatron.trainer.start_up.model_and_optimizer import (
     ModelAndOptimizer,
@@ -128,14 +129,14 @@ def change_arrangement(run: Run, wanted: Arrangement) -> Change:
 
 
 class _WayBack:
-    """The state with which a run continues if a change fails: model, optimizer, arrangement, gradients and generators.
+    """The state with which a run continues if a change fails: configuration, model, optimizer, gradients, generators.
 
     Attributes:
         groups: the old process groups, once they have been set aside.
     """
 
     def __init__(self, run: Run) -> None:
-        self.arrangement, self.model_and_optimizer = run.args.arrangement, run.model_and_optimizer
+        self.args, self.model_and_optimizer = run.args, run.model_and_optimizer
         self.gradients = _GradientMemory(run.update)
         self.groups: ParallelState | None = None
         self._random_state = random_state()  # building a model draws random numbers
@@ -150,7 +151,7 @@ class _WayBack:
             destroy_groups(set_groups_aside())
             restore_groups(self.groups)
             align_names()
-        arrange(run.args, self.arrangement)
+        run.args = self.args
         restore_random_state([self._random_state])
         self.gradients.take_again()
         if run.engine is None:
@@ -158,17 +159,17 @@ class _WayBack:
 
 
 def _leave(run: Run, wanted: Arrangement, way_back: _WayBack) -> ShardedStateDict:
-    """Set the arguments and the process groups to the arrangement `wanted`. Returns this rank's state.
+    """Set the configuration and the process groups to the arrangement `wanted`. Returns this rank's state.
 
     Collective: every rank must call it.
     """
     with agreed():
-        arrange(run.args, wanted)
+        run.args = arranged(run.args, wanted)
     _end_engine(run)
     with agreed():
         state = hold_run(way_back.model_and_optimizer, iteration=run.iteration)
         way_back.gradients.release()
-    if wanted.ranks != way_back.arrangement.ranks:
+    if wanted.ranks != way_back.args.arrangement.ranks:
         way_back.groups = set_groups_aside()
         make_groups(run.args)
     return state

@@ -7,7 +7,6 @@ checkpoint holds the decision, whether or not the run has carried it out.
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,16 +14,18 @@ from typing import Any, Protocol
 
 from megatron import backend
 from megatron.elastic.freeze_rule import LayerNorms
+from megatron.elastic.stages import Arrangement
 from megatron.elastic.validation_watch import Validation, ValidationWatch
 from megatron.pipeline.runtime.contract.stage import BatchReport
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.failure.agreement import on_rank_zero
 from megatron.pipeline.runtime.failure.errors import CheckpointError
+from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.arguments.rules.freezing import make_rule
 from megatron.trainer.changes.arrangement_choice import ArrangementChoice
 from megatron.trainer.changes.prefix_cache import PrefixCache
 from megatron.trainer.models.classifiers import ACCURACY
-from megatron.trainer.plan.arrangement import Arrangement, Outlook, reading_changes
+from megatron.trainer.plan.arrangement import Outlook, reading_changes
 from megatron.trainer.report.log import main_loss
 
 # --- freezing of layers -----------------------------------------------------------------------------------------------
@@ -39,7 +40,7 @@ class _Freezing:
         has_ended: whether freezing has ended, so that all layers train.
     """
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: TrainConfig) -> None:
         self._args = args
         self._rule = make_rule(args)
         self._norms = LayerNorms(args.num_layers)
@@ -114,7 +115,7 @@ class ChangeDecisions:
         outlook: the expected times of that decision; None if there are none.
     """
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: TrainConfig) -> None:
         self._args = args
         self._freezing = _Freezing(args) if args.freeze_training else None
         self._choice = None
@@ -207,6 +208,12 @@ class ChangeDecisions:
         self.wanted = wanted
         return self.state_dict(), outlook
 
+    def go_on_with(self, args: TrainConfig) -> None:
+        """Take over the configuration that the run goes on with."""
+        self._args = args
+        if self._choice is not None:
+            self._choice.args = args
+
     def note_change(self, seconds: float) -> None:
         """Record the seconds that a change took."""
         self._num_failed = 0
@@ -260,7 +267,7 @@ class ChangeDecisions:
             self.wanted = replace(self._args.arrangement, num_frozen=0, cached=False)
 
 
-def _device_bytes(args: argparse.Namespace) -> float:
+def _device_bytes(args: TrainConfig) -> float:
     """The bytes of memory of one rank's device; on a CPU, the rank's share of the host's memory."""
     sharing = 1 if backend.is_cuda() else int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
     return backend.device_bytes() / sharing

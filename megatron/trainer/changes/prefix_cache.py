@@ -5,7 +5,6 @@ a sample is missing, the whole microbatch is computed, as without a cache, so th
 layers have frozen since, it is computed from the cached outputs of the previous depth.
 """
 
-import argparse
 import errno
 import hashlib
 import json
@@ -28,6 +27,7 @@ from megatron.elastic.cache import ActivationCache, CacheCounts, Generation, req
 from megatron.elastic.cache.folder import FEWEST_BYTES
 from megatron.pipeline.runtime.failure.agreement import control_group
 from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
+from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.arguments.rules.programs import num_samples
 from megatron.trainer.start_up.model_and_optimizer import model_config
 
@@ -47,7 +47,7 @@ class PrefixCache:
         ValueError: if the dataset does not promise that samples repeat, or has no sample ids.
     """
 
-    def __init__(self, args: argparse.Namespace, dataset: object | None) -> None:
+    def __init__(self, args: TrainConfig, dataset: object | None) -> None:
         if dataset is not None and not (getattr(dataset, "samples_repeat", False) and hasattr(dataset, "sample_id")):
             raise ValueError(
                 f"--activation-cache {args.activation_cache}: {type(dataset).__name__} does not say that its samples "
@@ -59,9 +59,12 @@ class PrefixCache:
         self._unread = 0  # samples to read until each sample has been read at this depth
         self._depth = 0  # depth of the cached outputs; known on all ranks, since any may get the first stage
 
-    def serve(self, stages: list[MegatronStage]) -> None:
-        """Attach the cache to the rank's stages: the first stage reads and writes it if the arrangement is cached."""
-        arrangement, first = self._args.arrangement, stages[0]
+    def serve(self, args: TrainConfig, stages: list[MegatronStage]) -> None:
+        """Attach the cache to the rank's stages: the first stage reads and writes it if the arrangement is cached.
+
+        `args`: the configuration of the run in that arrangement.
+        """
+        self._args, arrangement, first = args, args.arrangement, stages[0]
         before, self._depth = self._depth, arrangement.num_frozen if arrangement.cached else 0
         if not (arrangement.cached and first.is_frozen and first.index == 0):
             self.close()
@@ -192,7 +195,7 @@ class PrefixCache:
             self._cache, self._told = None, CacheCounts()
 
 
-def require_cache(args: argparse.Namespace) -> None:
+def require_cache(args: TrainConfig) -> None:
     """Check that --activation-cache can be used on this node. Raises ValueError if not."""
     try:
         require_usable(Path(args.activation_cache), most_bytes=_limit(args))
@@ -202,7 +205,7 @@ def require_cache(args: argparse.Namespace) -> None:
         raise ValueError(f"{flag}: {error}") from error
 
 
-def missing_cache(args: argparse.Namespace) -> list[str]:
+def missing_cache(args: TrainConfig) -> list[str]:
     """A note if the folder of --activation-cache does not exist on this machine; makes no file.
 
     Raises ValueError, as `require_cache`, for a folder that would be refused on any machine.
@@ -226,7 +229,7 @@ def missing_cache(args: argparse.Namespace) -> list[str]:
     return []
 
 
-def digest_of_config(args: argparse.Namespace) -> str:
+def digest_of_config(args: TrainConfig) -> str:
     """A digest of megatron.core's configuration of the model, without the fields about its cut into stages."""
     said = {}
     for each in fields(model_config(args)):
@@ -237,7 +240,7 @@ def digest_of_config(args: argparse.Namespace) -> str:
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _limit(args: argparse.Namespace) -> int:
+def _limit(args: TrainConfig) -> int:
     return int(args.activation_cache_gib * GIB)
 
 

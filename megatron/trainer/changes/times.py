@@ -11,7 +11,6 @@ determines the time; replicas and stages that are nearer to each other may be fa
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections import defaultdict
@@ -28,6 +27,7 @@ from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.runtime.contract.trace import COMPUTE
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.failure.agreement import control_group
+from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.report.metrics import flops_of_output_layer, flops_per_sample
 
 # --- layers -----------------------------------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ def seconds_of_stages(engine: PipelineEngine) -> Seconds:
     return result
 
 
-def share_of_output_layer(args: argparse.Namespace) -> float:
+def share_of_output_layer(args: TrainConfig) -> float:
     """The ratio of the output layer's arithmetic to that of one transformer layer."""
     output = flops_of_output_layer(args)
     return output / ((flops_per_sample(args) - output) / args.num_layers)

@@ -13,11 +13,12 @@ effect in that model. A switch that is newer than the checkpoint counts as off t
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 
 from megatron.pipeline.runtime.failure.errors import CheckpointError
+from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.arguments.flags.parser import FLAGS, destinations
 from megatron.trainer.arguments.flags.specification import Role
 from megatron.trainer.arguments.rules.programs import ONLY_OF
@@ -88,7 +89,7 @@ _NOT_BUILT_HERE = {
 
 
 def _differences(
-    here: argparse.Namespace, there: argparse.Namespace | None, *, body_only: bool = False
+    here: TrainConfig, there: argparse.Namespace | None, *, body_only: bool = False
 ) -> Iterator[tuple[str, object, object]]:
     """Yield the facts in which two models differ, as (name, value here, value there).
 
@@ -115,7 +116,7 @@ def parts_not_built(there: argparse.Namespace | None) -> Iterator[tuple[str, obj
             yield name, value
 
 
-def _facts(args: argparse.Namespace | None) -> dict[str, object]:
+def _facts(args: TrainConfig | argparse.Namespace | None) -> dict[str, object]:
     positions = _positions(args)
     rotary = {name: _value(args, name) for name in _OF_ROTARY}
     if not rotary["use_rope_scaling"]:
@@ -131,7 +132,7 @@ def _facts(args: argparse.Namespace | None) -> dict[str, object]:
     }
 
 
-def _value(args: argparse.Namespace | None, name: str) -> object:
+def _value(args: TrainConfig | argparse.Namespace | None, name: str) -> object:
     """The value of an argument, by its name or Megatron-LM's name; if it is not set, its value in older models.
 
     None if there are no arguments.
@@ -144,13 +145,13 @@ def _value(args: argparse.Namespace | None, name: str) -> object:
     return WITHOUT_IT.get(name)
 
 
-def _key_value_heads(args: argparse.Namespace | None) -> object:
+def _key_value_heads(args: TrainConfig | argparse.Namespace | None) -> object:
     """The number of key-value heads: that of attention heads without grouped queries, whatever number is stored."""
     grouped = _value(args, "group_query_attention")
     return _value(args, "num_query_groups" if grouped else "num_attention_heads")
 
 
-def _positions(args: argparse.Namespace | None) -> object:
+def _positions(args: TrainConfig | argparse.Namespace | None) -> object:
     """The kind of position embedding, with Megatron-LM's old flags taken into account."""
     kind = _value(args, "position_embedding_type")
     if _value(args, "use_rotary_position_embeddings"):
@@ -160,13 +161,13 @@ def _positions(args: argparse.Namespace | None) -> object:
     return kind
 
 
-def _biases(args: argparse.Namespace | None) -> dict[str, object]:
+def _biases(args: TrainConfig | argparse.Namespace | None) -> dict[str, object]:
     """The facts about biases. If all linear layers have one, so has the projection of queries, keys and values."""
     linear, of_queries = _value(args, "add_bias_linear"), _value(args, "add_qkv_bias")
     return {"add_bias_linear": linear, "add_qkv_bias": of_queries if linear is None else linear or bool(of_queries)}
 
 
-def _same_vocabulary(args: argparse.Namespace, saved: argparse.Namespace | None) -> bool:
+def _same_vocabulary(args: TrainConfig, saved: argparse.Namespace | None) -> bool:
     """Whether two padded vocabulary sizes can belong to one vocabulary.
 
     The size is padded to a multiple that depends on the tensor-parallel degree, so padded sizes may differ.
@@ -191,7 +192,7 @@ _BODIES = {"bert-classify": "bert"}  # architecture -> the one whose weights wit
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype)
 
 
-def saved_arguments(args: argparse.Namespace, **position: int) -> argparse.Namespace:
+def saved_arguments(args: TrainConfig, **position: int) -> argparse.Namespace:
     """A copy of the arguments that any program can unpickle: plain values only, with paths as text.
 
     `position`: values that replace those of the arguments.
@@ -202,7 +203,7 @@ def saved_arguments(args: argparse.Namespace, **position: int) -> argparse.Names
 
 
 def check_same_model(
-    args: argparse.Namespace, saved: argparse.Namespace | None, path: object, *, body_only: bool = False
+    args: TrainConfig, saved: argparse.Namespace | None, path: object, *, body_only: bool = False
 ) -> None:
     """Check that the saved model is the same as the model of `args`.
 
@@ -240,7 +241,7 @@ def _remedy(name: str, value: object) -> str:
 
 
 def _check_can_be_built(
-    args: argparse.Namespace, saved: argparse.Namespace | None, path: object, *, body_only: bool = False
+    args: TrainConfig, saved: argparse.Namespace | None, path: object, *, body_only: bool = False
 ) -> None:
     """Check that the saved model has the architecture of this program, and only parts that this project builds.
 
@@ -262,12 +263,12 @@ def _check_can_be_built(
         )
 
 
-def what_changes(args: argparse.Namespace, saved: argparse.Namespace | None) -> list[str]:
+def what_changes(args: TrainConfig, saved: argparse.Namespace | None) -> list[str]:
     """Lines for the log of a run that resumes with another pipeline program or another order of samples."""
     return [line for line in (_other_program(args, saved), _other_samples(args, saved)) if line]
 
 
-def _other_samples(args: argparse.Namespace, saved: argparse.Namespace | None) -> str | None:
+def _other_samples(args: TrainConfig, saved: argparse.Namespace | None) -> str | None:
     """The line about samples if the resumed run trains on other samples or in another order; otherwise None.
 
     The position of a run counts samples, so after such a change it means other samples.
@@ -292,7 +293,7 @@ def _other_samples(args: argparse.Namespace, saved: argparse.Namespace | None) -
     )
 
 
-def _length(args: argparse.Namespace) -> int | None:
+def _length(args: TrainConfig) -> int | None:
     """The number of samples of the whole run, without regard to a ramp-up of the batch size."""
     iterations, size = getattr(args, "train_iters", None), getattr(args, "global_batch_size", None)
     return getattr(args, "train_samples", None) or (iterations and size and iterations * size)
@@ -302,7 +303,7 @@ def _words(value: object) -> str:
     return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
-def _other_program(args: argparse.Namespace, saved: argparse.Namespace | None) -> str | None:
+def _other_program(args: TrainConfig, saved: argparse.Namespace | None) -> str | None:
     """The line about the pipeline program if the resumed run has another one; otherwise None.
 
     Such a change is safe, since a checkpoint is a drained state without microbatches in flight.
@@ -315,24 +316,30 @@ def _other_program(args: argparse.Namespace, saved: argparse.Namespace | None) -
     return f"was saved under {was}; the run goes on with {goes_on}"
 
 
-def apply_saved_arguments(args: argparse.Namespace, saved: argparse.Namespace | None, path: object) -> None:
-    """--use-checkpoint-args: set the model's arguments to the saved ones.
+def with_saved_arguments(
+    args: argparse.Namespace, saved: argparse.Namespace | None, path: object, *, further: Collection[str] = ()
+) -> argparse.Namespace:
+    """--use-checkpoint-args: parsed arguments with the model's from a checkpoint.
 
     Arguments that determine the shape always come from the checkpoint; a switch that its program did not have yet is
-    off. The model's other arguments, and the tokenizer's, keep the values given on the command line (`args.given`).
-    Raises CheckpointError if the checkpoint has no arguments or its model cannot be built.
+    off. `further` arguments come from the checkpoint if it has them. The model's other arguments, and the tokenizer's,
+    keep the values given on the command line (`args.given`). Raises CheckpointError if the checkpoint has no arguments
+    or its model cannot be built.
     """
     if saved is None:
         raise CheckpointError(
             f"checkpoint {path} holds no arguments, so --use-checkpoint-args has nothing to take over"
         )
     _check_can_be_built(args, saved, path)
+    taken = {}
     for name in (*MODEL_ARGUMENTS, *_TAKEN_UNLESS_GIVEN):
         their_name = name if hasattr(saved, name) else OTHER_NAMES.get(name, name)
         if hasattr(saved, their_name) and (name in MODEL_ARGUMENTS or name not in args.given):
-            setattr(args, name, getattr(saved, their_name))
+            taken[name] = getattr(saved, their_name)
         elif name in MODEL_ARGUMENTS and name in WITHOUT_IT:
-            setattr(args, name, WITHOUT_IT[name])
+            taken[name] = WITHOUT_IT[name]
+    taken |= {name: getattr(saved, name) for name in further if hasattr(saved, name)}
+    return argparse.Namespace(**{**vars(args), **taken})
 
 
 def _is_plain(value: object) -> bool:

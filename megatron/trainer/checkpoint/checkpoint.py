@@ -10,12 +10,13 @@ layout are those of Megatron-LM's torch_dist checkpoints. See docs/checkpoints.m
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.pipeline.runtime.failure.agreement import agreed, on_rank_zero
 from megatron.pipeline.runtime.failure.errors import CheckpointError
+from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.checkpoint import arguments, directory
 from megatron.trainer.checkpoint.loader import CHECKSUMS_ENTRY, CheckpointReader, read_common_state
 from megatron.trainer.checkpoint.run_state import Restoration, RunParts, log_once, run_state
@@ -33,10 +34,10 @@ __all__ = [
     "CheckpointError",
     "CheckpointPosition",
     "CheckpointWriter",
-    "apply_checkpoint_arguments",
     "load_checkpoint",
     "recorded_changes",
     "save_checkpoint",
+    "with_checkpoint_arguments",
 ]
 
 
@@ -54,7 +55,7 @@ def save_checkpoint(
     writer: CheckpointWriter,
     parts: RunParts,
     *,
-    args: argparse.Namespace,
+    args: TrainConfig,
     position: CheckpointPosition,
     changes: dict | None = None,
     on_saved: Callable[[Path], None] | None = None,
@@ -108,7 +109,7 @@ def save_checkpoint(
     )
 
 
-def recorded_changes(args: argparse.Namespace) -> dict | None:
+def recorded_changes(args: TrainConfig) -> dict | None:
     """The `changes` in the checkpoint that `load_checkpoint` would load to resume a run; None if there are none.
 
     Collective: every rank must call it.
@@ -126,7 +127,7 @@ def recorded_changes(args: argparse.Namespace) -> dict | None:
 
 
 def load_checkpoint(
-    parts: RunParts, *, args: argparse.Namespace, body_only: bool = False, say: Callable[[str], None] = log_once
+    parts: RunParts, *, args: TrainConfig, body_only: bool = False, say: Callable[[str], None] = log_once
 ) -> CheckpointPosition | None:
     """Load the checkpoint of `args.load` into model, optimizer, scheduler, random generators and weight versions.
 
@@ -178,18 +179,16 @@ def load_checkpoint(
     return position
 
 
-def apply_checkpoint_arguments(args: argparse.Namespace) -> argparse.Namespace:
-    """--use-checkpoint-args: take the model's arguments from the checkpoint of `args.load`, before anything is built.
+def with_checkpoint_arguments(args: argparse.Namespace, *, further: Collection[str] = ()) -> argparse.Namespace:
+    """--use-checkpoint-args: parsed arguments with the model's, and `further` ones, of the checkpoint of `args.load`.
 
-    Not collective: every rank reads the file itself. Returns all arguments that the checkpoint holds. Raises
-    CheckpointError if there is no checkpoint.
+    Not collective: every rank reads the file itself. Raises CheckpointError if there is no checkpoint.
     """
     location = directory.locate(args.load, step=args.ckpt_step) if args.load else None
     if location is None:
         raise CheckpointError(f"--use-checkpoint-args needs a checkpoint, and --load {args.load} holds none")
     saved = read_common_state(location).get("args")
-    arguments.apply_saved_arguments(args, saved, location.path)
-    return saved
+    return arguments.with_saved_arguments(args, saved, location.path, further=further)
 
 
 def _judge_what_is_left_over(reader: CheckpointReader, model: dict, strictness: str) -> None:

@@ -22,7 +22,6 @@ same tensor into both places, and an optimizer would update its state twice. So 
 the read each place gets a tensor of its own.
 """
 
-import argparse
 import contextlib
 import logging
 import random
@@ -50,6 +49,7 @@ from megatron.core.dist_checkpointing.utils import _sharded_tensor_shard_id
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import unwrap_model
 from megatron.pipeline.runtime.failure.agreement import control_group
+from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.checkpoint.optimizer_state import ELEMENT_RANGES, ranged_optimizer_state
 
 # --- random number generators of one rank, in Megatron-LM's layout, so that each program can resume the other's runs --
@@ -227,7 +227,7 @@ _LAYERS_APART = "non_homogeneous_layers"
 """megatron.core's name for the option that each layer has a key of its own, instead of one key for all layers."""
 
 
-def sharding_metadata(args: argparse.Namespace) -> dict:
+def sharding_metadata(args: TrainConfig) -> dict:
     """The metadata about the layout of optimizer state, a new dict for each call, since megatron.core changes it."""
     metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if getattr(args, "changes", False):
@@ -240,7 +240,7 @@ def sharding_metadata(args: argparse.Namespace) -> dict:
     return metadata
 
 
-def loading_metadata(args: argparse.Namespace, saved: dict | None) -> dict:
+def loading_metadata(args: TrainConfig, saved: dict | None) -> dict:
     """The metadata for loading a state that was saved with the metadata `saved`; None if a checkpoint has none."""
     metadata, saved = {**sharding_metadata(args), **(saved or {})}, saved or {}
     if not saved.get(_LAYERS_APART):

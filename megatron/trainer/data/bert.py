@@ -5,8 +5,7 @@ end of a document, and with the probability of `--short-seq-prob`, a sample is s
 attention, so every stage needs the mask of the padding. Each stage reads the samples itself, in the common order.
 """
 
-import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy
 import torch
@@ -14,7 +13,8 @@ from torch.nn.functional import cross_entropy
 
 from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
-from megatron.trainer.data.datasets import SPLITS, TokenFiles, build_blended
+from megatron.trainer.arguments.flags.config import TrainConfig
+from megatron.trainer.data.datasets import SPLITS, Datasets, TokenFiles, build_blended
 from megatron.trainer.data.microbatches import Field
 from megatron.trainer.data.sentences import LONGEST_SENTENCE
 from megatron.trainer.files.indexed_files import document_lengths
@@ -24,12 +24,12 @@ ORDER_LOSS = "sop loss"
 _LONGEST_NGRAM = 3  # largest number of adjacent words that are masked together, as in Megatron-LM
 
 
-def loss_names(args: argparse.Namespace) -> tuple[str, ...]:
+def loss_names(args: TrainConfig) -> tuple[str, ...]:
     """The names of the losses that `bert_loss` reports."""
     return (LOSS, ORDER_LOSS) if args.bert_binary_head else (LOSS,)
 
 
-def bert_fields(args: argparse.Namespace) -> tuple[Field, ...]:
+def bert_fields(args: TrainConfig) -> tuple[Field, ...]:
     """The fields that a BERT's stages need for b samples of s tokens, all int64 except `loss_mask`.
 
     First stage: `text` [b, s], and with the binary head `types` [b, s]. Last stage: `labels` [b, s] (-1 for no label),
@@ -119,7 +119,7 @@ class BertDataset(BERTMaskedWordPieceDataset):
             ) from error
 
 
-def build_bert_datasets(args: argparse.Namespace, tokenizer: MegatronTokenizerBase) -> list:
+def build_bert_datasets(args: TrainConfig, tokenizer: MegatronTokenizerBase) -> Datasets:
     """The three datasets of a BERT, as `build_blended` returns them. Raises ValueError also for a wrong tokenizer."""
     check_tokenizer(args, tokenizer)
     return build_blended(
@@ -128,7 +128,7 @@ def build_bert_datasets(args: argparse.Namespace, tokenizer: MegatronTokenizerBa
         BERTMaskedWordPieceDatasetConfig,
         reads=True,
         num_elements=lambda contents: contents.num_documents,
-        check=lambda config: _check_documents(args, config),
+        check=lambda config, has_split: _check_documents(args, config, has_split),
         tokenizer=tokenizer,
         masking_probability=args.mask_prob,
         short_sequence_probability=args.short_seq_prob,
@@ -141,7 +141,7 @@ def build_bert_datasets(args: argparse.Namespace, tokenizer: MegatronTokenizerBa
     )
 
 
-def check_tokenizer(args: argparse.Namespace, tokenizer: MegatronTokenizerBase) -> None:
+def check_tokenizer(args: TrainConfig, tokenizer: MegatronTokenizerBase) -> None:
     """Check that a tokenizer has the tokens that BERT's samples need. Raises ValueError if not."""
     numbers = {}
     for name in ("cls", "sep", "mask", "pad"):
@@ -162,13 +162,13 @@ def check_tokenizer(args: argparse.Namespace, tokenizer: MegatronTokenizerBase) 
         )
 
 
-def _check_documents(args: argparse.Namespace, config: BERTMaskedWordPieceDatasetConfig) -> None:
+def _check_documents(args: TrainConfig, config: BERTMaskedWordPieceDatasetConfig, has_split: Sequence[bool]) -> None:
     """Check that every split of every file has a usable document, since megatron.core would search for one forever.
 
     Raises ValueError naming the first split without one.
     """
     least = 2 if args.bert_binary_head else 1
-    for split, prefix, part in _parts(args, config):
+    for split, prefix, part in _parts(config, has_split):
         if not any(_is_usable(lengths, least) for lengths in document_lengths(prefix, part)):
             remedy = "; preprocess with --split-sentences, or train with --bert-no-binary-head" if least == 2 else ""
             raise ValueError(
@@ -182,11 +182,11 @@ def _is_usable(lengths: numpy.ndarray, least: int) -> bool:
 
 
 def _parts(
-    args: argparse.Namespace, config: BERTMaskedWordPieceDatasetConfig
+    config: BERTMaskedWordPieceDatasetConfig, has_split: Sequence[bool]
 ) -> Iterator[tuple[str, str, tuple[float, float]]]:
     """Yield (split, prefix, part of the documents) for all data that the run reads."""
     for index, split in enumerate(SPLITS):
-        if args.has_split[index]:
+        if has_split[index]:
             blend = config.blend or config.blend_per_split[index]
             part = config.split_matrix[index] if config.blend else (0.0, 1.0)
             yield from ((split, prefix, part) for prefix in blend[0])

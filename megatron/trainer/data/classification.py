@@ -7,7 +7,6 @@ so no sample is left out. There is no random augmentation: a sample is the same 
 identifies it.
 """
 
-import argparse
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -17,9 +16,10 @@ import torch
 
 from megatron.core import parallel_state
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
+from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.arguments.rules.programs import data_paths
 from megatron.trainer.data.bert import check_tokenizer
-from megatron.trainer.data.datasets import num_samples
+from megatron.trainer.data.datasets import Datasets, num_samples
 from megatron.trainer.data.microbatches import Field
 from megatron.trainer.files import image_files, text_files
 
@@ -121,14 +121,10 @@ _COMMON_FIELDS = (
 `counts` (float32 [b]) on the last."""
 
 
-def _build_datasets(
-    args: argparse.Namespace, fields: Sequence[Field], read: Callable[[list[str]], _Samples]
-) -> list[EpochSamples | EvaluationSamples | None]:
-    """The datasets for training, validation and test; None for a dataset that does not exist or that a rank does not
-    read.
+def _build_datasets(args: TrainConfig, fields: Sequence[Field], read: Callable[[list[str]], _Samples]) -> Datasets:
+    """The datasets for training, validation and test, with the digest of the training data.
 
-    Collective: every rank must call it. Sets `args.has_split`, a bool for each dataset, and `args.data_digest`, the
-    digest of the training data; both are the same on every rank.
+    Collective: every rank must call it.
 
     Args:
         fields: the fields of a sample, with the stages that need them.
@@ -137,11 +133,11 @@ def _build_datasets(
     Raises ValueError for data that cannot be read, and on every rank if ranks see different data.
     """
     paths, wanted = data_paths(args), num_samples(args)
-    args.has_split = tuple(bool(each) and number > 0 for each, number in zip(paths.values(), wanted, strict=True))
-    chosen = [each if there else [] for each, there in zip(paths.values(), args.has_split, strict=True)]
-    found, args.data_digest = _read_alike(read, chosen if _reads(args, fields) else [[] for _ in chosen])
+    has_split = tuple(bool(each) and number > 0 for each, number in zip(paths.values(), wanted, strict=True))
+    chosen = [each if there else [] for each, there in zip(paths.values(), has_split, strict=True)]
+    found, digest = _read_alike(read, chosen if _reads(args, fields) else [[] for _ in chosen])
     train, *others = found
-    return [
+    parts = [
         train and EpochSamples(train, seed=args.seed, length=wanted[0]),
         *(
             each and EvaluationSamples(
@@ -150,6 +146,7 @@ def _build_datasets(
             for each in others
         ),
     ]  # fmt: skip
+    return Datasets(parts, has_split, digest)
 
 
 def _digest(*arrays: numpy.ndarray) -> str:
@@ -161,7 +158,7 @@ def _digest(*arrays: numpy.ndarray) -> str:
     return hashed.hexdigest()
 
 
-def _reads(args: argparse.Namespace, fields: Sequence[Field]) -> bool:
+def _reads(args: TrainConfig, fields: Sequence[Field]) -> bool:
     """Whether this rank reads data: it is the first of its tensor group, and one of its stages needs a field."""
     stages = args.schedule.stages_of(parallel_state.get_pipeline_model_parallel_rank())
     if args.elastic_pipeline or args.activation_cache is not None:  # any rank may get the first or the last stage later
@@ -202,7 +199,7 @@ def _read_alike(
 # --- a ViT's images ---------------------------------------------------------------------------------------------------
 
 
-def vision_fields(args: argparse.Namespace) -> tuple[Field, ...]:
+def vision_fields(args: TrainConfig) -> tuple[Field, ...]:
     """The fields of a ViT: `images` (float32 [b, height, width, channels]) on the first stage, and the common ones."""
     shape = (args.img_h, args.img_w, args.num_channels)
     images = Field(
@@ -225,12 +222,12 @@ class ImageSamples:
         return {"images": image_files.as_float(self.images.pixels[index]), "labels": self.images.labels[index]}
 
 
-def build_vision_datasets(args: argparse.Namespace, tokenizer: None) -> list:
+def build_vision_datasets(args: TrainConfig, tokenizer: None) -> Datasets:
     """The three datasets of a ViT. Raises ValueError for images or labels that do not fit the flags."""
     return _build_datasets(args, vision_fields(args), lambda paths: ImageSamples(_read_images(args, paths)))
 
 
-def _read_images(args: argparse.Namespace, paths: list[str]) -> image_files.Images:
+def _read_images(args: TrainConfig, paths: list[str]) -> image_files.Images:
     images = image_files.read(paths)
     expected, found = (args.img_h, args.img_w, args.num_channels), images.pixels.shape[1:]
     if found != expected:
@@ -251,7 +248,7 @@ def _read_images(args: argparse.Namespace, paths: list[str]) -> image_files.Imag
 # --- a BERT's texts: [CLS], the text, [SEP], and padding up to --seq-length -------------------------------------------
 
 
-def text_fields(args: argparse.Namespace) -> tuple[Field, ...]:
+def text_fields(args: TrainConfig) -> tuple[Field, ...]:
     """The fields of a BERT that classifies: `text` (int64 [b, s]) on the first stage, `padding_mask` (int64 [b, s], 0
     at padding) on all stages, and the common ones."""
     return (Field(name="text", stages="first", least_id=0), Field(name="padding_mask"), *_COMMON_FIELDS)
@@ -294,13 +291,13 @@ class TextSamples:
         }
 
 
-def build_text_datasets(args: argparse.Namespace, tokenizer: MegatronTokenizerBase) -> list:
+def build_text_datasets(args: TrainConfig, tokenizer: MegatronTokenizerBase) -> Datasets:
     """The three datasets of a BERT that classifies. Raises ValueError for files or a tokenizer that do not fit."""
     check_tokenizer(args, tokenizer)
     return _build_datasets(args, text_fields(args), lambda paths: _read_texts(args, tokenizer, paths))
 
 
-def _read_texts(args: argparse.Namespace, tokenizer: MegatronTokenizerBase, paths: list[str]) -> TextSamples:
+def _read_texts(args: TrainConfig, tokenizer: MegatronTokenizerBase, paths: list[str]) -> TextSamples:
     samples = text_files.read(paths)
     known = set(args.class_names)
     for _, label in samples:

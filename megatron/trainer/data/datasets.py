@@ -3,10 +3,10 @@
 `build_datasets` builds those of a GPT; other models use its common part, `build_blended`.
 """
 
-import argparse
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -20,6 +20,7 @@ from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from megatron.documents import counted
 from megatron.documents.files import problem_with_directory
 from megatron.pipeline.runtime.failure.agreement import on_rank_zero
+from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.data.microbatches import gpt_fields
 from megatron.trainer.files.indexed_files import BinReader, Contents, blends, check_indexed_dataset, damaged_index_cache
 
@@ -42,14 +43,29 @@ class GPTDataset(gpt_dataset.GPTDataset):
         return TokenFiles(dataset_path)
 
 
-def num_samples(args: argparse.Namespace) -> list[int]:
+def num_samples(args: TrainConfig) -> list[int]:
     """The numbers of samples of training, validation and test in the whole run, as Megatron-LM counts them."""
     train = args.train_samples or args.batch_sizes.samples_after(args.train_iters)
     per_evaluation = args.eval_iters * args.global_batch_size
     return [train, (args.train_iters // args.eval_interval + 1) * per_evaluation, per_evaluation]
 
 
-def build_datasets(args: argparse.Namespace, tokenizer: MegatronTokenizerBase) -> list:
+@dataclass(frozen=True)
+class Datasets:
+    """The data of a run on one rank.
+
+    Attributes:
+        parts: for training, validation and test, each None where this rank needs none or there is none.
+        has_split: whether there are data for training, validation and test; the same on every rank.
+        digest: of the training data, where these have one.
+    """
+
+    parts: list
+    has_split: tuple[bool, ...]
+    digest: str | None = None
+
+
+def build_datasets(args: TrainConfig, tokenizer: MegatronTokenizerBase) -> Datasets:
     """The three datasets of a GPT, as `build_blended` returns them."""
     if args.mock_data:
         logging.getLogger(gpt_dataset.__name__).setLevel(logging.ERROR)  # no warning that mock indices are not cached
@@ -73,24 +89,24 @@ def build_datasets(args: argparse.Namespace, tokenizer: MegatronTokenizerBase) -
 
 
 def build_blended(
-    args: argparse.Namespace,
+    args: TrainConfig,
     dataset_class: type,
     config_class: type[BlendedMegatronDatasetConfig],
     *,
     reads: bool,
     num_elements: Callable[[Contents], int],
-    check: Callable[[BlendedMegatronDatasetConfig], None] | None = None,
+    check: Callable[[BlendedMegatronDatasetConfig, tuple[bool, ...]], None] | None = None,
     **options: object,
-) -> list:
-    """The datasets for training, validation and test; None for one with an empty split or that a rank does not read.
+) -> Datasets:
+    """The datasets for training, validation and test.
 
-    Collective: every rank must call it. Sets `args.has_split`, a bool for each dataset, the same on every rank.
+    Collective: every rank must call it.
 
     Args:
         dataset_class, config_class: megatron.core's classes; `options` are further fields of the configuration.
         reads: whether a stage of this rank needs samples.
         num_elements: the number of a file's elements that `--split` divides.
-        check: raises ValueError for data from which the class cannot make samples.
+        check: raises ValueError for data from which the class cannot make samples, given which splits exist.
 
     Raises ValueError for files that are missing, empty or truncated, for a training split without documents, and for a
     cache of sample indices that cannot be written.
@@ -111,13 +127,13 @@ def build_blended(
     wanted = num_samples(args)
     if blend is not None:
         _drop_empty_splits(config, sizes)
-    args.has_split = _existing_splits(config, wanted)
-    if not args.has_split[0] and not args.skip_train:
+    has_split = _existing_splits(config, wanted)
+    if not has_split[0] and not args.skip_train:
         raise ValueError("the training split has no documents; change --split or give more text")
     if not config.mock and (problem := on_rank_zero(lambda: _problem_with_cache(args.data_cache_path))) is not None:
         raise ValueError(problem)
     if check is not None:
-        check(config)
+        check(config, has_split)
     reads = reads and parallel_state.get_tensor_model_parallel_rank() == 0
     builds = reads or torch.distributed.get_rank() == 0  # rank 0 writes the sample indices that the others read
     builder = BlendedMegatronDatasetBuilder(dataset_class, wanted, lambda: builds, config)
@@ -139,9 +155,9 @@ def build_blended(
             f"with --data-cache-path"
         ) from error
     if not reads:
-        return [None] * len(datasets)
+        return Datasets([None] * len(datasets), has_split)
     _check_lengths(args, datasets, wanted)
-    return datasets
+    return Datasets(datasets, has_split)
 
 
 def _problem_with_cache(path: str | None) -> str | None:
@@ -179,7 +195,7 @@ def _existing_splits(config: BlendedMegatronDatasetConfig, wanted: list[int]) ->
     return tuple(part is not None and number > 0 for part, number in zip(there, wanted, strict=True))
 
 
-def _check_lengths(args: argparse.Namespace, datasets: list, wanted: list[int]) -> None:
+def _check_lengths(args: TrainConfig, datasets: list, wanted: list[int]) -> None:
     for name, dataset, number in zip(SPLITS, datasets, wanted, strict=True):
         if number == 0 or (name == "training" and args.skip_train):
             continue

@@ -7,7 +7,6 @@ stage needs data, only its first tensor parallel rank reads, and broadcasts to i
 stages, each has an iterator of its own.
 """
 
-import argparse
 import atexit
 import ctypes
 import signal
@@ -20,6 +19,7 @@ import torch
 from megatron import backend
 from megatron.core import parallel_state
 from megatron.pipeline.runtime.failure.errors import name_cut_files
+from megatron.trainer.arguments.flags.config import TrainConfig
 
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
@@ -51,10 +51,10 @@ class Field:
         )
 
 
-FieldsProvider = Callable[[argparse.Namespace], tuple[Field, ...]]
+FieldsProvider = Callable[[TrainConfig], tuple[Field, ...]]
 
 
-def gpt_fields(args: argparse.Namespace) -> tuple[Field, ...]:
+def gpt_fields(args: TrainConfig) -> tuple[Field, ...]:
     """The fields that a GPT's stages need for b samples of s tokens.
 
     These are `tokens`, `position_ids` and `labels` (int64 [b, s]), `loss_mask` (float32 [b, s]), and with
@@ -142,7 +142,7 @@ class MicrobatchIterator:
 
     def __init__(
         self,
-        args: argparse.Namespace,
+        args: TrainConfig,
         dataset,
         *,
         fields: tuple[Field, ...],

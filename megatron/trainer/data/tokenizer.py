@@ -5,7 +5,6 @@ need a network even with local files, and it cannot open a single `tokenizer.jso
 all three.
 """
 
-import argparse
 import importlib.util
 import json
 import os
@@ -13,7 +12,7 @@ from collections import OrderedDict
 
 from megatron.core.tokenizers import MegatronTokenizer
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
-from megatron.trainer.arguments.flags.values import padded_vocabulary
+from megatron.trainer.arguments.flags.config import TrainConfig, padded_vocabulary
 
 _END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>", "<|eot_id|>")
 _PACKAGES = {
@@ -106,7 +105,7 @@ class WordPieceTokenizer(FastTokenizer):
         return self._words  # cached, since megatron.core reads it for every token
 
 
-def build_tokenizer(args: argparse.Namespace) -> MegatronTokenizerBase:
+def build_tokenizer(args: TrainConfig) -> MegatronTokenizerBase:
     """The tokenizer that `args` name. Raises ValueError for a missing package or file, or one that cannot be read."""
     if (problem := problem_with_tokenizer(args)) is not None:
         raise ValueError(problem)
@@ -122,7 +121,7 @@ def build_tokenizer(args: argparse.Namespace) -> MegatronTokenizerBase:
         ) from error
 
 
-def problem_with_tokenizer(args: argparse.Namespace) -> str | None:
+def problem_with_tokenizer(args: TrainConfig) -> str | None:
     """A sentence about the package or file of the tokenizer that this machine lacks; None if it lacks nothing."""
     kind = args.tokenizer_type
     package = _PACKAGES.get(kind)
@@ -134,7 +133,7 @@ def problem_with_tokenizer(args: argparse.Namespace) -> str | None:
     return _problem_with_model(args) if package else None
 
 
-def _problem_with_model(args: argparse.Namespace) -> str | None:
+def _problem_with_model(args: TrainConfig) -> str | None:
     path = args.tokenizer_model
     if os.path.exists(path):
         return None
@@ -145,7 +144,7 @@ def _problem_with_model(args: argparse.Namespace) -> str | None:
     return f"--tokenizer-model {path} does not exist"
 
 
-def _load(args: argparse.Namespace) -> MegatronTokenizerBase:
+def _load(args: TrainConfig) -> MegatronTokenizerBase:
     kind, path = args.tokenizer_type, args.tokenizer_model
     if kind == "GPT2BPETokenizer":
         return _gpt2(args.vocab_file, args.merge_file)
@@ -195,7 +194,7 @@ def _wordpiece(vocab_file: str, *, lowercase: bool) -> WordPieceTokenizer:
     return WordPieceTokenizer(vocab_file, core)
 
 
-def padded_vocab_size(args: argparse.Namespace, tokenizer: MegatronTokenizerBase) -> int:
+def padded_vocab_size(args: TrainConfig, tokenizer: MegatronTokenizerBase) -> int:
     """The number of rows of the embedding: `vocab_size`, padded to a multiple.
 
     The multiple is `--make-vocab-size-divisible-by` x tensor parallel size.
@@ -203,6 +202,6 @@ def padded_vocab_size(args: argparse.Namespace, tokenizer: MegatronTokenizerBase
     return padded_vocabulary(args, vocab_size(args, tokenizer))
 
 
-def vocab_size(args: argparse.Namespace, tokenizer: MegatronTokenizerBase) -> int:
+def vocab_size(args: TrainConfig, tokenizer: MegatronTokenizerBase) -> int:
     """The number of token ids that may occur in the data: at least `--vocab-size`, plus `--vocab-extra-ids`."""
     return max(tokenizer.vocab_size, args.vocab_size or 0) + args.vocab_extra_ids

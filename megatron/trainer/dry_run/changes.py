@@ -5,7 +5,6 @@ the least gradients. Times are counted by arithmetic, since nothing was measured
 measured times, this is a guess. A cache is taken to be used, and its reading to cost nothing.
 """
 
-import argparse
 import math
 import os
 from collections.abc import Sequence
@@ -14,17 +13,19 @@ from itertools import accumulate
 
 from megatron.elastic.cache import CacheSeconds
 from megatron.elastic.freeze_rule import ByHand
+from megatron.elastic.stages import Arrangement
 from megatron.pipeline.placement.topology import Process
 from megatron.pipeline.schedules import PRESETS
 from megatron.planner import GIB, RankMemory, Verdict, device_gib
 from megatron.planner.job.estimate import judge_fullest, waiting_gib
 from megatron.planner.memory.parameters import embedding_parameters, head_parameters, layer_parameters
+from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.arguments.rules.freezing import make_rule
 from megatron.trainer.arguments.rules.programs import data_paths
 from megatron.trainer.changes.arrangement_choice import ArrangementChoice, memory_of_ranks
 from megatron.trainer.changes.arrangement_choice import bytes_in_change as within_change
 from megatron.trainer.plan import from_flags
-from megatron.trainer.plan.arrangement import Arrangement, Outlook, arrange, iterations_to_the_end
+from megatron.trainer.plan.arrangement import Outlook, arranged, iterations_to_the_end
 from megatron.trainer.plan.rank_mapping import degrees_of
 
 
@@ -82,28 +83,26 @@ class _ProcessPart:
     layers: range
 
 
-def planned_changes(
-    args: argparse.Namespace, layers: Sequence[int], processes: Sequence[Process] = ()
-) -> list[PlannedChange]:
+def planned_changes(args: TrainConfig, layers: Sequence[int], processes: Sequence[Process] = ()) -> list[PlannedChange]:
     """The changes of a run of `args`, a pipeline of stages with so many `layers` at first.
 
     `processes`: by rank; none: they are on one node.
     """
-    args = argparse.Namespace(**vars(args))
-    args.first_arrangement = Arrangement(
+    first = Arrangement(
         args.pipeline_model_parallel_size, args.data_parallel_size, args.micro_batch_size, tuple(layers)
     )
-    arrange(args, args.first_arrangement)
+    args = arranged(replace(args, first_arrangement=first, activation_cache_use="always"), first)
     decisions, found, held = _Decisions(args, processes), [], _held(args)
     iteration, samples = args.freeze_start, args.freeze_start * args.global_batch_size
-    while (iteration := iteration + args.freeze_interval) < args.train_iters and not decisions.are_final:
+    while (iteration := iteration + args.freeze_interval) < args.train_iters and not decisions.are_final(args):
         samples += args.freeze_interval * args.batch_sizes.global_batch_size  # read where batches have one size
-        wanted = decisions.next(iteration)
+        wanted = decisions.next(args, iteration)
         if wanted != args.arrangement:
-            arrange(args, wanted)
+            args = arranged(args, wanted)
             change, held = _change(args, iteration, held, decisions.outlook)
             found.append(change)
-            args.train_iters = iterations_to_the_end(args, iteration=iteration, consumed_samples=samples)
+            last = iterations_to_the_end(args, iteration=iteration, consumed_samples=samples)
+            args = replace(args, train_iters=last)
     return found
 
 
@@ -117,43 +116,43 @@ class _Decisions:
         outlook: what is expected of the last decision; None where no other cut is looked for.
     """
 
-    def __init__(self, args: argparse.Namespace, processes: Sequence[Process]) -> None:
-        self._args, self.outlook = args, None
+    def __init__(self, args: TrainConfig, processes: Sequence[Process]) -> None:
+        self.outlook: Outlook | None = None
         self._rule = make_rule(args) if args.freeze_training else None
         self._choice = _choice(args, processes)
         self._norms = tuple(float(layer) for layer in range(args.num_layers, 0, -1))  # least at the end
         self._num_by_hand = max(len(args.elastic_schedule or ()), len(args.elastic_micro_batch_size or ()))
         self._num_intervals, self._is_settled = 0, False
 
-    def next(self, iteration: int) -> Arrangement:
-        """The arrangement after the next interval, which ends at `iteration`."""
+    def next(self, args: TrainConfig, iteration: int) -> Arrangement:
+        """The arrangement after the next interval, which ends at `iteration` of a run that is arranged as `args`
+        say."""
         self._num_intervals += 1
-        wanted = now = self._args.arrangement
+        wanted = now = args.arrangement
         if self._rule is not None:
             wanted = now.with_frozen(max(now.num_frozen, self._rule.decide(self._norms)))
         is_new = wanted != now or self._num_intervals <= self._num_by_hand or not self._is_settled
         if self._choice is not None and is_new:
-            wanted, self.outlook = self._choice.decide(wanted, batches_left=self._args.train_iters - iteration)
+            self._choice.args = args
+            wanted, self.outlook = self._choice.decide(wanted, batches_left=args.train_iters - iteration)
         self._is_settled = wanted == now
         return wanted
 
-    @property
-    def are_final(self) -> bool:
+    def are_final(self, args: TrainConfig) -> bool:
         """Whether no later decision changes the arrangement."""
-        return self._is_settled and self._num_intervals >= self._num_by_hand and self._has_all_layers()
+        return self._is_settled and self._num_intervals >= self._num_by_hand and self._has_all_layers(args)
 
-    def _has_all_layers(self) -> bool:
+    def _has_all_layers(self, args: TrainConfig) -> bool:
         """Whether no more layers can freeze."""
         rule = self._rule
         is_used_up = isinstance(rule, ByHand) and rule.num_intervals >= len(rule.counts)
-        return rule is None or is_used_up or self._args.arrangement.num_frozen == self._args.num_layers - 1
+        return rule is None or is_used_up or args.arrangement.num_frozen == args.num_layers - 1
 
 
-def _choice(args: argparse.Namespace, processes: Sequence[Process]) -> ArrangementChoice | None:
+def _choice(args: TrainConfig, processes: Sequence[Process]) -> ArrangementChoice | None:
     """The run's choice of arrangements, under the same flags; it measures no disk."""
     if not args.elastic_pipeline and args.activation_cache is None:
         return None
-    args.activation_cache_use = "always"
     device_bytes = math.inf if args.dry_run_gpu is None else device_gib(args.dry_run_gpu) * GIB
     is_here = args.activation_cache is None or all(map(os.path.exists, data_paths(args)["train"]))
     return ArrangementChoice(
@@ -163,7 +162,7 @@ def _choice(args: argparse.Namespace, processes: Sequence[Process]) -> Arrangeme
 
 
 def _change(
-    args: argparse.Namespace, iteration: int, before: list[_ProcessPart], outlook: Outlook | None
+    args: TrainConfig, iteration: int, before: list[_ProcessPart], outlook: Outlook | None
 ) -> tuple[PlannedChange, list[_ProcessPart]]:
     """The change to the present arrangement of `args`, and the part that each process has after it."""
     after = _held(args)
@@ -179,7 +178,7 @@ def _change(
     return (replace(change, rank=rank_within) if change.is_fullest_within else change), after
 
 
-def _held(args: argparse.Namespace) -> list[_ProcessPart]:
+def _held(args: TrainConfig) -> list[_ProcessPart]:
     """The part that each process holds."""
     ranks = memory_of_ranks(args, counts_communicators=from_flags.uses_nccl(args))
     degrees = degrees_of(args)
@@ -188,7 +187,7 @@ def _held(args: argparse.Namespace) -> list[_ProcessPart]:
     return [_ProcessPart(ranks[stage], range(ends[stage], ends[stage + 1])) for stage in stages]
 
 
-def _bytes_of_others(args: argparse.Namespace, before: range, after: range) -> float:
+def _bytes_of_others(args: TrainConfig, before: range, after: range) -> float:
     """What a process with layers `before` has not got of what it needs for `after`, as `args` are arranged now: weights
     and the optimizer's state. Where replicas share that state out, all of it may be another's.
     """

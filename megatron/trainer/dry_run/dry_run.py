@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import sys
+from dataclasses import replace
 
 from megatron.pipeline.check import ProgramError
 from megatron.pipeline.placement.cost import count_crossing
@@ -24,11 +25,11 @@ from megatron.pipeline.placement.placement_report import PlacementReport, make_r
 from megatron.pipeline.placement.topology import Bandwidth, Node, Process, Topology, load_topology
 from megatron.planner import RankMemory, Verdict, device_gib, estimate_memory, judge
 from megatron.trainer.arguments import Platform, resolve_platform, validate_args
+from megatron.trainer.arguments.flags.config import TrainConfig, assumed_vocabulary, padded_vocabulary, usual_vocabulary
 from megatron.trainer.arguments.flags.model import CLASSIFIERS
-from megatron.trainer.arguments.flags.values import assumed_vocabulary, padded_vocabulary, usual_vocabulary
 from megatron.trainer.arguments.rules.programs import data_paths
 from megatron.trainer.changes.prefix_cache import missing_cache
-from megatron.trainer.checkpoint.checkpoint import apply_checkpoint_arguments
+from megatron.trainer.checkpoint.checkpoint import with_checkpoint_arguments
 from megatron.trainer.data.tokenizer import build_tokenizer, padded_vocab_size, problem_with_tokenizer
 from megatron.trainer.dry_run import hosted
 from megatron.trainer.dry_run.changes import planned_changes
@@ -43,7 +44,7 @@ from megatron.trainer.report.log import packages_not_here
 # --- files of data, tokenizer and checkpoint --------------------------------------------------------------------------
 
 
-def _missing_data(args: argparse.Namespace) -> list[str]:
+def _missing_data(args: TrainConfig) -> list[str]:
     """A line for each part of the data that is not here. Raises ValueError for files that are here and damaged."""
     if args.architecture in CLASSIFIERS:
         named = (path for paths in data_paths(args).values() for path in paths)
@@ -65,30 +66,26 @@ def _missing_data(args: argparse.Namespace) -> list[str]:
     return lines
 
 
-def _missing_checkpoint(args: argparse.Namespace) -> list[str]:
+def _missing_checkpoint(args: TrainConfig) -> list[str]:
     """A line for each directory to load from that is not here."""
     named = (("--load", args.load), ("--pretrained-checkpoint", args.pretrained_checkpoint))
     return [f"{flag} {path} is not on this machine" for flag, path in named if path and not os.path.isdir(path)]
 
 
-def _choose_vocabulary(args: argparse.Namespace) -> list[str]:
-    """Set `args.padded_vocab_size`: from the tokenizer, or where it is not here, from --vocab-size or a common one.
-
-    Returns a line where it had to be assumed. Raises ValueError for a tokenizer that is here and cannot be read.
-    """
+def _rows_of_embedding(args: TrainConfig) -> tuple[int, list[str]]:
+    """The padded vocabulary: from the tokenizer, or where it is not here, from --vocab-size or a common one; and a line
+    where it had to be assumed. Raises ValueError for a tokenizer that is here and cannot be read."""
     if args.architecture == "vit":
-        args.padded_vocab_size = 0
-        return []
+        return 0, []
     problem = problem_with_tokenizer(args)
     if problem is None and args.tokenizer_model is not None and not os.path.exists(args.tokenizer_model):
         problem = f"--tokenizer-model {args.tokenizer_model} names a hub, which is not asked"
     if problem is None:
-        args.padded_vocab_size = padded_vocab_size(args, build_tokenizer(args))
-        return []
+        return padded_vocab_size(args, build_tokenizer(args)), []
     name, _ = usual_vocabulary(args)
-    args.padded_vocab_size = padded_vocabulary(args, assumed_vocabulary(args))
+    rows = padded_vocabulary(args, assumed_vocabulary(args))
     source = "as --vocab-size says" if args.vocab_size else f"as {name}; --vocab-size says another"
-    return [f"{problem}; the embedding is taken to have {args.padded_vocab_size} rows, {source}"]
+    return rows, [f"{problem}; the embedding is taken to have {rows} rows, {source}"]
 
 
 # --- the dry run ------------------------------------------------------------------------------------------------------
@@ -144,7 +141,7 @@ def _misses(verdict: Verdict, gib: str) -> str:
     return f"misses {-verdict.spare_gib:.1f} GiB of {gib}, of which no tensor gets {besides:.1f} GiB"
 
 
-def _remedy_of_change(args: argparse.Namespace) -> str:
+def _remedy_of_change(args: TrainConfig) -> str:
     if args.elastic_schedule is not None:
         return "give more ranks in --elastic-schedule, or leave it out, use smaller microbatches or more GPUs"
     if args.use_distributed_optimizer:
@@ -162,12 +159,14 @@ def check_job(args: argparse.Namespace) -> DryRun:
     """The findings of a dry run. Raises ValueError for what a run would refuse."""
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ValueError("--dry-run is one process for the whole job; start it without torchrun or srun")
-    notes = _complete(args)
-    warnings = [*_missing_checkpoint(args), *_missing_data(args), *_choose_vocabulary(args)]
+    args, notes = _complete(args)
+    missing = [*_missing_checkpoint(args), *_missing_data(args)]
+    rows, assumed = _rows_of_embedding(args)
+    args, warnings = replace(args, padded_vocab_size=rows), missing + assumed
     warnings += missing_cache(args) if args.activation_cache is not None else []
     warnings += packages_not_here(args).values()
     # megatron.core looks for a fused kernel when it is configured, and the cluster's is not here.
-    config = transformer_config(argparse.Namespace(**{**vars(args), "apply_rope_fusion": False}))
+    config = transformer_config(replace(args, apply_rope_fusion=False))
     optimizer_config(args)
     report, demand = prove(args)
     layers, hosting = from_flags.layers_of_stages(config), from_flags.hosting_of(args)
@@ -190,24 +189,25 @@ def check_job(args: argparse.Namespace) -> DryRun:
     )
 
 
-def _complete(args: argparse.Namespace) -> list[str]:
-    """Validate for the job's world size, on a machine as the cluster's are taken to be; returns notes."""
+def _complete(args: argparse.Namespace) -> tuple[TrainConfig, list[str]]:
+    """The configuration for the job's world size, on a machine as the cluster's are taken to be, and notes."""
     if args.use_checkpoint_args:
         if args.load is not None and not os.path.isdir(args.load):
             raise ValueError(
                 f"--use-checkpoint-args takes the model from --load {args.load}, which is not on this machine; for a "
                 "dry run here give the model's flags in its place"
             )
-        apply_checkpoint_arguments(args)
+        args = with_checkpoint_arguments(args)
     notes = validate_args(args, world_size=args.dry_run)
     machine = Platform(is_cuda=True, has_transformer_engine=True, has_apex=True)
-    return notes + resolve_platform(args, machine)
+    notes += resolve_platform(args, machine)
+    return TrainConfig.of(args), notes
 
 
 # --- memory
 
 
-def _judge(args: argparse.Namespace, memory: tuple[RankMemory, ...]) -> Verdict | None:
+def _judge(args: TrainConfig, memory: tuple[RankMemory, ...]) -> Verdict | None:
     return (
         None
         if args.dry_run_gpu is None
@@ -220,7 +220,7 @@ def _judge(args: argparse.Namespace, memory: tuple[RankMemory, ...]) -> Verdict 
 # --- placement
 
 
-def place(args: argparse.Namespace) -> tuple[PlacementReport, list[str], list[Process]]:
+def place(args: TrainConfig) -> tuple[PlacementReport, list[str], list[Process]]:
     """The processes by rank, and lines about their places and the traffic between nodes. Raises ValueError."""
     given = load_topology(args.rank_topology) if args.rank_topology else None
     nodes = _nodes(args.world_size, given, args.dry_run_gpus_per_node)

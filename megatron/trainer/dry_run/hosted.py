@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +12,7 @@ from megatron.planner.memory.hosted import HOST, Hosting
 from megatron.planner.memory.node_memory import HostVerdict, LargestModel, crowds, host_bytes, judge_host, largest_model
 from megatron.planner.time.first_principles import FirstPrinciples
 from megatron.planner.time.iteration import priced
+from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.plan import from_flags
 
 _LANES = {Lane.COMPUTE: "device", Lane.H2D: "to device", Lane.D2H: "from device", Lane.HOST: "host optimizer"}
@@ -37,7 +37,7 @@ class HostedRun:
 
 
 def hosted_run(
-    args: argparse.Namespace,
+    args: TrainConfig,
     hosting: Hosting,
     memory: Sequence[RankMemory],
     layers: Sequence[int],
@@ -118,7 +118,7 @@ def refusal(run: HostedRun, given: float) -> str | None:
     )
 
 
-def _times(args: argparse.Namespace, hosting: Hosting, layers: Sequence[int]) -> tuple[float | None, dict[str, float]]:
+def _times(args: TrainConfig, hosting: Hosting, layers: Sequence[int]) -> tuple[float | None, dict[str, float]]:
     """Seconds of an iteration and of its lanes, on GPUs of a name as if all were in one node; else None and none."""
     if args.dry_run_gpu not in DEVICES:
         return None, {}

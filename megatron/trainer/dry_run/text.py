@@ -1,6 +1,5 @@
 """What a dry run found, as a record, for people and for programs."""
 
-import argparse
 import sys
 from dataclasses import dataclass, field
 
@@ -11,7 +10,7 @@ from megatron.pipeline.placement.placement_report import PlacementReport, tables
 from megatron.pipeline.start_up import late_weights
 from megatron.planner import GIB, RankMemory, Verdict, device_gib
 from megatron.planner.memory_table import memory_as_dict, memory_table
-from megatron.trainer.arguments.flags.values import choice_of, schedule_text
+from megatron.trainer.arguments.flags.config import TrainConfig, choice_of, schedule_text
 from megatron.trainer.dry_run import hosted
 from megatron.trainer.dry_run.changes import PlannedChange
 from megatron.trainer.dry_run.hosted import HostedRun
@@ -27,7 +26,7 @@ class DryRun:
     GPU was named, `hosted` where weights live on the device.
     """
 
-    args: argparse.Namespace
+    args: TrainConfig
     report: CheckReport
     memory: tuple[RankMemory, ...]
     verdict: Verdict | None
@@ -114,7 +113,7 @@ def _model_lines(result: DryRun) -> list[str]:
     ]
 
 
-def _engine(args: argparse.Namespace) -> str:
+def _engine(args: TrainConfig) -> str:
     if args.transformer_impl != "transformer_engine":
         return ", without Transformer Engine (--transformer-impl local)"
     kept = "keeps attention scores" if from_flags.activation_setting(args).saves_scores else "flash attention"
@@ -181,7 +180,7 @@ def _change_lines(result: DryRun) -> list[str]:
     return lines
 
 
-def _change_line(args: argparse.Namespace, change: PlannedChange) -> str:
+def _change_line(args: TrainConfig, change: PlannedChange) -> str:
     now = change.arrangement
     text = (
         f"iteration {change.iteration}: {now.num_frozen} of {args.num_layers} layers frozen, pipeline {now.pipeline} x "

@@ -12,14 +12,13 @@ number of sequences, number of document borders), then lengths (int32), byte off
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
 import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Protocol
 
 from megatron.documents import counted
 
@@ -29,6 +28,20 @@ if TYPE_CHECKING:
 # --- files and their weights ------------------------------------------------------------------------------------------
 
 Blend = tuple[list[str], list[float] | None]
+
+
+class DataFlags(Protocol):
+    """The flags that name the data of a language model."""
+
+    mock_data: bool
+    data_path: list[str] | None
+    train_data_path: list[str] | None
+    valid_data_path: list[str] | None
+    test_data_path: list[str] | None
+    data_args_path: str | None
+    per_split_data_args_path: str | None
+
+
 _PER_SPLIT = ("train_data_path", "valid_data_path", "test_data_path")
 
 
@@ -59,7 +72,7 @@ def parse_blend(words: list[str] | None, source: str = "--data-path") -> Blend |
     return [prefix for prefix, _ in read], [weight for _, weight in read]
 
 
-def blends(args: argparse.Namespace) -> tuple[Blend | None, list[Blend | None] | None]:
+def blends(args: DataFlags) -> tuple[Blend | None, list[Blend | None] | None]:
     """The blend to split (or None), and the blends of the splits (or None). Both are None for mock data.
 
     Raises ValueError for invalid weights, and for files of words that cannot be read.
@@ -68,7 +81,7 @@ def blends(args: argparse.Namespace) -> tuple[Blend | None, list[Blend | None] |
     return blend, per_split if any(per_split) else None
 
 
-def notes_on_weights(args: argparse.Namespace) -> list[str]:
+def notes_on_weights(args: DataFlags) -> list[str]:
     """A note for each source in which prefixes have the weight 0. Raises ValueError for invalid weights.
 
     Other code reports missing files.
@@ -85,7 +98,7 @@ def notes_on_weights(args: argparse.Namespace) -> list[str]:
     return notes
 
 
-def _sources(args: argparse.Namespace) -> list[tuple[str, list[str] | None]]:
+def _sources(args: DataFlags) -> list[tuple[str, list[str] | None]]:
     """The words of blends as (flag or file, words): the blend to split first, then the blend of each split."""
     if args.mock_data:
         return [("--mock-data", None)]

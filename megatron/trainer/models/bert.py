@@ -1,6 +1,5 @@
 """The BERT model, with weights that do not depend on the number of stages (see gpt.py)."""
 
-import argparse
 import dataclasses
 import warnings
 
@@ -9,6 +8,7 @@ from torch import nn
 
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.arguments.flags.model import NUM_TOKEN_TYPES
 from megatron.trainer.models.gpt import draw_output_weight, layer_stream, seeded_spec
 from megatron.trainer.ranks import set_seeds
@@ -20,7 +20,7 @@ with warnings.catch_warnings():
 
 
 def bert_model(
-    args: argparse.Namespace,
+    args: TrainConfig,
     config: TransformerConfig,
     *,
     pre_process: bool = True,
@@ -56,7 +56,7 @@ def bert_model(
     return model
 
 
-def bert_layer_spec(args: argparse.Namespace) -> ModuleSpec:
+def bert_layer_spec(args: TrainConfig) -> ModuleSpec:
     """The module specification of a layer, as a copy, since megatron.core sets the kind of mask in it."""
     if args.transformer_impl == "transformer_engine":
         spec = bert_layer_specs.get_bert_layer_with_transformer_engine_spec()
@@ -65,7 +65,7 @@ def bert_layer_spec(args: argparse.Namespace) -> ModuleSpec:
     return seeded_spec(args, dataclasses.replace(spec))
 
 
-def _initialize_heads(args: argparse.Namespace, config: TransformerConfig, model: BertModel) -> None:
+def _initialize_heads(args: TrainConfig, config: TransformerConfig, model: BertModel) -> None:
     """Initialise the heads again, from a random stream of their own.
 
     megatron.core draws them after the rank's layers, so that they would depend on the number of these layers.

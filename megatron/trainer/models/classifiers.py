@@ -11,7 +11,6 @@ patches.
 Weights do not depend on the number of stages (see gpt.py).
 """
 
-import argparse
 from typing import ClassVar
 
 import torch
@@ -27,6 +26,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.arguments.flags.model import NUM_TOKEN_TYPES
 from megatron.trainer.models.bert import bert_layer_spec
 from megatron.trainer.models.gpt import layer_spec, layer_stream
@@ -45,7 +45,7 @@ class _ClassificationHead(MegatronModule):
 
     dropout_place = "head", 0
 
-    def __init__(self, args: argparse.Namespace, config: TransformerConfig, *, dropout: float = 0.0) -> None:
+    def __init__(self, args: TrainConfig, config: TransformerConfig, *, dropout: float = 0.0) -> None:
         super().__init__(config)
         self.dropout = nn.Dropout(dropout)
         self.linear = nn.Linear(config.hidden_size, args.num_classes)
@@ -72,7 +72,7 @@ def _pooled(hidden: torch.Tensor, config: TransformerConfig, *, reads_first: boo
 ACCURACY = "accuracy"
 
 
-def loss_names(args: argparse.Namespace) -> tuple[str, ...]:
+def loss_names(args: TrainConfig) -> tuple[str, ...]:
     """The names of the values that `classification_loss` reports."""
     return CLASS_LOSS, ACCURACY
 
@@ -127,7 +127,7 @@ class _Classifier(MegatronModule):
 
     @classmethod
     def build(
-        cls, args: argparse.Namespace, config: TransformerConfig, *, pre_process: bool = True, post_process: bool = True
+        cls, args: TrainConfig, config: TransformerConfig, *, pre_process: bool = True, post_process: bool = True
     ) -> "_Classifier":
         """Build the part of the stage that `config` describes; `args` have the shapes of embedding and head.
 
@@ -149,9 +149,7 @@ class BertClassifier(_Classifier):
     optional_parts = ("pooler",)
     """Children that --pretrained-checkpoint may lack: a BERT without a binary head has no pooler."""
 
-    def __init__(
-        self, args: argparse.Namespace, config: TransformerConfig, *, pre_process: bool, post_process: bool
-    ) -> None:
+    def __init__(self, args: TrainConfig, config: TransformerConfig, *, pre_process: bool, post_process: bool) -> None:
         super().__init__(config, pre_process=pre_process, post_process=post_process)
         self.seq_length = args.seq_length
         self.masks_rows = args.transformer_impl == "local"  # Transformer Engine needs only the mask of keys
@@ -209,7 +207,7 @@ def attention_mask(padding_mask: torch.Tensor, *, masks_rows: bool) -> torch.Ten
     return (keys * padding_mask[:, None, :, None] if masks_rows else keys) < 0.5
 
 
-def _rotary(args: argparse.Namespace, config: TransformerConfig) -> RotaryEmbedding | None:
+def _rotary(args: TrainConfig, config: TransformerConfig) -> RotaryEmbedding | None:
     if args.position_embedding_type != "rope":
         return None
     return RotaryEmbedding(
@@ -229,7 +227,7 @@ class PatchEmbedding(MegatronModule):
 
     dropout_place = "embedding", 0
 
-    def __init__(self, args: argparse.Namespace, config: TransformerConfig) -> None:
+    def __init__(self, args: TrainConfig, config: TransformerConfig) -> None:
         super().__init__(config)
         self.patch_dim = args.patch_dim
         self.projection = nn.Linear(args.patch_dim**2 * args.num_channels, config.hidden_size)
@@ -275,9 +273,7 @@ class VisionTransformer(_Classifier):
 
     block = "decoder"
 
-    def __init__(
-        self, args: argparse.Namespace, config: TransformerConfig, *, pre_process: bool, post_process: bool
-    ) -> None:
+    def __init__(self, args: TrainConfig, config: TransformerConfig, *, pre_process: bool, post_process: bool) -> None:
         super().__init__(config, pre_process=pre_process, post_process=post_process)
         self.reads_first = args.vision_class_token
         if pre_process:
@@ -302,7 +298,7 @@ class VisionTransformer(_Classifier):
         return self.classification_head(_pooled(hidden, self.config, reads_first=self.reads_first))
 
 
-def _layer_spec(args: argparse.Namespace) -> ModuleSpec:
+def _layer_spec(args: TrainConfig) -> ModuleSpec:
     spec = layer_spec(args)
     spec.submodules.self_attention.params["attn_mask_type"] = AttnMaskType.no_mask
     return spec

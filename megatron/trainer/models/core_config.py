@@ -1,6 +1,5 @@
 """The conversion of parsed flags to megatron.core's configuration objects; only this module knows the names of both."""
 
-import argparse
 import warnings
 
 import torch
@@ -12,15 +11,16 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.arguments.rules.stages import layer_split
 
 
-def params_dtype(args: argparse.Namespace) -> torch.dtype:
+def params_dtype(args: TrainConfig) -> torch.dtype:
     """The dtype of the weights that the model computes with."""
     return torch.half if args.fp16 else torch.bfloat16 if args.bf16 else torch.float32
 
 
-def _activation(args: argparse.Namespace) -> tuple:
+def _activation(args: TrainConfig) -> tuple:
     """The activation as (function, whether it is gated, whether to use megatron.core's fusion with the bias)."""
     if args.swiglu:
         return silu, True, args.bias_swiglu_fusion
@@ -32,7 +32,7 @@ def _activation(args: argparse.Namespace) -> tuple:
     return gelu, False, args.bias_gelu_fusion and args.add_bias_linear
 
 
-def transformer_config(args: argparse.Namespace) -> TransformerConfig:
+def transformer_config(args: TrainConfig) -> TransformerConfig:
     """The model's configuration. Raises ValueError if megatron.core refuses a combination of options.
 
     Its pipeline size is the number of ranks over which layers are split (`layer_split`). The configurations of stages
@@ -107,7 +107,7 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
         raise ValueError(f"megatron.core refuses this model: {error}") from error
 
 
-def optimizer_config(args: argparse.Namespace) -> OptimizerConfig:
+def optimizer_config(args: TrainConfig) -> OptimizerConfig:
     """The configuration of the optimizer."""
     return OptimizerConfig(
         optimizer=args.optimizer,
@@ -133,7 +133,7 @@ def optimizer_config(args: argparse.Namespace) -> OptimizerConfig:
     )
 
 
-def ddp_config(args: argparse.Namespace) -> DistributedDataParallelConfig:
+def ddp_config(args: TrainConfig) -> DistributedDataParallelConfig:
     """The configuration of the gradient buffers.
 
     `overlap_grad_reduce` stays off, since it would start reductions from backward hooks; here the program's REDUCE_GRAD
@@ -150,7 +150,7 @@ def ddp_config(args: argparse.Namespace) -> DistributedDataParallelConfig:
     )
 
 
-def param_scheduler(args: argparse.Namespace, optimizer: object) -> OptimizerParamScheduler:
+def param_scheduler(args: TrainConfig, optimizer: object) -> OptimizerParamScheduler:
     """The schedule of learning rate and weight decay.
 
     The schedule counts samples, as in Megatron-LM, so that it stays correct during a ramp-up of the batch size; flags

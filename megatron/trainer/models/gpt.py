@@ -9,7 +9,6 @@ the layer's global number. With `--use-cpu-initialization` (always on without CU
 and cuts it, so the weights do not depend on the tensor parallel size either.
 """
 
-import argparse
 import dataclasses
 from collections.abc import Callable, Sequence
 
@@ -33,6 +32,7 @@ from megatron.core.utils import get_pg_rank
 from megatron.pipeline.runtime.relay.host_store import to_host_memory
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import at_stage, config_of_stage, copy_tied_embeddings
 from megatron.pipeline.runtime.stages.megatron.relay_update import RelayChunk
+from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.ranks import set_seeds
 
 _STREAM = 1_000_003  # distance of the seeds of neighbouring layers, greater than the offsets of tensor ranks
@@ -51,7 +51,7 @@ class SeededTransformerLayer(TransformerLayer):
         super().__init__(config, submodules, layer_number, **options)
 
 
-def layer_spec(args: argparse.Namespace) -> ModuleSpec:
+def layer_spec(args: TrainConfig) -> ModuleSpec:
     """The module specification of a transformer layer, with the seeded layer class."""
     if args.transformer_impl == "transformer_engine":
         spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=args.qk_layernorm)
@@ -60,19 +60,19 @@ def layer_spec(args: argparse.Namespace) -> ModuleSpec:
     return seeded_spec(args, spec)
 
 
-def seeded_spec(args: argparse.Namespace, spec: ModuleSpec) -> ModuleSpec:
+def seeded_spec(args: TrainConfig, spec: ModuleSpec) -> ModuleSpec:
     """The module specification `spec` of a transformer layer with the seeded layer class."""
     seeded = type("TransformerLayer", (SeededTransformerLayer,), {"seed": args.seed})
     return dataclasses.replace(spec, module=seeded)
 
 
-def layer_stream(args: argparse.Namespace, number: int) -> int:
+def layer_stream(args: TrainConfig, number: int) -> int:
     """The seed of the weights of layer `number`: 0 is the embedding, then layers, then output layer and heads."""
     return args.seed + _STREAM * number
 
 
 def gpt_model(
-    args: argparse.Namespace,
+    args: TrainConfig,
     config: TransformerConfig,
     *,
     pre_process: bool = True,
@@ -107,7 +107,7 @@ def gpt_model(
     return model
 
 
-def draw_output_weight(args: argparse.Namespace, config: TransformerConfig, weight: torch.Tensor) -> None:
+def draw_output_weight(args: TrainConfig, config: TransformerConfig, weight: torch.Tensor) -> None:
     """Initialise an untied output layer again, from its own random stream.
 
     megatron.core draws it after the rank's layers, so that it would depend on the number of these layers.

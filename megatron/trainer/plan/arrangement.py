@@ -1,82 +1,22 @@
 """How a job's ranks share a model: the ranks of a pipeline, the number of pipelines, the layers of each rank, and the
 frozen layers.
 
-A run begins in the arrangement that its flags give. Where the arrangement changes while the run trains, `args` hold the
-present one, so code that reads degrees and sizes from `args` works as in a run that began with them.
+A run begins in the arrangement that its flags give. Where the arrangement changes while the run trains, the run goes on
+with the configuration of a run that began in the present one (`arranged`).
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
-from megatron.elastic.stages import Stages, stages_of
+from megatron.elastic.stages import Arrangement
 from megatron.pipeline.runtime.failure.errors import CheckpointError
-from megatron.trainer.arguments.rules.run import settle_schedule
+from megatron.trainer.arguments.flags.config import TrainConfig
+from megatron.trainer.arguments.rules.run import settled_schedule
 from megatron.trainer.models import core_config
 from megatron.trainer.plan import from_flags
-
-
-@dataclass(frozen=True)
-class Arrangement:
-    """One arrangement of a job.
-
-    Attributes:
-        pipeline, data: ranks of a pipeline, and how many pipelines there are.
-        micro_batch_size: samples.
-        layers_of_rank: of the pipeline.
-        num_frozen: layers in front.
-        cached: what they put out is read from a cache; then they are all on the first rank.
-        pipelines_in_a_row: the ranks of a pipeline follow each other, and not the replicas of a stage.
-    """
-
-    pipeline: int
-    data: int
-    micro_batch_size: int
-    layers_of_rank: tuple[int, ...]
-    num_frozen: int = 0
-    cached: bool = False
-    pipelines_in_a_row: bool = False
-
-    @property
-    def stages(self) -> Stages:
-        return stages_of(self.layers_of_rank, self.num_frozen)
-
-    @property
-    def ranks(self) -> tuple[int, int, bool]:
-        """What process groups depend on."""
-        return self.pipeline, self.data, self.pipelines_in_a_row
-
-    def with_frozen(self, num_frozen: int) -> Arrangement:
-        """This arrangement with so many frozen layers."""
-        return replace(self, num_frozen=num_frozen)
-
-    def __str__(self) -> str:
-        stages, ranks, word = self.stages, [], " cached" if self.cached else " frozen"
-        for rank in range(self.pipeline):
-            own = [
-                f"{layers}{word * (stage < stages.num_frozen)}"
-                for stage, (layers, at) in enumerate(zip(stages.layers, stages.rank_of_stage, strict=True))
-                if at == rank
-            ]
-            ranks.append(" + ".join(own))
-        return ", ".join(ranks)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The arrangement for a checkpoint, as plain numbers."""
-        return {**asdict(self), "layers_of_rank": list(self.layers_of_rank)}
-
-    @classmethod
-    def from_state(cls, state: dict[str, Any]) -> Arrangement:
-        """What `state_dict` has made. Raises ValueError, TypeError or KeyError where it is something else."""
-        found = cls(**{**state, "layers_of_rank": tuple(map(int, state["layers_of_rank"]))})
-        if len(found.layers_of_rank) != found.pipeline:
-            raise ValueError(f"{found.pipeline} ranks have {len(found.layers_of_rank)} numbers of layers")
-        stages_of(found.layers_of_rank, found.num_frozen)
-        return found
 
 
 @dataclass(frozen=True)
@@ -124,7 +64,7 @@ class Change:
         return text
 
 
-def batch_size(args: argparse.Namespace, arrangement: Arrangement) -> int:
+def batch_size(args: TrainConfig, arrangement: Arrangement) -> int:
     """The samples of a training batch after any ramp-up. The batches of an evaluation have the size that the flags
     give."""
     if args.elastic_batch == "constant":
@@ -132,7 +72,7 @@ def batch_size(args: argparse.Namespace, arrangement: Arrangement) -> int:
     return args.global_batch_size * arrangement.data // args.first_arrangement.data
 
 
-def iterations_to_the_end(args: argparse.Namespace, *, iteration: int, consumed_samples: int) -> int:
+def iterations_to_the_end(args: TrainConfig, *, iteration: int, consumed_samples: int) -> int:
     """The last iteration of a run that is at this position: a grown batch uses up `--train-samples` in fewer
     iterations."""
     if args.elastic_batch == "constant":
@@ -140,36 +80,34 @@ def iterations_to_the_end(args: argparse.Namespace, *, iteration: int, consumed_
     return iteration + (args.train_samples - consumed_samples) // args.batch_sizes.global_batch_size
 
 
-def arrange(args: argparse.Namespace, arrangement: Arrangement) -> None:
-    """Set `args` to the arrangement.
+def arranged(args: TrainConfig, arrangement: Arrangement) -> TrainConfig:
+    """The configuration of the run in this arrangement.
 
     Raises:
         ValueError: a rank has no layer, batches cannot be shared out to so many replicas, or the schedule does not run
-            so few microbatches; `args` are as before.
+            so few microbatches.
     """
-    changed = argparse.Namespace(**vars(args))
-    changed.arrangement = arrangement
-    changed.pipeline_model_parallel_size = arrangement.pipeline
-    changed.data_parallel_size = arrangement.data
-    changed.micro_batch_size = arrangement.micro_batch_size
-    changed.batch_sizes = replace(
-        args.batch_sizes, samples_per_microbatch=arrangement.micro_batch_size * arrangement.data,
-        global_batch_size=batch_size(args, arrangement),
-    )  # fmt: skip
-    per_microbatch = changed.batch_sizes.samples_per_microbatch
+    per_microbatch = arrangement.micro_batch_size * arrangement.data
+    sizes = replace(
+        args.batch_sizes, samples_per_microbatch=per_microbatch, global_batch_size=batch_size(args, arrangement)
+    )
     if args.global_batch_size % per_microbatch:
         raise ValueError(
             f"an evaluation's batch of {args.global_batch_size} samples is not divisible by micro batch size x data "
             f"parallel size ({per_microbatch})"
         )
     stages = arrangement.stages  # refuses a rank without layers at the first arrangement, too
-    changed.frozen_stages = None if arrangement == args.first_arrangement else stages
-    settle_schedule(changed)
-    vars(args).update(vars(changed))
+    changed = replace(
+        args, arrangement=arrangement, pipeline_model_parallel_size=arrangement.pipeline,
+        data_parallel_size=arrangement.data, micro_batch_size=arrangement.micro_batch_size, batch_sizes=sizes,
+        frozen_stages=None if arrangement == args.first_arrangement else stages,
+    )  # fmt: skip
+    schedule, moves_activations = settled_schedule(changed)
+    return replace(changed, schedule=schedule, moves_activations=moves_activations)
 
 
-def as_at_first(args: argparse.Namespace) -> dict[str, int]:
-    """The arguments that `arrange` has changed, as the flags gave them."""
+def as_at_first(args: TrainConfig) -> dict[str, int]:
+    """The arguments that `arranged` has changed, as the flags gave them."""
     first = args.first_arrangement
     return {
         "pipeline_model_parallel_size": first.pipeline,
@@ -179,7 +117,7 @@ def as_at_first(args: argparse.Namespace) -> dict[str, int]:
 
 
 @contextmanager
-def reading_changes(args: argparse.Namespace) -> Iterator[None]:
+def reading_changes(args: TrainConfig) -> Iterator[None]:
     """A block that reads a checkpoint's record of changes. Raises CheckpointError where the record is invalid."""
     try:
         yield
@@ -192,14 +130,14 @@ def reading_changes(args: argparse.Namespace) -> Iterator[None]:
         ) from error
 
 
-def first_arrangement(args: argparse.Namespace) -> Arrangement:
+def first_arrangement(args: TrainConfig) -> Arrangement:
     """What the flags ask for."""
     layers = from_flags.layers_of_stages(core_config.transformer_config(args))
     return Arrangement(args.pipeline_model_parallel_size, args.data_parallel_size, args.micro_batch_size, tuple(layers))
 
 
-def arrangement_to_begin_with(args: argparse.Namespace, recorded: dict[str, Any] | None) -> Arrangement:
-    """The arrangement in which a run is built, at its start or from a checkpoint; sets `args.first_arrangement`.
+def arrangement_to_begin_with(args: TrainConfig) -> Arrangement:
+    """The arrangement in which a run is built, at its start or from a checkpoint (`args.recorded_changes`).
 
     A checkpoint's own arrangement, where the job has as many ranks as when it was decided and the flags ask for the
     same as then; else what the flags say. Frozen layers stay frozen, unless the optimizer's state is not loaded and
@@ -208,7 +146,7 @@ def arrangement_to_begin_with(args: argparse.Namespace, recorded: dict[str, Any]
     Raises:
         CheckpointError: the checkpoint has frozen layers, and the run would train them; or what it says is damaged.
     """
-    first: Arrangement = args.first_arrangement
+    first, recorded = args.first_arrangement, args.recorded_changes
     if recorded is None:
         return first
     with reading_changes(args):
@@ -231,7 +169,7 @@ def arrangement_to_begin_with(args: argparse.Namespace, recorded: dict[str, Any]
     if wanted.cached and args.activation_cache is None:
         return unchanged
     try:
-        arrange(argparse.Namespace(**vars(args)), wanted)
+        arranged(args, wanted)
     except ValueError:  # the flags ask for other batches, or another schedule
         return unchanged
     return wanted

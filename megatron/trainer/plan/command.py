@@ -17,9 +17,9 @@ from typing import Any
 from megatron.planner import Architecture, Configuration
 from megatron.planner.job.configuration import SETTINGS
 from megatron.trainer.arguments import Platform, parse_args, resolve_platform, validate_args
+from megatron.trainer.arguments.flags.config import TrainConfig, assumed_vocabulary, padded_vocabulary, usual_vocabulary
 from megatron.trainer.arguments.flags.parser import FLAGS, GROUPS, destinations
 from megatron.trainer.arguments.flags.specification import Flag, Role
-from megatron.trainer.arguments.flags.values import assumed_vocabulary, padded_vocabulary, usual_vocabulary
 from megatron.trainer.arguments.rules import data, model, run
 from megatron.trainer.plan import from_flags
 from megatron.trainer.plan.from_flags import PricedFlags, read_priced
@@ -100,8 +100,8 @@ class Job:
 
     # --- configurations
 
-    def namespace(self, configuration: Configuration) -> argparse.Namespace:
-        """What the program's parser makes of the job and a configuration.
+    def namespace(self, configuration: Configuration, **others: object) -> argparse.Namespace:
+        """What the program's parser makes of the job and a configuration; `others`: values by destination.
 
         A search asks for thousands, so the job's flags are parsed once, and the configuration's values are set. That
         its argv is parsed to these values a test shows.
@@ -111,9 +111,9 @@ class Job:
             flags["--rank-topology"] = "topology.yaml"
         values = {_DESTINATIONS[name]: value for name, value in flags.items()}
         given = tuple(sorted({*self._whole.given, *values}))
-        return argparse.Namespace(**{**vars(self._whole), **values, "given": given})
+        return argparse.Namespace(**{**vars(self._whole), **values, **others, "given": given})
 
-    def arguments(self, configuration: Configuration) -> argparse.Namespace:
+    def arguments(self, configuration: Configuration) -> TrainConfig:
         """What the program's rules make of a configuration. Raises ValueError where they refuse it. The rules know no
         ranks that share sequences, so one such rank stands for all."""
         return self._checked(self.namespace(configuration), world_size=configuration.num_gpus // configuration.context)
@@ -141,8 +141,7 @@ class Job:
         whole = replace(from_flags.software(self._alone), **asked)
         if self._given.transformer_impl is not None or self._alone.transformer_impl == "local":
             return whole
-        args = argparse.Namespace(**{**vars(self._alone), "transformer_impl": "local"})
-        return replace(whole, with_halves=from_flags.software(args))
+        return replace(whole, with_halves=from_flags.software(replace(self._alone, transformer_impl="local")))
 
     @property
     def clips_gradients(self) -> bool:
@@ -223,17 +222,15 @@ class Job:
         return self._parsed(self.argv)
 
     @cached_property
-    def _alone(self) -> argparse.Namespace:
+    def _alone(self) -> TrainConfig:
         """The flags on one GPU, whatever the batch."""
-        args = self.namespace(_SMALLEST)
-        args.rampup_batch_size = args.step_batch_size_schedule = None
+        args = self.namespace(_SMALLEST, rampup_batch_size=None, step_batch_size_schedule=None)
         return self._checked(args, world_size=1)
 
-    def _checked(self, args: argparse.Namespace, *, world_size: int) -> argparse.Namespace:
+    def _checked(self, args: argparse.Namespace, *, world_size: int) -> TrainConfig:
         validate_args(args, world_size=world_size)
         resolve_platform(args, self.platform)
-        args.padded_vocab_size = padded_vocabulary(args, assumed_vocabulary(args))
-        return args
+        return TrainConfig.of(args, padded_vocab_size=padded_vocabulary(args, assumed_vocabulary(args)))
 
     @cached_property
     def _whole(self) -> argparse.Namespace:

@@ -24,9 +24,9 @@ from megatron.planner import (
 from megatron.planner.job.software import ALL_TO_ALL, FLEX, Software, has_flash_attention
 from megatron.planner.memory.architecture import Experts
 from megatron.planner.memory.hosted import Hosting
+from megatron.trainer.arguments.flags.config import TrainConfig, choice_of
 from megatron.trainer.arguments.flags.model import CLASSIFIERS, NUM_TOKEN_TYPES
 from megatron.trainer.arguments.flags.specification import Flag
-from megatron.trainer.arguments.flags.values import choice_of
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -175,7 +175,7 @@ def _evaluated(node: ast.AST) -> int | list:
 _FP32, _HALF = 4, 2
 
 
-def architecture(args: argparse.Namespace) -> Architecture:
+def architecture(args: TrainConfig) -> Architecture:
     """The model's shape; `args.padded_vocab_size` is set."""
     is_bert, is_classifier = args.architecture == "bert", args.architecture in CLASSIFIERS
     has_types = args.architecture in ("bert", "bert-classify") and args.bert_binary_head
@@ -207,7 +207,7 @@ def architecture(args: argparse.Namespace) -> Architecture:
     )
 
 
-def activation_setting(args: argparse.Namespace) -> ActivationSetting:
+def activation_setting(args: TrainConfig) -> ActivationSetting:
     """How the run keeps activations; `args.transformer_impl` is resolved."""
     element = _HALF if args.fp16 or args.bf16 else _FP32
     return ActivationSetting(
@@ -223,7 +223,7 @@ def activation_setting(args: argparse.Namespace) -> ActivationSetting:
     )
 
 
-def training_state(args: argparse.Namespace) -> TrainingState:
+def training_state(args: TrainConfig) -> TrainingState:
     """What the run keeps for each parameter."""
     weight = _HALF if args.fp16 or args.bf16 else _FP32
     return TrainingState(
@@ -235,7 +235,7 @@ def training_state(args: argparse.Namespace) -> TrainingState:
     )
 
 
-def uses_nccl(args: argparse.Namespace) -> bool:
+def uses_nccl(args: TrainConfig) -> bool:
     """Whether the run communicates over NCCL where it has CUDA."""
     return args.distributed_backend != "gloo"
 
@@ -256,7 +256,7 @@ def layers_of_stages(config: TransformerConfig) -> tuple[int, ...]:
     return tuple(count(rank, virtual) for virtual in range(num_virtual) for rank in range(num_ranks))
 
 
-def _recompute(args: argparse.Namespace) -> Recompute:
+def _recompute(args: TrainConfig) -> Recompute:
     if args.recompute_granularity == "full":
         return Recompute(method=args.recompute_method, num_layers=args.recompute_num_layers)
     modules = frozenset(args.recompute_modules or ()) if args.recompute_granularity == "selective" else frozenset()
@@ -299,7 +299,7 @@ class RunSoftware(Software):
         )  # fmt: skip
 
 
-def software(args: argparse.Namespace) -> RunSoftware:
+def software(args: TrainConfig) -> RunSoftware:
     """The software that trains; `args` are resolved for their platform."""
     setting, state = activation_setting(args), training_state(args)
     return RunSoftware(
@@ -316,7 +316,7 @@ def software(args: argparse.Namespace) -> RunSoftware:
     )
 
 
-def hosting_of(args: argparse.Namespace) -> Hosting | None:
+def hosting_of(args: TrainConfig) -> Hosting | None:
     """How weights live on the host; None where they live on the device."""
     residency = args.schedule.residency
     if residency is None:
@@ -328,7 +328,7 @@ def hosting_of(args: argparse.Namespace) -> Hosting | None:
 # --- the programs of a run, proved before it begins -------------------------------------------------------------------
 
 
-def prove(args: argparse.Namespace) -> tuple[CheckReport, Demand]:
+def prove(args: TrainConfig) -> tuple[CheckReport, Demand]:
     """Build and prove what the run would execute; returns the report of its largest batches, and the most that any
     batch demands.
 

@@ -8,7 +8,6 @@ Where the pipeline changes while it trains, processes keep these ranks, and `pip
 stand for: whether the ranks of a pipeline stand in a row or the replicas of a stage.
 """
 
-import argparse
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -41,7 +40,7 @@ from megatron.pipeline.placement.topology import (
 from megatron.pipeline.placement.traffic import Traffic, count_transfers
 from megatron.pipeline.start_up.rank_exchange import exchange_ranks
 from megatron.planner.time.traffic import CutModel
-from megatron.trainer.arguments.flags.values import assumed_vocabulary, choice_of, padded_vocabulary
+from megatron.trainer.arguments.flags.config import TrainConfig, assumed_vocabulary, choice_of, padded_vocabulary
 from megatron.trainer.plan import from_flags
 
 _NOTHING_BUT_THE_NETWORK = Bandwidth(within_node=1e12, between_nodes=1.0)
@@ -57,10 +56,8 @@ class RankAssignment:
     lines: tuple[str, ...] = ()
 
 
-def assign_rank(
-    args: argparse.Namespace, store: Store, *, rank: int, world_size: int, timeout: timedelta
-) -> RankAssignment:
-    """Find this process's logical rank and write it to RANK and `args.rank`. Collective over the job's `store`.
+def assign_rank(args: TrainConfig, store: Store, *, rank: int, world_size: int, timeout: timedelta) -> RankAssignment:
+    """Find this process's logical rank and write it to RANK. Collective over the job's `store`.
 
     Where the flags ask for nothing, nothing is exchanged and ranks stay as the launcher gave them.
 
@@ -73,12 +70,11 @@ def assign_rank(
     decision = exchange_ranks(
         store, this_process(), partial(decide, args), rank=rank, world_size=world_size, timeout=timeout
     )
-    args.rank = decision.ranks[rank]
-    os.environ["RANK"] = str(args.rank)
-    return RankAssignment(args.rank, decision.ranks[0], decision.lines)
+    os.environ["RANK"] = str(decision.ranks[rank])
+    return RankAssignment(decision.ranks[rank], decision.ranks[0], decision.lines)
 
 
-def decide(args: argparse.Namespace, processes: Sequence[Process]) -> tuple[list[int], list[str]]:
+def decide(args: TrainConfig, processes: Sequence[Process]) -> tuple[list[int], list[str]]:
     """Logical rank by physical rank, and lines for the log. Raises ValueError."""
     topology = load_topology(args.rank_topology) if args.rank_topology else None
     slots = find_slots(processes, topology)
@@ -97,7 +93,7 @@ def decide(args: argparse.Namespace, processes: Sequence[Process]) -> tuple[list
     return list(slots.logical_ranks(mapping)), lines
 
 
-def degrees_of(args: argparse.Namespace) -> Degrees:
+def degrees_of(args: TrainConfig) -> Degrees:
     """The degrees of the job as it is arranged now."""
     return Degrees(
         tensor=args.tensor_model_parallel_size, pipeline=args.pipeline_model_parallel_size,
@@ -106,13 +102,13 @@ def degrees_of(args: argparse.Namespace) -> Degrees:
     )  # fmt: skip
 
 
-def evictors(args: argparse.Namespace) -> tuple[int, ...]:
+def evictors(args: TrainConfig) -> tuple[int, ...]:
     """The ranks of a pipeline that move activations to their pair in a batch of the largest size."""
     return args.schedule.evicting_ranks((max(args.batch_sizes.all_num_microbatches()),))
 
 
 def _mapping(
-    args: argparse.Namespace,
+    args: TrainConfig,
     degrees: Degrees,
     slots: JobSlots,
     topology: Topology | None,
@@ -128,26 +124,26 @@ def _mapping(
     return load_mapping(args.rank_mapping, degrees.world_size)
 
 
-def estimated_traffic(args: argparse.Namespace) -> Traffic:
+def estimated_traffic(args: TrainConfig) -> Traffic:
     """What an iteration of the largest batch sends."""
     counts = count_transfers(args.schedule, max(args.batch_sizes.all_num_microbatches()))
     return cut_model(args).traffic(counts, gradient_bytes=from_flags.training_state(args).gradient_bytes)
 
 
-def cut_model(args: argparse.Namespace) -> CutModel:
+def cut_model(args: TrainConfig) -> CutModel:
     """The job's model in its stages; where flags deal out layers unevenly, each stage has the mean."""
-    schedule, frozen, rows = args.schedule, args.frozen_stages, getattr(args, "padded_vocab_size", None)
+    schedule, frozen, rows = args.schedule, args.frozen_stages, args.padded_vocab_size
     if rows is None and args.architecture != "vit":  # tokenizers are read after the group has formed
         rows = padded_vocabulary(args, assumed_vocabulary(args))
     return CutModel(
-        model=from_flags.architecture(argparse.Namespace(**{**vars(args), "padded_vocab_size": rows or 0})),
+        model=from_flags.architecture(replace(args, padded_vocab_size=rows or 0)),
         setting=from_flags.activation_setting(args),
         schedule=schedule,
         layers=frozen.layers if frozen else (args.num_layers / schedule.num_stages,) * schedule.num_stages,
     )
 
 
-def pipelines_in_a_row(args: argparse.Namespace, processes: Sequence[Process]) -> bool:
+def pipelines_in_a_row(args: TrainConfig, processes: Sequence[Process]) -> bool:
     """Whether transfers take less if the ranks of each pipeline stand in a row, and not the replicas of each stage.
 
     Without `--rank-topology`: whether fewer bytes cross a node.
@@ -173,7 +169,7 @@ def pipelines_in_a_row(args: argparse.Namespace, processes: Sequence[Process]) -
     return pipelines < replicas * (1 - _ROUNDING)
 
 
-def _describe(args: argparse.Namespace, mapping: Mapping, degrees: Degrees, slots: JobSlots) -> list[str]:
+def _describe(args: TrainConfig, mapping: Mapping, degrees: Degrees, slots: JobSlots) -> list[str]:
     first = f"rank mapping {args.rank_mapping} on {counted(len(slots.nodes), 'node')}"
     if args.schedule.balance:
         moving = evictors(args)
@@ -194,7 +190,7 @@ def _describe(args: argparse.Namespace, mapping: Mapping, degrees: Degrees, slot
     return [first]
 
 
-def _judge_bandwidth(args: argparse.Namespace, mapping: Mapping, degrees: Degrees, topology: Topology) -> list[str]:
+def _judge_bandwidth(args: TrainConfig, mapping: Mapping, degrees: Degrees, topology: Topology) -> list[str]:
     cut = cut_model(args)
     transfers = pair_transfers(mapping, degrees, topology, cut.moved_bytes, evictors(args))
     if not transfers:
@@ -209,7 +205,7 @@ def _judge_bandwidth(args: argparse.Namespace, mapping: Mapping, degrees: Degree
     return [f"pairs: {text}"]
 
 
-def _advice_without_hosts(args: argparse.Namespace) -> list[str]:
+def _advice_without_hosts(args: TrainConfig) -> list[str]:
     """What the launcher's environment alone shows about pairs."""
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     if not evictors(args) or not local.isdigit() or int(local) >= args.world_size:

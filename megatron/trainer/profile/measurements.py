@@ -20,15 +20,12 @@ are copies in memory. The optimizer is the runtime's, for a single stage: AdamW 
 16-bit weights, and with gradients in FP32, as they arrive.
 """
 
-import argparse
-import copy
-import dataclasses
 import os
 import platform
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from statistics import fmean
 
@@ -51,6 +48,7 @@ from megatron.pipeline.runtime.transport.links import LINKS
 from megatron.pipeline.schedules import Schedule
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.time.profile import Machine, StagePosition
+from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.data.microbatches import MicrobatchIterator
 from megatron.trainer.data.tokenizer import build_tokenizer, padded_vocab_size, vocab_size
 from megatron.trainer.models.core_config import params_dtype
@@ -86,28 +84,28 @@ class LoneStage:
 
 
 def build_lone_stage(
-    args: argparse.Namespace, program: TrainingProgram, position: StagePosition, weights: WeightPolicy
+    args: TrainConfig, program: TrainingProgram, position: StagePosition, weights: WeightPolicy
 ) -> LoneStage:
     """Build a stage of `args.num_layers` layers at `position`.
 
     Collective: every tensor rank, which is every rank of the job, must call it. Raises ValueError for arguments that a
     training run would refuse.
     """
-    args = copy.copy(args)
-    if position is StagePosition.LAST:
-        args.untie_embeddings_and_output_weights = True
-    tokenizer = build_tokenizer(args)
-    args.padded_vocab_size = padded_vocab_size(args, tokenizer)
-    datasets = program.datasets_provider(args, tokenizer)
     index, num_stages = _STAGE_OF_POSITION[position]
-    args.schedule = Schedule(order="1f1b", weights=weights, num_stages=num_stages)
+    tokenizer = build_tokenizer(args)
+    args = replace(
+        args, padded_vocab_size=padded_vocab_size(args, tokenizer),
+        untie_embeddings_and_output_weights=args.untie_embeddings_and_output_weights or position is StagePosition.LAST,
+    )  # fmt: skip
+    datasets = program.datasets_provider(args, tokenizer)
+    args = replace(args, schedule=Schedule(order="1f1b", weights=weights, num_stages=num_stages))
     layers = [args.num_layers if stage == index else 0 for stage in range(num_stages)]
     built = setup_model_and_optimizer(args, program, rank=index, layers=layers)
     choose_kernel(built.optimizer, args.optimizer_kernel)
     [stage] = built.stages
     iterator = MicrobatchIterator(
-        args, datasets[0], fields=_fields(program.fields_provider(args), position), name="training", consumed_samples=0,
-        vocab_size=vocab_size(args, tokenizer), repeats=True,
+        args, datasets.parts[0], fields=_fields(program.fields_provider(args), position), name="training",
+        consumed_samples=0, vocab_size=vocab_size(args, tokenizer), repeats=True,
     )  # fmt: skip
     stage.data_iterator = iterator
     return LoneStage(
@@ -124,7 +122,7 @@ def _fields(fields: tuple, position: StagePosition) -> tuple:
     """The fields that a stage at `position` reads; the job's only stage reads those that all stages read."""
     here = {"all"} | ({"first"} if position in (StagePosition.ONLY, StagePosition.FIRST) else set())
     here |= {"last"} if position in (StagePosition.ONLY, StagePosition.LAST) else set()
-    return tuple(dataclasses.replace(field, stages="all") for field in fields if field.stages in here)
+    return tuple(replace(field, stages="all") for field in fields if field.stages in here)
 
 
 def _constant(spec, scale: float) -> Tensor | None:
@@ -354,12 +352,12 @@ def shapes_of_layer(model: Architecture) -> list[tuple[int, ...]]:
 # --- the model and the machine ----------------------------------------------------------------------------------------
 
 
-def describe(args: argparse.Namespace) -> dict:
+def describe(args: TrainConfig) -> dict:
     """The fields `model`, `dtype`, `transformer_impl`, `shares_processor` and `machine` of a `Profile`.
 
     Precondition: `args` are complete.
     """
-    args.padded_vocab_size = padded_vocab_size(args, build_tokenizer(args))
+    args = replace(args, padded_vocab_size=padded_vocab_size(args, build_tokenizer(args)))
     return {
         "model": from_flags.architecture(args),
         "dtype": str(params_dtype(args)).removeprefix("torch."),

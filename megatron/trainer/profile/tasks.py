@@ -7,6 +7,7 @@ import importlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from megatron.pipeline.program.weight_policies import WeightPolicy
@@ -14,6 +15,7 @@ from megatron.planner.job.configuration import Configuration
 from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.time.profile import StagePosition
+from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.plan.command import PROGRAMS
 
 if TYPE_CHECKING:
@@ -62,8 +64,7 @@ class StagePlan:
         """
         from megatron.trainer.profile.measurements import build_lone_stage, time_stage
 
-        args = self.arguments()
-        prepare(args, store)
+        args = prepare(self.arguments(), store)
         lone = build_lone_stage(args, training_program(self.architecture), self.place, self.weights)
         try:
             samples = time_stage(
@@ -78,8 +79,7 @@ class StagePlan:
         """The profile's fields about the model and the machine; called on one rank."""
         from megatron.trainer.profile.measurements import describe
 
-        args = self.arguments()
-        prepare(args, store)
+        args = prepare(self.arguments(), store)
         start()
         return describe(args)
 
@@ -155,15 +155,16 @@ def training_program(architecture: str) -> TrainingProgram:
     return importlib.import_module(f"megatron.trainer.programs.{name}").program()
 
 
-def prepare(args: argparse.Namespace, store: object | None) -> None:
-    """Complete `args`, and join a job through `store`; None if this process is a rank already.
+def prepare(parsed: argparse.Namespace, store: object | None) -> TrainConfig:
+    """Complete the configuration, and join a job through `store`; None if this process is a rank already.
 
     Raises ValueError for invalid arguments.
     """
     from megatron.trainer.run.pretraining import complete
     from megatron.trainer.start_up import initialize
 
-    complete(args)
+    args, _ = complete(parsed)
     if store is not None:
-        initialize.join_process_group(args, store)
-    initialize.set_up(args)
+        timeout = timedelta(minutes=args.distributed_timeout_minutes)
+        initialize.join_process_group(store, args.distributed_backend, timeout)
+    return initialize.set_up(args)

@@ -4,7 +4,6 @@ torchrun --nproc-per-node 2 pretrain_bert.py --pipeline-model-parallel-size 2 --
 """
 
 import sys
-from argparse import Namespace
 from functools import partial
 
 from megatron.pipeline import interrupt
@@ -12,12 +11,13 @@ from megatron.pipeline import interrupt
 if __name__ == "__main__":
     interrupt.end_at_interrupt(says="pretrain_bert.py: ended by SIGINT")  # before what takes long to import
 
+from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.run import entry
 
 DEFAULTS = {"architecture": "bert", "tokenizer_type": "BertWordPieceLowerCase"}
 
 
-def model_provider(args: Namespace, config):
+def model_provider(args: TrainConfig, config):
     """Megatron's contract: returns `provider(pre_process, post_process) -> model chunk` for a stage's configuration."""
     from megatron.trainer.models.bert import bert_model
 

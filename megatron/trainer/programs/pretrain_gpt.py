@@ -4,7 +4,6 @@ torchrun --nproc-per-node 2 pretrain_gpt.py --pipeline-model-parallel-size 2 --p
 """
 
 import sys
-from argparse import Namespace
 from functools import partial
 
 from megatron.pipeline import interrupt
@@ -12,10 +11,11 @@ from megatron.pipeline import interrupt
 if __name__ == "__main__":
     interrupt.end_at_interrupt(says="pretrain_gpt.py: ended by SIGINT")  # before what takes long to import
 
+from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.run import entry
 
 
-def model_provider(args: Namespace, config):
+def model_provider(args: TrainConfig, config):
     """Megatron's contract: returns `provider(pre_process, post_process) -> model chunk` for a stage's configuration."""
     from megatron.trainer.models.gpt import gpt_model
 

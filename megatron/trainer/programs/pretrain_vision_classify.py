@@ -4,7 +4,6 @@ torchrun --nproc-per-node 2 pretrain_vision_classify.py --pipeline-model-paralle
 """
 
 import sys
-from argparse import Namespace
 from functools import partial
 
 from megatron.pipeline import interrupt
@@ -12,12 +11,13 @@ from megatron.pipeline import interrupt
 if __name__ == "__main__":
     interrupt.end_at_interrupt(says="pretrain_vision_classify.py: ended by SIGINT")  # before what is slow to import
 
+from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.run import entry
 
 DEFAULTS = {"architecture": "vit"}
 
 
-def model_provider(args: Namespace, config):
+def model_provider(args: TrainConfig, config):
     """Megatron's contract: returns `provider(pre_process, post_process) -> model chunk` for a stage's configuration."""
     from megatron.trainer.models.classifiers import VisionTransformer
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import errno
 import importlib.util
 import logging
@@ -17,8 +16,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from megatron import backend
+from megatron.elastic.stages import Arrangement
 from megatron.pipeline.runtime.contract.stage import BatchReport
 from megatron.pipeline.runtime.relay.ledger import DEVICE_PEAK, HOST_PEAK
+from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.report.metrics import (
     CLASS_LOSS,
     DEFERRED,
@@ -30,7 +31,7 @@ from megatron.trainer.report.metrics import (
 )
 
 if TYPE_CHECKING:
-    from megatron.trainer.plan.arrangement import Arrangement, Change, Outlook
+    from megatron.trainer.plan.arrangement import Change, Outlook
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ class Reporter:
     Raises ValueError if the metrics file or TensorBoard's directory cannot be written, except on a full disk.
     """
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: TrainConfig) -> None:
         self.args = args
         self.writes = args.rank == args.world_size - 1
         self._interval, self._has_begun = Interval(), False
@@ -349,7 +350,7 @@ def _key(name: str) -> str:
     return name.replace(" ", "_")
 
 
-def packages_not_here(args: argparse.Namespace) -> dict[str, str]:
+def packages_not_here(args: TrainConfig) -> dict[str, str]:
     """Name of each package that flags need and that is not installed -> a sentence about it.
 
     A run continues without these packages, since the log and --metrics-file have the same values.
@@ -365,7 +366,7 @@ def packages_not_here(args: argparse.Namespace) -> dict[str, str]:
     }
 
 
-def _tensorboard(args: argparse.Namespace):
+def _tensorboard(args: TrainConfig):
     """Open TensorBoard's writer. Raises OSError on a full disk, and ValueError if the directory cannot be written."""
     from torch.utils.tensorboard import SummaryWriter
 
@@ -380,7 +381,7 @@ def _tensorboard(args: argparse.Namespace):
         raise ValueError(f"--tensorboard-dir {args.tensorboard_dir} cannot be written: {error.strerror}") from error
 
 
-def _weights_and_biases(args: argparse.Namespace):
+def _weights_and_biases(args: TrainConfig):
     import wandb
 
     folder = args.wandb_save_dir or os.path.join(args.save or ".", "wandb")

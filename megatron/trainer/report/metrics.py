@@ -10,7 +10,6 @@ A full disk must not end training because a line of the log cannot be written. A
 reported once, with the reason, and once more when it can be written again. This module imports no torch.
 """
 
-import argparse
 import json
 import logging
 import math
@@ -18,6 +17,8 @@ import os
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+
+from megatron.trainer.arguments.flags.config import TrainConfig
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
-def flops_per_sample(args: argparse.Namespace) -> float:
+def flops_per_sample(args: TrainConfig) -> float:
     """The floating-point operations of the forward and the backward of one sequence, without recomputation.
 
     A multiplication by a weight matrix of n elements costs 2n per token forward and 4n backward. Attention adds two
@@ -77,7 +78,7 @@ def flops_per_sample(args: argparse.Namespace) -> float:
     return 6.0 * args.seq_length * (weights + attention)
 
 
-def flops_of_output_layer(args: argparse.Namespace) -> float:
+def flops_of_output_layer(args: TrainConfig) -> float:
     """The floating-point operations of the output layer, as counted in `flops_per_sample`."""
     return 6.0 * args.seq_length * args.hidden_size * args.padded_vocab_size
 

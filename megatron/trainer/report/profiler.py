@@ -1,14 +1,14 @@
 """`--profile`: nsys or PyTorch's profiler for some iterations of some ranks."""
 
-import argparse
-
 import torch
+
+from megatron.trainer.arguments.flags.config import TrainConfig
 
 
 class Profiler:
     """The profiler of iterations `--profile-step-start` (included) to `--profile-step-end` (excluded)."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: TrainConfig) -> None:
         self._args = args
         self._on = args.profile and args.rank in args.profile_ranks
         self._running = False

@@ -1,17 +1,15 @@
 """Evaluation: forward only, with the newest weights, on data of its own. The pipeline must be drained."""
 
-import argparse
 from collections.abc import Callable
 
 from megatron.pipeline.runtime.engine import PipelineEngine
+from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.arguments.rules.data import split_shares
 
 _SPLITS = ("training", "validation", "test")
 
 
-def evaluate(
-    engine: PipelineEngine, args: argparse.Namespace, agree_to_stop: Callable[[], bool]
-) -> dict[str, float] | None:
+def evaluate(engine: PipelineEngine, args: TrainConfig, agree_to_stop: Callable[[], bool]) -> dict[str, float] | None:
     """Mean of each loss, by name, over `--eval-iters` batches of the full global batch size; the same on every rank.
 
     Args:
@@ -31,7 +29,7 @@ def evaluate(
     return {name: numerator / max(denominator, 1.0) for name, (numerator, denominator) in sums.items()}
 
 
-def without_data(args: argparse.Namespace) -> list[str]:
+def without_data(args: TrainConfig) -> list[str]:
     """Notes on evaluations that the run would make, and has no data for (`has_split`).
 
     Raises ValueError where the flags ask for evaluations by name, and nobody has said that there are no data for them.
@@ -54,14 +52,14 @@ def without_data(args: argparse.Namespace) -> list[str]:
     return notes
 
 
-def _remedy(args: argparse.Namespace) -> str:
+def _remedy(args: TrainConfig) -> str:
     return "give --valid-data-path" if args.split is None else f"give more text, or another --split than {args.split}"
 
 
-def evaluation_samples(args: argparse.Namespace) -> int:
+def evaluation_samples(args: TrainConfig) -> int:
     """The samples that one evaluation takes, over all replicas."""
     return args.eval_iters * _num_microbatches(args) * args.batch_sizes.samples_per_microbatch
 
 
-def _num_microbatches(args: argparse.Namespace) -> int:
+def _num_microbatches(args: TrainConfig) -> int:
     return args.global_batch_size // args.batch_sizes.samples_per_microbatch

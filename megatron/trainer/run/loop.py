@@ -10,6 +10,7 @@ import gc
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from megatron import backend
 from megatron.pipeline.runtime.contract.stage import BatchReport
 from megatron.pipeline.runtime.failure.errors import CheckpointError
 from megatron.pipeline.runtime.timeline_files import write_timeline
+from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.changes.change import change_arrangement
 from megatron.trainer.checkpoint.checkpoint import save_checkpoint
 from megatron.trainer.data.microbatches import MicrobatchIterator
@@ -47,7 +49,7 @@ class Loop:
     """
 
     def __init__(self, run: Run, stop: StopSignal, *, started: float) -> None:
-        self.run, self.args, self.stop, self.started = run, run.args, stop, started
+        self.run, self.stop, self.started = run, stop, started
         self._waiting: deque[Progress] = deque()  # batches without a report yet
         self._stop_requests = 0  # of all ranks, from the reports
         self._drains: deque[int] = deque(maxlen=64)  # batches before which the pipeline was drained
@@ -55,6 +57,10 @@ class Loop:
         self._validation: list[MicrobatchIterator] = []
         self.validated_iteration: int | None = None
         self._flops_per_sample = flops_per_sample(run.args)
+
+    @property
+    def args(self) -> TrainConfig:
+        return self.run.args
 
     def train(self) -> bool:
         """Train until the last iteration (True), or until a stop request, `--exit-interval` or the time ends the run
@@ -72,7 +78,7 @@ class Loop:
             gc.disable()
             gc.collect()
         try:
-            while run.iteration < args.train_iters:
+            while run.iteration < self.args.train_iters:
                 profiler.before(run.iteration)
                 self._batch()
                 self._collect_garbage()
@@ -228,7 +234,7 @@ class Loop:
         run = self.run
         if run.cache is not None:
             run.reporter.say(run.cache.describe())
-            run.cache.serve(run.stages)
+            run.cache.serve(run.args, run.stages)
 
     def _wants_to_change(self) -> bool:
         return self.run.decisions is not None and self.run.decisions.wanted != self.args.arrangement
@@ -244,10 +250,10 @@ class Loop:
             decisions.note_failure()
             run.reporter.say(f"warning: nothing changes at iteration {run.iteration}: {error}")
         else:
+            run.go_on_with(replace(run.args, train_iters=iterations_to_the_end(
+                run.args, iteration=run.iteration, consumed_samples=run.consumed_samples
+            )))  # fmt: skip
             decisions.note_change(change.seconds)
-            self.args.train_iters = iterations_to_the_end(
-                self.args, iteration=run.iteration, consumed_samples=run.consumed_samples
-            )
             self._serve_from_cache()
             run.reporter.change(run.iteration, change, decisions.outlook)
         self._feed()

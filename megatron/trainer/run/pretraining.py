@@ -10,6 +10,7 @@ import gc
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -24,18 +25,18 @@ from megatron.pipeline.runtime.failure.errors import OnThisRank
 from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
 from megatron.pipeline.start_up import late_weights
 from megatron.trainer.arguments import notes_on_overridden, resolve_platform, validate_args
+from megatron.trainer.arguments.flags.config import TrainConfig, choice_of, schedule_text
 from megatron.trainer.arguments.flags.model import CLASSIFIERS
 from megatron.trainer.arguments.flags.parser import destinations
 from megatron.trainer.arguments.flags.specification import Role
-from megatron.trainer.arguments.flags.values import choice_of, schedule_text
 from megatron.trainer.arguments.platform import require_attention_environment, require_hardware_queues
 from megatron.trainer.changes.decisions import ChangeDecisions
 from megatron.trainer.changes.prefix_cache import PrefixCache, require_cache
 from megatron.trainer.checkpoint.checkpoint import (
     CheckpointPosition,
     CheckpointWriter,
-    apply_checkpoint_arguments,
     load_checkpoint,
+    with_checkpoint_arguments,
 )
 from megatron.trainer.checkpoint.ownership import OwnerMark, release_all
 from megatron.trainer.data.tokenizer import build_tokenizer, padded_vocab_size, vocab_size
@@ -61,7 +62,7 @@ from megatron.trainer.start_up.run import Run
 # --- a run is put together --------------------------------------------------------------------------------------------
 
 
-def assemble(args: argparse.Namespace, program: TrainingProgram) -> Run:
+def assemble(args: TrainConfig, program: TrainingProgram) -> Run:
     """Build a run of `program` on this rank. Collective. Raises ValueError for what the user can mend.
 
     `args`: completed; process groups are up.
@@ -76,14 +77,15 @@ def assemble(args: argparse.Namespace, program: TrainingProgram) -> Run:
         raise
 
 
-def _build(args: argparse.Namespace, program: TrainingProgram, owner_mark: OwnerMark | None) -> Run:
+def _build(args: TrainConfig, program: TrainingProgram, owner_mark: OwnerMark | None) -> Run:
     tokenizer = None if args.architecture == "vit" else build_tokenizer(args)
-    args.padded_vocab_size = 0 if tokenizer is None else padded_vocab_size(args, tokenizer)
+    args = replace(args, padded_vocab_size=0 if tokenizer is None else padded_vocab_size(args, tokenizer))
     if args.activation_cache is not None:
         with agreed():
             require_cache(args)
     reporter = Reporter(args)
     datasets = program.datasets_provider(args, tokenizer)
+    args = replace(args, has_split=datasets.has_split, data_digest=datasets.digest)
     if args.freeze_watch_validation is not None and not args.has_split[1]:
         raise ValueError(
             f"--freeze-watch-validation {args.freeze_watch_validation:g} looks at evaluations, and there are no "
@@ -95,14 +97,14 @@ def _build(args: argparse.Namespace, program: TrainingProgram, owner_mark: Owner
     built = setup_model_and_optimizer(args, program)
     seconds_of_setup = time.perf_counter() - began
     position = _load(args, built, reporter) or CheckpointPosition()
+    args = replace(args, train_iters=iterations_to_the_end(
+        args, iteration=position.iteration, consumed_samples=position.consumed_train_samples
+    ))  # fmt: skip
     decisions = ChangeDecisions(args) if args.changes else None
     if decisions is not None and args.recorded_changes is not None:
         decisions.load_state_dict(args.recorded_changes)
     choose_kernel(built.optimizer, args.optimizer_kernel)  # what was loaded has the kernel that it was saved with
     args.batch_sizes.check_from(position.consumed_train_samples)
-    args.train_iters = iterations_to_the_end(
-        args, iteration=position.iteration, consumed_samples=position.consumed_train_samples
-    )
     began = time.perf_counter()
     engine = build_engine(args, built, position)
     if decisions is not None:  # a change does the same again
@@ -111,12 +113,13 @@ def _build(args: argparse.Namespace, program: TrainingProgram, owner_mark: Owner
     cache = None
     if args.activation_cache is not None:
         with agreed():
-            cache = PrefixCache(args, datasets[0])
-        cache.serve(built.stages)
+            cache = PrefixCache(args, datasets.parts[0])
+        cache.serve(args, built.stages)
+    reporter.args = args
     return Run(
         args, program, built, engine, reporter,
         CheckpointWriter(args.save, owner_mark=owner_mark) if args.save is not None else None,
-        datasets, 0 if tokenizer is None else vocab_size(args, tokenizer), decisions, cache,
+        datasets.parts, 0 if tokenizer is None else vocab_size(args, tokenizer), decisions, cache,
         iteration=position.iteration, consumed_samples=position.consumed_train_samples,
         consumed_valid_samples=position.consumed_valid_samples,
         flops=position.num_floating_point_operations_so_far,
@@ -124,7 +127,7 @@ def _build(args: argparse.Namespace, program: TrainingProgram, owner_mark: Owner
     )  # fmt: skip
 
 
-def _require_one_program(args: argparse.Namespace) -> None:
+def _require_one_program(args: TrainConfig) -> None:
     """Raises ValueError where ranks have read different programs, each on its own host."""
     if args.program is None:
         return
@@ -138,7 +141,7 @@ def _require_one_program(args: argparse.Namespace) -> None:
         )
 
 
-def _load(args: argparse.Namespace, built: ModelAndOptimizer, reporter: Reporter) -> CheckpointPosition | None:
+def _load(args: TrainConfig, built: ModelAndOptimizer, reporter: Reporter) -> CheckpointPosition | None:
     """Load `--load`, or where that holds nothing `--pretrained-checkpoint`'s weights; a classifier's head is new."""
     position = None
     if args.load is not None:
@@ -146,8 +149,7 @@ def _load(args: argparse.Namespace, built: ModelAndOptimizer, reporter: Reporter
         if position is None and args.exit_on_missing_checkpoint:
             raise ValueError(f"--load {args.load} holds no checkpoint, and --exit-on-missing-checkpoint is given")
     if position is None and args.pretrained_checkpoint is not None:
-        pretrained = argparse.Namespace(**{**vars(args), "load": args.pretrained_checkpoint, "finetune": True,
-                                           "ckpt_step": None})  # fmt: skip
+        pretrained = replace(args, load=args.pretrained_checkpoint, finetune=True, ckpt_step=None)
         position = load_checkpoint(built, args=pretrained, body_only=args.architecture in CLASSIFIERS)
         if position is None:
             raise ValueError(f"--pretrained-checkpoint {args.pretrained_checkpoint} holds no checkpoint")
@@ -160,9 +162,7 @@ def _load(args: argparse.Namespace, built: ModelAndOptimizer, reporter: Reporter
     return position
 
 
-def _describe(
-    args: argparse.Namespace, reporter: Reporter, stages: list[MegatronStage], position: CheckpointPosition
-) -> None:
+def _describe(args: TrainConfig, reporter: Reporter, stages: list[MegatronStage], position: CheckpointPosition) -> None:
     gathered = [None] * args.world_size
     torch.distributed.all_gather_object(gathered, [(stage.index, num_parameters([stage.model])) for stage in stages])
     totals: dict[int, int] = {}
@@ -205,13 +205,12 @@ def pretrain(
     """
     configure_logging(args.logging_level)
     interrupt.before_exit.append(release_all)
-    assignment, notes = _join_job(args, notes)
+    args, assignment, notes = _join_job(args, notes)
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     host = this_process().host
     guard = failure_guard.guard(store_host=assignment.store_host, timeout=timeout, host=host, before_exit=release_all)
     with initialize.left_in_order(), guarded(guard):
-        initialize.set_up(args)
-        run = assemble(args, program)
+        run = assemble(initialize.set_up(args), program)
         for line in (*assignment.lines, *(f"note: {note}" for note in notes)):
             run.reporter.say(line)
         # A collection that looks at all of this takes tenths of a second, and the pipeline waits for the rank.
@@ -221,14 +220,17 @@ def pretrain(
         run_to_the_end(run, stop, started=started)
 
 
-def _join_job(args: argparse.Namespace, notes: Sequence[str] | None) -> tuple[RankAssignment, Sequence[str] | None]:
-    """Complete `args` and become a rank of the job; returns which, and notes for the log.
+def _join_job(
+    args: argparse.Namespace, notes: Sequence[str] | None
+) -> tuple[TrainConfig, RankAssignment, Sequence[str]]:
+    """Become a rank of the job; returns the run's configuration, which rank this is, and notes for the log.
 
     A rank that finds a problem meets the others nevertheless, so that they end with it and know why.
     """
     problem = None
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
     try:
-        notes = complete(args, notes)
+        args, notes = complete(args, notes)
     except ValueError as error:
         problem = str(error)
     try:
@@ -237,15 +239,16 @@ def _join_job(args: argparse.Namespace, notes: Sequence[str] | None) -> tuple[Ra
     except ValueError as error:
         raise OnThisRank(problem or str(error)) from error
     # Hosts load their programs at different speeds, however soon a transfer is to be given up later.
-    timeout = max(timedelta(minutes=args.distributed_timeout_minutes), initialize.RENDEZVOUS_TIMEOUT)
-    agree_to_start(store, rank=rank, world_size=world_size, problem=problem, timeout=timeout)
-    assignment = assign_rank(args, store, rank=rank, world_size=world_size, timeout=timeout)
-    initialize.join_process_group(args, store)
-    return assignment, notes
+    patience = max(timeout, initialize.RENDEZVOUS_TIMEOUT)
+    agree_to_start(store, rank=rank, world_size=world_size, problem=problem, timeout=patience)
+    assignment = assign_rank(args, store, rank=rank, world_size=world_size, timeout=patience)
+    initialize.join_process_group(store, args.distributed_backend, timeout)
+    return replace(args, rank=assignment.rank), assignment, notes
 
 
-def complete(args: argparse.Namespace, notes: Sequence[str] | None = None) -> list[str]:
-    """Fill in what follows from the flags, from the checkpoint and from this machine. Returns notes for the log.
+def complete(args: argparse.Namespace, notes: Sequence[str] | None = None) -> tuple[TrainConfig, list[str]]:
+    """The run's configuration, with what follows from the flags, from the checkpoint and from this machine, and notes
+    for the log.
 
     Args:
         args: parsed.
@@ -256,22 +259,21 @@ def complete(args: argparse.Namespace, notes: Sequence[str] | None = None) -> li
     """
     if notes is None:
         rank, world_size, _ = initialize.environment_ranks()
-        overridden = _take_over(args) if args.use_checkpoint_args else []
+        args, overridden = _take_over(args) if args.use_checkpoint_args else (args, [])
         notes = overridden + validate_args(args, world_size=world_size, rank=rank)
     notes = [*notes, *resolve_platform(args, initialize.this_platform())]
+    args = TrainConfig.of(args)
     if args.architecture != "vit":
         require_attention_environment(args, os.environ)
-    initialize.choose_device(args)
+    args = initialize.on_this_device(args)
     if args.distributed_backend == "nccl":
         require_hardware_queues(args, os.environ)
-    return notes
+    return args, notes
 
 
-def _take_over(args: argparse.Namespace) -> list[str]:
-    """Put the checkpoint's arguments in the place of the command line's; returns notes on those that were given."""
+def _take_over(args: argparse.Namespace) -> tuple[argparse.Namespace, list[str]]:
+    """The arguments with the checkpoint's in the place of the command line's, and notes on those that were given."""
     given = {name: getattr(args, name) for name in args.given if hasattr(args, name)}
-    saved = apply_checkpoint_arguments(args)
-    if args.use_mp_args_from_checkpoint_args:
-        for name in (name for name in destinations(Role.DEGREES) if hasattr(saved, name)):
-            setattr(args, name, getattr(saved, name))
-    return notes_on_overridden(given, args)
+    degrees = destinations(Role.DEGREES) if args.use_mp_args_from_checkpoint_args else ()
+    args = with_checkpoint_arguments(args, further=degrees)
+    return args, notes_on_overridden(given, args)

@@ -5,11 +5,11 @@ Ranks are found through torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MA
 opens no port.
 """
 
-import argparse
 import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -21,8 +21,9 @@ from megatron.pipeline.runtime.failure.errors import environment_ranks
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import embedding_ranks
 from megatron.pipeline.start_up.late_weights import engine_keeps_main_grad, installed_version
 from megatron.trainer.arguments import Platform
+from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.checkpoint.checkpoint import recorded_changes
-from megatron.trainer.plan.arrangement import arrange, arrangement_to_begin_with, first_arrangement
+from megatron.trainer.plan.arrangement import arranged, arrangement_to_begin_with, first_arrangement
 from megatron.trainer.ranks import set_seeds
 
 RENDEZVOUS_TIMEOUT = timedelta(seconds=60)
@@ -39,41 +40,49 @@ def this_platform() -> Platform:
     )
 
 
-def initialize(args: argparse.Namespace) -> None:
-    """Join the job, if this process has not, and set it up: all of the steps below.
+def initialize(args: TrainConfig) -> TrainConfig:
+    """Join the job, if this process has not, and set it up: all of the steps below. Returns the run's configuration.
 
     Raises ValueError with one sentence where the rendezvous fails or the backend does not fit the machine.
     """
-    choose_device(args)
+    args = on_this_device(args)
     if not torch.distributed.is_initialized():
-        join_process_group(args, rendezvous())
-    set_up(args)
+        join_process_group(rendezvous(), args.distributed_backend, timedelta(minutes=args.distributed_timeout_minutes))
+    return set_up(args)
 
 
-def choose_device(args: argparse.Namespace) -> None:
-    """Set `args.local_rank` and `args.distributed_backend`, and the CUDA device. Raises ValueError."""
-    _, _, args.local_rank = environment_ranks()
+def choose_device(distributed_backend: str | None) -> tuple[int, str]:
+    """Set the CUDA device; returns this process's local rank, and the backend of its process group where this one is
+    asked for. Raises ValueError."""
+    _, _, local_rank = environment_ranks()
     if backend.is_cuda():
-        torch.cuda.set_device(args.local_rank % torch.cuda.device_count())
-    args.distributed_backend = backend.process_group_backend(args.distributed_backend)
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+    return local_rank, backend.process_group_backend(distributed_backend)
 
 
-def set_up(args: argparse.Namespace) -> None:
+def on_this_device(args: TrainConfig) -> TrainConfig:
+    """As `choose_device`; returns the configuration with what that returns."""
+    local_rank, name = choose_device(args.distributed_backend)
+    return replace(args, local_rank=local_rank, distributed_backend=name)
+
+
+def set_up(args: TrainConfig) -> TrainConfig:
     """Make megatron.core's process groups, set timeouts, and seed the generators. Collective.
 
-    Where the pipeline changes while it trains, `args` take over what a checkpoint says of it. Raises CheckpointError
-    where they cannot.
+    Returns the configuration, in the arrangement in which the run begins where the pipeline changes while it trains.
+    Raises CheckpointError where a checkpoint says what the run cannot take over.
     """
     agreement.set_timeout(timedelta(minutes=args.distributed_timeout_minutes))
-    args.recorded_changes = recorded_changes(args)
+    args = replace(args, recorded_changes=recorded_changes(args))
     if args.changes or args.recorded_changes is not None:
-        args.first_arrangement = first_arrangement(args)
-        arrange(args, arrangement_to_begin_with(args, args.recorded_changes))
+        args = replace(args, first_arrangement=first_arrangement(args))
+        args = arranged(args, arrangement_to_begin_with(args))
     make_groups(args)
     set_seeds(args.seed)
+    return args
 
 
-def make_groups(args: argparse.Namespace) -> None:
+def make_groups(args: TrainConfig) -> None:
     """Make megatron.core's process groups. Collective.
 
     Several stages on a rank are not megatron.core's affair (`pipeline.runtime.stages.megatron.pipeline_position`).
@@ -108,13 +117,12 @@ def rendezvous() -> torch.distributed.Store:
         ) from error
 
 
-def join_process_group(args: argparse.Namespace, store: torch.distributed.Store) -> None:
+def join_process_group(store: torch.distributed.Store, distributed_backend: str, timeout: timedelta) -> None:
     """Become a rank of the job's process group. Collective."""
     rank, world_size, _ = environment_ranks()
-    timeout = timedelta(minutes=args.distributed_timeout_minutes)
     store.set_timeout(timeout)
     torch.distributed.init_process_group(
-        args.distributed_backend, store=store, rank=rank, world_size=world_size, timeout=timeout
+        distributed_backend, store=store, rank=rank, world_size=world_size, timeout=timeout
     )
 
 

@@ -23,7 +23,6 @@ which a checkpoint brings along, so it is chosen after loading.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -53,6 +52,7 @@ from megatron.pipeline.runtime.stages.megatron.relay_update import MegatronRelay
 from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
 from megatron.pipeline.runtime.stages.megatron.update import MegatronWeightUpdate
 from megatron.pipeline.schedules import PipelineSchedule
+from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.checkpoint.checkpoint import CheckpointPosition
 from megatron.trainer.checkpoint.run_state import RunParts
 from megatron.trainer.models import core_config
@@ -81,7 +81,7 @@ class ModelAndOptimizer(RunParts):
 
 
 def setup_model_and_optimizer(
-    args: argparse.Namespace,
+    args: TrainConfig,
     program: TrainingProgram,
     *,
     rank: int | None = None,
@@ -158,12 +158,12 @@ def setup_model_and_optimizer(
     )  # fmt: skip
 
 
-def model_config(args: argparse.Namespace) -> TransformerConfig:
+def model_config(args: TrainConfig) -> TransformerConfig:
     """The model's configuration for the pipeline that the flags ask for: the flags may say how the model is cut."""
     if args.arrangement is None:
         return core_config.transformer_config(args)
-    first = {"pipeline_model_parallel_size": args.first_arrangement.pipeline}
-    return core_config.transformer_config(argparse.Namespace(**{**vars(args), **first}))
+    first = args.first_arrangement.pipeline
+    return core_config.transformer_config(replace(args, pipeline_model_parallel_size=first))
 
 
 def _leave_as_it_is(weight: torch.Tensor) -> torch.Tensor:
@@ -171,7 +171,7 @@ def _leave_as_it_is(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _make_update(
-    args: argparse.Namespace,
+    args: TrainConfig,
     chunks: list,
     optimizer: MegatronOptimizer,
     scheduler: OptimizerParamScheduler,
@@ -211,7 +211,7 @@ _TRACED_EXTRA = 8  # segments: drains, evaluations and batches cut by them
 _TRACED_OF_LAYERS = 4  # batches from which the times of layers are learned
 
 
-def build_engine(args: argparse.Namespace, built: ModelAndOptimizer, position: CheckpointPosition) -> PipelineEngine:
+def build_engine(args: TrainConfig, built: ModelAndOptimizer, position: CheckpointPosition) -> PipelineEngine:
     """The engine over this rank's pipeline group, going on at `position`.
 
     Microbatches are numbered by the samples before them, so that dropout goes on as in a run that was never stopped,
@@ -297,7 +297,7 @@ OWN = {"lamb": Lamb}
 
 
 def build_optimizer(
-    args: argparse.Namespace, chunks: Sequence[torch.nn.Module], *, on_host: bool = False
+    args: TrainConfig, chunks: Sequence[torch.nn.Module], *, on_host: bool = False
 ) -> MegatronOptimizer:
     """The optimizer of `args` for a rank's chunks. `on_host`: weights lie on the host, and steps are made there."""
     wanted = core_config.optimizer_config(args)

@@ -1,6 +1,5 @@
 """What a training program, such as pretrain_gpt.py, brings to a run."""
 
-import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,6 +8,8 @@ import torch
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.pipeline.runtime.stages.megatron.stage import ForwardStep
+from megatron.trainer.arguments.flags.config import TrainConfig
+from megatron.trainer.data.datasets import Datasets
 from megatron.trainer.data.microbatches import FieldsProvider, gpt_fields
 from megatron.trainer.report.metrics import LOSS
 
@@ -24,15 +25,15 @@ class TrainingProgram:
         model_provider: `model_provider(args, config)` returns Megatron's `provider(pre_process, post_process)`. It is
             called for each stage of the rank, with a configuration by which each stage has a rank of its own.
         forward_step: Megatron's `forward_step(data_iterator, model)`.
-        datasets_provider: `datasets_provider(args, tokenizer)` returns the three datasets of this rank; an architecture
+        datasets_provider: `datasets_provider(args, tokenizer)` returns the `Datasets` of this rank; an architecture
             without text has no tokenizer.
         fields_provider: `fields_provider(args)` returns the parts of a microbatch.
         loss_names: `loss_names(args)` returns what the forward step's loss function reports; "lm loss" or "loss" is
             among it.
     """
 
-    model_provider: Callable[[argparse.Namespace, TransformerConfig], ModelProvider]
+    model_provider: Callable[[TrainConfig, TransformerConfig], ModelProvider]
     forward_step: ForwardStep
-    datasets_provider: Callable[[argparse.Namespace, MegatronTokenizerBase | None], list]
+    datasets_provider: Callable[[TrainConfig, MegatronTokenizerBase | None], Datasets]
     fields_provider: FieldsProvider = gpt_fields
-    loss_names: Callable[[argparse.Namespace], tuple[str, ...]] = lambda args: (LOSS,)
+    loss_names: Callable[[TrainConfig], tuple[str, ...]] = lambda args: (LOSS,)

@@ -11,7 +11,6 @@ one sentence. Rank 0 makes the directories and creates a file in each, and takes
 (checkpoint/ownership.py); all ranks learn the verdict.
 """
 
-import argparse
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from megatron.pipeline.runtime.failure.agreement import on_rank_zero
 from megatron.planner import GIB, Activations
 from megatron.planner.memory.hosted import Hosting, host_parts
 from megatron.planner.memory.parameters import stage_parameters
+from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.checkpoint import directory
 from megatron.trainer.checkpoint.ownership import OwnerMark
 from megatron.trainer.plan import from_flags
@@ -48,7 +48,7 @@ class Need:
     stash: float
 
 
-def require_room(args: argparse.Namespace, layers: Sequence[int]) -> None:
+def require_room(args: TrainConfig, layers: Sequence[int]) -> None:
     """Refuse a run for which a host has too little. Collective. `layers`: how many each stage has.
 
     Raises ValueError on all ranks alike.
@@ -62,7 +62,7 @@ def require_room(args: argparse.Namespace, layers: Sequence[int]) -> None:
         raise ValueError(sentence)
 
 
-def _own_need(args: argparse.Namespace, hosting: Hosting, layers: Sequence[int]) -> Need:
+def _own_need(args: TrainConfig, hosting: Hosting, layers: Sequence[int]) -> Need:
     shape, rank = from_flags.architecture(args), parallel_state.get_pipeline_model_parallel_rank()
     parameters = stage_parameters(shape, args.tensor_model_parallel_size, layers)
     parts = host_parts(
@@ -103,7 +103,7 @@ def shortage(needs: Sequence[Need]) -> str | None:
 _BETWEEN_LOOKS = 1.0  # seconds between two looks at a job that may be dead
 
 
-def prepare_outputs(args: argparse.Namespace) -> OwnerMark | None:
+def prepare_outputs(args: TrainConfig) -> OwnerMark | None:
     """Make the directories of `--save` and `--pipeline-timeline`, take the first for this job, and mend what a killed
     save left there. Returns, on rank 0, the mark of that; release it in the end.
 

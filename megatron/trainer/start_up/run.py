@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,6 +11,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
+from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.checkpoint.checkpoint import CheckpointPosition, CheckpointWriter
 from megatron.trainer.data.microbatches import MicrobatchIterator
 from megatron.trainer.report.log import Reporter
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class Run:
     """The parts of a run on one rank, and its position (`position` counts over the whole run)."""
 
-    args: argparse.Namespace
+    args: TrainConfig
     program: TrainingProgram
     model_and_optimizer: ModelAndOptimizer
     engine: PipelineEngine
@@ -43,6 +43,12 @@ class Run:
     flops: float = 0.0
     saved_iteration: int | None = None
     is_kept_out_of_collections: bool = False  # by gc.freeze, when it began to train
+
+    def go_on_with(self, args: TrainConfig) -> None:
+        """Take over another configuration of the run, whose arrangement has changed."""
+        self.args = self.reporter.args = args
+        if self.decisions is not None:
+            self.decisions.go_on_with(args)
 
     @property
     def chunks(self) -> list[torch.nn.Module]:

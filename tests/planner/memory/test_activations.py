@@ -1,5 +1,7 @@
 """What a microbatch saves: the papers' formulas, and what megatron.core's layers really save."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -130,7 +132,7 @@ def capture_case(tensor: int, cases: list[str]) -> list[tuple[float, float]]:
                 f"--tensor-model-parallel-size {tensor} --micro-batch-size 2 --position-embedding-type none {flags}",
                 world_size=tensor,
             )
-            args.padded_vocab_size = 256
+            args = replace(args, padded_vocab_size=256)
             made = core_config.transformer_config(args)
             decoder = gpt.gpt_model(args, made, pre_process=False, post_process=False).decoder
             setting = from_flags.activation_setting(args)

@@ -1,5 +1,7 @@
 """Counted parameters are those of megatron.core's modules."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -35,7 +37,7 @@ def count_case(tensor: int, pipeline: int, shapes: list[str]) -> tuple[int, list
                 f"--tensor-model-parallel-size {tensor} --pipeline-model-parallel-size {pipeline} {flags}",
                 world_size=torch.distributed.get_world_size(),
             )
-            args.padded_vocab_size = 256
+            args = replace(args, padded_vocab_size=256)
             made = core_config.transformer_config(args)
             model = gpt.gpt_model(
                 args, made, pre_process=parallel_state.is_pipeline_first_stage(),
@@ -81,7 +83,7 @@ def bert_case(tensor: int, pipeline: int, shapes: list[str]) -> tuple[int, list[
                 f"--tensor-model-parallel-size {tensor} --pipeline-model-parallel-size {pipeline} {flags}",
                 world_size=torch.distributed.get_world_size(),
             )
-            args.padded_vocab_size = 256
+            args = replace(args, padded_vocab_size=256)
             made = core_config.transformer_config(args)
             model = bert_model(
                 args, made, pre_process=parallel_state.is_pipeline_first_stage(),

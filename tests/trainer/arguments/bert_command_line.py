@@ -1,6 +1,5 @@
 """A small valid command line of pretrain_bert.py, its data, and what tests of BERT share."""
 
-import argparse
 import atexit
 import functools
 import shutil
@@ -10,8 +9,8 @@ from pathlib import Path
 import numpy
 
 from megatron import backend
-from megatron.trainer.arguments import parse_args, resolve_platform, validate_args
-from tests.trainer.arguments.command_line import CPU, SMALL
+from megatron.trainer.arguments.flags.config import TrainConfig
+from tests.trainer.arguments.command_line import SMALL, configuration
 
 ROOT = Path(__file__).parents[3]
 NUM_WORDS = 60
@@ -26,12 +25,9 @@ def defaults() -> dict:
     return pretrain_bert.DEFAULTS
 
 
-def bert_arguments(extra: str = "", *, base: str = SMALL_BERT, world_size: int = 1) -> argparse.Namespace:
-    """The validated namespace of `base` with `extra` flags, on a machine without CUDA."""
-    args = parse_args(f"{base} {extra}".split(), defaults=defaults())
-    validate_args(args, world_size=world_size)
-    resolve_platform(args, CPU)
-    return args
+def bert_arguments(extra: str = "", *, base: str = SMALL_BERT, world_size: int = 1) -> TrainConfig:
+    """The configuration of `base` with `extra` flags, on a machine without CUDA."""
+    return configuration(f"{base} {extra}".split(), defaults=defaults(), world_size=world_size)
 
 
 def write_vocabulary(path: Path) -> str:

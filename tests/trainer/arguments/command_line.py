@@ -1,8 +1,7 @@
 """A small valid command line, for tests that change one thing about it."""
 
-import argparse
-
 from megatron.trainer.arguments import Platform, parse_args, resolve_platform, validate_args
+from megatron.trainer.arguments.flags.config import TrainConfig
 
 SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
@@ -24,11 +23,16 @@ def argv(extra: str = "", without: str = "") -> list[str]:
     return kept + extra.split()
 
 
-def arguments(
-    extra: str = "", *, without: str = "", world_size: int = 1, platform: Platform = CPU
-) -> argparse.Namespace:
-    """The validated namespace of SMALL, changed as `words` does, on a machine like `platform`."""
-    args = parse_args(argv(extra, without))
+def arguments(extra: str = "", *, without: str = "", world_size: int = 1, platform: Platform = CPU) -> TrainConfig:
+    """The configuration of SMALL, changed as `words` does, on a machine like `platform`."""
+    return configuration(argv(extra, without), world_size=world_size, platform=platform)
+
+
+def configuration(
+    words: list[str], *, defaults: dict | None = None, world_size: int = 1, platform: Platform = CPU, **values: object
+) -> TrainConfig:
+    """The configuration of a command line, with further values."""
+    args = parse_args(words, defaults=defaults)
     validate_args(args, world_size=world_size)
     resolve_platform(args, platform)
-    return args
+    return TrainConfig.of(args, **values)

@@ -17,7 +17,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import parse_and_nor
 from megatron.trainer.arguments import build_parser, parse_args, platform, reference, validate_args
 from megatron.trainer.arguments.flags.parser import GROUPS
 from megatron.trainer.arguments.flags.specification import integer, number
-from megatron.trainer.checkpoint.arguments import apply_saved_arguments
+from megatron.trainer.checkpoint.arguments import with_saved_arguments
 from megatron.trainer.run import pretraining
 from tests.pipeline.runtime import made_up_orders
 from tests.trainer.arguments.command_line import CPU, GPU, arguments, argv
@@ -268,15 +268,13 @@ def test_split_is_what_megatron_reads(split):
 def test_checkpoint_arguments_that_override_flags_are_noted(monkeypatch):
     """--use-checkpoint-args says which flags of the command line it overrides, and no others."""
 
-    def take_over(args):
+    def take_over(args, further):
         saved = argparse.Namespace(num_layers=2, hidden_size=64, add_bias_linear=True, swiglu=True, hidden_dropout=0.5)
-        apply_saved_arguments(args, saved, "DIR")
-        return saved
+        return with_saved_arguments(args, saved, "DIR", further=further)
 
-    monkeypatch.setattr(pretraining, "apply_checkpoint_arguments", take_over)
-    monkeypatch.setattr(pretraining.initialize, "choose_device", lambda args: None)
+    monkeypatch.setattr(pretraining, "with_checkpoint_arguments", take_over)
     args = parse_args(argv("--load DIR --use-checkpoint-args --disable-bias-linear --hidden-dropout 0.1"))
-    notes = pretraining.complete(args)
+    args, notes = pretraining.complete(args)
     assert (args.num_layers, args.swiglu, args.hidden_dropout) == (2, True, 0.1)
     assert [note for note in notes if "checkpoint" in note] == [
         "--num-layers 4 has no effect: --use-checkpoint-args takes num_layers 2 from the checkpoint",
@@ -345,7 +343,7 @@ def test_every_flag_is_read():
     flags = [flag for group in GROUPS for flag in group.flags if not flag.refused and "Accepted" not in flag.help]
     unread = {flag.dest for flag in flags if not re.search(rf'args\.{flag.dest}\b|"{flag.dest}"', text)}
     assert unread == TRANSLATED
-    files = [*(arguments_folder / "rules").glob("*.py"), arguments_folder / "flags" / "values.py"]
+    files = [*(arguments_folder / "rules").glob("*.py"), arguments_folder / "flags" / "config.py"]
     rules = "\n".join(path.read_text() for path in files)
     assert all(f"args.{name}" in rules for name in TRANSLATED)
 

@@ -4,6 +4,7 @@ import os
 import random
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -15,13 +16,12 @@ from megatron import backend
 
 backend.install()
 
-from megatron.trainer.arguments import parse_args, resolve_platform, validate_args
 from megatron.trainer.arguments.platform import require_attention_environment
 from megatron.trainer.programs import pretrain_bert, pretrain_gpt
 from megatron.trainer.start_up import initialize
 from megatron.trainer.start_up.model_and_optimizer import setup_model_and_optimizer
 from tests.trainer.arguments.bert_command_line import SMALL_BERT, bert_arguments
-from tests.trainer.arguments.command_line import CPU, GPU, arguments, argv
+from tests.trainer.arguments.command_line import GPU, arguments, argv, configuration
 
 UNIFORM = "--recompute-granularity full --recompute-method uniform --recompute-num-layers"
 BLOCK = "--recompute-granularity full --recompute-method block --recompute-num-layers"
@@ -96,14 +96,12 @@ def combinations(seed: int, number: int) -> Iterator[str]:
 def build(architecture: str, flags: str, size: int, rank: int) -> None:
     """What a rank builds of the flags, and a learning rate for each iteration. ValueError where a rule refuses them."""
     words, defaults, program = PROGRAMS[architecture]
-    args = parse_args([*words, *flags.split()], defaults=defaults)
-    validate_args(args, world_size=size, rank=rank)
-    resolve_platform(args, CPU)
-    args.distributed_backend, args.padded_vocab_size = "gloo", 128 * args.tensor_model_parallel_size
+    args = configuration([*words, *flags.split()], defaults=defaults, world_size=size, distributed_backend="gloo")
+    args = replace(args, rank=rank, padded_vocab_size=128 * args.tensor_model_parallel_size)
     with initialize.left_in_order(), mock.patch.dict(os.environ):
         torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
         try:
-            initialize.set_up(args)
+            args = initialize.set_up(args)
             built = setup_model_and_optimizer(args, program())
         except ValueError as error:
             raise AssertionError(f"not a rule's: {error}") from error

@@ -11,10 +11,11 @@ from megatron import backend
 
 backend.install()
 
+from megatron.trainer.arguments import parse_args, validate_args
 from megatron.trainer.arguments.platform import require_hardware_queues
 from megatron.trainer.report.log import configure_logging
 from megatron.trainer.run import pretraining
-from tests.trainer.arguments.command_line import arguments
+from tests.trainer.arguments.command_line import arguments, argv
 
 BATCH = "--global-batch-size 64"  # fills every pipeline of these tests
 PIPEDREAM = "--pipeline-schedule pipedream --clip-grad 0 --untie-embeddings-and-output-weights"
@@ -100,12 +101,9 @@ def test_a_run_over_nccl_asks(monkeypatch):
     """A rank that is to use NCCL reads its environment; one over gloo does not."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     for chosen in ("nccl", "gloo"):
-        args = arguments("--pipeline-schedule 2bw --pipeline-model-parallel-size 2", world_size=2)
-        monkeypatch.setattr(
-            pretraining.initialize,
-            "choose_device",
-            lambda args, chosen=chosen: setattr(args, "distributed_backend", chosen),
-        )
+        args = parse_args(argv("--pipeline-schedule 2bw --pipeline-model-parallel-size 2"))
+        validate_args(args, world_size=2)
+        monkeypatch.setattr(pretraining.initialize, "choose_device", lambda _, chosen=chosen: (0, chosen))
         if chosen == "nccl":
             with pytest.raises(ValueError, match="CUDA_DEVICE_MAX_CONNECTIONS is 1"):
                 pretraining.complete(args, [])

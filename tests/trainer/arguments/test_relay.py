@@ -3,8 +3,8 @@
 import pytest
 
 from megatron.pipeline.program.lane_order import Residency
-from megatron.trainer.arguments import platform
-from tests.trainer.arguments.command_line import GPU, arguments
+from megatron.trainer.arguments import parse_args, platform, validate_args
+from tests.trainer.arguments.command_line import GPU, arguments, argv
 
 L2L = "--pipeline-schedule l2l"
 P2 = "--pipeline-model-parallel-size 2"
@@ -74,8 +74,8 @@ def test_what_does_not_go_together_is_one_sentence(flags, message):
 
 def test_on_a_gpu_the_host_steps():
     """With a kernel of torch's, and nothing adds to gradients beside what carries them to the host."""
-    args = arguments(f"{L2L} --optimizer-kernel fused")
-    args.gradient_accumulation_fusion = True  # as it is before a CPU is seen
+    args = parse_args(argv(f"{L2L} --optimizer-kernel fused"))
+    validate_args(args, world_size=1)
     notes = platform.resolve_platform(args, GPU)
     assert not args.gradient_accumulation_fusion
     assert "gradient_accumulation_fusion is off: l2l carries gradients to the host stage by stage" in notes

@@ -31,24 +31,22 @@ ITERATIONS = 3
 
 def arguments(flags, num_stages):
     """Those of a run of so many stages on the ranks that there are."""
-    args = parse_args(f"{BASE} {flags} --pipeline-model-parallel-size {num_stages}".split())
-    complete(args)
-    return args
+    args, _ = complete(parse_args(f"{BASE} {flags} --pipeline-model-parallel-size {num_stages}".split()))
+    return replace(args, padded_vocab_size=128)
 
 
 def trained(flags, num_stages):
     """A run after a few iterations, drained and closed."""
-    args = arguments(f"{flags} --train-iters {ITERATIONS}", num_stages)
-    initialize.set_up(args)
+    args = initialize.set_up(arguments(f"{flags} --train-iters {ITERATIONS}", num_stages))
     run = pretraining.assemble(args, pretrain_gpt.program())
     run_to_the_end(run, StopSignal(), started=time.time())
-    return args, run.model_and_optimizer
+    return run.args, run.model_and_optimizer
 
 
 def rebuilt(args, like, *, num_frozen=0):
     """Untrained parts under the degrees of `args`, whose groups are up; everything else is as in `like`. The first
     `num_frozen` layers are frozen, and then the embedding, too."""
-    args.padded_vocab_size = like.padded_vocab_size
+    args = replace(args, padded_vocab_size=like.padded_vocab_size)
 
     def model_provider(args, config):
         build = pretrain_gpt.model_provider(args, config)
@@ -71,8 +69,8 @@ def change_degrees(flags, stages):
         before = whole_state(parts)
         state = hold_run(parts, iteration=ITERATIONS)
         old_groups = set_groups_aside()
-        args, old_args = arguments(f"{flags} --train-iters {ITERATIONS}", num_stages), args
-        initialize.set_up(args)
+        new_args = arguments(f"{flags} --train-iters {ITERATIONS}", num_stages)
+        args, old_args = initialize.set_up(new_args), args
         new = rebuilt(args, old_args)
         with mock.patch.object(planning, "DIRECT_BYTES", 1000):  # so that these small models have runs, too
             moved = hand_over(state, new, iteration=ITERATIONS, piece_bytes=5000)
@@ -97,17 +95,14 @@ def _freeze(model, num_layers):
 def freeze_deeper(flags, stages, frozen):
     """Go from `stages[0]` stages with `frozen[0]` frozen layers to `stages[1]` with `frozen[1]`: as `change_degrees`,
     with random numbers instead of trained ones, and the weights of the frozen layers beside."""
-    args = arguments(flags, stages[0])
-    args.padded_vocab_size = 128
-    initialize.set_up(args)
+    args = initialize.set_up(arguments(flags, stages[0]))
     parts = rebuilt(args, args, num_frozen=frozen[0])
     _randomize(parts)
     parts.update.versions.reset(ITERATIONS)
     before = whole_state(parts), _weights(parts.chunks)
     state = hold_run(parts, iteration=ITERATIONS)
     old_groups = set_groups_aside()
-    new_args = arguments(flags, stages[1])
-    initialize.set_up(new_args)
+    new_args = initialize.set_up(arguments(flags, stages[1]))
     new = rebuilt(new_args, args, num_frozen=frozen[1])
     hand_over(state, new, iteration=ITERATIONS)
     after = whole_state(new), _weights(new.chunks)

@@ -10,6 +10,7 @@ the decision on.
 
 import argparse
 import math
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -35,12 +36,11 @@ def reference(flags: str, *, program: str = "pretrain_gpt", base: str = BASE, re
     from megatron.trainer.start_up import initialize
 
     defaults, trained = training_program(program)
-    args = parse_args(f"{base} {flags}".split(), defaults=defaults)
-    complete(args)
-    initialize.set_up(args)
+    args, _ = complete(parse_args(f"{base} {flags}".split(), defaults=defaults))
+    args = initialize.set_up(args)
     tokenizer = build_tokenizer(args)
-    args.padded_vocab_size = padded_vocab_size(args, tokenizer)
-    datasets, fields = trained.datasets_provider(args, tokenizer), trained.fields_provider(args)
+    args = replace(args, padded_vocab_size=padded_vocab_size(args, tokenizer))
+    datasets, fields = trained.datasets_provider(args, tokenizer).parts, trained.fields_provider(args)
 
     def data(index: int, name: str):
         return MicrobatchIterator(

@@ -80,14 +80,11 @@ def change_often(flags, cycles):
     """(open files, threads) of this rank after each change of the degrees with all that is built on groups; every
     third one is rolled back."""
     choices = [arguments(flags, num_stages) for num_stages in (4, 2, 1)]
-    args = choices[0]
-    args.padded_vocab_size = 128
-    initialize.set_up(args)
+    args = initialize.set_up(choices[0])
     parts, looks = rebuilt(args, args), []
     for cycle in range(cycles):
         before = set_groups_aside()
-        new_args = choices[(cycle + 1) % 3]
-        initialize.set_up(new_args)
+        new_args = initialize.set_up(choices[(cycle + 1) % 3])
         new = rebuilt(new_args, args)
         if cycle % 3 == 2:
             new.update.close()

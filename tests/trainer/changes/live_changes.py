@@ -8,7 +8,8 @@ import numpy
 import torch
 
 from megatron.core.utils import unwrap_model
-from megatron.trainer.plan.arrangement import Arrangement, Change
+from megatron.elastic.stages import Arrangement
+from megatron.trainer.plan.arrangement import Change
 from megatron.trainer.run import loop
 from megatron.trainer.start_up.run import Run
 from tests.trainer.changes.cases import whole_state

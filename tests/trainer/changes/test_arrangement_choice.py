@@ -10,10 +10,11 @@ from megatron import backend
 backend.install()
 
 from megatron.elastic.cache import CacheSeconds
+from megatron.elastic.stages import Arrangement
 from megatron.pipeline.placement.topology import Process
 from megatron.trainer.changes.arrangement_choice import ArrangementChoice, memory_of_ranks, state_bytes
 from megatron.trainer.changes.times import LinkTimes, measure_links
-from megatron.trainer.plan.arrangement import Arrangement, arrange
+from megatron.trainer.plan.arrangement import arranged
 from tests import workers
 from tests.trainer.arguments.command_line import arguments
 
@@ -26,16 +27,14 @@ def choice() -> ArrangementChoice:
         "--freeze-interval 1000 --elastic-pipeline",
         without="--num-layers", world_size=4,
     )  # fmt: skip
-    args.padded_vocab_size = 100
-    args.first_arrangement = Arrangement(4, 1, 1, (2, 2, 2, 2))
-    arrange(args, args.first_arrangement)
-    return ArrangementChoice(args)
+    first = Arrangement(4, 1, 1, (2, 2, 2, 2))
+    return ArrangementChoice(arranged(replace(args, padded_vocab_size=100, first_arrangement=first), first))
 
 
 def decided(choice: ArrangementChoice, links: LinkTimes) -> tuple[int, int]:
     """Ranks and replicas with 6 layers frozen."""
     choice._links = links
-    wanted, _ = choice.decide(choice._args.arrangement.with_frozen(6), batches_left=100)
+    wanted, _ = choice.decide(choice.args.arrangement.with_frozen(6), batches_left=100)
     return wanted.pipeline, wanted.data
 
 
@@ -51,7 +50,7 @@ def test_reductions_that_take_longer_than_they_save(choice):
 
 def test_transfers_hold_their_links(choice):
     """As many microbatches as cross a border of the pipeline, each as long as its link is held."""
-    now, seconds = replace(choice._args.arrangement, num_frozen=6), []
+    now, seconds = replace(choice.args.arrangement, num_frozen=6), []
     for byte in (0.0, 10 / choice._output_bytes()):
         choice._links = LinkTimes(byte=byte)
         seconds.append(choice._seconds(now))
@@ -61,15 +60,15 @@ def test_transfers_hold_their_links(choice):
 def test_a_change_has_to_repay(choice):
     """What is saved in the batches that are left has to be more than a change is expected to take; but for the way of
     its state, where layers freeze and the run takes another place anyway."""
-    now = choice._args.arrangement.with_frozen(6)
-    arrange(choice._args, now)
+    now = choice.args.arrangement.with_frozen(6)
+    choice.args = arranged(choice.args, now)
     _, free = choice.decide(now, batches_left=100)
     saved = 100 * (free.before - free.after)
     assert saved > 0
     for seconds, pipeline in ((0.99 * saved, 2), (1.01 * saved, 4)):
         choice.seconds_of_change = seconds
         assert choice.decide(now, batches_left=100)[0].pipeline == pipeline
-    arrange(choice._args, now.with_frozen(5))
+    choice.args = arranged(choice.args, now.with_frozen(5))
     assert choice.decide(now, batches_left=100)[0].pipeline == 2
     choice._links = LinkTimes(byte=1.0)
     assert choice.decide(now, batches_left=100)[0].pipeline == 4
@@ -77,19 +76,19 @@ def test_a_change_has_to_repay(choice):
 
 def test_no_rank_takes_more_than_one_did_at_first(choice):
     """Two layers that are trained on one rank, with as many microbatches in flight, are more than the limit."""
-    wanted, _ = choice.decide(choice._args.arrangement.with_frozen(6), batches_left=100)
+    wanted, _ = choice.decide(choice.args.arrangement.with_frozen(6), batches_left=100)
     assert choice._bytes(wanted) <= choice._limit()
     choice._most_bytes = choice._bytes(wanted) - 1
-    other, _ = choice.decide(choice._args.arrangement.with_frozen(6), batches_left=100)
+    other, _ = choice.decide(choice.args.arrangement.with_frozen(6), batches_left=100)
     assert other != wanted and choice._bytes(other) <= choice._most_bytes
 
 
 def test_layers_that_train_again_get_their_room_back(choice):
     """Behind a shrunk pipeline, though that is the fastest; where its ranks have the room, it stays. No interval ends
     there."""
-    shrunk = replace(choice._args.arrangement, num_frozen=6, pipeline=1, data=4, layers_of_rank=(8,))
+    shrunk = replace(choice.args.arrangement, num_frozen=6, pipeline=1, data=4, layers_of_rank=(8,))
     thawed = shrunk.with_frozen(0)
-    arrange(choice._args, shrunk)
+    choice.args = arranged(choice.args, shrunk)
     choice._links = LinkTimes()  # replicas alone are the fastest
     found, _ = choice.decide(thawed, batches_left=1, is_interval=False)
     assert choice._bytes(found) <= choice._limit() < choice._bytes(thawed)
@@ -101,7 +100,7 @@ def test_layers_that_train_again_get_their_room_back(choice):
 
 def test_the_device_has_room_for_both_places(choice):
     """What the ranks hold before, and what they are to hold then."""
-    now = choice._args.arrangement.with_frozen(6)
+    now = choice.args.arrangement.with_frozen(6)
     wanted, _ = choice.decide(now, batches_left=100)
     most = choice._bytes_within(wanted)
     at_least = max(state_bytes(each) for each in memory_of_ranks(choice._arranged(wanted)))
@@ -113,13 +112,12 @@ def test_the_device_has_room_for_both_places(choice):
 
 def test_reading_has_to_be_sooner_than_computing(choice):
     """By times of a sample; and where the disk cannot be written nothing is read, whatever was asked for."""
-    choice._args.activation_cache, choice._epoch = "somewhere", 8
-    choice._args.activation_cache_use = "auto"
-    now = choice._args.arrangement.with_frozen(6)
+    choice.args, choice._epoch = replace(choice.args, activation_cache="somewhere", activation_cache_use="auto"), 8
+    now = choice.args.arrangement.with_frozen(6)
     for read, is_read in ((0.1, True), (7.0, False), (math.inf, False)):
         choice._disk = CacheSeconds(read, read, 0.0)
         assert choice.decide(now, batches_left=1000)[0].cached == is_read
-    choice._args.activation_cache_use = "always"
+    choice.args = replace(choice.args, activation_cache_use="always")
     assert not choice.decide(now, batches_left=1000)[0].cached
     choice._disk = CacheSeconds(7.0, 7.0, 0.0)
     assert choice.decide(now, batches_left=1000)[0].cached
@@ -127,8 +125,9 @@ def test_reading_has_to_be_sooner_than_computing(choice):
 
 def test_the_first_epoch_at_a_depth_is_priced_as_misses(choice):
     """One of four epochs is; on two nodes more, as each has what it has computed itself."""
-    choice._args.activation_cache, choice._epoch, choice._disk = "somewhere", 80, CacheSeconds(0.1, 0.1, 0.0)
-    cached = replace(choice._args.arrangement, num_frozen=6, cached=True, layers_of_rank=(7, 1), pipeline=2, data=2)
+    choice.args = replace(choice.args, activation_cache="somewhere")
+    choice._epoch, choice._disk = 80, CacheSeconds(0.1, 0.1, 0.0)
+    cached = replace(choice.args.arrangement, num_frozen=6, cached=True, layers_of_rank=(7, 1), pipeline=2, data=2)
     assert choice._share_that_is_read(cached, 40) == pytest.approx(3 / 4)
     choice._processes = tuple(Process(host, None) for host in "abab")
     assert choice._share_that_is_read(cached, 40) == pytest.approx((0 + 1 / 2 + 3 / 4 + 7 / 8) / 4)
@@ -140,12 +139,12 @@ def test_the_first_epoch_at_a_depth_is_priced_as_misses(choice):
 def test_a_cache_is_filled_for_later_depths_too(choice, begins_anew: str | None):
     """With intervals of an epoch its first epoch at a depth may be the last one there; the next depth reads what there
     is, except where a cache begins anew."""
-    args = choice._args
-    args.activation_cache, args.activation_cache_use, args.freeze_interval = "somewhere", "auto", 10
+    choice.args = args = replace(
+        choice.args, activation_cache="somewhere", activation_cache_use="auto", freeze_interval=10,
+        fp32_residual_connection=begins_anew == "fp32_residual_connection",
+    )  # fmt: skip
     choice._epoch, choice._disk = 10 * 8, CacheSeconds(0.01, 0.01, 0.01)
-    if begins_anew == "fp32_residual_connection":
-        args.fp32_residual_connection = True
-    elif begins_anew:
+    if begins_anew == "elastic_micro_batch_size":
         choice._microbatches = (1, 1)
     wanted, _ = choice.decide(args.arrangement.with_frozen(6), batches_left=60)
     assert wanted.cached == (begins_anew is None)
@@ -155,8 +154,8 @@ def test_a_cache_is_filled_for_later_depths_too(choice, begins_anew: str | None)
 
 def test_the_rank_that_reads_has_fewer_layers(choice):
     """The seconds of reading are work of the first rank."""
-    choice._args.activation_cache = "somewhere"
-    now = replace(choice._args.arrangement, num_frozen=4, cached=True)
+    choice.args = replace(choice.args, activation_cache="somewhere")
+    now = replace(choice.args.arrangement, num_frozen=4, cached=True)
     first = []
     for read in (0.0, 5.0):
         choice._disk = CacheSeconds(read, read, 0.0)

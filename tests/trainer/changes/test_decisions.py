@@ -1,5 +1,6 @@
 """What a run does with decisions that do not come about."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,9 +9,10 @@ from megatron import backend
 
 backend.install()
 
+from megatron.elastic.stages import Arrangement
 from megatron.trainer.changes import decisions as room
 from megatron.trainer.changes.decisions import ChangeDecisions
-from megatron.trainer.plan.arrangement import Arrangement, arrange
+from megatron.trainer.plan.arrangement import arranged
 from tests.trainer.arguments.command_line import arguments
 
 
@@ -22,10 +24,16 @@ def run(monkeypatch) -> SimpleNamespace:
         "--freeze-schedule 1,1,1,1,1,1,1,1,2",
         world_size=2,
     )
-    args.first_arrangement = Arrangement(2, 1, 1, (2, 2))
-    arrange(args, args.first_arrangement)
+    first = Arrangement(2, 1, 1, (2, 2))
+    args = arranged(replace(args, first_arrangement=first), first)
     monkeypatch.setattr(room, "on_rank_zero", lambda function: function())
     return SimpleNamespace(args=args, iteration=1, engine=None, cache=None)
+
+
+def go_on(run: SimpleNamespace, decisions: ChangeDecisions) -> None:
+    """Let the run go on as was decided."""
+    run.args = arranged(run.args, decisions.wanted)
+    decisions.go_on_with(run.args)
 
 
 def test_a_change_that_fails_again_is_tried_less_often(run):
@@ -47,7 +55,7 @@ def test_one_that_comes_about_ends_that(run):
         decisions.note_failure()
     for _ in range(2):  # the first is passed over
         decisions.decide(run)
-    arrange(run.args, decisions.wanted)
+    go_on(run, decisions)
     decisions.note_change(1.0)
     assert run.args.arrangement.num_frozen == 1
     for _ in range(5):
@@ -57,11 +65,11 @@ def test_one_that_comes_about_ends_that(run):
 
 def watching(run: SimpleNamespace, tolerance: float | None) -> ChangeDecisions:
     """One with a layer frozen, behind an evaluation without."""
-    run.args.freeze_watch_validation = tolerance
+    run.args = replace(run.args, freeze_watch_validation=tolerance)
     decisions = ChangeDecisions(run.args)
     assert decisions.note_validation({"lm loss": 2.0}, iteration=1) is None
     decisions.decide(run)
-    arrange(run.args, decisions.wanted)
+    go_on(run, decisions)
     return decisions
 
 
@@ -78,7 +86,7 @@ def test_validation_that_falls_has_all_layers_train_again(run):
     assert decisions.wanted == run.args.arrangement
     decisions.decide(run)
     assert decisions.wanted.num_frozen == 0
-    arrange(run.args, decisions.wanted)
+    go_on(run, decisions)
     for _ in range(9):
         decisions.decide(run)
         assert decisions.wanted.num_frozen == 0
@@ -95,7 +103,7 @@ def test_a_checkpoint_saved_before_layers_train_again(run, same):
     state = decisions.state_dict()
     assert (state["wanted"]["num_frozen"], state["thawed"]["num_frozen"]) == (1, 0)
     if not same:
-        arrange(run.args, Arrangement(2, 1, 1, (3, 1), num_frozen=1))
+        run.args = arranged(run.args, Arrangement(2, 1, 1, (3, 1), num_frozen=1))
     resumed = ChangeDecisions(run.args)
     resumed.load_state_dict(state)
     assert resumed.wanted == Arrangement(2, 1, 1, (2, 2) if same else (3, 1))

@@ -55,7 +55,7 @@ def test_a_bert_is_no_gpt():
     with pytest.raises(CheckpointError, match=r"DIR holds a BERT, and this program wants a GPT; give it to a program"):
         arguments.check_same_model(gpt, bert, "DIR")
     with pytest.raises(CheckpointError, match="holds a GPT, and this program wants a BERT"):
-        arguments.apply_saved_arguments(bert, gpt, "DIR")
+        arguments.with_saved_arguments(bert, gpt, "DIR")
     with pytest.raises(CheckpointError, match="bert_binary_head is True there and False here"):
         arguments.check_same_model(model(architecture="bert", bert_binary_head=False), bert, "DIR")
     arguments.check_same_model(bert, model(), "DIR")  # Megatron-LM's checkpoints do not say
@@ -93,17 +93,19 @@ def test_padding_of_the_vocabulary_may_differ_but_not_the_vocabulary():
 
 def test_use_checkpoint_args_takes_the_model_but_not_the_run():
     """What decides the shape comes from the checkpoint; degrees, the run, and a tokenizer named by the user stay."""
-    args = model(tokenizer_type=None, tokenizer_model="mine", lr=0.1, hidden_dropout=0.0)
-    args.given = ("num_layers", "tokenizer_model", "lr")
+    given = ("num_layers", "tokenizer_model", "lr")
+    parsed = model(tokenizer_type=None, tokenizer_model="mine", lr=0.1, hidden_dropout=0.0, given=given)
     saved = model(
         num_layers=8, tensor_model_parallel_size=4, tokenizer_type="NullTokenizer", tokenizer_model="x", lr=1,
         hidden_dropout=0.2,
     )  # fmt: skip
-    arguments.apply_saved_arguments(args, saved, "DIR")
+    args = arguments.with_saved_arguments(parsed, saved, "DIR")
     assert (args.num_layers, args.tensor_model_parallel_size, args.lr) == (8, 1, 0.1)
     assert (args.tokenizer_type, args.tokenizer_model, args.hidden_dropout) == ("NullTokenizer", "mine", 0.2)
+    assert arguments.with_saved_arguments(parsed, saved, "DIR", further=("lr", "seed")).lr == 1
+    assert (parsed.num_layers, parsed.lr) == (4, 0.1)
     with pytest.raises(CheckpointError, match="holds no arguments"):
-        arguments.apply_saved_arguments(args, None, "DIR")
+        arguments.with_saved_arguments(args, None, "DIR")
 
 
 SHAPE = (
@@ -218,9 +220,8 @@ def test_another_model_is_named(flags, changes, said):
 
 def test_names_of_megatron_are_taken_over():
     """--use-checkpoint-args knows Megatron-LM's names for arguments that are called otherwise here."""
-    args = here()
-    args.given = ()
-    arguments.apply_saved_arguments(args, there(layernorm_epsilon=1e-6, layernorm_zero_centered_gamma=True), "DIR")
+    saved = there(layernorm_epsilon=1e-6, layernorm_zero_centered_gamma=True)
+    args = arguments.with_saved_arguments(argparse.Namespace(**{**vars(here()), "given": ()}), saved, "DIR")
     assert (args.norm_epsilon, args.apply_layernorm_1p) == (1e-6, True)
     with pytest.raises(CheckpointError, match="num_experts is 8 there"):
-        arguments.apply_saved_arguments(args, there(num_experts=8), "DIR")
+        arguments.with_saved_arguments(args, there(num_experts=8), "DIR")

@@ -154,7 +154,7 @@ def test_a_switch_that_came_later_was_off(name):
         arguments.check_same_model(args, saved, "DIR")
     arguments.check_same_model(here(plain), saved, "DIR")
     args.given = (ours,)
-    arguments.apply_saved_arguments(args, saved, "DIR")
+    args = arguments.with_saved_arguments(args, saved, "DIR")
     arguments.check_same_model(args, saved, "DIR")
 
 

@@ -62,7 +62,7 @@ def read_case(flags: str, steps: int = 4, consumed: int = 0) -> list[dict[str, t
     try:
         tokenizer = build_tokenizer(args)
         iterator = MicrobatchIterator(
-            args, build_bert_datasets(args, tokenizer)[0], fields=bert_fields(args), name="training",
+            args, build_bert_datasets(args, tokenizer).parts[0], fields=bert_fields(args), name="training",
             consumed_samples=consumed, vocab_size=vocab_size(args, tokenizer),
             stage=parallel_state.get_pipeline_model_parallel_rank(), num_stages=args.pipeline_model_parallel_size,
         )  # fmt: skip

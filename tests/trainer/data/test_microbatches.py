@@ -73,7 +73,7 @@ def loading_processes_case(flags: str) -> tuple[bool, int]:
     args = arguments(flags, without="--mock-data")
     parallel_state.initialize_model_parallel()
     iterator = MicrobatchIterator(
-        args, build_datasets(args, build_tokenizer(args))[0], fields=gpt_fields(args), name="training",
+        args, build_datasets(args, build_tokenizer(args)).parts[0], fields=gpt_fields(args), name="training",
         consumed_samples=0, vocab_size=101,
     )  # fmt: skip
     processes = iterator.loader._workers
@@ -111,7 +111,7 @@ def cut_case(flags: str, prefix: str) -> list[str]:
     for num_workers in (0, 1):
         args, whole = arguments(f"{flags} --num-workers {num_workers}", without="--mock-data"), binary.read_bytes()
         iterator = MicrobatchIterator(
-            args, build_datasets(args, build_tokenizer(args))[0], fields=gpt_fields(args), name="training",
+            args, build_datasets(args, build_tokenizer(args)).parts[0], fields=gpt_fields(args), name="training",
             consumed_samples=0, vocab_size=101,
         )  # fmt: skip
         of_bert = BertDataset.build_low_level_dataset(prefix, None)
@@ -216,14 +216,14 @@ def read_case(flags: str, consumed: int, steps: int, chunk: int = 0) -> list[dic
     from megatron.trainer.start_up import initialize
 
     args = arguments(flags, without="--mock-data", world_size=torch.distributed.get_world_size())
-    initialize.set_up(args)
+    args = initialize.set_up(args)
     schedule = args.schedule
     try:
         before = torch.get_rng_state()
         datasets = build_datasets(args, build_tokenizer(args))
         iterator = MicrobatchIterator(
             args,
-            datasets[0],
+            datasets.parts[0],
             fields=gpt_fields(args),
             name="training",
             consumed_samples=consumed,

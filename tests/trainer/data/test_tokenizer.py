@@ -1,6 +1,7 @@
 """Tokenizers, offline: each kind reads its own files, and missing or foreign ones are one sentence."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -118,7 +119,7 @@ def test_padding_of_the_vocabulary():
     args = arguments("--vocab-size 1000 --vocab-extra-ids 30")
     tokenizer = build_tokenizer(args)
     assert vocab_size(args, tokenizer) == 1031 and padded_vocab_size(args, tokenizer) == 1152
-    args.tensor_model_parallel_size = 4
+    args = replace(args, tensor_model_parallel_size=4)
     assert padded_vocab_size(args, tokenizer) == 1536
 
 

@@ -50,7 +50,7 @@ def dry(capsys, tmp_path):
 def changes(flags: str, *, layers: tuple[int, ...] = (2, 2, 2, 2), world_size: int = 4) -> list[PlannedChange]:
     args = arguments(f"--num-layers {sum(layers)} {FREEZING} --pipeline-model-parallel-size {len(layers)} {flags}",
                      world_size=world_size)  # fmt: skip
-    args.padded_vocab_size = 128
+    args = replace(args, padded_vocab_size=128)
     return planned_changes(args, layers)
 
 
@@ -172,7 +172,7 @@ def test_what_cannot_differ_is_not_decided_anew(flags, monkeypatch):
         flags = flags.replace("--train-iters 20 ", "")
     args = arguments(f"--num-layers 8 {FREEZING} --pipeline-model-parallel-size 4 {flags}", world_size=4,
                      without="--train-iters --num-layers")  # fmt: skip
-    args.padded_vocab_size = 128
+    args = replace(args, padded_vocab_size=128)
     found = planned_changes(args, (2, 2, 2, 2))
     monkeypatch.setattr(room._Decisions, "_is_settled", property(lambda self: False, lambda self, value: None), False)
     assert len(found) > 1 and planned_changes(args, (2, 2, 2, 2)) == found

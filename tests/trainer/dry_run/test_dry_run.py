@@ -256,7 +256,7 @@ def test_estimate_of_a_real_run(schedule):
     flags = f"--pipeline-model-parallel-size 4 --pipeline-schedule {schedule} --global-batch-size 8 --train-iters 2"
     measured = train(4, f"{flags} --log-saved-activations")[-1]["records"][-1]["saved_activation_bytes"]
     args = arguments(f"{BASE} {flags}", world_size=4)
-    args.padded_vocab_size = 128
+    args = replace(args, padded_vocab_size=128)
     config, setting = transformer_config(args), from_flags.activation_setting(args)
     memory = estimate_memory(
         from_flags.architecture(args), replace(setting, mask_bytes=setting.element_bytes),

@@ -1,5 +1,7 @@
 """BERT's initial weights: one model, however it is cut."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -14,7 +16,7 @@ def build_case(flags: str) -> dict[str, torch.Tensor]:
     from megatron.trainer.models.bert import bert_model
 
     args = bert_arguments(flags, world_size=torch.distributed.get_world_size())
-    args.padded_vocab_size = 256
+    args = replace(args, padded_vocab_size=256)
     parallel_state.initialize_model_parallel(args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
     try:
         model = bert_model(

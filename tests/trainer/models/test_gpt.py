@@ -1,5 +1,7 @@
 """The initial weights: one model, however it is cut."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -18,8 +20,7 @@ def build_case(flags: str) -> dict[str, torch.Tensor]:
     from megatron.trainer.start_up import initialize
 
     args = arguments(flags, world_size=torch.distributed.get_world_size())
-    args.padded_vocab_size = 256
-    initialize.set_up(args)
+    args = initialize.set_up(replace(args, padded_vocab_size=256))
     try:
         model_config = core_config.transformer_config(args)
         stages = args.schedule.stages_of(parallel_state.get_pipeline_model_parallel_rank())

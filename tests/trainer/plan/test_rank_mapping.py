@@ -3,6 +3,7 @@
 import json
 import os
 import threading
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -148,9 +149,7 @@ def test_flash_attention_saves_no_scores():
     """As if the attention were recomputed: equation 5. The kernels take 16-bit numbers only."""
 
     def moved(more, implementation):
-        args = balanced(more)
-        args.transformer_impl = implementation
-        return rank_mapping.cut_model(args).moved_bytes[1]
+        return rank_mapping.cut_model(replace(balanced(more), transformer_impl=implementation)).moved_bytes[1]
 
     engine = "transformer_engine"
     assert moved("--bf16", engine) == moved("--bf16 --recompute-activations", "local") < moved("--bf16", "local")
@@ -221,7 +220,6 @@ def assign(monkeypatch, processes, *extra):
         timeout = timedelta(seconds=30)
         try:
             found[rank] = rank_mapping.assign_rank(args, store, rank=rank, world_size=len(processes), timeout=timeout)
-            assert found[rank].rank == args.rank
         except SameEverywhere as error:
             found[rank] = error
 

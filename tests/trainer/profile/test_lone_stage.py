@@ -1,6 +1,7 @@
 """Stages measured without their pipeline are those of the pipeline."""
 
 import statistics
+from dataclasses import replace
 
 import pytest
 
@@ -35,8 +36,7 @@ def time_case(plans: list[StagePlan], halves: bool = False) -> list[dict]:
 
     found = []
     for plan in plans:
-        args, starts = plan.arguments(), []
-        prepare(args, None)
+        args, starts = prepare(plan.arguments(), None), []
         lone = build_lone_stage(args, training_program("gpt"), plan.place, plan.weights)
         samples = time_stage(
             lone, num_microbatches=plan.num_microbatches, num_batches=plan.num_batches, num_warmup=plan.num_warmup,
@@ -45,7 +45,7 @@ def time_case(plans: list[StagePlan], halves: bool = False) -> list[dict]:
         lone.close()
         from megatron.trainer.data.tokenizer import build_tokenizer, padded_vocab_size
 
-        args.padded_vocab_size = padded_vocab_size(args, build_tokenizer(args))
+        args = replace(args, padded_vocab_size=padded_vocab_size(args, build_tokenizer(args)))
         found.append(
             {
                 "samples": samples,

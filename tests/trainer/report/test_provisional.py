@@ -11,7 +11,7 @@ from megatron import backend
 backend.install()
 
 from megatron.pipeline.start_up import late_weights
-from megatron.trainer.arguments.flags.values import choice_of
+from megatron.trainer.arguments.flags.config import choice_of
 from tests.trainer.arguments.command_line import arguments
 from tests.trainer.run.run_case import train
 from tests.trainer.run.test_bert import numbers, train_bert

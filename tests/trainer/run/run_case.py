@@ -82,9 +82,8 @@ def train_case(
     metrics = folder / "metrics.jsonl"
     if "--train-samples" in flags or "--epochs" in flags:
         base = base.replace("--train-iters 6", "").replace("--train-iters 10", "")
-    args = parse_args(f"{base} --metrics-file {metrics} {flags}".split(), defaults=defaults)
-    complete(args)
-    initialize.set_up(args)
+    args, _ = complete(parse_args(f"{base} --metrics-file {metrics} {flags}".split(), defaults=defaults))
+    args = initialize.set_up(args)
     stop, lines = StopSignal(), []
     with mock.patch.object(Reporter, "say", lambda _, text: lines.append(text)):
         run = assemble(args, trained)

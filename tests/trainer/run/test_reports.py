@@ -10,6 +10,7 @@ import resource
 import sys
 import types
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -18,8 +19,9 @@ from megatron import backend
 
 backend.install()
 
+from megatron.elastic.stages import Arrangement
 from megatron.pipeline.runtime.contract.stage import BatchReport
-from megatron.trainer.plan.arrangement import Arrangement, Change, Outlook
+from megatron.trainer.plan.arrangement import Change, Outlook
 from megatron.trainer.report.log import Interval, Progress, Reporter, log_line
 from megatron.trainer.report.metrics import MetricsFile, flops_per_sample, read_metrics
 from tests.trainer.arguments.command_line import arguments
@@ -154,8 +156,7 @@ def test_nothing_that_a_run_says_ends_it(tmp_path, caplog, monkeypatch):
 def reporter(tmp_path, flags: str = "", *, world_size: int = 1) -> Reporter:
     """The reporter of the rank that writes."""
     args = arguments(f"--metrics-file {tmp_path}/metrics.jsonl --log-interval 2 {flags}", world_size=world_size)
-    args.padded_vocab_size, args.rank = 128, world_size - 1
-    return Reporter(args)
+    return Reporter(replace(args, padded_vocab_size=128, rank=world_size - 1))
 
 
 def test_reporter_writes_everywhere(tmp_path, capsys):
@@ -190,12 +191,12 @@ def test_a_pipeline_that_changes(tmp_path, capsys):
     flags = "--untie-embeddings-and-output-weights --freeze-training --freeze-interval 4"
     reports = reporter(tmp_path, f"{flags} --tensorboard-dir {board}", world_size=2)
     before, after = Arrangement(2, 1, 1, (2, 2)), Arrangement(1, 2, 1, (4,), num_frozen=3)
-    reports.args.arrangement = before
+    reports.args = replace(reports.args, arrangement=before)
     for iteration in (5, 6):  # of a run that goes on
         reports.iteration(report(iteration, 4.0), Progress(iteration, 8 * iteration, 8, 0.5))
     change = Change(before, after, num_layers=4, num_bytes=2000, bytes_moved=500, seconds=0.25)
     reports.change(6, change, Outlook(before=0.5, after=0.375))
-    reports.args.arrangement = after
+    reports.args = replace(reports.args, arrangement=after)
     reports.iteration(report(7, 4.0), Progress(7, 56, 8, 0.5))
     reports.close()
     shapes = [
@@ -241,8 +242,7 @@ def test_rank_metrics_are_reported_by_pipeline_rank(tmp_path, capsys):
 def test_only_the_last_rank_writes(tmp_path, capsys):
     """On other ranks a reporter is silent and opens no file."""
     args = arguments(f"--metrics-file {tmp_path}/metrics.jsonl", world_size=1)
-    args.padded_vocab_size, args.world_size, args.rank = 128, 2, 0
-    silent = Reporter(args)
+    silent = Reporter(replace(args, padded_vocab_size=128, world_size=2, rank=0))
     silent.iteration(report(100, 4.0), Progress(100, 800, 8, 0.5))
     silent.close()
     assert capsys.readouterr().out == "" and not (tmp_path / "metrics.jsonl").exists()
@@ -324,8 +324,7 @@ def test_without_the_package_the_run_goes_on(tmp_path, monkeypatch, capsys, flag
     said = f"warning: {' '.join(flags.split()[:2])} has no effect: the package {package} is not installed here; pip"
     assert out.count(said) == 1 and (tmp_path / "metrics.jsonl").read_text().count("lm_loss") == 1
     args = arguments(flags, world_size=2)
-    args.padded_vocab_size, args.rank = 128, 0
-    Reporter(args).close()
+    Reporter(replace(args, padded_vocab_size=128, rank=0)).close()
     assert capsys.readouterr().out == ""
 
 

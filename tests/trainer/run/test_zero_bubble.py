@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megatron.trainer.arguments import resolve_platform
-from tests.trainer.arguments.command_line import GPU, arguments
+from megatron.trainer.arguments import parse_args, resolve_platform, validate_args
+from tests.trainer.arguments.command_line import GPU, arguments, argv
 from tests.trainer.run.run_case import joined_weights, train
 from tests.trainer.run.test_bert import bert_alone, numbers, train_bert
 from tests.trainer.run.test_virtual_stages import CLIPPED, EXACT, FULL, FULLY, P2, P4, TENSOR, UNDROPPED, V2, check
@@ -57,8 +57,8 @@ def test_layers_whose_backward_is_one_are_left_out_or_refused():
     """Where Transformer Engine is there, its layers are the default of other schedules, and of these those of
     megatron.core, with a note; asked for by name they are refused.
     """
-    args = arguments(f"{P2} {ZB_H1}", world_size=2)
-    args.transformer_impl = None
+    args = parse_args(argv(f"{P2} {ZB_H1}"))
+    validate_args(args, world_size=2)
     notes = resolve_platform(args, GPU)
     assert args.transformer_impl == "local"
     assert any("transformer_impl is local: zb-h1 splits backwards" in note for note in notes)

@@ -1,6 +1,5 @@
 """A small valid command line of finetune_bert.py, its texts, and what tests of it share."""
 
-import argparse
 import atexit
 import functools
 import json
@@ -10,9 +9,9 @@ from pathlib import Path
 
 import numpy
 
-from megatron.trainer.arguments import parse_args, resolve_platform, validate_args
+from megatron.trainer.arguments.flags.config import TrainConfig
 from tests.trainer.arguments.bert_command_line import NUM_WORDS, write_vocabulary
-from tests.trainer.arguments.command_line import CPU
+from tests.trainer.arguments.command_line import configuration
 from tests.trainer.run.run_case import train
 
 ROOT = Path(__file__).parents[3]
@@ -63,13 +62,10 @@ def data_flags() -> str:
     return f"--train-data {train_data} --valid-data {validation} --vocab-file {vocabulary}"
 
 
-def text_arguments(extra: str = "", *, world_size: int = 1) -> argparse.Namespace:
-    """The validated namespace of the small command line with `extra` flags, on a machine without CUDA."""
-    args = parse_args(f"{BASE} {data_flags()} {extra}".split(), defaults=defaults())
-    validate_args(args, world_size=world_size)
-    resolve_platform(args, CPU)
-    args.padded_vocab_size = 256
-    return args
+def text_arguments(extra: str = "", *, world_size: int = 1) -> TrainConfig:
+    """The configuration of the small command line with `extra` flags, on a machine without CUDA."""
+    words = f"{BASE} {data_flags()} {extra}".split()
+    return configuration(words, defaults=defaults(), world_size=world_size, padded_vocab_size=256)
 
 
 def train_texts(num_ranks: int, flags: str = "", **options) -> list[dict]:

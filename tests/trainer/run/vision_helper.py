@@ -1,6 +1,5 @@
 """A small valid command line of pretrain_vision_classify.py, its images, and what tests of it share."""
 
-import argparse
 import atexit
 import functools
 import shutil
@@ -9,8 +8,9 @@ from pathlib import Path
 
 import numpy
 
-from megatron.trainer.arguments import Platform, parse_args, resolve_platform, validate_args
-from tests.trainer.arguments.command_line import CPU
+from megatron.trainer.arguments import Platform
+from megatron.trainer.arguments.flags.config import TrainConfig
+from tests.trainer.arguments.command_line import CPU, configuration
 from tests.trainer.run.run_case import train
 
 ROOT = Path(__file__).parents[3]
@@ -34,13 +34,10 @@ def defaults() -> dict:
 
 
 def vision_arguments(extra: str = "", *, base: str = f"{SMALL} --data-path none", world_size: int = 1,
-                     platform: Platform = CPU) -> argparse.Namespace:  # fmt: skip
-    """The validated namespace of `base` with `extra` flags, on a machine like `platform`."""
-    args = parse_args(f"{base} {extra}".split(), defaults=defaults())
-    validate_args(args, world_size=world_size)
-    resolve_platform(args, platform)
-    args.padded_vocab_size = 0
-    return args
+                     platform: Platform = CPU) -> TrainConfig:  # fmt: skip
+    """The configuration of `base` with `extra` flags, on a machine like `platform`."""
+    words = f"{base} {extra}".split()
+    return configuration(words, defaults=defaults(), world_size=world_size, platform=platform, padded_vocab_size=0)
 
 
 def write_images(path: Path, number: int, *, classes: int = 3, size: tuple[int, ...] = (8, 8), seed: int = 0) -> str:

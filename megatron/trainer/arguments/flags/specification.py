@@ -1,11 +1,13 @@
 """What a command line flag is, as data.
 
 Problem: Megatron-LM's users bring scripts with hundreds of flags. Each must parse, and then either work or be
-refused by name with a remedy; help and documentation must not drift from what the parser accepts.
+refused by name with a remedy; help and documentation must not drift from what the parser accepts, nor the values that
+the code reads from either.
 
-Solution: a flag is a small frozen record and a group is a list of them. The parser, `--help`, `docs/flags.md` and
-the refusals are all derived from these records (parser.py, reference.py), and so is what a run says about flags
-without effect. Roles say what else treats flags alike: checkpoints and searches ask for those of one.
+Solution: a flag is a small frozen record, and flags of one subject are the fields of one dataclass, which has their
+names, types and defaults. The parser, `--help`, `docs/flags.md`, the refusals and `TrainConfig` are all derived from
+these dataclasses (parser.py, reference.py, config.py), and so is what a run says about flags without effect. Roles say
+what else treats flags alike: checkpoints and searches ask for those of one.
 """
 
 import argparse
@@ -13,8 +15,9 @@ import enum
 import math
 import os
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import InitVar, dataclass, replace
-from typing import Any
+from dataclasses import InitVar, dataclass, field, fields, replace
+from types import NoneType
+from typing import Any, get_args
 
 _PATHS = ("DIR", "FILE", "PATH", "PREFIX")
 
@@ -55,7 +58,7 @@ class Flag:
 
     names: tuple[str, ...]
     help: str
-    dest: str
+    dest: str = ""
     type: Callable[[str], Any] | None = None
     default: Any = None
     choices: Collection[Any] | None = None
@@ -85,54 +88,73 @@ class Group:
         own = tuple(replace(flag, roles=roles) if flag.roles is None else flag for flag in self.flags)
         object.__setattr__(self, "flags", own)
 
+    @classmethod
+    def of(cls, subject: type, title: str, roles: Role = Role.NONE, *, further: Iterable[Flag] = ()) -> "Group":
+        """The flags of the fields of a dataclass, whose docstring describes them, and `further` ones."""
+        flags = (_complete(each.metadata["flag"], each.name, each.type, roles) for each in fields(subject))
+        return cls(title, " ".join(subject.__doc__.split()), (*flags, *further), roles)
 
-def _destination(name: str) -> str:
-    name = name.lstrip("-").replace("-", "_")
-    return f"pipeline_{name}" if name[0].isdigit() else name  # --2bw-...: an attribute cannot start with a digit
+
+def _complete(flag: Flag, name: str, kind: Any, roles: Role) -> Flag:
+    """The flag of a field: its name is the field's unless it has one, its values are of the field's type, and `roles`
+    are its own where it names none."""
+    first, *aliases = flag.names
+    if flag.stores is None:
+        while get_args(kind):  # of `list[int] | None`: int
+            kind = next(each for each in get_args(kind) if each is not NoneType)
+        kind = path if flag.metavar in _PATHS else {int: integer, float: number}.get(kind, kind)
+    return replace(
+        flag, names=(first or name_of(name), *aliases), dest=name, type=None if flag.stores is not None else kind,
+        roles=roles if flag.roles is None else flag.roles,
+    )  # fmt: skip
+
+
+def name_of(destination: str) -> str:
+    """`num_layers` as the user writes it: `--num-layers`. A flag that begins with a digit has `pipeline_` before its
+    destination, since no attribute begins with one."""
+    short = destination.removeprefix("pipeline_")
+    return "--" + (short if short[0].isdigit() else destination).replace("_", "-")
+
+
+def _field(flag: Flag) -> Any:
+    default = {"default_factory": flag.default.copy} if isinstance(flag.default, list) else {"default": flag.default}
+    return field(**default, metadata={"flag": flag})
 
 
 def option(
-    name: str,
-    kind: Callable[[str], Any],
     default: Any,
     text: str,
     *,
+    name: str = "",
     aliases: Iterable[str] = (),
     choices: Collection[Any] | None = None,
     nargs: int | str | None = None,
     metavar: str | tuple[str, ...] | None = None,
     roles: Role | None = None,
-) -> Flag:
-    """A flag that takes a value (or several, by `nargs`); text that `metavar` calls a file or the like is a path."""
-    return Flag(
-        names=(name, *aliases),
-        help=text,
-        dest=_destination(name),
-        type=path if kind is str and metavar in _PATHS else kind,
-        default=default,
-        choices=choices,
-        nargs=nargs,
-        metavar=metavar,
-        roles=roles,
+) -> Any:
+    """The field of a flag that takes a value (or several, by `nargs`); text that `metavar` calls a file or the like is
+    a path."""
+    return _field(
+        Flag(
+            names=(name, *aliases),
+            help=text,
+            default=default,
+            choices=choices,
+            nargs=nargs,
+            metavar=metavar,
+            roles=roles,
+        )
     )
 
 
-def switch(
-    name: str,
-    text: str,
-    *,
-    aliases: Iterable[str] = (),
-    dest: str | None = None,
-    roles: Role | None = None,
-) -> Flag:
-    """A flag that turns something on; off by default."""
-    dest = dest or _destination(name)
-    return Flag(names=(name, *aliases), help=text, dest=dest, default=False, stores=True, roles=roles)
+def switch(text: str, *, name: str = "", aliases: Iterable[str] = (), roles: Role | None = None) -> Any:
+    """The field of a flag that turns something on; off by default."""
+    return _field(Flag(names=(name, *aliases), help=text, default=False, stores=True, roles=roles))
 
 
-def negation(name: str, dest: str, text: str, *, aliases: Iterable[str] = (), roles: Role | None = None) -> Flag:
-    """A flag such as `--no-rope-fusion` that turns off `dest`, which is on by default."""
-    return Flag(names=(name, *aliases), help=text, dest=dest, default=True, stores=False, roles=roles)
+def negation(name: str, text: str, *, aliases: Iterable[str] = (), roles: Role | None = None) -> Any:
+    """The field of a flag such as `--no-rope-fusion` that turns off what is on by default."""
+    return _field(Flag(names=(name, *aliases), help=text, default=True, stores=False, roles=roles))
 
 
 def refused(
@@ -153,7 +175,7 @@ def refused(
     return Flag(
         names=(name,),
         help=f"Refused: {reason}",
-        dest=_destination(name),
+        dest=name.lstrip("-").replace("-", "_"),
         type=None if is_switch else kind,
         default=False if is_switch else default,
         nargs=None if is_switch else takes,
@@ -179,7 +201,7 @@ def ignored(
     return Flag(
         names=(name,),
         help=f"Accepted without effect: {reason}.",
-        dest=_destination(name),
+        dest=name.lstrip("-").replace("-", "_"),
         type=None if takes == 0 else str,
         default=False if takes == 0 else None,
         choices=choices,

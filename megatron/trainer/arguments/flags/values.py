@@ -1,5 +1,4 @@
-"""Values that several flags give together: batch sizes, the layout of layers, the pipeline's schedule, the vocabulary.
-No torch.
+"""Values that several flags give together: batch sizes, and the layout of layers. No torch.
 
 The size of the next batch is constant, growing (`--rampup-batch-size`), or from a list of steps
 (`--step-batch-size-schedule`). The arithmetic is Megatron's: over RAMPUP samples the batch grows from START to the
@@ -10,16 +9,12 @@ stopped.
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron.pipeline.program.edges import stages_of
-from megatron.pipeline.program.lane_order import Residency
-from megatron.pipeline.program.weight_policies import WeightPolicy
-from megatron.pipeline.schedules import PLACEMENTS, PRESETS
 
 if TYPE_CHECKING:
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
@@ -232,85 +227,3 @@ def parse_layout(
                 "of its stages a layer, or use fewer ranks"
             )
     return layout
-
-
-# --- the pipeline -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class PipelineChoice:
-    """What a run needs to know of its pipeline before the schedule is built.
-
-    Attributes:
-        flag: as on the command line, for messages: `--pipeline-schedule 2bw`.
-        name: what logs call it.
-        policy: which weights a batch uses.
-        residency: where they live, if on the host.
-        interleaves: ranks have several stages.
-        virtual_stages: how many, where it is for one number alone.
-        recompute: backwards are preceded by a recompute whatever the flags say.
-        placement: (ranks, stages on each) -> the rank of each stage.
-        deals_out: whether that is in turn, as megatron.core does.
-    """
-
-    flag: str
-    name: str
-    policy: WeightPolicy
-    residency: Residency | None
-    interleaves: bool
-    virtual_stages: int | None
-    recompute: bool
-    placement: Callable[[int, int], Sequence[int]]
-    deals_out: bool
-
-
-def choice_of(args: argparse.Namespace) -> PipelineChoice:
-    """The pipeline that `args` ask for; `program`: the schedule of their program file, or None."""
-    schedule = args.program
-    if schedule is None:
-        preset = PRESETS[args.pipeline_schedule]
-        return PipelineChoice(
-            flag=f"--pipeline-schedule {args.pipeline_schedule}", name=args.pipeline_schedule, policy=preset.policy,
-            residency=preset.residency, interleaves=preset.interleaves,
-            virtual_stages=preset.virtual_stages if preset.interleaves else None, recompute=preset.recompute,
-            placement=PLACEMENTS[preset.placement], deals_out=preset.placement == "round-robin",
-        )  # fmt: skip
-    placement = schedule.rank_of_stage
-    in_turn = tuple(stage % schedule.num_ranks for stage in range(schedule.num_stages))
-    return PipelineChoice(
-        flag=f"--pipeline-program {args.pipeline_program}", name=f"program {args.pipeline_program}",
-        policy=schedule.weights, residency=None, interleaves=schedule.num_stages > schedule.num_ranks,
-        virtual_stages=None,
-        recompute=schedule.recompute, placement=lambda *_: placement,
-        deals_out=placement == in_turn and schedule.num_stages % schedule.num_ranks == 0 and schedule.num_ranks > 1,
-    )  # fmt: skip
-
-
-def schedule_text(args: argparse.Namespace) -> str:
-    """What a run's first lines call the choice: `schedule 2bw`, or `program rows.csv (sha256 0123456789ab)`."""
-    if args.program is None:
-        return f"schedule {args.pipeline_schedule}"
-    return f"program {args.pipeline_program} (sha256 {args.program.short_hash})"
-
-
-# --- how many rows an embedding has -----------------------------------------------------------------------------------
-
-USUAL = {"gpt": ("GPT-2's", 50257), "bert": ("BERT's", 30522), "bert-classify": ("BERT's", 30522)}
-"""By architecture: whose vocabulary is taken where none is given, and its size."""
-_OF_ONE_MODEL = {"Llama2Tokenizer": ("Llama 2's", 32000)}
-
-
-def usual_vocabulary(args: argparse.Namespace) -> tuple[str, int]:
-    """The name and size of the vocabulary that is assumed where neither a tokenizer nor --vocab-size gives one."""
-    return _OF_ONE_MODEL.get(args.tokenizer_type, USUAL[args.architecture])
-
-
-def assumed_vocabulary(args: argparse.Namespace) -> int:
-    """The number of token ids without a tokenizer: that of --vocab-size, or of the usual vocabulary."""
-    return (args.vocab_size or usual_vocabulary(args)[1]) + args.vocab_extra_ids
-
-
-def padded_vocabulary(args: argparse.Namespace, size: int) -> int:
-    """`size` rounded up to a multiple of --make-vocab-size-divisible-by x tensor parallel size."""
-    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
-    return -(-size // multiple) * multiple

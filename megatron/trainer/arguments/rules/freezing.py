@@ -7,10 +7,10 @@ from megatron.documents import counted
 from megatron.elastic.freeze_rule import RULES as FREEZE_RULES
 from megatron.elastic.freeze_rule import FreezeRule, FreezeSettings
 from megatron.elastic.stages import Stages, stages_of
+from megatron.trainer.arguments.flags.config import choice_of
 from megatron.trainer.arguments.flags.model import CLASSIFIERS
+from megatron.trainer.arguments.flags.specification import name_of
 from megatron.trainer.arguments.flags.training import FREEZING
-from megatron.trainer.arguments.flags.values import choice_of
-from megatron.trainer.arguments.rules.ranges import flag
 from megatron.trainer.arguments.rules.run import behind_frozen
 
 _OF_BOTH = ("freeze_interval", "freeze_start", "freeze_training", "elastic_pipeline")
@@ -72,7 +72,7 @@ def _without_effect(args: argparse.Namespace) -> None:
     for name in ("activation_cache_gib", "activation_cache_use"):
         if name in args.given and args.activation_cache is None:
             raise ValueError(
-                f"{flag(name)} {getattr(args, name)} says something about a cache, and there is none; add "
+                f"{name_of(name)} {getattr(args, name)} says something about a cache, and there is none; add "
                 "--activation-cache with its folder, or leave this out"
             )
 

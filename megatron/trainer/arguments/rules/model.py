@@ -2,7 +2,8 @@
 
 import argparse
 
-from megatron.trainer.arguments.rules.ranges import flag, ranges
+from megatron.trainer.arguments.flags.specification import name_of
+from megatron.trainer.arguments.rules.ranges import ranges
 
 REQUIRED = (
     "num_layers",
@@ -15,7 +16,7 @@ REQUIRED = (
 
 
 def required(args: argparse.Namespace) -> None:
-    missing = [flag(name) for name in REQUIRED if getattr(args, name) is None]
+    missing = [name_of(name) for name in REQUIRED if getattr(args, name) is None]
     if missing:
         raise ValueError(f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} needed")
 
@@ -75,7 +76,7 @@ def _groups_over_ranks(groups: int, channels: int, t: int) -> None:
 
 
 def feed_forward(args: argparse.Namespace) -> None:
-    kinds = [flag(name) for name in ("swiglu", "squared_relu", "quick_geglu") if getattr(args, name)]
+    kinds = [name_of(name) for name in ("swiglu", "squared_relu", "quick_geglu") if getattr(args, name)]
     if len(kinds) > 1:
         raise ValueError(f"{' and '.join(kinds)} exclude each other; keep one")
     if args.ffn_hidden_size is None:
@@ -168,7 +169,7 @@ def precision(args: argparse.Namespace) -> None:
 def recompute(args: argparse.Namespace) -> None:
     if args.checkpoint_activations:
         names = ("recompute_activations", "recompute_granularity", "recompute_method", "recompute_num_layers")
-        if newer := [flag(name) for name in names if name in args.given]:
+        if newer := [name_of(name) for name in names if name in args.given]:
             raise ValueError(
                 f"--checkpoint-activations is the old name of what {' and '.join(newer)} say; leave it out"
             )

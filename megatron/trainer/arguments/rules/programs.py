@@ -11,7 +11,7 @@ from megatron.trainer.arguments.flags import data as data_flags
 from megatron.trainer.arguments.flags import model
 from megatron.trainer.arguments.flags.model import CLASSIFIERS
 from megatron.trainer.arguments.flags.parser import FLAGS, shown
-from megatron.trainer.arguments.rules.ranges import flag
+from megatron.trainer.arguments.flags.specification import name_of
 from megatron.trainer.files import text_files
 
 # --- which program a flag belongs to ----------------------------------------------------------------------------------
@@ -125,14 +125,14 @@ def image_shape(args: argparse.Namespace) -> list[str]:
         for name in ("img_h", "img_w"):
             if getattr(args, name) % args.patch_dim:
                 raise ValueError(
-                    f"{flag(name)} {getattr(args, name)} is not divisible by --patch-dim {args.patch_dim}; choose "
+                    f"{name_of(name)} {getattr(args, name)} is not divisible by --patch-dim {args.patch_dim}; choose "
                     "another, or prepare the images in another size"
                 )
         length = (args.img_h // args.patch_dim) * (args.img_w // args.patch_dim) + args.vision_class_token
     notes = []
     for name in ("seq_length", "max_position_embeddings"):
         if name in args.given and getattr(args, name) != length:
-            notes.append(f"{flag(name)} {getattr(args, name)} has no effect: an image makes {length} tokens")
+            notes.append(f"{name_of(name)} {getattr(args, name)} has no effect: an image makes {length} tokens")
         setattr(args, name, length)
     return notes
 
@@ -169,7 +169,7 @@ def sources(args: argparse.Namespace) -> None:
     """Check that the data are named once. Fills `class_names` and `num_classes` from a text classifier's data."""
     if args.architecture not in CLASSIFIERS:
         return
-    per_split = [flag(f"{name}_data_path") for name in _SPLITS if getattr(args, f"{name}_data_path")]
+    per_split = [name_of(f"{name}_data_path") for name in _SPLITS if getattr(args, f"{name}_data_path")]
     if args.data_path and per_split:
         raise ValueError(f"--data-path and {per_split[0]} exclude each other; keep one")
     if args.data_path and len(args.data_path) > len(_SPLITS):

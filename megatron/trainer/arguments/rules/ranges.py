@@ -11,14 +11,9 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megatron.trainer.arguments.flags.specification import name_of
+
 _YEAR = 365 * 24 * 60  # minutes
-
-
-def flag(name: str) -> str:
-    """`num_layers` as the user wrote it: `--num-layers`. A flag that begins with a digit has `pipeline_` before its
-    name."""
-    short = name.removeprefix("pipeline_")
-    return "--" + (short if short[0].isdigit() else name).replace("_", "-")
 
 
 @dataclass(frozen=True)
@@ -151,4 +146,4 @@ def ranges(args: argparse.Namespace) -> None:
             given = getattr(args, name)
             for value in given if isinstance(given, list) else [given]:
                 if value is not None and not allowed.contains(value):
-                    raise ValueError(f"{flag(name)} {value} must be {allowed.words}")
+                    raise ValueError(f"{name_of(name)} {value} must be {allowed.words}")

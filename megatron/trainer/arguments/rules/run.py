@@ -10,10 +10,11 @@ from megatron.pipeline.schedules import ProgramSchedule, Schedule, TooManyRead
 from megatron.pipeline.start_up.late_weights import require_predictions
 from megatron.planner.job.devices import device_gib
 from megatron.planner.memory.schedule_demand import representative_sizes
+from megatron.trainer.arguments.flags.config import TrainConfig, choice_of
 from megatron.trainer.arguments.flags.model import CLASSIFIERS
-from megatron.trainer.arguments.flags.values import BatchSizes, choice_of, parse_steps
+from megatron.trainer.arguments.flags.specification import name_of
+from megatron.trainer.arguments.flags.values import BatchSizes, parse_steps
 from megatron.trainer.arguments.rules.programs import num_samples as num_classified
-from megatron.trainer.arguments.rules.ranges import flag
 from megatron.trainer.arguments.rules.schedule import relay, residency_of
 
 
@@ -60,7 +61,7 @@ def paths(args: argparse.Namespace) -> None:
 
 
 def length(args: argparse.Namespace) -> None:
-    named = [flag(name) for name in ("train_iters", "train_samples", "epochs") if getattr(args, name) is not None]
+    named = [name_of(name) for name in ("train_iters", "train_samples", "epochs") if getattr(args, name) is not None]
     if len(named) > 1:
         raise ValueError(f"{' and '.join(named)} exclude each other; keep one")
     if not named and not args.skip_train:
@@ -148,7 +149,7 @@ def schedule(args: argparse.Namespace) -> list[str]:
     if weights.updates_alone:
         _updates_alone(args)
     try:
-        settle_schedule(args)
+        args.schedule, args.moves_activations = settled_schedule(args)
     except TooManyRead as error:
         raise error.under("--2bw-provisional-microbatches") from error
     smallest = min(args.batch_sizes.all_num_microbatches())
@@ -188,14 +189,14 @@ def _stages_of_ranks(args: argparse.Namespace) -> None:
         )
 
 
-def settle_schedule(args: argparse.Namespace) -> None:
-    """Fill `schedule`, for the layers that are frozen now, and whether it `moves_activations`. Raises ValueError where
-    the schedule does not accept a batch size of the run."""
+def settled_schedule(args: argparse.Namespace | TrainConfig) -> tuple[Schedule | ProgramSchedule, bool]:
+    """The schedule, for the layers that are frozen now, and whether it moves activations. Raises ValueError where it
+    does not accept a batch size of the run."""
     sizes = set(args.batch_sizes.all_num_microbatches())
-    args.schedule = _schedule_of_flags(args) if args.frozen_stages is None else behind_frozen(args, args.frozen_stages)
+    found = _schedule_of_flags(args) if args.frozen_stages is None else behind_frozen(args, args.frozen_stages)
     for num_microbatches in sorted(sizes):
-        args.schedule.validate(num_microbatches)
-    args.moves_activations = any(args.schedule.evicting_ranks((num_microbatches,)) for num_microbatches in sizes)
+        found.validate(num_microbatches)
+    return found, any(found.evicting_ranks((num_microbatches,)) for num_microbatches in sizes)
 
 
 def _schedule_of_flags(args: argparse.Namespace) -> Schedule | ProgramSchedule:

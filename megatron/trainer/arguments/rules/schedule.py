@@ -6,9 +6,9 @@ import argparse
 from megatron.documents import counted
 from megatron.pipeline.program.lane_order import DEFERRED, EAGER, Residency
 from megatron.pipeline.schedules import OtherRun, ProgramSchedule, read_schedule
+from megatron.trainer.arguments.flags.config import choice_of
 from megatron.trainer.arguments.flags.model import CLASSIFIERS
-from megatron.trainer.arguments.flags.values import choice_of
-from megatron.trainer.arguments.rules.ranges import flag
+from megatron.trainer.arguments.flags.specification import name_of
 
 # --- a program from a file --------------------------------------------------------------------------------------------
 
@@ -53,7 +53,7 @@ def pipeline_program(args: argparse.Namespace) -> list[str]:
     for name, what in _SAYS_ITSELF.items():
         if name in args.given and getattr(args, name) not in (False, None, "off"):
             value = getattr(args, name)
-            given = flag(name) if value is True else f"{flag(name)} {value}"
+            given = name_of(name) if value is True else f"{name_of(name)} {value}"
             raise ValueError(f"{given}: the program of {named} {what}; leave one of the two out")
     schedule = args.program = _read(args)
     args.pipeline_program_sha256 = schedule.sha256

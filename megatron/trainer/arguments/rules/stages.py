@@ -2,8 +2,8 @@
 
 import argparse
 
-from megatron.trainer.arguments.flags.values import choice_of
-from megatron.trainer.arguments.rules.ranges import flag
+from megatron.trainer.arguments.flags.config import choice_of
+from megatron.trainer.arguments.flags.specification import name_of
 
 _WAYS = (
     "num_layers_per_virtual_pipeline_stage",
@@ -20,7 +20,7 @@ def virtual_stages(args: argparse.Namespace) -> None:
     """
     given = [name for name in _WAYS if getattr(args, name) is not None]
     if len(given) > 1:
-        raise ValueError(f"{' and '.join(map(flag, given))} exclude each other; keep one")
+        raise ValueError(f"{' and '.join(map(name_of, given))} exclude each other; keep one")
     on_host = choice_of(args).residency is not None
     if args.program is not None:
         _stages_of_program(args)
@@ -34,7 +34,7 @@ def virtual_stages(args: argparse.Namespace) -> None:
     elif args.num_layers_per_virtual_pipeline_stage is not None:
         num_stages = _stages_of_equal_layers(args)
     if num_stages > 1 and args.pipeline_model_parallel_size == 1 and not on_host:
-        asks = f"{flag(given[0])} {getattr(args, given[0])}" if given else choice_of(args).flag
+        asks = f"{name_of(given[0])} {getattr(args, given[0])}" if given else choice_of(args).flag
         raise ValueError(
             f"{asks} gives a rank {num_stages} stages, which buys nothing "
             "with --pipeline-model-parallel-size 1; raise the latter or leave the former out"

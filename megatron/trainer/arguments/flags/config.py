@@ -1,0 +1,178 @@
+"""The configuration of a run: the value of every flag, and what follows from them, checked and completed.
+
+`parse_args` makes a namespace of a command line, and the rules of this folder complete it. `TrainConfig.of` then ends
+that: behind it every value has a name and a type, none changes, and a function that computes another value returns
+another configuration (`dataclasses.replace`).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, dataclass, field, fields, make_dataclass
+from typing import Any
+
+from megatron.elastic.stages import Arrangement, Stages
+from megatron.pipeline.program.lane_order import Residency
+from megatron.pipeline.program.weight_policies import WeightPolicy
+from megatron.pipeline.schedules import PLACEMENTS, PRESETS, PipelineSchedule, ProgramSchedule
+from megatron.trainer.arguments.flags import data, model, output, parallel, refusals, training
+from megatron.trainer.arguments.flags.values import BatchSizes
+
+
+@dataclass(frozen=True, init=False, repr=False, eq=False)
+class Derived:
+    """What follows from the flags, the job, the files and the machine.
+
+    Attributes:
+        architecture: "gpt", "bert", "vit" or "bert-classify"; the program says it.
+        given: the destinations that the command line named.
+        virtual_pipeline_model_parallel_size: the most stages of a rank; None for one.
+        program: the schedule of --pipeline-program.
+        moves_activations: ranks send saved activations to their pair in a batch of any size.
+        class_names: of a text classifier.
+        changes: the pipeline may change while it trains.
+        arrangement, first_arrangement: the present and the first one, where the pipeline changes.
+        frozen_stages: the stages of the present arrangement, unless that is the first.
+        recorded_changes: what a checkpoint says of changes to the pipeline.
+        padded_vocab_size: rows of the embedding, once the tokenizer is known.
+        has_split: whether there are data for training, validation and test.
+        data_digest: of a classifier's training data.
+    """
+
+    architecture: str = "gpt"
+    given: tuple[str, ...] = ()
+    world_size: int
+    rank: int
+    data_parallel_size: int
+    transformer_pipeline_model_parallel_size: int
+    virtual_pipeline_model_parallel_size: int | None
+    encoder_seq_length: int
+    program: ProgramSchedule | None
+    pipeline_program_sha256: str | None
+    schedule: PipelineSchedule
+    moves_activations: bool
+    batch_sizes: BatchSizes
+    class_names: list[str] | None = None
+    changes: bool
+    arrangement: Arrangement | None
+    first_arrangement: Arrangement | None = None
+    frozen_stages: Stages | None
+    recorded_changes: dict[str, Any] | None = None
+    padded_vocab_size: int | None = None
+    has_split: tuple[bool, ...] = ()
+    data_digest: str | None = None
+
+
+_Unread = make_dataclass(
+    "_Unread",
+    [(flag.dest, Any, field(default=flag.default))
+     for flag in (*refusals.IGNORED.flags, *refusals.REFUSED.flags) if flag.ignored or flag.neutral],
+    frozen=True, init=False, repr=False, eq=False,
+)  # fmt: skip
+"""Flags that are accepted and do nothing; a checkpoint keeps their values."""
+
+
+@dataclass(frozen=True, init=False, repr=False, eq=False)
+class TrainConfig(
+    model.Model, parallel.Pipeline, parallel.Distributed, training.Freezing, training.Batch, training.Regularization,
+    training.LearningRate, training.Precision, training.Recompute, data.Data, data.Tokenizer, model.Bert,
+    model.Classification, model.Vision, output.Checkpoint, output.Logging, output.DryRunFlags, Derived, _Unread,
+):  # fmt: skip
+    """The configuration of a run, by Megatron-LM's names; a part of it is one of the classes that it is made of."""
+
+    def __init__(self, **values: Any) -> None:
+        assert values.keys() == _NAMES, values.keys() ^ _NAMES
+        vars(self).update(values)  # a search makes thousands; a statement for each field takes fifty times as long
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, **derived: Any) -> TrainConfig:
+        """The configuration that parsed and validated arguments make, with further values."""
+        return cls(**{**_LATER, **vars(args), **derived})
+
+
+_NAMES = {each.name for each in fields(TrainConfig)}
+_LATER = {each.name: each.default for each in fields(Derived) if each.default is not MISSING}
+"""What neither the command line nor the rules say."""
+
+
+# --- the pipeline -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineChoice:
+    """What a run needs to know of its pipeline before the schedule is built.
+
+    Attributes:
+        flag: as on the command line, for messages: `--pipeline-schedule 2bw`.
+        name: what logs call it.
+        policy: which weights a batch uses.
+        residency: where they live, if on the host.
+        interleaves: ranks have several stages.
+        virtual_stages: how many, where it is for one number alone.
+        recompute: backwards are preceded by a recompute whatever the flags say.
+        placement: (ranks, stages on each) -> the rank of each stage.
+        deals_out: whether that is in turn, as megatron.core does.
+    """
+
+    flag: str
+    name: str
+    policy: WeightPolicy
+    residency: Residency | None
+    interleaves: bool
+    virtual_stages: int | None
+    recompute: bool
+    placement: Callable[[int, int], Sequence[int]]
+    deals_out: bool
+
+
+def choice_of(args: TrainConfig) -> PipelineChoice:
+    """The pipeline that `args` ask for; `program`: the schedule of their program file, or None."""
+    schedule = args.program
+    if schedule is None:
+        preset = PRESETS[args.pipeline_schedule]
+        return PipelineChoice(
+            flag=f"--pipeline-schedule {args.pipeline_schedule}", name=args.pipeline_schedule, policy=preset.policy,
+            residency=preset.residency, interleaves=preset.interleaves,
+            virtual_stages=preset.virtual_stages if preset.interleaves else None, recompute=preset.recompute,
+            placement=PLACEMENTS[preset.placement], deals_out=preset.placement == "round-robin",
+        )  # fmt: skip
+    placement = schedule.rank_of_stage
+    in_turn = tuple(stage % schedule.num_ranks for stage in range(schedule.num_stages))
+    return PipelineChoice(
+        flag=f"--pipeline-program {args.pipeline_program}", name=f"program {args.pipeline_program}",
+        policy=schedule.weights, residency=None, interleaves=schedule.num_stages > schedule.num_ranks,
+        virtual_stages=None,
+        recompute=schedule.recompute, placement=lambda *_: placement,
+        deals_out=placement == in_turn and schedule.num_stages % schedule.num_ranks == 0 and schedule.num_ranks > 1,
+    )  # fmt: skip
+
+
+def schedule_text(args: TrainConfig) -> str:
+    """What a run's first lines call the choice: `schedule 2bw`, or `program rows.csv (sha256 0123456789ab)`."""
+    if args.program is None:
+        return f"schedule {args.pipeline_schedule}"
+    return f"program {args.pipeline_program} (sha256 {args.program.short_hash})"
+
+
+# --- how many rows an embedding has -----------------------------------------------------------------------------------
+
+USUAL = {"gpt": ("GPT-2's", 50257), "bert": ("BERT's", 30522), "bert-classify": ("BERT's", 30522)}
+"""By architecture: whose vocabulary is taken where none is given, and its size."""
+_OF_ONE_MODEL = {"Llama2Tokenizer": ("Llama 2's", 32000)}
+
+
+def usual_vocabulary(args: TrainConfig) -> tuple[str, int]:
+    """The name and size of the vocabulary that is assumed where neither a tokenizer nor --vocab-size gives one."""
+    return _OF_ONE_MODEL.get(args.tokenizer_type, USUAL[args.architecture])
+
+
+def assumed_vocabulary(args: TrainConfig) -> int:
+    """The number of token ids without a tokenizer: that of --vocab-size, or of the usual vocabulary."""
+    return (args.vocab_size or usual_vocabulary(args)[1]) + args.vocab_extra_ids
+
+
+def padded_vocabulary(args: TrainConfig, size: int) -> int:
+    """`size` rounded up to a multiple of --make-vocab-size-divisible-by x tensor parallel size."""
+    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    return -(-size // multiple) * multiple
