@@ -14,14 +14,9 @@ import pytest
 from megatron.commands import grid_search as tool
 from megatron.planner.trial.results import predicted_seconds, read_entries
 from megatron.processes.job import MARK
-from tests.commands.in_process import ROOT, runner
+from tests.commands.in_process import ROOT
 from tests.planner import profiles
 from tests.trainer.run.run_case import BASE, data_flags
-
-
-@pytest.fixture
-def run(capsys):
-    return runner(tool, capsys)
 
 
 def flags(extra: str = "") -> list[str]:
