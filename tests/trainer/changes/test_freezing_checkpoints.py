@@ -87,17 +87,6 @@ def test_stopped_and_resumed(tmp_path, name, stop):
     assert_goes_on(train_watched(2, f"{flags} --load {tmp_path}"), whole(flags))
 
 
-@pytest.mark.full  # one without frozen layers: tests/trainer/run/test_loop.py
-@pytest.mark.parametrize("schedule", ["flush", "2bw"])
-def test_a_stop_request_to_stop(tmp_path, schedule):
-    """SIGTERM within an interval, or at its end: one checkpoint, which goes on as if nothing had been."""
-    flags = f"--pipeline-schedule {schedule} --freeze-schedule 1,2,3"
-    first = train_watched(2, f"{flags} --save {tmp_path}", stop_after={1: 3})
-    assert first[0]["iteration"] < 7
-    assert len(list(tmp_path.glob("iter_*"))) == 1
-    assert_goes_on(train_watched(2, f"{flags} --load {tmp_path}"), whole(flags))
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["flush", "2bw, bf16", "distributed"])
 def test_saved_at_every_iteration_beside_training(tmp_path, name):
