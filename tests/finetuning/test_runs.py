@@ -230,21 +230,6 @@ def test_bf16_has_fp32_masters(folder, task, ranks, accumulation):
 
 
 @pytest.mark.full
-def test_masters_learn_what_bfloat16_alone_does_not(folder):
-    """At a small learning rate, on one rank: about as in FP32, and without masters next to nothing."""
-    train, validation = (tiny.data_file(folder, num_samples=count, seed=count) for count in (1200, 300))
-    losses = []
-    for name, precision in (("alike", []), ("mixed", ["--bf16"]), ("short", ["--dtype", "bfloat16"])):
-        size = ["--per_device_train_batch_size", 8, *precision]
-        argv = ["--do_train", "--do_eval", "--num_train_epochs", 8, "--learning_rate", 1e-4, *size]
-        argv += ["--pipeline_schedule", "flush", "--train_file", train, "--validation_file", validation]
-        cut = cases.partition(folder, CLASSES, (0,), *size)
-        losses.append(run(folder, name, *argv, "--partition", cut, ranks=1).evaluation()["eval_loss"])
-    exact, mixed, short = losses
-    assert exact < 0.5 and mixed == pytest.approx(exact, abs=0.03) and short > 0.65, losses
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("precision", [[], ["--bf16"]], ids=["float32", "bf16"])
 def test_an_evaluation_alone(folder, precision):
     """A folder that a run wrote is evaluated, on samples of one class, as the run's own evaluation says."""

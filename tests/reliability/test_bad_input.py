@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -78,24 +77,3 @@ def test_disk_full_while_saving(tmp_path, schedule):
     outcome.assert_failed_clearly("cannot save the checkpoint", "bytes are free", "is intact")
     assert outcome.output.count("cannot save the checkpoint") == 2, "once by the job, once in the launcher's summary"
     assert_only_whole_checkpoints(tmp_path / "after")
-
-
-@pytest.mark.full  # in seconds, and named: tests/pipeline/runtime/failure; what is left of a killed job: test_resume.py
-@pytest.mark.alone
-@pytest.mark.parametrize("rank", [1, 0])
-def test_one_rank_killed_in_the_middle_of_training(tmp_path, rank):
-    """The others end within 10 s and name it, also in the launcher's last lines, whichever of them it takes for the
-    first; the checkpoints before are whole; no process is left, of those that load samples neither."""
-    flags = [*TWO_BW, "--train-iters", 100_000, "--save", "checkpoints", "--save-interval", 4, "--num-workers", 2]
-    command = launch.training_command(2, *flags, "--metrics-file", "metrics.jsonl")
-    with launch.Job(command, directory=tmp_path) as job:
-        launch.wait_for_iteration(job, tmp_path / "metrics.jsonl", 6)
-        killed = launch.now()
-        launch.kill(job.workers()[rank], signal.SIGKILL)
-        outcome = job.wait()
-    outcome.assert_failed_clearly(f"rank {rank}")
-    last_lines = outcome.output.rpartition("Failures:")[2]
-    assert f"rank {rank} (stage {rank}) ended without a word" in last_lines
-    assert "To enable traceback see" not in outcome.output
-    assert launch.now() - killed < 13, "10 s, and up to 3 to look for processes left behind"
-    assert assert_only_whole_checkpoints(tmp_path / "checkpoints", was_killed=True) >= 4
