@@ -51,7 +51,7 @@ def seeds():
 
 def pairs(item) -> set:
     """The values of a test's parameters, and each two of them together."""
-    values = [(name, str(index)) for name, index in item.callspec.indices.items()]
+    values = [(name, repr(value)) for name, value in item.callspec.params.items()]
     return {frozenset(each) for count in (1, 2) for each in itertools.combinations(values, count)}
 
 

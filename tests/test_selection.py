@@ -13,8 +13,8 @@ from tests.conftest import sample
 class Case:
     """As much of a pytest item as `sample` asks."""
 
-    def __init__(self, number: int, count: int, **indices: int) -> None:
-        self.nodeid, self.callspec = f"test_file.py::test[{number}]", SimpleNamespace(indices=indices)
+    def __init__(self, number: int, count: int, **params: int) -> None:
+        self.nodeid, self.callspec = f"test_file.py::test[{number}]", SimpleNamespace(params=params)
         self.marks = {"sample": pytest.mark.sample(count).mark}
 
     def get_closest_marker(self, name: str) -> object:
@@ -27,7 +27,7 @@ class Case:
 def test_a_sample_shows_every_pair_of_values_if_it_can():
     cases = [Case(n, 9, a=a, b=b, c=c) for n, (a, b, c) in enumerate(itertools.product(range(3), repeat=3))]
     sample(cases)
-    taken = [case.callspec.indices for case in cases if "full" not in case.marks]
+    taken = [case.callspec.params for case in cases if "full" not in case.marks]
     assert len(taken) == 9
     for one, other in ("ab", "ac", "bc"):
         assert len({(each[one], each[other]) for each in taken}) >= 8

@@ -4,24 +4,15 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import replace
 
-import psutil
 import pytest
 
 from megatron.commands import grid_search as tool
 from megatron.planner.trial.results import predicted_seconds, read_entries
-from megatron.processes.job import MARK
-from tests.commands.in_process import ROOT, runner
 from tests.planner import profiles
 from tests.trainer.run.run_case import BASE, data_flags
-
-
-@pytest.fixture
-def run(capsys):
-    return runner(tool, capsys)
 
 
 def flags(extra: str = "") -> list[str]:
@@ -176,45 +167,3 @@ def test_a_signal_that_is_ignored_stays_so():
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, outer)
-
-
-@pytest.mark.full
-def test_killed_measuring_leaves_nothing_and_goes_on(tmp_path):
-    """SIGKILL in the second of two runs: its ranks go, the first is not run again, the second is."""
-    search = write_search(
-        tmp_path / "found.jsonl", {"iteration_seconds": 0.5}, {"pipeline": 2, "iteration_seconds": 0.6}
-    )
-    command = [
-        sys.executable, str(ROOT / "tools" / "grid_search.py"), "measure", "--output", "runs", "--search", str(search),
-        "--iterations", "400", "--warmup", "2", "--timeout", "300", *flags(),
-    ]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with open(tmp_path / "err.txt", "w") as stream:
-        process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=stream, stdout=stream)
-    metrics = tmp_path / "runs" / "t1-p2-d1-v1-b1-B4-none-flush" / "metrics.jsonl"
-    deadline = time.monotonic() + 200
-    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
-        assert process.poll() is None, (tmp_path / "err.txt").read_text()
-        time.sleep(0.05)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    while _marked(tmp_path) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not _marked(tmp_path)
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert "1/2" not in done.stderr and "2/2" in done.stderr
-    results = (tmp_path / "runs" / "results.jsonl").read_text().splitlines()
-    assert [json.loads(line)["num_iterations"] for line in results] == [398, 398]
-
-
-def _marked(folder):
-    """Processes of measured jobs that run in `folder`."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if MARK in process.environ() and process.cwd() == str(folder) and process.status() != "zombie":
-                found.append(process.pid)
-        except (psutil.Error, OSError):
-            continue
-    return found

@@ -13,7 +13,6 @@ from megatron.planner.memory.architecture import ExpertDegrees
 from megatron.planner.memory.parameters import stage_parameters
 from megatron.trainer.arguments import Platform
 from megatron.trainer.plan.command import Job
-from tests.commands.in_process import runner
 
 GPU = Platform(is_cuda=True, has_transformer_engine=True, has_apex=True)
 SMALL = {
@@ -39,12 +38,6 @@ def job_of(argv, architecture="gpt", sequence_length=64) -> Job:
 def total_parameters(shape: Architecture) -> int:
     (count,) = stage_parameters(shape, 1, (shape.num_layers,), ExpertDegrees())
     return count
-
-
-@pytest.fixture
-def run(capsys):
-    """Run the tool in this process."""
-    return runner(tool, capsys)
 
 
 def config_file(tmp_path, kind: str, **values):

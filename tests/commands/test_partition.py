@@ -5,13 +5,7 @@ import json
 import pytest
 
 from megatron.commands import partition as tool
-from tests.commands.in_process import runner
 from tests.partition import graphs, oracle
-
-
-@pytest.fixture
-def run(capsys):
-    return runner(tool, capsys)
 
 
 @pytest.fixture

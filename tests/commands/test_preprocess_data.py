@@ -165,9 +165,8 @@ def test_sentences(tmp_path):
         preprocess_data.preprocess(preprocess_data.parse_args(argv[:-1]))
 
 
-@pytest.mark.parametrize(
-    "name", ["SIGKILL", *(pytest.param(each, marks=pytest.mark.full) for each in ("SIGTERM", "SIGINT"))]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM", "SIGINT"])
 def test_workers_end_with_the_tool(tmp_path, name):
     """Whatever ends the tool ends its workers; a signal that can be handled leaves one line and no file."""
     number, path = signal.Signals[name], tmp_path / "in.jsonl"

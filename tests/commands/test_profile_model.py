@@ -4,17 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.commands import profile_model as tool
+from megatron.commands import profile_model as tool  # noqa: F401  of the fixture `run`
 from megatron.planner import Configuration
 from megatron.planner.time.profile import load_profile
 from megatron.planner.trial.results import predicted_seconds
-from tests.commands.in_process import runner
 from tests.trainer.run.run_case import BASE, data_flags
-
-
-@pytest.fixture
-def run(capsys):
-    return runner(tool, capsys)
 
 
 def flags(extra: str = "") -> list[str]:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.commands import rank_map as tool
-from tests.commands.in_process import ROOT, runner
+from megatron.commands import rank_map as tool  # noqa: F401  of the fixture `run`
+from tests.commands.in_process import ROOT
 
 TOOL = ROOT / "tools" / "rank_map.py"
 
@@ -21,12 +21,6 @@ MODEL = [
     "--num-layers", "80", "--hidden-size", "9984", "--num-attention-heads", "104", "--seq-length", "2048",
     "--micro-batch-size", "2", "--global-batch-size", "128", "--recompute", "attention", "--sequence-parallel",
 ]  # fmt: skip
-
-
-@pytest.fixture
-def run(capsys):
-    """Run the tool in this process."""
-    return runner(tool, capsys)
 
 
 def test_who_sits_where(run):

@@ -4,20 +4,13 @@ import re
 
 import pytest
 
-from megatron.commands import schedule as tool
+from megatron.commands import schedule as tool  # noqa: F401  of the fixture `run`
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.timeline import Timeline
-from tests.commands.in_process import runner
 from tests.planner import made_up
 
 TWO_BW = ["--schedule", "2bw", "--stages", "4", "--microbatches", "4", "--batches", "3"]
-
-
-@pytest.fixture
-def run(capsys):
-    """Run the tool in this process."""
-    return runner(tool, capsys)
 
 
 def test_draw_shows_what_is_saved_where_activations_move(run, tmp_path):
@@ -188,3 +181,24 @@ def test_what_says_nothing_is_refused(run, arguments: str, status: int, sentence
     """Choices and costs of weights on the host, and what does not go with them."""
     found, _, err = run(*arguments.split())
     assert (found, sentence in err) == (status, True)
+
+
+PICTURE = ["draw", "--schedule", "gpipe", "--stages", "2", "--microbatches", "2", "--output", "x.png"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ("--width 1e9", "a picture 1e+09 inches wide cannot be drawn; give 2.15 to 400"),
+        ("--width 1e308", "cannot be drawn; give 2.15 to 400 inches"),
+        ("--width 1e-320", "cannot be drawn; give 2.15 to 400 inches"),
+        ("--time-scale 1e308", "multiplied by 1e+308 are more than a number can hold"),
+        ("--stages 1024 --microbatches 1 --batches 1", "rows of 1024 ranks are"),
+    ],
+)
+def test_numbers_beyond_an_image(run, tmp_path, monkeypatch, arguments, reason):
+    """Numbers that no image holds: one sentence, and no file."""
+    monkeypatch.chdir(tmp_path)
+    status, out, err = run(*PICTURE, *arguments.split())
+    assert (status, out) == (1, "") and err.startswith("error: ") and err.count("\n") == 1
+    assert reason in err and not list(tmp_path.iterdir())

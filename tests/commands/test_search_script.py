@@ -156,6 +156,7 @@ def test_the_script_takes_data_that_are_no_files(run, tmp_path):
     assert argv[argv.index("--tokenizer-type") + 1] == "NullTokenizer"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("variable", ["DATA_PATH", "DATA", "4"])
 def test_what_refers_to_a_variable_is_left_to_the_environment(run, tmp_path, variable):
     """The user's own script may take its places from variables or parameters, of any name; of other flags that do so

@@ -127,6 +127,7 @@ def test_greedy_text_is_the_argmax_of_plain_forwards(checkpoint):
     assert other["tokens"] != plain, "--ckpt-step takes the older weights"
 
 
+@pytest.mark.full
 def test_stages_of_the_training_run_do_not_matter(tmp_path):
     """A model saved from two ranks with two stages each continues as the same model saved from one process."""
     cuts = {1: "", 2: "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"}
@@ -181,6 +182,7 @@ def test_text_comes_in_whole_characters():
     assert list(text_generation.pieces(Bytes(), [97, 300, 98])) == ["a", "<|300|>", "b", ""]
 
 
+@pytest.mark.full
 def test_door(checkpoint):
     """As a user runs it: the prompt and its continuation on standard output, status 0."""
     command = [sys.executable, str(REPOSITORY / "tools" / "text_generation.py"), "--load", checkpoint]

@@ -12,10 +12,7 @@ from tests.test_docs import PAGES, ROOT
 
 NOT_OURS = {
     "megatron/planner/job/software.py": ("torchtitan's", {"norms.py", "components/loss.py"}),
-    "tests/planner/published/test_sharded_runs.py": (
-        "torchtitan's",
-        {"benchmarks/llama3_h100_202412_torchtitan.md"},
-    ),
+    "tests/planner/published/test_sharded_runs.py": ("torchtitan's", {"benchmarks/llama3_h100_202412_torchtitan.md"}),
     "tests/trainer/arguments/published_command_lines.py": (
         "Megatron-LM's",
         {

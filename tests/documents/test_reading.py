@@ -6,6 +6,7 @@ import lzma
 
 import pytest
 
+from megatron.documents import counted
 from megatron.documents.files import ending, open_text
 from megatron.finetuning.data.files import read_file
 from megatron.trainer.files import text_files
@@ -61,3 +62,9 @@ def test_a_file_that_is_missing():
     """In one sentence, before anything else."""
     with pytest.raises(ValueError, match=r"^file nowhere\.gz does not exist$"), open_text("nowhere.gz"):
         pass
+
+
+def test_one_is_no_plural():
+    """Nor is 0 one; a batch has batches."""
+    assert [counted(number, "stage") for number in (0, 1, 2)] == ["0 stages", "1 stage", "2 stages"]
+    assert [counted(number, "microbatch") for number in (1, 2)] == ["1 microbatch", "2 microbatches"]

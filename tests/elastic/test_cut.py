@@ -1,4 +1,4 @@
-"""Units in a row on ranks in a row."""
+"""Units in a row on ranks in a row, and stages of which none is half frozen."""
 
 from itertools import combinations, pairwise
 
@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.elastic.cut import busiest, cut_exactly, cut_greedily, cut_that_fits
+from megatron.elastic.stages import stages_of
 
 WORK = st.lists(st.floats(0, 100), min_size=1, max_size=14)
 
@@ -68,3 +69,27 @@ def test_sentences(work, num_ranks, sentence):
     for cut in (cut_exactly, cut_greedily):
         with pytest.raises(ValueError, match=sentence):
             cut(work, num_ranks)
+
+
+@pytest.mark.parametrize(
+    ("num_frozen", "layers", "ranks"),
+    [
+        (0, (2, 2, 2, 2), (0, 1, 2, 3)),
+        (2, (2, 2, 2, 2), (0, 1, 2, 3)),
+        (3, (2, 1, 1, 2, 2), (0, 1, 1, 2, 3)),
+        (7, (2, 2, 2, 1, 1), (0, 1, 2, 3, 3)),
+    ],
+)
+def test_no_stage_is_half_frozen(num_frozen, layers, ranks):
+    stages = stages_of((2, 2, 2, 2), num_frozen)
+    assert (stages.layers, stages.rank_of_stage) == (layers, ranks)
+    assert sum(stages.layers[: stages.num_frozen]) == num_frozen
+
+
+@pytest.mark.parametrize(
+    ("layers", "num_frozen", "said"),
+    [((3, 0), 0, "have 3, 0 layers"), ((2, 2), 4, "4 of 4 layers cannot be"), ((2, 2), -1, "-1 of 4 layers cannot be")],
+)
+def test_what_cannot_be(layers, num_frozen, said):
+    with pytest.raises(ValueError, match=said):
+        stages_of(layers, num_frozen)

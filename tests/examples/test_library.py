@@ -24,6 +24,7 @@ def job(*flags: str) -> dict[int, str]:
     return {**steps, 0: validation}
 
 
+@pytest.mark.full  # its parts: tests/pipeline/library
 def test_it_trains():
     """Under 2bw the loss falls."""
     whole = job("--steps", "12")

@@ -23,45 +23,45 @@ def test_clipping_follows_the_schedule():
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        (["--max_grad_norm", "1"], "--max_grad_norm 1 needs the norm of all stages"),
-        (["--pipeline_schedule", "pipedream", "--gradient_accumulation_steps", "2"], "pipedream steps after each"),
+        ("--max_grad_norm 1", "--max_grad_norm 1 needs the norm of all stages"),
+        ("--pipeline_schedule pipedream --gradient_accumulation_steps 2", "pipedream steps after each"),
         (
-            ["--pipeline_schedule", "flush", "--weight_prediction"],
+            "--pipeline_schedule flush --weight_prediction",
             "--weight_prediction softens the staleness of ftpipe",
         ),
-        (["--pipeline_schedule", "2bw", "--gap_aware"], "--gap_aware softens"),
-        (["--pipeline_schedule", "flush", "--provisional_steps"], "--provisional_steps softens"),
-        (["--provisional_steps", "--weight_prediction"], "--weight_prediction has others; leave one out"),
-        (["--provisional_steps", "--gap_aware"], "--gap_aware has others; leave one out"),
-        (["--provisional_steps"], "with --gradient_accumulation_steps 1 each is stepped at once; give 2 or more"),
-        (["--weight_prediction", "--optim", "adafactor"], "and not of adafactor"),
-        (["--per_device_eval_batch_size", "3"], "stages exchange tensors of one shape"),
-        (["--do_eval"], "--do_eval needs --validation_file"),
-        (["--devices", "4"], "--devices 4 is for --dry_run"),
-        (["--data_parallel_size", "2"], "replicas of a captured pipeline are not supported"),
-        (["--fp16"], "--fp16 needs a loss scale.*; give --bf16"),
-        (["--bf16", "--dtype", "float32"], "--bf16 has weights in bfloat16, and --dtype is float32; leave one out"),
-        (["--bf16", "--weight_prediction"], "with --bf16 that is of FP32 masters; leave one out"),
-        (["--learning_rate", "-1"], "-1 is no number from 0 on"),
-        (["--num_train_epochs", "inf"], "inf is no number from 0 on"),
-        (["--warmup_ratio", "1.5"], "1.5 is no number from 0 to 1"),
+        ("--pipeline_schedule 2bw --gap_aware", "--gap_aware softens"),
+        ("--pipeline_schedule flush --provisional_steps", "--provisional_steps softens"),
+        ("--provisional_steps --weight_prediction", "--weight_prediction has others; leave one out"),
+        ("--provisional_steps --gap_aware", "--gap_aware has others; leave one out"),
+        ("--provisional_steps", "with --gradient_accumulation_steps 1 each is stepped at once; give 2 or more"),
+        ("--weight_prediction --optim adafactor", "and not of adafactor"),
+        ("--per_device_eval_batch_size 3", "stages exchange tensors of one shape"),
+        ("--do_eval", "--do_eval needs --validation_file"),
+        ("--devices 4", "--devices 4 is for --dry_run"),
+        ("--data_parallel_size 2", "replicas of a captured pipeline are not supported"),
+        ("--fp16", "--fp16 needs a loss scale.*; give --bf16"),
+        ("--bf16 --dtype float32", "--bf16 has weights in bfloat16, and --dtype is float32; leave one out"),
+        ("--bf16 --weight_prediction", "with --bf16 that is of FP32 masters; leave one out"),
+        ("--learning_rate -1", "-1 is no number from 0 on"),
+        ("--num_train_epochs inf", "inf is no number from 0 on"),
+        ("--warmup_ratio 1.5", "1.5 is no number from 0 to 1"),
         (
-            ["--save_strategy", "best"],
+            "--save_strategy best",
             "--save_strategy.*: 'best' keeps the best evaluation, which is not done here; give",
         ),
-        (["--eval_strategy", "often"], "--evaluation_strategy.*: 'often' is none of no, steps, epoch"),
-        (["--eval_steps", "2.5"], "--eval_steps.*: '2.5' is no whole number of batches"),
-        (["--save_steps", "-1"], "'-1' is no whole number of batches"),
-        (["--eval_strategy", "epoch"], "--eval_strategy epoch has nothing to evaluate; give --validation_file"),
-        (["--eval_steps", "5"], "--eval_steps has nothing to evaluate; give --validation_file"),
-        (["--eval_each_epoch", "--eval_strategy", "steps"], "--eval_each_epoch contradicts --eval_strategy steps"),
-        (["--task", "poetry"], "invalid choice: 'poetry'"),
-        (["--no_such_flag"], "unrecognized arguments: --no_such_flag"),
+        ("--eval_strategy often", "--evaluation_strategy.*: 'often' is none of no, steps, epoch"),
+        ("--eval_steps 2.5", "--eval_steps.*: '2.5' is no whole number of batches"),
+        ("--save_steps -1", "'-1' is no whole number of batches"),
+        ("--eval_strategy epoch", "--eval_strategy epoch has nothing to evaluate; give --validation_file"),
+        ("--eval_steps 5", "--eval_steps has nothing to evaluate; give --validation_file"),
+        ("--eval_each_epoch --eval_strategy steps", "--eval_each_epoch contradicts --eval_strategy steps"),
+        ("--task poetry", "invalid choice: 'poetry'"),
+        ("--no_such_flag", "unrecognized arguments: --no_such_flag"),
     ],
 )
 def test_sentences(argv, sentence):
     with pytest.raises(ValueError, match=sentence):
-        parse_args([*LEAST, *argv])
+        parse_args([*LEAST, *argv.split()])
 
 
 def test_what_is_missing():
@@ -76,20 +76,20 @@ def test_what_is_missing():
 @pytest.mark.parametrize(
     ("argv", "evaluates", "saves", "notes"),
     [
-        ([], 0, 0, 0),
-        (["--eval_steps", "3", "--save_steps", "7"], 3, 7, 0),
-        (["--eval_strategy", "steps", "--save_strategy", "steps", "--logging_steps", "4"], 4, 500, 0),
-        (["--eval-strategy", "steps", "--eval_steps", "0", "--save_strategy", "steps", "--save_steps", "0"], 10, 0, 0),
-        (["--evaluation_strategy", "steps", "--eval_steps", "0.1", "--save_steps", "0.5"], 5, 21, 0),
-        (["--eval_strategy", "epoch", "--save_strategy", "epoch"], 14, 14, 0),
-        (["--eval_strategy", "epoch", "--eval_steps", "5", "--save_strategy", "no", "--save_steps", "5"], 14, 0, 2),
-        (["--eval_each_epoch", "--eval_strategy", "epoch"], 14, 0, 0),
-        (["--eval_each_epoch", "--save_steps", "2"], 14, 2, 0),
+        ("", 0, 0, 0),
+        ("--eval_steps 3 --save_steps 7", 3, 7, 0),
+        ("--eval_strategy steps --save_strategy steps --logging_steps 4", 4, 500, 0),
+        ("--eval-strategy steps --eval_steps 0 --save_strategy steps --save_steps 0", 10, 0, 0),
+        ("--evaluation_strategy steps --eval_steps 0.1 --save_steps 0.5", 5, 21, 0),
+        ("--eval_strategy epoch --save_strategy epoch", 14, 14, 0),
+        ("--eval_strategy epoch --eval_steps 5 --save_strategy no --save_steps 5", 14, 0, 2),
+        ("--eval_each_epoch --eval_strategy epoch", 14, 0, 0),
+        ("--eval_each_epoch --save_steps 2", 14, 2, 0),
     ],
 )
 def test_strategies(argv, evaluates, saves, notes):
     """What happens in 41 batches, 14 of them an epoch."""
-    args = parse_args([*LEAST, "--validation_file", "v.jsonl", *argv])
+    args = parse_args([*LEAST, "--validation_file", "v.jsonl", *argv.split()])
     assert len(args.notes) == notes
     args = settled_intervals(args, num_steps=41, steps_per_epoch=14)
     assert (args.eval_steps, args.save_steps) == (evaluates, saves)

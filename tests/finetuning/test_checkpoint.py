@@ -5,10 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron import backend
-
-backend.install()
-
 from megatron.finetuning import checkpoint
 from megatron.finetuning.checkpoint import SavedProgress
 from megatron.finetuning.job import checkpoint_to_resume

@@ -1,6 +1,7 @@
 """The door: exit status and sentences, a run without a launcher, and one that torchrun starts."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,12 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron import backend
-
-backend.install()
-
 from megatron.finetuning.plan import make_plan, of_devices, run_dry
 from megatron.finetuning.samples import read_data
+from megatron.finetuning.trainer import Report
+from megatron.pipeline.runtime.contract.stage import BatchReport
 from megatron.pipeline.runtime.failure.errors import SameEverywhere
 from megatron.trainer.report.metrics import read_metrics
 from tests.finetuning import cases, tiny
@@ -65,6 +64,7 @@ def test_a_dry_run_says_what_a_job_takes(tmp_path, capsys):
         run_dry(args)
 
 
+@pytest.mark.full
 def test_what_softens_staleness_takes_memory(tmp_path):
     """Bytes of a parameter with AdamW and FP32: 16, one set more where forwards are ahead, and for gap-aware steps the
     average, one for each step that is missing, and one. Stages 0 and 3 are on rank 0; the last is never stale.
@@ -135,3 +135,17 @@ def test_a_job_that_is_ended(tmp_path, number):
         cases.loaded(checkpoint, CLASSES)
     else:
         assert job.returncode != 0 and "ended without a word (killed, or crashed)" in output, output
+
+
+def test_a_line_is_of_the_batches_since_the_last(tmp_path, capsys):
+    """Their losses and the time that they took, wherever evaluations stand, and however late the reports come."""
+    args = tiny.arguments(tmp_path, "sequence-classification", "--logging_steps", 2)
+    report = Report(args, num_steps=5, steps_per_epoch=2)
+    for number, seconds in enumerate((0.1, 0.3, 0.5, 0.7, 0.25)):
+        made = BatchReport(number, losses={"loss": 1.0 + number}, grad_norm=1.0, learning_rate=1.0)
+        report.batch(made, seconds)
+        if number == 2:
+            report.evaluation(3, {"loss": 1.0}, 100.0)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
+    found = [re.search(r"step +(\d)/5 .* loss ([0-9.]+) .* ([0-9.]+) ms$", line).groups() for line in lines]
+    assert found == [("2", "1.5000", "200.0"), ("4", "3.5000", "600.0"), ("5", "5.0000", "250.0")]

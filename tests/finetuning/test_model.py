@@ -6,10 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron import backend
-
-backend.install()
-
 from megatron.capture.tensors import tensor_files
 from megatron.finetuning.plan import captured_model, make_plan, num_positions
 from megatron.finetuning.pretrained import Pretrained, check_folder, open_model, read_config

@@ -2,10 +2,6 @@
 
 import pytest
 
-from megatron import backend
-
-backend.install()
-
 from megatron.finetuning.partitioning import PlannedMachine, cut_model, num_bytes, simulated_seconds
 from megatron.finetuning.plan import captured_model, make_plan
 from megatron.finetuning.samples import read_data
@@ -63,6 +59,7 @@ def test_amounts_of_memory():
             num_bytes(text)
 
 
+@pytest.mark.full
 def test_all_ranks_know_why_there_is_no_partition(tmp_path):
     """The first rank alone cuts the model."""
     found = workers.run(2, "tests.finetuning.cases:refused", folder=tmp_path, argv=("--memory", "0.001MB"))

@@ -69,23 +69,6 @@ def test_an_error_is_raised_here(num_processes):
         map_forked(refuse, [1, 2, 3], num_processes)
 
 
-def test_an_error_of_a_copy_is_raised_here():
-    here = os.getpid()
-    reads, writes = os.pipe()
-
-    def refuse(item: int) -> int:
-        if os.getpid() == here:
-            os.read(reads, 1)  # after the copy has one
-            return item
-        os.write(writes, b"11")
-        raise KeyError(item)
-
-    with pytest.raises(KeyError):
-        map_forked(refuse, [1, 2], 2)
-    os.close(reads)
-    os.close(writes)
-
-
 def test_a_copy_that_is_killed_is_noticed():
     here = os.getpid()
     reads, writes = os.pipe()

@@ -14,11 +14,7 @@ MOVES = 3  # that arrive at either end of the only pair, in each batch of 8 over
 
 
 @pytest.mark.full  # that a rank killed in a move is named: tests/pipeline/runtime/failure/test_failure_guard.py
-@pytest.mark.parametrize(
-    ("rank", "schedule"),
-    [(3, "bpipe"), (0, "flush")],
-    ids=["its acceptor", "its evictor"],
-)
+@pytest.mark.parametrize(("rank", "schedule"), [(3, "bpipe"), (0, "flush")], ids=["its acceptor", "its evictor"])
 def test_killed_in_a_move_and_resumed(tmp_path, rank, schedule):
     """kill -9 of one end while the other sends: all others end within 10 s and name it, and the run goes on from its
     checkpoint, balanced again or not, with the losses that it had before it was killed."""

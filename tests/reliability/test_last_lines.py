@@ -3,6 +3,8 @@
 import os
 import signal
 
+import pytest
+
 from tests.reliability import launch
 
 
@@ -18,12 +20,14 @@ def test_an_error_of_all_ranks_is_the_root_cause(tmp_path):
     assert outcome.output.count(sentence) == 2
 
 
+@pytest.mark.full
 def test_a_wrong_command_line_is_the_root_cause(tmp_path):
     """Also where it is found before torch is imported."""
     outcome = launch.train(2, "--train-iters", 2, "--num-layer", 3, directory=tmp_path)
     assert "--num-layer is not a known flag; did you mean --num-layers?" in outcome.root_cause
 
 
+@pytest.mark.full
 def test_ctrl_c_ends_a_job_without_a_traceback_of_its_ranks(tmp_path):
     """One line of rank 0, and the directory is free for the next job."""
     flags = ["--train-iters", 10**6, "--save", "checkpoints", "--metrics-file", "metrics.jsonl"]

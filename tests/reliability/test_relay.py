@@ -33,21 +33,6 @@ def killed_in_an_update(directory, *flags, iteration, update):
     return saving, before, saved
 
 
-@pytest.mark.full
-def test_killed_in_an_update_of_a_stage(tmp_path):
-    """kill -9 when one stage is at the next version on the host, and one has its masters and not its weights: what was
-    saved is whole, and the same job goes on from it with the losses that it had before.
-    """
-    few = ["--train-iters", 4]
-    saving, before, _ = killed_in_an_update(tmp_path, *few, iteration=4, update=2)
-    launch.train(
-        1, *saving, "--metrics-file", "second.jsonl", directory=tmp_path, has_launcher=False
-    ).assert_succeeded()
-    after = launch.losses(tmp_path / "second.jsonl")
-    assert sorted(after) == [3, 4] and after[3] == before[3]
-    assert after[4] == before.get(4, after[4])
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """Losses of runs that nobody killed, by number of ranks and flags."""

@@ -11,66 +11,6 @@ from tests.reliability.conftest import LAST, TWO_BW
 from tests.reliability.test_bad_input import assert_only_whole_checkpoints
 
 
-@pytest.mark.full
-def test_evaluations_and_checkpoints_between_change_nothing(uninterrupted, saving):
-    """A drained 2bw run has bit for bit the losses of one that never drains."""
-    assert launch.losses(saving / "metrics.jsonl") == uninterrupted
-    names = sorted(path.name for path in (saving / "checkpoints").iterdir())
-    assert names == ["iter_0000004", "iter_0000008", "iter_0000012", "latest_checkpointed_iteration.txt"]
-
-
-@pytest.mark.full
-def test_resumed_run_equals_the_uninterrupted_one(uninterrupted, saving, tmp_path):
-    """From the checkpoint of iteration 8 (both weight versions, data position, dropout) the losses are bit-equal."""
-    flags = ["--load", saving / "checkpoints", "--ckpt-step", 8, "--metrics-file", "metrics.jsonl"]
-    launch.train(2, *TWO_BW, *flags, directory=tmp_path).assert_succeeded()
-    losses = launch.losses(tmp_path / "metrics.jsonl")
-    assert losses == {iteration: uninterrupted[iteration] for iteration in range(9, LAST + 1)}
-
-
-def _continued(world_size, saving, directory, *flags):
-    """Losses from iteration 9 on, without dropout (which tensor-parallel ranks draw each for itself)."""
-    command = [*TWO_BW, "--load", saving / "checkpoints", "--ckpt-step", 8, "--metrics-file", "metrics.jsonl"]
-    command += ["--hidden-dropout", 0, "--attention-dropout", 0, *flags]
-    launch.train(world_size, *command, directory=directory).assert_succeeded()
-    return launch.losses(directory / "metrics.jsonl")
-
-
-@pytest.fixture(scope="module")
-def continued(saving, tmp_path_factory):
-    """The 2bw run continued at its own degrees."""
-    return _continued(2, saving, tmp_path_factory.mktemp("continued"))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("world_size", "degrees"),
-    [
-        (1, []),
-        (2, ["--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size", 1]),
-        (4, ["--pipeline-model-parallel-size", 4]),
-        (4, ["--pipeline-model-parallel-size", 2, "--use-distributed-optimizer", "--global-batch-size", 4]),
-    ],
-    ids=["p=1", "t=2", "p=4", "p=2 d=2 distributed optimizer"],
-)
-def test_other_degrees_continue_a_2bw_run(continued, saving, tmp_path, world_size, degrees):
-    """At other degrees the losses agree to rounding: both weight versions and the optimizer's state arrive."""
-    assert _continued(world_size, saving, tmp_path, *degrees) == pytest.approx(continued, rel=2e-5)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("schedule", ["flush", "gpipe"])
-def test_2bw_checkpoint_serves_schedules_with_flushes(saving, tmp_path, schedule):
-    """flush takes the newest version; the checkpoint that it writes serves 2bw again, with one version for both."""
-    first = ["--pipeline-schedule", schedule, "--train-iters", LAST, "--load", saving / "checkpoints", "--ckpt-step", 8]
-    launch.train(2, *first, "--save", "own", "--metrics-file", "a.jsonl", directory=tmp_path).assert_succeeded()
-    again = ["--pipeline-schedule", "2bw", "--train-iters", LAST + 4, "--load", "own", "--metrics-file", "b.jsonl"]
-    launch.train(2, *again, directory=tmp_path).assert_failed_clearly("--override-opt_param-scheduler")
-    launch.train(2, *again, "--override-opt_param-scheduler", directory=tmp_path).assert_succeeded()
-    assert sorted(launch.losses(tmp_path / "a.jsonl")) == [9, 10, 11, 12]
-    assert sorted(launch.losses(tmp_path / "b.jsonl")) == [13, 14, 15, 16]
-
-
 def killed_and_resumed(directory, uninterrupted, *flags, schedule=TWO_BW, world_size=2):
     """A job that saves every second iteration is killed within half a second of its first checkpoint, and starts anew;
     `uninterrupted`: losses of one that nobody killed, by iteration."""
@@ -99,30 +39,22 @@ def killed_and_resumed(directory, uninterrupted, *flags, schedule=TWO_BW, world_
     assert not list((directory / "checkpoints").glob(".*"))
 
 
-def test_killed_run_goes_on_from_its_last_checkpoint(uninterrupted, tmp_path):
+@pytest.mark.full
+@pytest.mark.parametrize("flags", [["--num-workers", 2], [], ["--async-save"]])
+def test_killed_run_goes_on_from_its_last_checkpoint(uninterrupted, tmp_path, flags):
     """kill -9 of the launcher and all ranks at a random moment, perhaps while saving: the same job started anew takes
     the directory at once, and the resumed losses are those of the whole run. No process is left, of those that load
     samples neither."""
-    killed_and_resumed(tmp_path, uninterrupted, "--num-workers", 2)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("flags", [[], [], [], ["--async-save"], ["--async-save"]])
-def test_killed_run_goes_on_again_and_again(uninterrupted, tmp_path, flags):
-    """The same at other random moments, and with checkpoints written beside training."""
     killed_and_resumed(tmp_path, uninterrupted, *flags)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("flags", [[], ["--async-save"]])
-@pytest.mark.parametrize(
-    "mode", [["stage"], ["uniform", "--2bw-provisional-microbatches", 2]], ids=lambda mode: mode[0]
-)
-def test_killed_run_with_provisional_weights_goes_on(tmp_path, mode, flags):
+@pytest.mark.parametrize("flags", [["stage"], ["uniform", "--2bw-provisional-microbatches", 2, "--async-save"]])
+def test_killed_run_with_provisional_weights_goes_on(tmp_path, flags):
     """The same with the prediction that the checkpoint has for the next batch."""
-    predicts = ["--2bw-provisional", *mode]
+    predicts = ["--2bw-provisional", *flags]
     launch.train(2, *TWO_BW, *predicts, "--metrics-file", "whole.jsonl", directory=tmp_path).assert_succeeded()
-    killed_and_resumed(tmp_path, launch.losses(tmp_path / "whole.jsonl"), *predicts, *flags)
+    killed_and_resumed(tmp_path, launch.losses(tmp_path / "whole.jsonl"), *predicts)
 
 
 LONG = ["--train-iters", 100_000, "--save", "checkpoints", "--save-interval", 50_000]
@@ -170,15 +102,6 @@ def test_signal_to_the_launcher_saves_too(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("rank", [0, 1])
-def test_signal_to_one_rank_saves_once_and_ends_all(tmp_path, rank):
-    """SIGTERM to any one rank in the middle of training, with processes that load samples: one checkpoint of the last
-    iteration, status 0."""
-    saved = _stopped_by_signal(tmp_path, rank, 5, "--pipeline-schedule", "2bw", "--num-workers", 2)
-    assert saved < 100_000
-
-
-@pytest.mark.full
 def test_signal_to_process_groups_with_loading_processes(tmp_path):
     """torchrun and Slurm signal whole process groups: the processes that load samples go on until the checkpoint of the
     last iteration is saved."""
@@ -189,7 +112,8 @@ def test_signal_to_process_groups_with_loading_processes(tmp_path):
 @pytest.mark.parametrize("schedule", ["2bw", "flush"])
 @pytest.mark.parametrize("rank", [0, 1, 2, 3])
 def test_signal_to_each_of_four_ranks(tmp_path, rank, schedule):
-    """The same for p=2, d=2 with checkpoints beside training and evaluations, in which the signal may fall."""
+    """SIGTERM to any one rank of p=2, d=2 saves once and ends all, with checkpoints beside training and evaluations,
+    in which the signal may fall."""
     flags = ["--pipeline-model-parallel-size", 2, "--eval-interval", 2, "--eval-iters", 2, "--async-save"]
     _stopped_by_signal(tmp_path, rank, 3 + rank, "--pipeline-schedule", schedule, *flags, world_size=4)
 

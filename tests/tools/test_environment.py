@@ -51,6 +51,7 @@ def test_what_is_missing_is_named_offline(copy, requirement):
     assert result.stderr.endswith(f"still missing (is there a network?):\n  {requirement}\n")
 
 
+@pytest.mark.full
 def test_without_an_environment_one_is_made(copy):
     """With no active environment the repository gets its own .venv, whose missing packages are then named."""
     base = Path(sys.base_prefix) / "bin"

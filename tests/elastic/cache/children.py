@@ -39,12 +39,3 @@ def result(child, reading):
 
 def call(function, *arguments):
     return result(*start(function, *arguments))
-
-
-def ends_by_signal(function, *arguments):
-    """The signal that ends a process that calls it, or None."""
-    child, reading = start(function, *arguments)
-    with os.fdopen(reading, "rb") as file:
-        file.read()
-    _, status = os.waitpid(child, 0)
-    return os.WTERMSIG(status) if os.WIFSIGNALED(status) else None

@@ -109,10 +109,7 @@ def test_half_a_character(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "content"),
-    [
-        ("a.jsonl", '{"text": "a", "label": "1"}\n\n{"text": "b", "note": "x"}\n'),
-        ("a.csv", "text,label\na,1\nb\n"),
-    ],
+    [("a.jsonl", '{"text": "a", "label": "1"}\n\n{"text": "b", "note": "x"}\n'), ("a.csv", "text,label\na,1\nb\n")],
 )
 def test_samples_may_differ_in_fields_that_nobody_uses(tmp_path, name, content):
     file = File("f", read_file(written(tmp_path, name, content)).samples)

@@ -111,8 +111,7 @@ def test_labels_are_the_training_files(folder):
     bad = folder / "bad.jsonl"
     bad.write_text('{"text": "w1", "label": "odd"}\n{"text": "w2", "label": "neither"}\n')
     with pytest.raises(
-        ValueError,
-        match=r"bad.jsonl, sample 2: the label 'neither' is not one of the model's, which are .*: even, odd",
+        ValueError, match=r"bad.jsonl, sample 2: the label 'neither' is not one of the model's, which are .*: even, odd"
     ):
         read_data(tiny.namespace(args, validation_file=str(bad), do_eval=True))
     bad.write_text('{"text": "w1", "label": 0.5}\n{"text": "w2", "label": 0.25}\n')

@@ -13,7 +13,6 @@ from megatron.trainer.plan.arrangement import Change
 from megatron.trainer.run import loop
 from megatron.trainer.start_up.run import Run
 from tests.trainer.changes.cases import whole_state
-from tests.trainer.changes.elastic_faults import a_late_fault, a_stage_that_cannot_be
 from tests.trainer.run.run_case import numbered_names
 
 
@@ -40,24 +39,6 @@ def states(run: Run) -> Callable[[], list[dict]]:
         return found
 
     return end
-
-
-def states_over_an_early_fault(run: Run) -> Callable[[], list[dict]]:
-    """The same where the first change fails when chunks have been built, and have drawn."""
-    return _with(a_stage_that_cannot_be(run), states(run))
-
-
-def states_over_a_late_fault(run: Run) -> Callable[[], list[dict]]:
-    """The same where the first change fails when the new place has the state."""
-    return _with(a_late_fault(run), states(run))
-
-
-def _with(mend: Callable[[], object], end: Callable[[], list[dict]]) -> Callable[[], list[dict]]:
-    def both() -> list[dict]:
-        mend()
-        return end()
-
-    return both
 
 
 def _state(run: Run) -> tuple:

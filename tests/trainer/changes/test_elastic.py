@@ -1,21 +1,19 @@
-"""A pipeline that shrinks while it trains, against one that stays as it is."""
+"""A pipeline that shrinks while it trains, against one that stays as it is; no sample is lost over its changes."""
 
 import functools
 import gc
 import re
 import weakref
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megatron import backend
-
-backend.install()
-
 from megatron.trainer.changes import change
 from tests import workers
 from tests.trainer.run.run_case import BASE, joined_weights, train
+from tests.trainer.run.vision_helper import NUM_TRAINING, train_vision
 
 ELASTIC = (
     f"{BASE} --num-layers 4 --train-iters 8 --untie-embeddings-and-output-weights --freeze-training "
@@ -59,18 +57,19 @@ def nearly_equal(one: list[dict], other: list[dict], *, norm: float = 1e-6, weig
         assert (value - after[name]).abs().max() <= weight, name
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("flags", "bounds"),
     [
         ("", {}),
-        pytest.param("--pipeline-schedule 2bw --use-distributed-optimizer", {}, marks=pytest.mark.full),
-        pytest.param("--bf16 --use-distributed-optimizer", {}, marks=pytest.mark.full),
-        pytest.param("--pipeline-schedule 2bw --bf16", {}, marks=pytest.mark.full),
-        pytest.param(f"{FP16} --accumulate-allreduce-grads-in-fp32", {"weight": 5e-5}, marks=pytest.mark.full),
-        pytest.param(f"{FP16} --pipeline-schedule 2bw", {"norm": 2e-4, "weight": 2e-3}, marks=pytest.mark.full),
-        pytest.param("--pipeline-schedule gpipe --optimizer sgd", {}, marks=pytest.mark.full),
-        pytest.param("--pipeline-schedule bpipe --recompute-granularity full --recompute-method uniform "
-                     "--recompute-num-layers 1", {}, marks=pytest.mark.full),
+        ("--pipeline-schedule 2bw --use-distributed-optimizer", {}),
+        ("--bf16 --use-distributed-optimizer", {}),
+        ("--pipeline-schedule 2bw --bf16", {}),
+        (f"{FP16} --accumulate-allreduce-grads-in-fp32", {"weight": 5e-5}),
+        (f"{FP16} --pipeline-schedule 2bw", {"norm": 2e-4, "weight": 2e-3}),
+        ("--pipeline-schedule gpipe --optimizer sgd", {}),
+        ("--pipeline-schedule bpipe --recompute-granularity full --recompute-method uniform "
+                     "--recompute-num-layers 1", {}),
     ],
 )  # fmt: skip
 def test_equals_a_pipeline_that_stays(flags, bounds):
@@ -88,7 +87,8 @@ def test_equals_a_pipeline_that_stays(flags, bounds):
     nearly_equal(stays, shrinks, **bounds)
 
 
-@pytest.mark.parametrize("flags", ["", pytest.param("--pipeline-schedule 2bw --bf16", marks=pytest.mark.full)])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("flags", ["", "--pipeline-schedule 2bw --bf16"])
 def test_equals_a_pipeline_that_is_cut_otherwise(flags):
     """Bit for bit at equal ranks, replicas and microbatches, and without clipping. Squares of norms are added up in
     another order."""
@@ -119,15 +119,15 @@ def test_with_tensor_ranks(flags):
     nearly_equal(stays, shrinks)
 
 
-@pytest.mark.parametrize("stops", [(4, 8), pytest.param((3, 4, 7, 8), marks=pytest.mark.full)])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("stops", [(4, 8), (3, 4, 7, 8)])
 def test_a_stop_between_changes_goes_on_as_if_there_was_none(stops, tmp_path):
     """Also where it stops right behind a decision, before the change."""
     whole = shrunk()
     parts, save = [], f"--save {tmp_path} --load {tmp_path} --save-interval 100"
     for last in stops:
         parts += batches(train(4, f"{ELASTIC} {SHRINKS} {save} --exit-interval {last}"))
-    numbers = [(each["iteration"], each["lm_loss"], each["grad_norm"]) for each in parts]
-    assert numbers == [(each["iteration"], each["lm_loss"], each["grad_norm"]) for each in batches(whole)]
+    assert numbers(parts) == numbers(batches(whole))
 
 
 @pytest.mark.full
@@ -150,18 +150,17 @@ def test_the_batch_grows_with_the_replicas(tmp_path):
     parts, save = [], f"--save {tmp_path} --load {tmp_path} --save-interval 100"
     for last in (4, 5, 100):
         parts += batches(train(4, f"{grows} {save} --exit-interval {last}"))
-    numbers = [(each["iteration"], each["lm_loss"], each["grad_norm"]) for each in parts]
-    assert numbers == [(each["iteration"], each["lm_loss"], each["grad_norm"]) for each in batches(whole)]
+    assert numbers(parts) == numbers(batches(whole))
 
 
-def numbers(results: list[dict]) -> list[tuple]:
-    return [(each["iteration"], each["lm_loss"], each["grad_norm"]) for each in batches(results)]
+def numbers(batches: list[dict]) -> list[tuple]:
+    return [(each["iteration"], each["lm_loss"], each["grad_norm"]) for each in batches]
 
 
 def bit_equal(one: list[dict], other: list[dict]) -> bool:
     weights = joined_weights(one)
     same = all(torch.equal(value, weights[name]) for name, value in joined_weights(other).items())
-    return same and numbers(one) == numbers(other)
+    return same and numbers(batches(one)) == numbers(batches(other))
 
 
 @functools.cache
@@ -173,22 +172,22 @@ def undisturbed(freezes: str, pipelines: str, flags: str = "") -> list[dict]:
 TWO_BW = "--pipeline-schedule 2bw --use-distributed-optimizer --bf16"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("fault", "error", "flags"),
     [
-        pytest.param("an_arrangement_that_cannot_be", "no such ranks", "", marks=pytest.mark.full),
-        pytest.param("one_state_that_cannot_be_held", "RuntimeError: no state", TWO_BW, marks=pytest.mark.full),
-        pytest.param("no_state_that_can_be_held", "RuntimeError: no state", "", marks=pytest.mark.full),
+        ("a_late_fault", "RuntimeError: no kernel", TWO_BW),
         ("no_files_for_groups", r"OSError: \[Errno 24\] Too many open files", ""),
-        pytest.param("no_files_for_groups", r"OSError: \[Errno 24\]", TWO_BW, marks=pytest.mark.full),
-        pytest.param("a_model_that_cannot_be", "no such model", "", marks=pytest.mark.full),
-        pytest.param("no_memory_for_chunks", "OutOfMemoryError: tried to allocate 80 GiB", "", marks=pytest.mark.full),
-        pytest.param("no_memory_for_gradients", "OutOfMemoryError: 80 GiB", "", marks=pytest.mark.full),
-        pytest.param("no_files_for_the_chain", "RuntimeError: no sockets", "", marks=pytest.mark.full),
-        pytest.param("a_stage_that_cannot_be", "no such stage", "", marks=pytest.mark.full),
-        pytest.param("another_program", "2 different programs", "", marks=pytest.mark.full),
+        ("an_arrangement_that_cannot_be", "no such ranks", ""),
+        ("one_state_that_cannot_be_held", "RuntimeError: no state", TWO_BW),
+        ("no_state_that_can_be_held", "RuntimeError: no state", ""),
+        ("a_model_that_cannot_be", "no such model", ""),
+        ("no_memory_for_chunks", "OutOfMemoryError: tried to allocate 80 GiB", ""),
+        ("no_memory_for_gradients", "OutOfMemoryError: 80 GiB", ""),
+        ("no_files_for_the_chain", "RuntimeError: no sockets", ""),
+        ("a_stage_that_cannot_be", "no such stage", ""),
+        ("another_program", "2 different programs", ""),
         ("a_late_fault", "RuntimeError: no kernel", ""),
-        pytest.param("a_late_fault", "RuntimeError: no kernel", TWO_BW, marks=pytest.mark.full),
     ],
 )
 def test_after_a_fault_in_a_change_the_run_goes_on(fault, error, flags):
@@ -211,6 +210,7 @@ def test_after_a_rule_that_fails_the_run_goes_on():
     assert bit_equal(found, undisturbed("0,1,2", "4,4,2"))
 
 
+@pytest.mark.full
 def test_evaluations_keep_their_batch():
     """A batch that grows does not let replicas take more than there is in an evaluation's."""
     flags = re.sub(r"--train-iters \d+", "", ELASTIC) + " --train-samples 64 --micro-batch-size 4 --eval-interval 4"
@@ -283,14 +283,13 @@ def test_many_changes_leave_nothing_behind(pipelines, watch, num_changes, num_fa
         assert late["bytes"] - early["bytes"] <= 40 * 2**20
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("batch", "flags", "pipelines"),
     [
         (16, "", [[0, 2], [1, 3]]),
         (128, "", [[0, 1], [2, 3]]),
-        pytest.param(256, "", [[0, 1], [2, 3]], marks=pytest.mark.full),
-        pytest.param(256, "--pipeline-schedule 2bw --use-distributed-optimizer", [[0, 1], [2, 3]],
-                     marks=pytest.mark.full),
+        (256, "--pipeline-schedule 2bw --use-distributed-optimizer", [[0, 1], [2, 3]]),
     ],
 )  # fmt: skip
 def test_on_two_hosts(batch, flags, pipelines, tmp_path):
@@ -316,3 +315,40 @@ def test_on_two_hosts(batch, flags, pipelines, tmp_path):
             assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=rounding, abs=0)
     weights = joined_weights(expected)
     assert all(torch.equal(value, weights[name]) for name, value in joined_weights(found).items())
+
+
+BATCH = 8
+FLAGS = (
+    "--untie-embeddings-and-output-weights --freeze-training --freeze-interval 2 "
+    "--freeze-schedule 1,2,3 --elastic-pipeline --elastic-schedule 4,2,1 --eval-interval 100"
+)
+
+
+def samples(results: list[dict]) -> list[tuple[int, int]]:
+    return [each for result in results for each in result["watched"]]
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("epochs", "flags", "stops"),
+    [
+        (4, "--epochs 4", (7,)),
+        (4, "--epochs 4", (3, 4, 7)),
+        (4, "--epochs 4 --activation-cache {folder} --activation-cache-use always", (3, 4, 7)),
+        (8, f"--train-samples {8 * NUM_TRAINING} --elastic-batch grow", (3, 4, 7)),
+    ],
+)  # fmt: skip
+def test_none_twice_and_none_lost(tmp_path, epochs, flags, stops):
+    """Over three changes, and over runs each of which goes on from where the one before has stopped: right behind a
+    decision, between two, and in the middle of an epoch. Each batch has the same samples, and so has each part of a
+    batch that has grown."""
+    flags = f"{FLAGS} {flags.format(folder=tmp_path / 'cache')}"
+    watch = "tests.trainer.run.read_samples:sample_ids"
+    whole = samples(train_vision(4, flags, watch=watch))
+    parts, save = [], f"--save {tmp_path / 'checkpoints'} --load {tmp_path / 'checkpoints'} --save-interval 100"
+    for last in (*stops, 100):
+        parts += samples(train_vision(4, f"{flags} {save} --exit-interval {last}", watch=watch))
+    assert Counter(whole) == Counter(parts)
+    batches = epochs * NUM_TRAINING // BATCH
+    assert Counter(batch for batch, _ in whole) == {number: BATCH for number in range(batches)}
+    assert Counter(number for _, number in whole) == {number: epochs for number in range(NUM_TRAINING)}

@@ -7,10 +7,6 @@ from dataclasses import dataclass
 
 import pytest
 
-from megatron import backend
-
-backend.install()
-
 from tests import workers
 from tests.trainer.arguments import bert_command_line
 from tests.trainer.changes.freezing_cases import (
@@ -53,11 +49,8 @@ class Row:
 TABLE = {
     "flush": Row("--freeze-alpha 0.4"),
     "2bw, bf16": Row("--pipeline-schedule 2bw --bf16 --freeze-schedule 1,2,3"),
-    "2bw": Row("--pipeline-schedule 2bw --freeze-alpha 0.4"),
     "gpipe": Row("--pipeline-schedule gpipe --freeze-schedule 0,2,3", allowed=CLOSE),
     "SGD": Row("--optimizer sgd --lr 1e-1 --freeze-schedule 1,3"),
-    "2bw, SGD": Row("--pipeline-schedule 2bw --optimizer sgd --lr 1e-1 --freeze-alpha 0.6"),
-    "bf16": Row("--bf16 --freeze-alpha 0.4"),
     "fp16": Row(f"{FP16} --freeze-schedule 1,2,3"),
     "2bw, fp16": Row(f"--pipeline-schedule 2bw {FP16} --freeze-schedule 1,2,3"),
     "clipped": Row("--clip-grad 0.3 --freeze-alpha 0.4", allowed=CLOSE),
@@ -76,10 +69,6 @@ TABLE = {
         "--freeze-alpha 0.4", ((1, 1, 1), (2, 1, 1)), layout_flags="--recompute-granularity full "
         "--recompute-method uniform --recompute-num-layers 1",
     ),
-    "full recompute, by blocks, 2bw": Row(
-        "--pipeline-schedule 2bw --freeze-schedule 1,2,3", ((1, 1, 1), (2, 1, 1)),
-        layout_flags="--recompute-granularity full --recompute-method block --recompute-num-layers 1",
-    ),
     "selective recompute": Row(
         "--freeze-schedule 1,2,3", ((2, 1, 1),), layout_flags="--recompute-granularity selective"
     ),
@@ -94,7 +83,6 @@ TABLE = {
     "thawed": Row(f"{THAWS} --freeze-schedule 1,3"),
     "thawed, 2bw, bf16": Row(f"{THAWS} --pipeline-schedule 2bw --bf16 --freeze-schedule 2,3"),
     "thawed, 2bw, SGD": Row(f"{THAWS} --pipeline-schedule 2bw --optimizer sgd --lr 1e-1 --freeze-schedule 3"),
-    "thawed, fp16": Row(f"{THAWS} {FP16} --freeze-schedule 2,3"),
     "thawed, distributed optimizer, 2bw, bf16": Row(
         f"{THAWS} --pipeline-schedule 2bw --bf16 --freeze-schedule 2,3", DATA_2, CLOSE, "--use-distributed-optimizer"
     ),
@@ -102,13 +90,7 @@ TABLE = {
         "--freeze-schedule 1,2,3", ((2, 1, 1),), layout_flags="--decoder-first-pipeline-num-layers 1"
     ),
 }  # fmt: skip
-DEFAULT = {
-    ("thawed, 2bw, bf16", (2, 1, 1)),
-    ("flush", (1, 1, 1)),
-    ("flush", (4, 1, 1)),
-    ("2bw, bf16", (2, 1, 1)),
-    ("distributed optimizer", (1, 1, 2)),
-}
+DEFAULT = {("thawed, 2bw, bf16", (2, 1, 1)), ("flush", (4, 1, 1)), ("distributed optimizer", (1, 1, 2))}
 
 
 @functools.cache
@@ -157,22 +139,12 @@ def test_bert(schedule, ranks):
     assert_same(found, reference(flags, data=bert_command_line.data_flags(), **options), EXACT)
 
 
-def test_depths_agree_bit_for_bit():
-    """Clipped, with a learning rate that falls, and evaluated: p=1, 2 and 4 freeze the same and learn the same."""
-    flags = "--clip-grad 0.3 --freeze-alpha 0.4 --lr-decay-style linear --eval-iters 1 --eval-interval 3"
-    one, *others = (train_watched(ranks, flags) for ranks in (1, 2))
-    for each in others:
-        for result in each:
-            for ours, theirs in zip(result["watched"]["batches"], one[0]["watched"]["batches"], strict=True):
-                assert (ours["num_frozen"], ours["lr"]) == (theirs["num_frozen"], theirs["lr"])
-        assert _validations(each) == pytest.approx(_validations(one), rel=1e-6)
-
-
 def _validations(results: list[dict]) -> dict[int, float]:
     return {each["iteration"]: each["validation_loss"] for each in results[-1]["records"] if "validation_loss" in each}
 
 
-@pytest.mark.parametrize("schedule", ["flush", pytest.param("2bw", marks=pytest.mark.full)])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("schedule", ["2bw", "flush"])
 def test_evaluations_use_what_is_frozen(schedule):
     """Validation losses behind changes, and between two of them, are plain torch's."""
     flags = f"--pipeline-schedule {schedule} --freeze-schedule 1,3 --eval-iters 1 --eval-interval 3"

@@ -60,20 +60,6 @@ def check(num_ranks: int, flags: str, expected: list[tuple[int, int]]) -> None:
     assert behind == len(expected)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("fault", ["an_early", "a_late"])
-def test_nothing_at_all_changes_where_a_change_fails(fault):
-    """From four ranks to two, when the new place is built, or has everything: all is as it was, generators included."""
-    flags = f"{FREEZES} --num-layers 4 --freeze-schedule 1,2,3 --elastic-schedule 2,2,1 {TWO_BW} {DISTRIBUTED} {FP16}"
-    results = train(4, flags, watch=f"{WATCH}_over_{fault}_fault")
-    assert [(each["num_frozen"], each["pipeline"]) for each in results[0]["watched"]] == [(0, 4), (2, 2), (3, 1)]
-    for failed in (each["watched"][0] for each in results):
-        (pieces, *rest), (pieces_after, *rest_after) = failed["before"], failed["after"]
-        assert rest == rest_after and pieces.keys() == pieces_after.keys()
-        for key, found in pieces.items():
-            assert all(torch.equal(one[2], other[2]) for one, other in zip(found, pieces_after[key], strict=True)), key
-
-
 def layer_of(name: str) -> int:
     """The layer of a parameter; 0: an embedding's."""
     words = name.split(".")

@@ -24,7 +24,8 @@ def test_groups_that_others_use_are_left():
     assert workers.run(2, CASES + "shared_with_new_ones") == [(4.0, 3)] * 2
 
 
-@pytest.mark.parametrize("cycles", [9, pytest.param(30, marks=pytest.mark.full)])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("cycles", [5, 30])
 def test_no_group_is_left_behind(cycles):
     """Many changes with chunks, optimizers and weight updates on four ranks: files and threads stay where they were."""
     flags = f"--pipeline-schedule 2bw --use-distributed-optimizer {data_flags()}"

@@ -8,10 +8,6 @@ from unittest import mock
 import numpy
 import pytest
 
-from megatron import backend
-
-backend.install()
-
 from megatron.trainer.changes import prefix_cache
 from megatron.trainer.changes.prefix_cache import PrefixCache, missing_cache, require_cache
 from tests import workers
@@ -49,15 +45,16 @@ def cached(folder: Path) -> str:
     return f"--activation-cache {folder} --activation-cache-gib 0.1 --activation-cache-use always"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("num_ranks", "flags"),
     [
+        (2, "--pipeline-schedule 2bw"),
         (2, ""),
-        pytest.param(2, "--bf16", marks=pytest.mark.full),
-        pytest.param(2, "--pipeline-schedule 2bw", marks=pytest.mark.full),
-        pytest.param(2, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 1", marks=pytest.mark.full),
-        pytest.param(2, "--pipeline-model-parallel-size 1", marks=pytest.mark.full),
-        pytest.param(4, "--elastic-pipeline --elastic-schedule 2,1", marks=pytest.mark.full),
+        (2, "--bf16"),
+        (2, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 1"),
+        (2, "--pipeline-model-parallel-size 1"),
+        (4, "--elastic-pipeline --elastic-schedule 2,1"),
     ],
 )
 def test_equals_training_that_computes(num_ranks, flags, images, tmp_path):
@@ -77,6 +74,7 @@ def test_equals_training_that_computes(num_ranks, flags, images, tmp_path):
     assert counts[-1][1:] == [0, 0, 0]
 
 
+@pytest.mark.full
 def test_tensor_ranks_compute_together_what_one_of_them_has_not(images, tmp_path):
     """Values of one rank are gone, so both compute, though the other one finds its own."""
     flags = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 1"

@@ -8,33 +8,27 @@ from tests.trainer.changes.whole_model import joined
 from tests.trainer.run.run_case import data_flags
 
 CASES = "tests.trainer.changes.cases:"
-FULL = pytest.mark.full
 DISTRIBUTED = "--use-distributed-optimizer"
 FP16 = "--fp16 --initial-loss-scale 1024"
 TWO_BW = "--pipeline-schedule 2bw"
 UNTIED = "--untie-embeddings-and-output-weights"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("stages", "flags"),
     [
         pytest.param((4, 2, 1), f"{TWO_BW} {DISTRIBUTED} --bf16 --swiglu", id="2bw bf16 distributed gated"),
         pytest.param((4, 2, 1), f"{TWO_BW} {FP16}", id="2bw fp16"),
         pytest.param((2, 1), f"{DISTRIBUTED} --tensor-model-parallel-size 2 --swiglu", id="t=2 distributed"),
-        pytest.param((4, 2, 1), f"{UNTIED} --hidden-size 20 --num-attention-heads 2", id="fp32 untied", marks=FULL),
-        pytest.param((4, 2, 1), DISTRIBUTED, id="fp32 distributed", marks=FULL),
-        pytest.param((4, 2, 1), f"{TWO_BW} {DISTRIBUTED} {UNTIED}", id="2bw distributed untied", marks=FULL),
-        pytest.param((4, 2, 1), f"{TWO_BW} {FP16} {DISTRIBUTED}", id="2bw fp16 distributed", marks=FULL),
-        pytest.param(
-            (4, 2, 1), f"{TWO_BW} --fp16 --initial-loss-scale 16384 --hysteresis 1", id="overflow", marks=FULL
-        ),
-        pytest.param((4, 2, 1), f"{TWO_BW} --bf16", id="2bw bf16", marks=FULL),
-        pytest.param((4, 2, 1), "--optimizer sgd", id="sgd", marks=FULL),
-        pytest.param((4, 2, 1), "--optimizer lamb", id="lamb", marks=FULL),
-        pytest.param((2, 1), f"--tensor-model-parallel-size 2 --bf16 {TWO_BW}", id="t=2 2bw bf16", marks=FULL),
-        pytest.param(
-            (2, 1), f"--tensor-model-parallel-size 2 {FP16} {DISTRIBUTED} {UNTIED}", id="t=2 fp16", marks=FULL
-        ),
+        pytest.param((4, 2, 1), f"{UNTIED} --hidden-size 20 --num-attention-heads 2", id="fp32 untied"),
+        pytest.param((4, 2, 1), f"{TWO_BW} {DISTRIBUTED} {UNTIED}", id="2bw distributed untied"),
+        pytest.param((4, 2, 1), f"{TWO_BW} {FP16} {DISTRIBUTED}", id="2bw fp16 distributed"),
+        pytest.param((4, 2, 1), f"{TWO_BW} --fp16 --initial-loss-scale 16384 --hysteresis 1", id="overflow"),
+        pytest.param((4, 2, 1), "--optimizer sgd", id="sgd"),
+        pytest.param((4, 2, 1), "--optimizer lamb", id="lamb"),
+        pytest.param((2, 1), f"--tensor-model-parallel-size 2 --bf16 {TWO_BW}", id="t=2 2bw bf16"),
+        pytest.param((2, 1), f"--tensor-model-parallel-size 2 {FP16} {DISTRIBUTED} {UNTIED}", id="t=2 fp16"),
     ],
 )
 def test_everything_arrives(stages, flags):
@@ -68,15 +62,16 @@ def check(num_ranks, stages, flags):
         assert sum(each["bytes_sent"] for each in moved) == sum(each["bytes_received"] for each in moved) > 0
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("num_ranks", "stages", "frozen", "flags"),
     [
         pytest.param(2, (2, 1), (1, 2), f"--bf16 {DISTRIBUTED}", id="part of a rank, then all of it"),
         pytest.param(2, (2, 1), (2, 2), "--bf16", id="a rank without parameters"),
-        pytest.param(4, (4, 2), (2, 3), "", id="deeper, fp32", marks=FULL),
-        pytest.param(4, (4, 2), (2, 3), f"{DISTRIBUTED} --swiglu", id="deeper, distributed", marks=FULL),
-        pytest.param(4, (4, 2), (2, 3), f"--bf16 {DISTRIBUTED}", id="deeper, bf16 distributed", marks=FULL),
-        pytest.param(4, (4, 4), (0, 1), "--bf16", id="freezing alone", marks=FULL),
+        pytest.param(4, (4, 2), (2, 3), "", id="deeper, fp32"),
+        pytest.param(4, (4, 2), (2, 3), f"{DISTRIBUTED} --swiglu", id="deeper, distributed"),
+        pytest.param(4, (4, 2), (2, 3), f"--bf16 {DISTRIBUTED}", id="deeper, bf16 distributed"),
+        pytest.param(4, (4, 4), (0, 1), "--bf16", id="freezing alone"),
     ],
 )
 def test_layers_freeze(num_ranks, stages, frozen, flags):

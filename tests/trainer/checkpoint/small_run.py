@@ -35,10 +35,7 @@ class SmallRun:
 
     def _iteration(self, iteration: int) -> float:
         (chunk,) = self.chunks
-        data_rank, data_size = (
-            parallel_state.get_data_parallel_rank(),
-            parallel_state.get_data_parallel_world_size(),
-        )
+        data_rank, data_size = (parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size())
         chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         samples = iter(range(iteration * GLOBAL_BATCH + data_rank, (iteration + 1) * GLOBAL_BATCH, data_size))

@@ -7,10 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron import backend
-
-backend.install()
-
 from megatron.trainer.checkpoint import checkpoint
 from tests import workers
 from tests.trainer.run import run_case
@@ -61,6 +57,7 @@ FULL = pytest.mark.full
 BF16 = {"bf16": True, "swiglu": True, "untie_embeddings_and_output_weights": True}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("writers", "source", "readers", "target", "tolerance"),
     [
@@ -68,14 +65,10 @@ BF16 = {"bf16": True, "swiglu": True, "untie_embeddings_and_output_weights": Tru
         pytest.param(1, DISTRIBUTED, 2, TWO_STAGES, 1e-6, id="distributed optimizer to p=2 without it"),
         pytest.param(2, TWO_TENSOR_RANKS, 1, {}, 1e-6, id="t=2 to t=1"),
         pytest.param(2, DISTRIBUTED, 2, {**TWO_STAGES, **DISTRIBUTED}, 1e-6, id="distributed d=2 to p=2"),
-        pytest.param(1, {}, 2, TWO_TENSOR_RANKS, 1e-6, id="t=1 to t=2", marks=FULL),
-        pytest.param(1, {}, 2, DISTRIBUTED, 1e-6, id="plain to distributed d=2", marks=FULL),
-        pytest.param(2, BF16, 1, {**BF16, **DISTRIBUTED}, 1e-4, id="bf16 plain to distributed", marks=FULL),
-        pytest.param(2, {**BF16, **DISTRIBUTED}, 1, BF16, 1e-4, id="bf16 distributed to plain", marks=FULL),
-        pytest.param(
-            2, {**BF16, **TWO_STAGES}, 2, {**BF16, **TWO_TENSOR_RANKS}, 1e-3, id="bf16 p=2 to t=2", marks=FULL
-        ),
-        pytest.param(2, {**TWO_STAGES, "optimizer": "sgd"}, 1, {"optimizer": "sgd"}, 1e-6, id="SGD", marks=FULL),
+        pytest.param(1, {}, 2, TWO_TENSOR_RANKS, 1e-6, id="t=1 to t=2"),
+        pytest.param(2, BF16, 1, {**BF16, **DISTRIBUTED}, 1e-4, id="bf16 plain to distributed"),
+        pytest.param(2, {**BF16, **DISTRIBUTED}, 1, BF16, 1e-4, id="bf16 distributed to plain"),
+        pytest.param(2, {**BF16, **TWO_STAGES}, 2, {**BF16, **TWO_TENSOR_RANKS}, 1e-3, id="bf16 p=2 to t=2"),
     ],
 )
 def test_other_degrees_go_on_with_the_same_losses(saved, writers, source, readers, target, tolerance):
@@ -122,9 +115,8 @@ def test_checkpoint_without_optimizer_says_so(tmp_path):
     assert message is None
 
 
-@pytest.mark.parametrize(
-    "degrees", [TWO_STAGES, pytest.param({"bf16": True, "swiglu": True}, marks=FULL)], ids=["p=2", "d=2"]
-)
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("degrees", [TWO_STAGES, {"bf16": True, "swiglu": True}], ids=["p=2", "d=2"])
 def test_both_weight_versions_are_restored(tmp_path, degrees):
     """2bw gets both versions back; flush takes the newest; 2bw takes a flush checkpoint's weights for both."""
     directory = str(tmp_path)
@@ -139,9 +131,8 @@ def test_both_weight_versions_are_restored(tmp_path, degrees):
         assert fresh.keys() == {0} and equal(fresh[0], before[3])
 
 
-@pytest.mark.parametrize(
-    "skips", [pytest.param((), marks=pytest.mark.full), (2,), pytest.param((3,), marks=pytest.mark.full)]
-)
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("skips", [(2,), (), (3,)])
 def test_three_weight_versions_are_restored(tmp_path, skips):
     """A delay of two batches gets all back, skipped steps included; 2bw takes the younger two, flush the newest."""
     saved = workers.run(2, CASES + "save_three_versions", directory=str(tmp_path), changes=TWO_STAGES, skips=skips)
@@ -155,6 +146,7 @@ def test_three_weight_versions_are_restored(tmp_path, skips):
             assert slots == len(set(versions) - {version for version in skips if version > versions[0]})
 
 
+@pytest.mark.full
 def test_older_versions_are_expected(tmp_path):
     """However old, they are no weights that a strict load misses a place for."""
     workers.run(1, CASES + "save_three_versions", directory=str(tmp_path), changes={})
@@ -175,6 +167,7 @@ VIRTUAL = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-ra
 TWO_BW_D2 = "--pipeline-schedule 2bw --use-distributed-optimizer --hidden-dropout 0.1"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("num_ranks", "flags"),
     [
@@ -182,15 +175,12 @@ TWO_BW_D2 = "--pipeline-schedule 2bw --use-distributed-optimizer --hidden-dropou
         pytest.param(2, PIPEDREAM, id="pipedream"),
         pytest.param(2, "--pipeline-schedule 2bw --async-save", id="2bw in the background"),
         pytest.param(2, VIRTUAL, id="interleaved"),
-        pytest.param(4, f"{TWO_BW_D2} --pipeline-model-parallel-size 2", id="2bw p=2 d=2", marks=FULL),
-        pytest.param(4, f"{TWO_BW_D2} --pipeline-model-parallel-size 2 --bf16", id="2bw p=2 d=2 bf16", marks=FULL),
-        pytest.param(
-            2, "--pipeline-schedule 2bw --fp16 --initial-loss-scale 1e12", id="2bw with overflows", marks=FULL
-        ),
-        pytest.param(4, f"{PIPEDREAM} --pipeline-model-parallel-size 4 --num-layers 4", id="pipedream p=4", marks=FULL),
-        pytest.param(4, f"{VIRTUAL} --use-distributed-optimizer --bf16", id="interleaved d=2 bf16", marks=FULL),
-        pytest.param(4, f"{VIRTUAL} --tensor-model-parallel-size 2", id="interleaved t=2", marks=FULL),
-        pytest.param(2, "--pipeline-schedule 2bw --decoder-first-pipeline-num-layers 1", id="2bw uneven", marks=FULL),
+        pytest.param(4, f"{TWO_BW_D2} --pipeline-model-parallel-size 2 --bf16", id="2bw p=2 d=2 bf16"),
+        pytest.param(2, "--pipeline-schedule 2bw --fp16 --initial-loss-scale 1e12", id="2bw with overflows"),
+        pytest.param(4, f"{PIPEDREAM} --pipeline-model-parallel-size 4 --num-layers 4", id="pipedream p=4"),
+        pytest.param(4, f"{VIRTUAL} --use-distributed-optimizer --bf16", id="interleaved d=2 bf16"),
+        pytest.param(4, f"{VIRTUAL} --tensor-model-parallel-size 2", id="interleaved t=2"),
+        pytest.param(2, "--pipeline-schedule 2bw --decoder-first-pipeline-num-layers 1", id="2bw uneven"),
     ],
 )
 def test_training_goes_on_through_files(tmp_path, num_ranks, flags):
@@ -205,7 +195,8 @@ def test_training_goes_on_through_files(tmp_path, num_ranks, flags):
     assert all(equal(one["weights"], other["weights"]) for one, other in zip(whole, rest, strict=True))
 
 
-@pytest.mark.parametrize("schedule", ["2bw", pytest.param("flush", marks=FULL)])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("schedule", ["2bw", "flush"])
 def test_pipedream_checkpoint_serves_other_schedules(tmp_path, schedule):
     """It holds one version, the newest, which every schedule can start from."""
     model = "--clip-grad 0 --untie-embeddings-and-output-weights --train-iters 6"
@@ -222,7 +213,8 @@ def test_flush_checkpoint_serves_both_versions(saved):
     assert versions.keys() == {2, 3} and equal(versions[2], versions[3]) and slots == 1
 
 
-@pytest.mark.parametrize("changes", [TWO_STAGES, pytest.param(DISTRIBUTED, marks=FULL)], ids=["p=2", "distributed d=2"])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("changes", [TWO_STAGES, DISTRIBUTED], ids=["p=2", "distributed d=2"])
 def test_megatron_lm_checkpoints_load_here(tmp_path, changes):
     """A checkpoint written the way Megatron-LM writes, entry by entry, goes on here exactly."""
     directory = str(tmp_path)
@@ -233,7 +225,8 @@ def test_megatron_lm_checkpoints_load_here(tmp_path, changes):
         assert (position["iteration"], position["consumed_train_samples"]) == (3, 12)
 
 
-@pytest.mark.parametrize("precision", [pytest.param({}, marks=FULL), {"bf16": True}], ids=["fp32", "bf16"])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("precision", [{"bf16": True}, {}], ids=["bf16", "fp32"])
 def test_tied_embeddings_of_the_distributed_optimizer(tmp_path, precision):
     """Their master weights and moments are saved from their own place, also where the bucket before has padding: the
     run goes on exactly at the same degrees and at others, and nobody warns of data corruption."""
@@ -348,7 +341,8 @@ def test_other_model_is_refused_before_anything_is_loaded(saved):
     assert "hidden_size is 16 there and 32 here" in message and untouched
 
 
-@pytest.mark.parametrize("changes", [{}, pytest.param({"bf16": True, **DISTRIBUTED}, marks=FULL)], ids=["fp32", "bf16"])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("changes", [{}, {"bf16": True, **DISTRIBUTED}], ids=["fp32", "bf16"])
 def test_asynchronous_save_holds_the_moment_of_the_call(tmp_path, changes):
     """What training does to the weights while they are written does not reach the checkpoint."""
     saved = workers.run(2, CASES + "save_in_background", directory=str(tmp_path), changes=changes)
@@ -365,6 +359,7 @@ def test_directory_that_cannot_be_made_is_told_once(tmp_path):
     assert message.count("Not a directory") == 1 and message.endswith("No earlier one existed.")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "in the background"])
 @pytest.mark.parametrize("failing_rank", [0, 1])
 def test_failed_write_leaves_everything_as_it_was(tmp_path, failing_rank, asynchronous):

@@ -7,51 +7,34 @@ from megatron.trainer.checkpoint import arguments
 from tests.trainer.checkpoint.test_arguments import here, there
 
 ROPE = "--position-embedding-type rope "
+# Fact -> what the checkpoint has otherwise, and what the flag of that name takes.
+PLAIN = dict(
+    num_layers=12, hidden_size=512, num_attention_heads=8, ffn_hidden_size=2048, kv_channels=128, swiglu=True,
+    normalization="RMSNorm", apply_residual_connection_post_layernorm=True, quick_geglu=True,
+    untie_embeddings_and_output_weights=True, position_embedding_type="rope", max_position_embeddings=1024,
+)  # fmt: skip
+OF_ROPE = dict(
+    rotary_base=500000, rotary_percent=0.5, rotary_interleaved=True, rotary_seq_len_interpolation_factor=4,
+    use_rope_scaling=True,
+)  # fmt: skip
+GROUPS = {"group_query_attention": True, "num_query_groups": 4}
+SCALING = {"use_rope_scaling": True, "rope_scaling_factor": 32.0}
+
+
+def plain(name, value, flags=""):
+    return flags, {name: value}, f"Pass --{name.replace('_', '-')}{'' if value is True else f' {value}'}"
+
+
 # Fact -> flags here, what the checkpoint has otherwise, and what the sentence tells to do.
 FACTS = {
-    "num_layers": ("", {"num_layers": 12}, "Pass --num-layers 12"),
-    "hidden_size": ("", {"hidden_size": 512}, "Pass --hidden-size 512"),
-    "num_attention_heads": ("", {"num_attention_heads": 8}, "Pass --num-attention-heads 8"),
-    "ffn_hidden_size": ("", {"ffn_hidden_size": 2048}, "Pass --ffn-hidden-size 2048"),
-    "kv_channels": ("", {"kv_channels": 128}, "Pass --kv-channels 128"),
-    "normalization": ("", {"normalization": "RMSNorm"}, "Pass --normalization RMSNorm"),
+    **{name: plain(name, value) for name, value in PLAIN.items()},
+    **{name: plain(name, value, ROPE) for name, value in OF_ROPE.items()},
     "norm_epsilon": ("", {"layernorm_epsilon": 1e-6}, "Pass --norm-epsilon 1e-06"),
     "apply_layernorm_1p": ("", {"layernorm_zero_centered_gamma": True}, "Pass --apply-layernorm-1p"),
-    "apply_residual_connection_post_layernorm": (
-        "",
-        {"apply_residual_connection_post_layernorm": True},
-        "Pass --apply-residual-connection-post-layernorm",
-    ),
-    "swiglu": ("", {"swiglu": True}, "Pass --swiglu"),
     "squared_relu": ("--squared-relu", {}, "Leave --squared-relu out"),
-    "quick_geglu": ("", {"quick_geglu": True}, "Pass --quick-geglu"),
     "qk_layernorm": ("--qk-layernorm", {}, "Leave --qk-layernorm out"),
-    "untie_embeddings_and_output_weights": (
-        "",
-        {"untie_embeddings_and_output_weights": True},
-        "Pass --untie-embeddings-and-output-weights",
-    ),
-    "num_query_groups": (
-        "",
-        {"group_query_attention": True, "num_query_groups": 4},
-        "Pass --group-query-attention --num-query-groups 4",
-    ),
-    "position_embedding_type": ("", {"position_embedding_type": "rope"}, "Pass --position-embedding-type rope"),
-    "max_position_embeddings": ("", {"max_position_embeddings": 1024}, "Pass --max-position-embeddings 1024"),
-    "rotary_base": (ROPE, {"rotary_base": 500000}, "Pass --rotary-base 500000"),
-    "rotary_percent": (ROPE, {"rotary_percent": 0.5}, "Pass --rotary-percent 0.5"),
-    "rotary_interleaved": (ROPE, {"rotary_interleaved": True}, "Pass --rotary-interleaved"),
-    "rotary_seq_len_interpolation_factor": (
-        ROPE,
-        {"rotary_seq_len_interpolation_factor": 4},
-        "Pass --rotary-seq-len-interpolation-factor 4",
-    ),
-    "use_rope_scaling": (ROPE, {"use_rope_scaling": True}, "Pass --use-rope-scaling"),
-    "rope_scaling_factor": (
-        ROPE + "--use-rope-scaling",
-        {"use_rope_scaling": True, "rope_scaling_factor": 32.0},
-        "Pass --rope-scaling-factor 32.0",
-    ),
+    "num_query_groups": ("", GROUPS, "Pass --group-query-attention --num-query-groups 4"),
+    "rope_scaling_factor": (ROPE + "--use-rope-scaling", SCALING, "Pass --rope-scaling-factor 32.0"),
     "add_bias_linear": ("--disable-bias-linear", {}, "Leave --disable-bias-linear out"),
     "add_qkv_bias": ("--disable-bias-linear", {"add_bias_linear": False}, "Pass --add-qkv-bias"),
     "bert_binary_head": ("--bert-no-binary-head", {}, "Leave --bert-no-binary-head out"),

@@ -3,10 +3,6 @@
 import pytest
 import torch
 
-from megatron import backend
-
-backend.install()
-
 from megatron.core.transformer.enums import AttnBackend
 from megatron.pipeline.runtime.failure.errors import CheckpointError
 from megatron.trainer.checkpoint.directory import CheckpointLocation

@@ -122,10 +122,7 @@ def test_a_live_owner_elsewhere_is_seen_by_its_signs(tmp_path):
 
 def test_an_owner_whose_threads_are_held_up_is_alive(tmp_path):
     """C code that holds Python's lock for longer than the patience silences all threads of the process."""
-    with (
-        holder(tmp_path, "elsewhere", 0, 8, period=0.2) as owner,
-        mock.patch.object(ownership, "PATIENCE", 3.0),
-    ):
+    with holder(tmp_path, "elsewhere", 0, 8, period=0.2) as owner, mock.patch.object(ownership, "PATIENCE", 3.0):
         assert owner.stdout.readline() == "taken\n"
         mark = OwnerMark(tmp_path)
         with pytest.raises(CheckpointError, match="is in use by another job"):

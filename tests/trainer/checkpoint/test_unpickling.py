@@ -8,11 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
-from megatron import backend
-
-backend.install()
-
 from torch.distributed.checkpoint import FileSystemReader, planner
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (

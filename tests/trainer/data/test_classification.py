@@ -7,11 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron import backend
 from megatron.trainer.data.classification import EpochSamples, EvaluationSamples, order_of_epoch
 from megatron.trainer.data.microbatches import SequentialSampler
-
-backend.install()
 
 
 class Numbers:

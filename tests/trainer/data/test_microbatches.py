@@ -13,10 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron import backend
-
-backend.install()
-
 from megatron.trainer.arguments import parse_args, validate_args
 from megatron.trainer.data.datasets import num_samples
 from megatron.trainer.data.microbatches import MicrobatchIterator, SequentialSampler, gpt_fields, language_model_loss
@@ -31,18 +27,11 @@ from tests.trainer.data.small_data import write_dataset
 def test_replicas_share_the_samples_in_order(consumed, size, replicas):
     """The replicas' microbatches together are the samples from `consumed` on, each once and in order."""
     total = consumed + 5 * size * replicas
-    samplers = [
-        list(
-            SequentialSampler(
-                num_samples=total + replicas * size - 1,
-                consumed_samples=consumed,
-                micro_batch_size=size,
-                data_parallel_rank=rank,
-                data_parallel_size=replicas,
-            )
-        )
-        for rank in range(replicas)
-    ]
+    options = {
+        "num_samples": total + replicas * size - 1, "consumed_samples": consumed, "micro_batch_size": size,
+        "data_parallel_size": replicas,
+    }  # fmt: skip
+    samplers = [list(SequentialSampler(data_parallel_rank=rank, **options)) for rank in range(replicas)]
     taken = [sample for step in zip(*samplers, strict=True) for part in step for sample in part]
     assert taken == list(range(consumed, total))
 
@@ -63,19 +52,22 @@ def test_validation_begins_again(consumed, size, replicas, extra):
     assert list(itertools.islice(later, 9)) == taken[3:]
 
 
+def opened(args, **options) -> MicrobatchIterator:
+    """The training data's iterator."""
+    from megatron.trainer.data.datasets import build_datasets
+    from megatron.trainer.data.tokenizer import build_tokenizer
+
+    options = {"consumed_samples": 0, **options}
+    data = build_datasets(args, build_tokenizer(args)).parts[0]
+    return MicrobatchIterator(args, data, fields=gpt_fields(args), name="training", vocab_size=101, **options)
+
+
 def loading_processes_case(flags: str) -> tuple[bool, int]:
     """(the next microbatch comes although all loading processes got SIGTERM, those that outlive `close`)."""
     from megatron.core import parallel_state
-    from megatron.trainer.data.datasets import build_datasets
-    from megatron.trainer.data.microbatches import MicrobatchIterator, gpt_fields
-    from megatron.trainer.data.tokenizer import build_tokenizer
 
-    args = arguments(flags, without="--mock-data")
     parallel_state.initialize_model_parallel()
-    iterator = MicrobatchIterator(
-        args, build_datasets(args, build_tokenizer(args)).parts[0], fields=gpt_fields(args), name="training",
-        consumed_samples=0, vocab_size=101,
-    )  # fmt: skip
+    iterator = opened(arguments(flags, without="--mock-data"))
     processes = iterator.loader._workers
     for process in processes:
         os.kill(process.pid, signal.SIGTERM)
@@ -84,6 +76,7 @@ def loading_processes_case(flags: str) -> tuple[bool, int]:
     return len(processes) == 2 and all(came), sum(process.is_alive() for process in processes)
 
 
+@pytest.mark.full
 def test_sigterm_is_no_business_of_loading_processes(tmp_path):
     """A launcher signals whole process groups: data keep coming, and the processes end with their iterator."""
     flags = f"--data-path {write_dataset(tmp_path / 'text')} --num-workers 2"
@@ -95,9 +88,6 @@ def cut_case(flags: str, prefix: str) -> list[str]:
     are cut before the next one."""
     from megatron.core import parallel_state
     from megatron.trainer.data.bert import BertDataset
-    from megatron.trainer.data.datasets import build_datasets
-    from megatron.trainer.data.microbatches import MicrobatchIterator, gpt_fields
-    from megatron.trainer.data.tokenizer import build_tokenizer
 
     said, binary = [], Path(f"{prefix}.bin")
     parallel_state.initialize_model_parallel()
@@ -110,10 +100,7 @@ def cut_case(flags: str, prefix: str) -> list[str]:
 
     for num_workers in (0, 1):
         args, whole = arguments(f"{flags} --num-workers {num_workers}", without="--mock-data"), binary.read_bytes()
-        iterator = MicrobatchIterator(
-            args, build_datasets(args, build_tokenizer(args)).parts[0], fields=gpt_fields(args), name="training",
-            consumed_samples=0, vocab_size=101,
-        )  # fmt: skip
+        iterator = opened(args)
         of_bert = BertDataset.build_low_level_dataset(prefix, None)
         next(iterator)
         os.truncate(binary, 10)
@@ -123,7 +110,7 @@ def cut_case(flags: str, prefix: str) -> list[str]:
         binary.write_bytes(whole)
     (indices,) = Path(prefix).rglob("*GPTDataset-train-shuffle_index.npy")
     os.truncate(indices, indices.stat().st_size - 8)
-    note(lambda: build_datasets(args, build_tokenizer(args)))
+    note(lambda: opened(args))
     return said
 
 
@@ -210,9 +197,6 @@ def test_sample_counts():
 def read_case(flags: str, consumed: int, steps: int, chunk: int = 0) -> list[dict[str, torch.Tensor]]:
     """The first microbatches that a stage of this rank gets: `chunk`, counted from 0."""
     from megatron.core import parallel_state
-    from megatron.trainer.data.datasets import build_datasets
-    from megatron.trainer.data.microbatches import MicrobatchIterator, gpt_fields
-    from megatron.trainer.data.tokenizer import build_tokenizer
     from megatron.trainer.start_up import initialize
 
     args = arguments(flags, without="--mock-data", world_size=torch.distributed.get_world_size())
@@ -220,17 +204,8 @@ def read_case(flags: str, consumed: int, steps: int, chunk: int = 0) -> list[dic
     schedule = args.schedule
     try:
         before = torch.get_rng_state()
-        datasets = build_datasets(args, build_tokenizer(args))
-        iterator = MicrobatchIterator(
-            args,
-            datasets.parts[0],
-            fields=gpt_fields(args),
-            name="training",
-            consumed_samples=consumed,
-            vocab_size=101,
-            stage=schedule.stages_of(parallel_state.get_pipeline_model_parallel_rank())[chunk],
-            num_stages=schedule.num_stages,
-        )
+        stage = schedule.stages_of(parallel_state.get_pipeline_model_parallel_rank())[chunk]
+        iterator = opened(args, consumed_samples=consumed, stage=stage, num_stages=schedule.num_stages)
         found = [{key: value.clone() for key, value in next(iterator).items()} for _ in range(steps)]
         assert torch.equal(before, torch.get_rng_state()), "loading data drew from the global generator"
         return found
@@ -259,19 +234,6 @@ def test_every_stage_and_tensor_rank_sees_the_same_samples(tmp_path):
     for rank in read(2, f"{flags} --tensor-model-parallel-size 2"):
         for step in range(3):
             assert all(torch.equal(rank[step][key], single[step][key]) for key in single[step])
-
-
-def test_only_first_and_last_virtual_stage_read(tmp_path):
-    """p=2 v=2: the first rank's first stage gets tokens, the last rank's last one labels, and the others nothing."""
-    flags = f"--data-path {write_dataset(tmp_path / 'text')} --num-workers 0"
-    (single,) = read(1, flags)
-    virtual = f"{flags} --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
-    stages = [stage for chunk in range(2) for stage in read(2, virtual, chunk=chunk)]
-    assert stages[1] == stages[2] == [{}, {}, {}]
-    for step in range(3):
-        assert set(stages[0][step]) == {"tokens", "position_ids"} and set(stages[3][step]) == {"labels", "loss_mask"}
-        whole = {**stages[0][step], **stages[3][step]}
-        assert all(torch.equal(whole[key], tensor) for key, tensor in single[step].items())
 
 
 def test_replicas_and_resume_take_the_samples_of_one_run(tmp_path):

@@ -5,10 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from megatron import backend
-
-backend.install()
-
 from megatron.trainer.data.tokenizer import build_tokenizer, padded_vocab_size, vocab_size
 from tests.trainer.arguments.command_line import arguments
 

@@ -48,6 +48,7 @@ def whole_model(num_ranks: int, flags: str) -> dict[str, torch.Tensor]:
     return {name: tensor for part in parts for name, tensor in part.items()}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("more", ["", "--swiglu --disable-bias-linear --normalization RMSNorm", "--bf16"])
 def test_weights_do_not_depend_on_the_number_of_stages(more):
     """p=1, 2 and 4, several stages on a rank and uneven ones start from bit-equal weights, and leave the generator in

@@ -1,7 +1,6 @@
 """`--2bw-provisional` from flags to losses: what is refused, what trains, what is said, and what goes on from files."""
 
 import functools
-import math
 
 import pytest
 import torch
@@ -139,15 +138,16 @@ def test_what_is_accepted_and_said(world_size, flags, said):
 # --- training
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("num_ranks", "flags"),
     [
-        (2, ""),
         (4, ""),
         (2, "--decoder-first-pipeline-num-layers 1"),
-        pytest.param(2, "--pipeline-recompute", marks=FULL),
-        pytest.param(4, "--balance-activations", marks=FULL),
-        pytest.param(2, "--pipeline-extra-warmup", marks=FULL),
+        (2, ""),
+        (2, "--pipeline-recompute"),
+        (4, "--balance-activations"),
+        (2, "--pipeline-extra-warmup"),
     ],
 )
 def test_uniform_losses_do_not_depend_on_the_stages(num_ranks, flags):
@@ -166,14 +166,15 @@ def test_the_modes_differ():
         assert all(f"2bw with provisional weights: {said}" in line for line in lines) and len(lines) == bool(said)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("num_ranks", "flags"),
     [
         pytest.param(2, "", id="tied, p=2"),
         pytest.param(2, "--pipeline-model-parallel-size 1 --2bw-provisional-reduce", id="d=2, reduced"),
-        pytest.param(2, f"{SHARDED} --2bw-provisional-reduce", id="distributed optimizer, reduced", marks=FULL),
+        pytest.param(2, f"{SHARDED} --2bw-provisional-reduce", id="distributed optimizer, reduced"),
         pytest.param(2, f"{TWO_TENSOR_RANKS} --pipeline-model-parallel-size 1", id="t=2"),
-        pytest.param(4, f"{TWO_TENSOR_RANKS} --pipeline-model-parallel-size 2", id="t=2, p=2", marks=FULL),
+        pytest.param(4, f"{TWO_TENSOR_RANKS} --pipeline-model-parallel-size 2", id="t=2, p=2"),
     ],
 )
 def test_other_degrees_agree_to_rounding(num_ranks, flags):
@@ -192,30 +193,8 @@ def test_uniform_predictions_are_clipped_alike():
     assert losses(train(2, same)) == pytest.approx(losses(train_once(1, same)), rel=2e-5)
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "flags"),
-    [
-        pytest.param(2, "--bf16", marks=FULL),
-        (2, "--fp16 --initial-loss-scale 65536 --global-batch-size 4"),
-        pytest.param(2, TWO_REPLICAS, marks=FULL),
-        pytest.param(2, SHARDED, marks=FULL),
-        pytest.param(4, "--pipeline-model-parallel-size 2 --use-distributed-optimizer --bf16", marks=FULL),
-        pytest.param(2, "--optimizer sgd --lr 0.1 --sgd-momentum 0.5", marks=FULL),
-        pytest.param(2, "--pipeline-recompute", marks=FULL),
-        pytest.param(2, "--pipeline-extra-warmup", marks=FULL),
-        pytest.param(4, "--balance-activations", marks=FULL),
-        pytest.param(2, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", marks=FULL),
-        pytest.param(2, "--rampup-batch-size 4 2 24", marks=FULL),
-    ],
-)
-def test_feature_trains(num_ranks, flags):
-    """Every loss is finite, and the last is below the first."""
-    found = losses(train(num_ranks, f"{STAGE} {flags}"))
-    assert len(found) == 6 and all(map(math.isfinite, found.values()))
-    assert found[6] < found[1]
-
-
-@pytest.mark.parametrize("stages", [2, pytest.param(4, marks=FULL)])
+@pytest.mark.full
+@pytest.mark.parametrize("stages", [2, 4])
 def test_bert(stages):
     """Training and validation losses of p stages are bit-equal to a single process's."""
     alone, found = (train_bert(num_ranks, f"{SHORT} {ONE_READ}") for num_ranks in (1, stages))
@@ -254,15 +233,9 @@ def after(results: list[dict]) -> dict[int, float]:
     return {iteration: loss for iteration, loss in losses(results).items() if iteration > 3}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
-    ("num_ranks", "flags"),
-    [
-        (2, ""),
-        pytest.param(2, "--bf16", marks=FULL),
-        pytest.param(2, f"{SHARDED} --bf16", marks=FULL),
-        pytest.param(2, SHARDED, marks=FULL),
-        pytest.param(2, TWO_REPLICAS, marks=FULL),
-    ],
+    ("num_ranks", "flags"), [(2, ""), (2, "--bf16"), (2, f"{SHARDED} --bf16"), (2, SHARDED), (2, TWO_REPLICAS)]
 )
 def test_evaluations_and_checkpoints_change_nothing(saved, num_ranks, flags):
     """Drains leave losses, weights and the generator bit for bit as they were."""
@@ -273,22 +246,22 @@ def test_evaluations_and_checkpoints_change_nothing(saved, num_ranks, flags):
     assert evaluated == [2, 4, 6]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("num_ranks", "flags"),
     [
+        pytest.param(2, TWO_REPLICAS, id="d=2, apart"),
         pytest.param(2, "", id="p=2"),
         pytest.param(2, "--optimizer sgd --clip-grad 0.1", id="clip factor"),
-        pytest.param(2, TWO_REPLICAS, id="d=2, apart"),
         pytest.param(2, f"{SHARDED} --bf16", id="distributed optimizer, bf16"),
-        pytest.param(2, "--bf16 --async-save", id="bf16 in the background", marks=FULL),
-        pytest.param(2, "--fp16 --initial-loss-scale 1e12 --clip-grad 0.1", id="fp16 with overflows", marks=FULL),
-        pytest.param(2, SHARDED, id="distributed optimizer", marks=FULL),
-        pytest.param(2, f"{TWO_REPLICAS} --2bw-provisional-reduce", id="d=2, reduced", marks=FULL),
-        pytest.param(2, f"{TWO_REPLICAS} --ckpt-fully-parallel-load", id="d=2, loaded in parallel", marks=FULL),
-        pytest.param(2, f"{TWO_REPLICAS} --no-ckpt-fully-parallel-save", id="d=2, saved by the first", marks=FULL),
-        pytest.param(4, "--pipeline-model-parallel-size 2 --bf16 --async-save", id="p=2 d=2 bf16", marks=FULL),
-        pytest.param(2, f"{TWO_TENSOR_RANKS} --pipeline-model-parallel-size 1", id="t=2", marks=FULL),
-        pytest.param(2, "--decoder-first-pipeline-num-layers 1", id="uneven", marks=FULL),
+        pytest.param(2, "--bf16 --async-save", id="bf16 in the background"),
+        pytest.param(2, "--fp16 --initial-loss-scale 1e12 --clip-grad 0.1", id="fp16 with overflows"),
+        pytest.param(2, f"{TWO_REPLICAS} --2bw-provisional-reduce", id="d=2, reduced"),
+        pytest.param(2, f"{TWO_REPLICAS} --ckpt-fully-parallel-load", id="d=2, loaded in parallel"),
+        pytest.param(2, f"{TWO_REPLICAS} --no-ckpt-fully-parallel-save", id="d=2, saved by the first"),
+        pytest.param(4, "--pipeline-model-parallel-size 2 --bf16 --async-save", id="p=2 d=2 bf16"),
+        pytest.param(2, f"{TWO_TENSOR_RANKS} --pipeline-model-parallel-size 1", id="t=2"),
+        pytest.param(2, "--decoder-first-pipeline-num-layers 1", id="uneven"),
     ],
 )
 def test_training_goes_on_through_files(saved, num_ranks, flags):
@@ -300,26 +273,24 @@ def test_training_goes_on_through_files(saved, num_ranks, flags):
     assert same_weights(rest, whole)
 
 
-@pytest.mark.parametrize(
-    ("writers", "readers"), [(2, 1), pytest.param(1, 2, marks=FULL), pytest.param(2, 4, marks=FULL)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("writers", "readers"), [(2, 1), (1, 2), (2, 4)])
 def test_other_numbers_of_stages_go_on(saved, writers, readers):
     """With the same number read on every stage the losses are the same to rounding."""
     directory, whole = saved(writers, ONE_READ)
     assert gone_on(readers, directory, ONE_READ) == pytest.approx(after(whole), rel=1e-6)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("writers", "source", "readers", "target"),
     [
         (1, "", 2, TWO_REPLICAS),
-        pytest.param(1, "", 2, SHARDED, marks=FULL),
-        pytest.param(2, SHARDED, 1, "", marks=FULL),
-        pytest.param(2, SHARDED, 2, TWO_REPLICAS, marks=FULL),
-        pytest.param(2, TWO_REPLICAS, 2, f"{TWO_REPLICAS} --2bw-provisional-reduce", marks=FULL),
-        pytest.param(2, TWO_REPLICAS, 1, "", marks=FULL),
-        pytest.param(2, TWO_REPLICAS, 4, TWO_REPLICAS, marks=FULL),
-        pytest.param(2, TWO_REPLICAS, 4, f"{TWO_REPLICAS} --ckpt-fully-parallel-load", marks=FULL),
+        (1, "", 2, SHARDED),
+        (2, SHARDED, 1, ""),
+        (2, TWO_REPLICAS, 2, f"{TWO_REPLICAS} --2bw-provisional-reduce"),
+        (2, TWO_REPLICAS, 1, ""),
+        (2, TWO_REPLICAS, 4, f"{TWO_REPLICAS} --ckpt-fully-parallel-load"),
     ],
 )
 def test_other_numbers_of_replicas_go_on(saved, writers, source, readers, target):
@@ -351,6 +322,7 @@ def test_each_replica_has_its_own_prediction(saved):
         assert not any(key.startswith("previous_version") for key in keys)
 
 
+@pytest.mark.full
 def test_other_policies_take_a_checkpoint(saved):
     """2bw goes on with the true weights, also where it allows no unknown ones; with predictions again, the first batch
     after a checkpoint of 2bw uses the newest weights."""
@@ -365,7 +337,8 @@ def test_other_policies_take_a_checkpoint(saved):
     assert found[4] == exact[4] != after(plain)[4] and found[5] != exact[5]
 
 
-@pytest.mark.parametrize("precision", ["", pytest.param("--bf16", marks=FULL)])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("precision", ["", "--bf16"])
 def test_what_is_not_loaded_starts_fresh(saved, precision):
     """--no-load-optim keeps the prediction, and --finetune starts its first batch at the weights themselves."""
     flags = f"{STAGE} {precision}"

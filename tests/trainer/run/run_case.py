@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest import mock
 
+import pytest
 import torch
 
 from megatron.pipeline.runtime.contract.stage import RelayUpdate
@@ -32,6 +33,15 @@ BASE = (
     + " --num-workers 0 --log-interval 1 --eval-iters 0 --hidden-size 32 --seq-length 16 --global-batch-size 8"
     " --train-iters 6 --lr-decay-style constant --lr 1e-2"
 )
+
+
+def table(names: str, rows: dict[str, tuple], usual: int) -> pytest.MarkDecorator:
+    """Parametrizes a test by the named rows; the usual selection runs the first `usual` of them."""
+    places = enumerate(rows.items())
+    marks = [(), pytest.mark.full]
+    return pytest.mark.parametrize(
+        names, [pytest.param(*row, id=name, marks=marks[place >= usual]) for place, (name, row) in places]
+    )
 
 
 @functools.cache

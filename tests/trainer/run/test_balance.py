@@ -21,15 +21,15 @@ SEQUENCE = f"{TENSOR} --sequence-parallel"
 VIRTUAL = "--num-layers 8 --num-virtual-stages-per-pipeline-rank 2"
 UNTIED = "--untie-embeddings-and-output-weights"
 
+SCOPES = {"none": "", "attention": SELECTIVE, "layer": FULL, "program": "--pipeline-recompute"}
+QUICK = ("p=4 2bw attention", "p=4 interleaved bf16")
 # name: (pipeline ranks, tensor x data ranks, flags). Dropout is on and embeddings are tied by default.
-QUICK = {
-    "p=4 bf16": (4, 1, "--bf16"),
+CASES = {
     "p=4 2bw attention": (4, 1, f"{TWO_BW} {SELECTIVE}"),
+    "p=4 interleaved bf16": (4, 1, f"{INTERLEAVED} --bf16"),
+    "p=4 bf16": (4, 1, "--bf16"),
     "p=4 interleaved": (4, 1, INTERLEAVED),
     "p=4 d=2 attention": (4, 2, SELECTIVE),
-}
-SCOPES = {"none": "", "attention": SELECTIVE, "layer": FULL, "program": "--pipeline-recompute"}
-FULL_CASES = {
     "p=8": (8, 1, ""),
     "p=4 t=2 sequence parallel, layer": (4, 2, f"{SEQUENCE} {FULL}"),
     **{f"p={p} {scope}": (p, 1, flags) for p in (4, 8) for scope, flags in SCOPES.items() if (p, scope) != (8, "none")},
@@ -55,7 +55,6 @@ FULL_CASES = {
     "2bw single gradient buffer": (4, 1, f"{TWO_BW} --2bw-single-gradient-buffer"),
     "evaluations between": (4, 1, f"{TWO_BW} --eval-iters 2 --eval-interval 1"),
     "p=4 v=2": (4, 1, VIRTUAL),  # the same schedule as interleaved, by default
-    **{f"p=4 v=2 {scope}": (4, 1, f"{VIRTUAL} {flags}") for scope, flags in SCOPES.items() if scope != "none"},
     "p=4 v=2 d=2": (4, 2, f"{VIRTUAL} --use-distributed-optimizer"),
     "p=4 v=2 t=2": (4, 2, f"{VIRTUAL} {SEQUENCE}"),
     "p=4 v=2 with an empty stage": (4, 1, "--num-layers 8 --pipeline-model-parallel-layout Et|t|tt|t||t|t|tL"),
@@ -63,7 +62,6 @@ FULL_CASES = {
     "p=4 2bw uneven": (4, 1, f"{TWO_BW} --num-layers 6 --decoder-first-pipeline-num-layers 3"),
     "masks": (4, 1, "--reset-attention-mask --reset-position-ids --eod-mask-loss"),
 }  # fmt: skip
-CASES = QUICK | FULL_CASES
 
 
 @functools.cache
@@ -125,6 +123,7 @@ def test_no_stage_holds_more_than_its_share(name):
     assert after[0] < before[0]
 
 
+@pytest.mark.full
 def test_nothing_to_move_is_said_and_trained():
     """Two stages keep within their bound: the run goes on as it would, and counts nothing."""
     plain, balanced = (train(2, f"--train-iters 2 {flags}") for flags in ("", "--pipeline-schedule bpipe"))

@@ -10,11 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron import backend
 from megatron.documents import counted
-
-backend.install()
-
 from megatron.trainer.arguments import parse_args
 from megatron.trainer.dry_run.dry_run import run_dry
 from tests.reliability import launch

@@ -54,16 +54,9 @@ def test_without_torch_a_run_and_a_dry_run_are_refused_in_one_sentence(tmp_path)
         assert "; pip install '.[core]'" in line
 
 
-def test_missing_data_is_one_sentence():
-    """What is found after start-up is one sentence with status 2, too, without a traceback."""
-    done, _ = run("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "./none")
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1] == "pretrain_gpt.py: error: --tokenizer-model ./none does not exist"
-    assert "Traceback" not in done.stderr
-
-
-def test_no_group_outlives_the_program(tmp_path):
-    """Threads of a process group abort the interpreter's end now and then, and status 2 becomes 134."""
+def test_missing_data_is_one_sentence(tmp_path):
+    """What is found after start-up is one sentence with status 2, too, without a traceback. No group outlives the
+    program: threads of a process group abort the interpreter's end now and then, and status 2 becomes 134."""
     told = "atexit.register(lambda: print('groups:', torch.distributed.is_initialized()))"
     code = f"import atexit, runpy, sys, torch; {told}; runpy.run_path(sys.argv[0], run_name='__main__')"
     code = f"import sys; sys.argv.pop(0); {code}"
@@ -73,6 +66,8 @@ def test_no_group_outlives_the_program(tmp_path):
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(PROGRAM).parent)},
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (2, "groups: False\n"), done.stderr
+    assert done.stderr.splitlines()[-1] == f"pretrain_gpt.py: error: --tokenizer-model {tmp_path}/none does not exist"
+    assert "Traceback" not in done.stderr
 
 
 def test_error_of_a_rank_that_finds_no_others_is_told(capsys, monkeypatch):

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from tests.trainer.checkpoint.test_stages import check_cut, saved  # noqa: F401  a fixture
 from tests.trainer.run import run_case
-from tests.trainer.run.run_case import joined_weights
+from tests.trainer.run.run_case import joined_weights, table
 from tests.trainer.run.test_bert import bert_alone, numbers, train_bert
 from tests.trainer.run.test_virtual_stages import (
     CLIPPED,
@@ -20,19 +20,19 @@ from tests.trainer.run.test_virtual_stages import (
     EMBEDDING,
     EXACT,
     FIRST,
-    FULL,
     FULLY,
     LAYOUT,
     LOSS,
     P2,
     P4,
+    ROW,
     TENSOR,
     TWO_BW,
     UNDROPPED,
     V2,
     check,
     values,
-)  # fmt: skip
+)
 
 SHARDED = "--use-distributed-optimizer"
 V, LOPSIDED, TWO_BW_V = (f"{P2} {V2} --pipeline-schedule {name}" for name in ("v", "lopsided", "2bw-v"))
@@ -46,16 +46,13 @@ def train(num_ranks: int, flags: str, **options) -> list[dict]:
     return run_case.train(num_ranks, flags, case="placed_case", **options)
 
 
-# name: (number of ranks, flags that the single process has too, flags of the layout)
 BIT_EQUAL = {
     "v": (2, EXACT, V),
-    "one stage a rank, shuffled": (4, EXACT, SHUFFLED),
-    "numbers of stages that differ": (2, EXACT, LOPSIDED),
-    "v, recompute": (2, EXACT, f"{V} --pipeline-recompute"),
-    "v, a layout with an empty stage": (2, EXACT, f"{V.replace(V2, '')} {LAYOUT} Et|ttt||L"),
     "2bw, shuffled": (4, f"{EXACT} {TWO_BW}", TWO_BW_REVERSED),
-}
-BIT_EQUAL_MATRIX = {
+    "numbers of stages that differ": (2, EXACT, LOPSIDED),
+    "v, a layout with an empty stage": (2, EXACT, f"{V.replace(V2, '')} {LAYOUT} Et|ttt||L"),
+    "one stage a rank, shuffled": (4, EXACT, SHUFFLED),
+    "v, recompute": (2, EXACT, f"{V} --pipeline-recompute"),
     "v, three turns": (2, f"{EXACT} --num-layers 6", V3),
     "v of 4 ranks": (4, f"{EXACT} {EIGHT}", V.replace(P2, P4)),
     "v, full recompute": (2, f"{EXACT} {FULLY}", V),
@@ -68,44 +65,33 @@ BIT_EQUAL_MATRIX = {
     "v, ramp-up": (2, f"{EXACT} --rampup-batch-size 4 2 24", V),
 }
 CLOSE = {
-    "one stage a rank, reversed": (4, CLIPPED, REVERSED),
+    "2bw, v, one gradient buffer, d=2": (4, f"{CLIPPED} {TWO_BW}", f"{TWO_BW_V} {SHARDED}"),
     "v, d=2 distributed optimizer": (4, CLIPPED, f"{V} {SHARDED}"),
-    "2bw, v": (2, f"{CLIPPED} {TWO_BW}", TWO_BW_V),
-}
-CLOSE_MATRIX = {
+    "one stage a rank, reversed": (4, CLIPPED, REVERSED),
     "v, t=2": (4, f"{CLIPPED} {UNDROPPED}", f"{V} {TENSOR}"),
-    "v": (2, CLIPPED, V),
-    "v, d=2": (4, CLIPPED, V),
     "v, t=2 d=2": (8, f"{CLIPPED} {UNDROPPED}", f"{V} {TENSOR} {SHARDED}"),
     "v of 4 ranks": (4, f"{CLIPPED} {EIGHT}", V.replace(P2, P4)),
     "numbers of stages that differ": (2, CLIPPED, LOPSIDED),
     "one stage a rank, shuffled, d=2": (8, CLIPPED, f"{SHUFFLED} {SHARDED}"),
     "2bw, reversed": (4, f"{CLIPPED} {TWO_BW}", TWO_BW_REVERSED),
-    "2bw, v, one gradient buffer, d=2": (4, f"{CLIPPED} {TWO_BW}", f"{TWO_BW_V} {SHARDED}"),
 }
 
 
-def rows(selection: dict, matrix: dict) -> list:
-    """Both tables as parameters, the second one marked `full`."""
-    return [pytest.param(*row, id=name) for name, row in selection.items()] + [
-        pytest.param(*row, id=name, marks=FULL) for name, row in matrix.items()
-    ]
-
-
-@pytest.mark.parametrize(("num_ranks", "model", "layout"), rows(BIT_EQUAL, BIT_EQUAL_MATRIX))
+@table(ROW, BIT_EQUAL, usual=3)
 def test_placed_stages_equal_one_process(num_ranks, model, layout):
     """With dropout, untied and unclipped: losses and weights are bit-equal."""
     check(num_ranks, model, layout, exact=True, case="placed_case")
 
 
-@pytest.mark.parametrize(("num_ranks", "model", "layout"), rows(CLOSE, CLOSE_MATRIX))
+@table(ROW, CLOSE, usual=1)
 def test_placed_stages_agree_with_one_process(num_ranks, model, layout):
     """Tied embeddings, clipping, replicas and tensor ranks: equal to rounding. The tied copies stay equal, whether two
     ranks hold them, or one."""
     check(num_ranks, model, layout, exact=False, case="placed_case")
 
 
-@pytest.mark.parametrize("more", [pytest.param("--bf16", marks=FULL), "--fp16 --initial-loss-scale 65536"])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("more", ["--fp16 --initial-loss-scale 65536", "--bf16"])
 def test_half_precision_in_a_v(more):
     """Tied copies on one rank are equal bit for bit, too, and the loss scale is that of one process."""
     [one], two = train(1, f"{CLIPPED} {more}"), train(2, f"{CLIPPED} {more} {V} {SHARDED}")
@@ -125,12 +111,14 @@ def test_versions_belong_to_the_stage():
     assert all(torch.equal(one[name], tensor) for name, tensor in other.items())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", [V, f"{P2} --pipeline-schedule reversed"])
 def test_bert(layout):
     """BERT's stages, too, whose first one need not be on the first rank, and all of which read masks: bit-equal."""
     assert numbers(train_bert(2, layout, case="placed_case")) == numbers(bert_alone())
 
 
+@pytest.mark.full
 def test_what_a_run_says_and_draws(tmp_path):
     """Parameters by stage, evaluations, the timeline: those of the stages in their order."""
     flags = "--train-iters 5 --eval-iters 2 --eval-interval 2"
@@ -143,39 +131,27 @@ def test_what_a_run_says_and_draws(tmp_path):
     assert len(losses[0]) == 3 and losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
-# name: (flags of both, ranks and flags that saved, ranks and flags that load, whether equal bit for bit)
 CUTS = {
-    "v to flush": (EXACT, 2, V, 4, P4, True),
     "v to v, d=2 distributed optimizer": (CLIPPED, 4, f"{V} {SHARDED}", 4, f"{V} {SHARDED}", True),
-    "shared reading": (CLIPPED, 2, P2, 4, f"{V} --ckpt-fully-parallel-load", False),
-}
-CUTS_MATRIX = {
+    "v to flush": (EXACT, 2, V, 4, P4, True),
+    "shared reading": (CLIPPED, 4, f"{V} {SHARDED}", 4, f"{V} --ckpt-fully-parallel-load", False),
     "flush to v": (EXACT, 4, P4, 2, V, True),
     "v, d=2 to one rank": (CLIPPED, 4, V, 1, "--pipeline-model-parallel-size 1", False),
     "v to shuffled": (EXACT, 2, V, 4, SHUFFLED, True),
-    "lopsided to v": (CLIPPED, 2, LOPSIDED, 2, V, False),
     "v, distributed optimizer to lopsided": (f"{EXACT} --bf16", 2, f"{V} {SHARDED}", 2, LOPSIDED, True),
-    "distributed optimizer to shared reading": (
-        CLIPPED,
-        4,
-        f"{V} {SHARDED}",
-        4,
-        f"{V} --ckpt-fully-parallel-load",
-        False,
-    ),
-    "both versions, v, d=2": (CLIPPED, 4, TWO_BW_V, 4, TWO_BW_V, True),
     "both versions, reversed to v": (EXACT, 4, TWO_BW_REVERSED, 2, TWO_BW_V, True),
     "fp16": (f"{CLIPPED} --fp16 --initial-loss-scale 1024", 4, f"{V} {SHARDED}", 4, f"{V} {SHARDED}", True),
 }
 
 
-@pytest.mark.parametrize(("model", "writers", "source", "readers", "target", "exact"), rows(CUTS, CUTS_MATRIX))
+@table("model, writers, source, readers, target, exact", CUTS, usual=1)
 def test_checkpoints_load_wherever_the_stages_are(saved, model, writers, source, readers, target, exact):  # noqa: F811
     """A run that goes on from a checkpoint of another placement has the numbers of the run that went on."""
     check_cut(saved, model, writers, source, readers, target, exact=exact, case="placed_case")
 
 
-@pytest.mark.parametrize(("model", "layout"), [(EXACT, V), (CLIPPED, f"{V} {SHARDED}")])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("model", "layout"), [(CLIPPED, f"{V} {SHARDED}"), (EXACT, V)])
 def test_keys_are_those_of_one_process(saved, model, layout):  # noqa: F811
     """Tied or not, whoever holds the stages."""
     sharded = SHARDED if SHARDED in layout else ""

@@ -7,20 +7,17 @@ import torch
 
 from megatron.pipeline.schedules import Schedule, read_schedule
 from tests.pipeline.brought_programs import FOLDED, HALVES, RHYTHM, TORCH, WHOLE, hurried_2bw, written
-from tests.trainer.arguments.bert_command_line import SMALL_BERT
-from tests.trainer.run.run_case import joined_weights, train
-from tests.trainer.run.test_bert import numbers, train_bert
-from tests.trainer.run.test_virtual_stages import CLIPPED, EXACT, FULL, TENSOR, TWO_BW, UNDROPPED, check, single, values
+from tests.trainer.run.run_case import joined_weights, table, train
+from tests.trainer.run.test_virtual_stages import CLIPPED, EXACT, TENSOR, TWO_BW, UNDROPPED, check, single, values
 
 FOUR = f"{EXACT} --global-batch-size 4"  # microbatches of one sample
 
-# name: (text, flags of the single process)
-PROGRAMS = {
-    "torch": (TORCH, FOUR),
-    "halves": (HALVES, FOUR),
-    "whole": (WHOLE, FOUR),
-    "rhythm": (RHYTHM, f"{FOUR} {TWO_BW}"),
+PROGRAMS = {  # flags of the single process
     "folded": (FOLDED, f"{FOUR} {TWO_BW}"),
+    "halves": (HALVES, FOUR),
+    "rhythm": (RHYTHM, f"{FOUR} {TWO_BW}"),
+    "torch": (TORCH, FOUR),
+    "whole": (WHOLE, FOUR),
     "hurried": (hurried_2bw(), f"{FOUR} {TWO_BW}"),
 }
 
@@ -36,10 +33,9 @@ def validation_losses(results: list[dict]) -> dict[int, float]:
     return {each["iteration"]: each["validation_loss"] for each in records if "validation_loss" in each}
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_trains_what_one_process_trains(name, tmp_path):
+@table("text, model", PROGRAMS, usual=3)
+def test_a_program_trains_what_one_process_trains(text, model, tmp_path):
     """With dropout, untied and unclipped, each is another order than any preset's: losses and weights are bit-equal."""
-    text, model = PROGRAMS[name]
     expected, weights = single(model)
     results = train(2, flags_of(model, written(tmp_path, text)))
     assert values(results)["lm_loss"] == expected["lm_loss"]
@@ -48,12 +44,9 @@ def test_a_program_trains_what_one_process_trains(name, tmp_path):
     assert not [each for each, tensor in weights.items() if not torch.equal(found[each], tensor)]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[FULL] * (name not in ("rhythm", "folded"))) for name in PROGRAMS]
-)
-def test_a_run_that_is_stopped_goes_on_exactly(name, tmp_path):
+@table("text, model", PROGRAMS, usual=1)
+def test_a_run_that_is_stopped_goes_on_exactly(text, model, tmp_path):
     """Evaluations, saves, a request to stop on one rank and a resume: losses and weights stay those of one process."""
-    text, model = PROGRAMS[name]
     expected, weights = single(model)
     flags = flags_of(model, written(tmp_path, text))
     flags = f"{flags} --eval-iters 1 --eval-interval 2 --save {tmp_path}/saved --save-interval 2"
@@ -76,23 +69,17 @@ def test_stages_that_disagree_in_the_order_of_forwards_read_the_same_samples(tmp
     check(1, FOUR, f"--pipeline-program {written(tmp_path, rows)}", exact=True)
 
 
-# name: (number of ranks, text, flags of the single process, flags of the layout)
+ROW = "num_ranks, text, model, layout"  # flags of the single process, flags of the layout
 CLOSE = {
-    "folded": (2, FOLDED, f"{CLIPPED} {TWO_BW}", ""),
     "torch, d=2": (4, TORCH, CLIPPED, "--use-distributed-optimizer"),
-}
-CLOSE_MATRIX = {
+    "folded": (2, FOLDED, f"{CLIPPED} {TWO_BW}", ""),
     "rhythm, t=2": (4, RHYTHM, f"{CLIPPED} {UNDROPPED} {TWO_BW}", TENSOR),
     "folded, d=2": (4, FOLDED, f"{CLIPPED} {TWO_BW}", "--use-distributed-optimizer"),
     "torch, recompute": (2, TORCH, CLIPPED, "--pipeline-recompute"),
 }
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "text", "model", "layout"),
-    [pytest.param(*row, id=name) for name, row in CLOSE.items()]
-    + [pytest.param(*row, id=name, marks=FULL) for name, row in CLOSE_MATRIX.items()],
-)
+@table(ROW, CLOSE, usual=1)
 def test_a_program_agrees_with_one_process(num_ranks, text, model, layout, tmp_path):
     """Tied embeddings, clipping, replicas and tensor ranks: what the rows leave to the run is added, and the result is
     equal to rounding.
@@ -110,7 +97,6 @@ THREE = """\
 ALONE = "0F0,1F0,1B0,0F1,0B0,1F1,1B1,0B1,0F2,0F3,1F2,1F3,1B2,0B2,1B3,0B3\n"
 BALANCED = Schedule.preset("bpipe", num_stages=4).build((8,)).to_csv()
 
-# name: (number of ranks, text, flags of the single process, flags of the layout)
 ELSEWHERE = {
     "numbers of stages that differ": (2, THREE, f"{FOUR} --num-layers 3", ""),
     "two stages on the only rank": (1, ALONE, FOUR, ""),
@@ -120,11 +106,9 @@ ELSEWHERE = {
 }
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", ELSEWHERE)
-def test_stages_wherever_the_file_has_them(name, tmp_path):
+@table(ROW, ELSEWHERE, usual=0)
+def test_stages_wherever_the_file_has_them(num_ranks, text, model, layout, tmp_path):
     """Uneven numbers of stages, one rank, moves of activations, a cut of one's own: bit-equal to one process."""
-    num_ranks, text, model, layout = ELSEWHERE[name]
     layout += f" --pipeline-model-parallel-size {num_ranks} --pipeline-program {written(tmp_path, text)}"
     check(num_ranks, model, layout, exact=True, without=TWO_BW)
 
@@ -142,14 +126,6 @@ def test_files_that_the_tool_writes_train_like_their_preset(text, flags, tmp_pat
     alone = flags[: flags.index("--pipeline-schedule")]
     preset, brought = train(2, flags), train(2, f"{alone} --pipeline-program {path}")
     assert values(preset)["lm_loss"] == values(brought)["lm_loss"]
-
-
-@pytest.mark.full
-def test_bert(tmp_path):
-    """Its stages run the rows of a file as well: bit-equal."""
-    size = f"--global-batch-size {4 * int(SMALL_BERT.split('--micro-batch-size')[1].split()[0])}"
-    found = train_bert(2, f"{size} --pipeline-program {written(tmp_path, TORCH)}")
-    assert numbers(found) == numbers(train_bert(1, size))
 
 
 def test_logs_and_checkpoints_carry_the_hash(tmp_path):

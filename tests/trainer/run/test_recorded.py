@@ -9,14 +9,12 @@ from tests.trainer.run import run_case
 from tests.trainer.run.run_case import data_flags
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "flags",
     [
         "--pipeline-model-parallel-size 2 --fp16 --clip-grad 0.5 --eval-iters 1 --eval-interval 3",
-        pytest.param(
-            "--tensor-model-parallel-size 2 --sequence-parallel --untie-embeddings-and-output-weights",
-            marks=pytest.mark.full,
-        ),
+        "--tensor-model-parallel-size 2 --sequence-parallel --untie-embeddings-and-output-weights",
         "--use-distributed-optimizer --bf16 --recompute-granularity selective",
     ],
 )

@@ -11,8 +11,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 
 from tests.trainer.checkpoint.test_stages import check_cut, saved  # noqa: F401  a fixture
-from tests.trainer.run.run_case import joined_weights, train
-from tests.trainer.run.test_bert import bert_alone, numbers, train_bert
+from tests.trainer.run.run_case import joined_weights, table, train
 
 FULL = pytest.mark.full
 L2L, FLUSH = "--pipeline-schedule l2l", "--pipeline-recompute"
@@ -42,21 +41,15 @@ def assert_same(expected: list[dict], found: list[dict]) -> None:
     assert not [name for name, tensor in one.items() if not torch.equal(other[name], tensor)]
 
 
-# name: (flags of both, number of ranks of both, flags of l2l)
 BIT_EQUAL = {
-    "a layer a stage, eager": (EXACT, 1, L2L),
-    "a layer a stage, clipped": (CLIPPED, 1, f"{L2L} --l2l-update deferred"),
     "bf16, replicas that gather": (f"{CLIPPED} --bf16", 2, f"{L2L} {V2} {SHARES}"),
+    "inputs on the host, one resident": (EXACT, 1, f"{L2L} {ON_HOST} --l2l-resident-stages 1"),
+    "a layer a stage, clipped": (CLIPPED, 1, f"{L2L} --l2l-update deferred"),
     "inputs on the host, bf16": (f"{CLIPPED} --bf16", 1, f"{L2L} {ON_HOST}"),
-}
-BIT_EQUAL_MATRIX = {
     "tensor ranks": (f"{CLIPPED} {TENSOR}", 2, L2L),
-    "bf16, replicas": (f"{CLIPPED} --bf16", 2, f"{L2L} {V2}"),
     "replicas": (CLIPPED, 2, L2L),
-    "bf16": (f"{CLIPPED} --bf16", 1, L2L),
     "one stage": ("", 1, f"{L2L} {V1}"),
     "unequal stages, three resident": (CLIPPED, 1, f"{L2L} {LAYOUT} E|t|ttt|L --l2l-resident-stages 3"),
-    "one resident": (CLIPPED, 1, f"{L2L} --l2l-resident-stages 1"),
     "one microbatch": (f"{CLIPPED} --global-batch-size 1", 1, L2L),
     "ramp-up": (f"{EXACT} --rampup-batch-size 2 2 9", 1, L2L),
     "bf16 gradients": (f"{CLIPPED} --bf16 --grad-reduce-in-bf16", 1, L2L),
@@ -69,24 +62,16 @@ BIT_EQUAL_MATRIX = {
         1,
         L2L,
     ),
-    "inputs on the host, one resident": (EXACT, 1, f"{L2L} {ON_HOST} --l2l-resident-stages 1"),
-    "inputs on the host, one microbatch": (f"{EXACT} --global-batch-size 1", 1, f"{L2L} {ON_HOST}"),
     "inputs on the host, tensor ranks": (f"{CLIPPED} {TENSOR}", 2, f"{L2L} {ON_HOST}"),
     "recompute within": (f"{CLIPPED} --recompute-activations", 1, f"{L2L} {V2}"),
     "masks": (f"{CLIPPED} --reset-attention-mask --reset-position-ids --eod-mask-loss", 1, L2L),
-    "replicas, momentum": (f"{CLIPPED} --optimizer sgd", 2, L2L),
     "replicas, fused kernel": (f"{EXACT} --bf16 --optimizer-kernel fused", 2, L2L),
     "replicas, overflows": (f"{UNTIED} {FP16} --train-iters 10", 2, L2L),
-    "tensor ranks and replicas": (f"{CLIPPED} --bf16 {TENSOR}", 4, L2L),
     "tensor ranks and replicas that gather": (f"{CLIPPED} --bf16 {TENSOR}", 4, f"{L2L} {SHARES}"),
 }
 
 
-@pytest.mark.parametrize(
-    ("model", "num_ranks", "relay"),
-    [pytest.param(*row, id=name) for name, row in BIT_EQUAL.items()]
-    + [pytest.param(*row, id=name, marks=FULL) for name, row in BIT_EQUAL_MATRIX.items()],
-)
+@table("model, num_ranks, relay", BIT_EQUAL, usual=2)
 def test_the_relay_is_flush(model, num_ranks, relay):
     """On the ranks of a pipeline of one: losses, norms, learning rates and weights, with dropout, are bit-equal. Two
     replicas have mapped one store: weight, gradient, master and moments.
@@ -105,9 +90,8 @@ def test_the_relay_is_flush(model, num_ranks, relay):
             assert each["fetched_bytes"] == pytest.approx(6 * 2 * num_parameters * share, rel=0.05)
 
 
-# name: (flags of both, number of ranks, their flags)
-ON_RANKS = {"p=2": (f"{EXACT} --bf16", 2, P2)}
-ON_RANKS_MATRIX = {
+ON_RANKS = {
+    "p=2": (f"{EXACT} --bf16", 2, P2),
     "p=2 v=1": (EXACT, 2, f"{P2} {V1}"),
     "p=4": (EXACT, 4, P4),
     "p=2, inputs on the host": (f"{EXACT} --num-layers 8", 2, f"{P2} {ON_HOST}"),
@@ -116,11 +100,7 @@ ON_RANKS_MATRIX = {
 }
 
 
-@pytest.mark.parametrize(
-    ("model", "num_ranks", "layout"),
-    [pytest.param(*row, id=name) for name, row in ON_RANKS.items()]
-    + [pytest.param(*row, id=name, marks=FULL) for name, row in ON_RANKS_MATRIX.items()],
-)
+@table("model, num_ranks, layout", ON_RANKS, usual=1)
 def test_each_rank_relays_its_own_stages(model, num_ranks, layout):
     """p > 1: losses and weights of one process, bit for bit; squares of the norm are added in another order."""
     replicas = num_ranks // int(layout.split()[1])
@@ -132,14 +112,15 @@ def test_each_rank_relays_its_own_stages(model, num_ranks, layout):
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("num_ranks", "layout"),
     [
         (1, P1),
-        pytest.param(1, f"{P1} {UNCLIPPED}", marks=FULL),
-        pytest.param(2, P2, marks=FULL),
-        pytest.param(2, P1, marks=FULL),
-        pytest.param(4, f"{P2} {TENSOR} --hidden-dropout 0 --attention-dropout 0", marks=FULL),
+        (1, f"{P1} {UNCLIPPED}"),
+        (2, P2),
+        (2, P1),
+        (4, f"{P2} {TENSOR} --hidden-dropout 0 --attention-dropout 0"),
     ],
 )
 def test_tied_embeddings_get_the_sum_of_both_gradients(num_ranks, layout):
@@ -168,6 +149,7 @@ def test_tied_embeddings_in_16_bits_are_added_up_in_fp32():
     assert losses[2] == pytest.approx(losses[0], rel=5e-3)
 
 
+@FULL
 def test_an_overflow_leaves_the_batch_out():
     """FP16 from a loss scale that is too large: scales, skipped batches and weights are those of flush."""
     model = f"{UNTIED} {FP16} --train-iters 10"
@@ -177,49 +159,23 @@ def test_an_overflow_leaves_the_batch_out():
     assert_same(expected, train(1, f"{model} {L2L}"))
 
 
-@pytest.mark.parametrize(("num_ranks", "layout"), [(1, P1), pytest.param(2, P2, marks=FULL)])
-def test_bert(num_ranks, layout):
-    """BERT's stages, all of which read masks, and whose last one has two heads."""
-    assert numbers(train_bert(num_ranks, f"{layout} {L2L}")) == numbers(bert_alone())
-
-
-# name: (flags of both, ranks and flags that saved, ranks and flags that load, whether equal bit for bit)
 CUTS = {
     "l2l to flush": (f"{EXACT} --bf16", 1, f"{P1} {L2L}", 1, f"{P1} {FLUSH}", True),
     "flush to l2l": (EXACT, 1, f"{P1} {FLUSH}", 1, f"{P1} {L2L}", True),
-}
-CUTS_MATRIX = {
-    "l2l to l2l": (CLIPPED, 1, f"{P1} {L2L}", 1, f"{P1} {L2L}", True),
-    "l2l to flush on two ranks": (EXACT, 1, f"{P1} {L2L}", 2, P2, True),
     "flush on two ranks to l2l": (EXACT, 2, P2, 2, f"{P2} {L2L} {V1}", True),
-    "two ranks to one": (EXACT, 2, f"{P2} {L2L}", 1, f"{P1} {L2L} {V2}", True),
-    "tied to tied": ("--clip-grad 0.5", 1, f"{P1} {L2L}", 1, f"{P1} {L2L}", True),
     "tied to flush": ("--clip-grad 0.5 --adam-eps 1e-5", 1, f"{P1} {L2L}", 1, P1, False),
     "unclipped, tied, eager": ("--clip-grad 0", 2, f"{P2} {L2L}", 2, f"{P2} {L2L}", True),
     "distributed optimizer to l2l": (DAMPED, 2, f"{P1} --use-distributed-optimizer", 2, f"{P1} {L2L}", False),
     "l2l to distributed optimizer": (DAMPED, 2, f"{P1} {L2L}", 2, f"{P1} --use-distributed-optimizer", False),
     "fp16": (f"{UNTIED} {FP16}", 1, f"{P1} {L2L}", 1, f"{P1} {FLUSH}", True),
-    "momentum, saved beside training": (
-        f"{CLIPPED} --optimizer sgd",
-        1,
-        f"{P1} {L2L} --async-save",
-        1,
-        f"{P1} {L2L}",
-        True,
-    ),
+    "momentum, beside training": (f"{CLIPPED} --optimizer sgd", 1, f"{P1} {L2L} --async-save", 1, f"{P1} {L2L}", True),
     "fused kernel": (f"{CLIPPED} --optimizer-kernel fused", 1, f"{P1} {FLUSH}", 1, f"{P1} {L2L}", True),
     "replicas to flush": (f"{EXACT} --bf16", 2, f"{P1} {L2L} --async-save", 2, f"{P1} {FLUSH}", True),
-    "flush to replicas": (f"{CLIPPED} --bf16", 2, f"{P1} {FLUSH}", 2, f"{P1} {L2L}", True),
     "replicas to one": (f"{DAMPED} --bf16", 2, f"{P1} {L2L}", 1, f"{P1} {FLUSH}", False),
-    "one to replicas": (DAMPED, 1, f"{P1} {FLUSH}", 2, f"{P1} {L2L}", False),
 }
 
 
-@pytest.mark.parametrize(
-    ("model", "writers", "source", "readers", "target", "exact"),
-    [pytest.param(*row, id=name) for name, row in CUTS.items()]
-    + [pytest.param(*row, id=name, marks=FULL) for name, row in CUTS_MATRIX.items()],
-)
+@table("model, writers, source, readers, target, exact", CUTS, usual=1)
 def test_checkpoints_go_both_ways(saved, model, writers, source, readers, target, exact):  # noqa: F811
     """A run that goes on from a checkpoint of the other schedule has the numbers of the run that went on."""
     check_cut(saved, model, writers, source, readers, target, exact=exact)
@@ -268,7 +224,8 @@ def test_evaluations_and_saving_change_nothing(tmp_path):
     assert sorted(path.name for path in folder.iterdir()) == ["measured.json", "timeline.png", "trace.json"]
 
 
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=FULL)])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_run_that_is_asked_to_stop_saves_and_goes_on(tmp_path, num_ranks):
     """SIGTERM in the middle, with inputs on the host: a checkpoint, and the next run ends with the weights of one that
     nobody stopped, whose inputs stayed on the device; also of two replicas, of which one is asked.

@@ -1,77 +1,18 @@
 """finetune_bert.py from flags to losses: one result however the job is cut, from a BERT of pretrain_bert.py."""
 
-import functools
-import math
-
 import pytest
 import torch
-
-from megatron import backend
-
-backend.install()
 
 from megatron.pipeline.runtime.failure.errors import CheckpointError
 from megatron.trainer.checkpoint.arguments import check_same_model
 from tests.trainer.arguments.bert_command_line import data_flags as pretraining_data
 from tests.trainer.run.run_case import joined_weights, train
-from tests.trainer.run.text_helper import (
-    NUM_VALIDATION,
-    SHAPE,
-    text_arguments,
-    texts,
-    train_texts,
-    write_texts,
-)
-from tests.trainer.run.vision_helper import norms, numbers
+from tests.trainer.run.text_helper import SHAPE, text_arguments, texts, train_texts, write_texts
 
 PRETRAINING = (
     f"{SHAPE} --num-workers 0 --eval-iters 0 --train-iters 2 --lr 1e-2 --micro-batch-size 2 --global-batch-size 8 "
     "--log-interval 1"
 )
-
-
-@functools.cache
-def alone(schedule: str = "flush") -> list[dict]:
-    """A single process, with dropout, under a schedule without delay or with one."""
-    return train_texts(1, f"--pipeline-schedule {schedule}")
-
-
-@pytest.mark.parametrize(
-    "stages, schedule",
-    [
-        (2, "flush"),
-        (4, "2bw"),
-        pytest.param(2, "interleaved --num-virtual-stages-per-pipeline-rank 2", marks=pytest.mark.full),
-        pytest.param(4, "bpipe", marks=pytest.mark.full),
-        pytest.param(2, "2bw", marks=pytest.mark.full),
-        pytest.param(2, "gpipe", marks=pytest.mark.full),
-        pytest.param(2, "l2l", marks=pytest.mark.full),
-    ],
-)
-def test_the_pipeline_changes_nothing(stages, schedule):
-    """Losses, hits and weights of p stages, with dropout and evaluations, are bit-equal to a single process's; squares
-    of norms are added in another order."""
-    reference = alone("2bw" if schedule == "2bw" else "flush")
-    found = train_texts(stages, f"--pipeline-schedule {schedule}")
-    assert numbers(found) == numbers(reference)
-    assert norms(found) == pytest.approx(norms(reference), rel=1e-12)
-    weights = joined_weights(reference)
-    assert {name.split(".")[0] for name in weights} == {"embedding", "encoder", "pooler", "classification_head"}
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in joined_weights(found).items())
-    validations = [each["validation_accuracy"] for each in reference[0]["records"] if "validation_accuracy" in each]
-    assert all(each * NUM_VALIDATION == pytest.approx(round(each * NUM_VALIDATION)) for each in validations)
-
-
-def test_a_resumed_run_goes_on(tmp_path):
-    """Saved in the middle of an epoch and started anew: all bits are the same; at other degrees nearly."""
-    whole = train_texts(2, f"--save {tmp_path} --save-interval 3")
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
-    expected = [record for record in numbers(whole) if record[0] > 3]
-    resumed = train_texts(2, f"--load {tmp_path}")
-    assert numbers(resumed) == expected
-    replicas = train_texts(2, f"--load {tmp_path} --pipeline-model-parallel-size 1")
-    for ours, theirs in zip(numbers(replicas), expected, strict=True):
-        assert [each or 0.0 for each in ours] == pytest.approx([each or 0.0 for each in theirs], rel=1e-4)
 
 
 @pytest.mark.parametrize("head", ["", pytest.param("--bert-no-binary-head", marks=pytest.mark.full)])
@@ -92,6 +33,7 @@ def test_the_body_is_the_pretrained_one(tmp_path, head):
     assert any(not torch.equal(drawn[name], learned[name]) for name in found.keys() - new)
 
 
+@pytest.mark.full
 def test_it_learns_what_the_texts_say():
     """Two words tell the class: after 40 batches all validation samples are right."""
     records = train_texts(1, "--train-iters 40 --eval-interval 40 --lr 3e-3 --hidden-dropout 0")[0]["records"]
@@ -124,60 +66,6 @@ def padding_case() -> float:
         return max((long - short).abs().max().item(), (long - other).abs().max().item())
     finally:
         parallel_state.destroy_model_parallel()
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-        pytest.param("--recompute-activations", marks=pytest.mark.full),
-        pytest.param("--pipeline-recompute", marks=pytest.mark.full),
-    ],
-)
-def test_recomputing_changes_nothing(flags):
-    """Two stages that recompute, the head's dropout included, are bit-equal to one that keeps all."""
-    assert numbers(train_texts(2, flags)) == numbers(alone())
-
-
-FEATURES = {
-    "bf16": "--bf16 --pipeline-schedule 2bw",
-    "fp16": "--fp16 --initial-loss-scale 1024",
-    "tensor and sequence": "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-schedule 2bw",
-    "distributed optimizer": "--use-distributed-optimizer --pipeline-schedule 2bw --pipeline-model-parallel-size 1",
-    "rotary": "--position-embedding-type rope --swiglu --disable-bias-linear",
-    "loading workers": "--num-workers 1 --micro-batch-size 2 --clip-grad 1.0 --bert-no-binary-head",
-}
-
-
-@pytest.mark.parametrize(
-    "name", [name if name == "tensor and sequence" else pytest.param(name, marks=pytest.mark.full) for name in FEATURES]
-)
-def test_feature_trains_on_two_stages(name):
-    """p=2 (or d=2): every loss is finite, and the mean of the last three lies below the first."""
-    flags = f"--lr 3e-3 --hidden-dropout 0 --attention-dropout 0 {FEATURES[name]}"
-    degrees = "" if "--pipeline-model-parallel-size" in flags else "--pipeline-model-parallel-size 2"
-    losses = train_texts(4 if "tensor" in name else 2, f"{degrees} {flags}")[-1]["losses"]
-    assert len(losses) == 6 and all(map(math.isfinite, losses.values()))
-    assert sum(losses[iteration] for iteration in (4, 5, 6)) / 3 < losses[1]
-
-
-SIXTEEN_BITS = (
-    pytest.param("--bf16", marks=pytest.mark.full),
-    pytest.param("--fp16 --initial-loss-scale 1024", marks=pytest.mark.full),
-)
-
-
-@pytest.mark.parametrize("flags", SIXTEEN_BITS)
-def test_stages_on_the_last_rank_that_are_not_the_last(flags):
-    """In 16 bits, what a frozen stage beside the last one puts out, or one of several that are trained, stays so: two
-    ranks have the numbers of one.
-    """
-    freezes = (
-        f"{flags} --untie-embeddings-and-output-weights --freeze-training --freeze-interval 2 --freeze-schedule 1,3"
-    )
-    assert numbers(train_texts(2, freezes)) == numbers(train_texts(1, freezes))
-    turns = train_texts(2, f"{flags} --num-layers-per-virtual-pipeline-stage 1 --pipeline-schedule interleaved")
-    assert numbers(turns) == numbers(train_texts(1, flags))
 
 
 @pytest.mark.parametrize(

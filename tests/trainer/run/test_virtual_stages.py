@@ -9,9 +9,8 @@ from functools import cache, partial
 import pytest
 import torch
 
-from tests.trainer.run.run_case import joined_weights, train
+from tests.trainer.run.run_case import joined_weights, table, train
 
-FULL = pytest.mark.full
 EXACT = "--untie-embeddings-and-output-weights --clip-grad 0"
 CLIPPED = "--clip-grad 0.5"  # tied
 DAMPED = "--adam-eps 1e-5"  # so that the noise of gradients that should be 0, as of the keys' bias, stays noise
@@ -62,114 +61,63 @@ def check(num_ranks: int, model: str, layout: str, *, exact: bool, case: str = "
 TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel --make-vocab-size-divisible-by 64"
 UNDROPPED = "--hidden-dropout 0 --attention-dropout 0"
 EIGHT, SIX = "--num-layers 8 --hidden-size 16", "--num-layers 6"
-FULLY, SELECTIVE = (
-    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-    ("--recompute-activations"),
-)
+FULLY = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+SELECTIVE = "--recompute-activations"
 TWO_BW = "--pipeline-schedule 2bw"
-LAYOUT, FIRST, LAST = (
-    "--pipeline-model-parallel-layout",
-    "--decoder-first-pipeline-num-layers",
-    "--decoder-last-pipeline-num-layers",
-)
+LAYOUT = "--pipeline-model-parallel-layout"
+FIRST, LAST = (f"--decoder-{end}-pipeline-num-layers" for end in ("first", "last"))
 EMBEDDING, LOSS = "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"
 
-# name: (number of ranks, flags that the single process has too, flags of the layout)
+ROW = "num_ranks, model, layout"  # flags that the single process has too, flags of the layout
 INTERLEAVED = {
     "p=2 v=2": (2, EXACT, f"{P2} {V2}"),
     "p=4 v=2": (4, f"{EXACT} {EIGHT}", f"{P4} {V2}"),
-}
-INTERLEAVED_MATRIX = {
     "p=2 v=2 recompute instructions": (2, EXACT, f"{P2} {V2} --pipeline-recompute"),
     "groups of 4": (2, EXACT, f"{P2} {V2} --microbatch-group-size-per-virtual-pipeline-stage 4"),
     "p=2 v=4": (2, f"{EXACT} --num-layers 8", f"{P2} --num-layers-per-virtual-pipeline-stage 1"),
-    "p=4 v=2 recompute instructions": (4, f"{EXACT} {EIGHT}", f"{P4} {V2} --pipeline-recompute"),
     "p=2 v=2 recompute full": (2, f"{EXACT} {FULLY}", f"{P2} {V2}"),
     "p=2 v=2 recompute selective": (2, f"{EXACT} {SELECTIVE}", f"{P2} {V2}"),
-    "p=4 v=2 recompute full": (4, f"{EXACT} {EIGHT} {FULLY}", f"{P4} {V2}"),
-    "bf16": (2, f"{EXACT} --bf16", f"{P2} {V2}"),
     "bf16 distributed optimizer": (2, f"{EXACT} --bf16", f"{P2} {V2} --use-distributed-optimizer"),
     "ramp-up": (2, f"{EXACT} --rampup-batch-size 4 2 24", f"{P2} {V2}"),
     "masks for every stage": (2, f"{EXACT} --reset-attention-mask", f"{P2} {V2}"),
 }
-INTERLEAVED_CLOSE = {
-    "p=2 v=2 tied, clipped": (2, CLIPPED, f"{P2} {V2}"),
-    "p=2 v=2 d=2 distributed optimizer": (4, CLIPPED, f"{P2} {V2} --use-distributed-optimizer"),
+CLOSE = {
     "p=2 v=2 t=2": (4, f"{CLIPPED} {UNDROPPED}", f"{P2} {V2} {TENSOR}"),
-}
-INTERLEAVED_CLOSE_MATRIX = {
-    "p=2 v=2 d=2": (4, CLIPPED, f"{P2} {V2}"),
-    "p=2 v=2 t=2 untied": (4, f"{EXACT} {UNDROPPED}", f"{P2} {V2} {TENSOR}"),
-    "p=2 v=2 d=2 untied": (4, EXACT, f"{P2} {V2}"),
-    "p=4 v=2 tied, clipped": (4, f"{CLIPPED} {EIGHT}", f"{P4} {V2}"),
+    "p=2 v=2 d=2 distributed optimizer": (4, CLIPPED, f"{P2} {V2} --use-distributed-optimizer"),
+    "p=2 v=2 tied, clipped": (2, CLIPPED, f"{P2} {V2}"),
     "p=4 v=2 selective": (4, f"{CLIPPED} {EIGHT} {SELECTIVE}", f"{P4} {V2}"),
-    "p=2 v=2 recompute full": (2, f"{CLIPPED} {FULLY}", f"{P2} {V2}"),
     "p=2 v=2 t=2 d=2": (8, f"{CLIPPED} {UNDROPPED}", f"{P2} {V2} {TENSOR} --use-distributed-optimizer"),
     "ends of their own, tied": (4, CLIPPED, f"{P4} {LAYOUT} E|ttt|t|L"),
     "2bw with ends of their own, tied": (4, f"{CLIPPED} {TWO_BW}", f"{P4} {LAYOUT} E|ttt|t|L"),
 }
 UNEVEN = {
-    "flush": (2, EXACT, f"{LAYOUT} Et|tttL"),
     "2bw": (2, f"{EXACT} {TWO_BW}", f"{LAYOUT} Et|tttL"),
     "interleaved with an empty stage": (2, EXACT, f"{LAYOUT} Et|tt||tL"),
-}
-UNEVEN_MATRIX = {
     "gpipe": (2, f"{EXACT} --pipeline-schedule gpipe", f"{LAYOUT} Et|tttL"),
     "flush, first": (2, EXACT, f"{FIRST} 1"),
     "2bw, last": (2, f"{EXACT} {TWO_BW}", f"{LAST} 1"),
     "interleaved, first": (2, f"{EXACT} {SIX}", f"{FIRST} 2 {V2}"),
     "interleaved, last": (2, f"{EXACT} {SIX}", f"{LAST} 2 {V2}"),
     "flush, ends of their own": (4, EXACT, f"{LAYOUT} E|ttt|t|L"),
-    "2bw, ends of their own": (4, f"{EXACT} {TWO_BW}", f"{LAYOUT} E|ttt|t|L"),
     "embedding counts": (2, f"{EXACT} --num-layers 3", EMBEDDING),
     "2bw, embedding and loss count": (4, f"{EXACT} --num-layers 2 {TWO_BW}", f"{EMBEDDING} {LOSS}"),
     "interleaved, embedding and loss count": (2, f"{EXACT} {SIX}", f"{EMBEDDING} {LOSS} {V2}"),
 }
 
 
-def rows(selection: dict, matrix: dict) -> pytest.MarkDecorator:
-    """Parametrizes a test by both tables, the second one marked `full`."""
-    return pytest.mark.parametrize(
-        ("num_ranks", "model", "layout"),
-        [pytest.param(*row, id=name) for name, row in selection.items()]
-        + [pytest.param(*row, id=name, marks=FULL) for name, row in matrix.items()],
-    )
-
-
-@rows(INTERLEAVED, INTERLEAVED_MATRIX)
+@table(ROW, INTERLEAVED, usual=1)
 def test_interleaved_equals_one_process(num_ranks, model, layout):
     """With dropout, untied and unclipped: losses and weights are bit-equal."""
     check(num_ranks, model, layout, exact=True)
 
 
-@rows(INTERLEAVED_CLOSE, INTERLEAVED_CLOSE_MATRIX)
+@table(ROW, CLOSE, usual=2)
 def test_interleaved_agrees_with_one_process(num_ranks, model, layout):
     """Tied embeddings, clipping, replicas and tensor ranks: equal to rounding."""
     check(num_ranks, model, layout, exact=False)
 
 
-@rows(UNEVEN, UNEVEN_MATRIX)
+@table(ROW, UNEVEN, usual=2)
 def test_uneven_stages_equal_one_process(num_ranks, model, layout):
     """However the layers are cut, losses and weights are bit-equal; 2bw against 2bw in one process."""
     check(num_ranks, model, layout, exact=True)
-
-
-@pytest.mark.full
-def test_evaluations_and_checkpoints_change_nothing(tmp_path):
-    """Under interleaved, too: losses, weights and generators are bit for bit those of a run without drains, and the
-    timeline is drawn."""
-    flags = f"{V2} --train-iters 5"
-    plain = train(2, flags)
-    folder = tmp_path / "timeline"
-    busy = train(
-        2, f"{flags} --eval-iters 2 --eval-interval 2 --save {tmp_path} --save-interval 3 --pipeline-timeline {folder}"
-    )
-    assert values(plain) == values(busy)
-    for one, other in zip(plain, busy, strict=True):
-        assert all(torch.equal(one["weights"][name], other["weights"][name]) for name in one["weights"])
-        assert torch.equal(one["generator"], other["generator"])
-    losses = [record["validation_loss"] for record in busy[-1]["records"] if "validation_loss" in record]
-    single_run = train(1, "--train-iters 5 --eval-iters 2 --eval-interval 2")
-    expected = [record["validation_loss"] for record in single_run[-1]["records"] if "validation_loss" in record]
-    assert len(losses) == 3 and losses == pytest.approx(expected, rel=1e-6)
-    assert sorted(path.name for path in folder.iterdir()) == ["measured.json", "timeline.png", "trace.json"]

@@ -5,17 +5,14 @@ import torch
 
 from megatron.trainer.arguments import parse_args, resolve_platform, validate_args
 from tests.trainer.arguments.command_line import GPU, arguments, argv
-from tests.trainer.run.run_case import joined_weights, train
-from tests.trainer.run.test_bert import bert_alone, numbers, train_bert
-from tests.trainer.run.test_virtual_stages import CLIPPED, EXACT, FULL, FULLY, P2, P4, TENSOR, UNDROPPED, V2, check
+from tests.trainer.run.run_case import joined_weights, table, train
+from tests.trainer.run.test_virtual_stages import CLIPPED, EXACT, FULLY, P2, P4, ROW, TENSOR, UNDROPPED, V2, check
 
 ZB_H1, ZBV = "--pipeline-schedule zb-h1", f"--pipeline-schedule zbv {V2}"
 
-RUNS = {  # name: (number of ranks, flags that the single process has too, flags of the layout)
+RUNS = {
     "zb-h1, bf16": (2, f"{EXACT} --bf16", f"{P2} {ZB_H1}"),
     "zbv, full recompute": (2, f"{EXACT} {FULLY}", f"{P2} {ZBV}"),
-}
-MORE = {
     "zb-h1 of four stages": (4, EXACT, f"{P4} {ZB_H1}"),
     "zb-h1, replicas": (4, CLIPPED, f"{P2} {ZB_H1} --use-distributed-optimizer"),
     "zb-h1, sequence parallel": (4, f"{CLIPPED} {UNDROPPED}", f"{P2} {ZB_H1} {TENSOR}"),
@@ -24,15 +21,9 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("name", [*RUNS, *(pytest.param(name, marks=FULL) for name in MORE)])
-def test_training_equals_one_process(name):
-    num_ranks, model, layout = (RUNS | MORE)[name]
+@table(ROW, RUNS, usual=2)
+def test_training_equals_one_process(num_ranks, model, layout):
     check(num_ranks, model, layout, exact=EXACT in model)
-
-
-def test_bert_trains_as_in_one_process():
-    """Losses and evaluations of zb-h1, with dropout, are bit-equal to a single process's."""
-    assert numbers(train_bert(2, ZB_H1)) == numbers(bert_alone())
 
 
 def test_a_resumed_run_goes_on_and_says_what_is_kept(tmp_path):

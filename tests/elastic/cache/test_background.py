@@ -1,4 +1,4 @@
-"""What is read ahead is there when it is asked for, and never more than allowed."""
+"""What is read ahead is there when it is asked for, and never more than allowed; a writer tells what went wrong."""
 
 import threading
 import time
@@ -7,7 +7,7 @@ from concurrent.futures import wait
 import pytest
 import torch
 
-from megatron.elastic.cache.background import Window
+from megatron.elastic.cache.background import Window, Writer
 from tests.elastic.cache.cases import DEEPER, GENERATION
 
 KEYS = [bytes([number]) for number in range(100)]
@@ -114,3 +114,19 @@ def test_what_reading_raises_is_raised():
     with pytest.raises(KeyError):
         take(window, 0)
     window.close()
+
+
+def test_what_a_writers_call_raises_is_raised():
+    """Once, to who comes next; later calls are made all the same."""
+    writer, made, go = Writer(2), [], threading.Event()
+    writer.submit(lambda: go.wait() / 0, 1.0)
+    writer.submit(lambda: made.append(1), 1.0)
+    go.set()
+    with pytest.raises(ZeroDivisionError):
+        writer.flush()
+    writer.flush()
+    assert made == [1]
+    writer.submit(lambda: 1 / 0, 1.0)
+    with pytest.raises(ZeroDivisionError):
+        writer.close()
+    assert not writer._thread._threads or not any(each.is_alive() for each in writer._thread._threads)

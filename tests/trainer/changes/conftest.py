@@ -1,0 +1,5 @@
+"""Before what imports megatron.core."""
+
+from megatron import backend
+
+backend.install()
