@@ -94,7 +94,7 @@ def test_fused_accumulation_adds_to_the_gradient_that_the_parameter_shows(linear
 def test_distributed_optimizer_resumes_with_its_own_step_counters():
     """A resumed optimizer makes the same next two steps as the one that was never saved, from the first step on."""
     differences = workers.run(2, f"{__name__}:resume_distributed_optimizer", timeout=100)
-    assert differences == [[0.0] * 3] * 2
+    assert differences == [[0.0] * 2] * 2
 
 
 @needs_torch_optimizer
@@ -120,13 +120,13 @@ def initial_states() -> dict[str, bool]:
 
 
 def resume_distributed_optimizer() -> list[float]:
-    """Save after 0, 1 and 2 steps, resume in a new optimizer, take two more steps; the largest difference of each."""
+    """Save after 0 and 1 steps, resume in a new optimizer, take two more steps; the largest difference of each."""
     from tests.pipeline.runtime.stages.megatron import megatron_cases as cases
 
     case = cases.Case(d=2, layers=1, distributed_optimizer=True, dtype="bfloat16")
     differences = []
     with cases.parallel(case):
-        for steps_before in range(3):
+        for steps_before in range(2):
             first, second = cases.build(case)[1], cases.build(case)[1]
             for number in range(steps_before):
                 step_with_noise(first, number)

@@ -44,6 +44,7 @@ def run_steps(how: str, **variables: str) -> tuple[str, int]:
     return changed, int(faults)
 
 
+@pytest.mark.full
 def test_freed_memory_is_used_again():
     """Steps that allocate what the ones before have freed take no pages from the system. Of a library that gives all of
     it back they take them anew; what it does untold depends on what happens to lie at the end of the heap."""

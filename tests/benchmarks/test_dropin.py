@@ -1,23 +1,15 @@
 """What benchmarks/dropin.py reads in a log, and the command that it starts. No times."""
 
 import argparse
-import importlib
-import sys
 from types import SimpleNamespace
 
 import pytest
 
-from tests.benchmarks.test_emulated import BENCHMARKS
+from benchmarks import dropin
 
 
 @pytest.fixture
-def dropin(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return sys.modules.get("dropin") or importlib.import_module("dropin")
-
-
-@pytest.fixture
-def started(dropin, monkeypatch):
+def started(monkeypatch):
     """Commands that were started; each answers with a log of its iterations and of what was saved."""
     commands = []
 
@@ -34,13 +26,13 @@ def started(dropin, monkeypatch):
     return commands
 
 
-def arguments(dropin, words: str) -> argparse.Namespace:
+def arguments(words: str) -> argparse.Namespace:
     return dropin.parse([*words.split(), "--checkout", "somewhere"])
 
 
-def test_speed_takes_turns_and_leaves_the_first_line_out(dropin, started):
+def test_speed_takes_turns_and_leaves_the_first_line_out(started):
     """Each round begins with another contender; native names no schedule."""
-    rows = dropin.measure_speed(arguments(dropin, "speed --rounds 3"))
+    rows = dropin.measure_speed(arguments("speed --rounds 3"))
     assert {row["contender"]: row["tokens_per_second"] for row in rows} == {
         name: [pytest.approx(2 * 8 * 256 / 0.2)] * 3 for name in dropin.CONTENDERS
     }
@@ -51,16 +43,16 @@ def test_speed_takes_turns_and_leaves_the_first_line_out(dropin, started):
     assert asked == [None, "flush", "2bw", "flush", "2bw", None, "2bw", None, "flush"]
 
 
-def test_memory_is_what_the_log_says(dropin, started):
-    rows = dropin.measure_memory(arguments(dropin, "memory"))
+def test_memory_is_what_the_log_says(started):
+    rows = dropin.measure_memory(arguments("memory"))
     assert [(row["schedule"], row["rank"], row["mebibytes"], row["microbatches"]) for row in rows] == [
         ("flush", 0, 4.5, 4), ("bpipe", 0, 2.5, 2),
     ]  # fmt: skip
 
 
-def test_a_run_that_fails_ends_the_benchmark(dropin, monkeypatch):
+def test_a_run_that_fails_ends_the_benchmark(monkeypatch):
     """With what it wrote."""
     failed = SimpleNamespace(returncode=1, stdout="why it failed")
     monkeypatch.setattr(dropin.subprocess, "run", lambda *command, **options: failed)
     with pytest.raises(SystemExit, match="why it failed"):
-        dropin.measure_speed(arguments(dropin, "speed"))
+        dropin.measure_speed(arguments("speed"))

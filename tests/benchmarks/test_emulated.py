@@ -1,6 +1,5 @@
 """The benchmarks without a clock: emulated stages run what is to be measured, and memory is what the checker proves."""
 
-import importlib.util
 import json
 import math
 import shlex
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import memory
 from tests import workers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,16 +95,8 @@ def count_memory() -> dict[str, dict]:
     """What a rank of benchmarks/memory.py counts."""
     from megatron.core import parallel_state
 
-    memory = load_memory()
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=memory.NUM_STAGES)
     return {name: memory.count(*memory.schedule_of(name)) for name in memory.RUNS}
-
-
-def load_memory():
-    specification = importlib.util.spec_from_file_location("memory_benchmark", BENCHMARKS / "memory.py")
-    memory = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(memory)
-    return memory
 
 
 def assert_as_proved(rows: list[dict]) -> None:
@@ -128,7 +120,7 @@ def test_memory_is_what_the_checker_proves():
     """A GPT of megatron.core on four stages: saved microbatches and live weight versions, counted while each schedule
     runs, are the checker's, and the saved bytes are those of that many microbatches."""
     ranks = workers.run(4, "tests.benchmarks.test_emulated:count_memory")
-    assert_as_proved(load_memory().rows_of({name: [counts[name] for counts in ranks] for name in ranks[0]}))
+    assert_as_proved(memory.rows_of({name: [counts[name] for counts in ranks] for name in ranks[0]}))
 
 
 @pytest.mark.full

@@ -15,35 +15,13 @@ TINY = (
 )
 
 
-def start(*arguments):
-    command = [sys.executable, str(BENCHMARKS / "gpu.py"), *arguments]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
-
-
-def test_without_cuda_it_says_so():
+def test_without_cuda_it_says_so(monkeypatch, capsys):
     """One sentence, with what to do instead, and status 1."""
-    done = start()
-    assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr.startswith("gpu.py: error: no CUDA device is there; measure on a machine that has one, or run ")
-    assert len(done.stderr.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        ("--stages 0", "--stages is 0; give 1 to 64"),
-        ("--stages 4 --microbatches 2 8", "2bw takes at least as many as the 4 stages"),
-        ("--heads 3", "--hidden-size is 2048; give a multiple of the 3"),
-        ("--rounds 0", "at least 1"),
-        ("--schedules gpipe", "invalid choice"),
-    ],
-)
-def test_settings_out_of_range_are_refused(arguments, reason, capsys):
-    """A wrong setting ends in one sentence, on any machine."""
-    with pytest.raises(SystemExit) as ended:
-        gpu.parse(arguments.split())
-    assert ended.value.code == 2 and reason in capsys.readouterr().err
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert gpu.main([]) == 1
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1
+    assert said.err.startswith("gpu.py: error: no CUDA device is there; measure on a machine that has one, or run ")
 
 
 def test_stages_have_gpus_or_share_one():

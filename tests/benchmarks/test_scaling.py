@@ -39,13 +39,6 @@ def test_pictures_show_the_data():
                 assert list(line.get_ydata()) == [value(row) for row in found]
 
 
-def test_the_file_has_a_line_for_each_row():
-    """It reads back equal, and is written as it is committed."""
-    text = scaling.DATA.read_text()
-    assert scaling.text_of(DATA) == text
-    assert sum(map(len, (DATA["grown"], DATA["memory"], DATA["best"]))) < text.count("\n") < 300
-
-
 def test_what_the_page_says_of_a_flush():
     """The bubble of `flush` costs more than its reductions; for 13B and 175B, not for the others, that of `interleaved`
     less.
@@ -142,9 +135,3 @@ def test_marks_and_tables_have_to_correspond():
     assert scaling.page_with({"one": "| a |"}, "<!-- table: one -->\nold\n<!-- end -->\n") == (
         "<!-- table: one -->\n| a |\n<!-- end -->\n"
     )
-
-
-def test_numbers_have_four_digits():
-    """So that files change only when results do."""
-    data = {"a": [1234.567, 0.000123456, 0.0, -7e-14, 3, "x"]}
-    assert scaling.rounded(data) == {"a": [1235.0, 0.0001235, 0.0, 0.0, 3, "x"]}

@@ -1,28 +1,16 @@
 """The simulator beside real runs, without a clock: what ran is the program, and nothing beats its costs."""
 
-import subprocess
-import sys
-
 import pytest
 
+from benchmarks import gpu, simulator_accuracy
 from megatron.commands import schedule
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.simulate.timeline import Timeline
-from tests.benchmarks.test_emulated import BENCHMARKS, rows_of
+from papers.bpipe import balance_cost
+from tests.benchmarks.test_emulated import rows_of
 from tests.commands.in_process import runner
 
-SCHEDULES = (
-    "gpipe",
-    "flush",
-    "2bw",
-    "pipedream",
-    "interleaved",
-    "zb-h1",
-    "zbv",
-    "bpipe",
-    "2bw-balanced",
-    "2bw-recompute",
-)
+SCHEDULES = "gpipe flush 2bw pipedream interleaved zb-h1 zbv bpipe 2bw-balanced 2bw-recompute"
 FORWARD = 0.004 / 2  # seconds of a mean virtual stage in the quick form
 
 
@@ -44,8 +32,8 @@ def test_a_run_is_the_simulated_one_and_takes_no_less(tmp_path):
 @pytest.mark.full
 def test_every_schedule_runs_as_simulated(tmp_path):
     """The same for all schedules of the benchmark."""
-    rows = rows_of("simulator_accuracy", f"--smoke --only {' '.join(SCHEDULES)}", tmp_path)
-    assert len(rows) == len(SCHEDULES)
+    rows = rows_of("simulator_accuracy", f"--smoke --only {SCHEDULES}", tmp_path)
+    assert len(rows) == len(SCHEDULES.split())
     for row in rows:
         check_row(row)
 
@@ -93,11 +81,23 @@ def contents(axes):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [("--stages 2", "nothing to balance"), ("--batches 2", "nothing is steady"), ("--stretch 0", "more than 0")],
+    ("benchmark", "arguments", "reason"),
+    [
+        (simulator_accuracy, "--stages 2", "nothing to balance"),
+        (simulator_accuracy, "--batches 2", "nothing is steady"),
+        (simulator_accuracy, "--stretch 0", "more than 0"),
+        (gpu, "--stages 0", "--stages is 0; give 1 to 64"),
+        (gpu, "--stages 4 --microbatches 2 8", "2bw takes at least as many as the 4 stages"),
+        (gpu, "--heads 3", "--hidden-size is 2048; give a multiple of the 3"),
+        (gpu, "--rounds 0", "at least 1"),
+        (gpu, "--schedules gpipe", "invalid choice"),
+        (balance_cost, "--stages 2", "nothing to balance"),
+        (balance_cost, "--microbatches 4", "at least p each"),
+        (balance_cost, "--stretch 0", "more than 0"),
+    ],
 )
-def test_settings_out_of_range_are_refused(arguments, reason):
-    """A wrong setting ends in one sentence."""
-    command = [sys.executable, str(BENCHMARKS / "simulator_accuracy.py"), *arguments.split()]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 2 and reason in ended.stderr
+def test_settings_out_of_range_are_refused(benchmark, arguments, reason, capsys):
+    """A wrong setting ends in one sentence, on any machine."""
+    with pytest.raises(SystemExit, match="2"):
+        benchmark.parse(arguments.split())
+    assert reason in capsys.readouterr().err

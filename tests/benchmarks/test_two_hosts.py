@@ -1,12 +1,9 @@
 """benchmarks/two_hosts.py: what crosses the link between two hosts, by their network devices' counters."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
-from tests.benchmarks.test_emulated import BENCHMARKS, rows_of
+from benchmarks import two_hosts
+from tests.benchmarks.test_emulated import rows_of
 from tests.network_hosts import make_hosts
 
 PAYLOAD, ACTIVATIONS, MICROBATCHES, EVICTIONS = 1 << 16, 1 << 18, 8, 3
@@ -39,9 +36,10 @@ def test_pairs_cross_the_link_under_standard_only(tmp_path):
                 assert total <= sent <= total + overhead + resent, (name, sent, resent, total)
 
 
-def test_without_namespaces_it_says_so():
+def test_without_namespaces_it_says_so(monkeypatch, capsys):
     """A machine that makes no hosts: why, in one sentence, and status 1. (`ip` is looked for in /usr/sbin as well.)"""
-    command = [sys.executable, str(BENCHMARKS / "two_hosts.py")]
-    done = subprocess.run(command, env={**os.environ, "PATH": "/nowhere"}, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and done.stderr.startswith("two_hosts.py: error: hosts need the commands "), done
-    assert "unshare, nsenter, setpriv; install iproute2 and util-linux" in done.stderr
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert two_hosts.main([]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("two_hosts.py: error: hosts need the commands ")
+    assert "unshare, nsenter, setpriv; install iproute2 and util-linux" in said

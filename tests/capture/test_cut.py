@@ -1,4 +1,4 @@
-"""Stages compute what the whole model computes."""
+"""Stages compute what the whole model computes: cut anywhere, and driven by the runtime."""
 
 import random
 
@@ -6,17 +6,18 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.capture.blocks import blocks_of
+from megatron.capture.blocks import blocks_of, crossings
 from megatron.capture.cut import cut
 from megatron.capture.export import capture
 from megatron.capture.randomness import Draw, seeded_attention
 from megatron.capture.stage import StageData
-from tests.capture.cuts import any_acyclic, contiguous
+from megatron.pipeline.program.edges import Edge, StageGraph
+from megatron.pipeline.runtime.contract.stage import Microbatch
+from megatron.pipeline.runtime.contract.tensors import EdgeTensors, TensorSpec
+from megatron.pipeline.runtime.stages.module.graph_stage import GraphModuleStage
+from tests.capture.cuts import any_acyclic, contiguous, spread
 from tests.capture.in_turn import train_in_turn
-from tests.capture.models import KINDS, USUAL, captured, equal, gradients, llama, tokens
-
-CUTS = 2
-"""Cuts of each kind of model in the usual selection; 30 in the full one."""
+from tests.capture.models import KINDS, captured, equal, gradients, llama, tokens
 
 
 def in_stages(stages, model, batch, draw=None, *, recompute=False):
@@ -28,7 +29,15 @@ def in_stages(stages, model, batch, draw=None, *, recompute=False):
     return loss, found, kept
 
 
-def check_contiguous(kind, cuts, dropout):
+FULL = pytest.mark.full
+CONTIGUOUS = [*((kind, 2, 0.1) for kind in ("t5", "gpt2", "plain")),
+              *(pytest.param(kind, 30, dropout, marks=FULL) for kind in KINDS for dropout in (0.0, 0.1))]  # fmt: skip
+SCATTERED = [("t5", 2), ("plain", 2), *(pytest.param(kind, 30, marks=FULL) for kind in KINDS)]
+
+
+@pytest.mark.parametrize(("kind", "cuts", "dropout"), CONTIGUOUS)
+def test_contiguous_cuts_are_bit_equal(kind, cuts, dropout):
+    """Loss, all gradients and what was kept; with and without recompute, tied weights, at batches of 1 and 3."""
     model, ours = captured(kind, dropout)
     generator = random.Random(3)
     for number in range(cuts):
@@ -44,7 +53,8 @@ def check_contiguous(kind, cuts, dropout):
             assert equal(made, kept)
 
 
-def check_any(kind, cuts):
+@pytest.mark.parametrize(("kind", "cuts"), SCATTERED)
+def test_any_cut_is_equal_but_for_the_order_of_sums(kind, cuts):
     model, ours = captured(kind)
     generator = random.Random(4)
     skips = 0
@@ -61,30 +71,6 @@ def check_any(kind, cuts):
         for name in found:
             torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-6)
     assert skips, "no edge skips a stage"
-
-
-@pytest.mark.parametrize("kind", USUAL)
-def test_contiguous_cuts_are_bit_equal(kind):
-    """Loss, all gradients and what was kept; with and without recompute, tied weights, at batches of 1 and 3."""
-    check_contiguous(kind, CUTS, 0.1)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("dropout", [0.0, 0.1], ids=["plain", "dropout"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_many_contiguous_cuts_are_bit_equal(kind, dropout):
-    check_contiguous(kind, 30, dropout)
-
-
-@pytest.mark.parametrize("kind", ["t5", "plain"])
-def test_any_cut_is_equal_but_for_the_order_of_sums(kind):
-    check_any(kind, CUTS)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("kind", KINDS)
-def test_many_cuts_are_equal_but_for_the_order_of_sums(kind):
-    check_any(kind, 30)
 
 
 @pytest.mark.parametrize("kind", ["t5", "plain"])
@@ -228,3 +214,135 @@ def test_devices_are_replaced():
 
 def devices(stage):
     return [value for node in stage.graph.nodes for value in node.kwargs.values() if isinstance(value, torch.device)]
+
+
+# --- assignments, and the routes of what crosses
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return captured("plain")[1]
+
+
+@pytest.mark.parametrize(
+    ("stage_of", "sentence"),
+    [
+        (lambda blocks: {}, r"operator \d+ \(.*\) has no stage; give each of Plain one"),
+        (lambda blocks: {each: 2 * (place > 3) for place, each in enumerate(blocks)}, "stage 1 of 3 has no operators"),
+        (
+            lambda blocks: {each: int(place == 1) for place, each in enumerate(blocks)},
+            "stage 0 needs .* of stage 1; number stages",
+        ),
+    ],
+)
+def test_what_is_no_assignment_is_refused(plain, stage_of, sentence):
+    """An operator without a stage, a stage without operators, one that needs a later one."""
+    with pytest.raises(ValueError, match=sentence):
+        crossings(plain, spread(stage_of(blocks_of(plain))))
+
+
+def test_a_torn_block(plain):
+    """An in-place activation writes what the operator before it made."""
+    number = next(number for number, node in enumerate(plain.nodes) if "relu_" in str(node.target))
+    stage_of = {each: int(each >= number) for each in range(len(plain.nodes))}
+    with pytest.raises(ValueError, match=r"must lie in one stage"):
+        crossings(plain, stage_of)
+
+
+def by_layer(captured_t5, num_stages):
+    """Stages of T5's decoder by layer: embeddings and encoder, then each decoder layer, then the head."""
+    stage, current = {}, 0
+    for block in blocks_of(captured_t5):
+        names = " ".join(str(captured_t5.nodes[number].meta.get("nn_module_stack")) for number in block)
+        if "decoder.block.0" in names:
+            current = max(current, 1)
+        if "decoder.block.1" in names:
+            current = 2
+        stage[block] = current
+    return spread(stage)
+
+
+def test_what_several_need_is_passed_on():
+    """The encoder's output goes from stage to stage; without relay its maker sends it to each."""
+    _, ours = captured("t5")
+    assignment = by_layer(ours, 3)
+    relayed, direct = (crossings(ours, assignment, relay=relay) for relay in (True, False))
+    several = [key for key, route in direct.routes.items() if len(route) > 1]
+    assert several
+    for key in several:
+        assert direct.routes[key] == ((0, 1), (0, 2)) and relayed.routes[key] == ((0, 1), (1, 2))
+    assert set(cut(ours, assignment, relay=False)[0].targets) == {1, 2}
+
+
+# --- by the runtime
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["plain", "recompute"])
+def test_the_runtime_drives_captured_stages(recompute):
+    """Forwards, recomputes and backwards by the runtime's own stage, with what travels packed: bit-equal to the model,
+    dropout, skips and a tied weight included, at another batch than that of the capture.
+    """
+    model, ours = captured("gpt2")
+    modules = cut(ours, contiguous(ours, 4, random.Random(8)))
+    batch = KINDS["gpt2"].batch(3)
+    sizes = ours.sizes_of(batch)
+    graph = StageGraph.of(
+        len(modules), [Edge(index, target) for index, module in modules.items() for target in sorted(module.targets)]
+    )
+    tensors = {
+        (index, target): EdgeTensors([TensorSpec(each.shape_at(sizes), each.dtype) for each in edge])
+        for index, module in modules.items()
+        for target, edge in module.targets.items()
+    }
+    assert any(target > source + 1 for source, target in tensors)
+    stages = {
+        index: GraphModuleStage(
+            module,
+            index=index,
+            graph=graph,
+            edges={
+                **{source: tensors[source, index] for source in module.sources},
+                **{target: tensors[index, target] for target in module.targets},
+            },
+            versions=None,
+            data=lambda microbatch: StageData(batch, Draw(seed=1, sample=microbatch.index)),
+            has_loss=module.has_loss,
+            recompute=recompute,
+        )
+        for index, module in modules.items()
+    }
+    whole, _ = ours.run(batch, Draw(seed=1, sample=6))
+    expected = gradients(whole, model)
+    microbatch = Microbatch(index=6, batch=0, position=0, num_microbatches=1)
+    sent, returned = {}, {}
+    for index, stage in stages.items():
+        inputs = {
+            source: tensors[source, index].activations.unpack(sent[source, index]) for source in modules[index].sources
+        }
+        for target, made in stage.forward(microbatch, inputs).items():
+            sent[index, target] = tensors[index, target].activations.pack(made)
+    for index, stage in reversed(stages.items()):
+        if recompute:
+            stage.recompute(microbatch)
+        grads = {target: tensors[index, target].gradients.unpack(returned[index, target]) for target in
+                 modules[index].targets}  # fmt: skip
+        for source, made in stage.backward(microbatch, grads).items():
+            returned[source, index] = tensors[source, index].gradients.pack(made)
+    found = {name: each.grad.clone() for name, each in model.named_parameters()}
+    model.zero_grad()
+    assert stages[3].take_losses(0) == {"loss": (whole.item(), 1.0)}
+    assert equal(found, expected)
+
+
+def test_shapes_of_a_batch():
+    """The shapes are those of any batch; along a sequence of a length that the capture fixed only the samples
+    differ."""
+    _, ours = captured("t5")
+    stages = cut(ours, contiguous(ours, 3, random.Random(1)))
+    sizes = ours.sizes_of(KINDS["t5"].batch(7))
+    assert list(sizes.values()) == [7] or set(sizes.values()) == {7}
+    draw = Draw(1, 1)
+    outputs, _ = stages[0](StageData(KINDS["t5"].batch(7), draw), {})
+    for target, edge in stages[0].targets.items():
+        assert [each.shape_at(sizes) for each in edge] == [tuple(each.shape) for each in outputs[target]]
+        assert all(torch.Size(each.shape_at(sizes)).numel() > 0 for each in edge)

@@ -85,10 +85,7 @@ class Fails(nn.Module):
             r"blocks.0 \(Decides\) decides by the values .* \[test_refusals.py:[0-9]+: return x \* 2 if x.sum"
             r"\(\) > 0 else x\]; use torch.where or a mask in its place, or, where the model is not yours, choose",
         ),
-        (
-            Noise(),
-            r"blocks.0 \(Noise\) draws random numbers \(aten.rand_like.* \[test_refusals.py:[0-9]+: return x",
-        ),
+        (Noise(), r"blocks.0 \(Noise\) draws random numbers \(aten.rand_like.* \[test_refusals.py:[0-9]+: return x"),
         (DropsWithoutGradients(), r"blocks.0 \(DropsWithoutGradients\) draws random numbers .* under torch.no_grad"),
         (Selects(), r"blocks.0 \(Selects\) makes a shape that depends on values"),
         (Maps(), r"blocks.0 \(Maps\) uses torch.vmap.*install transformers>=5"),
@@ -132,29 +129,18 @@ def _opt():
     return transformers.OPTForCausalLM(config), {"input_ids": _TOKENS, "labels": _TOKENS}
 
 
+@pytest.mark.full  # which sentence: test_known_causes_are_told_apart
 @pytest.mark.parametrize(
     ("make", "sentence", "settings"),
     [
-        (
-            _deberta,
-            r"\[modeling_deberta.py:[0-9]+: if label_index.* set problem_type to single_label_classification in",
-            {"problem_type": "single_label_classification"},
-        ),
-        pytest.param(
-            _mixtral,
-            r"experts \(MixtralExperts\) .* \[modeling_mixtral.py:[0-9]+: for .* set experts_implementation to batch",
-            {"_experts_implementation": "batched_mm"},
-            marks=pytest.mark.full,
-        ),
-        pytest.param(
-            _opt,
-            r"decoder \(OPTDecoder\) .*layerdrop.*; set layerdrop, .* to 0.0 in its config",
-            {"layerdrop": 0.0},
-            marks=pytest.mark.full,
-        ),
+        (_deberta, r"\[modeling_deberta.py:[0-9]+: if label_index.* set problem_type to single_label_classification in",
+         {"problem_type": "single_label_classification"}),
+        (_mixtral, r"experts \(MixtralExperts\) .* \[modeling_mixtral.py:[0-9]+: for .* set experts_implementation to",
+         {"_experts_implementation": "batched_mm"}),
+        (_opt, r"decoder \(OPTDecoder\) .*layerdrop.*; set layerdrop, .* to 0.0 in its config", {"layerdrop": 0.0}),
     ],
     ids=["label", "experts", "layerdrop"],
-)
+)  # fmt: skip
 def test_what_to_set_is_said_and_helps(make, sentence, settings):
     """Models of transformers with a setting that cannot be captured, and with the one that the sentence names."""
     model, batch = make()

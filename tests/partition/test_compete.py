@@ -6,7 +6,6 @@ import pytest
 
 from megatron.partition import compete, evaluate, parse_graph
 from megatron.partition.coarsen import COARSENINGS
-from megatron.partition.compete import adjacency
 from megatron.partition.refine import Budget, refine
 from megatron.partition.units import PartitionState, compiled
 from tests.partition import graphs
@@ -31,8 +30,11 @@ def test_it_is_near_the_bound(graph, over):
         assert evaluate(graph, result.partition) == result.value
         assert result.partition.most_stages_on_a_device() <= 2
         assert found.choice.value.objective_ms <= result.value.objective_ms * 1.0001
-    again = compete(graph, max_stages_per_device=2, effort=0.2)
-    assert again.choice.partition == found.choice.partition
+
+
+def test_it_is_the_same_each_time():
+    one, other = (compete(graphs.random_dag(3), max_stages_per_device=2, effort=0.05) for _ in range(2))
+    assert one.choice.partition == other.choice.partition
 
 
 def test_no_search_where_nothing_can_be_won():
@@ -141,15 +143,6 @@ def test_coarsening_makes_no_circle(name):
         before = state.score()
         after = refine(state, Budget(2000))
         assert not before.better_than(after) and after == PartitionState(units, state.stage_of, state.device_of).score()
-
-
-def test_what_metis_is_given():
-    """Each edge both ways with the same weight, more for more bytes; weights of units by time, never 0."""
-    made = graphs.content([0, 5, 10], [(0, 1), (0, 2)], out=0)
-    made["nodes"][0]["out_bytes"] = 10
-    near, weights, edges = adjacency(compiled(parse_graph(made)))
-    assert near == [[1, 2], [0], [0]] and edges == [[1001, 1001], [1001], [1001]]
-    assert weights[0] == 1 and weights[2] - 1 == pytest.approx(2 * (weights[1] - 1), abs=1)
 
 
 @pytest.mark.parametrize("scope", ["M/Block[{layer}]/op{op}", "M/stack/{layer}/part/{op}/op_{layer}"])

@@ -41,7 +41,7 @@ def cases(draw):
     return made, stages, tuple(holds)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(cases())
 def test_it_is_the_oracle(case):
     """Price, and whether there is one, for any graph and placement: skips, inputs, shared parameters, two profiles."""

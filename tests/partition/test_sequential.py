@@ -46,7 +46,7 @@ def every_cut(made, order):
     return best
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(files())
 def test_it_is_the_best_of_all_cuts(made):
     """Skips that are read in several stages, tensors that cost more than compute, memory, unequal devices."""

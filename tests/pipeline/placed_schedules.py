@@ -80,9 +80,5 @@ PLACED = {
 @contextmanager
 def registered():
     """In this block the tables have these orders, placements and presets."""
-    with (
-        mock.patch.dict(ORDERS, _ORDERS),
-        mock.patch.dict(PLACEMENTS, _PLACEMENTS),
-        mock.patch.dict(PRESETS, PLACED),
-    ):
+    with mock.patch.dict(ORDERS, _ORDERS), mock.patch.dict(PLACEMENTS, _PLACEMENTS), mock.patch.dict(PRESETS, PLACED):
         yield

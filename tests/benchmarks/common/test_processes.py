@@ -6,6 +6,8 @@ import torch.distributed as dist
 
 from benchmarks.common.processes import gathered, run_group, torchrun
 
+pytestmark = pytest.mark.full  # test_emulated.py has such processes
+
 
 def report(word: str) -> dict:
     return {"word": word, "ranks": gathered(dist.get_rank()), "threads": torch.get_num_threads()}

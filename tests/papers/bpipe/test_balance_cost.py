@@ -48,14 +48,3 @@ def test_synchronous_moves_stop_the_evictor():
     assert spans_of(timeline, 3)["3F0"][0] == 3.0  # as without moves
     assert timeline.makespan > simulate(bpipe, Costs(evict=0.5)).makespan
     assert without_time.makespan == simulate(bpipe).makespan
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [("--stages 2", "nothing to balance"), ("--microbatches 4", "at least p each"), ("--stretch 0", "more than 0")],
-)
-def test_settings_out_of_range_are_refused(arguments, reason, capsys):
-    """A wrong setting ends in one sentence."""
-    with pytest.raises(SystemExit, match="2"):
-        balance_cost.parse(arguments.split())
-    assert reason in capsys.readouterr().err

@@ -9,6 +9,7 @@ from megatron.partition import evaluate
 from papers.ftpipe import partition_units
 from papers.ftpipe.partition_units_graphs import CASES, GIB, RTX_2080_TI, UNITS, Case, estimated, t5
 
+FULL = pytest.mark.full  # capture and partition have tests of their own
 TINY = Case(
     t5(layers=2, heads=2, d_ff=256, vocab_size=64, d_model=32, d_kv=8), {"input_ids": 64, "labels": 4}, 4, RTX_2080_TI,
     2, 8, "",
@@ -25,6 +26,7 @@ def measured(tiny):
     return partition_units.measure(tiny, TINY, effort=0.01)
 
 
+@FULL
 def test_no_layer_is_cut(tiny, measured):
     """Each block of the encoder and the decoder lies in one stage; with sublayers as units each of theirs."""
     scopes = {node["id"]: node["scope"].split("/") for node in tiny.content["nodes"] if not node.get("input")}
@@ -40,6 +42,7 @@ def test_no_layer_is_cut(tiny, measured):
     assert len(measured.results) == len(UNITS) * len(partition_units.METHODS)
 
 
+@FULL
 def test_finer_units_are_never_worse(tiny, measured):
     objective = {(row.units, row.method): row.objective_ms for row in measured.rows}
     for method in partition_units.METHODS:
@@ -49,6 +52,7 @@ def test_finer_units_are_never_worse(tiny, measured):
     assert numbers["operators"] > numbers["sublayers"] > numbers["layers"] >= 4
 
 
+@FULL
 def test_rows_are_what_the_graph_says(tiny, measured):
     """And the bound is below them."""
     for row in measured.rows:
@@ -57,6 +61,7 @@ def test_rows_are_what_the_graph_says(tiny, measured):
         assert row.bound_ms <= row.objective_ms and row.stages <= (4 if row.method == "mixed" else 2)
 
 
+@FULL
 def test_an_encoder_layer_outweighs_a_decoder_layer_as_published():
     """The paper measured 5.5 for T5-3B at 512 and 4 tokens (section 3.3); at its microbatch of 4."""
     case = replace(TINY, build=t5(layers=2, heads=32, d_ff=16384), lengths={"input_ids": 512, "labels": 4})
@@ -68,6 +73,7 @@ def test_an_encoder_layer_outweighs_a_decoder_layer_as_published():
     assert encoder / decoder == pytest.approx(5.85, abs=0.05)
 
 
+@FULL
 def test_the_models_have_the_published_shapes():
     """1.5, 2.85 and 11.3 billion parameters, in no memory."""
     from megatron.capture.tensors import fake_parameters
@@ -81,7 +87,7 @@ def test_the_models_have_the_published_shapes():
     )
 
 
-@pytest.mark.full
+@FULL
 def test_the_command_writes_tables_pictures_and_json(tmp_path, capsys):
     """The tables are of an encoder and a decoder layer of T5-11B, for which operators are worth more than a third."""
     path = tmp_path / "found.json"

@@ -1,11 +1,12 @@
 """Programs for the checker's tests: written out as text, built, and mutated."""
 
 import dataclasses
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from megatron.pipeline.program.instruction import Instruction
+from megatron.pipeline.program.instruction import Instruction, Kind
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.program.weight_policies import FLUSH, PROVISIONAL, STASH, TWO_BW, weight_policy
 from megatron.pipeline.schedules import Schedule
@@ -24,6 +25,23 @@ def with_row(program: Program, rank: int, row: list[Instruction]) -> Program:
     rows = list(program.rows)
     rows[rank] = tuple(row)
     return dataclasses.replace(program, rows=tuple(rows))
+
+
+def moved(program: Program, rank: int, position: int, place: int) -> tuple[Program, str]:
+    """The program with an instruction at another place of its row, and what was done."""
+    row = program.rows[rank]
+    rest, each = [*row[:position], *row[position + 1 :]], row[position]
+    return with_row(program, rank, [*rest[:place], each, *rest[place:]]), f"rank {rank}, {each}: {position} -> {place}"
+
+
+def moved_later(
+    program: Program, *, reach: int, kinds: Collection[Kind] = tuple(Kind)
+) -> Iterator[tuple[Program, str]]:
+    """Each instruction of these kinds up to `reach` places later."""
+    for rank, row in enumerate(program.rows):
+        for position in (position for position, each in enumerate(row) if each.kind in kinds):
+            for place in range(position + 1, min(position + reach + 1, len(row))):
+                yield moved(program, rank, position, place)
 
 
 def saved_bounds(schedule: Schedule, batches: tuple[int, ...]) -> list[int]:

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules import Schedule
+from tests.pipeline.check.oracle import verdict
 
 
 def hosted(
@@ -20,6 +21,12 @@ def hosted_bounds(schedule: Schedule, batches: tuple[int, ...]) -> list[int]:
     p, v, m = schedule.num_ranks, schedule.num_virtual_stages, max(batches)
     last = [p - rank if v == 1 else 2 * (p - rank) - 1 for rank in range(p)]
     return [m] * (p * (v - 1)) + [min(m, each) for each in last]
+
+
+def both_verdicts(program: Program, bounds: list[int] | None) -> str:
+    """What the oracle says where lanes run as early as they can, and where as late; it counts boundaries, too."""
+    bounds = bounds or [99] * program.num_stages
+    return verdict(program, bounds) or verdict(program, bounds, lazy=True)
 
 
 @st.composite

@@ -1,6 +1,6 @@
 """Programs with one instruction changed, and what their rejection has to say."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
 
@@ -27,6 +27,22 @@ def assert_judged(program: Program, bounds: list[int], wrong: str, what: str) ->
         assert_rejected(program, f"{what}: {wrong}", bounds)
     else:
         check(program, max_saved=bounds)
+
+
+def assert_each_is_judged(
+    mutants: Iterable[tuple[Program, str]], wrong_with: Callable[[Program], str], **bounds: Sequence[int] | None
+) -> None:
+    """Accepted are exactly those against which `wrong_with` says nothing, and there are both."""
+    verdicts = set()
+    for mutant, what in mutants:
+        wrong, reason = wrong_with(mutant), ""
+        try:
+            check(mutant, **bounds)
+        except ProgramError as error:
+            reason = str(error)
+        assert bool(wrong) == bool(reason), f"{what}: {wrong or reason}"
+        verdicts.add(not wrong)
+    assert verdicts == {True, False}
 
 
 def assert_rejected(program: Program, what: str, bounds: list[int] | None = None) -> None:
@@ -99,14 +115,6 @@ def _in_the_order_of_channels(row: Row) -> list[Instruction]:
             while sends and (sends[0].kind.row.sends, sends[0].stage, sends[0].microbatch) in made:
                 result.append(sends.pop(0))
     return result
-
-
-def accepts(program: Program, bounds: list[int]) -> bool:
-    try:
-        check(program, max_saved=bounds)
-    except ProgramError:
-        return False
-    return True
 
 
 def assert_placed(error: ProgramError, program: Program, what: str) -> None:

@@ -3,14 +3,11 @@
 import dataclasses
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megatron.pipeline.check import ProgramError, check, check_periodic
-from megatron.pipeline.program.instruction import MOVES, Instruction, Kind
+from megatron.pipeline.program.instruction import MOVES, Instruction
 from megatron.pipeline.program.program import PeriodicProgram, Program
 from megatron.pipeline.schedules import Schedule
-from megatron.pipeline.simulate import Costs, simulate
 from tests.pipeline.check.examples import with_row, written
 
 # Two stages, three microbatches, computations and moves alone: the smallest program in which an eviction makes room.
@@ -104,26 +101,6 @@ def test_an_evaluation_moves_nothing():
         check(program)
 
 
-def test_a_forward_waits_for_the_eviction_before_the_last_computation():
-    """EVICT0 has the time of F1; F2 finds its room free. Straight before F1 it would count still."""
-    first, second = "0F0 0EVICT0 0F1 0F2 0LOAD0 0B0 0B1 0B2", "1ACCEPT0 1RETURN0 1F0 1B0 1F1 1B1 1F2 1B2"
-    assert check(written(first, second, batches=(3,))).peak_saved_microbatches == (3, 2)
-    late = first.replace("0F2 0LOAD0 0B0 0B1", "0LOAD0 0B0 0F2 0B1")
-    assert check(written(late, second, batches=(3,)), max_saved=[2, 2]).peak_saved_microbatches == (2, 2)
-    error = rejected(first, second, max_saved=[2, 2])
-    assert (error.position, error.reason) == (4, "stage 0 would save 3 microbatches, and its bound is 2")
-
-
-def test_a_move_takes_memory_when_its_turn_comes():
-    """ACCEPT2 stands behind RETURN1, so the acceptor never has both; the other way round it may."""
-    first = "0F0 0F1 0EVICT1 0LOAD1 0F2 0EVICT2 0B0 0B1 0LOAD2 0B2"
-    rest = " 1F0 1B0 1F1 1B1 1F2 1B2"
-    check(written(first, "1ACCEPT1 1RETURN1 1ACCEPT2 1RETURN2" + rest, batches=(3,)), max_saved=[3, 2])
-    both = first.replace("0LOAD1 0F2 0EVICT2 0B0", "0F2 0EVICT2 0B0 0LOAD1")
-    error = rejected(both, "1ACCEPT1 1ACCEPT2 1RETURN1 1RETURN2" + rest, max_saved=[3, 2])
-    assert (error.rank, str(error.instruction)) == (1, "1F0")
-
-
 def test_deadlocks():
     """A forward waits for an eviction whose other end waits for that forward; the message names the circle."""
     second = "1F0 1B0 1F1 1B1 1F2 1ACCEPT0 1RETURN0 1B2"
@@ -157,53 +134,6 @@ def test_every_move_is_needed_once_where_it_is(name: str):
             for changed in ([], [each, each], [other]):
                 with pytest.raises(ProgramError):
                     check(with_row(program, rank, [*row[:position], *changed, *row[position + 1 :]]), max_saved=bounds)
-
-
-@pytest.mark.parametrize("name", ["flush", "2bw"])
-def test_exchanged_moves_are_rejected(name: str):
-    """Two moves of a row exchanged, near or far, is another order than the partner's."""
-    program, bounds = balanced(name)
-    for rank, row in enumerate(program.rows):
-        places = [position for position, each in enumerate(row) if each.kind in MOVES]
-        for index, first in enumerate(places):
-            for second in places[index + 1 :]:
-                mutant = list(row)
-                mutant[first], mutant[second] = mutant[second], mutant[first]
-                with pytest.raises(ProgramError):
-                    check(with_row(program, rank, mutant), max_saved=bounds)
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.data())
-def test_what_is_accepted_keeps_the_bound_at_any_speed(data: st.DataObject):
-    """A move put elsewhere in its row: if accepted, no speed of computations and transfers exceeds the bound."""
-    program, bounds = balanced(data.draw(st.sampled_from(["flush", "2bw"])))
-    rank = data.draw(st.sampled_from([0, 3]))
-    row = list(program.rows[rank])
-    moves = [position for position, each in enumerate(row) if each.kind in MOVES]
-    move = row.pop(data.draw(st.sampled_from(moves)))
-    row.insert(data.draw(st.integers(0, len(row))), move)
-    mutant = with_row(program, rank, row)
-    try:
-        check(mutant, max_saved=bounds)
-    except ProgramError:
-        return
-    seconds = st.floats(0.05, 4.0)
-    costs = {name: data.draw(st.lists(seconds, min_size=4, max_size=4)) for name in ("forward", "backward", "evict")}
-    timeline = simulate(mutant, Costs(**costs, load=data.draw(seconds), latency=data.draw(seconds)))
-    assert all(timeline.peak_saved_microbatches(stage) <= bound for stage, bound in enumerate(bounds))
-
-
-def test_both_verdicts_occur():
-    """An eviction that starts only with the forward that needs its room is too late; where none does, it is not."""
-    program, bounds = balanced("flush")
-    row = list(program.rows[0])
-    evict, forward = (row.index(each) for each in (Instruction(Kind.EVICT, 0, 1), Instruction(Kind.FORWARD, 0, 3, 0)))
-    late = [*row[:evict], *row[evict + 1 : forward], row[evict], *row[forward:]]
-    with pytest.raises(ProgramError, match="would save 4 microbatches, and its bound is 3"):
-        check(with_row(program, 0, late), max_saved=bounds)
-    evict, load = (row.index(each) for each in (Instruction(Kind.EVICT, 0, 3), Instruction(Kind.LOAD, 0, 1)))
-    check(with_row(program, 0, [*row[:evict], *row[evict + 1 : load], row[evict], *row[load:]]), max_saved=bounds)
 
 
 # --- any number of periods

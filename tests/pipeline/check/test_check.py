@@ -10,12 +10,10 @@ from megatron.pipeline.schedules import Schedule
 from tests.pipeline.check.examples import cases, saved_bounds
 from tests.pipeline.check.oracle import verdict
 
-Case = tuple[Schedule, Program]
 
-
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(cases())
-def test_every_built_program_is_proved(case: Case):
+def test_every_built_program_is_proved(case: tuple[Schedule, Program]):
     """Over p, m, ramp-up, policies, chains and starts: what is built holds every claim, in the papers' bounds."""
     schedule, program = case
     report = check(program, max_saved=saved_bounds(schedule, program.batches))
@@ -23,9 +21,9 @@ def test_every_built_program_is_proved(case: Case):
     assert report.num_instructions == sum(map(len, program.rows))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(cases(max_stages=5, max_microbatches=6, max_batches=3))
-def test_proved_programs_compute_the_definition(case: Case):
+def test_proved_programs_compute_the_definition(case: tuple[Schedule, Program]):
     """What the checker accepts, executed on symbols, ends with the weights that the policy's definition gives."""
     schedule, program = case
     check(program)

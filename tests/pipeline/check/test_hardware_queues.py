@@ -42,6 +42,8 @@ def runs(program: Program, early: tuple[bool, ...], *, shares: bool) -> bool:
 
 # --- 2bw
 
+SHARDED = {"distributed_optimizer": True}
+
 
 def test_two_of_sixteen_interleavings_of_gradient_reductions_deadlock():
     """One stage, t = d = 2, one queue, 2bw: where ranks on a diagonal reduce first and the others compute first."""
@@ -53,29 +55,20 @@ def test_two_of_sixteen_interleavings_of_gradient_reductions_deadlock():
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "tensor", "data", "found"),
-    [(1, 2, 2, (12, 16)), (1, 2, 1, (2, 4)), (2, 1, 1, (2, 4)), (2, 1, 2, (12, 16)), (1, 1, 2, (0, 4))],
+    ("num_ranks", "tensor", "data", "options", "found"),
+    [
+        *((1, 2, 2, {}, (12, 16)), (1, 2, 1, {}, (2, 4)), (2, 1, 1, {}, (2, 4)), (2, 1, 2, {}, (12, 16))),
+        *((1, 1, 2, {}, (0, 4)), (1, 1, 2, SHARDED, (2, 4)), (1, 2, 2, SHARDED, (14, 16))),
+    ],
 )
-def test_the_norm_deadlocks_more_of_them(num_ranks, tensor, data, found):
+def test_the_norm_deadlocks_more_of_them(num_ranks, tensor, data, options, found):
     """The norm is reduced over tensor ranks and stages, so with the whole chain two tensor ranks, or two stages, are
-    enough. Only replicas alone have nothing to wait for in their computations.
+    enough. Only replicas alone have nothing to wait for in their computations, but for the distributed optimizer's
+    all-gather in STEP, which is a collective of the main thread.
     """
     program = build("2bw", num_ranks, 4)
-    assert count_deadlocks(program, tensor=tensor, data=data, num_queues=1) == found
+    assert count_deadlocks(program, tensor=tensor, data=data, num_queues=1, **options) == found
     assert check(program).versioned
-
-
-def test_separate_queues_end_in_every_interleaving():
-    """With a queue for each stream none of the 16 deadlocks."""
-    for program in (without_norm(build("2bw", 1, 4)), build("2bw", 1, 4)):
-        assert all(runs(program, early, shares=False) for early in product((False, True), repeat=4))
-
-
-def test_the_distributed_optimizer_deadlocks_with_replicas_alone():
-    """Its all-gather in STEP is a collective of the main thread, so two replicas are enough."""
-    program = build("2bw", 1, 4)
-    assert count_deadlocks(program, data=2, num_queues=1, distributed_optimizer=True) == (2, 4)
-    assert count_deadlocks(program, tensor=2, data=2, num_queues=1, distributed_optimizer=True) == (14, 16)
 
 
 @pytest.mark.parametrize("job", list(product((1, 2), (1, 2), (1, 2), (False, True))), ids=str)
@@ -96,20 +89,6 @@ def test_a_deadlock_is_told():
     assert "deadlock with one hardware queue for 6 streams: rank 0 (tensor 0, data 0) has 0SEND_F5" in error.reason
     assert "at the head of a queue, which waits for 1REDUCE_NORM@1 (chain's world group), which rank 0" in error.reason
     assert str(error.instruction) == "0SEND_F5" and str(error).splitlines()[1].startswith("rank 0: ...")
-
-
-def test_only_the_circle_is_told():
-    """Who waits for the circle from outside is left out: here rank 0, while two tensor ranks of rank 1 wait for each
-    other.
-    """
-    reason = refused(build("2bw", 2, 4), tensor=2, num_queues=1).reason
-    one, other = reason.split("streams: ")[1].split("; ")
-    assert one.startswith("rank 1 (tensor 0, data 0) has") and one.endswith(
-        "which rank 1 (tensor 1, data 0) has not joined"
-    )
-    assert other.startswith("rank 1 (tensor 1, data 0) has") and other.endswith(
-        "rank 1 (tensor 0, data 0) has not joined"
-    )
 
 
 def test_fewer_queues_than_streams_may_all_be_one():
@@ -142,7 +121,7 @@ def drained_programs(draw: st.DrawFn) -> Program:
     return build(name, p, m, num_batches=2, **flags)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=40)
 @given(drained_programs(), st.integers(1, 3), st.integers(1, 3), st.integers(0, 10**6))
 def test_schedules_that_drain_need_one_queue(program, tensor, data, seed):
     """gpipe, flush and interleaved: the main thread waits while the chain launches, so one queue is proved, receives
@@ -156,7 +135,7 @@ def test_schedules_that_drain_need_one_queue(program, tensor, data, seed):
         assert ends(ranks, tensor=tensor, data=data, one_queue=True, seed=seed)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=40)
 @given(cases(max_stages=5, max_batches=3), st.booleans(), st.integers(1, 3), st.integers(1, 3), st.integers(0, 10**6))
 def test_every_schedule_runs_on_separate_queues(case, balance, tensor, data, seed):
     """gpipe, flush, 2bw, pipedream and interleaved, with and without balance, at any degrees; and random executions of

@@ -92,49 +92,12 @@ def test_a_third_gradient_waits_for_nothing_that_comes():
     assert error.reason == "the 2 gradient buffers are those of stage 2 and stage 1, whose STORE_GRADs are to come"
 
 
-def test_a_batch_computes_with_what_it_fetched():
-    """A fetch ahead of a deferred update brings the old weights, and the new batch names the new ones."""
-    batch = "0FETCH@0 0F0@0 0B0@0 0STORE_GRAD@1 0REDUCE_NORM@1 0FREE@0 0STEP@1 0UPDATE@1"
-    after = "0FETCH@1 0F1@1 0B1@1 0STORE_GRAD@2 0REDUCE_NORM@2 0FREE@1 0STEP@2 0UPDATE@2"
-    facts = {"batches": (1, 1), "residency": DEFERRED}
-    check(written(f"{batch} {after}", **facts))
-    early = f"{batch} {after}".replace("0UPDATE@1 0FETCH@1", "0FETCH@0 0UPDATE@1").replace("0FREE@1", "0FREE@0")
-    error = rejected(written(early, **facts))
-    assert str(error.instruction) == "0F1@1"
-    assert error.reason.startswith("its weights are not on the device: no 0FETCH@1 stands before it")
-
-
-def test_two_batches_do_not_add_up():
-    """A stage's gradients leave before the next batch's begin."""
-    batch = "0FETCH@0 0F0@0 0B0@0 0STORE_GRAD@1 0UPDATE@1 0FREE@0 0STEP@1"
-    after = "0FETCH@1 0F1@1 0B1@1 0STORE_GRAD@2 0UPDATE@2 0FREE@1 0STEP@2"
-    facts = {"batches": (1, 1), "residency": EAGER, "global_norm": False}
-    check(written(f"{batch} {after}", **facts))
-    error = rejected(written(f"{batch} {after}".replace("0STORE_GRAD@1 0UPDATE@1 ", ""), **facts))
-    assert error.reason.startswith("the gradients of batch 0 are still in the stage's buffer: no 0STORE_GRAD@1 stands")
-    assert str(error.instruction) == "0B1@1"
-
-
 def test_deferred_updates_stand_behind_the_step():
     """There the norm and any overflow are known; by a program that says eager they are not asked."""
     error = rejected(one_rank(ROW, residency=DEFERRED))
     assert (str(error.instruction), error.reason) == ("2UPDATE@1", "no 0STEP@1 stands before it")
     late = moved(ROW, "2UPDATE@1", behind="0STEP@1")
     check(one_rank(late))  # eager ones may
-
-
-def test_tied_embeddings_wait_for_both_ends():
-    """On one rank: their sum behind both STORE_GRADs, both UPDATEs behind their sum."""
-    program = hosted(1, 3, update="eager", tied_embeddings=True).build((1,))
-    row = " ".join(map(str, program.rows[0]))
-    assert "0STORE_GRAD@1 0REDUCE_EMBED@1 0UPDATE@1 2UPDATE@1" in row
-    for word, behind, reason in (
-        ("2UPDATE@1", "2STORE_GRAD@1", "no 0REDUCE_EMBED@1 stands before it"),
-        ("0UPDATE@1", "0STORE_GRAD@1", "no 0REDUCE_EMBED@1 stands before it"),
-        ("0REDUCE_EMBED@1", "0B0@0", "it adds gradients on the host: no 0STORE_GRAD@1 before it"),
-    ):
-        error = rejected(replace(program, rows=one_rank(moved(row, word, behind=behind)).rows))
-        assert (str(error.instruction), error.reason) == (word, reason)
 
 
 def test_embeddings_added_up_early_hold_up_a_rank():

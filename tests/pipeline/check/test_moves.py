@@ -4,12 +4,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron.pipeline.check import ProgramError, check
-from megatron.pipeline.program.instruction import MOVES
+from megatron.pipeline.check import check
+from megatron.pipeline.program.instruction import MOVES, Kind
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules import Schedule
-from tests.pipeline.check.examples import with_row
+from tests.pipeline.check.examples import moved, moved_later
 from tests.pipeline.check.moves_oracle import Wrong, most_held
+from tests.pipeline.check.mutations import assert_each_is_judged
 from tests.pipeline.check.oracle import verdict
 
 SMALL = {
@@ -43,16 +44,8 @@ def test_every_exchange_is_judged_as_every_timing_judges_it(name: str):
     """Each move put at each place of its row, and each two neighbours exchanged: one verdict, and both occur."""
     schedule, batches = SMALL[name]
     bounds = schedule.max_saved_on_rank(batches)
-    verdicts = set()
-    for what, mutant in exchanges(schedule.build(batches)):
-        reason = wrong(mutant, bounds)
-        try:
-            check(mutant, max_saved_on_rank=bounds)
-            assert not reason, f"{what}: {reason}"
-        except ProgramError as error:
-            assert reason, f"{what}: {error}"
-        verdicts.add(not reason)
-    assert verdicts == {True, False}
+    mutants = exchanges(schedule.build(batches))
+    assert_each_is_judged(mutants, lambda mutant: wrong(mutant, bounds), max_saved_on_rank=bounds)
 
 
 # Four stages behind a frozen one: on ranks of their own, or the first two on one.
@@ -75,19 +68,10 @@ def test_behind_a_frozen_stage_every_timing_agrees(name: str):
 def test_behind_a_frozen_stage_every_move_is_judged_as_every_timing_judges_it(name: str):
     """Each move put at each place of its row."""
     schedule, first = _behind_a_frozen_stage(name)
-    program, bounds, verdicts = schedule.build((5,)), schedule.max_saved_on_rank((5,)), set()
-    for what, mutant in moved_elsewhere(program):
-        try:
-            reason = exceeded(mutant, bounds, range(first, first + 2))
-        except Wrong as error:
-            reason = str(error)
-        try:
-            check(mutant, max_saved_on_rank=bounds)
-            assert not reason, f"{what}: {reason}"
-        except ProgramError as error:
-            assert reason, f"{what}: {error}"
-        verdicts.add(not reason)
-    assert verdicts == {True, False}
+    bounds = schedule.max_saved_on_rank((5,))
+    mutants = moved_elsewhere(schedule.build((5,)))
+    pairs = range(first, first + 2)
+    assert_each_is_judged(mutants, lambda mutant: exceeded(mutant, bounds, pairs), max_saved_on_rank=bounds)
 
 
 def _behind_a_frozen_stage(name: str) -> tuple[Schedule, int]:
@@ -95,45 +79,33 @@ def _behind_a_frozen_stage(name: str) -> tuple[Schedule, int]:
     return Schedule.preset("bpipe", num_stages=5, num_frozen=1, rank_of_stage=FROZEN[name]), FROZEN[name][1]
 
 
-def exchanges(program: Program) -> Iterator[tuple[str, Program]]:
+def exchanges(program: Program) -> Iterator[tuple[Program, str]]:
     yield from moved_elsewhere(program)
-    for rank, row in enumerate(program.rows):
-        for position, each in enumerate(row[:-1]):
-            if each.kind not in MOVES:
-                yield _moved(program, rank, position, position + 1)
+    yield from moved_later(program, reach=1, kinds=set(Kind) - MOVES)
 
 
-def moved_elsewhere(program: Program) -> Iterator[tuple[str, Program]]:
+def moved_elsewhere(program: Program) -> Iterator[tuple[Program, str]]:
     for rank, row in enumerate(program.rows):
         for position, each in enumerate(row):
             for place in range(len(row)) if each.kind in MOVES else ():
                 if place != position:
-                    yield _moved(program, rank, position, place)
-
-
-def _moved(program: Program, rank: int, position: int, place: int) -> tuple[str, Program]:
-    row = program.rows[rank]
-    rest, each = [*row[:position], *row[position + 1 :]], row[position]
-    mutant = with_row(program, rank, [*rest[:place], each, *rest[place:]])
-    return f"rank {rank}, {each}: {position} -> {place}", mutant
+                    yield moved(program, rank, position, place)
 
 
 def wrong(program: Program, bounds: tuple[int, ...]) -> str:
     """What the two oracles say against a program; '' if it is right."""
     without_moves = [tuple(each for each in row if each.kind not in MOVES) for row in program.rows]
     reason = verdict(program.with_rows(tuple(without_moves)), [program.num_microbatches] * program.num_stages)
-    if reason:
-        return reason
-    try:
-        return exceeded(program, bounds, range(program.num_ranks // 2))
-    except Wrong as error:
-        return str(error)
+    return reason or exceeded(program, bounds, range(program.num_ranks // 2))
 
 
 def exceeded(program: Program, bounds: tuple[int, ...], ranks: range) -> str:
-    """Which pair, of the ranks that train from both ends, may hold more than its bounds; '': none."""
+    """Which pair, of the ranks that train from both ends, may hold more than its bounds or goes wrong; '': none."""
     for place, rank in enumerate(ranks):
-        most = most_held(program, rank)
+        try:
+            most = most_held(program, rank)
+        except Wrong as error:
+            return str(error)
         if most[0] > bounds[rank] or most[1] > bounds[-1 - place]:
             return f"ranks {rank} and {program.num_ranks - 1 - place} hold {most}"
     return ""

@@ -22,7 +22,7 @@ def periodic(
     return PeriodicProgram(extent=extent, fill=rows[0], period=rows[1], drain=rows[2], num_microbatches=size)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(schedules(max_stages=6))
 def test_every_built_period_repeats(schedule: Schedule):
     """Fill, n periods and drain of every schedule are proved for every n, and keep the papers' bounds."""

@@ -121,7 +121,7 @@ def balanced_programs(draw: st.DrawFn) -> Program:
     return build(name, p, m, num_batches=2, **flags)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(balanced_programs(), st.integers(1, 2), st.integers(1, 2), st.integers(0, 10**6))
 def test_all_moves_run_on_separate_queues(program, tensor, data, seed):
     """Wherever activations move, at any degrees, also where a move is given a buffer late; and random executions of

@@ -2,54 +2,32 @@
 
 import gc
 import json
-import os
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
+from benchmarks import program_scale
 from megatron.pipeline.check import check, check_periodic
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules import Schedule
 
-ROOT = Path(__file__).resolve().parents[3]
-
-
-def run(*command: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, *command], cwd=ROOT, check=True, text=True, capture_output=True, env=environment
-    ).stdout
-
 
 @pytest.mark.alone
 def test_a_large_program_is_proved_in_seconds():
-    """p=64, m=512: 390,000 instructions take a few CPU seconds, building included."""
+    """p=64, m=256: 190,000 instructions take a few CPU seconds, building included."""
     start = time.process_time()
-    report = check(Schedule.preset("2bw", num_stages=64).build((512,) * 2))
-    assert report.num_instructions > 380_000
-    assert time.process_time() - start < 20
+    report = check(Schedule.preset("2bw", num_stages=64).build((256,) * 2))
+    assert report.num_instructions > 190_000
+    assert time.process_time() - start < 10
 
 
-def test_it_imports_neither_torch_nor_megatron_core():
-    """Plans are checked on machines and in moments that have no torch."""
-    code = "import sys, megatron.pipeline.check; print({'torch', 'megatron.core'} & set(sys.modules))"
-    assert run("-c", code).strip() == "set()"
-
-
-def test_the_benchmark_reports_growth():
+def test_the_benchmark_reports_growth(capsys):
     """Piped, it prints one JSON object with the fitted exponents and a line for each program."""
-    report = json.loads(
-        run("benchmarks/program_scale.py", "--stages", "2", "4", "--microbatches", "8", "64", "--repeat", "1")
-    )
-    assert [(each["num_stages"], each["num_microbatches"]) for each in report["programs"]] == [
-        (2, 8),
-        (2, 64),
-        (4, 8),
-        (4, 64),
-    ]
+    program_scale.main(["--stages", "2", "4", "--microbatches", "8", "64", "--repeat", "1"])
+    report = json.loads(capsys.readouterr().out)
+    sizes = [(each["num_stages"], each["num_microbatches"]) for each in report["programs"]]
+    assert sizes == [(2, 8), (2, 64), (4, 8), (4, 64)]
     assert set(report) >= {"schedule", "exponent", "build_exponent", "check_exponent"}
 
 
@@ -106,9 +84,9 @@ def test_work_of_periods_grows_with_the_instructions():
 
 
 def seconds_a_comment(number: int) -> float:
-    """Least processor time, of three readings, for each of so many leading comments of a file."""
+    """Least processor time, of two readings, for each of so many leading comments of a file."""
     text, times = "# a note\n" * number + "0F0,0B0\n", []
-    for _ in range(3):
+    for _ in range(2):
         gc.collect()
         gc.disable()
         start = time.process_time()
@@ -119,5 +97,5 @@ def seconds_a_comment(number: int) -> float:
 
 
 def test_comments_of_a_file_are_passed_over_once():
-    """Thirty times the comments cost as much each: a list whose head is taken off moves all the rest each time."""
-    assert seconds_a_comment(300_000) < 5 * seconds_a_comment(10_000)
+    """More comments cost as much each: a list whose head is taken off moves all the rest each time."""
+    assert seconds_a_comment(200_000) < 5 * seconds_a_comment(6_000)

@@ -91,26 +91,27 @@ def test_predictions_are_as_wide_as_they_took():
     assert 0 < widths["predict"] < widths["step"]
 
 
-@pytest.mark.parametrize("num_stages", [2, 4])
-def test_versions_made_and_predicted_do_not_cover_each_other(num_stages):
-    """A step and a prediction at one time: what they make is legible for both."""
-    figure = draw_timeline(timeline(num_stages=num_stages, predict=True))
+@pytest.mark.parametrize(
+    ("drawn", "gids", "count"),
+    [
+        (timeline(num_stages=2, predict=True), ("step label", "predict label", "microbatch"), 60),
+        (timeline(predict=True), ("step label", "predict label", "microbatch"), 120),
+        (timeline("bpipe", 8, (16,), costs=Costs(evict=1.0)), ("EVICT label", "LOAD label"), 30),
+    ],
+    ids=["versions of two", "versions", "moves"],
+)
+def test_labels_do_not_cover_each_other(drawn, gids, count):
+    """A step and a prediction at one time, and evictions that follow loads at once, are legible both."""
+    figure = draw_timeline(drawn)
     axes, renderer = figure.axes[0], figure.canvas.get_renderer()
-    labels = [text for text in axes.texts if text.get_gid() in ("step label", "predict label", "microbatch")]
-    boxes = [text.get_window_extent(renderer) for text in labels]
-    assert len(boxes) == (6 + 24) * num_stages
+    boxes = [text.get_window_extent(renderer) for text in axes.texts if text.get_gid() in gids]
+    assert len(boxes) == count
     for index, box in enumerate(boxes):
         assert not any(box.overlaps(other) for other in boxes[index + 1 :])
 
 
-def test_figure_2():
-    """Input 9, counted from 1, is the first with new weights; input 7's backward on worker 3 has the old ones."""
-    cells = {(each.instruction.kind.value, each.instruction.stage, each.instruction.microbatch): each
-             for each in cells_of(timeline())}  # fmt: skip
-    assert min(number for (kind, _, number), cell in cells.items()
-               if kind == "F" and cell.instruction.version == 1) + 1 == 9  # fmt: skip
-    assert cells["B", 2, 6].instruction.version == 0
-    assert cells["B", 2, 6].start >= next(cell.end for key, cell in cells.items() if key == ("F", 2, 7))
+def test_numbers_may_begin_at_one():
+    """As the figures of PipeDream-2BW do."""
     axes = draw_timeline(timeline(), one_based=True).axes[0]
     assert {int(text) for text in texts(axes, "microbatch")} == set(range(1, 13))
 
@@ -162,17 +163,6 @@ def test_behind_a_frozen_stage_arrows_go_between_those_that_train(placed, first)
     assert [place for place, line in enumerate(lines) if line.split()[0] == "moves"] == [first + 1]
 
 
-def test_numbers_of_moves_do_not_cover_each_other():
-    """8 stages, moves that take a whole forward: each eviction follows a load at once, and both are legible."""
-    figure = draw_timeline(timeline("bpipe", 8, (16,), costs=Costs(evict=1.0)))
-    axes, renderer = figure.axes[0], figure.canvas.get_renderer()
-    labels = [text for text in axes.texts if text.get_gid() in ("EVICT label", "LOAD label")]
-    boxes = [text.get_window_extent(renderer) for text in labels]
-    assert len(boxes) == 2 * 15
-    for index, box in enumerate(boxes):
-        assert not any(box.overlaps(other) for other in boxes[index + 1 :])
-
-
 def test_saved_microbatches_of_a_rank_are_those_of_its_stages():
     """Appendix A's bound is a rank's: no row of an interleaved timeline is higher than 9; each stage has a shade."""
     balanced = timeline("interleaved", 8, (8,), num_virtual_stages=2, balance=True)
@@ -217,14 +207,6 @@ def test_memory_stands_below_each_timeline():
     assert drawn == {"memory weights", "memory gradients", "memory activations"}
     names = [text.get_text() for text in figure.legends[0].get_texts()]
     assert {"weights", "gradients", "activations"} <= set(names) and not {"optimizer", "transfers"} & set(names)
-
-
-def test_small_cells_lose_their_labels_and_stay_cells():
-    """What cannot be read is not written: 16 stages and 64 microbatches in 7 inches."""
-    axes = draw_timeline(timeline(num_stages=16, batches=(16,) * 4), width=7.0).axes[0]
-    assert shapes(axes, "F@") == shapes(axes, "B@") == 16 * 64
-    assert len(texts(axes, "microbatch")) < 16 * 64
-    assert texts(axes, "version") == []
 
 
 def test_labels_stay_inside_their_cells():
@@ -324,26 +306,16 @@ def test_long_text_goes_on_in_blocks():
 
 def test_text_that_helps_nobody_is_refused():
     """Lines of tens of thousands of characters are no drawing."""
-    with pytest.raises(ValueError, match="draw fewer batches"):
-        timeline_text(timeline(costs=Costs(forward=0.001, backward=100.0)))
-
-
-def test_text_in_colours():
-    """On a terminal, forwards are blue and backwards green."""
-    spans = timeline_text(timeline("flush", 1, (1,))).spans
-    assert {span.style.bgcolor.name for span in spans} == {"blue", "green4", "red"}
+    for costs in (Costs(forward=0.001, backward=100.0), Costs(forward=1e-320)):
+        with pytest.raises(ValueError, match="draw fewer batches, or a picture"):
+            timeline_text(timeline(costs=costs))
 
 
 def test_stages_of_a_rank_differ_in_shade():
     """With several stages on a rank, its first one is dark and its last one light, whatever weights they have."""
     interleaved = timeline("interleaved", 4, (2, 2), num_virtual_stages=2)
     cells = cells_of(interleaved)
-    assert {(cell.instruction.stage, cell.chunk, cell.shade) for cell in cells} == {
-        (0, 0, 1),
-        (1, 0, 1),
-        (2, 1, 0),
-        (3, 1, 0),
-    }
+    assert {(c.instruction.stage, c.chunk, c.shade) for c in cells} == {(0, 0, 1), (1, 0, 1), (2, 1, 0), (3, 1, 0)}
     figure = draw_timeline([interleaved, timeline("flush", 2, (2, 2))])
     colours = {tuple(each.get_facecolor()[0]) for each in figure.axes[0].collections if each.get_gid() == "F@0"}
     assert len(colours) == 2
@@ -366,10 +338,3 @@ def test_colours_are_known():
     for of_pictures, of_terminals in COLOURS.values():
         assert all(map(is_color_like, of_pictures)) and len(of_pictures) == len(of_terminals)
         assert all(Color.parse(shade).number is not None for shade in of_terminals)
-
-
-def test_next_to_nothing_is_too_long_for_text():
-    """A computation without length to speak of makes the text endless: one sentence says so."""
-    timeline = simulate(Schedule.preset("flush", num_stages=2).build((4,)), Costs(forward=1e-320))
-    with pytest.raises(ValueError, match="draw fewer batches, or a picture"):
-        timeline_text(timeline)

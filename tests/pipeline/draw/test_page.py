@@ -82,7 +82,7 @@ def test_boxes_that_are_too_narrow_are_drawn_together():
     assert "microbatches' numbers" in drawn.left_out and len(drawn.svg) < 20_000
 
 
-@pytest.mark.parametrize(("num_stages", "size"), [(64, 64), (200, 40)], ids=str)
+@pytest.mark.parametrize(("num_stages", "size"), [(64, 24), (200, 12)], ids=str)
 def test_a_deep_pipeline_is_small(num_stages, size):
     """A few bytes for each computation; of more ranks than rows only some are drawn, and that is said."""
     deep = timeline("flush", num_stages, (size,))

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -27,25 +26,16 @@ SOURCE = Path(__file__).with_name("checkout")
 LOSS = re.compile(r"iteration +(\d+)/ +\d+ .*lm loss: (\S+) .*grad norm: (\S+) ")
 
 
-def write(folder: Path, *, num_values: int = 8, without: Iterable[str] = ()) -> Path:
+def write(folder: Path, *, num_values: int = 8) -> Path:
     """Make a checkout of `folder` and return it.
 
     Args:
         num_values: how many values `train_step` returns, as it differs between versions: 7 or 8.
-        without: names to take out of `training.py` and `arguments.py` (they get another one).
     """
     shutil.copytree(SOURCE, folder, ignore=shutil.ignore_patterns("__pycache__"))
-    package = folder / "megatron" / "training"
-    training = package / "training.py"
+    training = folder / "megatron" / "training" / "training.py"
     assert "TUPLE = 8" in training.read_text()
     training.write_text(training.read_text().replace("TUPLE = 8", f"TUPLE = {num_values}"))
-    for name in without:
-        found = 0
-        for file in (training, package / "arguments.py"):
-            text, count = re.subn(rf"\b{name}\b", f"another_{name}", file.read_text())
-            file.write_text(text)
-            found += count
-        assert found, f"there was no {name}"
     return folder
 
 
@@ -67,27 +57,37 @@ def launch(
     script: Path | str, *arguments: object, num_ranks: int = 0, cwd: Path, **variables: str
 ) -> subprocess.CompletedProcess:
     """Run a script through `-m megatron.pipeline.dropin`, by torchrun on `num_ranks`; 0: without torchrun."""
-    return _run(["-m", "megatron.pipeline.dropin", script, *arguments], num_ranks, cwd, variables)
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", num_ranks, "--rdzv-backend", "c10d"]
+    torchrun += ["--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
+    words = [*(torchrun if num_ranks else ()), "-m", "megatron.pipeline.dropin", script, *arguments]
+    return python(*words, cwd=cwd, **variables)
 
 
-def start(
-    script: Path | str, *arguments: object, num_ranks: int = 0, cwd: Path, **variables: str
-) -> subprocess.CompletedProcess:
-    """Run a script as a user does who needs no launcher of ours."""
-    return _run([script, *arguments], num_ranks, cwd, variables)
+def python(*words: object, cwd: Path, **variables: str) -> subprocess.CompletedProcess:
+    """Run the interpreter with these words, in an environment as a job has."""
+    return subprocess.run(
+        [sys.executable, *map(str, words)],
+        cwd=cwd,
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
 
 
 def fork(
-    script: Path | str, *arguments: object, num_ranks: int, cwd: Path, **variables: str
+    script: Path | str, *arguments: object, num_ranks: int, cwd: Path, through_launcher: bool = True, **variables: str
 ) -> subprocess.CompletedProcess:
     """`launch` without torchrun, on ranks that have torch and megatron.core imported: a job takes a quarter of the
-    time."""
+    time. Not `through_launcher`: as a user starts a script that installs the schedules itself.
+    """
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun has one for its ranks
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     variables |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
-    words = ["megatron.pipeline.dropin", str(script), *map(str, arguments)]
+    words = [*(["megatron.pipeline.dropin"] if through_launcher else []), str(script), *map(str, arguments)]
     with tempfile.TemporaryDirectory() as folder:
         outputs = [(Path(folder, f"{rank}.out"), Path(folder, f"{rank}.err")) for rank in range(num_ranks)]
         ranks = [
@@ -109,31 +109,17 @@ def _wait(ranks: list[BaseProcess], deadline: float) -> None:
     while (alive := [each.sentinel for each in ranks if each.exitcode is None]) and time.monotonic() < deadline:
         wait(alive, deadline - time.monotonic())
         if any(each.exitcode for each in ranks):
-            deadline = min(deadline, time.monotonic() + workers.GRACE_S)
+            deadline = min(deadline, time.monotonic() + 10 * workers.GRACE_S)
 
 
 def _rank(words: list[str], folder: Path, variables: dict[str, str], files: tuple[Path, Path]) -> None:
-    """Of `python -m`: its module, its arguments, its path and its output."""
+    """Of `python -m`, or of a script: its arguments, its path and its output."""
     os.environ.update(environment(**variables))
     os.chdir(folder)
     for number, file in enumerate(files, 1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT, 0o600), number)
     sys.argv, sys.path[:0] = words, [str(folder)]
-    runpy.run_module(words[0], run_name="__main__")
-
-
-def _run(words: list, num_ranks: int, cwd: Path, variables: dict[str, str]) -> subprocess.CompletedProcess:
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", num_ranks, "--rdzv-backend", "c10d"]
-    torchrun += ["--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
-    return subprocess.run(
-        [sys.executable, *map(str, torchrun if num_ranks else ()), *map(str, words)],
-        cwd=cwd,
-        env=environment(**variables),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    (runpy.run_path if words[0].endswith(".py") else runpy.run_module)(words[0], run_name="__main__")
 
 
 def losses(output: str) -> list[tuple[int, str, str]]:

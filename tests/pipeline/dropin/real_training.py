@@ -14,8 +14,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
 
+from tests.pipeline.dropin.fake_training import ROOT, environment
+
 CHECKOUT = os.environ.get("MEGATRON_LM")
-ROOT = Path(__file__).resolve().parents[3]
 PATIENCE = 400  # seconds for a job
 
 needs_checkout = pytest.mark.skipif(CHECKOUT is None, reason="MEGATRON_LM names no checkout of Megatron-LM")
@@ -99,18 +100,12 @@ def command_of(
     return command
 
 
-def environment_of_job() -> dict[str, str]:
-    """With this project, and with what the checkout needs beside it, on the path."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-
-
 def train(folder: Path, flags: str, *, ends: bool = True, **options: Any) -> RealRun:
     """Run the job of `command_of` to its end; `ends`: in order, else it is refused."""
     folder.mkdir(parents=True, exist_ok=True)
     ended = subprocess.run(
         command_of(folder, flags, **options), cwd=folder if options.get("own") else CHECKOUT, timeout=PATIENCE,
-        text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment_of_job(),
+        text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment(),
     )  # fmt: skip
     (folder / "output.txt").write_text(ended.stdout)
     assert (ended.returncode == 0) is ends, ended.stdout[-6000:]

@@ -34,12 +34,6 @@ def test_batches_that_grow():
     prove(schedule_of(arguments("--pipeline-schedule 2bw"), tied_embeddings=False), batches_of(grows))
 
 
-def test_a_batch_that_the_schedule_does_not_take():
-    args = arguments("--pipeline-schedule interleaved", virtual_pipeline_model_parallel_size=2, global_batch_size=6)
-    with pytest.raises(ValueError, match="3"):
-        prove(schedule_of(args, tied_embeddings=False), batches_of(args))
-
-
 @pytest.fixture
 def rows(tmp_path):
     """A preset's program of four batches as a file; returns the flag that names it."""

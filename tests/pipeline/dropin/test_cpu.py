@@ -6,9 +6,10 @@ from megatron import backend
 
 backend.install()
 
-import subprocess
 import sys
 import textwrap
+from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -46,11 +47,12 @@ print(helpers_cpp.__file__, datasets.tolist(), samples.tolist(), sep="\\n")
 
 def printed(program: str) -> list[str]:
     """What a process prints: one that has loaded the helpers gets no others."""
-    text = "from megatron import backend\nbackend.install()\n" + program
-    command, environment = [sys.executable, "-c", text], fake_training.environment()
-    return subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
+    done = fake_training.python("-c", "from megatron import backend\nbackend.install()\n" + program, cwd=Path.cwd())
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
 
 
+@pytest.mark.full
 def test_source_is_compiled_as_the_makefile_would(tmp_path):
     """The library that is made of the core's source does what the wheel's does."""
     made = tmp_path / "folder" / cpu.cached().name
@@ -121,36 +123,19 @@ KERNELS = """
 
 def test_kernels_can_be_described():
     """Imports, decorators with and without arguments, types and configurations; a launch says what is missing."""
-    program = """
-        import importlib.util, sys
+    names: dict = {}
+    with mock.patch.dict(sys.modules):
         sys.modules.pop("triton", None)
-        real = importlib.util.find_spec
-        importlib.util.find_spec = lambda name, *rest: None if name == "triton" else real(name, *rest)
-        import torch.utils._triton
-        torch.utils._triton.has_triton_package = lambda: False
-        from megatron.pipeline.dropin import cpu
-        cpu.stand_in_for_triton()
-        importlib.util.find_spec = real
-    """
-    ends = """
-        print(real("triton").name, triton.__version__)
-        try:
-            kernel[(1,)](None, 1)
-        except RuntimeError as error:
-            print(error)
-        torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)  # brings in torch's compiler
-        print("torch", torch._dynamo.__name__)
-    """
-    text = "\n".join(textwrap.dedent(part) for part in (program, KERNELS, ends))
-    done = subprocess.run(
-        [sys.executable, "-c", text], env=fake_training.environment(), capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
-        "triton 0.0.0",
-        "triton.autotune: a kernel of triton is launched, and this machine has no triton",
-        "torch torch._dynamo",
-    ]
+        with (
+            mock.patch.object(cpu.importlib.util, "find_spec", lambda name: None),
+            mock.patch.object(cpu, "has_triton_package", lambda: False),
+        ):
+            cpu.stand_in_for_triton()
+        exec(textwrap.dedent(KERNELS), names)
+        assert (cpu.importlib.util.find_spec("triton").name, names["triton"].__version__) == ("triton", "0.0.0")
+    sentence = r"triton\.autotune: a kernel of triton is launched, and this machine has no triton"
+    with pytest.raises(RuntimeError, match=sentence):
+        names["kernel"][(1,)](None, 1)
 
 
 def test_triton_that_is_there_is_taken(monkeypatch):

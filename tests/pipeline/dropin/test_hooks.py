@@ -74,14 +74,6 @@ def test_without_a_schedule_each_wrapper_is_the_original(monkeypatch):
     assert load("folder", "args", rank0=True) == (("folder", "args"), {"rank0": True, "sharded_state_dict": None})
 
 
-def test_evaluation_drains_and_is_theirs(session):
-    """Training goes to the session; the function they would have got evaluates."""
-    get = hooks._with_our_schedule(lambda **named: lambda **call: ("theirs", call["forward_only"]))
-    schedule = get(pp_size=2)
-    assert schedule(forward_only=True) == ("theirs", True) and session.called == ["drain"]
-    assert schedule(forward_only=False) == "run_batch"
-
-
 def test_a_save_drains_first_and_is_known_as_one(session):
     """Also if it fails."""
 

@@ -1,6 +1,7 @@
 """How a job starts: the path, the main module, what children import, and errors that are said once."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,10 +26,11 @@ def write(checkout: Path, name: str, text: str) -> str:
     return name
 
 
-def test_usage(tmp_path):
+def test_usage(monkeypatch, capsys):
     """Without a script to ask, -h says how to name one; behind a script it is the script's."""
-    done = launch("-h", cwd=tmp_path, **CPU)
-    assert done.returncode == 0 and done.stdout.startswith("usage: ") and not done.stderr
+    monkeypatch.setattr(sys, "argv", ["dropin", "-h"])
+    launcher.main()
+    assert capsys.readouterr().out.startswith("usage: ")
 
 
 def test_help_of_the_script(checkout):
@@ -53,7 +55,9 @@ def test_command_line_without_a_script(arguments, sentence):
 
 
 def test_path_is_the_scripts(tmp_path):
-    """The script's folder takes the place of the working directory, links followed, and the rest stays in its order."""
+    """The script's folder takes the place of the working directory, links followed, and the rest stays in its order.
+    Where only the working directory had this project, it is last, so that nothing of the user's is hidden.
+    """
     (tmp_path / "real").mkdir()
     script = tmp_path / "real" / "train.py"
     script.touch()
@@ -63,61 +67,47 @@ def test_path_is_the_scripts(tmp_path):
     for first in ("", "/somewhere"):
         assert launcher.path_for(tmp_path / "linked.py", [first, "/a", root, "/b"], here) == [folder, "/a", root, "/b"]
     assert launcher.path_for(script, ["/a", root, "/somewhere"], here) == [folder, "/a", root, "/somewhere"]
+    for first in ("", root):
+        assert launcher.path_for(script, [first, "/a"], launcher.OUR_ROOT) == [folder, "/a", root]
 
 
-def test_path_keeps_this_project_where_only_the_working_directory_had_it(tmp_path):
-    """Started from this repository, with nothing installed: last, so that nothing of the user's is hidden."""
-    script = tmp_path / "train.py"
-    root = str(launcher.OUR_ROOT)
-    assert launcher.path_for(script, [root, "/a"], launcher.OUR_ROOT) == [str(tmp_path), "/a", root]
-    assert launcher.path_for(script, ["", "/a"], launcher.OUR_ROOT) == [str(tmp_path), "/a", root]
+SPAWNS = """\
+import inspect, json, multiprocessing, os, pickle, sys
+import torch
+print('top of', __name__, flush=True)
+def function(): ...
+class Answer:
+    def __init__(self): self.devices = torch.cuda.device_count()
+def ask(connection): connection.send(Answer())
+if __name__ == '__main__':
+    main = sys.modules['__main__']
+    print(json.dumps([__file__, sys.argv, sys.path[0], main.function is function,
+        pickle.loads(pickle.dumps(function)) is function, inspect.getsource(function), os.getcwd(),
+        sorted(name for name in vars(main) if not name.startswith('__'))]), flush=True)
+    context = multiprocessing.get_context('spawn')
+    ours, its = context.Pipe()
+    child = context.Process(target=ask, args=(its,)); child.start()
+    print('devices', ours.recv().devices, type(Answer()).__module__); child.join()
+    print('status', child.exitcode)
+"""
 
 
 def test_script_is_the_main_module(checkout, tmp_path):
-    """Started from elsewhere, it is `__main__` with its own arguments, file, folder and names, and
-    none of the launcher's."""
-    script = write(
-        checkout,
-        "asks.py",
-        "import inspect, json, os, pickle, sys\n"
-        "def function(): ...\n"
-        "main = sys.modules['__main__']\n"
-        "print(json.dumps([__name__, __file__, sys.argv, sys.path[0], main.function is function,\n"
-        "    pickle.loads(pickle.dumps(function)) is function, inspect.getsource(function), os.getcwd(),\n"
-        "    sorted(name for name in vars(main) if not name.startswith('__'))]))\n",
-    )
+    """Started from elsewhere, it is `__main__` with its own arguments, file, folder and names, and none of the
+    launcher's. A child that it spawns finds its classes, with the layer in place, and does not run its main part.
+    """
+    script = write(checkout, "spawns.py", SPAWNS)
     done = launch(checkout / script, "--a", "-h", "b c", cwd=tmp_path, **CPU)
     assert done.returncode == 0, done.stderr
-    name, file, argv, path, *same, source, cwd, names = json.loads(done.stdout.splitlines()[-1])
-    assert name == "__main__" and file == str(checkout / script) and path == str(checkout)
+    assert done.stdout.count("the CPU layer is installed") == 1  # the child says nothing
+    top, said, *spawned = (line for line in done.stdout.splitlines() if not line.startswith("megatron.pipeline."))
+    file, argv, path, *same, source, cwd, names = json.loads(said)
+    assert top == "top of __main__" and file == str(checkout / script) and path == str(checkout)
     assert argv == [str(checkout / script), "--a", "-h", "b c"] and cwd == str(tmp_path)
     assert all(same) and source == "def function(): ...\n"
-    assert names == ["function", "inspect", "json", "main", "os", "pickle", "sys"]
-
-
-def test_spawned_child_knows_the_script(checkout):
-    """A child that is spawned finds the script's classes, with the layer in place, and does not run its main part."""
-    script = write(
-        checkout,
-        "spawns.py",
-        "import multiprocessing, os, sys\n"
-        "import torch\n"
-        "print('top of', __name__, flush=True)\n"
-        "class Answer:\n"
-        "    def __init__(self): self.devices = torch.cuda.device_count()\n"
-        "def ask(connection): connection.send(Answer())\n"
-        "if __name__ == '__main__':\n"
-        "    context = multiprocessing.get_context('spawn')\n"
-        "    ours, its = context.Pipe()\n"
-        "    child = context.Process(target=ask, args=(its,)); child.start()\n"
-        "    print('devices', ours.recv().devices, type(Answer()).__module__); child.join()\n"
-        "    print('status', child.exitcode)\n",
-    )
-    done = launch(script, cwd=checkout, **CPU)
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if not line.startswith("megatron.pipeline.dropin: ")]
-    assert lines == ["top of __main__", "top of __mp_main__", "devices 1 __main__", "status 0"]
-    assert done.stdout.count("the CPU layer is installed") == 1  # the child says nothing
+    assert names == [*("Answer", "ask", "function", "inspect", "json", "main", "multiprocessing"),
+                     *("os", "pickle", "sys", "torch")]  # fmt: skip
+    assert spawned == ["top of __mp_main__", "devices 1 __main__", "status 0"]
 
 
 def test_scripts_own_error_is_its_own(checkout):
@@ -130,13 +120,11 @@ def test_scripts_own_error_is_its_own(checkout):
 
 
 def test_error_is_said_once(tmp_path):
-    """Two ranks without a Megatron-LM: one sentence, status 2 of both, and no process group."""
-    script = write(tmp_path, "train.py", "raise SystemExit('ran')\n")
-    done = launch(script, num_ranks=2, cwd=tmp_path, **CPU)
-    assert done.returncode != 0 and "exitcode  : 2" in done.stderr and "exitcode  : 1" not in done.stderr
-    sentences = [line for line in done.stderr.splitlines() if line.startswith("megatron.pipeline.dropin: error: ")]
-    assert len(sentences) == 1 and "there is no Megatron-LM" in sentences[0]
-    assert "launcher.py" not in done.stderr  # no traceback of ours
+    """Two ranks without a Megatron-LM: one sentence, status 2, and no process group."""
+    done = fork(write(tmp_path, "train.py", "raise SystemExit('ran')\n"), num_ranks=2, cwd=tmp_path, **CPU)
+    assert done.returncode == 2
+    assert done.stderr.startswith("megatron.pipeline.dropin: error: ") and done.stderr.count("\n") == 1
+    assert "there is no Megatron-LM" in done.stderr
 
 
 def test_something_is_missing_that_their_modules_import(monkeypatch):
@@ -154,17 +142,10 @@ def test_installed_by_an_import(checkout):
     text = (checkout / "pretrain_small.py").read_text()
     importing = "import megatron.pipeline.dropin\nfor _ in range(2):\n    megatron.pipeline.dropin.install()\n"
     script = write(checkout, "imports.py", importing + text.partition('"""\n\n')[2])
-    done = fake_training.start(script, "--train-iters", 2, num_ranks=1, cwd=checkout, **CPU)
+    done = fork(script, "--train-iters", 2, num_ranks=1, cwd=checkout, through_launcher=False, **CPU)
     assert done.returncode == 0, done.stderr
     assert len(fake_training.losses(done.stdout)) == 2
     assert done.stdout.count("megatron.pipeline.dropin: megatron.training of ") == 1
-
-
-def test_import_that_comes_too_late_for_a_cpu(checkout):
-    """megatron.core has bound names of torch.cuda by then: a sentence says what to do."""
-    text = "import megatron.core\nimport megatron.pipeline.dropin as dropin\ndropin.install()\n"
-    done = fake_training.start(write(checkout, "late.py", text), cwd=checkout, **CPU)
-    assert "ValueError: megatron.core was imported before megatron.pipeline.dropin.install()" in done.stderr
 
 
 def test_training_on_a_cpu(checkout, tmp_path):
@@ -184,7 +165,9 @@ def test_training_on_a_cpu(checkout, tmp_path):
 
 
 def test_environment_is_left_alone(checkout):
-    """With CUDA, install() neither changes the environment nor installs anything of the CPU layer."""
+    """With CUDA, install() neither changes the environment nor installs anything of the CPU layer. Without, it would
+    come too late behind that: megatron.core has bound names of torch.cuda, and a sentence says what to do.
+    """
     script = write(
         checkout,
         "unchanged.py",
@@ -199,10 +182,13 @@ def test_environment_is_left_alone(checkout):
         "import megatron.training.initialize as theirs\n"
         "assert os.environ == before and torch.cuda.device_count is count and not backend.is_installed()\n"
         "assert theirs._compile_dependencies.__module__ == theirs.__name__\n"
-        "print('unchanged')\n",
+        "print('unchanged')\n"
+        "torch.cuda.is_available, dropin._installed = lambda: False, False\n"
+        "dropin.install(quiet=True)\n",
     )
-    done = fake_training.start(script, cwd=checkout, **CPU)
+    done = fake_training.python(script, cwd=checkout, **CPU)
     assert done.stdout.splitlines()[-1:] == ["unchanged"], done.stderr
+    assert "ValueError: megatron.core was imported before megatron.pipeline.dropin.install()" in done.stderr
 
 
 REAL = (

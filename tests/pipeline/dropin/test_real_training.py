@@ -13,13 +13,13 @@ import time
 import pytest
 
 from megatron.pipeline.schedules import Schedule
+from tests.pipeline.dropin.fake_training import environment
 from tests.pipeline.dropin.real_training import (
     CHECKOUT,
     beside_own_program,
     checkpoint_tensors,
     command_of,
     different,
-    environment_of_job,
     needs_checkout,
     read_scalars,
     train,
@@ -204,11 +204,13 @@ def test_2bw_resumes_exactly(own, start, twobw, tmp_path):
     assert not different(resumed.tensors(), twobw.tensors())
 
 
-def test_2bw_resumes_exactly_after_sigterm(start, twobw, tmp_path):
-    """--exit-signal-handler: all ranks save after the same iteration, and end in order."""
+def stopped_in_the_third_iteration(folder, flags, number) -> tuple[int, str, float]:
+    """The status and the output of a job of 2bw, one of whose ranks alone is sent a signal, and the seconds
+    behind that.
+    """
     process = subprocess.Popen(
-        command_of(tmp_path / "stopped", f"{start} --exit-signal-handler", ranks=2, schedule="2bw", iterations=10_000),
-        cwd=CHECKOUT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment_of_job(),
+        command_of(folder, flags, ranks=2, schedule="2bw", iterations=10_000), cwd=CHECKOUT, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment(),
     )  # fmt: skip
     lines = []
     for line in process.stdout:
@@ -216,9 +218,17 @@ def test_2bw_resumes_exactly_after_sigterm(start, twobw, tmp_path):
         if " iteration        3/" in line:
             break
     ranks = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
-    os.kill(int(ranks[-1]), signal.SIGTERM)  # one rank alone
-    lines += process.communicate(timeout=120)[0].splitlines(keepends=True)
-    assert process.returncode == 0, "".join(lines)[-6000:]
+    began = time.monotonic()
+    os.kill(int(ranks[-1]), number)
+    output = process.communicate(timeout=120)[0]
+    return process.returncode, "".join(lines) + output, time.monotonic() - began
+
+
+def test_2bw_resumes_exactly_after_sigterm(start, twobw, tmp_path):
+    """--exit-signal-handler: all ranks save after the same iteration, and end in order."""
+    flags = f"{start} --exit-signal-handler"
+    status, output, _ = stopped_in_the_third_iteration(tmp_path / "stopped", flags, signal.SIGTERM)
+    assert status == 0, output[-6000:]
     [saved] = (tmp_path / "stopped" / "save").glob("iter_*")
     resumed = train(
         tmp_path / "resumed", f"{STAGES} 2 --load {tmp_path}/stopped/save --override-opt-param-scheduler", ranks=2,
@@ -267,19 +277,8 @@ def test_refused_in_one_sentence(flags, schedule, sentence, tmp_path):
 
 def test_a_rank_that_dies_ends_the_job(start, tmp_path):
     """In seconds, and the other says whose end it was."""
-    process = subprocess.Popen(
-        command_of(tmp_path, start, ranks=2, schedule="2bw", iterations=10_000), cwd=CHECKOUT, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment_of_job(),
-    )  # fmt: skip
-    for line in process.stdout:
-        if " iteration        3/" in line:
-            break
-    ranks = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
-    began = time.monotonic()
-    os.kill(int(ranks[-1]), signal.SIGKILL)
-    output = process.communicate(timeout=60)[0]
-    assert process.returncode != 0 and time.monotonic() - began < 30
-    assert "rank 1" in output
+    status, output, seconds = stopped_in_the_third_iteration(tmp_path, start, signal.SIGKILL)
+    assert status != 0 and seconds < 30 and "rank 1" in output
 
 
 def test_timeline_and_saved_activations(start, tmp_path):

@@ -4,12 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.pipeline.dropin.refusals import (
-    OF_ALL,
-    OF_DELAYED_WEIGHTS,
-    require_supported,
-    require_supported_model,
-)
+from megatron.pipeline.dropin.refusals import OF_ALL, OF_DELAYED_WEIGHTS, require_supported, require_supported_model
 from megatron.pipeline.schedules import PRESETS
 from tests.pipeline.dropin.arguments import arguments
 

@@ -48,18 +48,6 @@ def run(step, model, *outputs):
         loss_function(output)
 
 
-@pytest.mark.parametrize("is_last", [True, False])
-def test_losses_of_a_batch_in_their_order(is_last):
-    """On the last stage, a list for each batch; nowhere else."""
-    model = Chunk()
-    step = ForwardStep(model, chunk=None, is_last=is_last)
-    run(step, model, (1.0, {"a": 1}), (2.0, {"a": 2}))
-    first = step.losses
-    run(step, model, (3.0, {"a": 3}))
-    assert (first, step.losses) == (([{"a": 1}, {"a": 2}], [{"a": 3}]) if is_last else ([], []))
-    assert model.firsts == 2
-
-
 def test_tokens_are_counted_where_a_loss_function_says_them():
     """Summed over the batch, and begun anew with the next."""
     model = Chunk()
@@ -103,14 +91,6 @@ def parts(monkeypatch):
     return update, chunk, optimizer, scheduler, calls
 
 
-def test_until_the_run_begins_methods_are_theirs(parts):
-    """Loading a checkpoint steps the scheduler."""
-    _, _, optimizer, scheduler, calls = parts
-    scheduler.step(increment=8)
-    optimizer.zero_grad()
-    assert calls == ["scheduler", "zero_grad"]
-
-
 def test_the_engine_alone_calls_them(parts):
     """To everybody else they do nothing, and the step says what the newest report says."""
     update, chunk, optimizer, scheduler, calls = parts
@@ -136,14 +116,6 @@ def test_a_step_says_what_the_newest_report_says(parts):
     assert optimizer.step() == (True, 2.0, None)
     update.note([BatchReport(batch=2, grad_norm=float("inf"), skipped=True)])
     assert optimizer.step() == (False, None, None)
-
-
-@pytest.mark.parametrize(("iteration", "resets"), [(0, []), (7, [(6, 7)])])
-def test_versions_are_counted_as_the_run_counts_batches(iteration, resets, parts):
-    """Whatever a checkpoint has said: both versions that are alive are the weights that are there."""
-    update, *_ = parts
-    update.begin(iteration)
-    assert update.update.versions.resets == resets
 
 
 def test_versions_that_are_predicted_start_anew(parts):
@@ -192,12 +164,6 @@ def test_tokens_where_all_of_a_batch_count_alike():
     MegatronUpdate(["first", "last"], settings).finish_batch(steps, {})
     [((chunks, num_tokens), _)] = called
     assert chunks == ["first", "last"] and int(num_tokens) == 12 and num_tokens.dtype is torch.int
-
-
-def test_nothing_to_finish():
-    """A program may finish its gradients itself."""
-    _, settings = config(finalize_model_grads_func=None)
-    MegatronUpdate(["chunk"], settings).finish_batch([], {})
 
 
 @pytest.mark.parametrize(("scale", "expected"), [(None, 1.0), (lambda loss: loss * 4096.0, 4096.0)])

@@ -268,6 +268,12 @@ def train(pipeline: Pipeline, run: Run, outcome: Outcome, batches: Sequence[int]
             outcome.evaluations.append(pipeline.evaluate(evaluated).loss)
 
 
+def finish(pipeline: Pipeline, outcome: Outcome) -> None:
+    for report in pipeline.drain():
+        outcome.add(report)
+    outcome.values = values_of(pipeline.modules)
+
+
 def tables(registered: bool) -> Any:
     """With orders, policies and placements of somebody's own, where that is so."""
     stack = ExitStack()
@@ -282,9 +288,7 @@ def run(run: Run, schedule: Any, *, registered: bool = False, timeline: bool = F
     outcome = Outcome()
     with tables(registered), make(run, schedule, **settings) as pipeline:
         train(pipeline, run, outcome, range(len(run.sizes)))
-        for report in pipeline.drain():
-            outcome.add(report)
-        outcome.values = values_of(pipeline.modules)
+        finish(pipeline, outcome)
         outcome.timeline = pipeline.timeline() if timeline else None
     return outcome
 
@@ -308,9 +312,7 @@ def resumed(run: Run, schedule: Any, *, at: int, reads_first: bool, stops: bool 
         pipeline = make(run, schedule, seed=7, **settings)
         pipeline.load_state_dict(torch.load(file, weights_only=True))
     train(pipeline, run, outcome, range(at, len(run.sizes)))
-    for report in pipeline.drain():
-        outcome.add(report)
-    outcome.values = values_of(pipeline.modules)
+    finish(pipeline, outcome)
     pipeline.close()
     return outcome
 
@@ -324,9 +326,7 @@ def went_back(run: Run, schedule: Any, *, at: int) -> tuple[Outcome, Outcome]:
         if outcome is second:
             pipeline.load_state_dict(state)
         train(pipeline, run, outcome, range(at, len(run.sizes)))
-        for report in pipeline.drain():
-            outcome.add(report)
-        outcome.values = values_of(pipeline.modules)
+        finish(pipeline, outcome)
     pipeline.close()
     return first, second
 
@@ -362,10 +362,6 @@ def missing() -> None:
 
 def triple() -> None:
     in_a_step(lambda pipeline: (*data(1, plain=True), torch.zeros(8)))
-
-
-def uneven() -> None:
-    in_a_step(lambda pipeline: (torch.zeros(8, WIDTH), torch.zeros(4, WIDTH)))
 
 
 def broken_module() -> None:
@@ -450,9 +446,7 @@ def with_counts_by_batch(schedule: Any, *, sums: bool) -> Outcome:
             batch = inputs, (target, torch.full((8,), 2 ** (index % 3)))
             if (report := pipeline.step(batch)) is not None:
                 outcome.add(report)
-        for report in pipeline.drain():
-            outcome.add(report)
-        outcome.values = values_of(pipeline.modules)
+        finish(pipeline, outcome)
     return outcome
 
 
@@ -471,9 +465,7 @@ def with_late_labels(first: int) -> Outcome:
         for index in range(first, 6):
             if (report := pipeline.step(late_labels(index))) is not None:
                 outcome.add(report)
-        for report in pipeline.drain():
-            outcome.add(report)
-        outcome.values = values_of(pipeline.modules)
+        finish(pipeline, outcome)
     return outcome
 
 
@@ -562,9 +554,7 @@ def train_replica(pipeline: Pipeline, run: Run, outcome: Outcome, replica: int) 
                 outcome.add(report)
             for report in pipeline.drain() if run.drains else ():
                 outcome.add(report)
-        for report in pipeline.drain():
-            outcome.add(report)
-        outcome.values = values_of(pipeline.modules)
+        finish(pipeline, outcome)
         pipeline.close()
 
 
@@ -622,9 +612,7 @@ def with_tie(schedule: str) -> Outcome:
     module = Tied(is_first=dist.get_rank() == 0)
     with Pipeline(module, schedule, 4, loss=loss_of, optimizer=make_optimizer, tied=module.weight) as pipeline:
         train(pipeline, chosen, outcome, range(6))
-        for report in pipeline.drain():
-            outcome.add(report)
-        outcome.values = values_of(pipeline.modules)
+        finish(pipeline, outcome)
     return outcome
 
 

@@ -9,14 +9,13 @@ import megatron.pipeline
 
 
 def test_the_export_is_lazy():
-    """Importing the package, and all rooms that plan, imports no torch; asking for `Pipeline` does."""
+    """Importing the package, and all rooms that plan, imports no torch."""
     code = (
         "import sys, megatron.pipeline, megatron.pipeline.schedules, megatron.pipeline.simulate\n"
         "assert 'Pipeline' in dir(megatron.pipeline) and 'torch' not in sys.modules\n"
-        "from megatron.pipeline import Pipeline\n"
-        "assert 'torch' in sys.modules and Pipeline is megatron.pipeline.Pipeline\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    assert megatron.pipeline.Pipeline.__name__ == "Pipeline"
 
 
 def test_other_names_are_errors():

@@ -17,6 +17,7 @@ def assert_equal(ranks, others):
             assert torch.equal(value, other.values[name]), name
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("schedule", ["flush", "2bw"])
 @pytest.mark.parametrize("reads_first", [False, True])
 def test_a_resumed_run_is_the_run_without_interruption(schedule, reads_first):

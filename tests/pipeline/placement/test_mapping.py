@@ -14,15 +14,6 @@ from tests.pipeline.placement.examples import machine, stages
 DEGREES = st.builds(Degrees, tensor=st.integers(1, 4), pipeline=st.integers(1, 9), data=st.integers(1, 4))
 
 
-def test_figure_5a():
-    """Standard: 16 stages in order on two nodes of 8, so that every pair is on different nodes."""
-    degrees = Degrees(tensor=1, pipeline=16, data=1)
-    assert stages(standard(degrees), degrees) == list(range(16))
-    assert all(
-        pair.nodes in [((0, 1),), ((1, 0),)] for pair in pair_nodes(standard(degrees), degrees, [0] * 8 + [1] * 8)
-    )
-
-
 def test_figure_5b():
     """Pair-adjacent: the pairs of 16 stages side by side, so that each is inside a node."""
     degrees = Degrees(tensor=1, pipeline=16, data=1)
@@ -78,13 +69,6 @@ def test_no_pair_crosses_a_node_that_holds_whole_pairs(nodes, tensor, pipeline, 
     degrees = Degrees(tensor=tensor, pipeline=pipeline, data=data)
     pairs = pair_nodes(pair_adjacent(degrees), degrees, machine(*nodes).node_of_slot)
     assert sum(pair.num_crossing for pair in pairs) == 0
-
-
-def test_every_pair_crosses_where_tensor_parallelism_fills_the_node():
-    """t=8 on nodes of 8: no mapping could do otherwise."""
-    degrees = Degrees(tensor=8, pipeline=4, data=1)
-    pairs = pair_nodes(pair_adjacent(degrees), degrees, machine(8, 8, 8, 8).node_of_slot)
-    assert all(pair.num_crossing == 8 for pair in pairs)
 
 
 @settings(deadline=None)

@@ -99,6 +99,7 @@ def test_search_finds_nearly_what_the_exact_method_finds(job, num_microbatches):
     assert exact * (1 - 1e-9) <= found <= 1.1 * exact
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("pipeline", "data", "nodes"), [(6, 2, (6, 2, 4)), (3, 4, (6, 4, 1, 1)), (6, 2, (6, 3, 3)), (4, 2, (3, 2, 2, 1))]
 )
@@ -151,7 +152,7 @@ def test_many_replicas_may_go_before_pairs():
 
 def test_same_input_same_mapping():
     """Nothing random: ranks may compute it apart."""
-    degrees, topology = Degrees(tensor=1, pipeline=12, data=4), machine(*[7, 9] * 3)
+    degrees, topology = Degrees(tensor=1, pipeline=6, data=4), machine(*[5, 7] * 2)
     traffic = traffic_of(degrees)
     assert optimized(degrees, traffic, topology) == optimized(degrees, traffic, topology)
 

@@ -27,45 +27,6 @@ def test_the_path_of_a_flush_goes_down_and_up():
     assert sum(span.end - span.start for span in path) == 21.0
 
 
-def test_the_path_names_transfers_reductions_and_steps():
-    """Latency, a slow link, the chain and the step stand on it, each for its time."""
-    costs = Costs(latency=0.1, forward_bytes=0.5, bandwidth=1.0, reduce_grad=2.0, reduce_norm=0.25, step=0.5)
-    path = path_of(build("flush", 2, (2,), data_parallel=True), costs)
-    found = Counter()
-    for span in path:
-        found[span.instruction.kind] += span.end - span.start
-    assert found == pytest.approx(
-        {Kind.FORWARD: 3, Kind.BACKWARD: 6, Kind.SEND_F: 0.6, Kind.SEND_B: 0.6, Kind.REDUCE_GRAD: 2,
-         Kind.REDUCE_NORM: 0.25, Kind.STEP: 0.5}
-    )  # fmt: skip
-
-
-def test_a_prediction_is_on_the_path():
-    """One stage does nothing else meanwhile: two predictions of half a second and two kept gradients of a quarter."""
-    costs = Costs(predict=0.5, hold=0.25)
-    path = path_of(build("2bw", 1, (2, 2), predict=True, provisional_microbatches=1), costs)
-    found = Counter()
-    for span in path:
-        found[span.instruction.kind] += span.end - span.start
-    assert found == pytest.approx({Kind.FORWARD: 4, Kind.BACKWARD: 8, Kind.PREDICT: 1, Kind.HOLD: 0.5})
-
-
-def test_a_late_partial_reduction_is_on_the_path():
-    """What replicas add up before they predict holds up the next batch, and the path goes through it."""
-    costs = Costs(reduce_grad=8.0)
-    flags = {"predict": True, "provisional_microbatches": 1, "data_parallel": True}
-    assert Kind.REDUCE_PARTIAL in {
-        span.instruction.kind for span in path_of(build("2bw", 2, (4, 4), reduce_partial=True, **flags), costs)
-    }
-
-
-def test_a_late_move_is_on_the_path():
-    """A LOAD that takes longer than the forward beside it delays its backward, and the path goes through the move."""
-    path = path_of(build("bpipe", 4, (8,)), Costs(evict=0.5, load=3.0))
-    assert {Kind.LOAD, Kind.RETURN} & {span.instruction.kind for span in path}
-    assert Kind.EVICT not in {span.instruction.kind for span in path_of(build("bpipe", 4, (8,)), Costs(evict=0.5))}
-
-
 def test_a_timeline_on_other_costs_is_refused():
     """The path of a measured timeline, or with the wrong costs, is none: said with the start that is unclear."""
     program, costs = build("2bw", 4, (4, 4)), Costs(latency=0.1)

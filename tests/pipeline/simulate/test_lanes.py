@@ -39,7 +39,7 @@ def closed_form(N: int, u: int, X: float, G: float, R: float, U: float) -> float
     return X + (N - 1) * max(u, X) + max(3 * u, X) + (N - 1) * pace + R + G + U
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.integers(2, 9), st.integers(1, 5), SECONDS, SECONDS, SECONDS, SECONDS)
 def test_a_batch_takes_what_the_closed_form_says(N: int, u: int, X: int, G: int, R: int, U: int):
     """Exactly, unless fetches are longer than backwards, or two gradient buffers are what holds everything up.
@@ -55,7 +55,7 @@ def test_a_batch_takes_what_the_closed_form_says(N: int, u: int, X: int, G: int,
         assert last_end(timeline) <= expected
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(2, 9), st.integers(1, 5), st.integers(0, 30))
 def test_where_fetches_are_long_2n_less_2_of_them_pass(N: int, u: int, more: int):
     """One after another, but for the two resident stages at the turn and the last backwards."""
@@ -64,11 +64,8 @@ def test_where_fetches_are_long_2n_less_2_of_them_pass(N: int, u: int, more: int
     assert timeline.end == (2 * N - 2) * X + 6 * u
 
 
-@pytest.mark.parametrize(
-    ("update", "U", "most"),
-    [("eager", 12, 1.03), ("deferred", 4, 1.03)],
-)
-def test_96_stages_stay_within_three_percent_of_their_computation(update: str, U: int, most: float):
+@pytest.mark.parametrize(("update", "U"), [("eager", 12), ("deferred", 4)])
+def test_96_stages_stay_within_three_percent_of_their_computation(update: str, U: int):
     """Reduction and store together as long as a stage's backwards, fetches as its forwards; updates that fit beside a
     backward where they are eager, and beside a forward where they wait for the norm.
     """
@@ -79,7 +76,7 @@ def test_96_stages_stay_within_three_percent_of_their_computation(update: str, U
         U: simulate(program, costs(X=u, G=1.5 * u, R=1.5 * u, U=U)).steady_time_per_batch() / computation
         for U, program in built.items()
     }
-    assert 1 < shares[U] < most < shares[3 * U + 3]  # and longer ones do not fit
+    assert 1 < shares[U] < 1.03 < shares[3 * U + 3]  # and longer ones do not fit
 
 
 def test_four_ranks():
@@ -136,7 +133,7 @@ def test_what_never_comes_is_named():
         simulate(early)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.booleans(), st.booleans(), st.integers(1, 4),
     SECONDS, SECONDS, SECONDS, SECONDS,

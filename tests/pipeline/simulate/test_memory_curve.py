@@ -90,8 +90,7 @@ def test_the_curve_of_two_stages_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("weights", "held"),
-    [("stale", (101, 1010)), ("stale-predicted", (202, 1020)), ("stale-provisional", (202, 1020))],
+    ("weights", "held"), [("stale", (101, 1010)), ("stale-predicted", (202, 1020)), ("stale-provisional", (202, 1020))]
 )
 def test_stages_that_step_by_themselves_have_one_version_and_perhaps_one_ahead(weights, held):
     """The last of stages of 1, 10, 100 and 1000 bytes, two on each rank, has nothing ahead."""
@@ -120,23 +119,6 @@ def test_kept_gradients_are_there_until_they_are_read():
     lowered = build("2bw", 2, (4, 4), predict=True)
     for curve in memory_curves(simulate(lowered, costs), sizes, lowered.weights):
         assert max(curve.parts["gradients"]) == 20
-
-
-def test_kept_ties_are_there_until_they_are_read():
-    """Two stages that read all that they have done: 3 bytes more at both ends, from where the reduction of what is kept
-    is posted, which is behind the last backward that is read, to the end of PREDICT.
-    """
-    sizes = MemorySizes(gradients=10, tied_gradients=3)
-    lowered = build("2bw", 2, (4, 4), predict=True, tied_embeddings=True)
-    timeline = simulate(lowered, Costs(predict=0.5, reduce_embed=0.25))
-    for rank, curve in enumerate(memory_curves(timeline, sizes, lowered.weights)):
-        spans = {str(span.instruction): span for span in timeline.spans if span.rank == rank}
-        kept = [(spans[f"{rank}B{last}@{batch}"].end, spans[f"{rank}PREDICT@{batch + 1}"].end)
-                for batch, last in enumerate((2, 6))]  # fmt: skip
-        begun = [spans[f"{rank}B0@0"].start, spans[f"{rank}B4@1"].start]
-        for time, held in zip(curve.times, curve.parts["gradients"], strict=True):
-            expected = 10 * sum(time >= each for each in begun) + 3 * any(start <= time < end for start, end in kept)
-            assert held == expected, (rank, time)
 
 
 def test_whole_and_split_backwards_may_stand_in_one_row():

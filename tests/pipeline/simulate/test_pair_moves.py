@@ -35,6 +35,7 @@ def test_a_forward_waits_for_a_late_eviction():
     assert spans_of(timeline, 0)["0F3"][0] == 2.0 + 1.75
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", ["flush", "2bw"])
 @pytest.mark.parametrize(("f", "b"), [(1.0, 1.0), (1.0, 1.4), (1.0, 2.0)])
 @pytest.mark.parametrize("p", [4, 5, 8, 16])

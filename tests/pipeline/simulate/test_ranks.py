@@ -33,23 +33,6 @@ def test_2bw_has_no_bubble_in_steady_state(p, m):
     assert timeline.makespan == pytest.approx((5 * m + p - 1) * (F + B))
 
 
-def test_2bw_over_flush_at_four_and_eight_stages():
-    """At m = p a flush costs 1.75 times the time of 2BW for 4 stages, and 1.875 times for 8."""
-    for p, ratio in ((4, 1.75), (8, 1.875)):
-        flush, two_bw = (simulate(build(name, p, (p,) * 6)).steady_time_per_batch() for name in ("flush", "2bw"))
-        assert flush / two_bw == pytest.approx(ratio)
-
-
-def test_input_9_is_the_first_with_new_weights():
-    """Figure 2: on each of 4 workers the STEP of version 1 stands after input 8's forward and before input 9's."""
-    timeline = simulate(build("2bw", 4, (4, 4, 4)))
-    for rank in range(4):
-        spans = {str(span.instruction): span for span in timeline.computations(rank)}
-        step = spans[f"{rank}STEP@1"]
-        assert spans[f"{rank}F7@0"].end <= step.start <= step.end <= spans[f"{rank}F8@1"].start
-        assert spans[f"{rank}B6@0"].end <= spans[f"{rank}B7@0"].end  # input 8 and those before it keep the old weights
-
-
 def test_the_slowest_stage_sets_the_pace():
     """With uneven stages 2BW takes m times the slowest stage's f + b per batch."""
     costs = Costs(forward=(1.0, 1.5, 0.5, 1.0), backward=(2.0, 3.0, 1.0, 2.0))
@@ -78,21 +61,7 @@ def test_a_program_may_begin_anywhere_in_a_run():
     assert simulate(late).first_microbatch == 100
 
 
-COSTS = st.fixed_dictionaries(
-    {
-        name: st.floats(0, 4)
-        for name in (
-            "forward",
-            "backward",
-            "recompute",
-            "step",
-            "latency",
-            "forward_bytes",
-            "reduce_grad",
-            "reduce_norm",
-        )
-    }
-)
+GROWING = ("forward", "backward", "recompute", "step", "latency", "forward_bytes", "reduce_grad", "reduce_norm")
 
 
 @settings(max_examples=60, deadline=None)
@@ -100,10 +69,8 @@ COSTS = st.fixed_dictionaries(
     name=st.sampled_from(["gpipe", "flush", "2bw"]),
     p=st.integers(1, 5),
     extra=st.lists(st.integers(0, 4), min_size=1, max_size=4),
-    costs=COSTS,
-    grown=st.sampled_from(
-        ["forward", "backward", "recompute", "step", "latency", "forward_bytes", "reduce_grad", "reduce_norm"]
-    ),
+    costs=st.fixed_dictionaries({name: st.floats(0, 4) for name in GROWING}),
+    grown=st.sampled_from(GROWING),
 )
 def test_nothing_gets_faster_when_a_cost_grows(name, p, extra, costs, grown):
     """No cost can grow and make any instruction end earlier; no rank is busier than the run is long; order is kept."""
@@ -183,3 +150,45 @@ def test_a_million_instructions_take_less_than_two_seconds():
         seconds.append(time.process_time() - begin)
     assert min(seconds) < 2e-6 * lowered.num_instructions
     assert timeline.makespan == pytest.approx((8 * 128 + 15) * 3)
+
+
+# --- the chain of reductions
+
+
+@pytest.mark.parametrize("m", [4, 8])
+def test_2bw_hides_the_reduction_chain_within_its_slack(m):
+    """A chain up to (m-p+1)(f+b) costs nothing; a longer one does."""
+    slack = (m - 3) * (F + B)
+    schedule = build("2bw", 4, (m,) * 8, data_parallel=True, tied_embeddings=True)
+
+    def time_per_batch(share):
+        costs = Costs(
+            reduce_grad=0.3 * share * slack, reduce_embed=0.3 * share * slack, reduce_norm=0.4 * share * slack
+        )
+        return simulate(schedule, costs).steady_time_per_batch()
+
+    assert time_per_batch(0.99) == pytest.approx(m * (F + B))
+    assert time_per_batch(2.0) > m * (F + B) + 0.4 * slack
+
+
+def test_a_flush_pays_for_its_chain():
+    """Under flush the STEP stands right after the chain, so every batch pays for it and for the step."""
+    costs = Costs(reduce_norm=0.75, step=0.25)
+    assert simulate(build("flush", 4, (4,) * 3), costs).steady_time_per_batch() == pytest.approx(7 * (F + B) + 1.0)
+
+
+def test_norm_starts_with_its_last_member():
+    """The norm's reduction has the same span on every rank: from the last member's post on."""
+    timeline = simulate(build("flush", 4, (4,)), Costs(reduce_norm=0.5))
+    spans = {(span.start, span.end) for span in timeline.spans if span.instruction.kind is Kind.REDUCE_NORM}
+    assert spans == {(21.0, 21.5)}
+
+
+@pytest.mark.parametrize("data_parallel", [False, True])
+def test_pipedream_runs_without_a_bubble(data_parallel):
+    """Under weight stashing, with one microbatch per batch, a steady pipeline takes f + b per batch.
+
+    The norm of a batch comes together only when the first stage has ended it; it serves the report, so no STEP waits.
+    """
+    timeline = simulate(build("pipedream", 4, (1,) * 24, data_parallel=data_parallel))
+    assert timeline.steady_time_per_batch() == pytest.approx(F + B)
