@@ -36,6 +36,18 @@ def test_losses_that_part_are_found():
             finetune_peers.check(wrong, drained)
 
 
+def test_the_table(capsys):
+    seconds = {arm: [1.0, 2.0, 4.0] for arm in finetune_peers.ARMS} | {"naive": [3.0, 4.0, 8.0]}
+    finetune_peers.show({
+        "t5": {"seconds": seconds, "as it comes": "RuntimeError: it is not"},
+        "bert": {"seconds": seconds, "as it comes": None},
+    })  # fmt: skip
+    lines = capsys.readouterr().out.splitlines()
+    naive = next(line for line in lines if line.startswith("│ naive"))
+    assert [cell.strip() for cell in naive.split("│")[2:5]] == ["4.0", "2.0 to 5.3", "2.00"]
+    assert any("RuntimeError" in line and "as above" in line for line in lines)
+
+
 class Tied(nn.Module):
     """Hands a transposed tensor to its second block, and uses one weight in both."""
 

@@ -46,7 +46,7 @@ def test_the_closed_form_by_hand():
     assert deep["deferred"].batch / deep["deferred"].computation == pytest.approx(1.5, abs=0.01)
 
 
-@pytest.mark.full  # lanes that run: tests/pipeline/runtime
+@pytest.mark.full
 def test_emulated_lanes_run_the_program(tmp_path):
     """Each bottleneck with eager and deferred updates: what ran is the program, no run is shorter than simulated, and
     the simulator agrees with the closed form. (How much longer depends on the machine, so the status may be 1.)
@@ -74,6 +74,23 @@ def test_emulated_lanes_of_four_ranks(tmp_path):
         assert (row["ranks"], row["stages"], row["formula"]) == (4, 16, None)
         assert row["executed_is_program"] and row["ideal"] == pytest.approx(0.128)
         assert row["whole"] >= 0.999 * row["least"]
+
+
+def test_complaints_name_what_is_off():
+    """Another program than was simulated, a time more than 2% away on either side, and more of the computation than the
+    goal allows."""
+    good = {"case": "fetch", "microbatches": 4, "update": "eager", "executed_is_program": True, "over_simulated": 1.019,
+            "over_ideal": 1.02, "most": 1.03}  # fmt: skip
+    complaints = lanes.complaints
+    assert complaints([good]) == []
+    for change, words in (
+        ({"executed_is_program": False}, "something else than the program"),
+        ({"over_simulated": 1.021}, "1.0210 of the simulated time"),
+        ({"over_simulated": 0.979}, "0.9790 of the simulated time"),
+        ({"over_ideal": 1.031}, "1.031 of its computation, above 1.03"),
+    ):
+        (sentence,) = complaints([{**good, **change}])
+        assert words in sentence and "fetch, u=4, eager" in sentence
 
 
 @pytest.mark.full  # test_relay_memory has the same meter
@@ -130,6 +147,19 @@ def test_flush_dies_where_the_relay_trains(tmp_path):
     for row in rows:
         assert len(row["losses"]) == 2
         assert row["limited_losses"] == ([] if row["died"] else row["losses"])
+
+
+def test_what_a_limit_has_to_show():
+    """Complaints: a relay that dies, a limit under which nothing dies, losses that differ."""
+    complaints = memory.complaints
+    row = {"section": "limit", "layers": 8, "losses": [1.0], "limited_losses": [1.0], "died": None}
+    good = [{**row, "contender": "flush", "died": "no memory", "limited_losses": []}, {**row, "contender": "l2l"}]
+    assert complaints(good) == []
+    assert "died under the limit: no memory" in complaints([good[0], {**good[1], "died": "no memory"}])[0]
+    assert "shows nothing" in complaints([{**row, "contender": "flush"}, good[1]])[0]
+    changed = {**good[1], "losses": [1.5]}
+    assert [words for words in ("the limit changed", "other losses") for each in complaints([good[0], changed])
+            if words in each] == ["the limit changed", "other losses"]  # fmt: skip
 
 
 def test_the_limit_of_the_hosts_optimizer():

@@ -63,6 +63,29 @@ def test_memory():
     assert paper.memory_bytes(1, 3, recompute=True) == paper.memory_bytes(1, 3, recompute=False)
 
 
+def test_recomputation_is_chosen_where_it_makes_room_for_larger_microbatches():
+    """Section 5.4.2: recomputation costs at most a third, and a larger microbatch may gain more."""
+    roomy, tight = planner(), planner(memory=2 * 600 / 4 + 400)
+    sizes = (1, 2, 4)
+    chosen = roomy.search(4, 4, safe_batch=1024, microbatches=sizes)
+    assert (chosen.microbatch, chosen.recompute) == (4, False)
+    steep = BlockProfile(
+        num_blocks=24, block_seconds=lambda b: 0.01, weight_bytes=600, activation_bytes=240, boundary_bytes=2
+    )
+    chosen = PaperPlanner(model=steep, servers=tight.servers).search(4, 4, safe_batch=1024, microbatches=sizes)
+    assert (chosen.microbatch, chosen.recompute) == (4, True)
+    chosen = tight.search(4, 4, safe_batch=1024, microbatches=sizes)
+    assert (chosen.microbatch, chosen.recompute) == (1, False)
+
+
+def test_batches_stay_below_the_safe_one():
+    """A round of the pipeline, b w d sequences, stays within B; widths and depths where none does are left out."""
+    paper = planner()
+    assert paper.search(4, 4, safe_batch=40, microbatches=(1, 2, 4)).microbatch == 2
+    assert all(each.width * each.depth <= 8 for each in paper.sweep(safe_batch=8, microbatches=(1, 2)))
+    assert planner(memory=10).partition(safe_batch=64, microbatches=(1, 2)) is None
+
+
 @given(
     memory=st.floats(100, 2000), high=st.floats(1, 1e5), low=st.floats(1, 1e5), safe_batch=st.integers(1, 200),
     sizes=st.sets(st.integers(1, 16), min_size=1, max_size=4),

@@ -5,6 +5,7 @@ import json
 import math
 
 import pytest
+from rich.console import Console
 
 from papers.pipetransformer import freeze_peers, freeze_study
 
@@ -74,6 +75,20 @@ def test_the_interval_of_a_mean():
     values = [1.0, 2.0, 3.0, 4.0, 5.0]
     half = 2.776 * math.sqrt(2.5) / math.sqrt(5)
     assert freeze_study.interval(values) == f"{3.0:+.2f} ± {half:.2f}"
+
+
+def test_the_table(capsys):
+    """Ratios are within a seed; dense's accuracy is reached where it first is."""
+    runs = {
+        "dense": [run(10.0, [0.5, 0.8], 0.9, 0), run(20.0, [0.8, 0.8], 0.8, 0)],
+        "frozen": [run(8.0, [0.6, 0.8], 0.88, 3), run(10.0, [0.5, 0.7], 0.8, 3)],
+        "all": [run(5.0, [0.8, 0.9], 0.9, 3), run(10.0, [0.8, 0.8], 0.8, 3)],
+    }
+    result = {"model": "vit", "epochs": 2, "way": (1, 0.5), "tried": {"dense": [(1.0, 0.5)]}, "runs": runs}
+    freeze_study.show(result, Console(width=140, no_color=True))
+    text = capsys.readouterr().out
+    assert "1.62 (1.25-2.00)" in text and "2.00 (2.00-2.00)" in text
+    assert "0.80 (1 of 2)" in text and "0.38 (2 of 2)" in text
 
 
 def test_depths_of_the_bound():
