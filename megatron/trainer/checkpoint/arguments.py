@@ -263,6 +263,18 @@ def _check_can_be_built(
         )
 
 
+def require_same_masters(args: TrainConfig, saved: argparse.Namespace | None, path: object) -> None:
+    """Raise CheckpointError for a 16-bit run's whole optimizer state in an FP32 run, which keeps no masters apart."""
+    if saved is None or getattr(saved, "use_distributed_optimizer", False) or args.use_distributed_optimizer:
+        return
+    flag = next((flag for flag in ("bf16", "fp16") if getattr(saved, flag, False)), None)
+    if flag is not None and not (args.bf16 or args.fp16):
+        raise CheckpointError(
+            f"checkpoint {path} was saved with --{flag}, whose optimizer state has FP32 masters beside the weights; "
+            f"pass --{flag} to go on with it, or --no-load-optim to train in FP32 with a fresh optimizer state"
+        )
+
+
 def what_changes(args: TrainConfig, saved: argparse.Namespace | None) -> list[str]:
     """Lines for the log of a run that resumes with another pipeline program or another order of samples."""
     return [line for line in (_other_program(args, saved), _other_samples(args, saved)) if line]

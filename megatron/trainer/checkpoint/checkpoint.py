@@ -161,6 +161,9 @@ def load_checkpoint(
         say(f"{location.root / directory.TRACKER} is missing; taken is the only checkpoint, {location.path}")
     for line in () if starts_anew else arguments.what_changes(args, common.get("args")):
         say(f"checkpoint {location.path} {line}")
+    with_optimizer = not starts_anew and not args.no_load_optim
+    if with_optimizer:
+        arguments.require_same_masters(args, common.get("args"), location.path)
     position = CheckpointPosition() if starts_anew else _position(common)
     new = new_parts(parts.chunks, reader.holds_prefix) if body_only else ()
     if new:
@@ -171,7 +174,7 @@ def load_checkpoint(
         loading_metadata(args, common.get("content_metadata")),
         iteration=position.iteration,
         random_state=None if starts_anew or args.no_load_rng else sharded_random_state(),
-        with_optimizer=not starts_anew and not args.no_load_optim,
+        with_optimizer=with_optimizer,
         new=new,
     )
     _judge_what_is_left_over(reader, restoration.model, args.dist_ckpt_strictness)

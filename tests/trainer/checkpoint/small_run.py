@@ -81,7 +81,7 @@ def arguments(**changes) -> argparse.Namespace:
         add_bias_linear=True, add_qkv_bias=False, group_query_attention=False, num_query_groups=1,
         swiglu=False, untie_embeddings_and_output_weights=False, padded_vocab_size=VOCABULARY,
         make_vocab_size_divisible_by=16, tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
-        bf16=False, optimizer="adam", use_distributed_optimizer=False, load=None, save=None, ckpt_step=None,
+        bf16=False, fp16=False, optimizer="adam", use_distributed_optimizer=False, load=None, save=None, ckpt_step=None,
         finetune=False, no_load_optim=False, no_load_rng=False, no_save_optim=False, no_save_rng=False,
         async_save=False, dist_ckpt_strictness="assume_ok_unexpected", ckpt_fully_parallel_load=False,
         ckpt_fully_parallel_save=True, hidden_dropout=0.0, seed=1234,

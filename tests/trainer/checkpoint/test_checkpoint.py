@@ -105,6 +105,15 @@ def test_other_learning_rate_schedule_says_so(saved):
     assert "--override-opt_param-scheduler" in message and "--use-checkpoint-opt_param-scheduler" in message
 
 
+def test_masters_that_an_fp32_run_lacks(saved):
+    """The optimizer state of a BF16 run is refused in an FP32 run, which names both ways out; its weights load."""
+    directory, _ = saved(1, bf16=True)
+    ((message, untouched),) = workers.run(1, CASES + "load_error", directory=directory, changes={})
+    assert "was saved with --bf16" in message and "--no-load-optim" in message and untouched
+    ((message, _),) = workers.run(1, CASES + "load_error", directory=directory, changes={}, no_load_optim=True)
+    assert message is None
+
+
 def test_checkpoint_without_optimizer_says_so(tmp_path):
     """--no-save-optim: a load that wants the optimizer names the flag that does without; with it the weights load."""
     directory = str(tmp_path)
