@@ -1,5 +1,7 @@
 """finetune_bert.py from flags to losses: one result however the job is cut, from a BERT of pretrain_bert.py."""
 
+import argparse
+
 import pytest
 import torch
 
@@ -100,7 +102,7 @@ def test_classes_come_from_the_training_data(tmp_path):
 
 def test_checkpoints_say_which_classes_they_tell():
     """A run goes on with its own classes only; a new head may have others. A BERT without a head is no such model."""
-    here, there = text_arguments(), text_arguments()
+    here, there = text_arguments(), argparse.Namespace(**vars(text_arguments()))
     check_same_model(here, there, "DIR")
     there.class_names = ["bad", "better"]
     with pytest.raises(CheckpointError, match=r"DIR tells other classes: class_names is \['bad', 'better'\] there"):
