@@ -1,6 +1,6 @@
-"""The planner: what a configuration needs before it runs, memory and time (docs/planner.md).
+"""The planner: predicts the memory and the time of a configuration before it runs (docs/planner.md).
 
-Pure Python: neither torch nor megatron.core.
+The planner is pure Python: it imports neither torch nor megatron.core.
 """
 
 from megatron.planner.job.cluster import Cluster, load_cluster

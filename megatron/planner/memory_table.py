@@ -1,4 +1,4 @@
-"""An estimate of memory as tables for a terminal or a pipe."""
+"""Tables and JSON records of a memory estimate."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 def memory_table(memory: Sequence[RankMemory], *, plain: bool) -> Table:
-    """A row for each rank of a pipeline: parameters in millions, bytes in GiB. `plain`: neither lines nor colours."""
+    """A table with a row for each rank of a pipeline: parameters in millions, memory in GiB.
+
+    `plain`: no lines and no colours.
+    """
     rare = {name for name in ("deferred", "step") if not any(getattr(rank.parts, name) for rank in memory)}
     parts = [part.name for part in fields(MemoryParts) if part.name not in rare]
     several = any(len(rank.stages) > 1 for rank in memory)

@@ -1,7 +1,7 @@
-"""The planner: memory by rank and the time of an iteration, for a configuration of a model on a cluster.
+"""The planner: estimates the memory of each rank and the time of an iteration for a model, a cluster, a configuration.
 
-Two effects of short memory are priced here: ranks whose allocator returns blocks in every backward compute slower, and
-2bw with one gradient buffer waits for its reductions.
+Two effects of scarce memory are priced here: a rank whose allocator frees cached blocks in every backward computes more
+slowly, and 2bw with a single gradient buffer waits for its gradient reductions.
 """
 
 from collections.abc import Collection, Sequence
@@ -28,7 +28,7 @@ from megatron.planner.time.stage_times import StageTimes
 
 
 def slowed(costs: Costs, stages: Collection[int], efficiency: float) -> Costs:
-    """The costs if `stages` compute with this fraction of their speed. `costs` has forward and backward by stage."""
+    """Return the costs with `stages` at the fraction `efficiency` of their speed. `costs` has times by stage."""
     if not stages:
         return costs
     factor = [1 / efficiency if stage in stages else 1.0 for stage in range(len(costs.forward))]
@@ -40,13 +40,13 @@ def slowed(costs: Costs, stages: Collection[int], efficiency: float) -> Costs:
 
 
 def in_one_gradient_buffer(costs: Costs, schedule: Schedule) -> Costs:
-    """2bw's costs without a second gradient buffer.
+    """Return the costs of 2bw without a second gradient buffer.
 
-    Between the backwards of two batches a stage computes one forward, and waits for the rate of the pipeline. During
-    both the gradients of the first batch are reduced. A longer reduction delays the next backward: the step takes so
-    much more, and the reduction so much less. Tied embeddings are summed after that, so the last stage also waits for
-    the last backward of the first stage. Some backwards of the reduced batch come after the step, so this is an upper
-    bound.
+    Between the backwards of two batches a stage computes one forward and then idles, since it runs at the rate of the
+    pipeline. The gradients of the first batch are reduced during the forward and the idle time. A longer reduction
+    delays the next backward: the excess is counted in the step instead of the reduction. The gradients of tied
+    embeddings are summed after the reduction, so the last stage also waits for the last backward of the first stage.
+    The result is an upper bound, since some backwards of the reduced batch come after the step.
     """
     num_stages = len(costs.forward)
     step, reduce = spread("step", costs.step, num_stages), list(spread("reduce_grad", costs.reduce_grad, num_stages))
@@ -62,13 +62,13 @@ def in_one_gradient_buffer(costs: Costs, schedule: Schedule) -> Costs:
 
 
 class Planner:
-    """Estimates configurations of one model on one cluster.
+    """Estimates the memory and time of configurations of one model on one cluster.
 
     Args:
-        model: the shape of the model.
-        cluster: processors and links.
+        model: the architecture of the model.
+        cluster: the devices and links.
         cost_model: predicts times; None: only memory is estimated.
-        software: the software that trains.
+        software: the training software.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Planner:
         """The number of layers of each stage: as configured, or equal numbers, as in Megatron.
 
         Raises:
-            ValueError: layers, heads or columns do not divide, or FP8 is impossible, as Megatron refuses.
+            ValueError: layers, heads or columns do not divide, or FP8 is impossible; Megatron refuses the same.
         """
         model, t, num_stages = self.model, configuration.tensor, configuration.num_stages
         if self.software.fp8:
@@ -110,9 +110,14 @@ class Planner:
     def memory(
         self, configuration: Configuration, layers: Sequence[int] | None = None, *, proved: bool = True
     ) -> tuple[RankMemory, ...]:
-        """By rank of the pipeline. Raises ValueError as `layers`, or where the schedule cannot run.
+        """The memory of each rank of the pipeline.
 
-        `proved`: what the checker finds in programs; else the closed form, which takes no time, where there is one.
+        Args:
+            proved: take the demand that the checker finds in programs. False: use the closed form, which is faster, if
+                the schedule has one.
+
+        Raises:
+            ValueError: for the reasons of `layers`, or the schedule cannot run.
         """
         if configuration.sharding is not None:
             self.layers(configuration)
@@ -122,7 +127,7 @@ class Planner:
         return self._memory(configuration, demand, self.layers(configuration) if layers is None else layers)
 
     def least_memory(self, configuration: Configuration) -> tuple[RankMemory, ...]:
-        """What each rank needs whatever the schedule: for one microbatch on one weight version, in equal stages."""
+        """The memory that each rank needs under any schedule: one microbatch, one weight version, equal stages."""
         least = Schedule(order="1f1b", weights=FLUSH, num_stages=configuration.pipeline)
         layers = (self.model.num_layers // configuration.pipeline,) * configuration.pipeline
         return self._memory(configuration, closed_form_demand(least, 1), layers)
@@ -146,11 +151,11 @@ class Planner:
         *,
         memory: tuple[RankMemory, ...] | None = None,
     ) -> Estimate:
-        """Time and memory of a configuration.
+        """The time and memory of a configuration.
 
         Args:
-            simulate: prove and simulate the program that would run; else use closed forms, if the schedule has any.
-            memory: the result of `memory` for this configuration, if it is known.
+            simulate: prove and simulate the program that would run. False: use closed forms if the schedule has them.
+            memory: the result of `memory` for this configuration; None: compute it.
 
         Raises:
             ValueError: the configuration cannot run, with the reason; see `layers`.
@@ -182,7 +187,7 @@ class Planner:
         return (simulated if simulate else priced)(costs, configuration, schedule)
 
     def costs(self, configuration: Configuration, schedule: Schedule, layers: Sequence[int], verdict: Verdict) -> Costs:
-        """The costs of instructions, with ranks that the allocator slows down (`verdict.slowed`)."""
+        """The costs of instructions, including the slowdown of ranks in `verdict.slowed` by their allocators."""
         assert self.cost_model is not None
         costs = self.cost_model.costs(configuration, layers)
         if configuration.single_gradient_buffer:
@@ -191,13 +196,13 @@ class Planner:
         return slowed(costs, stages, self.cost_model.pressed_efficiency)
 
     def judge(self, configuration: Configuration, memory: Sequence[RankMemory]) -> Verdict:
-        """Whether the memory fits the GPUs, and which ranks are slowed for want of memory."""
+        """The verdict whether the memory fits the GPUs, and which ranks are slowed by a shortage of memory."""
         software = self.software.of(configuration)
         setting = software.activation_setting(configuration) if software.operands_wait else None
         return judge(memory, self.cluster.device.memory_gib, self.model, setting)
 
     def judge_host(self, configuration: Configuration, memory: Sequence[RankMemory]) -> HostVerdict | None:
-        """Whether the memory fits the hosts; None: weights are on devices, or the hosts' memory is not known."""
+        """The verdict whether the memory fits the hosts; None: weights are on devices, or host memory is unknown."""
         if not configuration.is_hosted or self.cluster.host_memory_gib is None:
             return None
         host_of_slot = self.cluster.host_of_slot

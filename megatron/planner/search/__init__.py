@@ -1,10 +1,10 @@
-"""Search: which degrees, microbatch, schedule and recompute scope train a model fastest on a cluster.
+"""Search: finds the degrees, microbatch, schedule and recompute scope that train a model fastest on a cluster.
 
-space      what is considered, and the schedules by name
-rules      what cannot run, and why
-explore    enumeration, memory first, early stopping
+space      the values to try, and the schedules by name
+rules      the reasons why a choice cannot run
+explore    enumeration, memory before time, early stopping
 search     ranking, and simulation of the best
-outcome    what was kept and what was rejected
+outcome    the configurations kept and the choices rejected
 """
 
 from megatron.planner.search.outcome import Choice, Kept, Outcome, Rejected

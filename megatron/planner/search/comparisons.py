@@ -1,11 +1,12 @@
-"""What a search compares its best configuration with: training without a pipeline, and training on fewer nodes.
+"""Comparisons of a search's best configuration with training without a pipeline and with training on fewer nodes.
 
 Without a pipeline, weights are split over replicas (FSDP, ZeRO-2 and 3). Each tensor parallel size, microbatch and
-number of shards of the space is tried with the first recompute scope that fits, as the search itself does.
+number of shards of the space is tried with the first recompute scope that fits, as in the search itself.
 
-A search uses all GPUs. With the same batch each GPU has less to compute the more there are, and longer to wait. On half
-of the nodes each GPU computes twice as much, so half can only be faster where more than half of the arithmetic rate of
-matrix products is idle (`_can_gain`). There the search is repeated on half of the nodes, as long as that is faster.
+A search uses all GPUs. With a fixed batch, each of more GPUs computes less and waits longer. On half of the nodes each
+GPU computes twice as much, so half of the nodes can only be faster if more than half of the GPUs' rate of matrix
+products is unused (`_can_gain`). In that case the search is repeated on half of the nodes, and halved again as long as
+that is faster.
 """
 
 import math
@@ -27,12 +28,15 @@ from megatron.planner.time.first_principles import FirstPrinciples
 def fastest_without_pipeline(
     space: Space, planner_of: Callable[[int], Planner], training: Training
 ) -> WithoutPipeline | None:
-    """The fastest training without a pipeline that fits; None without a comparison: on one GPU, on a CPU, for a model
-    with experts, or with a profile in place of the time model, since a profile has no gathers of weights."""
+    """Find the fastest training without a pipeline that fits.
+
+    Returns None if no comparison is possible: on one GPU, on a CPU, for a model with experts, or with a profile in
+    place of the time model, since a profile does not time gathers of weights.
+    """
     planner = planner_of(1)
     if planner.cluster.is_cpu or space.num_gpus == 1 or not isinstance(planner.cost_model, FirstPrinciples):
         return None
-    if planner.model.experts is not None:  # whose weights are not modelled so
+    if planner.model.experts is not None:  # the model of split weights has no experts
         return None
     scopes = [each for each in space.scopes if training.saves_scores or each is not SCOPES[1]]
     if not scopes:
@@ -55,9 +59,10 @@ def fastest_without_pipeline(
 def _least_recomputed(
     configuration: Configuration, planner: Planner, scopes: list[RecomputeScope], *, avoids_pressure: bool
 ) -> tuple[Configuration | None, float]:
-    """The configuration with the first scope that fits, and the GiB that the smallest one leaves free.
+    """The configuration with the first scope that fits, and the most GiB that any tried scope leaves free.
 
-    None: no scope fits (the free GiB are negative), or those that fit would be slowed and pressure is avoided.
+    The configuration is None if no scope fits (the free GiB are negative), or if every scope that fits would be slowed
+    and pressure is avoided.
     """
     spare = -math.inf
     for scope in scopes:
@@ -92,7 +97,8 @@ def _configurations(space: Space, planner_of: Callable[[int], Planner], training
 
 
 def _shards(data: int, tensor: int, gpus_per_node: int) -> list[int]:
-    """Numbers of shards: all replicas, or groups of replicas that fill 1, 4, 16, ... nodes and have a copy each."""
+    """Numbers of shards to try: one copy of the weights over all replicas, or one in each group that fills 1, 4, 16,
+    ... nodes."""
     found, group = [data], max(2, gpus_per_node // tensor)
     while group < data:
         if data % group == 0:
@@ -111,7 +117,7 @@ def note_on_fewer_nodes(outcome: Outcome, cluster: Cluster, best_on: Callable[[C
     Args:
         outcome: the result of the search on all nodes.
         cluster: the cluster with all nodes.
-        best_on: returns the best of the same search on another cluster; None: nothing fits there.
+        best_on: returns the best configuration of the same search on another cluster, or None if nothing fits there.
     """
     whole = outcome.best
     if whole is None or outcome.objective != "time" or cluster.is_cpu:
@@ -121,7 +127,7 @@ def note_on_fewer_nodes(outcome: Outcome, cluster: Cluster, best_on: Callable[[C
         half = make_cluster(cluster.model_dump(exclude_none=True) | {"nodes": nodes // 2}, "half of the nodes")
         try:
             found = best_on(half)
-        except ValueError:  # what is asked for, such as degrees, takes more GPUs
+        except ValueError:  # the user's choices, such as degrees, need more GPUs
             found = None
         if found is None or found.sequences_per_second <= best.sequences_per_second:
             break

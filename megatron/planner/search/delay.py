@@ -1,4 +1,4 @@
-"""Notes of a search on delayed weights: the cost of the delay, and the part of a batch that predictions know."""
+"""Notes of a search on delayed weights: the cost of the delay, and the part of a batch that predictions use."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from megatron.planner.search.space import offer
 def known_share(configuration: Configuration) -> Fraction:
     """The fraction of a batch from which the stage with the fewest gradients predicts its weights; 1: the whole batch.
 
-    Without `provisional_reduce` a stage, or with the distributed optimizer the owner of a shard, reads the gradients of
-    one replica.
+    Without `provisional_reduce`, a stage reads the gradients of one replica only; so does the owner of a shard with
+    the distributed optimizer.
     """
     read = configuration.provisional_microbatches
     if read is None:
@@ -27,7 +27,7 @@ def known_share(configuration: Configuration) -> Fraction:
 
 
 def clause(configuration: Configuration) -> str | None:
-    """The note on a configuration with predicted weights, in a clause."""
+    """The note on a configuration with predicted weights, as a clause; None: it does not predict."""
     return f"predicts from {known_share(configuration)} of a batch" if configuration.predicts else None
 
 

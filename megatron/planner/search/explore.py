@@ -4,12 +4,12 @@ Problem: degrees, microbatches, scopes and schedules combine to hundreds of thou
 simulating one takes up to seconds.
 
 Solution: choices are made one after another, and a reason against a choice rejects all configurations with it. Memory
-comes before time, in closed form: first the minimum of all schedules, one saved microbatch and one weight version,
-which grows with the microbatch; then the memory of the schedule. For each remaining choice recompute scopes are tried
-in the order of BPipe, section 4.2, until one fits; balance is tried only if the schedule does not fit without it. Two
-kinds of scopes fit and do not end the trial: one that is slowed for want of memory, and one whose saved activations
-move, since over a slow link moving fewer activations may save more time than recomputing them takes. Only
-configurations that fit are timed.
+is checked before time, in closed form. The first check is the minimum of all schedules: one saved microbatch and one
+weight version, which grows with the microbatch. The second check is the memory of the schedule. For each remaining
+choice, recompute scopes are tried in the order of BPipe, section 4.2, until a scope fits. Balance is tried only if the
+schedule does not fit without it. Two kinds of scopes fit without ending the trial: a scope that is slowed by a shortage
+of memory, and a scope whose saved activations move, since over a slow link moving fewer activations may save more time
+than recomputing them takes. Only configurations that fit are timed.
 """
 
 import math
@@ -31,7 +31,7 @@ from megatron.planner.search.rules import Training
 from megatron.planner.search.space import RANK_MAPPINGS, SCOPES, Space, offer, splits
 
 Refusal = Callable[[Configuration], str | None]
-"""Why the training program would refuse a configuration, in a clause."""
+"""Returns the reason why the training program would refuse a configuration, as a clause; None: it would not."""
 
 
 class Explorer:
@@ -41,7 +41,7 @@ class Explorer:
         space: the values to try.
         planner_of: returns the planner for a tensor parallel size, which decides the padding of the vocabulary.
         training: settings that exclude schedules or scopes.
-        refuse: called last, for configurations that fit.
+        refuse: a further check, called last and only for configurations that fit.
     """
 
     def __init__(
@@ -91,9 +91,9 @@ class _Degrees:
         self.space, self.training = explorer.space, explorer.training
         self.planner = explorer.planner_of(choice.tensor)
         self.sequence_parallel = rules.splits_sequences(model, choice)
-        self._memory: dict[Choice, tuple[RankMemory, ...]] = {}  # whatever the mapping
+        self._memory: dict[Choice, tuple[RankMemory, ...]] = {}  # the same for all mappings
         self._verdicts: dict[Choice, Verdict] = {}
-        self._missed: dict[tuple, str] = {}  # by schedule, v and scope: what a smaller microbatch missed
+        self._missed: dict[tuple, str] = {}  # by schedule, v and scope: why a smaller microbatch did not fit
 
     def explore(self, schedules: list[str]) -> Iterator[Kept | Rejected]:
         hosted = [schedule for schedule in schedules if rules.is_hosted(schedule)]
@@ -110,7 +110,8 @@ class _Degrees:
             yield from self._hosted(replace(self.choice, schedule=schedule))
 
     def _hosted(self, choice: Choice) -> Iterator[Kept | Rejected]:
-        """Yield choices with weights on the host. They recompute all stages, and the memory floor does not hold."""
+        """Yield choices with weights on the host. They recompute whole stages; the least device memory of other
+        schedules does not apply to them."""
         reason = rules.refuse_hosted(self.planner.cluster, choice)
         if reason:
             yield Rejected(choice=choice, reason=reason)
@@ -126,7 +127,7 @@ class _Degrees:
     def _explore(self, schedules: list[str]) -> Iterator[Kept | Rejected]:
         if not schedules:
             return
-        too_large: dict[RecomputeScope, str] = {}  # what a smaller microbatch missed
+        too_large: dict[RecomputeScope, str] = {}  # why a smaller microbatch did not fit
         for size in self.space.microbatches(self.choice.data):
             choice = replace(self.choice, micro_batch_size=size)
             slow = self._slow_softmax(choice)
@@ -149,8 +150,11 @@ class _Degrees:
         return rules.slow_softmax(self.model, self.training, choice)
 
     def _scopes(self) -> list[RecomputeScope]:
-        """The scopes to try: not attention without saved scores, where it equals none; not whole layers where copies of
-        tokens are sent beside another microbatch, since the layers of two microbatches are merged then."""
+        """The recompute scopes to try.
+
+        Attention is left out if no scores are saved, since it equals scope none there. Whole layers are left out if
+        copies of tokens are sent beside another microbatch, since the layers of two microbatches are merged then.
+        """
         saves, merges = self.training.saves_scores, self.planner.software.overlaps_experts
         left_out = {SCOPES[1]: not saves, RecomputeScope.LAYER: merges and self.choice.expert is not None}
         return [each for each in self.space.scopes if not left_out.get(each)]
@@ -177,7 +181,7 @@ class _Degrees:
                 yield from self._try_scopes(replace(stages, global_batch_size=batch), scopes)
 
     def _predictions(self, choice: Choice) -> dict[str, Any]:
-        """The settings of predictions, which only 2bw has, and two gradient buffers, which are tried first."""
+        """The settings of weight prediction, which only 2bw has, with two gradient buffers, which are tried first."""
         found = {"provisional": "off", "provisional_reduce": False, "single_gradient_buffer": False}
         if offer(choice.schedule).policy == TWO_BW and self.space.predictions:
             found |= self.space.predictions
@@ -185,7 +189,7 @@ class _Degrees:
         return found
 
     def _no_stages(self, schedule: str, layers: int) -> str:
-        """Why a rank with so many layers has no valid v."""
+        """The reason why a rank with the given number of layers has no valid v."""
         if layers == 1:
             return "the single layer of a rank makes no second stage"
         only, asked = offer(schedule).virtual_stages, [v for v in self.space.virtual or () if v > 1]
@@ -197,7 +201,7 @@ class _Degrees:
         return f"{layers} layers of a rank do not divide into {wanted} stages"
 
     def _batch_size(self, choice: Choice) -> int | str:
-        """The largest safe batch in sequences; or why no batch is possible."""
+        """The largest safe batch in sequences, or the reason why no batch is possible."""
         space, per_round = self.space, choice.micro_batch_size * choice.data
         least, most = space.global_batch_size, space.largest_batch_size
         preset = offer(choice.schedule)
@@ -255,18 +259,21 @@ class _Degrees:
                         seconds[mapping], fits = each.estimate.seconds, f"recompute {scope.value} fits"
                 yield each
             replicas = trial.data * (trial.context or 1)
-            waits = trial.single_gradient_buffer and (replicas > 1 or self.model.tied_embeddings)  # maybe the longer
+            waits = trial.single_gradient_buffer and (replicas > 1 or self.model.tied_embeddings)  # may be slower
             if kept and not moves and not waits and self.space.early_stopping and self._fits_easily(trial):
                 stops = f"recompute {scope.value} fits"
 
     def _may_keep_one_buffer(self, choice: Choice) -> bool:
-        """Whether 2bw may run without its second gradient buffer: the step of a batch is then early, before overflows
-        of other stages are known, and predictions would need the gradients of that buffer."""
+        """Whether 2bw may run without its second gradient buffer.
+
+        Without the buffer the step of a batch comes early, before overflows of other stages are known, and predictions
+        lack the gradients that the buffer would hold.
+        """
         is_2bw = offer(choice.schedule).policy == TWO_BW and choice.pipeline > 1
         return is_2bw and not self.space.predictions and not self.training.scales_loss
 
     def _without_moves(self, schedule: str) -> str | None:
-        """A schedule of the space with the same order and without balance."""
+        """The name of the same schedule without balance; None: it is not in the space."""
         plain = replace(offer(schedule), balance=False)
         return next((name for name in self.space.schedules if offer(name) == plain), None)
 
@@ -317,7 +324,7 @@ class _Degrees:
             yield Kept(choice=mapped, estimate=estimate, software=software, notes=tuple(filter(None, notes)))
 
     def _mappings(self, choice: Choice) -> list[str]:
-        """The mappings to try. `optimized` is tried later (search.py), unless it is the only one."""
+        """The mappings to try. `optimized` is tried later (search.py), unless it is the only mapping of the space."""
         names = [name for name in RANK_MAPPINGS if name in self.space.rank_mappings and name != "optimized"]
         names = names or ["standard" if rules.is_shared(choice) else "optimized"]
         return names if self.space.mapping_matters(choice.tensor) or len(names) == 1 else ["standard"]
@@ -327,12 +334,12 @@ class _Degrees:
         return rules.with_host_update(configuration, self.training)
 
     def _fits_easily(self, choice: Choice) -> bool:
-        """Whether the configuration fits and no rank is slowed for want of memory."""
+        """Whether the configuration fits and no rank is slowed by a shortage of memory."""
         verdict = self._judge(choice)
         return verdict.fits and not verdict.under_pressure
 
     def _judge(self, choice: Choice) -> Verdict:
-        """The verdict on a configuration by its memory."""
+        """The verdict on the memory of a configuration."""
         if choice not in self._verdicts:
             configuration = self._configuration(choice)
             self._memory[choice] = self.planner.memory(configuration, proved=False)

@@ -1,11 +1,11 @@
-"""What a search finds: every choice that it considered, kept with an estimate or rejected with a reason.
+"""The outcome of a search: every choice considered, kept with an estimate or rejected with a reason.
 
-It also compares training without a pipeline, with weights split over replicas (FSDP, ZeRO-2 and 3), so that the user
-sees when no pipeline is the better answer. This project's trainer does not train so: the outcome names software that
-does, and the best configuration and its script are always of this project.
+The outcome also has a comparison with training without a pipeline, with weights split over replicas (FSDP, ZeRO-2 and
+3), so that the user sees when no pipeline is better. This project's trainer does not split weights over replicas: the
+outcome names software that does. The best configuration and its script are always for this project's trainer.
 
-A `Bill` has the days and the money of a training, for a number of tokens and for a million of them. It counts
-iterations without a pause: checkpoints, evaluations and restarts take more.
+A `Bill` has the days and the cost of a training, for all tokens and for a million tokens. A bill counts iterations
+only: checkpoints, evaluations and restarts come on top.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _DAY, _HOUR, _MILLION = 86_400, 3_600, 1_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Bill:
-    """The time and the money of training one configuration. A field is None without a budget of tokens or a price.
+    """The time and cost of training one configuration. A field is None if it needs an unknown token count or price.
 
     Attributes:
         gpu_hours_per_iteration: hours of all GPUs together, whether they compute or wait.
@@ -48,7 +48,7 @@ class Bill:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """The budget of a training, from which a bill is made.
+    """The size and price of a training, from which bills are computed.
 
     Attributes:
         num_gpus: number of GPUs.
@@ -64,7 +64,7 @@ class Budget:
     currency: str = "USD"
 
     def bill(self, *, seconds: float, sequences: int) -> Bill:
-        """The bill of a training whose iterations take so many seconds and sequences."""
+        """The bill of a training whose iterations take `seconds` and compute `sequences` sequences each."""
         price, hours = self.price_per_gpu_hour, seconds * self.num_gpus / _HOUR
         tokens = sequences * self.sequence_length
         iterations = None if self.tokens is None else math.ceil(self.tokens / tokens)
@@ -95,15 +95,15 @@ _Chosen = make_dataclass("_Chosen", [(name, KINDS[name] | None, None) for name i
 
 @dataclass(frozen=True, kw_only=True)
 class Choice(_Chosen):
-    """The fields of a configuration that a search has chosen (`CHOSEN`), of one or of several that were rejected
-    together: None stands for any value.
+    """The fields of a configuration that a search has chosen (`CHOSEN`).
 
-    `schedule` is a name in `space.offered()`, which says whether saved activations move. `context` is also None if a
+    A choice stands for one configuration, or for several that are rejected together: None stands for any value.
+    `schedule` is a name in `space.offered()`, which tells whether saved activations move. `context` is also None if a
     search has no context parallelism; `expert` and `expert_tensor` are also None if the model has no experts.
     """
 
     def configuration(self, *, sequence_parallel: bool) -> Configuration:
-        """The configuration of a choice of at least degrees, batches and schedule, with defaults for what is None."""
+        """The configuration, with defaults for fields that are None. Degrees, batches and schedule must be chosen."""
         chosen = {name: value for name, value in zip(CHOSEN, _values(self), strict=True) if value is not None}
         chosen["schedule"], chosen["balance"] = preset_of(self.schedule)
         return Configuration(**chosen, sequence_parallel=sequence_parallel)
@@ -135,11 +135,11 @@ class Kept:
     Attributes:
         estimate: time and memory.
         software: the software that trains it; None: not known.
-        is_simulated: the time is a simulation of the proved program; else it is of a closed form, or of shorter
+        is_simulated: the time comes from a simulation of the proved program. False: from a closed form, or from shorter
             programs if the schedule has no closed form.
-        notes: what slows the configuration down, and what else it changes, a clause each.
-        accuracy: the interval of the time, or why there is none; None: not asked for.
-        bill: time and money of a training; None: not asked for.
+        notes: clauses on causes of slowness and on other consequences of the configuration.
+        accuracy: the interval of the time, or why it has none; None: not requested.
+        bill: the time and cost of a training; None: not requested.
     """
 
     choice: Choice
@@ -152,7 +152,7 @@ class Kept:
 
     @property
     def layers(self) -> str:
-        """The layers and the attention of the software, as a table's cell."""
+        """The layers and the attention of the software, as the text of a table cell; empty: not known."""
         return "" if self.software is None else self.software.layers
 
     @property
@@ -172,9 +172,9 @@ class Outcome:
     Attributes:
         kept: the ranking by `objective`, best first, followed by the configurations beside the ranking, best first.
         rejected: the rejected choices, in the order of the search.
-        objective: what the ranking is by, one of `OBJECTIVES`.
+        objective: the objective of the ranking, one of `OBJECTIVES`.
         without_pipeline: the fastest training without a pipeline; None: not compared.
-        unasked: names of schedules that stand beside the ranking (`Space.unasked`).
+        unasked: names of schedules that are listed beside the ranking (`Space.unasked`).
     """
 
     kept: tuple[Kept, ...]
@@ -199,8 +199,10 @@ class Outcome:
         return [*enumerate(self.ranking, start=1), *((None, each) for each in self.beside)]
 
     def gain(self, each: Kept) -> float | None:
-        """The relative gain in speed of a configuration beside the ranking over the best ranked one; None: it is
-        ranked, or no configuration is ranked."""
+        """The relative gain in speed of a configuration beside the ranking over the best of the ranking.
+
+        Returns None if the configuration is in the ranking, or if the ranking is empty.
+        """
         if self.best is None or each.choice.schedule not in self.unasked:
             return None
         return each.sequences_per_second / self.best.sequences_per_second - 1
@@ -212,7 +214,7 @@ class Outcome:
 
     @property
     def best_without_pressure(self) -> tuple[int, Kept] | None:
-        """The best configuration that is not slowed for want of memory, with its rank from 1."""
+        """The best configuration that is not slowed by a shortage of memory, with its rank from 1."""
         ranked = enumerate(self.ranking, start=1)
         return next(((rank, each) for rank, each in ranked if not each.estimate.under_pressure), None)
 
@@ -233,14 +235,14 @@ class Outcome:
         return replace(self, kept=kept)
 
     def best_of_schedules(self) -> tuple[tuple[int | None, Kept], ...]:
-        """The best configuration of each schedule with its rank, as in `rows`."""
+        """The best configuration of each schedule, with its rank as in `rows`."""
         found: dict[str, tuple[int | None, Kept]] = {}
         for rank, each in self.rows:
             found.setdefault(each.choice.schedule, (rank, each))
         return tuple(found.values())
 
     def pareto_front(self) -> tuple[Kept, ...]:
-        """The Pareto front of the ranking in speed and memory, fastest first; of equals, the first stays."""
+        """The Pareto front of the ranking in speed and memory, fastest first. Of equal points the first is kept."""
         front: list[Kept] = []
         for each in sorted(self.ranking, key=lambda kept: (-kept.sequences_per_second, kept.memory_gib)):
             if not front or each.memory_gib < front[-1].memory_gib:
@@ -250,18 +252,20 @@ class Outcome:
 
 SUPERLATIVES = {"time": "fastest", "cost": "cheapest", "memory": "smallest"}
 OBJECTIVES = tuple(SUPERLATIVES)
-"""time: sequences per second. cost: money for a sequence, which ranks as time where all GPUs are used. memory: bytes of
-the fullest GPU; of equals, the fastest."""
+"""Objectives of a ranking. time: sequences per second. cost: money for a sequence, which gives the same ranking as time
+since all GPUs are used. memory: bytes of the fullest GPU, with ties broken by speed."""
 
 
 TRAINED_BY = {3: ("torchtitan", "Megatron-FSDP", "DeepSpeed"), 2: ("Megatron-FSDP", "DeepSpeed")}
-"""Systems that split weights over replicas, by ZeRO's stage."""
+"""Systems that split weights over replicas, by ZeRO stage."""
 
 MARGIN_OF_SPLIT, MARGIN_OF_WHOLE = 0.37, 0.2
-"""By how much one must be faster to be called the better answer (docs/planner_sharded.md). Split weights: by more than
-the largest error of a published run, ZeRO-3's of 37%; that covers how fast runs were predicted at most, 30% too fast.
-What has whole weights, mostly a pipeline: by more than a fifth. It needs less, since 13 of 18 runs of split weights
-were predicted too fast: most errors are in their favour already."""
+"""The relative gain in predicted speed from which split or whole weights are called the better answer
+(docs/planner_sharded.md).
+
+Split weights need the larger margin: the largest error of a published run, 37% (ZeRO-3), which also covers the most
+optimistic prediction, 30% too fast. Whole weights, mostly with a pipeline, need a fifth. Their margin is smaller since
+13 of 18 runs of split weights were predicted too fast: most errors already favour split weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,9 +274,9 @@ class WithoutPipeline:
 
     Attributes:
         estimate: time and memory; None: nothing fits.
-        software: the software that trains it.
+        software: the training software.
         missing_gib: if nothing fits, the GiB that the nearest configuration lacks.
-        is_slowed: some configurations fit, and are left out since the allocator would slow them (`--avoid-pressure`).
+        is_slowed: some configurations fit but are left out since the allocator would slow them (`--avoid-pressure`).
     """
 
     estimate: Estimate | None = None
@@ -287,7 +291,7 @@ class WithoutPipeline:
 
 
 def described(configuration: Configuration) -> str:
-    """A configuration with split weights as text."""
+    """Describe a configuration with split weights in short text."""
     sharding = configuration.sharding
     assert sharding is not None
     parts = [f"t={configuration.tensor}", f"d={configuration.data}"]
@@ -302,7 +306,7 @@ def described(configuration: Configuration) -> str:
 def without_pipeline_sentence(outcome: Outcome, *, has_script: bool) -> str | None:
     """The comparison with training without a pipeline as a sentence; None if nothing was compared.
 
-    `has_script`: a script that starts the best was written (best.sh).
+    `has_script`: whether a script that starts the best configuration was written (best.sh).
     """
     found = outcome.without_pipeline
     if found is None:
@@ -332,8 +336,10 @@ def without_pipeline_sentence(outcome: Outcome, *, has_script: bool) -> str | No
 
 
 def _compared(found: WithoutPipeline, outcome: Outcome) -> str:
-    """The comparison in sequences per second with the fastest ranked configuration, as the best by memory may be slow.
-    The fastest may have no pipeline either."""
+    """The comparison in sequences per second with the fastest ranked configuration, as a clause.
+
+    The best by memory may be slow, so it is not the one compared. The fastest may have no pipeline either.
+    """
     best: Kept = max(outcome.ranking, key=lambda each: each.sequences_per_second)
     ratio = found.sequences_per_second / best.sequences_per_second
     name = "best" if best is outcome.best else "fastest"

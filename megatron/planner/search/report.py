@@ -1,8 +1,8 @@
-"""The HTML pages and the pictures of a search and a sweep. A page needs no other file.
+"""The HTML pages and the plots of a search and a sweep. A page needs no other file.
 
-The style and the script lie beside this file and are written into each page, so that a page can be sent, and opened
-without a network. Without the script, which sorts and filters, the tables are whole. All rows are in the page: cells
-and rows have no end tags, which HTML does not require, so that a thousand rows take a fraction of a megabyte.
+The style and the script are files in this folder and are copied into each page, so that a page can be sent to others
+and opened without a network. The script sorts and filters tables; without it all rows are shown. Cells and rows have no
+end tags, which HTML does not require, so that a thousand rows take a fraction of a megabyte.
 """
 
 from __future__ import annotations
@@ -42,11 +42,13 @@ _HOLLOW = {**_POINTS, "markerfacecolor": "none"}
 
 
 def draw_outcome(outcome: Outcome, *, memory_gib: float, title: str = "") -> Figure:
-    """A colour for each schedule, hollow beside the ranking; the Pareto front is a line, the best is ringed, and
-    crosses are under pressure.
+    """Plot the throughput of all kept configurations over their memory.
 
-    The legend, which names the best, stands below the axes, so that it hides no point. `memory_gib`: of a GPU.
-    Collections of points have the schedules as gids, the front "pareto".
+    Each schedule has a colour. Hollow points are beside the ranking, crosses are slowed by a shortage of memory, the
+    line is the Pareto front, and the ring marks the best. The legend is below the axes, so that it hides no point.
+    Collections of points have the schedules as gids; the gid of the front is "pareto".
+
+    `memory_gib`: the memory of one GPU.
     """
     import matplotlib
     from matplotlib.lines import Line2D
@@ -87,10 +89,10 @@ def draw_outcome(outcome: Outcome, *, memory_gib: float, title: str = "") -> Fig
 
 
 def draw_sweep(sweep: Sweep, *, title: str = "") -> Figure:
-    """A curve for each sequence length, a point for each number of GPUs; both axes begin at zero. The front is a line;
-    hollow points are beaten by one of it; a ring is the knee, with its time and its cost.
+    """Plot cost over time: a curve for each sequence length, and a point for each number of GPUs.
 
-    Lines have gids "front LENGTH", rings "knee LENGTH", and what is beaten "beaten LENGTH".
+    Both axes begin at zero. The line is the front, hollow points are dominated by a point of the front, and the ring
+    marks the knee, with its time and cost. The gids are "front LENGTH", "beaten LENGTH" and "knee LENGTH".
     """
     import matplotlib
     from matplotlib.ticker import FuncFormatter
@@ -147,7 +149,7 @@ def _finish(figure: Figure, axes: Axes, entries: list, title: str, *, num_column
 
 
 _STYLE, _SCRIPT = (Path(__file__).with_suffix(suffix) for suffix in (".css", ".js"))
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"  # a page that asks for nothing
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"  # a page loads nothing
 
 
 def html_report(
@@ -161,15 +163,15 @@ def html_report(
     script: str | None = None,
     num_timelines: int = 5,
 ) -> str:
-    """The page.
+    """The page of a search, as HTML.
 
     Args:
-        title: of the page.
+        title: the title of the page.
         summary: lines that say what was searched.
-        notes: what there is to know of what was found; docs/*.md in them are linked.
-        docs: where the documentation lies, as a URL; None: not known, and nothing is linked.
-        script: the text of the best's script.
-        num_timelines: of how many, the best of each order of computations, timelines and bars are drawn.
+        notes: sentences on the result; names of docs/*.md in them become links.
+        docs: the URL of the documentation; None: not known, so nothing is linked.
+        script: the text of the script that starts the best configuration; None: no script.
+        num_timelines: the number of configurations with timelines and bars, the best of each order of computations.
     """
     memory_gib = planner_of(1).cluster.device.memory_gib
     ranked = outcome.rows
@@ -202,7 +204,7 @@ def html_report(
 def sweep_page(
     sweep: Sweep, *, title: str, summary: Sequence[str], notes: Sequence[str] = (), docs: str | None = None
 ) -> str:
-    """The page of a sweep. The arguments are those of `html_report`."""
+    """The page of a sweep, as HTML. The arguments are those of `html_report`."""
     names, rows = sweep_rows(sweep)
     kinds = {name: " class=text" for name in SWEEP_TEXTS}
     parts = [_note(note, docs) for note in notes]
@@ -216,14 +218,16 @@ def sweep_page(
 
 
 def _label(outcome: Outcome, rank: int | None, each: Kept) -> str:
-    """Of a bar and a timeline, with its layers where they are not the best's."""
+    """The label of a bar and a timeline. It names the layers if they differ from those of the best configuration."""
     others = f", {each.layers}" if outcome.best and each.layers != outcome.best.layers else ""
     return f"{BESIDE if rank is None else rank}: {describe(each.choice)}{others}"
 
 
 def _orders(outcome: Outcome, most: int) -> list[tuple[int | None, Kept]]:
-    """The best of each order of computations and weight policy, with its rank; the first that stands beside the ranking
-    is among them."""
+    """The best configurations of each order of computations and weight policy, with their ranks, at most `most`.
+
+    If any are beside the ranking, the first of them is included.
+    """
     found: dict[tuple[str, str], tuple[int | None, Kept]] = {}
     for rank, each in outcome.best_of_schedules():
         preset = offer(each.choice.schedule)
@@ -246,7 +250,12 @@ def _best(outcome: Outcome) -> str:
 def configurations_table(
     outcome: Outcome, rows: Sequence[tuple[int | None, Kept]], *, name: str, filtered: bool = False
 ) -> str:
-    """A row for each of these of `Outcome.rows`. `name`: an id. `filtered`: the page offers a choice of schedules."""
+    """The HTML table of the given rows of `Outcome.rows`.
+
+    Args:
+        name: the id of the table.
+        filtered: the page lets the reader filter the rows by schedule.
+    """
     wanted = ("notes",) if any(_is_delayed(each) for _, each in rows) else ()
     shown = columns_of(outcome, rows, wanted=wanted)
     head = "".join(f"<th scope=col{_hint(column)}>{_heading(column.heading)}" for column, _ in shown)
@@ -260,7 +269,7 @@ def configurations_table(
 
 
 def reasons_table(outcome: Outcome, most: int) -> str:
-    """Why choices were rejected, the commonest kinds first."""
+    """The HTML table of the `most` commonest kinds of reasons for rejection."""
     counted = reasons(outcome.rejected, most)
     rows = (f"<tr><td>{count}<td class=notes>{escape(reason)}" for reason, count in counted)
     return _table('class="reasons"', "<th>choices<th class=text>reason", rows)
@@ -272,7 +281,7 @@ def _table(attributes: str, head: str, rows: Iterable[str]) -> str:
 
 
 def _heading(text: str) -> str:
-    """It may be broken behind a slash and in its longest word."""
+    """The HTML of a heading, which may break after a slash and within its longest word."""
     return escape(text).replace("/", "/<wbr>").replace("microbatch", "micro&shy;batch")
 
 
@@ -295,7 +304,7 @@ def _is_delayed(each: Kept) -> bool:
 
 
 def _page(title: str, summary: Sequence[str], parts: Iterable[str]) -> str:
-    """A whole page, which loads nothing, around the elements of its body."""
+    """The HTML of a whole page with the given elements in its body. The page loads no other file."""
     heads = [f"<h1>{escape(title)}</h1>", *(f"<p>{escape(line)}</p>" for line in summary)]
     body = "\n".join([*heads, *parts])
     return (
@@ -308,7 +317,7 @@ def _page(title: str, summary: Sequence[str], parts: Iterable[str]) -> str:
 
 
 def _note(note: str, docs: str | None, anchor: str = "") -> str:
-    """A note as a sentence of the page; with `docs`, where the documentation lies, pages in it are links."""
+    """The HTML of a note. With `docs`, the URL of the documentation, names of docs/*.md become links."""
     text = f"{escape(note[:1].upper() + note[1:])}."
     if docs is not None:
         text = re.sub(r"docs/([\w/]+\.md)", rf'<a href="{escape(docs)}/\1">docs/\1</a>', text)

@@ -1,14 +1,14 @@
-"""Figures of a search's page, of the few configurations that are looked at: bars of time and memory, and timelines.
+"""Figures in the page of a search: bars of time and of memory, and timelines, of a few configurations.
 
-Each configuration is a row of bars; all rows of a picture share an axis that begins at zero. A part says what it is
-when the pointer rests on it. Of the time, the rank of the pipeline that computes most is looked at. What it computes
-follows from the costs of a microbatch. Of the rest, reductions and transfers are what the iteration would be shorter
-without them; what then is left is the pipeline's filling and draining, and waits for slower ranks.
+Each configuration is a row of bars; all rows of a figure share an axis that begins at zero. A tooltip names each part.
+The bars of time show the pipeline rank that computes most. Its computing time follows from the costs of a microbatch.
+The parts for reductions and transfers are the times by which the iteration would be shorter without them. The rest is
+the filling and draining of the pipeline, and waits for slower ranks.
 
-Timelines show programs that are small enough to be read, in the steady state, all on one axis. A batch is shortened, so
-that its computations can be told apart, and each schedule's batch to about the same time. What is drawn begins with a
-batch that meets the pipeline as later ones do: where batches drain any, else one whose weights are as old as those of
-all that follow. All pictures show as many seconds, so that one sees which gets farther.
+Timelines show the steady state of small programs, all on one axis. Batches are shortened, so that single computations
+can be seen, and to about the same time for all schedules. A drawing begins with a batch in the steady state: any batch
+if batches drain, else the first whose weights are as old as those of all later batches. All drawings show the same
+number of seconds, so that the reader sees which schedule gets farther.
 """
 
 import math
@@ -46,19 +46,19 @@ COLOURS = {
     LOST: "#80808066",
 }  # fmt: skip
 _WIDE, _RIGHT, _ROW, _TOP, _FOOT, _LETTER = 620, 70, 22, 6, 34, 5.8  # pixels
-_FEW, _MOST_CELLS = 16, 20_000  # microbatches of a shortened batch; computations of a drawing, at most
-_SHOWN = 1.25  # of the longest batch
+_FEW, _MOST_CELLS = 16, 20_000  # microbatches of a shortened batch; the most computations of a drawing
+_SHOWN = 1.25  # the time that a drawing shows, in times of the longest batch
 
 Row = tuple[str, Kept, Planner]
 
 
 def bars(rows: Sequence[tuple[str, dict[str, float]]], *, name: str, unit: str, most: float | None = None) -> str:
-    """A figure of rows, each a label and its parts.
+    """The HTML of a figure with a row of bars for each label and its parts.
 
     Args:
-        name: what it shows, for readers that do not see it.
-        unit: of the numbers.
-        most: where the axis ends, with a line; None: behind the longest row.
+        name: a description of the figure for screen readers.
+        unit: the unit of the parts.
+        most: a value that is marked by a line and is within the axis; None: no line.
     """
     left = round(_LETTER * max((len(label) for label, _ in rows), default=0)) + 16
     shown = [part for part in COLOURS if any(parts.get(part, 0.0) > 0 for _, parts in rows)]
@@ -107,8 +107,9 @@ def _legend(signs: Iterable[Sign]) -> str:
 
 
 def time_parts(estimate: Estimate, planner: Planner) -> dict[str, float]:
-    """Seconds of an iteration by what they are for; their sum is its time. Of a configuration without a pipeline of
-    this project's, or with weights on the host, only what is computed and what is not.
+    """The seconds of an iteration by purpose; their sum is its time.
+
+    For split weights, or for weights on the host, the only parts are time that is computed and time that is not.
     """
     configuration = estimate.configuration
     busy = (1 - estimate.bubble) * estimate.seconds
@@ -143,13 +144,13 @@ def time_parts(estimate: Estimate, planner: Planner) -> dict[str, float]:
 
 
 def memory_parts(estimate: Estimate, memory_gib: float) -> dict[str, float]:
-    """GiB of the fullest GPU by what they are for, with what is lost beside tensors and what is left.
+    """The GiB of the fullest GPU by purpose, including the memory that no tensor can get (`LOST`).
 
-    `memory_gib`: of a GPU.
+    `memory_gib`: the memory of one GPU.
     """
     parts = max(estimate.memory, key=lambda rank: rank.total).parts
     found = {part.name: getattr(parts, part.name) / GIB for part in fields(MemoryParts) if part.name != "step"}
-    found["step"] = parts.total / GIB - sum(found.values())  # what of it comes beside the others
+    found["step"] = parts.total / GIB - sum(found.values())  # only the part that the peak adds to the others
     free = memory_gib - parts.total / GIB
     return found | {LOST: min(max(estimate.verdict.free_gib - estimate.verdict.spare_gib, 0.0), max(free, 0.0))}
 
@@ -160,16 +161,14 @@ def time_bars(rows: Sequence[Row]) -> str:
 
 
 def memory_bars(rows: Sequence[Row], memory_gib: float) -> str:
-    """`memory_gib`: of a GPU, where a line is."""
+    """The bars of memory, with a line at `memory_gib`, the memory of one GPU."""
     parts = [(label, memory_parts(each.estimate, memory_gib)) for label, each, _ in rows]
     return bars(parts, name="what takes the memory of the fullest GPU", unit="GiB", most=memory_gib)
 
 
 @dataclass(frozen=True)
 class _Drawn:
-    """A configuration whose batches are shortened to `size` microbatches of `whole`; `smaller` says what that makes
-    smaller.
-    """
+    """A timeline whose batches are shortened from `whole` microbatches to `size`; `smaller` says what that lessens."""
 
     label: str
     timeline: Timeline
@@ -180,7 +179,7 @@ class _Drawn:
 
 
 def timeline_figures(rows: Sequence[Row]) -> str:
-    """A figure for each labelled configuration, with the signs and what is left out below it."""
+    """The HTML of a timeline for each labelled configuration, with a legend and a list of what is not drawn below."""
     schedules = [_schedule(each, planner) for _, each, planner in rows]
     wholes = [each.estimate.configuration.num_microbatches for _, each, _ in rows]
     seconds = [each.estimate.seconds / whole for (_, each, _), whole in zip(rows, wholes, strict=True)]
@@ -211,24 +210,25 @@ def _schedule(each: Kept, planner: Planner) -> PipelineSchedule:
 
 
 def _least(schedule: PipelineSchedule) -> int:
-    """Microbatches that fill the pipeline, and some more of a short one."""
+    """The number of microbatches that fill the pipeline; twice as many in a short pipeline."""
     return max(schedule.num_ranks, min(2 * schedule.num_ranks, _FEW))
 
 
 def _fitting(schedule: PipelineSchedule, whole: int, size: int) -> int:
-    """The first size from this one on that the schedule takes, up to that of the configuration."""
+    """The smallest batch that the schedule accepts, from `size` microbatches up to `whole`, that of the
+    configuration."""
     step = 1 if schedule.weights.drains and schedule.num_virtual_stages == 1 else schedule.num_ranks
     size = min(whole, -(-size // step) * step)
     return next(each for each in range(size, whole + 1) if resized(schedule, whole, each).accepts(each))
 
 
 def _drawn(label: str, each: Kept, planner: Planner, schedule: PipelineSchedule, size: int, seconds: float) -> _Drawn:
-    """Simulated from its start until so many seconds behind the beginning of its steady state."""
+    """Simulate a configuration from its start until `seconds` after the beginning of its steady state."""
     configuration = each.estimate.configuration
     whole, weights = configuration.num_microbatches, schedule.weights
     costs = planner.costs(configuration, schedule, planner.layers(configuration), each.estimate.verdict)
     settled = 2 * schedule.num_ranks if weights.updates_alone else weights.delay
-    behind, smaller = -(-schedule.num_ranks // size), ""  # batches that others wait for when they end
+    behind, smaller = -(-schedule.num_ranks // size), ""  # later batches overlap the ends of earlier ones
     if weights.drains:
         behind, smaller = 0, ", so its bubbles are smaller"
     of_batch = each.estimate.seconds * size / whole

@@ -1,11 +1,10 @@
-"""Rules of the search: what cannot run, or is not worth trying. A rule returns the reason as one clause, or None.
+"""Rules of the search: each returns the reason why a choice cannot run, or is not worth trying, as one clause; or None.
 
-The constraints are BPipe's (section 4.2), PipeDream-2BW's (section 4.3) and those of the training programs, which
-refuse in their own words (`megatron/trainer/arguments`, `Schedule`); a test compares both.
+The constraints are those of BPipe (section 4.2), of PipeDream-2BW (section 4.3) and of the training programs, which
+refuse with their own messages (`megatron/trainer/arguments`, `Schedule`). A test checks that rules and programs agree.
 
-Schedules with weights on the host (l2l) have rules of their own. So have ranks that share sequences (context
-parallelism) or experts: the search prices them where a user asks for them, but this project's trainer runs neither, and
-a note says so.
+Schedules with weights on the host (l2l) have separate rules. So do context parallelism and experts: the search prices
+them if a user asks for them, but this project's trainer runs neither, and a note says so.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Training:
         scales_loss: the loss is scaled (FP16).
         saves_scores: attention is unfused; flash attention has no scores to recompute.
         fuses_softmax: unfused attention has Megatron's fused softmax, if sequences times heads divide by 4.
-        saves_scores_with_halves: `saves_scores` of the layers that schedules with I and W use; None: the same layers.
+        saves_scores_with_halves: `saves_scores` of the layers that split backwards (I and W) use; None: the same.
     """
 
     clips_gradients: bool = True
@@ -52,7 +51,8 @@ class Training:
 
 
 def refuse_tensor(model: Architecture, space: Space, t: int) -> str | None:
-    """Why t is impossible: H mod t = 0 and 8 mod t = 0 are required (BPipe, 4.2), and t divides all else it splits."""
+    """The reason why t is impossible: H mod t = 0 and 8 mod t = 0 are required (BPipe, 4.2), and t must divide
+    everything else that it splits."""
     if t > space.gpus_per_node:
         return f"tensor parallelism over {t} GPUs leaves a node of {space.gpus_per_node}"
     if space.gpus_per_node % t:
@@ -62,7 +62,7 @@ def refuse_tensor(model: Architecture, space: Space, t: int) -> str | None:
 
 
 def refuse_pipeline(model: Architecture, space: Space, p: int, d: int) -> str | None:
-    """Why p and d are impossible: L mod p = 0 is required, and a batch that d divides (BPipe, 4.2)."""
+    """The reason why p and d are impossible: p must divide the layers, and d the batch (BPipe, 4.2)."""
     if model.num_layers % p:
         return f"{model.num_layers} layers do not divide into {p} stages"
     if space.microbatches(d):
@@ -78,7 +78,7 @@ def refuse_pipeline(model: Architecture, space: Space, p: int, d: int) -> str | 
 
 
 def refuse_schedule(model: Architecture, training: Training, schedule: str, p: int) -> str | None:
-    """Why a schedule is impossible, or not worth trying, on p ranks with any batch."""
+    """The reason why a schedule is impossible, or not worth trying, on p ranks with any batch."""
     preset = offer(schedule)
     weights = preset.policy
     if p == 1 and weights.drains and preset != PLAIN and preset.residency is None:
@@ -102,7 +102,7 @@ def refuse_schedule(model: Architecture, training: Training, schedule: str, p: i
 
 
 def refuse_batch(schedule: Schedule, num_microbatches: int) -> str | None:
-    """Why a schedule cannot run a batch of so many microbatches, in the words of the schedule or of the checker."""
+    """The reason of the schedule or of the checker why a batch of `num_microbatches` cannot run."""
     try:
         schedule.validate(num_microbatches)
     except ValueError as error:
@@ -118,7 +118,7 @@ def refuse_batch(schedule: Schedule, num_microbatches: int) -> str | None:
 
 
 def slow_softmax(model: Architecture, training: Training, choice: Choice) -> str | None:
-    """A note if Megatron's fused softmax is not available: it needs sequences times heads of a rank divisible by 4."""
+    """A note if Megatron's fused softmax is unavailable: 4 must divide sequences of a microbatch times heads of a rank."""
     if not (training.saves_scores and training.fuses_softmax):
         return None
     heads = model.num_attention_heads // choice.tensor
@@ -129,7 +129,7 @@ def slow_softmax(model: Architecture, training: Training, choice: Choice) -> str
 
 
 def clause(error: ValueError) -> str:
-    """The first clause of a refusal: the fault, without its reason and the remedy."""
+    """The first clause of an error message: the fault, without its reason and the remedy."""
     text = str(error)
     for mark in ("; ", ": "):
         text = text.split(mark)[0]
@@ -137,12 +137,12 @@ def clause(error: ValueError) -> str:
 
 
 def is_hosted(schedule: str) -> bool:
-    """Whether a name of `offered` keeps weights on the host."""
+    """Whether the schedule, a name of `offered`, keeps weights on the host."""
     return offer(schedule).residency is not None
 
 
 def refuse_hosted(cluster: Cluster, choice: Choice) -> str | None:
-    """Why a schedule with weights on the host is impossible with any microbatch, in a clause."""
+    """The reason why a schedule with weights on the host is impossible with any microbatch, as a clause."""
     if cluster.host_memory_gib is None:
         return f"{choice.schedule} needs the hosts' memory, which the cluster does not say (host_memory_gib)"
     if choice.distributed_optimizer:
@@ -151,7 +151,8 @@ def refuse_hosted(cluster: Cluster, choice: Choice) -> str | None:
 
 
 def with_host_update(configuration: Configuration, training: Training) -> Configuration:
-    """The configuration with the host's updates as `--l2l-update auto` chooses: eager if nothing waits for the norm."""
+    """The configuration with the host update that `--l2l-update auto` chooses: eager unless updates wait for the
+    gradient norm or for overflows."""
     waits = training.clips_gradients or training.scales_loss
     return replace(configuration, host_update=EAGER) if configuration.is_hosted and not waits else configuration
 
@@ -174,12 +175,12 @@ def _holds_others(schedule: str | None) -> bool:
 
 
 def is_shared(choice: Choice) -> bool:
-    """Whether ranks share sequences, or the model has experts, which this project's trainer does not train."""
+    """Whether ranks share sequences, or the model has experts; this project's trainer runs neither."""
     return (choice.context or 1) > 1 or choice.expert is not None
 
 
 def share_ranks(space: Space, planner: Planner, choice: Choice) -> Iterator[Choice | Rejected]:
-    """Yield the choice of t and p with each context and expert parallel size, and with the replicas that remain."""
+    """Yield the choice of t and p with each context and expert parallel size, and the replicas that remain for each."""
     ranks = space.num_gpus // (choice.tensor * choice.pipeline)
     for context in space.context:
         given = replace(choice, context=None if space.context == (1,) else context)
@@ -196,7 +197,7 @@ def share_ranks(space: Space, planner: Planner, choice: Choice) -> Iterator[Choi
 
 
 def _refused_shares(choice: Choice, planner: Planner) -> Rejected | None:
-    """The rejection of shared sequences or experts that are impossible with any microbatch and schedule."""
+    """The rejection of a choice whose shared sequences or experts are impossible with any microbatch and schedule."""
     if not is_shared(choice):
         return None
     try:
@@ -216,7 +217,7 @@ def splits_sequences(model: Architecture, choice: Choice) -> bool:
 
 
 def refuse_shared_schedule(choice: Choice, training: Training, schedule: str) -> str | None:
-    """Why a schedule is impossible with shared sequences or experts, in a clause."""
+    """The reason why a schedule is impossible with shared sequences or experts, as a clause."""
     if not is_shared(choice):
         return None
     if offer(schedule).residency is not None:
@@ -227,7 +228,7 @@ def refuse_shared_schedule(choice: Choice, training: Training, schedule: str) ->
 
 
 def refuse_overlap(choice: Choice, planner: Planner, schedule: str) -> str | None:
-    """Why a schedule is impossible if copies of tokens are sent beside another microbatch, in a clause."""
+    """The reason why a schedule is impossible if copies of tokens are sent beside another microbatch, as a clause."""
     if not planner.software.overlaps_experts or choice.expert is None:
         return None
     taken = OVERLAPPED[choice.pipeline > 1 :]
@@ -237,7 +238,7 @@ def refuse_overlap(choice: Choice, planner: Planner, schedule: str) -> str | Non
 
 
 def notes_on_shared(kept: Iterable[Kept]) -> tuple[str, ...]:
-    """A note if kept configurations share sequences or experts: they are priced, and the trainer does not run them."""
+    """A note if kept configurations share sequences or experts: they are priced, but the trainer does not run them."""
     kept = list(kept)
     names = []
     if any((each.choice.context or 1) > 1 for each in kept):

@@ -1,8 +1,8 @@
-"""Searches a space: ranks the configurations that fit by estimates, and simulates the programs of the best.
+"""The search: ranks the configurations that fit by their estimates, and simulates the programs of the best.
 
 A configuration may differ from the best in more than its choices: its layers (`--transformer-impl`) may have another
-attention, and its batch may be larger if batches may grow. Its notes say so, so that the gain is not credited to the
-schedule.
+attention, and its batch may be larger if batches may grow. The notes of such a configuration tell the difference, so
+that a gain is not credited to the schedule.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ def sentences_on_layers(kept: Iterable[Kept]) -> tuple[str, ...]:
 
 
 NUM_SIMULATED = 5
-_MOST_COMPUTATIONS = 400_000  # that are simulated unless a number is asked for: 20 seconds or so
+_MOST_COMPUTATIONS = 400_000  # simulated unless the user gives a number of simulations: about 20 seconds
 
-_MOST_TURNS = 4  # simulations for each of the best, at most
-_MANY_GPUS = 64  # from here on a search is worth processes, which take a hundredth of a second to start
-_WORTH_A_FILE = 0.002  # an optimized mapping needs a file with the cluster's nodes, so it has to gain something
+_MOST_TURNS = 4  # the most simulations for each requested one
+_MANY_GPUS = 64  # a larger search is worth several processes, which take a hundredth of a second to start
+_WORTH_A_FILE = 0.002  # an optimized mapping needs a file with the cluster's nodes, so it must gain this much
 
 Progress = Callable[[str, int, int], None]
-"""What is being done, how much of it is done, and of how much."""
+"""Called with the name of an activity, the amount done, and the total."""
 
 
 @contextmanager
@@ -97,10 +97,10 @@ def search(
     objective: str = "time",
     num_processes: int = 1,
 ) -> Outcome:
-    """Search a space: all configurations, best first, followed by those beside the ranking (`Space.unasked`).
+    """Search a space and rank its configurations, best first, followed by those beside the ranking (`Space.unasked`).
 
-    One configuration beside the ranking is simulated too, so that its time compares with the best's, unless programs
-    are large.
+    Unless programs are large, one configuration beside the ranking is simulated too, so that its time can be compared
+    with that of the best.
 
     Args:
         space: the values to try.
@@ -141,8 +141,11 @@ def search(
 
 
 def _explored(space: Space, explorer: Explorer, report: Progress, num_processes: int) -> Iterator[Kept | Rejected]:
-    """All choices, in the order of their degrees. A process takes all pairs with the same p, whose programs are alike;
-    the deepest pipelines take longest."""
+    """All choices, in the order of their degrees.
+
+    One process explores all degrees with the same p, since their programs are alike. The deepest pipelines start first,
+    since they take longest.
+    """
     degrees = list(space.degrees())
     depths = sorted({p for _, p in degrees}, reverse=True)
 
@@ -159,12 +162,12 @@ def _explored(space: Space, explorer: Explorer, report: Progress, num_processes:
 
 
 def _rank(each: Kept) -> tuple:
-    """The configurations by speed, fastest first; ties within rounding errors are ranked by memory."""
+    """A sort key by speed, fastest first; ties within rounding errors are broken by memory."""
     return -float(f"{each.sequences_per_second:.9g}"), each.memory_gib, each.choice.key
 
 
 def _rank_by_memory(each: Kept) -> tuple:
-    """The configurations by memory, smallest first; of equals, the fastest first."""
+    """A sort key by memory, smallest first; ties are broken by speed."""
     speed, memory, key = _rank(each)
     return float(f"{memory:.9g}"), speed, key
 
@@ -182,25 +185,25 @@ class _Simulation:
     ) -> None:
         self.space, self.planner_of, self.report, self.rank = space, planner_of, report, rank
         self.num_processes = num_processes
-        self._ahead: dict[Choice, list[Kept] | ValueError] = {}  # what was simulated before its turn
+        self._ahead: dict[Choice, list[Kept] | ValueError] = {}  # results that were simulated before their turn
         self.tries_optimized = "optimized" in space.rank_mappings and len(space.rank_mappings) > 1
         self._tried: set[Choice] = set()
-        self.computations = 0  # of all that were simulated
+        self.computations = 0  # of all simulations so far
 
     def best(
         self, kept: list[Kept], total: int, most: float, *, at_least: int = 1
     ) -> tuple[list[Kept], list[Rejected]]:
-        """All configurations, ranked, the first `total` of them simulated; and the rejected ones. With more than `most`
-        computations fewer are simulated, but at least `at_least`.
+        """Rank all configurations with the first `total` of them simulated, and return them with the rejected ones.
 
-        A simulated time may exceed the estimate; then the next configuration is simulated. If programs are large, not
-        all are simulated, and the fastest simulated configuration is ranked first.
+        Fewer configurations are simulated, but at least `at_least`, if they would take more than `most` computations. A
+        simulated time may exceed the estimate; then the next configuration is simulated, too. If not all of `total` can
+        be simulated, the fastest simulated configuration is ranked first.
         """
         self._simulate_ahead(kept, total, most)
         waiting = [
             (self.rank(each), index, each) for index, each in enumerate(kept)
-        ]  # the index stands for what cannot
-        heapq.heapify(waiting)  # be compared
+        ]  # the index breaks ties, since configurations have no order
+        heapq.heapify(waiting)
         found: list[Kept] = []
         dropped: list[Rejected] = []
         num_done, before = 0, self.computations
@@ -220,7 +223,7 @@ class _Simulation:
                 dropped.append(Rejected(choice=each.choice, reason=rules.clause(simulated)))
                 continue
             for one in simulated:
-                if one.choice in self._tried:  # with another mapping ahead of its turn
+                if one.choice in self._tried:  # already simulated from another mapping
                     continue
                 self._tried.add(one.choice)
                 num_done += 1
@@ -230,7 +233,7 @@ class _Simulation:
             first = next(each for each in rest if each.is_simulated)
             found = [first]
             rest.remove(first)
-        return [*sorted(found, key=self.rank), *rest], dropped  # an optimized mapping may turn up late, and be faster
+        return [*sorted(found, key=self.rank), *rest], dropped  # a late optimized mapping may be faster
 
     def _simulate_ahead(self, kept: list[Kept], total: int, most: float) -> None:
         """Simulate in several processes the configurations that will be simulated unless optimized mappings win."""
@@ -241,7 +244,7 @@ class _Simulation:
             self._ahead = {each.choice: result for each, result in zip(chosen, found, strict=True)}
 
     def _turn(self, each: Kept) -> list[Kept] | ValueError:
-        """Simulate a configuration, also with the optimized mapping if a gain is expected; or return the rejection."""
+        """Simulate a configuration, also with the optimized mapping if a gain is expected; or return the error."""
         try:
             return [self._simulated(each), *map(self._simulated, self._optimized(each))]
         except ValueError as error:
@@ -257,7 +260,7 @@ class _Simulation:
         choice = replace(each.choice, rank_mapping="optimized")
         if choice in self._tried or not (self.tries_optimized and self.space.mapping_matters(choice.tensor)):
             return []
-        if is_shared(choice):  # whose transfers the optimized mapping does not know
+        if is_shared(choice):  # the optimized mapping does not model its transfers
             return []
         configuration = replace(each.estimate.configuration, rank_mapping="optimized")
         estimate = self.planner_of(choice.tensor).estimate(configuration)
@@ -267,6 +270,6 @@ class _Simulation:
 
 
 def _computations(configuration: Configuration) -> int:
-    """The number of forwards and backwards of a simulation: of one batch, or of several that do not drain."""
+    """The number of forwards and backwards of a simulation: of one batch, or of five if batches do not drain."""
     batches = PRESETS[configuration.schedule].policy.full_batches(configuration.num_microbatches, 5)
     return 2 * sum(batches) * configuration.num_stages

@@ -16,12 +16,12 @@ from megatron.planner.job.configuration import meaning
 from megatron.planner.memory.activations import RecomputeScope
 
 PLAIN = Preset("1f1b", "flush")
-"""The schedule that stands for all others on one stage: none saves less there, and none has fewer bubbles."""
+"""The schedule that is tried for all others on one stage, where no schedule saves fewer activations or idles less."""
 
 _BALANCED = "+balance"
 _FEW_RANKS = 4
-_MOST_RANKS = 16  # on which something has to be moved, if ever
-_MANY = (1 << 20,)  # microbatches, which fill any pipeline
+_MOST_RANKS = 16  # a preset that moves nothing up to here never moves anything
+_MANY = (1 << 20,)  # one batch with enough microbatches to fill any pipeline
 
 
 def offered() -> dict[str, Preset]:
@@ -43,7 +43,7 @@ def offered() -> dict[str, Preset]:
 
 
 def preset_of(name: str) -> tuple[str, bool]:
-    """The preset's name within a name of `offered`, and whether the name adds `+balance` to it."""
+    """The name of the preset, and whether `name`, a name of `offered`, adds `+balance` to it."""
     return (name, False) if name in PRESETS else (name.removesuffix(_BALANCED), name.endswith(_BALANCED))
 
 
@@ -54,17 +54,17 @@ def offer(name: str) -> Preset:
 
 
 def delayed(names: Iterable[str]) -> tuple[str, ...]:
-    """The names whose weight policy lets batches miss updates; all others compute the same as flush."""
+    """The names of schedules whose weight policy lets batches miss updates; all others compute the same as flush."""
     return tuple(name for name in names if not offer(name).policy.drains)
 
 
 def name_of(preset: Preset) -> str:
-    """A name of a preset; without a name, its order and weights."""
+    """The name of a preset; if it has none, its order and weights."""
     return next((name for name, each in offered().items() if each == preset), f"{preset.order} with {preset.weights}")
 
 
 def _on_ranks(preset: Preset, ranks: int, **choices: Any) -> Schedule | None:
-    """The schedule of a preset on so many ranks, with the least stages on each; None: it is not valid there."""
+    """The schedule of a preset on `ranks` ranks, with the fewest stages on each; None: it is not valid."""
     virtual = preset.virtual_stages or 2
     try:
         placed = rank_of_stage(preset.placement, ranks, virtual)
@@ -87,12 +87,13 @@ def _splits(meant: tuple[Any, ...]) -> bool:
 
 
 def can_move(preset: Preset) -> bool:
-    """Whether some number of ranks exists on which schedules of this preset are valid and move activations."""
+    """Whether schedules of this preset are valid and move activations on some number of ranks."""
     return fewest_ranks(preset) is not None
 
 
 def fewest_ranks(preset: Preset) -> int | None:
-    """The least number of ranks on which the preset moves activations (BPipe, 3.3 and appendix A); None: on none."""
+    """The least number of ranks on which the preset moves activations (BPipe, 3.3 and appendix A); None: it never
+    does."""
     return None if preset.residency is not None else _fewest_ranks(meaning(preset))
 
 
@@ -108,10 +109,10 @@ def _moves(schedule: Schedule) -> bool:
 
 
 SCOPES = tuple(RecomputeScope)
-"""The scopes in the order of BPipe, section 4.2: each recomputes more than the one before."""
+"""The recompute scopes in the order of BPipe, section 4.2: each recomputes more than the previous scope."""
 
 RANK_MAPPINGS = NAMES
-"""`optimized` takes a search of its own, so it is tried for the best of the others."""
+"""The rank mappings. Finding the `optimized` mapping takes a search of its own, so it is tried only for the best."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,19 +122,19 @@ class Space:
     Attributes:
         num_gpus, gpus_per_node: size of the cluster; a search uses all GPUs.
         global_batch_size: sequences in a batch.
-        safe_batch_size: PipeDream-2BW's B, section 4.3: a schedule may accumulate more microbatches, up to a batch of
-            so many sequences. None: the batch is `global_batch_size` exactly.
+        safe_batch_size: B of PipeDream-2BW, section 4.3, in sequences: a schedule may accumulate more microbatches, up
+            to a batch of this size. None: the batch is `global_batch_size` exactly.
         schedules: names in `offered()`; by default those with weights on the device.
-        unasked: names that stand beside the ranking, since they delay weights and the user did not name them.
+        unasked: names of schedules beside the ranking, since they delay weights and the user did not name them.
         tensor, pipeline, virtual, micro_batch_sizes: the values of t, p, v and the microbatch size.
         scopes: recompute scopes, least recomputation first.
         distributed_optimizer: whether optimizer state is split over replicas; without replicas it is whole.
         rank_mappings: names in `RANK_MAPPINGS`.
-        early_stopping: if a recompute scope fits, scopes that recompute more are left out, and so is balance.
+        early_stopping: if a recompute scope fits, balance and scopes that recompute more are left out.
         needs_fused_softmax: configurations without Megatron's fused softmax are left out.
         avoids_pressure: configurations whose allocator is short of memory are left out.
-        predictions: how 2bw predicts weights, by field of `Configuration`; empty: it does not. Without replicas nothing
-            is reduced.
+        predictions: the settings of 2bw's weight prediction, by field of `Configuration`; empty: no prediction.
+            `provisional_reduce` has no effect without replicas.
         context, expert: context parallel sizes, and expert parallel sizes for a model with experts.
         expert_tensor: expert tensor parallel size; None: t.
 
@@ -183,7 +184,7 @@ class Space:
             )
 
     def mapping_matters(self, tensor: int) -> bool:
-        """Whether mappings differ: they do not on one node, nor if tensor ranks fill each node."""
+        """Whether rank mappings differ. They are equal on one node, and if tensor ranks fill each node."""
         return self.gpus_per_node < self.num_gpus and tensor < self.gpus_per_node
 
     @property
@@ -199,8 +200,11 @@ class Space:
                         yield t, p
 
     def microbatches(self, data: int) -> list[int]:
-        """Microbatch sizes of a batch on `data` replicas, ascending: divisors of a fixed batch, and if the batch may
-        grow also powers of two and all of `micro_batch_sizes`."""
+        """The microbatch sizes to try on `data` replicas, ascending.
+
+        The sizes are the divisors of a replica's batch; if the batch may grow, powers of two and `micro_batch_sizes`
+        are included. Sizes that are not in `micro_batch_sizes` are left out, unless it is None.
+        """
         found = set()
         if self.global_batch_size % data == 0:
             found |= set(divisors(self.global_batch_size // data))
@@ -211,7 +215,7 @@ class Space:
         return sorted(found if self.micro_batch_sizes is None else found & set(self.micro_batch_sizes))
 
     def stages_of_ranks(self, schedule: str, layers_of_rank: int) -> list[int]:
-        """The values of v for a schedule whose ranks have so many layers."""
+        """The values of v to try for a schedule whose ranks have `layers_of_rank` layers each."""
         if not offer(schedule).interleaves:
             return [1]
         if offer(schedule).residency is not None:
@@ -222,7 +226,7 @@ class Space:
 
 
 def schedules_on_device() -> tuple[str, ...]:
-    """Names in `offered()`, without those that keep weights on the host."""
+    """The names in `offered()` of schedules that keep weights on the device."""
     return tuple(name for name, preset in offered().items() if preset.residency is None)
 
 

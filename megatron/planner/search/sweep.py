@@ -1,10 +1,10 @@
-"""The best configuration for each number of GPUs and each sequence length: time against cost, and the knee.
+"""A sweep: the best configuration for each number of GPUs and each sequence length, with its front and knee.
 
-More GPUs make a training shorter and, as they wait for one another more, dearer. The points of one sequence length of
-which none is both slower and dearer than another are its front. The knee is the point of the front that lies farthest
-from the chord between the ends, towards little time and little money, where both are as the picture draws them: from
-there on less time costs more than it did before (Satopaa et al. 2011, Finding a "Kneedle" in a Haystack). It depends on
-where the front ends; on a front of fewer than three points, or one that bends nowhere, there is none.
+More GPUs make a training shorter, and more expensive, since GPUs wait more for one another. The front of a sequence
+length is its Pareto front in time and cost. The knee is the point of the front farthest below the chord between the
+ends of the front, with both axes scaled to the front: to the left of the knee a day less costs more than to the right
+(Satopaa et al. 2011, Finding a "Kneedle" in a Haystack). The knee depends on the ends of the front. A front with fewer
+than three points, or without a bend, has no knee.
 """
 
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ from functools import cached_property
 
 from megatron.planner.search.outcome import Kept
 
-_STRAIGHT = 0.01  # a bend of 1%, which says nothing
+_STRAIGHT = 0.01  # a bend of less than 1% is no knee
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepPoint:
-    """The result of one search of a sweep. `best`: None if nothing can run, for this `reason`."""
+    """The result of one search of a sweep. `best` is None if nothing can run, for the reason in `reason`."""
 
     num_gpus: int
     sequence_length: int
@@ -27,13 +27,13 @@ class SweepPoint:
 
     @property
     def time(self) -> float:
-        """Days of all tokens; where their number is not known, seconds of an iteration."""
+        """The days of the whole training; if the number of tokens is not known, the seconds of an iteration."""
         bill = self.best.bill
         return self.best.estimate.seconds if bill.days is None else bill.days
 
     @property
     def cost(self) -> float:
-        """Money for that; without a price, GPU hours."""
+        """The money for the whole training or, as in `time`, for an iteration; without a price, the GPU hours."""
         bill = self.best.bill
         if bill.days is None:
             return bill.gpu_hours_per_iteration if bill.cost_per_iteration is None else bill.cost_per_iteration
@@ -42,11 +42,12 @@ class SweepPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """All points, of one sequence length after the other, with GPUs ascending.
+    """The points of a sweep, by sequence length, then by ascending number of GPUs.
 
     Attributes:
-        tokens: of the whole training; None: points are compared by the iteration, which all have equally many tokens.
-        currency: of the price; None: without one costs are GPU hours.
+        tokens: tokens of the whole training; None: points are compared by iteration, since all iterations have the same
+            number of tokens.
+        currency: the currency of the price; None: no price, so costs are GPU hours.
     """
 
     points: tuple[SweepPoint, ...]
@@ -64,7 +65,7 @@ class Sweep:
 
     @cached_property
     def curves(self) -> dict[int, tuple[SweepPoint, ...]]:
-        """By sequence length: the points where something can run."""
+        """The points at which a configuration can run, by sequence length."""
         lengths = dict.fromkeys(point.sequence_length for point in self.points)
         return {
             length: tuple(each for each in self.points if each.best is not None and each.sequence_length == length)
@@ -73,17 +74,17 @@ class Sweep:
 
     @cached_property
     def fronts(self) -> dict[int, tuple[SweepPoint, ...]]:
-        """By sequence length: those of which none is both slower and dearer than another, from the fastest on."""
+        """The Pareto front of time and cost, fastest first, by sequence length."""
         return {length: tuple(front(points)) for length, points in self.curves.items()}
 
     @cached_property
     def knees(self) -> dict[int, SweepPoint]:
-        """By sequence length, where there is one."""
+        """The knees by sequence length. A front without a knee has no entry."""
         found = {length: knee([(each.time, each.cost) for each in points]) for length, points in self.fronts.items()}
         return {length: self.fronts[length][index] for length, index in found.items() if index is not None}
 
     def remarks(self, point: SweepPoint) -> tuple[str, ...]:
-        """Words on a point's position on its curve, such as the knee."""
+        """Remarks on the position of a point on its curve, such as "knee", or the reason why nothing can run."""
         if point.best is None:
             return (point.reason,)
         points, best = self.fronts[point.sequence_length], []
@@ -100,7 +101,7 @@ class Sweep:
 
 
 def front(points: Sequence[SweepPoint]) -> list[SweepPoint]:
-    """Those of which none is both slower and dearer than another, from the fastest on; of equals, the fewest GPUs."""
+    """The Pareto front of time and cost, fastest first. Of equal points the one with the fewest GPUs is kept."""
     found: list[SweepPoint] = []
     for each in sorted(points, key=lambda point: (point.time, point.cost, point.num_gpus)):
         if not found or each.cost < found[-1].cost:
@@ -109,14 +110,14 @@ def front(points: Sequence[SweepPoint]) -> list[SweepPoint]:
 
 
 def knee(curve: Sequence[tuple[float, float]]) -> int | None:
-    """The index of the knee of a front of times, which ascend, and costs, which descend; see the module."""
+    """The index of the knee of a front of (time, cost) pairs with ascending times; None: no knee. See the module."""
     if len(curve) < 3:
         return None
     (left, top), (right, bottom) = curve[0], curve[-1]
     width, height = right - left, top - bottom
 
     def depth(place: tuple[float, float]) -> float:
-        """How far below the chord, in parts of the curve's height."""
+        """The distance below the chord, as a fraction of the height of the curve."""
         return 1 - (place[0] - left) / width - (place[1] - bottom) / height
 
     index = max(range(len(curve)), key=lambda each: depth(curve[each]))

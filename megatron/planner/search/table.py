@@ -1,4 +1,4 @@
-"""The results of a search and a sweep as tables, as files (JSON lines, CSV), and as clauses on one configuration."""
+"""Tables, files (JSON lines, CSV) and sentences of the results of a search and a sweep."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 INTERVAL = f"s ({LEVEL:.0%})"
 BESIDE = "beside"
-"""In place of the rank of what stands beside the ranking."""
+"""The text in place of a rank, for a configuration beside the ranking."""
 
 
 class Row(NamedTuple):
-    """A configuration of `Outcome.rows`, with what `Outcome.gain` says of it."""
+    """A configuration of `Outcome.rows` with its `Outcome.gain`."""
 
     rank: int | None
     kept: Kept
@@ -45,11 +45,11 @@ class Column:
     """A column of tables of configurations.
 
     Attributes:
-        heading: its heading.
-        cell: the text of a row.
-        hint: what the page says of the heading.
+        heading: the heading.
+        cell: returns the text of a row.
+        hint: the tooltip of the heading in the page.
         is_text: whether cells hold words.
-        silent: a text that says nothing. A column whose rows all say nothing is left out.
+        silent: a default text. A column in which each cell is empty or has this text is left out.
     """
 
     heading: str
@@ -106,7 +106,7 @@ COLUMNS = (
     Column("memory", lambda row: row.kept.estimate.verdict.word, is_text=True),
     Column("notes", lambda row: "; ".join(row.kept.notes), is_text=True),
 )  # fmt: skip
-"""Of rows that stand beside the ranking, `rank` is None. A time with ~ is an estimate (`Kept.is_simulated`)."""
+"""The columns of tables of configurations. A time with ~ is an estimate (`Kept.is_simulated`)."""
 
 HEADINGS = tuple(column.heading for column in COLUMNS)
 TEXTS = frozenset(column.heading for column in COLUMNS if column.is_text)
@@ -121,7 +121,8 @@ def cells(each: Kept, rank: int | None, gain: float | None = None) -> tuple[str,
 def columns_of(
     outcome: Outcome, rows: Sequence[tuple[int | None, Kept]], *, wanted: Collection[str] = ()
 ) -> list[tuple[Column, list[str]]]:
-    """The columns that say something in some of these of `Outcome.rows`, or are `wanted`, with their cells."""
+    """The columns with their cells for the given rows of `Outcome.rows`. Columns that say nothing in any row are left
+    out, unless `wanted` names them."""
     texts = [cells(each, rank, outcome.gain(each)) for rank, each in rows]
     columns = [(column, [row[index] for row in texts]) for index, column in enumerate(COLUMNS)]
     return [each for each in columns if each[0].heading in wanted or any(map(each[0].says, each[1]))]
@@ -145,7 +146,7 @@ def _schedule(choice: Choice) -> str:
 
 
 def describe(choice: Choice) -> str:
-    """A configuration as short text."""
+    """Describe a configuration in short text."""
     parts = [" with ".join((choice.schedule, *remarks(choice)))]
     for name in ("tensor", "pipeline", "data", "context", "expert", "virtual"):
         size = getattr(choice, name) or 1
@@ -158,7 +159,7 @@ def describe(choice: Choice) -> str:
 
 
 def best_table(outcome: Outcome, kept: Sequence[tuple[int | None, Kept]], *, plain: bool) -> Table:
-    """A table with a row for each of `kept` (as in `Outcome.rows`). `plain`: neither lines nor colours."""
+    """A table with a row for each of `kept` (as in `Outcome.rows`). `plain`: no lines and no colours."""
     shown = columns_of(outcome, kept)
     rows = list(zip(*(texts for _, texts in shown), strict=True))
     return plain_table(
@@ -197,7 +198,7 @@ SWEEP_TEXTS = frozenset({"the best configuration", "layers", "memory", "remarks"
 
 
 def sweep_rows(sweep: Sweep) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """The headings, and the cells of each point, without columns that are empty in all rows."""
+    """The headings and the cells of each point, without columns that are empty in all rows."""
     of_best = ("layers", "s/iteration", INTERVAL, "days", sweep.cost_name, "cost/M tokens", "MFU, %", "GiB", "memory")
     names = ("sequence length", "GPUs", "batch", "the best configuration", *of_best, "remarks")
     rows = [_texts(sweep, point) for point in sweep.points]
@@ -218,7 +219,7 @@ def _texts(sweep: Sweep, point: SweepPoint) -> dict[str, str]:
 
 
 def sweep_table(sweep: Sweep, *, plain: bool) -> Table:
-    """A table with a row for each point of a sweep. `plain`: neither lines nor colours."""
+    """A table with a row for each point of a sweep. `plain`: no lines and no colours."""
     names, rows = sweep_rows(sweep)
     knees = set(map(id, sweep.knees.values()))
     styles = ["bold" if id(point) in knees else "" for point in sweep.points]
@@ -235,8 +236,12 @@ FIELDS = (
 
 
 def kept_record(each: Kept, rank: int | None, gain: float | None = None) -> dict:
-    """`rank` 1 is the best; None: it stands beside the ranking, and `gain` is what `Outcome` says. Times in seconds,
-    memory of the fullest GPU."""
+    """The JSON record of a kept configuration, with times in seconds and the memory of the fullest GPU.
+
+    Args:
+        rank: 1 is the best; None: the configuration is beside the ranking.
+        gain: the `Outcome.gain` of a configuration beside the ranking.
+    """
     estimate, software = each.estimate, each.software
     return {
         "rank": rank,
@@ -263,7 +268,8 @@ def kept_record(each: Kept, rank: int | None, gain: float | None = None) -> dict
 
 
 def _interval(each: Kept) -> dict:
-    """The interval of the time (`interval.LEVEL`) with the published runs that it is from, or why there is none."""
+    """The fields on the interval of the time (`interval.LEVEL`) and the published runs behind it, or the reason why it
+    has none."""
     if isinstance(each.accuracy, NotValidated):
         return {"not_validated": each.accuracy.reason}
     if not isinstance(each.accuracy, Interval):
@@ -276,12 +282,12 @@ def _interval(each: Kept) -> dict:
 
 
 def rejected_record(each: Rejected) -> dict:
-    """The record of a rejected choice. A null stands for every value."""
+    """The JSON record of a rejected choice. A null stands for any value."""
     return {"status": "rejected", **_chosen(each.choice), "reason": each.reason}
 
 
 def records(outcome: Outcome) -> Iterator[dict]:
-    """Yield the records of all choices, the best first; kept choices with the memory of each rank of the pipeline."""
+    """Yield the records of all choices, the best first. Kept choices have the memory of each rank of the pipeline."""
     for rank, each in outcome.rows:
         memory = [memory.total / GIB for memory in each.estimate.memory]
         yield {**kept_record(each, rank, outcome.gain(each)), "memory_gib_by_rank": memory}
@@ -310,7 +316,7 @@ def _chosen(chosen: Choice | Configuration) -> dict:
 
 
 def sweep_records(sweep: Sweep) -> list[dict]:
-    """The flat records of a sweep's points. A null is not known, or the point cannot run for its `reason`."""
+    """The flat JSON records of a sweep's points. A null value is unknown; a rejected point has a `reason`."""
     found = []
     for point in sweep.points:
         on = {"num_gpus": point.num_gpus, "sequence_length": point.sequence_length}
@@ -331,7 +337,7 @@ _MOST_REASONS = 4
 
 
 def expectation(each: Kept) -> tuple[str, ...]:
-    """Clauses on the interval of a configuration's time, and on days and money; empty if not asked for."""
+    """Clauses on the interval of a configuration's time, and on its days and cost; empty if neither was requested."""
     found = []
     if isinstance(each.accuracy, NotValidated):
         found.append(f"its time is not validated: {each.accuracy.reason}")
