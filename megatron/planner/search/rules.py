@@ -118,7 +118,7 @@ def refuse_batch(schedule: Schedule, num_microbatches: int) -> str | None:
 
 
 def slow_softmax(model: Architecture, training: Training, choice: Choice) -> str | None:
-    """A note if Megatron's fused softmax is unavailable: 4 must divide sequences of a microbatch times heads of a rank."""
+    """A note if Megatron's fused softmax is unavailable: 4 must divide its sequences times the heads of a rank."""
     if not (training.saves_scores and training.fuses_softmax):
         return None
     heads = model.num_attention_heads // choice.tensor
