@@ -1,9 +1,9 @@
 """Bytes that one microbatch saves between its forward and its backward on one GPU.
 
 The count follows Korthikanti et al. 2022 ("Reducing Activation Recomputation in Large Transformer Models", section 4),
-where a layer saves s b h (34 + 5 a s / h) bytes in 16 bits, and BPipe's equations 4 to 6 (appendix B). It goes tensor
-by tensor, so that it holds for other widths, grouped queries, gated MLPs, FP32 and no dropout. The paper's count for a
-layer, in bytes per token, with e bytes an element:
+where a layer saves s b h (34 + 5 a s / h) bytes in 16 bits, and BPipe's equations 4 to 6 (appendix B). Each tensor is
+counted separately, so that the count also holds for other widths, grouped queries, gated MLPs, FP32 and no dropout. The
+paper's count for a layer, in bytes per token, with e bytes an element:
 
     both norms          their inputs                                   2 e h        shared where sequences are split
     attention           input of the projection                        e h          shared where sequences are split
@@ -18,16 +18,16 @@ layer, in bytes per token, with e bytes an element:
 "split" is divided by t; "shared" is divided by t with sequence parallelism only. Flash attention saves no scores. With
 grouped queries unfused attention repeats keys and values for every head; otherwise keys and values are kept as views of
 the projection's result, and the queries of several groups are a copy.
-With context parallelism a rank has its part of the tokens, and so of all tensors. A layer with experts has the tensors
-of its routed experts (below) in place of the MLP's.
-Layers that are recomputed as a whole keep their input: e h, shared as well. (Equation 6 of BPipe does not divide it by
-t; the published feasibility of its configurations agrees with dividing.)
+With context parallelism a rank has a part of the tokens, and so a part of all tensors. A layer with experts has the
+tensors of its routed experts (below) instead of the tensors of the MLP.
+A layer that is recomputed as a whole keeps only its input: e h, shared as above. (Equation 6 of BPipe does not divide
+the input by t; the published feasibility of BPipe's configurations agrees with dividing.)
 
-Where linear layers multiply in FP8, their inputs are kept in one byte an element. Flash attention also keeps its result
-in 16 bits; all else is as above.
+If linear layers multiply in FP8, their inputs are kept in one byte an element, and flash attention also keeps its
+result in 16 bits.
 
-Masks are a byte an element, as CUDA's kernels save them; on a CPU they take as much as an activation, and with that
-these counts are what megatron.core's layers save there (a test captures it).
+Masks take a byte an element, as CUDA kernels save them. On a CPU a mask takes as much as an activation; with that size
+the counts equal the bytes that megatron.core's layers save there, as a test checks.
 
 The table below has the bytes that routed experts of a layer keep for each token that a rank routes. A rank routes the
 tokens of its part of a sequence; without sequence parallelism that is the whole sequence. Under balanced load a rank
@@ -39,9 +39,10 @@ each of these ranks gets all tokens of its experts. With k copies of a token, ex
     router: a probability and a bit for each expert        5 E
     indices and probabilities of the copies                24 topk
 
-In FP8 the inputs of both matrices are kept in a byte: h etp and one f. An activation without a fused kernel that weighs
-its result keeps the result before that, too: k 3 e f, and gated, where the halves and the gate's result are kept as
-well, k 6 e f. megatron.core has such kernels for gated MLPs only.
+In FP8 the inputs of both matrices take one byte an element: h etp for the first and f for the second. An activation
+without a fused kernel that applies the router's weight also keeps its result before the weighting: k 3 e f in all. A
+gated one then also keeps its two halves and the result of its gate: k 6 e f. megatron.core has such fused kernels for
+gated MLPs only.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,9 +57,9 @@ _ROUTER, _INDEX = 4 + 1, 2 * 8 + 2 * 4
 def routed(
     shape: Architecture, degrees: ExpertDegrees, *, element_bytes: int, input_bytes: int, fused_gate: bool
 ) -> float:
-    """Bytes of routed experts per token that are kept from the forward to the backward.
+    """Bytes per token that routed experts keep from the forward to the backward.
 
-    `input_bytes`: bytes of an element of a linear layer's input, as it is kept.
+    `input_bytes`: bytes of an element of a saved input of a linear layer.
     """
     experts = shape.experts
     columns = (2 if fused_gate else 5) if shape.gated else 2
@@ -68,15 +69,15 @@ def routed(
 
 
 def routed_gradients(shape: Architecture, degrees: ExpertDegrees, *, element_bytes: int) -> float:
-    """Bytes of routed experts per token that are kept between the halves of a split backward: inputs of the experts'
-    matrices, and gradients of their outputs."""
+    """Bytes per token that routed experts keep between the halves of a split backward: inputs of the experts' matrices,
+    and gradients of their outputs."""
     experts, gate = shape.experts, 2 if shape.gated else 1
     width = 2 * degrees.tensor * shape.hidden_size + (1 + gate) * experts.ffn_hidden_size
     return experts.copies * element_bytes * width
 
 
 def exchanged_copies(shape: Architecture, degrees: ExpertDegrees, *, element_bytes: int) -> float:
-    """Bytes of the sent and the received copies of a token, while copies move between ranks or are sorted by expert."""
+    """Bytes per token of the sent and the received copies, while copies move between ranks or are sorted by expert."""
     return shape.experts.copies * element_bytes * shape.hidden_size * (1 + degrees.tensor)
 
 
@@ -87,8 +88,8 @@ EVERY_OTHER_PRODUCT = "every_other_product"  # torchtitan's selective recomputat
 
 
 class RecomputeScope(str, Enum):
-    """The recompute scope in BPipe's words: a backward recomputes nothing, the core of attention (Korthikanti's
-    selective scope), or whole layers (full)."""
+    """The part of a layer that a backward recomputes, in BPipe's terms: nothing, the core of attention (Korthikanti's
+    selective recomputation), or whole layers (full recomputation)."""
 
     NONE = "none"
     ATTENTION = "attention"
@@ -97,7 +98,7 @@ class RecomputeScope(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Recompute:
-    """The recomputation of a backward, as Megatron's flags describe it.
+    """The part of the forward that a backward recomputes, as set by Megatron's flags.
 
     Attributes:
         modules: recomputed modules of every layer: `core_attn`, `mlp`, `layernorm`; or `every_other_product` alone:
@@ -115,13 +116,13 @@ class Recompute:
 
     @classmethod
     def of(cls, scope: RecomputeScope) -> "Recompute":
-        """The recomputation that papers mean by a scope: whole layers are recomputed one by one."""
+        """The recomputation of a scope as papers define it: whole layers are recomputed one by one."""
         modules = frozenset({CORE_ATTENTION}) if scope is RecomputeScope.ATTENTION else frozenset()
         return cls(modules=modules, method="uniform" if scope is RecomputeScope.LAYER else None)
 
     @property
     def scope(self) -> str:
-        """The scope in BPipe's words: none, attention or layer; else the modules' names, or stage."""
+        """The name of the scope in BPipe's terms (none, attention or layer), the names of the modules, or stage."""
         if self.whole_stage:
             return "stage"
         if self.method is not None:
@@ -139,21 +140,21 @@ class ActivationSetting:
         tensor: tensor parallel size (t).
         micro_batch_size: sequences in a microbatch.
         element_bytes: bytes of an element of an activation: 2 or 4.
-        residual_bytes: bytes of an element of the residual stream, which stages send each other.
+        residual_bytes: bytes of an element of the residual stream, which stages send to each other.
         sequence_parallel: activations that are not split by heads or columns are split along the sequence.
         saves_scores: the attention keeps its scores (unfused); flash attention does not.
-        softmax_in_fp32: where scores are kept, the softmax is kept in FP32, and without dropout in 16 bits besides.
+        softmax_in_fp32: if scores are kept, the softmax is kept in FP32, and without dropout also in 16 bits.
         mask_bytes: bytes of an element of a dropout mask.
         fused_gate: a gated MLP keeps the input of its gate once, as fused kernels do; else it also keeps both factors
             of its result, since megatron.core adds an offset to one of them.
-        recompute: what a backward recomputes.
+        recompute: the part of the forward that a backward recomputes.
         fuses_loss: the loss keeps only the softmax of the logits; else also the gradients of the softmax and of the
             logits in FP32.
         fp8: linear layers multiply in FP8.
         context: context parallel size (cp): the number of ranks that share a sequence.
         gathers_keys: context parallel ranks gather keys and values of whole sequences; else they pass keys and values
-            round a ring.
-        experts: how experts are split over ranks; None: every rank has a part of all, as of the other matrices.
+            around a ring.
+        experts: how experts are split over ranks; None: each tensor rank has a part of every expert.
     """
 
     tensor: int = 1
@@ -178,7 +179,7 @@ class ActivationSetting:
 
     @property
     def input_bytes(self) -> int:
-        """Bytes of an element of a linear layer's input, as it is kept."""
+        """Bytes of an element of a saved input of a linear layer."""
         return 1 if self.fp8 else self.element_bytes
 
 
@@ -207,8 +208,11 @@ class Activations:
         return total
 
     def workspace(self, num_layers: float, *, is_first: bool, is_last: bool, with_experts: float = 0) -> float:
-        """Bytes that a backward holds beside saved activations: those it recomputes at once, without the saved input,
-        and the gradient of the logits, or the tensors that ranks exchange which share sequences or experts."""
+        """Bytes that a backward holds beside saved activations.
+
+        They are the activations recomputed at once, without their saved input, and the larger of two parts: the
+        gradient of the logits, or the tensors that ranks with shared sequences or experts exchange.
+        """
         recompute, full = self.setting.recompute, self._largest_layer(frozenset(), num_layers, with_experts)
         if recompute.whole_stage:
             total = num_layers * full + is_first * (self._embedding_mask + self._patches) + is_last * self.head
@@ -227,8 +231,8 @@ class Activations:
         inputs of linear layers and of the output layer, and gradients of their outputs."""
         shape, setting = self.shape, self.setting
         h, e, gate = shape.hidden_size, setting.element_bytes, 2 if shape.gated else 1
-        shared = 2 * h  # inputs of the layers that are cut by columns, which W gathers
-        gathered = 2 * h  # gradients behind the layers that are cut by rows
+        shared = 2 * h  # inputs of column-parallel layers, which W gathers
+        gathered = 2 * h  # gradients of outputs of row-parallel layers
         split = (shape.query_width + shape.ffn_hidden_size) + (
             shape.query_width + 2 * shape.key_width + gate * shape.ffn_hidden_size
         )
@@ -240,7 +244,7 @@ class Activations:
 
     @property
     def _deferred_to_experts(self) -> float:
-        """Bytes per token that a layer with experts keeps for its W, less those of a layer without experts."""
+        """Bytes per token that a layer with experts keeps for its W beyond a layer without experts; may be negative."""
         shape, setting = self.shape, self.setting
         width, e = shape.experts.shared_ffn_hidden_size, setting.element_bytes
         gathered = -shape.hidden_size * (width == 0)
@@ -251,13 +255,13 @@ class Activations:
 
     @property
     def boundary(self) -> float:
-        """Bytes of the residual stream between two layers or two stages."""
+        """Bytes of the residual stream of a microbatch between two layers or two stages."""
         return self.setting.residual_bytes * self.shape.hidden_size * self.tokens / self._shared
 
     @property
     def head(self) -> float:
-        """Bytes of final norm, output layer and loss: their inputs, and the softmax of the logits in FP32. A classifier
-        of one token is not counted."""
+        """Bytes that the final norm, the output layer and the loss save: their inputs, and the softmax of the logits in
+        FP32. A classifier of one token is not counted."""
         h, e = self.shape.hidden_size, self.setting.element_bytes
         dense = 3 * e * h if self.shape.masked_head else 0  # BERT's dense layer, its GELU and norm
         width = (self.setting.residual_bytes * h + e * h + dense) / self._shared
@@ -265,8 +269,11 @@ class Activations:
 
     @property
     def logits_gradient(self) -> float:
-        """Bytes of the 16-bit logits before the loss, or of their gradient after it; an FP32 gradient overwrites the
-        softmax. Without fusion the gradients of the softmax and of the logits are separate tensors."""
+        """Bytes of the 16-bit logits before the loss, or of their gradient after it.
+
+        An FP32 gradient takes no bytes, since it overwrites the softmax. Without a fused loss the gradients of the
+        softmax and of the logits are two more tensors.
+        """
         e = self.setting.element_bytes
         if not self.setting.fuses_loss:
             return self.tokens * 2 * _FP32 * self.shape.output_rows / self.setting.tensor
@@ -278,14 +285,17 @@ class Activations:
 
     @property
     def _patches(self) -> float:
-        """Bytes of the input of the layer that embeds patches, which is whole on every tensor rank."""
+        """Bytes of the input of the layer that embeds patches; every tensor rank has the whole input."""
         return self.setting.element_bytes * self.shape.patch_elements * self.tokens
 
     @property
     def _keys_of_others(self) -> float:
-        """Bytes of keys and values of other context parallel ranks and of results, as Transformer Engine holds them. In
-        a ring: keys and values of all steps with the attention's results, or in a backward those of two steps with
-        gradients. Gathered: those of whole sequences with gradients."""
+        """Bytes that Transformer Engine holds for the keys and values of other context parallel ranks.
+
+        In a ring, the larger of two parts counts: the keys, values and results of all steps in a forward, or the keys,
+        values and gradients of two steps in a backward. Gathered, the keys and values of whole sequences count, with
+        their gradients.
+        """
         setting, (q, k) = self.setting, (self.shape.query_width, self.shape.key_width)
         if setting.context == 1:
             return 0.0
@@ -303,12 +313,13 @@ class Activations:
         return self._layers(recompute.modules, num_layers, with_experts)
 
     def _layers(self, recomputed: frozenset[str], num_layers: float, with_experts: float) -> float:
-        """Bytes of `num_layers` layers that recompute these modules, `with_experts` of which have experts."""
+        """Bytes of `num_layers` layers that recompute the given modules, `with_experts` of which have experts."""
         whole = num_layers * self._layer(recomputed)
         return whole + with_experts * self._more_with_experts(recomputed) if with_experts else whole
 
     def _largest_layer(self, recomputed: frozenset[str], num_layers: float, with_experts: float) -> float:
-        """Bytes of the layer that saves most without recomputation, if it recomputes these modules."""
+        """Bytes that a layer saves when it recomputes the given modules, for the layer that saves most without
+        recomputation."""
         of_all = self._layer(recomputed)
         if not with_experts or (num_layers > with_experts and self._more_with_experts(frozenset()) < 0):
             return of_all
@@ -328,12 +339,12 @@ class Activations:
         return self.tokens * self._per_token(exchanged_copies)
 
     def _per_token(self, count: Callable[..., float], **options: bool) -> float:
-        """Bytes of routed experts for each token of the microbatch, by one of the functions above."""
+        """Bytes of routed experts per token of the microbatch, by one of the functions at the top of this file."""
         setting = self.setting
         return count(self.shape, setting.expert_degrees, element_bytes=setting.element_bytes, **options) / self._shared
 
     def _layer(self, recomputed: frozenset[str]) -> float:
-        """Bytes of a layer without experts that recomputes these modules."""
+        """Bytes of a layer without experts that recomputes the given modules."""
         if EVERY_OTHER_PRODUCT in recomputed:
             return self._every_other_product
         shape, setting = self.shape, self.setting
@@ -343,7 +354,7 @@ class Activations:
             shared += 2 * setting.input_bytes * h
         keeps_scores = setting.saves_scores and CORE_ATTENTION not in recomputed
         split = e * self._attention_width(keeps_scores=keeps_scores)
-        if setting.fp8:  # the output projection's input is a copy; flash attention keeps its result, if not recomputed
+        if setting.fp8:  # the output projection keeps an FP8 copy of its input beside the result of flash attention
             keeps_result = not setting.saves_scores and CORE_ATTENTION not in recomputed
             split += (setting.input_bytes - e * (not keeps_result)) * shape.query_width
         if shape.qk_norm:
@@ -362,7 +373,7 @@ class Activations:
         shape, setting = self.shape, self.setting
         h, e = shape.hidden_size, setting.element_bytes
         split = 2 * shape.query_width + shape.key_width + shape.ffn_hidden_size
-        whole = h * shape.gated  # a gated MLP has one product more, and its last one is kept
+        whole = h * shape.gated  # a gated MLP has one more product, so that the last one is kept
         return self.tokens * ((setting.residual_bytes * h + e * whole) / self._shared + e * split / setting.tensor)
 
     def _attention_width(self, *, keeps_scores: bool) -> int:
@@ -370,7 +381,7 @@ class Activations:
         q, k = self.shape.query_width, self.shape.key_width
         if q == k or keeps_scores:
             return 4 * q
-        if self.shape.num_query_groups < self.setting.tensor:  # views of what all ranks have gathered
+        if self.shape.num_query_groups < self.setting.tensor:  # views of tensors gathered from all tensor ranks
             return q + self.setting.tensor * (q + 2 * k)
         copies_queries = self.shape.num_query_groups > self.setting.tensor
         return (2 + copies_queries) * q + 2 * k
@@ -382,7 +393,7 @@ class Activations:
 
     @property
     def _score_bytes(self) -> int:
-        """Bytes that are saved of one attention score."""
+        """Bytes that are saved for one attention score."""
         setting, e = self.setting, self.setting.element_bytes
         is_wider = setting.softmax_in_fp32 and e < _FP32
         softmax = _FP32 if is_wider else e
@@ -394,9 +405,12 @@ class Activations:
 def by_stage(
     count: Callable[..., float], layers: Sequence[float], with_experts: Sequence[float] | None = None
 ) -> list[float]:
-    """Bytes of each stage of a model with so many layers a stage, by a method of `Activations` such as `saved`.
+    """Bytes of each stage, computed by a method of `Activations` such as `saved`.
 
-    `with_experts`: the number of layers with experts of each stage; None: 0.
+    Args:
+        count: the method.
+        layers: the number of layers of each stage.
+        with_experts: the number of layers with experts of each stage; None: 0.
     """
     others = with_experts or (0,) * len(layers)
     kinds = [

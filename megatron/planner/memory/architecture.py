@@ -1,8 +1,8 @@
-"""The shape of a transformer. Sizes are in elements, before parallelism splits any tensor.
+"""The architecture of a transformer. Sizes are in elements, before parallelism splits any tensor.
 
 Layers may have experts, as in megatron.core. A router sends each token to `topk` of the experts of the layer, which are
-MLPs. A layer with experts has no other MLP, unless a shared expert takes every token. Balanced load is assumed: each
-expert of a layer gets the same number of tokens.
+MLPs. A layer with experts has no other MLP, except a shared expert, if there is one, that computes every token.
+Balanced load is assumed: each expert of a layer gets the same number of tokens.
 """
 
 from collections.abc import Sequence
@@ -31,16 +31,16 @@ class Experts:
 
     Attributes:
         count: number of experts of a layer with experts.
-        topk: number of experts that a token goes to.
+        topk: number of experts that compute a token.
         ffn_hidden_size: width of each expert.
-        shared_ffn_hidden_size: width of the expert that takes all tokens; 0 without one.
-        layers: which layers have experts, as in Megatron's `--moe-layer-freq`: every n-th layer from the first on, or a
+        shared_ffn_hidden_size: width of the shared expert, which computes all tokens; 0: no shared expert.
+        layers: the layers with experts, as in Megatron's `--moe-layer-freq`: every n-th layer from the first on, or a
             1 or 0 for each layer.
         capacity_factor: capacity of each expert, as a multiple of its balanced load: smaller loads are padded to it,
-            tokens beyond it are dropped; None: each expert takes the balanced load.
+            tokens beyond it are dropped; None: each expert gets the balanced load.
 
     Raises:
-        ValueError: a number is below 1, `topk` exceeds `count`, or `layers` is no pattern.
+        ValueError: a number is below 1, `topk` exceeds `count`, or `layers` is not a valid pattern.
     """
 
     count: int
@@ -73,12 +73,12 @@ class Experts:
         return self.topk * (1.0 if self.capacity_factor is None else self.capacity_factor)
 
     def reached(self, groups: int) -> float:
-        """The mean number of groups in which a token has an expert, if the experts are split into so many equal groups
-        and all choices are equally likely."""
+        """The mean number of groups in which a token has an expert, if the experts are split into `groups` equal groups
+        and a token's experts are chosen at random."""
         return groups * (1 - comb(self.count - self.count // groups, self.topk) / comb(self.count, self.topk))
 
     def check_layers(self, num_layers: int) -> None:
-        """Raise ValueError if the pattern does not have an entry for each of so many layers."""
+        """Raise ValueError if the pattern does not have `num_layers` entries."""
         if not isinstance(self.layers, int) and len(self.layers) != num_layers:
             raise ValueError(
                 f"the pattern of layers with experts has {len(self.layers)} entries, and the model {num_layers} "
@@ -86,7 +86,10 @@ class Experts:
             )
 
     def of_stages(self, layers: Sequence[float]) -> tuple[float, ...]:
-        """The number of layers with experts of each stage. A fraction of a layer counts as that fraction."""
+        """The number of layers with experts of each stage, fractions of layers included.
+
+        `layers`: the number of layers of each stage.
+        """
         return _of_stages(self, tuple(layers))
 
     def _first(self, num_layers: float) -> float:
@@ -106,23 +109,23 @@ def _of_stages(experts: Experts, layers: tuple[float, ...]) -> tuple[float, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """The shape of a GPT or BERT of megatron.core, or of a ViT or BERT with its layers that classifies.
+    """The architecture of a GPT or BERT of megatron.core, or of a classifier (ViT or BERT) with the same layers.
 
     Attributes:
         num_layers, hidden_size, ffn_hidden_size, num_attention_heads, kv_channels, sequence_length: Megatron's flags.
-        num_query_groups: key and value heads; as many as attention heads without grouped queries.
+        num_query_groups: number of key and value heads; equal to the attention heads without grouped queries.
         vocabulary_size: rows of the embedding, padding included.
-        num_positions: rows of a learned position embedding; 0 without one.
-        num_token_types: rows of BERT's token type embedding; 0 without one.
+        num_positions: rows of a learned position embedding; 0: no such embedding.
+        num_token_types: rows of BERT's token type embedding; 0: no such embedding.
         tied_embeddings: the output layer is the embedding; with several stages the last one holds a copy.
         gated: the MLP's first matrix is twice as wide (SwiGLU and the like).
         linear_biases, qkv_bias: biases of all linear layers, or of the query, key and value projection only.
         norm_vectors: learned vectors of a normalization: 2 for LayerNorm, 1 for RMSNorm.
         qk_norm: queries and keys are normalized.
-        patch_elements: elements of an image's patch, which is embedded in place of a token; 0 for tokens.
+        patch_elements: elements of an image patch, which is embedded in place of a token; 0: inputs are tokens.
         class_token: an image has a class token besides its patches.
-        num_classes: number of classes; the last stage classifies and has no output layer. 0 for language models.
-        pooler: a dense layer stands before the classifier.
+        num_classes: number of classes of a classifier, which has no output layer; 0: a language model.
+        pooler: a dense layer comes before the classifier.
         masked_head, binary_head: BERT's heads: dense layer, norm and output bias; pooler and next-sentence classifier.
         hidden_dropout, attention_dropout: whether dropout keeps masks of the residual stream and of the scores.
         experts: the experts of layers that have experts in place of an MLP; None: no layer has experts.
@@ -162,7 +165,7 @@ class Architecture:
     def gpt3(
         cls, *, num_layers: int, hidden_size: int, num_attention_heads: int, sequence_length: int, vocabulary_size: int
     ) -> "Architecture":
-        """The shape of a GPT-3 as papers describe it, by layers, hidden size, heads, sequence and vocabulary."""
+        """The architecture of a GPT-3 from the five sizes that papers give."""
         return cls(
             num_layers=num_layers, hidden_size=hidden_size, ffn_hidden_size=4 * hidden_size,
             num_attention_heads=num_attention_heads, num_query_groups=num_attention_heads,
@@ -196,7 +199,7 @@ class Architecture:
         return self.hidden_size * (2 * self.query_width + 2 * self.key_width)
 
     def mlp_matrices(self, width: int) -> int:
-        """Elements of the matrices of an MLP, or of an expert, of so many columns."""
+        """Elements of the matrices of an MLP, or of an expert, of `width` columns."""
         return self.hidden_size * width * (3 if self.gated else 2)
 
     @property
@@ -206,14 +209,14 @@ class Architecture:
 
     @property
     def active_matrices(self) -> float:
-        """Elements of the matrices that a token passes in a layer with experts: projections, router, `topk` experts and
-        the shared expert."""
+        """Elements of the matrices that multiply a token in a layer with experts: projections, router, `topk` experts
+        and the shared expert."""
         experts = self.experts
         routed = experts.topk * self.mlp_matrices(experts.ffn_hidden_size) + self.hidden_size * experts.count
         return self.projections + routed + self.mlp_matrices(experts.shared_ffn_hidden_size)
 
     def layers_with_experts(self, layers: Sequence[float]) -> tuple[float, ...]:
-        """How many of the layers of each stage have experts."""
+        """The number of layers with experts of each stage. `layers`: the number of layers of each stage."""
         return (0,) * len(layers) if self.experts is None else self.experts.of_stages(layers)
 
     def undivided(self, tensor: int) -> str | None:
@@ -230,11 +233,11 @@ class Architecture:
         return None
 
     def operations(self, num_sequences: int) -> float:
-        """Floating-point operations of a forward and a backward of so many sequences, without recomputation.
+        """Floating-point operations of a forward and a backward of `num_sequences`, without recomputation.
 
-        Korthikanti et al. 2022, appendix A, for a GPT-3: 72 B L s h^2 (1 + s / 6h + V / 12 h L), here matrix by matrix,
-        so that the count holds for other widths. All scores count, as in the papers, not only the half that a causal
-        mask leaves. Only the experts that a token goes to count.
+        For a GPT-3 this is the count of Korthikanti et al. 2022, appendix A: 72 B L s h^2 (1 + s / 6h + V / 12 h L).
+        Here each matrix is counted separately, so that the count also holds for other widths. All attention scores
+        count, as in the papers, not only the half that a causal mask leaves. Only the `topk` experts of a token count.
         """
         h = self.hidden_size
         ends = h * (self.output_rows + self.patch_elements) + (h * h if self.masked_head else 0)
@@ -242,8 +245,8 @@ class Architecture:
         return 6.0 * num_sequences * self.sequence_length * (layers + ends)
 
     def forward_operations(self, num_layers: float, num_sequences: int) -> float:
-        """Floating-point operations of a forward of so many layers, without embedding and output layer: for a GPT-3
-        24 b s h^2 + 4 b s^2 h a layer."""
+        """Floating-point operations of a forward of `num_layers` layers, without embedding and output layer: for a
+        GPT-3, 24 b s h^2 + 4 b s^2 h a layer."""
         return 2.0 * num_sequences * self.sequence_length * num_layers * self._products_of_layer
 
     @property

@@ -1,7 +1,7 @@
 """The demand of a run on the ranks' memory, in microbatches, weight versions and buffers (other files count bytes).
 
-A demand is read off proved programs (`proved_demand`), or computed from the schedule (`closed_form_demand`);
-`schedule_demand` chooses the cheaper one that is exact (schedule_demand.py).
+A demand is read from proved programs (`proved_demand`), or computed from the schedule (`closed_form_demand`);
+`schedule_demand` chooses the cheaper of the two that is exact (schedule_demand.py).
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,17 +12,20 @@ from megatron.pipeline.program.edges import stages_of
 from megatron.pipeline.program.instruction import BEGINS_BACKWARD, ENDS_BACKWARD, Instruction, Kind
 
 Moment = tuple[int, ...]
-"""What a rank holds at once: of each of its stages, ascending, the microbatches between F and the end of B or I, and
-then of each those between I and the end of W."""
+"""The numbers of microbatches that a rank holds at one time.
+
+The first numbers count, for each stage of the rank in ascending order, the microbatches between F and the end of B or
+I. As many numbers follow, which count for each stage the microbatches between I and the end of W."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
-    """The most that stages and ranks hold at once, over all programs of a run.
+    """The largest numbers of microbatches, versions and buffers that stages and ranks hold at once in a run.
 
     Attributes:
         rank_of_stage: the rank of each stage.
-        saved_microbatches: by stage, saved microbatches as the checker proves, accepted ones of the pair included.
+        saved_microbatches: by stage, saved microbatches as the checker proves, including those accepted from the paired
+            rank.
         own_microbatches: by stage, microbatches between their forward and the end of their backward, on any rank.
         saved_on_rank: by rank, saved microbatches of all its stages.
         live_versions: by rank, live weight versions.
@@ -35,7 +38,7 @@ class Demand:
         boundaries: by rank, if weights live on the host: tensors between stages on the device that wait for another
             stage of the rank or for their recompute; else empty.
         moments: by rank, if backwards are split: the moments that no other moment dominates in all numbers; else empty.
-        num_frozen: number of frozen stages at the front, which keep only weights.
+        num_frozen: the number of frozen stages at the front, which keep only weights.
         unread: by rank, outputs of a frozen stage that the next rank has not read.
     """
 
@@ -70,7 +73,7 @@ class Demand:
 
 
 def most(demands: Iterable[Demand]) -> Demand:
-    """The largest of each number: the demand of a run that executes all of these programs."""
+    """The demand of a run that executes several programs: the largest value of each number over their demands."""
     first, *others = demands
     for other in others:
         assert (other.rank_of_stage, other.num_frozen) == (first.rank_of_stage, first.num_frozen)
@@ -81,7 +84,10 @@ def most(demands: Iterable[Demand]) -> Demand:
 
 
 def _moments_of_both(first: Demand, other: Demand) -> tuple[tuple[Moment, ...], ...]:
-    """Of a demand without any, what its stages save, all at once."""
+    """The largest moments of two demands; empty if neither has any.
+
+    The moment of a demand without moments is all microbatches that its stages save, at once.
+    """
     if not (first.moments or other.moments):
         return ()
     found = []
@@ -98,15 +104,16 @@ def _moments_of_both(first: Demand, other: Demand) -> tuple[tuple[Moment, ...], 
 def largest_moments(moments: Iterable[Moment]) -> tuple[Moment, ...]:
     """The moments that no other moment dominates in all numbers, in order."""
     found: list[Moment] = []
-    for moment in sorted(set(moments), key=sum, reverse=True):  # what holds as much of everything holds more in all
+    for moment in sorted(set(moments), key=sum, reverse=True):  # a dominating moment has the larger sum
         if not any(all(map(ge, other, moment)) for other in found):
             found.append(moment)
     return tuple(sorted(found))
 
 
 def moments_of(row: Iterable[Instruction], stages: Sequence[int]) -> tuple[Moment, ...]:
-    """See `Demand.moments`: those of a rank with these stages. What a computation frees counts until its end, and what
-    it leaves from then on.
+    """The `Demand.moments` of the row of a rank with the given stages.
+
+    Activations that a computation frees count until its end. Activations that it leaves count from its end on.
     """
     count = len(stages)
     whole = {stage: place for place, stage in enumerate(stages)}

@@ -1,20 +1,20 @@
-"""Weights, gradients and optimizer in the host's memory (L2L): what a rank needs on its device, and of its host.
+"""Bytes on the device and on the host of a rank whose weights, gradients and optimizer are in host memory (L2L).
 
-L2L (Pudipeddi et al., 2020, section 3.1) holds two layers' weights and a stash of inputs on the device. Here, of a rank
-with stages of n_s parameters, K of which are resident, and batches of m microbatches whose inputs have a bytes each:
+L2L (Pudipeddi et al., 2020, section 3.1) holds the weights of two layers and a stash of inputs on the device. Here a
+rank has stages of n_s parameters, K of which are resident, and batches of m microbatches with inputs of a bytes each:
 
     device   weights       the arena of K neighbours (arena.places): for K = 2 the largest n_s + n_(s+1)
-             gradients     two buffers of the largest stage, one where there is one stage
-             inputs        m a for each stage but the first, whose inputs are tokens, and the last one, with what is
-                           in flight there; and m a between two stages. With the stash on the host m + 3 in
-                           all (`most_boundaries`), at any depth; on several ranks 3, or what is in flight at the
-                           turn. All of it is as the checker counts it
+             gradients     two buffers of the largest stage, or one if the rank has one stage
+             inputs        m a for each stage but the first, whose inputs are tokens; the inputs in flight for the
+                           last stage; and m a between two stages. With the stash on the host: m + 3 inputs
+                           (`most_boundaries`) at any depth, or on several ranks 3, or the inputs in flight at the
+                           turn. The checker counts the same inputs
     host     a parameter   weight, gradient, FP32 masters of 16-bit weights, moments: 16 bytes in FP32, 18 in 16
-                           bits, 16 where gradients have 16 bits, too, with FP32 copies of those of a stage
-             stash         m a for each stage whose inputs leave: all but the first, and those of the turn
+                           bits, or 16 with 16-bit gradients, plus FP32 copies of the gradients of one stage
+             stash         m a for each stage whose inputs leave: all but the first and those of the turn
 
-On several ranks the outputs of the last rank's stage wait for the first rank to come to its next one, and gradients
-the other way round: about m - p + 1 of them.
+On several ranks the outputs of the last rank's stage wait until the first rank reaches its next stage, and gradients
+wait likewise in the other direction: about m - p + 1 tensors.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Hosting:
 
 @dataclass(frozen=True, kw_only=True)
 class HostParts:
-    """Bytes of the host's memory that one rank takes. `optimizer`: masters, FP32 copies of gradients, moments."""
+    """Bytes of host memory of one rank. `optimizer`: masters, FP32 copies of gradients, moments."""
 
     weights: float
     gradients: float
@@ -58,15 +58,15 @@ class HostParts:
 
 
 def resident_weights(state: TrainingState, parameters: Sequence[int], num_resident: int) -> float:
-    """Bytes of the device's arena for stages of so many parameters, in the rank's order.
+    """Bytes of the device's arena for the stages of a rank. `parameters`: the number of each stage, in rank order.
 
-    The runtime begins each tensor at a multiple of 64 bytes, which in the usual shapes they are by themselves.
+    The padding of each tensor to 64 bytes is not counted; tensors of the usual shapes need none.
     """
     return state.weights(places(parameters, num_resident)[1], num_versions=1)
 
 
 def gradient_buffers(state: TrainingState, parameters: Sequence[int]) -> float:
-    """Bytes of the device's gradient buffers."""
+    """Bytes of the gradient buffers on the device."""
     return state.gradients(max(parameters), num_buffers=min(GRADIENT_BUFFERS, len(parameters)))
 
 
@@ -75,7 +75,7 @@ def device_inputs(rank: int, boundary: float, demand: Demand, hosting: Hosting) 
     m, p, stages = hosting.num_microbatches, demand.num_ranks, demand.stages_of(rank)
     count = demand.boundaries[rank]
     if p > 1 and len(stages) > 1 and rank in (demand.rank_of_stage[0], demand.rank_of_stage[-1]):
-        count += max(0, m - p + 1)  # sent, and not received yet
+        count += max(0, m - p + 1)  # sent but not received yet
     return count * boundary
 
 
@@ -87,7 +87,7 @@ def host_parts(
     rank_of_stage: Sequence[int],
     hosting: Hosting,
 ) -> HostParts:
-    """Bytes of the host's memory for a rank with stages of so many parameters."""
+    """Bytes of host memory of a rank. `parameters`: the number of each stage of the rank."""
     num_parameters = sum(parameters)
     leaving = _leaving(stages_of(rank_of_stage, rank), len(rank_of_stage) - 1, max(rank_of_stage) + 1)
     stashed = len(leaving) * hosting.num_microbatches * boundary if hosting.stash == HOST else 0.0
@@ -100,7 +100,9 @@ def host_parts(
 
 
 def _leaving(own: Sequence[int], last: int, num_ranks: int) -> list[int]:
-    """The stages whose inputs go to the host, where the stash is: neither tokens nor those of the ranks' last stages,
-    where the relay turns around.
+    """The stages of a rank whose inputs go to a stash on the host.
+
+    The first stage is left out, since its inputs are tokens. So is the last stage of each rank, where the relay turns
+    around.
     """
     return [stage for stage in own if 0 < stage <= last - num_ranks]

@@ -1,9 +1,10 @@
 """The memory that each rank of a pipeline needs, by part.
 
-BPipe's equation 1, M(s) = W(s) + A(s) mu(s), in parts: the bytes of a parameter (`TrainingState`) times the parameters
-of the rank (parameters.py), the bytes that a microbatch saves (activations.py) times the microbatches that the program
-holds at once (demand.py), and buffers, on request with those of this project's communicators. Each part is counted at
-the moment of its peak. Not counted: the allocator's fragmentation, the CUDA context, and other communicators.
+The parts are those of BPipe's equation 1, M(s) = W(s) + A(s) mu(s): the bytes of a parameter (`TrainingState`) times
+the parameters of the rank (parameters.py), the bytes that a microbatch saves (activations.py) times the microbatches
+that the program holds at once (demand.py). Buffers are added, on request including the buffers of this project's
+communicators. Each part is counted at its own peak. Not counted: the allocator's fragmentation, the CUDA context, and
+other communicators.
 
 **NCCL's buffers.** NCCL gives every connection of a communicator buffers, one set for each CTA (channel) that may use
 it, for its three protocols. The sizes are those of its sources (src/init.cc and src/include/device.h, 2.21 to 2.30)
@@ -14,10 +15,10 @@ where NCCL_BUFFSIZE, NCCL_LL_BUFFSIZE and NCCL_LL128_BUFFSIZE are not set:
     LL128    120 elements x 640 threads x 8 steps x 8 bytes   4.7 MiB
 
 This is an estimate that no GPU has confirmed. It counts one set of buffers for each CTA and each peer. NCCL's P2P
-transport allocates as much between two GPUs of a node that send both ways; a link sends one way, so one of its ends has
-less. Across nodes point-to-point buffers are smaller (2 MiB a CTA), and those of a ring larger, since both ends have
-their own; a tree has up to three peers. Not counted: what NCCL holds beside buffers (a few MiB a communicator), its use
-of NVLink SHARP, and the communicators of megatron.core, which are not bounded.
+transport allocates that much between two GPUs of a node that send both ways. A link of a pipeline sends one way, so one
+of its ends has less. Across nodes the buffers of point-to-point transfers are smaller (2 MiB a CTA), and the buffers of
+a ring are larger, since both ends have buffers; a tree has up to three peers. Not counted: NCCL's memory beside buffers
+(a few MiB a communicator), its use of NVLink SHARP, and the communicators of megatron.core, whose CTAs are not limited.
 """
 
 from collections.abc import Iterable, Sequence
@@ -55,7 +56,7 @@ CONNECTION_BYTES = SIMPLE_BYTES + LL_BYTES + LL128_BYTES
 
 
 def buffer_bytes(communicators: Iterable[Communicator]) -> float:
-    """Bytes of NCCL's buffers on a rank that has these communicators."""
+    """Bytes of NCCL's buffers on a rank with the given communicators."""
     return float(sum(each.max_ctas * each.num_peers * CONNECTION_BYTES for each in communicators))
 
 
@@ -68,9 +69,9 @@ def communicator_bytes(
     sums_over_tensor: bool,
     moves: bool,
 ) -> tuple[float, ...]:
-    """Bytes by rank of a pipeline of the communicators that the rank uses; NCCL allocates no buffers for unused ones.
+    """Bytes of NCCL's buffers by rank of a pipeline. Only communicators that a rank uses have buffers.
 
-    `moves`: saved activations move between the ranks of some pair; then all pairs connect. The other arguments are
+    `moves`: saved activations move between the ranks of some pair, so that all pairs connect. The other arguments are
     those of `chain_of_rank`.
     """
     links = _link_bytes(rank_of_stage, moves)
@@ -82,7 +83,7 @@ def communicator_bytes(
 
 @lru_cache(maxsize=1024)
 def _link_bytes(rank_of_stage: tuple[int, ...], moves: bool) -> tuple[float, ...]:
-    """Bytes by rank of the links between stages, cached: a search has many configurations with the same pipeline."""
+    """Bytes of the links between stages by rank. The result is cached, since a search asks often for one pipeline."""
     own = []
     for rank in range(max(rank_of_stage) + 1):
         pair = move_link_of_rank(rank_of_stage, rank) if moves else ()
@@ -95,21 +96,21 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryParts:
-    """Bytes on one GPU.
+    """The bytes on one GPU, by part.
 
     Attributes:
-        weights: all live versions, and their copies in FP8 where linears multiply in it; where they are predictions,
-            also the true weights that no masters hold.
+        weights: all live versions, and their FP8 copies if linear layers multiply in FP8. If versions are predictions,
+            also the true weights, unless masters hold them.
         gradients: all gradient buffers, and copies that predictions read.
-        optimizer: masters, moments, and FP32 copies of gradients where these stay.
-        activations: saved microbatches, those accepted from the pair included; on the last stage with their logits. If
-            backwards are split, at the moment when `activations` and `deferred` together are largest.
+        optimizer: masters, moments, and FP32 copies of gradients that stay between steps.
+        activations: saved microbatches, including those accepted from the paired rank; on the last stage with their
+            logits. If backwards are split, at the moment when `activations` and `deferred` together are largest.
         deferred: activations and gradients that W needs, of microbatches between I and W; 0 if backwards are whole.
         step: FP32 copies of gradients that only the step holds, after the last backward.
         workspace: recomputed activations of a backward, and the gradient of the logits; or the copies of a prediction,
             if they are larger. If backwards are split, the increase over the peak of `activations` and `deferred`.
         transfers: activations and gradients that arrive or leave, and one evicted microbatch while it is copied.
-        communicators: NCCL's buffers for the communicators of this project's runtime; 0 where they are not counted.
+        communicators: NCCL's buffers for the communicators of this project's runtime; 0 if they are not counted.
     """
 
     weights: float
@@ -135,7 +136,7 @@ class MemoryParts:
 
     @property
     def held(self) -> float:
-        """The sum of all parts, at once or not: the allocator's blocks if it reuses none."""
+        """The sum of all parts, whether held at once or not: the allocator's memory if it reuses no blocks."""
         return sum(_all_parts(self))
 
 
@@ -144,7 +145,7 @@ _all_parts = attrgetter(*(part.name for part in fields(MemoryParts)))
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """The memory of one rank of a pipeline (each tensor rank and replica of it needs as much).
+    """The memory of one rank of a pipeline. Each tensor rank and replica of the rank needs the same.
 
     Attributes:
         stages, layers: the stages of the rank, and the number of layers of each.
@@ -186,10 +187,10 @@ def estimate_memory(
         shape: the model.
         setting: how activations are saved.
         state: the bytes of each parameter.
-        demand: how many microbatches, weight versions and gradient buffers each rank holds.
+        demand: the number of microbatches, weight versions and gradient buffers that each rank holds.
         layers: the number of layers of each stage.
-        counts_communicators: this project's runtime trains, over NCCL.
-        hosting: how weights live on the host; `setting` then recomputes whole stages. None: weights are on the device.
+        counts_communicators: count the buffers of this project's communicators over NCCL.
+        hosting: how weights live on the host; `setting` must recompute whole stages. None: weights are on the device.
     """
     assert len(layers) == len(demand.rank_of_stage) and sum(layers) == shape.num_layers
     assert hosting is None or setting.recompute.whole_stage
@@ -201,7 +202,7 @@ def estimate_memory(
     workspace = by_stage(activations.workspace, layers, with_experts)
     deferred = by_stage(activations.deferred, layers, with_experts)
     boundary = activations.boundary
-    one_layer = activations.workspace(1, is_first=False, is_last=False)  # at once in a forward that saves nothing
+    one_layer = activations.workspace(1, is_first=False, is_last=False)  # held by a forward that saves nothing
     embedding = shape.vocabulary_size // setting.tensor * shape.hidden_size
     matrices = stage_matrices(shape, setting.tensor, layers, setting.expert_degrees)
     fp8_copies = [state.fp8_copies(count) if setting.fp8 else 0.0 for count in matrices]
@@ -217,7 +218,7 @@ def estimate_memory(
         experts = sum(of_experts[stage] for stage in stages if stage >= demand.num_frozen)
         frozen = sum(parameters[stage] for stage in stages if stage < demand.num_frozen)
         versions = demand.live_versions[rank]
-        # One transfer in flight on each side that has a neighbour, besides the receives that wait for their use.
+        # One transfer is in flight on each side with a neighbour, besides receives that are not used yet.
         sides = _num_sides(stages, demand.rank_of_stage)
         unread = demand.unread[rank] if demand.num_frozen else 0
         trained = [stage for stage in stages if stage >= demand.num_frozen]
@@ -256,7 +257,7 @@ def estimate_memory(
                 optimizer=0.0,
                 step=0.0,
                 activations=device_inputs(rank, boundary, demand, hosting),
-                # Gradients of tied embeddings come back to be added up, when nothing is recomputed any more.
+                # Gradients of tied embeddings return to be summed after the last recomputation.
                 workspace=max(
                     parts.workspace, state.gradients(embedding, num_buffers=_num_tied(shape, stages, layers))
                 ),
@@ -278,13 +279,14 @@ def estimate_memory(
 
 
 def _num_tied(shape: Architecture, stages: Sequence[int], layers: Sequence[int]) -> int:
-    """The number of copies of a tied embedding on these stages: the first and the last stage have one each."""
+    """The number of copies of a tied embedding on the given stages: the first and the last stage have one each."""
     ends = {0, len(layers) - 1}
     return len(ends & set(stages)) if shape.tied_embeddings and len(ends) > 1 else 0
 
 
 def _num_sides(stages: Sequence[int], rank_of_stage: Sequence[int]) -> int:
-    """The least number of neighbouring stages on other ranks, over the stages of a rank that have any: 0, 1 or 2."""
+    """The least number (1 or 2) of neighbours on other ranks, over the stages that have such neighbours; 0 if none
+    has."""
     last = len(rank_of_stage) - 1
     beside = [[other for other in (stage - 1, stage + 1) if 0 <= other <= last] for stage in stages]
     sides = [
@@ -297,7 +299,7 @@ def _num_sides(stages: Sequence[int], rank_of_stage: Sequence[int]) -> int:
 def _saved_on_rank(rank: int, saved: Sequence[float], demand: Demand) -> float:
     """Bytes of the microbatches that a rank holds, within the checker's limits for each stage and for the rank.
 
-    Microbatches from the pair have the size of the pair's stage. The largest microbatches are counted first.
+    Microbatches from the paired rank have the size of its stage. The largest microbatches are counted first.
     """
     sizes, pairs = [], Pairs(demand.rank_of_stage, demand.num_frozen)
     for stage in demand.stages_of(rank):
@@ -315,8 +317,10 @@ def _saved_on_rank(rank: int, saved: Sequence[float], demand: Demand) -> float:
 def _together_on_rank(
     rank: int, saved: Sequence[float], deferred: Sequence[float], workspace: Sequence[float], demand: Demand
 ) -> tuple[float, float, float]:
-    """Bytes that wait for an I and for a W, at the moment when their sum is largest, and the increase of that peak by
-    the workspace of an I. A stage without a waiting I computes none then, and its W recomputes nothing.
+    """Bytes that wait for an I and for a W, at the moment when their sum is largest, and the increase of the peak by
+    the workspace of an I.
+
+    At a moment when no microbatch of a stage waits for an I, the stage adds no workspace: a W recomputes nothing.
     """
     stages = demand.stages_of(rank)
     sizes = [saved[stage] for stage in stages], [deferred[stage] for stage in stages]

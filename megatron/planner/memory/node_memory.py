@@ -1,7 +1,7 @@
 """The memory of hosts: the bytes of all ranks of a node together, whether they fit, and the largest model that fits.
 
-Each rank has weights, gradients and optimizer state of its part of the model on its host; replicas on a node share one
-store of them. Each rank stashes its own inputs of a batch.
+Each rank has weights, gradients and optimizer state of its part of the model on its host. Replicas on the same node
+share a single store of weights, gradients and optimizer state. Each rank stashes its own inputs of a batch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ _MOST_LAYERS = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class HostVerdict:
-    """Whether hosts have the memory, by the fullest node. `spare_gib`: its free GiB, or missing GiB if negative."""
+    """The verdict whether hosts have enough memory, judged by the fullest node.
+
+    `spare_gib`: the free GiB of that node; negative: the missing GiB.
+    """
 
     node: int
     needed_gib: float
@@ -32,7 +35,7 @@ class HostVerdict:
 
 @dataclass(frozen=True, kw_only=True)
 class LargestModel:
-    """The most layers of a shape that hosts have the memory for, and the parameters of that whole model."""
+    """The largest model of a shape that fits in the memory of hosts: its layers, and the parameters of all of it."""
 
     num_layers: int
     num_parameters: int
@@ -40,18 +43,18 @@ class LargestModel:
 
 @dataclass(frozen=True)
 class Crew:
-    """The GPUs of a node with the same rank of the pipeline. `stores`: the number of different tensor ranks."""
+    """The GPUs of a node with the same pipeline rank. `stores`: the number of different tensor ranks among them."""
 
     gpus: int
     stores: int
 
 
 Crowd = Mapping[int, Crew]
-"""Pipeline rank -> a node's GPUs there."""
+"""The GPUs of a node by pipeline rank."""
 
 
 def crowds(degrees: Degrees, mapping: Sequence[int], node_of_slot: Sequence[int]) -> list[Crowd]:
-    """The crowd of each node that has ranks. `mapping`: logical rank by slot."""
+    """The crowd of each node that has ranks. `mapping`: the logical rank of each slot."""
     tensor_ranks: dict[int, dict[int, list[int]]] = {}
     for slot, rank in enumerate(mapping):
         place = degrees.coordinates(rank)
@@ -63,17 +66,20 @@ def crowds(degrees: Degrees, mapping: Sequence[int], node_of_slot: Sequence[int]
 
 
 def crowds_by_name(degrees: Degrees, rank_mapping: str, node_of_slot: Sequence[int]) -> list[Crowd]:
-    """The same by the name of a mapping; one that depends on more than the degrees brings alike ranks together."""
+    """The crowds of `crowds` for a mapping given by its name.
+
+    A mapping that depends on more than the degrees is taken as standard.
+    """
     return crowds(degrees, NAMED.get(rank_mapping, standard)(degrees), node_of_slot)
 
 
 def fewest_sharing(nodes: Sequence[Crowd]) -> int:
-    """The least number of replicas that share a store; each steps that fraction of it."""
+    """The least number of replicas that share a store. Each of n replicas steps 1 / n of its store."""
     return min(crew.gpus // crew.stores for crowd in nodes for crew in crowd.values())
 
 
 def host_bytes(memory: Sequence[RankMemory], nodes: Sequence[Crowd]) -> list[float]:
-    """Bytes of each node's memory that its ranks take; 0 where weights live on the device."""
+    """Bytes of host memory that the ranks of each node take; 0 for ranks with weights on the device."""
     parts = [rank.host for rank in memory]
     return [
         sum(
@@ -86,7 +92,7 @@ def host_bytes(memory: Sequence[RankMemory], nodes: Sequence[Crowd]) -> list[flo
 
 
 def judge_host(memory: Sequence[RankMemory], nodes: Sequence[Crowd], gib: float) -> HostVerdict:
-    """The verdict on nodes with this much memory, in GiB."""
+    """The verdict on nodes with `gib` GiB of host memory each."""
     needed = host_bytes(memory, nodes)
     node = max(range(len(needed)), key=needed.__getitem__)
     return HostVerdict(node=node, needed_gib=needed[node] / GIB, spare_gib=gib - needed[node] / GIB)
@@ -102,14 +108,14 @@ def largest_model(
     num_ranks: int,
     stash_of_layer: float = 0.0,
 ) -> LargestModel | None:
-    """The deepest model of this shape that nodes with so many GiB hold, with a layer a stage and as many on every rank.
+    """The deepest model of a shape that nodes with `gib` GiB hold, with one layer a stage and equal ranks.
 
     Args:
         num_ranks: p.
-        stash_of_layer: bytes of a layer's inputs on the host, where the stash is there.
+        stash_of_layer: bytes of a layer's inputs on the host; 0: the stash is on the device.
 
     Returns:
-        None where not even a layer for each rank fits.
+        The largest model, or None if not even one layer on each rank fits.
     """
 
     def fits(of_rank: int) -> bool:
@@ -137,7 +143,7 @@ def host_bytes_of(
     num_ranks: int,
     stash_of_layer: float,
 ) -> float:
-    """Bytes of a node's memory with so many layers on each pipeline rank, a layer a stage."""
+    """Bytes of a node's host memory with `layers_of_rank` layers on each pipeline rank and one layer a stage."""
     first, *_, last = stage_parameters(shape, tensor, (0, 0)) if num_ranks * layers_of_rank > 1 else (
         stage_parameters(shape, tensor, (0,))[0], 0
     )  # fmt: skip

@@ -5,19 +5,19 @@ matrices whose outputs are summed are whole on each tensor rank. Experts have pa
 is whole on each rank. Tests compare the counts with the modules of megatron.core.
 
 **Bytes.** Mixed precision with Adam takes 20 bytes a parameter (Smith et al. 2022; BPipe, section 1): 2 for the weight,
-2 for the gradient, and in FP32 4 each for master, gradient and both moments. Here by part, since flags change each:
+2 for the gradient, and in FP32 4 each for master, gradient and both moments. Flags change each part:
 
     weights        weight_bytes, for each weight version that is alive at once (2bw: 2)
-    true weights   where the versions are predictions: weight_bytes again, unless the masters are the true weights
-    gradients      gradient_bytes, for each buffer in use at once (2bw: 2, or 1 with the flag); weight_bytes more where
-                   they are sums beside a backward's own
+    true weights   if the versions are predictions: weight_bytes again, unless the masters are the true weights
+    gradients      gradient_bytes, for each buffer in use at once (2bw: 2, or 1 with the flag); weight_bytes more if
+                   the buffers are sums and each backward has gradients of its own
     masters        4 for 16-bit weights; with the distributed optimizer 4 also for FP32 weights of several versions
-    FP32 copies    4 where gradients are kept in 16 bits: the optimizer steps with FP32 copies, which megatron.core
-                   makes in the step and frees after it. A host that steps stage by stage holds copies of the largest
+    FP32 copies    4 if gradients are kept in 16 bits: the optimizer steps with FP32 copies, which megatron.core makes
+                   in the step and frees after it. A host that steps stage by stage holds copies of the largest stage
     moments        4 each: Adam 2, SGD with momentum 1
 
-The distributed optimizer (ZeRO-1) divides the last three by the number of replicas, for experts by the number of ranks
-with the same experts.
+The distributed optimizer (ZeRO-1) divides the last three parts by the number of replicas; for experts, by the number of
+ranks with the same experts.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,8 @@ from dataclasses import dataclass
 from megatron.planner.memory.architecture import Architecture, ExpertDegrees
 
 FP8_COPY_BYTES = 2
-"""Bytes of the FP8 copies of an element: one byte as it is and one transposed, since Hopper's products need both."""
+"""Bytes of the FP8 copies of an element: one byte in the matrix and one in its transpose; Hopper's products need
+both."""
 
 
 def layer_parameters(shape: Architecture, tensor: int) -> int:
@@ -82,7 +83,7 @@ def stage_matrices(
 
 
 def matrix_parameters(shape: Architecture, tensor: int, num_layers: int) -> int:
-    """Elements of the linear layers of so many transformer layers without experts on one of `tensor` ranks."""
+    """Elements of the linear layers of `num_layers` transformer layers without experts on one of `tensor` ranks."""
     return num_layers * (shape.layer_matrices // tensor)
 
 
@@ -116,7 +117,7 @@ def largest_parameter(shape: Architecture, tensor: int, *, is_first: bool, is_la
     wide = shape.ffn_hidden_size * (2 if shape.gated else 1)
     projected = max(shape.query_width + 2 * shape.key_width, wide)
     of_layer = shape.hidden_size * projected // tensor
-    if shape.experts is not None:  # whole ones, at most
+    if shape.experts is not None:  # an upper bound: whole experts
         of_layer = max(of_layer, shape.hidden_size * shape.experts.ffn_hidden_size * (2 if shape.gated else 1))
     rows = [shape.output_rows // tensor, shape.num_classes, shape.pooler * shape.hidden_size] if is_last else []
     if is_first:
@@ -131,7 +132,7 @@ def stage_parameters(
 
     Args:
         layers: the number of layers of each stage.
-        degrees: how experts are split over ranks; None: every rank has a part of all, as of the other matrices.
+        degrees: how experts are split over ranks; None: each tensor rank has a part of every expert.
     """
     last, of_layer = len(layers) - 1, layer_parameters(shape, tensor)
     with_experts = shape.layers_with_experts(layers)
@@ -148,7 +149,7 @@ def stage_parameters(
 
 
 def stage_expert_parameters(shape: Architecture, layers: Sequence[int], degrees: ExpertDegrees) -> tuple[int, ...]:
-    """Parameters of the routed experts of each stage on one rank. Other ranks are their replicas."""
+    """Parameters of the routed experts of each stage on one rank."""
     if shape.experts is None:
         return (0,) * len(layers)
     of_layer = expert_parameters(shape, degrees)
@@ -157,7 +158,7 @@ def stage_expert_parameters(shape: Architecture, layers: Sequence[int], degrees:
 
 _FP32 = 4
 PREDICTION_CHUNK = 64 * 2**20
-"""Bytes of masters that a prediction steps at a time; a chunk's last parameter may exceed it (provisional_step.py)."""
+"""Bytes of masters that a prediction steps at a time; the last parameter may exceed the limit (provisional_step.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +171,8 @@ class TrainingState:
         keeps_gradient_copies: FP32 copies of gradients stay from step to step; else each step makes and frees them.
         data: number of ranks with the same parameters, context parallel ranks included.
         expert_data: number of ranks with the same experts.
-        sums_beside_gradients: gradients are FP32 sums, beside the gradients of one backward in the type of weights.
+        sums_beside_gradients: gradients are FP32 sums; the gradients of each backward, in the type of weights, are kept
+            besides.
         fp8_weights: linear layers have weights in FP8 only, and gather them in FP8 (`--fp8-param-gather`).
     """
 
@@ -190,7 +192,8 @@ class TrainingState:
         return float(num_parameters * self.weight_bytes * (num_versions + (predicts and steps_weights)))
 
     def fp8_copies(self, num_elements: int) -> float:
-        """Bytes of the FP8 copies of linear layers' weights; with `fp8_weights`, less the weights that they replace."""
+        """Bytes of the FP8 copies of linear layers' weights. With `fp8_weights` the copies replace the weights, whose
+        bytes are subtracted."""
         return float(num_elements * (FP8_COPY_BYTES - self.fp8_weights * self.weight_bytes))
 
     def gathered(self, num_parameters: int, num_elements: int) -> float:
@@ -209,7 +212,7 @@ class TrainingState:
 
         Args:
             stepped: number of parameters that step at once; None: all.
-            experts: number of the parameters that are of experts; 0 where `stepped` is given.
+            experts: number of the parameters that belong to experts; 0 if `stepped` is given.
         """
         keeps_masters = self.weight_bytes < _FP32 or (self.distributed_optimizer and num_versions > 1)
         copied = num_parameters if stepped is None else stepped
@@ -218,8 +221,10 @@ class TrainingState:
         return kept + self._gradient_copies(copied, part)
 
     def copies_in_step(self, num_parameters: int, *, num_versions: int, experts: int = 0) -> float:
-        """Bytes of FP32 copies of gradients that only the step holds. 0 with several versions: their batches overlap,
-        so that a step comes between forwards and backwards."""
+        """Bytes of FP32 copies of gradients that only the step holds, apart from forwards and backwards.
+
+        Returns 0 with several versions: batches overlap, so that a step comes between forwards and backwards.
+        """
         if self.keeps_gradient_copies or num_versions > 1:
             return 0.0
         return self._gradient_copies(num_parameters, self._part(num_parameters, experts))
@@ -235,15 +240,15 @@ class TrainingState:
     def prediction(self, num_parameters: int, *, largest: int, experts: int = 0) -> float:
         """The most bytes that a provisional step copies at once: masters, moments and gradients, all in FP32.
 
-        `largest`: elements of the largest parameter. `experts`: number of the parameters that are of experts.
+        `largest`: elements of the largest parameter. `experts`: number of the parameters that belong to experts.
         """
         masters = min(_FP32 * self.stepped(num_parameters, experts), PREDICTION_CHUNK + _FP32 * largest)
         return masters * (2 + self.num_moments)
 
     def stepped(self, num_parameters: int, experts: int = 0) -> float:
-        """The number of parameters that a rank steps: all, or its part with the distributed optimizer.
+        """The number of parameters that a rank steps: all, or a part with the distributed optimizer.
 
-        `experts`: number of the parameters that are of experts.
+        `experts`: number of the parameters that belong to experts.
         """
         if not self.distributed_optimizer:
             return num_parameters

@@ -1,18 +1,18 @@
-"""What a schedule asks of the ranks' memory: the microbatches, versions and receives that they hold at once.
+"""The memory demand of a schedule: the microbatches, versions and receives that each rank holds at once.
 
-`proved_demand` has no formula of its own: the checker reports what is saved and which versions live, and the rest is
-read off the rows. So its numbers are those of the very programs that run.
+`proved_demand` has no formulas: the checker reports saved microbatches and live versions, and the other numbers are
+counted in the rows. So its numbers are those of the programs that run.
 
-A search cannot build every program. `closed_form_demand` is for orders that reach the bounds that they state, with
-batches that fill the pipeline (`RECEIVES`). Tests compare it with the demand of proved programs. Three numbers are
-upper bounds: what each single stage of an accepting rank saves (over all its stages the rank saves as much as it says
-here), what it saves where a batch is too small to bring it to its bound, and the receives of a few ranks.
+A search cannot build every program. `closed_form_demand` is for orders that reach their stated bounds if a batch fills
+the pipeline (`RECEIVES`). Tests compare it with the demand of proved programs. Three numbers are upper bounds: the
+saved microbatches of a single stage of an accepting rank (the number of the whole rank is exact), the saved
+microbatches of a batch too small to reach the bound, and the receives of a few ranks.
 
-`schedule_demand` takes the closed form where tests show it for the order. It reads a proved program where moves balance
-saved activations, since a batch that hardly fills the pipeline, stages that share a rank, or small batches of split
-backwards may stay below their bounds; with two ranks, whose receives may be used as soon as they are posted; and for an
-order without a closed form. `representative_sizes` finds smaller batches that stand for a large one: what a pipeline
-does with many microbatches, it does with fewer.
+`schedule_demand` takes the closed form for orders for which tests have shown it exact. It reads a proved program in
+three cases: programs may stay below the bounds, since saved activations are balanced and a batch hardly fills the
+pipeline or stages share a rank, or since backwards are split and batches are small; there are two ranks, whose receives
+may be used as soon as they are posted; or the order has no closed form. `representative_sizes` finds smaller batches
+with the same demand as a large one, since a pipeline treats many microbatches as it treats fewer.
 """
 
 from collections.abc import Callable
@@ -34,16 +34,16 @@ from megatron.pipeline.schedules.zero_bubble_h1 import ZeroBubbleH1
 from megatron.pipeline.schedules.zero_bubble_v import ZeroBubbleV
 from megatron.planner.memory.demand import Demand, Moment, moments_of
 
-_MOST_GROUPS = 6  # of p microbatches, by which batches that a schedule takes may differ
+_MOST_GROUPS = 6  # the most groups of p microbatches between two batch sizes that a schedule accepts
 
 
 def representative_sizes(
     schedule: Schedule, num_microbatches: int, *, least: int, step: int, count: int
 ) -> tuple[int, ...]:
-    """Sizes of `count` batches, ascending, about `step` apart and the first about `least`, all below this one.
+    """Sizes of `count` smaller batches with the demand of one of `num_microbatches`; empty if there are no such sizes.
 
-    They differ from it by whole groups of p microbatches, so that what is left over is the same; by as many as it takes
-    for the schedule to run them all. None of them: there are no such batches.
+    The sizes ascend by about `step` from about `least`. They differ from `num_microbatches` by whole groups of p
+    microbatches, so that the remainder is the same, and the schedule accepts all of them.
     """
     p = schedule.num_ranks
     for unit in range(p, (_MOST_GROUPS + 1) * p, p):
@@ -58,10 +58,10 @@ def representative_sizes(
 
 
 def resized(schedule: Schedule, num_microbatches: int, fewer: int) -> Schedule:
-    """The schedule that does with batches of `fewer` microbatches what this one does with those of so many.
+    """The schedule for batches of `fewer` microbatches that corresponds to `schedule` with `num_microbatches`.
 
-    It differs where each prediction reads a number of microbatches that is given: as many as before are left unread,
-    or all but one.
+    The two differ only if the number of microbatches that a prediction reads is given: in the smaller batch a
+    prediction leaves as many microbatches unread, but reads at least one.
     """
     if schedule.provisional_microbatches is None:
         return schedule
@@ -71,9 +71,9 @@ def resized(schedule: Schedule, num_microbatches: int, fewer: int) -> Schedule:
 
 @lru_cache(maxsize=4096)
 def proved_demand(schedule: PipelineSchedule, num_microbatches: int) -> Demand:
-    """What each rank holds at most in a run of batches with so many microbatches, whose programs are built and proved.
+    """The demand of a run of batches with `num_microbatches` each, from programs that are built and proved.
 
-    Raises ValueError as `Schedule.validate`, and where the checker refuses them.
+    Raises ValueError for the reasons of `Schedule.validate`, or if the checker refuses the programs.
     """
     if schedule.weights.drains:
         program = schedule.build((num_microbatches,))
@@ -122,7 +122,7 @@ def _own_microbatches(program: Program) -> tuple[int, ...]:
 
 
 def _unread(program: Program, rank: int) -> int:
-    """The most tensors that a frozen stage which hands on to another rank leaves unread."""
+    """The most outputs of the rank's last frozen stage that the next rank has not read; 0 without such a stage."""
     leaves = program.stages_of(rank)[-1]
     return program.graph.most_unread(leaves) if program.graph.is_forward_only(leaves) else 0
 
@@ -140,7 +140,7 @@ def _gradient_buffers(program: Program, rank: int) -> int:
 
 
 def _held(program: Program, rank: int, gradients: str) -> int:
-    """The most copies of these gradients at once that words keep for a prediction, and the prediction drops."""
+    """The most copies of the given gradients that are held at once for predictions; a prediction frees its copy."""
     held: set[int] = set()
     peak = 0
     for instruction in program.rows[rank]:
@@ -166,12 +166,13 @@ def _receives_ahead(program: Program, rank: int) -> int:
 
 
 def _of_both(schedule: Schedule, rank: int) -> int:
-    """An activation and a gradient."""
+    """Two receives: an activation and a gradient."""
     return 2
 
 
 def _of_turns(schedule: Schedule, rank: int) -> int:
-    """The last stage of 1F1B runs each backward right after its forward, and only waits for activations."""
+    """Two receives, or one on the last stage of 1F1B, which runs each backward right after its forward and so receives
+    only activations."""
     is_turn = schedule.num_virtual_stages == 1 and rank == schedule.rank_of_stage[-1]
     return 1 if is_turn else _of_both(schedule, rank)
 
@@ -180,18 +181,18 @@ RECEIVES: dict[type[Order], Callable[[Schedule, int], int]] = {
     GPipe: _of_both, OneForwardOneBackward: _of_turns, Interleaved: _of_turns, Relay: _of_turns,
     ZeroBubbleH1: _of_turns, ZeroBubbleV: _of_turns,
 }  # fmt: skip
-"""Class of an order whose demand has a closed form -> how many receives a rank has posted ahead at once.
+"""The number of receives that a rank posts ahead, by class of an order whose demand has a closed form.
 
-The order's `max_in_flight` has to be reached; where it splits backwards, what waits for W is read off its rows. Others
-are read off proved programs (`proved_demand`).
+Such an order must reach its `max_in_flight`. If it splits backwards, the microbatches that wait for W are counted in
+its rows. The demand of other orders is read from proved programs (`proved_demand`).
 """
 
 
 def has_closed_form(schedule: Schedule, num_microbatches: int) -> bool:
-    """Whether the closed form is that of the proved programs of such batches.
+    """Whether the closed form holds for batches of `num_microbatches`.
 
-    A batch that is smaller than what is in flight, which policies with a delay of several batches allow, leaves fewer
-    buffers in use.
+    It does not hold for a batch with fewer microbatches than are in flight, which policies with a delay of several
+    batches allow: fewer buffers are in use.
     """
     if schedule.order_class not in RECEIVES:
         return False
@@ -199,17 +200,20 @@ def has_closed_form(schedule: Schedule, num_microbatches: int) -> bool:
 
 
 def closed_form_demand(schedule: Schedule, num_microbatches: int) -> Demand:
-    """The most that each rank holds in a run of batches with so many microbatches. Raises ValueError as `validate`."""
+    """The demand of a run of batches with `num_microbatches` each, in closed form.
+
+    Raises ValueError for the reasons of `Schedule.validate`.
+    """
     schedule.validate(num_microbatches)
     holds = schedule.needs_gradient_copy(num_microbatches)
-    if schedule.max_in_flight is not None:  # full with so many, and holds no more of a larger batch
+    if schedule.max_in_flight is not None:  # 3 p microbatches fill the pipeline; a larger batch saves no more
         full = 3 * schedule.num_ranks
         num_microbatches = min(num_microbatches, full + num_microbatches % schedule.num_ranks)
     return _demand(schedule, num_microbatches, holds)
 
 
 def _ends_of_ties(schedule: Schedule) -> set[int]:
-    """The ranks whose predictions read a gradient of tied embeddings that another one has a part of."""
+    """The ranks whose predictions read a gradient of tied embeddings that is split over two ranks."""
     ends = {schedule.rank_of_stage[0], schedule.rank_of_stage[-1]}
     return ends if schedule.weights.predicts and schedule.tied_embeddings and len(ends) > 1 else set()
 
@@ -223,10 +227,10 @@ def _demand(schedule: Schedule, num_microbatches: int, holds: tuple[bool, ...]) 
     evicting = set(schedule.evicting_ranks(batches))
     accepting = {schedule.pairs.of_rank(rank) for rank in evicting}
     bounds = schedule.max_saved_on_rank(batches)
-    if schedule.residency:  # the whole of a batch at a stage before the next one, so that all of them come together
+    if schedule.residency:  # a stage computes a whole batch before the next stage, so the peaks of stages add up
         together = [sum(own[stage] for stage in schedule.stages_of(rank)) for rank in range(num_ranks)]
         bounds = own_on_rank = tuple(map(min, together, bounds))
-    # An acceptor holds what its pair cannot, and one more while an eviction and a load cross.
+    # An accepting rank holds the excess of its pair, and one more microbatch while an eviction and a load cross.
     excess = {schedule.pairs.of_rank(rank): own_on_rank[rank] - bounds[rank] + 1 for rank in evicting}
     on_rank = tuple(min(bounds[rank], own_on_rank[rank] + excess.get(rank, 0)) for rank in range(num_ranks))
     return Demand(
@@ -264,11 +268,12 @@ def _moments(schedule: Schedule, num_microbatches: int) -> tuple[tuple[Moment, .
 
 
 def _boundaries(schedule: Schedule, num_microbatches: int) -> tuple[int, ...]:
-    """By rank, the most tensors between its stages on the device; none where weights live there.
+    """The `Demand.boundaries` of a schedule with weights on the host; empty if weights are on the device.
 
-    Inputs of all stages but the first one's, which are data. On one rank a batch waits between two stages besides, on
-    several as receives. With the stash on the host the inputs of the last run of stages stay, which turns around, and
-    of the others those that are in use or reloaded ahead; on one rank also the batch that waits.
+    The inputs of all stages but the first count; the inputs of the first are data. On one rank, a batch that waits
+    between two stages counts, too; on several ranks such tensors are receives. With the stash on the host, the inputs
+    on the device are those of each rank's last stage, where the relay turns around, or those in use or reloaded ahead;
+    on one rank, the waiting batch counts besides.
     """
     if schedule.residency is None:
         return ()
@@ -284,31 +289,31 @@ def _boundaries(schedule: Schedule, num_microbatches: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-_MOST_PROVED = 4_000  # computations of an order without a closed form; beyond, two sizes have to say the same
+_MOST_PROVED = 4_000  # larger programs without a closed form are replaced by two smaller ones with equal demands
 
 
 def schedule_demand(schedule: Schedule, num_microbatches: int, *, proved: bool = True) -> Demand:
-    """What each rank holds at most in a run of batches with so many microbatches.
+    """The demand of a run of batches with `num_microbatches` each.
 
     Args:
-        proved: what proved programs hold; else the closed form where there is one, which is that or a little more and
-            takes no time.
+        proved: return the demand of proved programs. False: use the closed form, if there is one, which is equal or a
+            little larger and much faster.
 
     Raises:
-        ValueError: as `Schedule.validate`, or where the checker refuses the programs that are built.
+        ValueError: for the reasons of `Schedule.validate`, or the checker refuses the programs.
     """
     schedule.validate(num_microbatches)
     if not has_closed_form(schedule, num_microbatches):
         return _without_closed_form(schedule, num_microbatches)
     if proved and _may_stay_below(schedule, num_microbatches):
         p = schedule.num_ranks
-        fewer = min(num_microbatches, 4 * p + num_microbatches % p)  # more only repeat what these do
+        fewer = min(num_microbatches, 4 * p + num_microbatches % p)  # more microbatches only repeat the pattern
         return proved_demand(resized(schedule, num_microbatches, fewer), fewer)
     return closed_form_demand(schedule, num_microbatches)
 
 
 def _may_stay_below(schedule: Schedule, num_microbatches: int) -> bool:
-    """Whether programs may hold less than the closed form says."""
+    """Whether programs may hold less than the closed form states."""
     if schedule.max_in_flight is None:
         return False
     if schedule.splits_backward and num_microbatches < 2 * schedule.num_ranks:
@@ -318,8 +323,10 @@ def _may_stay_below(schedule: Schedule, num_microbatches: int) -> bool:
 
 
 def _without_closed_form(schedule: Schedule, num_microbatches: int) -> Demand:
-    """What proved programs hold. Of a large batch, what smaller ones hold, if a group of microbatches more adds nothing
-    and the order says that there is a bound.
+    """The demand of proved programs.
+
+    For a large batch, the demand of a smaller batch is returned if the order states a bound, and a batch with more
+    groups of microbatches has the same demand.
     """
     p = schedule.num_ranks
     if num_microbatches * schedule.num_stages > _MOST_PROVED and schedule.max_in_flight is not None:
