@@ -380,8 +380,8 @@ def run(
         if mutated(mutant, tree) is None:
             killer = "gone"
         else:
-            for part in (quick[:8], quick[8:], [test for test in tests if test not in set(quick)][:150]):
-                killer = killer or (run_one(tree, mutant, part, limit=300) if part else None)
+            for part in (quick[:8], quick[8:], [test for test in tests if test not in set(quick)][:60]):
+                killer = killer or (run_one(tree, mutant, part, limit=120) if part else None)
         with results.open("a") as opened:
             record = {"mutant": number, "killer": killer, "tests": len(tests), "s": round(time.monotonic() - begun, 1)}
             print(json.dumps(record), file=opened)
