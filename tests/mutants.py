@@ -117,25 +117,23 @@ def _sites(source: str) -> Iterator[_Site]:
             if not isinstance(child, ast.stmt | ast.expr_context) and child is not getattr(node, "annotation", None):
                 yield from in_statement(function, child, owner, anchor)
 
-    def in_body(function: str, body: Sequence[ast.stmt], above: ast.stmt | None) -> Iterator[_Site]:
+    def in_body(
+        name: str, body: Sequence[ast.stmt], above: ast.stmt | None, *, is_run: bool = False
+    ) -> Iterator[_Site]:
+        """The sites of a body; `is_run`: it is that of a function, and not of a class or a module."""
         for statement in body:
             if isinstance(statement, ast.FunctionDef | ast.ClassDef):
-                inner = f"{function}.{statement.name}" if function else statement.name
-                yield from in_body(inner, statement.body, None)
+                inner = f"{name}.{statement.name}" if name else statement.name
+                yield from in_body(inner, statement.body, None, is_run=isinstance(statement, ast.FunctionDef))
                 continue
             is_elif = lines[statement.lineno - 1][statement.col_offset :].startswith("elif")
             anchor = statement if starts_its_line(statement) and not is_elif else above
-            is_in_a_function = anchor is not None and function.rsplit(".", 1)[-1][:1].islower() | function.rsplit(
-                ".", 1
-            )[-1].startswith("_")
-            if is_in_a_function:
-                yield from in_statement(function, statement, statement, anchor)
-            for name in ("body", "orelse", "finalbody"):
-                yield from in_body(function, getattr(statement, name, []), anchor)
-            for handler in getattr(statement, "handlers", []):
-                yield from in_body(function, handler.body, None)
-            for case in getattr(statement, "cases", []):
-                yield from in_body(function, case.body, None)
+            if is_run and anchor is not None:
+                yield from in_statement(name, statement, statement, anchor)
+            for part in ("body", "orelse", "finalbody"):
+                yield from in_body(name, getattr(statement, part, []), anchor, is_run=is_run)
+            for part in (*getattr(statement, "handlers", []), *getattr(statement, "cases", [])):
+                yield from in_body(name, part.body, None, is_run=is_run)
 
     yield from in_body("", ast.parse(source).body, None)
 
@@ -147,7 +145,7 @@ def mutants_of(subject: str, path: str, source: str) -> Iterator[tuple[Mutant, _
     for site in _sites(source):
         owner = site.owner
         end = owner.end_col_offset if owner.end_lineno == owner.lineno else None
-        head = lines[owner.lineno - 1][owner.col_offset : end].decode()
+        head = lines[owner.lineno - 1][owner.col_offset : end].decode().partition("  #")[0]  # comments change alone
         key = site.function, ast.unparse(site.node), site.after, " ".join(head.split())
         yield Mutant(subject, path, *key, place=places[key]), site
         places[key] += 1

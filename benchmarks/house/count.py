@@ -71,7 +71,7 @@ def count(root: Path) -> list[Count]:
             "files that name the word of most", len(touched[0][1]) if touched else 0,
             rows=tuple(f"{word}: {len(paths)}" for word, paths in touched),
         ),
-        *(Count(f"files that name Kind.{word}", len(words.get(word, ())), 3) for word in ("HOLD", "PREDICT", "EVICT")),
+        *(Count(f"files that name {word}", len(words.get(word, ())), 3) for word in ("HOLD", "PREDICT", "EVICT")),
         Count("files that ask a policy's booleans", len(asked), 2, tuple(f"{k}: {v}" for k, v in asked.items())),
         Count("places that ask a policy's booleans", sum(asked.values())),
         Count("files that name argparse.Namespace", len(typed), rows=named(typed)),
@@ -100,17 +100,30 @@ def lines_of_code(path: Path) -> int:
 
 
 def files_of_words(root: Path, package: list[Path]) -> dict[str, set[Path]]:
-    """Kind of instruction -> the files that name it, as in Kind.STEP."""
+    """Kind of instruction -> the files that name it: as Kind.STEP, or by the name or the text of its code."""
     kinds = set()
     for node in ast.walk(parsed(root / WORDS)):
         if isinstance(node, ast.ClassDef) and node.name == "Kind":
             kinds = {target.id for each in node.body if isinstance(each, ast.Assign) for target in each.targets}
     found: dict[str, set[Path]] = {kind: set() for kind in kinds if not kind.startswith("_")}
     for path in package:
+        names = _codes_named(path)
         for kind in found:
-            if ("Kind", kind) in _attributes(path):
+            if kind in names or ("Kind", kind) in _attributes(path):
                 found[kind].add(path)
     return found
+
+
+def _codes_named(path: Path) -> set[str]:
+    """What a file imports, assigns or uses by name, and the words that it gives to `codes_of` as text."""
+    names = set()
+    for node in ast.walk(parsed(path)):
+        match node:
+            case ast.Name(id=name) | ast.alias(name=name):
+                names.add(name)
+            case ast.Call(func=ast.Name(id="codes_of"), args=[ast.Constant(value=str(words))]):
+                names.update(words.split())
+    return names
 
 
 def places_of_booleans(root: Path, package: list[Path]) -> dict[str, int]:

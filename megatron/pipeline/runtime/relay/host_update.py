@@ -145,7 +145,7 @@ class HostUpdate:
         return make
 
     def _require_steppable(self, stage: int) -> None:
-        """Nothing to do."""
+        """Raise an error before an UPDATE of the stage that must not be made. Here every UPDATE may be made."""
 
     def _forget(self, version: int) -> None:
         batch = self._batches[version]

@@ -91,22 +91,19 @@ class Group:
     @classmethod
     def of(cls, subject: type, title: str, roles: Role = Role.NONE, *, further: Iterable[Flag] = ()) -> "Group":
         """The flags of the fields of a dataclass, whose docstring describes them, and `further` ones."""
-        flags = (_complete(each.metadata["flag"], each.name, each.type, roles) for each in fields(subject))
+        flags = (_complete(each.metadata["flag"], each.name, each.type) for each in fields(subject))
         return cls(title, " ".join(subject.__doc__.split()), (*flags, *further), roles)
 
 
-def _complete(flag: Flag, name: str, kind: Any, roles: Role) -> Flag:
-    """The flag of a field: its name is the field's unless it has one, its values are of the field's type, and `roles`
-    are its own where it names none."""
+def _complete(flag: Flag, name: str, kind: Any) -> Flag:
+    """The flag of a field: its name is the field's unless it has one, and its values are of the field's type."""
     first, *aliases = flag.names
-    if flag.stores is None:
-        while get_args(kind):  # of `list[int] | None`: int
-            kind = next(each for each in get_args(kind) if each is not NoneType)
-        kind = path if flag.metavar in _PATHS else {int: integer, float: number}.get(kind, kind)
-    return replace(
-        flag, names=(first or name_of(name), *aliases), dest=name, type=None if flag.stores is not None else kind,
-        roles=roles if flag.roles is None else flag.roles,
-    )  # fmt: skip
+    if flag.stores is not None:
+        kind = None
+    while get_args(kind):  # of `list[int] | None`: int
+        kind = next(each for each in get_args(kind) if each is not NoneType)
+    kind = path if flag.metavar in _PATHS else {int: integer, float: number}.get(kind, kind)
+    return replace(flag, names=(first or name_of(name), *aliases), dest=name, type=kind)
 
 
 def name_of(destination: str) -> str:

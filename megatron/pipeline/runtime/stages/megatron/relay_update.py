@@ -110,7 +110,6 @@ class MegatronRelayUpdate(HostUpdate, CoreUpdate):
     ) -> None:
         CoreUpdate.__init__(self, optimizer, scheduler, weights=FLUSH, loss_names=loss_names)
         self.residency = residency
-        self._is_eager = residency.is_eager
         self._connect(timeout, rank_metrics)
         self._check(chunks)
         models = dict(zip(stages, map(unwrap_model, chunks), strict=True))
@@ -178,7 +177,9 @@ class MegatronRelayUpdate(HostUpdate, CoreUpdate):
                     "gradient_accumulation_fusion adds to gradients behind the back of what carries them to the host: "
                     "turn it off."
                 )
-        if self._is_eager and (self._inner.config.clip_grad > 0.0 or getattr(self._inner, "grad_scaler", None)):
+        if self.residency.is_eager and (
+            self._inner.config.clip_grad > 0.0 or getattr(self._inner, "grad_scaler", None)
+        ):
             raise ValueError(
                 "An eager update is made before the norm of all gradients and any overflow are known: use deferred "
                 "updates, or neither clip nor scale the loss."

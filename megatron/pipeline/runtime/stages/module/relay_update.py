@@ -66,7 +66,6 @@ class ModuleRelayUpdate(HostUpdate):
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.residency = residency
-        self._is_eager = residency.is_eager
         self._clip_grad = clip_grad
         self._host = HostOptimizer(optimizer, store)
         parameters = {stage: dict(module.named_parameters()) for stage, module in modules.items()}
@@ -114,7 +113,7 @@ class ModuleRelayUpdate(HostUpdate):
         count = self._reduction.reduce_norm(batch.report, local, stop_requests, losses)
         batch.mean_count = count / batch.info.num_microbatches
         batch.report.grad_norm /= batch.mean_count or 1.0
-        if self._is_eager and batch.mean_count != 1.0:
+        if self.residency.is_eager and batch.mean_count != 1.0:
             raise ValueError(
                 f"the losses of batch {version - 1} are sums, and eager updates are made before it is known what they "
                 "count; use deferred updates, or return means"
@@ -131,7 +130,7 @@ class ModuleRelayUpdate(HostUpdate):
                 self.scheduler.step()
 
     def _require_steppable(self, stage: int) -> None:
-        if not self._is_eager:
+        if not self.residency.is_eager:
             return
         gradients = [own for _, own in self.store.stages[stage].own_gradients().values() if own.numel()]
         if not all(torch.linalg.vector_norm(each, ord=float("inf")).isfinite() for each in gradients):
