@@ -1,7 +1,10 @@
 """What a training program, such as pretrain_gpt.py, brings to a run."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -9,9 +12,11 @@ from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.pipeline.runtime.stages.megatron.stage import ForwardStep
 from megatron.trainer.arguments.flags.config import TrainConfig
-from megatron.trainer.data.datasets import Datasets
 from megatron.trainer.data.microbatches import FieldsProvider, gpt_fields
 from megatron.trainer.report.metrics import LOSS
+
+if TYPE_CHECKING:
+    from megatron.trainer.data.datasets import Datasets  # with megatron.core's datasets, which a dry run never loads
 
 ModelProvider = Callable[..., torch.nn.Module]
 """Megatron's `provider(pre_process, post_process)`."""
