@@ -1,11 +1,12 @@
 """Repairs of megatron-core 0.16.1: for faults without Transformer Engine and Apex, and for the needs of 2bw.
 
 The wheel's code for torch's own AdamW and norms is little used and has faults, on CPU and on CUDA alike; these repairs
-are skipped if Transformer Engine or Apex is present. Two more repairs are needed everywhere: the fused gradient
-accumulation assumes that a parameter has one gradient buffer, and the distributed optimizer saves tied embeddings in
-the wrong place. Each repair wraps one function and states the fault.
+are skipped if Transformer Engine or Apex is present. Three more repairs are needed everywhere: the fused gradient
+accumulation assumes that a parameter has one gradient buffer, the distributed optimizer saves tied embeddings in the
+wrong place, and a checkpoint's groups of parameters are mixed up where their multipliers are equal. Each repair wraps one function and states the fault.
 """
 
+import collections
 import functools
 import warnings
 
@@ -28,6 +29,9 @@ def apply() -> None:
         _repair_places_in_buckets(distrib_optimizer.DistributedOptimizer)
     if not random.HAVE_TE:
         _repair_checkpoint_without_output(random.CheckpointWithoutOutput)
+    for kind in ("FP32Optimizer", "Float16OptimizerWithFloat16Params"):
+        _repair_groups_that_look_alike(getattr(optimizer, kind))
+    _repair_groups_that_look_alike(distrib_optimizer.DistributedOptimizer)
     _repair_torch_norm(torch_norm.WrappedTorchNorm)
     _repair_experts(moe_utils, token_dispatcher)
     follow_shown_gradients()
@@ -127,6 +131,42 @@ def _repair_distributed_optimizer(optimizer_class) -> None:
     optimizer_class.state_dict = state_dict_with_step
     optimizer_class.load_state_dict = load_state_dict_with_own_steps
     optimizer_class._set_main_param_and_optimizer_states = set_states_without_step
+
+
+def _repair_groups_that_look_alike(optimizer_class) -> None:
+    """Load each group of parameters from the saved group of its own.
+
+    The fault: a group is found by its multipliers alone. Groups that differ in something else, such as the learning
+    rate of `--decoupled-lr`, are taken for one: with masters the load fails, and the distributed optimizer silently
+    trains all of these groups with the options of the last one. Groups have the same order in every run of the same
+    flags, so the number of like groups before a group completes its key.
+    """
+    load = optimizer_class.load_state_dict
+
+    @functools.wraps(load)
+    def load_with_numbered_groups(self, state):
+        saved = state.get("optimizer", state.get("optimizer_state_dict", state))
+        own = [] if self.is_stub_optimizer else self.optimizer.param_groups
+        if "param_groups" not in saved or any("lr_mult" not in group for group in (*own, *saved["param_groups"])):
+            return load(self, state)
+        saved["param_groups"] = [dict(group) for group in saved["param_groups"]]
+        for groups in (own, saved["param_groups"]):
+            seen = collections.Counter()
+            for group in groups:
+                key = tuple(group.get(name) for name in _KEY_OF_GROUP)
+                group["lr_mult"] = (group["lr_mult"], seen[key])
+                seen[key] += 1
+        try:
+            return load(self, state)
+        finally:
+            for group in () if self.is_stub_optimizer else self.optimizer.param_groups:
+                if isinstance(group["lr_mult"], tuple):
+                    group["lr_mult"] = group["lr_mult"][0]
+
+    optimizer_class.load_state_dict = load_with_numbered_groups
+
+
+_KEY_OF_GROUP = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 
 
 def _repair_places_in_buckets(optimizer_class) -> None:

@@ -97,3 +97,9 @@ def test_the_cut_comes_from_the_checkpoint_on_request(saved):
     rest = train(2, f"{flags} --load {folder} --ckpt-step 3")
     assert any("schedule interleaved" in line for line in rest[-1]["lines"])
     assert rest[-1]["losses"] == {iteration: whole[-1]["losses"][iteration] for iteration in (4, 5, 6)}
+
+
+@pytest.mark.parametrize("kind", ["--bf16", f"--bf16 {SHARDED}", pytest.param("", marks=FULL)])
+def test_groups_that_look_alike_are_not_mixed_up(saved, kind):
+    """The layers go on with --lr and the embeddings with --decoupled-lr: the groups differ in nothing else."""
+    check_cut(saved, f"{EXACT} --decoupled-lr 1e-3 {kind}", 1, P1, 1, P1, exact=True)
