@@ -3,7 +3,8 @@
 The wheel's code for torch's own AdamW and norms is little used and has faults, on CPU and on CUDA alike; these repairs
 are skipped if Transformer Engine or Apex is present. Three more repairs are needed everywhere: the fused gradient
 accumulation assumes that a parameter has one gradient buffer, the distributed optimizer saves tied embeddings in the
-wrong place, and a checkpoint's groups of parameters are mixed up where their multipliers are equal. Each repair wraps one function and states the fault.
+wrong place, and a load mixes up groups of parameters whose multipliers are equal. Each repair wraps one function and
+states the fault.
 """
 
 import collections
