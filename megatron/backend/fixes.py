@@ -54,8 +54,14 @@ def follow_shown_gradients() -> None:
 def complete_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     """Create the state that the optimizer would create in its first step, for each parameter that lacks it.
 
-    This works for torch's Adam, AdamW and SGD, and for any optimizer with Adam's state; others are left unchanged.
+    This works for torch's Adam, AdamW and SGD, for any optimizer with Adam's state, and for those with a method
+    `make_state`; others are left unchanged.
     """
+    if hasattr(optimizer, "make_state"):
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                optimizer.make_state(param, group)
+        return
     if has_adams_state(optimizer):
         names = ("exp_avg", "exp_avg_sq")
     elif isinstance(optimizer, torch.optim.SGD):

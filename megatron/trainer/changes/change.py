@@ -55,9 +55,9 @@ from megatron.trainer.start_up.initialize import make_groups
 from megatron.trainer.start_up.model_and_optimizer import (
     ModelAndOptimizer,
     build_engine,
-    choose_kernel,
     setup_model_and_optimizer,
 )
+from megatron.trainer.start_up.optimizer import choose_kernel
 from megatron.trainer.start_up.run import Run
 
 # --- gradient buffers, released during a change -----------------------------------------------------------------------

@@ -52,9 +52,9 @@ from megatron.trainer.start_up import initialize
 from megatron.trainer.start_up.model_and_optimizer import (
     ModelAndOptimizer,
     build_engine,
-    choose_kernel,
     setup_model_and_optimizer,
 )
+from megatron.trainer.start_up.optimizer import choose_kernel
 from megatron.trainer.start_up.program import TrainingProgram
 from megatron.trainer.start_up.room import prepare_outputs
 from megatron.trainer.start_up.run import Run

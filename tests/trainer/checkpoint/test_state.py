@@ -9,7 +9,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.trainer.checkpoint.optimizer_state import convert_step_counters
 from megatron.trainer.checkpoint.state import with_copies, without_copies
-from megatron.trainer.start_up.model_and_optimizer import Lamb
+from megatron.trainer.start_up.optimizer import Lamb
 
 
 def sharded(key: str, *, replica_id: tuple[int, ...], offset: int = 0) -> ShardedTensor:

@@ -13,7 +13,7 @@ from megatron import backend
 backend.install()
 
 from megatron.core import optimizer as core
-from megatron.trainer.start_up.model_and_optimizer import Lamb, choose_kernel
+from megatron.trainer.start_up.optimizer import Lamb, choose_kernel
 from tests import workers
 from tests.trainer.arguments.command_line import arguments
 from tests.trainer.checkpoint.test_stages import check_cut, saved  # noqa: F401  a fixture

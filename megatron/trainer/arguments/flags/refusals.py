@@ -105,6 +105,14 @@ REFUSED = Group(
         refused("--l2l-skip-layers", _SKIPS, takes=None),
         refused("--optimizer-offload-fraction", _OFFLOAD, takes=None, kind=number, neutral=(0.0,)),
         refused("--cpu-offloading-num-layers", _OFFLOAD, takes=None, kind=integer, neutral=(0,)),
+        refused(
+            "--muon-scalar-optimizer",
+            "AdamW steps what Muon does not; leave the flag out.",
+            takes=None,
+            default="adam",
+            neutral=("adam",),
+        ),
+        refused("--muon-use-syrk", "the products of Muon's iterations are torch's; leave the flag out."),
         *_list(_PRECISION, "--use-precision-aware-optimizer"),
         *(
             refused(name, _PRECISION, takes=None, default="fp32", neutral=("fp32",))

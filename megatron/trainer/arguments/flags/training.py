@@ -89,8 +89,9 @@ class Regularization:
 
     optimizer: str = option(
         "adam",
-        "Optimizer. lamb: LAMB with --adam-beta1, --adam-beta2 and --adam-eps, without tensor parallelism.",
-        choices=("adam", "sgd", "lamb"),
+        "Optimizer. lamb: LAMB with --adam-beta1, --adam-beta2 and --adam-eps, without tensor parallelism. muon: Muon "
+        "for matrices, but for embeddings and the output layer, and AdamW for the rest (docs/muon.md).",
+        choices=("adam", "sgd", "lamb", "muon"),
     )
     optimizer_kernel: str = option(
         "loop",
@@ -109,6 +110,40 @@ class Regularization:
     adam_beta2: float = option(0.999, "Second coefficient of Adam and LAMB.")
     adam_eps: float = option(1e-8, "Epsilon of Adam and LAMB.")
     sgd_momentum: float = option(0.9, "Momentum of SGD.")
+    muon_momentum: float = option(0.95, "Momentum of Muon.")
+    muon_use_nesterov: bool = switch("Muon with Nesterov's momentum.", aliases=("--muon-nesterov",))
+    muon_split_qkv: bool = negation(
+        "--muon-no-split-qkv",
+        "Muon orthogonalises the matrix of queries, keys and values as one, not each of the three by itself.",
+    )
+    muon_scale_mode: str = option(
+        "spectral",
+        "Factor of Muon's steps for a matrix of r rows and c columns. spectral: sqrt(max(r, c)). unit_rms_norm: "
+        "sqrt(r / c). shape_scaling: sqrt(max(1, r / c)).",
+        choices=("spectral", "unit_rms_norm", "shape_scaling"),
+    )
+    muon_extra_scale_factor: float = option(
+        1.0, "Another factor of Muon's steps. With spectral, 0.2 gives steps of about AdamW's size."
+    )
+    muon_num_ns_steps: int = option(5, "Iterations of Newton-Schulz, by which Muon orthogonalises.")
+    muon_coefficient_type: str = option(
+        "quintic",
+        "Coefficients of these iterations. simple: torch.optim.Muon's.",
+        choices=("simple", "quintic", "polar_express", "aol"),
+    )
+    muon_fp32_matmul_prec: str = option(
+        "medium", "Precision of these iterations. medium: bfloat16. high: FP32.", choices=("medium", "high")
+    )
+    muon_tp_mode: str = option(
+        "blockwise",
+        "Where tensor ranks share a matrix: blockwise: each orthogonalises its part by itself, so the result depends on "
+        "the number of ranks. duplicated: each gathers the matrix and orthogonalises it.",
+        choices=("blockwise", "duplicated", "distributed"),
+    )
+    muon_scalar_lr: float = option(
+        None, "Peak learning rate of what AdamW steps beside Muon; without, --lr (embeddings may have --decoupled-lr)."
+    )
+    muon_scalar_min_lr: float = option(None, "Smallest learning rate of --muon-scalar-lr; without, --min-lr.")
 
 
 REGULARIZATION = Group.of(Regularization, "optimizer")

@@ -25,6 +25,16 @@ def _whole_tensors(args: argparse.Namespace) -> None:
             "--use-distributed-optimizer does not go with --optimizer sgd: megatron.core shards the state of Adam "
             "alone; leave one of the two out"
         )
+    if args.optimizer == "muon" and args.use_distributed_optimizer:
+        raise ValueError(
+            "--use-distributed-optimizer does not go with --optimizer muon: it cuts matrices into shards, and Muon "
+            "steps a matrix as a whole; leave one of the two out"
+        )
+    if args.optimizer == "muon" and args.muon_tp_mode == "distributed":
+        raise ValueError(
+            "--muon-tp-mode distributed, which iterates on shared matrices without gathering them, is not supported; "
+            "use duplicated, which gives the same numbers but for rounding"
+        )
     if args.optimizer != "lamb":
         return
     for name, (is_asked, reason) in {
@@ -299,7 +309,12 @@ def learning_rate(args: argparse.Namespace) -> None:
         args.lr = args.lr or 0.0
     if args.lr is None:
         raise ValueError("--lr is needed")
-    for low, high in (("min_lr", "lr"), ("lr_warmup_init", "lr"), ("decoupled_min_lr", "decoupled_lr")):
+    for low, high in (
+        ("min_lr", "lr"),
+        ("lr_warmup_init", "lr"),
+        ("decoupled_min_lr", "decoupled_lr"),
+        ("muon_scalar_min_lr", "muon_scalar_lr"),
+    ):
         small, large = getattr(args, low), getattr(args, high)
         if small is not None and large is not None and small > large:
             raise ValueError(f"--{low.replace('_', '-')} {small} is greater than --{high.replace('_', '-')} {large}")

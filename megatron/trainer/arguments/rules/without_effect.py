@@ -89,6 +89,22 @@ ROWS = (
         "only the buckets of --use-distributed-optimizer are padded",
     ),
     Idle("adam_beta1 adam_beta2 adam_eps", lambda args: args.optimizer == "sgd", "--optimizer sgd has no moments"),
+    Idle(
+        "muon_momentum muon_use_nesterov muon_split_qkv muon_scale_mode muon_extra_scale_factor muon_num_ns_steps "
+        "muon_coefficient_type muon_fp32_matmul_prec muon_tp_mode muon_scalar_lr muon_scalar_min_lr",
+        lambda args: args.optimizer != "muon",
+        "it is about --optimizer muon",
+    ),
+    Idle(
+        "muon_tp_mode",
+        lambda args: args.optimizer == "muon" and args.tensor_model_parallel_size == 1,
+        "one tensor rank has whole matrices",
+    ),
+    Idle(
+        "muon_scalar_min_lr",
+        lambda args: args.optimizer == "muon" and args.muon_scalar_lr is None,
+        "it is the smallest of --muon-scalar-lr",
+    ),
     Idle("sgd_momentum", lambda args: args.optimizer != "sgd", "it is that of --optimizer sgd"),
     Idle(
         "weight_decay",

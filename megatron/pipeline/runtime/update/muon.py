@@ -1,0 +1,224 @@
+"""Muon: matrices step along their orthogonalised momentum, and everything else steps by AdamW, in one optimizer.
+
+Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/) keeps one moment of a matrix W with gradient G:
+
+    M = momentum M + (1 - momentum) G
+    U = momentum M + (1 - momentum) G with Nesterov, else U = M
+    W = (1 - lr decay) W - lr scale O(U)
+
+O(U) replaces the singular values of U by values near 1. It is computed by an iteration of Newton-Schulz: X = U / |U|
+with the Frobenius norm, then several times X = a X + (b A + c A A) X with A = X X^T. The operations and their order are
+those of torch.optim.Muon, so that its settings give its bits.
+
+The iteration reads a whole matrix. Where tensor ranks have parts of it, either each rank orthogonalises its part by
+itself (`blockwise`, another algorithm whose result depends on the number of tensor ranks), or the ranks gather the
+matrix and each orthogonalises it (`duplicated`). Rows or columns of a gathered matrix may stand in another order than
+in one process: O commutes with such an order, so the result differs by rounding alone.
+
+The matrix of queries, keys and values is three matrices below one another: each of them is orthogonalised by itself,
+over all heads, unless `qkv_rows` is None.
+
+One optimizer of both kinds keeps what megatron.core builds over an optimizer: masters, groups, checkpoints, learning
+rates. A group says by its option `muon` which kind it is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
+    "simple": ((3.4445, -4.7750, 2.0315),),
+    "quintic": (
+        (4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037), (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ),
+    "polar_express": (
+        (8.2051, -22.9019, 16.4607), (4.0664, -2.8612, 0.5184), (3.9096, -2.8234, 0.5250), (3.2856, -2.4153, 0.4853),
+        (2.2779, -1.6198, 0.3985), (1.8726, -1.2307, 0.3585), (1.8564, -1.2132, 0.3568), (1.8750, -1.2500, 0.3750),
+    ),
+    "aol": (
+        (4.0098, -7.0585, 2.4635), (3.4585, -5.5479, 2.5959), (2.7573, -3.2939, 1.4254), (2.7215, -3.0494, 1.3169),
+    ),
+}  # fmt: skip
+"""Name -> (a, b, c) of successive iterations; after the last one they begin anew, but polar_express repeats its last.
+
+The names and values are those of NVIDIA's emerging_optimizers, which megatron.core uses. simple: Jordan et al., and
+torch.optim.Muon. quintic: https://leloykun.github.io/ponder/muon-opt-coeffs. polar_express: arXiv 2505.16932. aol:
+https://github.com/thib-s/flash-newton-schulz.
+"""
+
+SCALES: dict[str, Callable[[int, int], float]] = {
+    "spectral": lambda rows, columns: math.sqrt(max(rows, columns)),
+    "unit_rms_norm": lambda rows, columns: math.sqrt(rows / columns),
+    "shape_scaling": lambda rows, columns: math.sqrt(max(1, rows / columns)),
+}
+"""Name -> the factor of a step, from the shape of the matrix. shape_scaling is the `original` of torch.optim.Muon, and
+spectral with an extra factor of 0.2 its `match_rms_adamw`."""
+
+WHOLE, ROWS, COLUMNS, QKV = "whole", "rows", "columns", "qkv"
+"""Values of a group's option `muon`: how tensor ranks share its matrices. QKV: rows, of queries, keys and values."""
+
+_DIMENSION = {ROWS: 0, QKV: 0, COLUMNS: 1}
+_SMALLEST_NORM = 1e-7  # torch.optim.Muon's
+
+
+@dataclass(frozen=True)
+class Orthogonalization:
+    """How matrices are orthogonalised.
+
+    Attributes:
+        coefficients: a key of `COEFFICIENTS`.
+        num_steps: number of iterations.
+        in_bfloat16: iterate in bfloat16, else in FP32.
+        scale: a key of `SCALES`.
+        extra_scale: another factor of every step.
+        qkv_rows: the rows of queries, keys and values in each group of queries; None: they are one matrix.
+        group: the tensor ranks, which gather the matrices that they share; None: each rank takes its part as a matrix.
+    """
+
+    coefficients: str = "quintic"
+    num_steps: int = 5
+    in_bfloat16: bool = True
+    scale: str = "spectral"
+    extra_scale: float = 1.0
+    qkv_rows: tuple[int, ...] | None = None
+    group: dist.ProcessGroup | None = None
+
+    def direction(self, update: Tensor, layout: str) -> tuple[Tensor, float]:
+        """The orthogonalised update of a rank's part of a matrix, and the factor by which a step multiplies it.
+
+        Collective over the tensor ranks if they gather. `update` is not changed. The direction has the dtype of the
+        iteration.
+        """
+        matrix = update.bfloat16() if self.in_bfloat16 else update.float()
+        shares = 1 if self.group is None or layout == WHOLE else self.group.size()
+        if shares > 1:
+            matrix = self._gathered(matrix, _DIMENSION[layout])
+        if layout == QKV and self.qkv_rows is not None:
+            direction, factor = self._of_parts(matrix, self.qkv_rows), 1.0
+        else:
+            direction, factor = newton_schulz(matrix, self._coefficients()), self._factor(*matrix.shape)
+        if shares > 1:
+            direction = direction.chunk(shares, dim=_DIMENSION[layout])[self.group.rank()]
+        return direction, factor
+
+    def _gathered(self, part: Tensor, dimension: int) -> Tensor:
+        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self.group.size())]
+        dist.all_gather(parts, part.contiguous(), group=self.group)
+        return torch.cat(parts, dim=dimension)
+
+    def _of_parts(self, matrix: Tensor, rows: tuple[int, ...]) -> Tensor:
+        """Queries, keys and values, each orthogonalised and scaled by itself."""
+        by_group = matrix.view(-1, sum(rows), matrix.shape[1])
+        parts = []
+        for each in by_group.split(rows, dim=1):
+            one = each.reshape(-1, matrix.shape[1])
+            parts.append((newton_schulz(one, self._coefficients()) * self._factor(*one.shape)).view_as(each))
+        return torch.cat(parts, dim=1).view_as(matrix)
+
+    def _factor(self, rows: int, columns: int) -> float:
+        return SCALES[self.scale](rows, columns) * self.extra_scale
+
+    def _coefficients(self) -> Iterable[tuple[float, float, float]]:
+        values = COEFFICIENTS[self.coefficients]
+        after = itertools.repeat(values[-1]) if self.coefficients == "polar_express" else itertools.cycle(values)
+        return itertools.islice(itertools.chain(values, after), self.num_steps)
+
+
+def newton_schulz(matrix: Tensor, coefficients: Iterable[tuple[float, float, float]]) -> Tensor:
+    """The matrix with singular values near 1, in its dtype. The iteration works on the smaller of the two dimensions."""
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if is_tall else matrix
+    x = x / x.norm().clamp(min=_SMALLEST_NORM)
+    for a, b, c in coefficients:
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x
+
+
+class Muon(torch.optim.AdamW):
+    """Steps groups with the option `muon` by Muon, and the others by AdamW.
+
+    State of a matrix: `step`, `momentum_buffer`; of another parameter AdamW's.
+
+    Args:
+        params: as of any torch optimizer; matrices have two dimensions.
+        lr, betas, eps, weight_decay: AdamW's; learning rate and weight decay are Muon's, too. Groups may have their own.
+        momentum, nesterov: Muon's; of a group where the group says them.
+        orthogonalization: how matrices are orthogonalised.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        momentum: float = 0.95,
+        nesterov: bool = False,
+        orthogonalization: Orthogonalization | None = None,
+    ) -> None:
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        self.orthogonalization = orthogonalization or Orthogonalization()
+        for name, value in {"muon": None, "momentum": momentum, "nesterov": nesterov}.items():
+            self.defaults[name] = value
+            for group in self.param_groups:
+                group.setdefault(name, value)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One step of every parameter that has a gradient. `closure`: computes them, and the loss that is returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        _STEP_OF_ADAMW(self)
+        for group in self.param_groups:
+            if group["muon"] is not None:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self._step_matrix(parameter, group)
+        return loss
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        """What AdamW steps of a group: nothing where it is Muon's."""
+        return False if group["muon"] is not None else super()._init_group(group, *lists)
+
+    def _step_matrix(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        self.make_state(parameter, group)
+        state, gradient, lr = self.state[parameter], parameter.grad, group["lr"]
+        state["step"] += 1
+        mean = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
+        update = gradient.lerp(mean, group["momentum"]) if group["nesterov"] else mean
+        direction, factor = self.orthogonalization.direction(update, group["muon"])
+        parameter.mul_(1 - lr * group["weight_decay"])
+        parameter.add_(direction, alpha=-lr * factor)
+
+    def make_state(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        """Make the state that a first step would find, where there is none."""
+        state = self.state[parameter]
+        names = ("exp_avg", "exp_avg_sq") if group["muon"] is None else ("momentum_buffer",)
+        state.setdefault("step", torch.tensor(0.0))
+        for name in names:
+            if name not in state:
+                state[name] = torch.zeros_like(parameter)
+
+
+def _unwrapped(step: Callable) -> Callable:
+    """A step without the hooks that torch wraps around it, which the optimizer's own step has, too."""
+    while hasattr(step, "__wrapped__"):
+        step = step.__wrapped__
+    return step
+
+
+_STEP_OF_ADAMW = _unwrapped(torch.optim.AdamW.step)

@@ -1,0 +1,200 @@
+"""The optimizer of a run: megatron.core's Adam and SGD, and LAMB and Muon in the place of its Adam.
+
+megatron.core's optimizer owns masters, groups and formats; it knows Adam and SGD. Another optimizer takes the place of
+its Adam before that has any state. The groups, which then hold the masters of 16-bit weights, are kept.
+
+LAMB (You et al., 2019, algorithm 2) takes Adam's direction, and for each tensor a step in proportion to its weights.
+For a tensor x with gradient g, at step t, as Adam:
+
+    m = b1 m + (1 - b1) g          v = b2 v + (1 - b2) g^2
+    r = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + decay x
+
+and then, with the norms of the whole tensor, x = x - lr |x| / |r| r. (The algorithm's phi is the identity here.) Where
+a norm is 0, as of a bias that begins there, the ratio counts as 1.
+
+Muon steps the matrices of the model, but for embeddings and the output layer, and AdamW the rest
+(`megatron.pipeline.runtime.update.muon`). The groups say which parameters are whose.
+
+torch's optimizers step parameters one by one, an operation after another (`loop`), or each in one pass of a compiled
+kernel (`fused`): on a CPU several times faster; the last bits may differ. The kernel is in the optimizer's groups,
+which a checkpoint brings along, so it is chosen after loading.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.backend.cpu import optimizers_on_host
+from megatron.core import parallel_state
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
+from megatron.core.optimizer_param_scheduler import ParamGroupOverride
+from megatron.pipeline.runtime.update.muon import COLUMNS, QKV, ROWS, WHOLE, Muon, Orthogonalization
+from megatron.trainer.arguments.flags.config import TrainConfig
+from megatron.trainer.models import core_config
+
+# --- LAMB -------------------------------------------------------------------------------------------------------------
+
+
+class Lamb(torch.optim.Optimizer):
+    """Steps each parameter by itself. Its state is Adam's: `step`, `exp_avg`, `exp_avg_sq`.
+
+    Args:
+        params: as of any torch optimizer.
+        lr, betas, eps, weight_decay: see above; of a group where that says them.
+    """
+
+    adams_state = True  # for megatron.backend.fixes, which completes it before a load
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One step of every parameter that has a gradient. `closure`: computes them, and the loss that is returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step(parameter, self.state[parameter], group)
+        return loss
+
+    def _step(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if "step" not in state:
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+        state["step"] += 1
+        gradient, mean, size, count = parameter.grad, state["exp_avg"], state["exp_avg_sq"], state["step"].item()
+        beta1, beta2 = group["betas"]
+        mean.lerp_(gradient, 1 - beta1)
+        size.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        direction = mean / (1 - beta1**count)
+        direction.div_((size / (1 - beta2**count)).sqrt_().add_(group["eps"]))
+        if group["weight_decay"]:
+            direction.add_(parameter, alpha=group["weight_decay"])
+        of_weights, of_direction = torch.linalg.vector_norm(parameter), torch.linalg.vector_norm(direction)
+        ratio = torch.where((of_weights > 0) & (of_direction > 0), of_weights / of_direction, 1.0)
+        parameter.sub_(direction.mul_(ratio * group["lr"]))
+
+
+# --- Muon -------------------------------------------------------------------------------------------------------------
+
+
+def layout_of(parameter: Tensor, name: str) -> str | None:
+    """How tensor ranks share a matrix that Muon steps; None: AdamW steps the parameter."""
+    if parameter.dim() != 2 or getattr(parameter, "is_embedding_or_output_parameter", False) or "embedding" in name:
+        return None
+    if name.endswith("linear_qkv.weight"):
+        return QKV
+    return {0: ROWS, 1: COLUMNS}.get(getattr(parameter, "partition_dim", -1), WHOLE)
+
+
+def _muon(args: TrainConfig, chunks: Sequence[torch.nn.Module]) -> Callable[[list[dict[str, Any]]], Muon]:
+    """What makes the run's Muon of megatron.core's groups."""
+    config = chunks[0].config
+    queries = config.num_attention_heads // config.num_query_groups * config.kv_channels
+    gathers = args.muon_tp_mode == "duplicated" and args.tensor_model_parallel_size > 1
+    orthogonalization = Orthogonalization(
+        coefficients=args.muon_coefficient_type,
+        num_steps=args.muon_num_ns_steps,
+        in_bfloat16=args.muon_fp32_matmul_prec == "medium",
+        scale=args.muon_scale_mode,
+        extra_scale=args.muon_extra_scale_factor,
+        qkv_rows=(queries, config.kv_channels, config.kv_channels) if args.muon_split_qkv else None,
+        group=parallel_state.get_tensor_model_parallel_group() if gathers else None,
+    )
+
+    def made(groups: list[dict[str, Any]]) -> Muon:
+        return Muon(
+            groups, momentum=args.muon_momentum, nesterov=args.muon_use_nesterov, orthogonalization=orthogonalization
+        )
+
+    return made
+
+
+def _muons_groups(args: TrainConfig) -> dict[ParamKey, ParamGroupOverride]:
+    """What the groups of Muon say besides, and the learning rate of AdamW's if it has one of its own."""
+    overrides = {_key(layout, layout): {"muon": layout} for layout in (WHOLE, ROWS, COLUMNS, QKV)}
+    if args.muon_scalar_lr is not None:
+        smallest = args.min_lr if args.muon_scalar_min_lr is None else args.muon_scalar_min_lr
+        overrides[_key("scalars", None, args.decoupled_lr)] = {"max_lr": args.muon_scalar_lr, "min_lr": smallest}
+    return overrides
+
+
+def _key(title: str, layout: str | None, decoupled_lr: float | None = None) -> ParamKey:
+    """The parameters of a layout, without those that have --decoupled-lr."""
+
+    def belongs(parameter: Tensor, name: str) -> bool:
+        is_decoupled = decoupled_lr is not None and getattr(parameter, "is_embedding_or_output_parameter", False)
+        return layout_of(parameter, name) == layout and not is_decoupled
+
+    return ParamKey(with_name_predicate=ParamWithNamePredicate(name=title, fn=belongs))
+
+
+# --- the optimizer of a run -------------------------------------------------------------------------------------------
+
+
+def build_optimizer(
+    args: TrainConfig, chunks: Sequence[torch.nn.Module], *, on_host: bool = False
+) -> MegatronOptimizer:
+    """The optimizer of `args` for a rank's chunks. `on_host`: weights lie on the host, and steps are made there."""
+    wanted = core_config.optimizer_config(args)
+    own, overrides = None, get_standard_config_overrides(wanted)
+    if args.optimizer == "lamb":
+        own = Lamb
+    elif args.optimizer == "muon":
+        own = _muon(args, chunks)
+        overrides |= _muons_groups(args)
+    if own is not None:
+        wanted = replace(wanted, optimizer="adam")
+    with optimizers_on_host() if on_host else contextlib.nullcontext():
+        optimizer = get_megatron_optimizer(wanted, chunks, config_overrides=overrides)
+    if own is not None:
+        for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+            if not each.is_stub_optimizer:
+                each.optimizer = _in_place_of(each.optimizer, own)
+    return optimizer
+
+
+def _in_place_of(
+    adam: torch.optim.Optimizer, own: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+) -> torch.optim.Optimizer:
+    """An optimizer of `adam`'s groups, without the settings that say only how Adam computes."""
+    assert not adam.state, "an optimizer that has stepped cannot be replaced"
+    made = own(adam.param_groups)
+    for group in made.param_groups:
+        for name in adam.defaults.keys() - made.defaults.keys():
+            del group[name]
+    return made
+
+
+# --- the kernel that takes the steps ----------------------------------------------------------------------------------
+
+KERNELS = ("loop", "fused")
+_WITH_KERNELS = (torch.optim.Adam, torch.optim.SGD)  # and AdamW, which is an Adam
+
+
+def choose_kernel(optimizer: MegatronOptimizer, kernel: str) -> None:
+    """Set the kernel, one of `KERNELS`, that `optimizer` steps with. Optimizers that are not torch's (Apex, Transformer
+    Engine) have only one."""
+    for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = getattr(each, "optimizer", None)
+        if isinstance(inner, _WITH_KERNELS):
+            for group in inner.param_groups:
+                group["fused"] = True if kernel == "fused" else None
